@@ -1,0 +1,38 @@
+PYTHON ?= python3
+BIN := .venv/bin
+SERVE_ARGS ?=
+
+.PHONY: serve test lint types unit format clean
+
+serve: .venv/installed
+	$(BIN)/toka $(SERVE_ARGS)
+
+test: lint types unit
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/installed-dev
+	$(BIN)/mypy
+
+unit: .venv/installed-dev
+	$(BIN)/python -m pytest
+
+format: .venv/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/installed: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+.venv/installed-dev: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@ .venv/installed
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,1 @@
+"""Tokasaurus: an LLM inference server for jobs of many tokens."""

@@ -1,0 +1,54 @@
+"""One-way typed channels between processes, and one wait over channels and process deaths."""
+
+import multiprocessing.connection
+import queue
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from typing import Generic, TypeVar, cast
+
+Message = TypeVar("Message")
+
+
+class Channel(Generic[Message]):
+    """A multiprocessing queue of frozen dataclasses. Made by the parent, given to both ends when they are spawned.
+
+    Make new channels for each start of a replica: a queue whose reader was killed may stay locked for ever.
+    """
+
+    def __init__(self, context: BaseContext) -> None:
+        self._queue = context.Queue()
+
+    @property
+    def reader(self) -> Connection:
+        """For `wait`, or an event loop's `add_reader`: readable when a message is there."""
+        return cast(Connection, self._queue._reader)  # type: ignore[attr-defined]
+
+    def send(self, message: Message) -> None:
+        """Never blocks: a thread of the queue writes to the pipe."""
+        self._queue.put(message)
+
+    def receive(self, timeout_s: float | None = None) -> Message:
+        """The next message. Raises TimeoutError."""
+        try:
+            return cast(Message, self._queue.get(timeout=timeout_s))
+        except queue.Empty:
+            raise TimeoutError from None
+
+    def drain(self) -> list[Message]:
+        """All messages that are there now, oldest first, without waiting."""
+        messages: list[Message] = []
+        while True:
+            try:
+                messages.append(self._queue.get_nowait())
+            except queue.Empty:
+                return messages
+
+    def abandon(self) -> None:
+        """Let this process exit without delivering what is unsent: the reader may be dead."""
+        self._queue.cancel_join_thread()
+
+
+def wait(waitables: Sequence[Connection | int], timeout_s: float | None = None) -> list[Connection | int]:
+    """Those of channel readers and process sentinels that are ready; empty after `timeout_s`."""
+    return cast("list[Connection | int]", multiprocessing.connection.wait(waitables, timeout_s))

@@ -1,0 +1,48 @@
+"""What the manager sends to the model workers for each step, and what they answer."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokasaurus.messages.slots import SlotChanges
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInput:
+    """One step. Every rank of a replica receives the same.
+
+    S rows of the batch, one per running slot: first the `num_decode` rows that decode (one token each, the last that
+    the worker sampled for the slot), then the rows that prefill.
+
+    slots: int32 [S]. num_tokens: int32 [S], tokens of each row in this step.
+    prompt_ids: int32 [P], the prefill rows' tokens one after the other; P = sum(num_tokens[num_decode:]).
+
+    A row samples a token if it decodes, or if its chunk ends at the slot's num_prompt_tokens.
+    """
+
+    step_id: int
+    slots: NDArray[np.int32]
+    num_tokens: NDArray[np.int32]
+    num_decode: int
+    prompt_ids: NDArray[np.int32]
+    changes: SlotChanges
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfInputs:
+    """No step follows: the worker answers what it has and exits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """The R tokens sampled in one step, in the order of the rows that sampled.
+
+    token_ids: int32 [R]. logprobs: float32 [R], NaN where not asked; None where no row of the step asked.
+    forward_seconds: how long the worker was busy with this step.
+    """
+
+    step_id: int
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32] | None
+    forward_seconds: float

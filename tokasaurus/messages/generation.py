@@ -1,0 +1,79 @@
+"""What the server asks of the manager, and what comes back: requests in, sequence deltas out."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokasaurus.messages.lifecycle import EngineStats
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn from the model's distribution.
+
+    temperature: 0 is greedy.
+    top_p: only the most likely tokens that together reach this probability may be drawn; 1 allows all.
+    seed: unsigned 64 bits; the server draws one where the client gave none.
+    """
+
+    temperature: float
+    top_p: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """`num_sequences` independent completions of one prompt. Already validated: it fits the model and the KV pool.
+
+    prompt_ids: int32 [P], P >= 1.
+    max_new_tokens: at least 1, the eos token included.
+    stop_strings: generation ends at the token whose text completes one of these.
+    ignore_eos: eos does not end a sequence.
+    want_logprobs: the log-probability of each chosen token is returned.
+    """
+
+    request_id: str
+    prompt_ids: NDArray[np.int32]
+    num_sequences: int
+    max_new_tokens: int
+    sampling: SamplingParams
+    stop_strings: tuple[str, ...]
+    ignore_eos: bool
+    want_logprobs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequest:
+    """The client is gone: drop every sequence of the request. Unknown or finished ids are no error."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceDelta:
+    """New tokens of one sequence since its last delta; a sequence that is not streamed has one delta, its last.
+
+    token_ids: as sampled, the eos or stop string's tokens included.
+    logprobs: natural log, before temperature, one per token; None where not asked.
+    finish_reason: set on the last delta of a sequence alone.
+    num_cached_tokens: prompt tokens read from the prefix cache.
+    """
+
+    request_id: str
+    sequence_index: int
+    token_ids: list[int]
+    logprobs: list[float] | None
+    finish_reason: FinishReason | None
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUpdate:
+    """Everything that happened since the last update; `stats` already counts the finished sequences in `deltas`."""
+
+    deltas: list[SequenceDelta]
+    stats: EngineStats

@@ -1,0 +1,45 @@
+"""Batch slots: what changed at the worker's per-sequence state since the last step.
+
+A slot is the worker's memory of one sequence: block table, last token, position, sampling state. Slot 0 and block 0
+are for padding and never given to a sequence.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class SlotOpens:
+    """Slots given to sequences, O of them, as arrays of one length.
+
+    slots: int32 [O]. num_prompt_tokens: int32 [O], tokens to prefill before the first is sampled, cached ones included.
+    first_positions: int32 [O], where prefill starts: the number of tokens whose KV is cached already.
+    temperatures, top_ps: float32 [O]. seeds: uint64 [O]. sample_indices: uint32 [O], which of the n samples it is.
+    want_logprobs: bool [O].
+    """
+
+    slots: NDArray[np.int32]
+    num_prompt_tokens: NDArray[np.int32]
+    first_positions: NDArray[np.int32]
+    temperatures: NDArray[np.float32]
+    top_ps: NDArray[np.float32]
+    seeds: NDArray[np.uint64]
+    sample_indices: NDArray[np.uint32]
+    want_logprobs: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotChanges:
+    """Applied before the forward, in this order: close, open, append blocks.
+
+    closed: int32 [C], slots whose sequence is gone; one of them may be opened again by the same message.
+    opened: None where no slot is opened, which is most steps.
+    block_slots, block_ids: int32 [B], block `block_ids[i]` is appended to the block table of slot `block_slots[i]`.
+    """
+
+    closed: NDArray[np.int32]
+    opened: SlotOpens | None
+    block_slots: NDArray[np.int32]
+    block_ids: NDArray[np.int32]
