@@ -45,7 +45,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on disk. directory: HF format (config.json, *.safetensors). tokenizer_directory: tokenizer.json and co."""
+    """A model on disk. directory: config.json and *.safetensors. tokenizer_directory: tokenizer.json and its kin."""
 
     name: str
     directory: Path
