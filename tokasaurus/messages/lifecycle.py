@@ -63,3 +63,7 @@ class EngineStats:
     total_prompt_tokens: int
     total_generation_tokens: int
     worker_queue_depth: int
+
+
+class UserError(Exception):
+    """A cause that the user can mend, in one line: a process that ends with it shows that line and no traceback."""
