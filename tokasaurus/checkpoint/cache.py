@@ -1,0 +1,50 @@
+"""Where fetched and converted files are kept, and how a directory is put there whole or not at all."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from tokasaurus.checkpoint.errors import CheckpointError
+
+
+def cache_directory() -> Path:
+    """$TOKA_CACHE, else $XDG_CACHE_HOME/tokasaurus, else ~/.cache/tokasaurus. It need not exist."""
+    if own := os.environ.get("TOKA_CACHE"):
+        return Path(own).expanduser().absolute()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser().absolute() / "tokasaurus"
+    return Path.home() / ".cache" / "tokasaurus"
+
+
+def build_once(destination: Path, build: Callable[[Path], None]) -> Path:
+    """`destination`, a directory that `build` has filled; built only if it is not there yet.
+
+    `build` gets an empty directory beside it, renamed when all is written. A second process waits for the first; what a
+    killed one left is removed by the next. Raises CheckpointError if the place cannot be written.
+    """
+    if destination.is_dir():
+        return destination
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with (destination.parent / f".{destination.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it when the holder dies
+            if not destination.is_dir():
+                _build_and_rename(destination, build)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {destination}: {error}; $TOKA_CACHE chooses another place") from error
+    return destination
+
+
+def _build_and_rename(destination: Path, build: Callable[[Path], None]) -> None:
+    unfinished = destination.with_name(f".{destination.name}.unfinished")
+    if unfinished.exists():
+        shutil.rmtree(unfinished)
+    unfinished.mkdir()
+    try:
+        build(unfinished)
+        unfinished.rename(destination)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise

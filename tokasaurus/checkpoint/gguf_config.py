@@ -1,0 +1,149 @@
+"""A GGUF file's metadata as config.json and generation_config.json."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokasaurus.checkpoint.errors import CheckpointError
+
+Metadata = Mapping[str, Any]
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+# Keys that are read below, and those that do not change the maths. Any other key of the architecture is refused: it
+# may be a scale or a window that another model of the same name has.
+_READ = {
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "rope.freq_base",
+    "rope.dimension_count",
+}
+_HARMLESS = {"vocab_size"}
+# The value with which these keys say that the feature is off.
+_OFF = {
+    "rope.scaling.type": "none",
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "attention.causal": True,
+    "attention.sliding_window": 0,
+}
+
+# Every published llama3 scaling has these; the factor is 8 (3.1) or 32 (3.2) and is read off the tensor.
+_LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def architecture_of(metadata: Metadata) -> str:
+    """The supported architecture that the file states. Raises CheckpointError for any other."""
+    architecture = metadata.get("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        supported = ", ".join(_ARCHITECTURES)
+        raise CheckpointError(f"architecture {architecture!r} is not supported; supported are {supported}")
+    return str(architecture)
+
+
+def model_config(
+    metadata: Metadata, vocab_size: int, tied: bool, dtype: str, rope_factors: NDArray[np.float32] | None
+) -> dict[str, Any]:
+    """The content of config.json.
+
+    vocab_size: rows of the embedding. rope_factors: float32 [head size / 2], the file's rope_freqs.weight: what each
+    rotary wavelength is multiplied with; None without such a tensor. Raises CheckpointError.
+    """
+    architecture = architecture_of(metadata)
+    fields = {
+        key.removeprefix(f"{architecture}."): value
+        for key, value in metadata.items()
+        if key.startswith(f"{architecture}.")
+    }
+    _refuse_unknown(architecture, fields)
+    num_heads = _number(architecture, fields, "attention.head_count")
+    hidden_size = _number(architecture, fields, "embedding_length")
+    head_dim = fields.get("attention.key_length", hidden_size // num_heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if fields.get(key, head_dim) != head_dim:
+            raise CheckpointError(f"{architecture}.{key} = {fields[key]} differs from the head size {head_dim}")
+    theta = _shortest(fields.get("rope.freq_base", 10000.0))
+    scaling = {"rope_type": "default"} if rope_factors is None else _llama3_scaling(theta, head_dim, rope_factors)
+    return {
+        "architectures": [_ARCHITECTURES[architecture]],
+        "model_type": architecture,
+        "hidden_size": hidden_size,
+        "intermediate_size": _number(architecture, fields, "feed_forward_length"),
+        "num_hidden_layers": _number(architecture, fields, "block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": fields.get("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": _number(architecture, fields, "context_length"),
+        "rms_norm_eps": _shortest(_number(architecture, fields, "attention.layer_norm_rms_epsilon")),
+        "rope_parameters": {"rope_theta": theta, **scaling},
+        "tie_word_embeddings": tied,
+        "vocab_size": vocab_size,
+        "dtype": dtype,
+        **_token_ids(metadata),
+    }
+
+
+def generation_config(metadata: Metadata) -> dict[str, Any]:
+    """The content of generation_config.json."""
+    return _token_ids(metadata)
+
+
+def _token_ids(metadata: Metadata) -> dict[str, Any]:
+    """bos and eos; a model may end a turn or a message with tokens of their own, which end the generation as well."""
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ids: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(end for end in ends if end is not None))}
+    if (bos := metadata.get("tokenizer.ggml.bos_token_id")) is not None:
+        ids["bos_token_id"] = bos
+    return ids
+
+
+def _refuse_unknown(architecture: str, fields: Mapping[str, Any]) -> None:
+    for key, value in fields.items():
+        if isinstance(value, list):
+            raise CheckpointError(f"{architecture}.{key} differs by layer, which is not supported")
+        if key in _READ or key in _HARMLESS or (key in _OFF and value == _OFF[key]):
+            continue
+        raise CheckpointError(f"{architecture}.{key} = {value!r} is not supported")
+
+
+def _number(architecture: str, fields: Mapping[str, Any], key: str) -> Any:
+    value = fields.get(key)
+    if not isinstance(value, (int, float)):
+        raise CheckpointError(f"{architecture}.{key} is missing")
+    return value
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal for a float32: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _llama3_scaling(theta: float, head_dim: int, factors: NDArray[np.float32]) -> dict[str, Any]:
+    """The llama3 parameters that give these factors; the file does not state them."""
+    scaling: dict[str, Any] = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3_SCALING}
+    expected = [llama3_factor(theta ** (2 * i / head_dim) * 2 * math.pi, scaling) for i in range(head_dim // 2)]
+    if factors.shape != (head_dim // 2,) or not np.allclose(factors, expected, rtol=1e-4):
+        raise CheckpointError("rope_freqs.weight holds rotary factors that are not the Llama 3 scaling")
+    return scaling
+
+
+def llama3_factor(wavelength: float, scaling: Mapping[str, Any]) -> float:
+    """What Llama 3.1 multiplies a rotary wavelength (in tokens) with. Source: the model card's reference code."""
+    turns = scaling["original_max_position_embeddings"] / wavelength
+    if turns > scaling["high_freq_factor"]:
+        return 1.0
+    if turns < scaling["low_freq_factor"]:
+        return float(scaling["factor"])
+    smooth = (turns - scaling["low_freq_factor"]) / (scaling["high_freq_factor"] - scaling["low_freq_factor"])
+    return float(1 / ((1 - smooth) / scaling["factor"] + smooth))

@@ -1,0 +1,225 @@
+"""A GGUF file as a directory in Hugging Face form, dequantised, so that the rest knows one format only."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokasaurus.checkpoint.cache import build_once, cache_directory
+from tokasaurus.checkpoint.errors import CheckpointError
+from tokasaurus.checkpoint.gguf_config import architecture_of, generation_config, model_config
+from tokasaurus.checkpoint.gguf_tokenizer import write_tokenizer
+from tokasaurus.checkpoint.json_files import write_json
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+
+CONVERSION_VERSION = 1  # part of the cache's key: raise it when the result changes
+
+_ELEMENTS_PER_WRITE = 1 << 22  # 16 MB of float32: the only copy of weights in memory
+
+_DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_BYTES_PER_ELEMENT = {"F32": 4, "F16": 2, "BF16": 2}
+
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+_FAMILY_LAYER_NAMES = {
+    "llama": {},
+    "qwen2": {f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"},
+    "qwen3": {f"attn_{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"},
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _OutputTensor:
+    """A tensor of model.safetensors. dtype: "F32", "F16" or "BF16". head_size: of rows to reorder; 0 = as they are."""
+
+    name: str
+    source: "ReaderTensor"
+    dtype: str
+    shape: tuple[int, ...]
+    head_size: int
+
+    @property
+    def num_elements(self) -> int:
+        return int(np.prod(self.shape))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * _BYTES_PER_ELEMENT[self.dtype]
+
+
+def convert_gguf(path: Path, on_phase: Callable[[str], None]) -> Path:
+    """The directory in the cache for this file; written on first use, and again when the file has changed.
+
+    Raises CheckpointError for a file that is missing, broken or not supported.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"there is no file {path}")
+    stat = path.stat()
+    identity = f"{CONVERSION_VERSION} {path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    destination = cache_directory() / "converted" / f"{path.stem}-{key}"
+    if not destination.is_dir():
+        on_phase(f"converting {path.name} (once)")
+    return build_once(destination, lambda directory: write_hf_directory(path, directory))
+
+
+def write_hf_directory(path: Path, directory: Path) -> None:
+    """Write config, generation config, tokenizer and model.safetensors for the GGUF file `path` into `directory`.
+
+    Quantised tensors become float32; float32, float16 and bfloat16 stay. Shows a progress bar on a terminal.
+    """
+    try:
+        reader = _open(path)
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+        architecture = architecture_of(metadata)
+        if metadata.get("split.count", 1) > 1:
+            raise CheckpointError("the model is split into several files; merge them first")
+        sources = {tensor.name: tensor for tensor in reader.tensors}
+        factors = sources.pop(_ROPE_FACTORS, None)
+        head_size = metadata.get(f"{architecture}.attention.key_length") or _default_head_size(architecture, metadata)
+        outputs = [_plan(architecture, tensor, head_size) for tensor in sources.values()]
+        if "token_embd.weight" not in sources:
+            raise CheckpointError("tensor token_embd.weight is missing")
+        config = model_config(
+            metadata,
+            vocab_size=int(sources["token_embd.weight"].shape[1]),
+            tied="output.weight" not in sources,
+            dtype=_main_dtype(outputs),
+            rope_factors=None if factors is None else np.asarray(factors.data, np.float32),
+        )
+        write_json(directory / "config.json", config)
+        write_json(directory / "generation_config.json", generation_config(metadata))
+        write_tokenizer(metadata, directory)
+        with (directory / "model.safetensors").open("wb") as file:
+            _write_safetensors(file, outputs, f"converting {path.name}")
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def _open(path: Path) -> "GGUFReader":
+    from gguf import GGUFEndian, GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise CheckpointError(f"not a readable GGUF file ({error})") from None
+    if reader.endianess != GGUFEndian.LITTLE:
+        raise CheckpointError("big-endian GGUF files are not supported")
+    return reader
+
+
+def _default_head_size(architecture: str, metadata: dict[str, Any]) -> int:
+    hidden_size = metadata.get(f"{architecture}.embedding_length")
+    num_heads = metadata.get(f"{architecture}.attention.head_count")
+    if not isinstance(hidden_size, int) or not isinstance(num_heads, int) or num_heads < 1:
+        raise CheckpointError(f"{architecture}.embedding_length or {architecture}.attention.head_count is missing")
+    return hidden_size // num_heads
+
+
+def _plan(architecture: str, tensor: "ReaderTensor", head_size: int) -> _OutputTensor:
+    dtype = tensor.tensor_type.name if tensor.tensor_type.name in _DTYPE_NAMES else "F32"
+    reordered = architecture == "llama" and re.search(r"\.attn_[qk]\.weight$", tensor.name) is not None
+    return _OutputTensor(
+        name=_hf_name(architecture, tensor.name),
+        source=tensor,
+        dtype=dtype,
+        shape=tuple(int(size) for size in reversed(tensor.shape)),  # GGUF names the fastest dimension first
+        head_size=head_size if reordered else 0,
+    )
+
+
+def _hf_name(architecture: str, name: str) -> str:
+    match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+    if match is None:
+        hf_name = _TOP_NAMES.get(name)
+    else:
+        hf_name = {**_LAYER_NAMES, **_FAMILY_LAYER_NAMES[architecture]}.get(match[2])
+        hf_name = hf_name and f"model.layers.{match[1]}.{hf_name}"
+    if hf_name is None:
+        raise CheckpointError(f"tensor {name} has no place in a {architecture} model")
+    return hf_name
+
+
+def _main_dtype(outputs: list[_OutputTensor]) -> str:
+    """That of the most elements: norms are float32 in every file."""
+    counts = dict.fromkeys(_DTYPE_NAMES, 0)
+    for output in outputs:
+        counts[output.dtype] += output.num_elements
+    return _DTYPE_NAMES[max(counts, key=lambda name: counts[name])]
+
+
+def _write_safetensors(file: BinaryIO, outputs: list[_OutputTensor], title: str) -> None:
+    """Written by hand, since the safetensors library wants all tensors in memory, and NumPy has no bfloat16.
+
+    Format: https://github.com/huggingface/safetensors#format
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for output in outputs:
+        end = offset + output.num_bytes
+        header[output.name] = {"dtype": output.dtype, "shape": output.shape, "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    file.write(len(encoded).to_bytes(8, "little") + encoded)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=offset)
+        for output in outputs:
+            start = file.tell()
+            for chunk in _chunks(output):
+                progress.advance(task, file.write(chunk.tobytes()))
+            assert file.tell() - start == output.num_bytes, f"{output.name}: wrong number of bytes"
+
+
+def _chunks(output: _OutputTensor) -> Iterator[NDArray[Any]]:
+    """The tensor's elements in order, a few rows at a time."""
+    from gguf import dequantize
+
+    rows = output.source.data
+    order = None if output.head_size == 0 else unpermuted_rows(output.shape[0], output.head_size)
+    num_rows = output.shape[0] if len(output.shape) > 1 else 1
+    step = max(1, _ELEMENTS_PER_WRITE * num_rows // output.num_elements) if num_rows > 1 else len(rows)
+    quantized = output.source.tensor_type.name not in _DTYPE_NAMES
+    for start in range(0, len(rows), step):
+        chunk = rows[start : start + step] if order is None else rows[order[start : start + step]]
+        try:
+            yield dequantize(chunk, output.source.tensor_type) if quantized else chunk
+        except NotImplementedError:
+            kind = output.source.tensor_type.name
+            raise CheckpointError(f"tensor {output.source.name} has type {kind}, which cannot be dequantised") from None
+
+
+def unpermuted_rows(num_rows: int, head_size: int) -> NDArray[np.intp]:
+    """For each row of a Llama q or k matrix in Hugging Face order, its place in a GGUF file.
+
+    GGUF pairs the rotated dimensions as neighbours (0, 1), (2, 3), …; Hugging Face pairs i with i + head_size / 2.
+    """
+    rows: NDArray[np.intp] = np.arange(num_rows).reshape(-1, head_size // 2, 2).swapaxes(1, 2).reshape(-1)
+    return rows

@@ -1,0 +1,116 @@
+"""A GGUF file's tokenizer as tokenizer.json and tokenizer_config.json.
+
+GGUF stores the vocabulary and the merges, but only the name of the rule that cuts text into words before the merges
+("pre-tokenizer"). Tokens differ without the right rule, so an unknown name is refused.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from tokasaurus.checkpoint.errors import CheckpointError
+from tokasaurus.checkpoint.json_files import write_json
+
+Metadata = Mapping[str, Any]
+
+_CONTROL, _USER_DEFINED = 3, 4  # of GGUF's token types
+
+# Llama 3 takes digits in threes, Qwen 2 one by one; else the rules are the same.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3, _QWEN2, _SMOLLM, _GPT2 = "llama3", "qwen2", "smollm", "gpt2"
+_RULES = {
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "smollm": _SMOLLM,
+    "gpt-2": _GPT2,
+}
+
+
+def write_tokenizer(metadata: Metadata, directory: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json. Raises CheckpointError for a tokenizer that is not supported."""
+    build_tokenizer(metadata).save(str(directory / "tokenizer.json"))
+    write_json(directory / "tokenizer_config.json", tokenizer_config(metadata))
+
+
+def build_tokenizer(metadata: Metadata) -> Tokenizer:
+    """The byte-level BPE tokenizer that the metadata describe."""
+    rule = _rule(metadata)
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", ())]
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    if not merges or any(len(merge) != 2 for merge in merges) or len(vocabulary) != len(tokens):
+        raise CheckpointError("the tokenizer's merges are missing or malformed, or a token occurs twice")
+    # Llama 3 keeps a word whole if it is a token, although no merges lead there.
+    bpe = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule == _LLAMA3)
+    tokenizer = Tokenizer(bpe)
+    if rule == _QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _pre_tokenizer(rule)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = _post_processor(metadata, rule, tokens)
+    types = metadata.get("tokenizer.ggml.token_type", ())
+    for token, token_type in zip(tokens, types, strict=False):
+        if token_type in (_CONTROL, _USER_DEFINED):
+            tokenizer.add_tokens([AddedToken(token, special=token_type == _CONTROL, normalized=False)])
+    return tokenizer
+
+
+def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
+    """The content of tokenizer_config.json: named special tokens and the chat template."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is not None:
+            config[f"{name}_token"] = tokens[token_id]
+    if "tokenizer.chat_template" in metadata:
+        config["chat_template"] = metadata["tokenizer.chat_template"]
+    return config
+
+
+def _rule(metadata: Metadata) -> str:
+    model = metadata.get("tokenizer.ggml.model")
+    if model != "gpt2":
+        raise CheckpointError(f"tokenizer model {model!r} is not supported, only 'gpt2' (byte-level BPE)")
+    name = metadata.get("tokenizer.ggml.pre")
+    if name not in _RULES:
+        raise CheckpointError(f"pre-tokenizer {name!r} is not supported; supported are {', '.join(_RULES)}")
+    return _RULES[name]
+
+
+def _pre_tokenizer(rule: str) -> pre_tokenizers.PreTokenizer:
+    if rule == _GPT2:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if rule == _SMOLLM:
+        # GPT-2's rule, after every digit has become a word of its own.
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+    words = Regex(_WORDS % ("{1,3}" if rule == _LLAMA3 else ""))
+    split = pre_tokenizers.Split(words, behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _post_processor(metadata: Metadata, rule: str, tokens: list[str]) -> processors.PostProcessor:
+    """Adds bos before and eos after the text if the file says so; Llama 3 files leave out that they want bos."""
+    wanted = {
+        "bos": metadata.get("tokenizer.ggml.add_bos_token", rule == _LLAMA3),
+        "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
+    }
+    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in wanted if wanted[name]}
+    specials = {name: (tokens[token_id], token_id) for name, token_id in ids.items() if token_id is not None}
+    if not specials:
+        return processors.ByteLevel(trim_offsets=False)
+    before = [specials["bos"][0]] if "bos" in specials else []
+    after = [specials["eos"][0]] if "eos" in specials else []
+    template = processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *before, "$B:1", *after],
+        special_tokens=list(specials.values()),
+    )
+    return processors.Sequence([processors.ByteLevel(trim_offsets=False), template])

@@ -1,0 +1,203 @@
+"""What a checkpoint's configuration files say.
+
+They are read as plain JSON: the configuration classes of transformers import torch, and the same model is written in
+two ways, that of transformers 4 (rope_theta, rope_scaling, torch_dtype) and that of 5 (rope_parameters, dtype).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokasaurus.checkpoint.errors import CheckpointError
+from tokasaurus.checkpoint.json_files import read_json
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeInfo:
+    """Rotary embedding. scaling_type: "default" or "llama3"; the other fields are read for "llama3" alone.
+
+    Source of the llama3 scaling: the Llama 3.1 model card's reference code.
+    """
+
+    theta: float
+    scaling_type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_context_length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a checkpoint's config.json and generation_config.json say, in one vocabulary for every family.
+
+    family: config.json's model_type, such as "llama". dtype: of the stored weights, such as "bfloat16".
+    eos_ids: union of both files' eos_token_id.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    context_length: int
+    norm_eps: float
+    rope: RopeInfo
+    tie_embeddings: bool
+    eos_ids: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """architecture: the one class name accepted. default_head_dim: where head_dim is absent; None = hidden / heads.
+
+    must_be_off: fields that change the maths when they are true.
+    """
+
+    architecture: str
+    must_be_off: tuple[str, ...]
+    default_head_dim: int | None = None
+
+
+_FAMILIES = {
+    "llama": _Family("LlamaForCausalLM", ("attention_bias", "mlp_bias")),
+    "qwen2": _Family("Qwen2ForCausalLM", ("use_sliding_window",)),
+    "qwen3": _Family("Qwen3ForCausalLM", ("attention_bias", "use_sliding_window"), default_head_dim=128),
+}
+
+
+def read_model_info(directory: Path) -> ModelInfo:
+    """Parse config.json and, where there is one, generation_config.json.
+
+    Raises CheckpointError, with the file and the field, for a file that is missing or malformed and for a model that
+    this code would compute wrongly: an unknown family, a kind of rotary scaling, quantised weights.
+    """
+    path = directory / "config.json"
+    config = read_json(path)
+    generation_path = directory / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.exists() else {}
+    try:
+        return _parse(config, generation)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def _parse(config: dict[str, Any], generation: dict[str, Any]) -> ModelInfo:
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in _FAMILIES:
+        raise CheckpointError(f"model_type {name!r} is not supported; supported are {', '.join(_FAMILIES)}")
+    family = _FAMILIES[name]
+    _refuse_unsupported(config, name, family)
+    hidden_size = _positive_int(config, "hidden_size")
+    num_heads = _positive_int(config, "num_attention_heads")
+    num_kv_heads = _positive_int(config, "num_key_value_heads", default=num_heads if name == "llama" else None)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
+    head_dim = _positive_int(config, "head_dim", default=family.default_head_dim or hidden_size // num_heads)
+    if head_dim % 2:
+        raise CheckpointError(f"head_dim {head_dim} is odd, which rotary embedding does not allow")
+    vocab_size = _positive_int(config, "vocab_size")
+    return ModelInfo(
+        family=name,
+        num_layers=_positive_int(config, "num_hidden_layers"),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=_positive_int(config, "intermediate_size"),
+        vocab_size=vocab_size,
+        context_length=_positive_int(config, "max_position_embeddings"),
+        norm_eps=_positive_float(config, "rms_norm_eps", default=1e-6),
+        rope=_parse_rope(config),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        eos_ids=tuple(sorted(_eos_ids(config, vocab_size) | _eos_ids(generation, vocab_size))),
+        dtype=_parse_dtype(config),
+    )
+
+
+def _refuse_unsupported(config: dict[str, Any], name: str, family: _Family) -> None:
+    architectures = config.get("architectures") or [family.architecture]
+    if architectures != [family.architecture]:
+        raise CheckpointError(f"architectures {architectures} is not supported; {name} is {family.architecture}")
+    for field in family.must_be_off:
+        if config.get(field):
+            raise CheckpointError(f"{field} = {config[field]!r} is not supported for {name}")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise CheckpointError(f"quantization_config (quant_method {method!r}): quantised weights are not supported")
+    if config.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
+    layer_types = set(config.get("layer_types") or ())
+    if layer_types - {"full_attention"}:
+        raise CheckpointError(f"layer_types {sorted(layer_types)} is not supported, only 'full_attention'")
+
+
+def _parse_rope(config: dict[str, Any]) -> RopeInfo:
+    """transformers 5 keeps everything in rope_parameters; 4 has rope_theta and, for a scaled model, rope_scaling."""
+    fields = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    scaling_type = fields.get("rope_type", fields.get("type", "default"))
+    if any(isinstance(value, dict) for value in fields.values()):
+        raise CheckpointError("rope_parameters per layer type are not supported")
+    if float(fields.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
+        raise CheckpointError("partial_rotary_factor other than 1 is not supported")
+    theta_source = fields if "rope_theta" in fields else config
+    theta = _positive_float(theta_source, "rope_theta", default=10000.0)
+    if scaling_type == "default":
+        return RopeInfo(theta)
+    if scaling_type != "llama3":
+        raise CheckpointError(f"rope type {scaling_type!r} is not supported, only 'default' and 'llama3'")
+    rope = RopeInfo(
+        theta,
+        "llama3",
+        factor=_positive_float(fields, "factor"),
+        low_freq_factor=_positive_float(fields, "low_freq_factor"),
+        high_freq_factor=_positive_float(fields, "high_freq_factor"),
+        original_context_length=_positive_int(fields, "original_max_position_embeddings"),
+    )
+    if rope.high_freq_factor <= rope.low_freq_factor:
+        raise CheckpointError("high_freq_factor must be greater than low_freq_factor")
+    return rope
+
+
+def _parse_dtype(config: dict[str, Any]) -> str:
+    """An absent dtype means float32, as in transformers."""
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype {dtype!r} is not supported; supported are {', '.join(DTYPES)}")
+    return str(dtype)
+
+
+def _eos_ids(config: dict[str, Any], vocab_size: int) -> set[int]:
+    value = config.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise CheckpointError(f"eos_token_id {value!r} is not a token id below vocab_size {vocab_size}")
+    return set(ids)
+
+
+def _positive_int(fields: dict[str, Any], name: str, default: int | None = None) -> int:
+    """An absent or null field takes the default; without a default it is an error."""
+    value = fields.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise CheckpointError(f"{name} is missing")
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"{name} must be a positive integer, not {value!r}")
+    return value
+
+
+def _positive_float(fields: dict[str, Any], name: str, default: float | None = None) -> float:
+    value = fields.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise CheckpointError(f"{name} is missing")
+    if type(value) not in (int, float) or value <= 0:
+        raise CheckpointError(f"{name} must be a positive number, not {value!r}")
+    return float(value)

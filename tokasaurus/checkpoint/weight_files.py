@@ -1,0 +1,38 @@
+"""Which safetensors files hold a model's weights."""
+
+from pathlib import Path
+
+from tokasaurus.checkpoint.errors import CheckpointError
+from tokasaurus.checkpoint.json_files import read_json
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+def weight_file_names(directory: Path) -> list[str]:
+    """Names of the shards that the index lists, sorted, or of the one file if there is no index. None is opened."""
+    index_path = directory / INDEX_NAME
+    if not index_path.exists():
+        return [SINGLE_NAME]
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index_path} has no weight_map")
+    names = set(weight_map.values())
+    for name in names:
+        # An index comes from strangers: it may not point out of its directory.
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index_path} names {name!r}, which is not a file name")
+    return sorted(names)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Paths of the safetensors files, all of which exist. Raises CheckpointError naming the first that is absent."""
+    paths = [directory / name for name in weight_file_names(directory)]
+    for path in paths:
+        if path.exists():
+            continue
+        if path.name != SINGLE_NAME:
+            raise CheckpointError(f"{directory} has no {path.name}, which {INDEX_NAME} names")
+        hint = "; PyTorch .bin weights are not read" if any(directory.glob("*.bin")) else ""
+        raise CheckpointError(f"{directory} has no {SINGLE_NAME} and no {INDEX_NAME}{hint}")
+    return paths

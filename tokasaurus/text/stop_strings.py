@@ -1,0 +1,99 @@
+"""Stop strings: pure functions over text, and the manager's check over token ids.
+
+The text is cut before the stop string that is complete first, as if it were generated one character at a time: how
+the text happens to be cut into tokens changes nothing.
+"""
+
+from collections.abc import Callable, Container, Iterable, Sequence
+
+_REPLACEMENT = "\ufffd"  # what incomplete UTF-8 decodes to
+
+
+def find_first_stop(text: str, stops: Iterable[str]) -> tuple[int, str] | None:
+    """Start and stop string of the occurrence that ends first; of those ending there, the longest. None without any.
+
+    No stop string may be empty. `text[:start]` holds no stop string.
+    """
+    found = [(text.find(stop), stop) for stop in stops]
+    ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+    if not ends:
+        return None
+    _, start, stop = min(ends)
+    return start, stop
+
+
+def held_back_length(text: str, stops: Iterable[str]) -> int:
+    """How many characters at the end of `text` may be the start of a stop string, so may not be streamed yet.
+
+    `text` holds no whole stop string.
+    """
+    return max((_overlap(text, stop) for stop in stops), default=0)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of `stop` that `text` ends with."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
+
+
+def lookback_tokens(stops: Iterable[str], minimum: int = 0) -> int:
+    """How many tokens at the end must be decoded to see every stop string that the last of them completes.
+
+    Each token holds at least one byte, so a stop string of b bytes touches at most b tokens. One more is decoded, since
+    decoding may drop the first token's leading space.
+    """
+    longest = max((len(stop.encode()) for stop in stops), default=0)
+    return max(minimum, longest + 1 if longest else 0)
+
+
+class StopMatcher:
+    """Finds the token at which a sequence's text completes a stop string, decoding only its last tokens.
+
+    decode: token ids to text, special tokens left out. special_ids: those tokens, which do not interrupt a match.
+    minimum_lookback: decode at least as many tokens, beyond what `stops` require.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stops: Sequence[str],
+        special_ids: Container[int] = (),
+        minimum_lookback: int = 0,
+    ) -> None:
+        self._decode = decode
+        self._stops = tuple(stops)
+        self._special_ids = special_ids
+        self._lookback = lookback_tokens(stops, minimum_lookback)
+        # A tail that begins inside a character shows a replacement character that the whole text may not have.
+        self._needs_whole_text = any(_REPLACEMENT in stop for stop in stops)
+
+    def first_completion(self, token_ids: Sequence[int], num_checked: int) -> int | None:
+        """The smallest n > num_checked such that the text of token_ids[:n] holds a stop string; None without one.
+
+        token_ids: the sequence's generated tokens. num_checked: how many are known not to complete a stop string.
+        """
+        if not self._stops or num_checked >= len(token_ids):
+            return None
+        if not self._completes(token_ids, num_checked + 1, len(token_ids)):
+            return None
+        ends = range(num_checked + 1, len(token_ids))
+        return next((end for end in ends if self._completes(token_ids, end, end)), len(token_ids))
+
+    def just_completed(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last token completes a stop string; the tokens before it are known not to."""
+        return self.first_completion(token_ids, len(token_ids) - 1) is not None
+
+    def _completes(self, token_ids: Sequence[int], first_end: int, end: int) -> bool:
+        """Whether one of the tokens first_end - 1, …, end - 1 completes a stop string."""
+        text = self._decode(token_ids[self._tail_start(token_ids, first_end) : end])
+        return any(stop in text for stop in self._stops)
+
+    def _tail_start(self, token_ids: Sequence[int], end: int) -> int:
+        """Where the last `lookback` tokens before `end` begin that are not special."""
+        if self._needs_whole_text:
+            return 0
+        start, missing = end, self._lookback
+        while start > 0 and missing > 0:
+            start -= 1
+            missing -= token_ids[start] not in self._special_ids
+        return start

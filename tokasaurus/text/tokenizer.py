@@ -1,0 +1,201 @@
+"""Token ids ↔ text, and chat messages → prompt.
+
+`tokenizers` alone encodes and decodes; transformers renders chat templates in its sandbox. Neither imports torch.
+"""
+
+import inspect
+import json
+import threading
+from collections.abc import Container, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer as BaseTokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class TokenizerError(Exception):
+    """The tokenizer's files are missing or broken. The message is one line for the user."""
+
+
+class ChatTemplateError(ValueError):
+    """The model has no chat template, or its template refuses these messages; the message says why."""
+
+
+class TokenDecoder:
+    """Ids to text and nothing else: what the manager needs. Safe to use from several threads."""
+
+    def __init__(self, base: BaseTokenizer) -> None:
+        self._base = base
+        added = base.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text as it is: no clean-up of spaces; incomplete UTF-8 becomes U+FFFD; ids without a token vanish."""
+        return self._base.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+class Tokenizer(TokenDecoder):
+    """A model's tokenizer as the server uses it. Safe to use from several threads.
+
+    vocab_size: one more than the highest token id; the model's own may be higher, for padding.
+    special_ids: tokens that `decode` leaves out. bos_token, eos_token: as tokenizer_config.json names them.
+    """
+
+    def __init__(self, base: BaseTokenizer, directory: Path) -> None:
+        super().__init__(base)
+        # Settings of a training run, which a file may hold, would cut prompts short.
+        base.no_truncation()
+        base.no_padding()
+        self.vocab_size = max(base.get_vocab(with_added_tokens=True).values()) + 1
+        self._added_texts = {token_id: token.content for token_id, token in base.get_added_tokens_decoder().items()}
+        self._is_byte_level = _is_byte_level(base)
+        self._directory = directory
+        self._chat_tokenizer: PreTrainedTokenizerFast | None = None
+        self._chat_tokenizer_lock = threading.Lock()
+
+    @classmethod
+    def load(cls, directory: Path) -> "Tokenizer":
+        """Read tokenizer.json; chat template and named tokens are read on first use. Raises TokenizerError."""
+        return cls(_load_base(directory), directory)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """add_special_tokens: what tokenizer.json adds around a text, such as bos. Special tokens in `text` count."""
+        return list(self._base.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """As `encode` for each, on several cores."""
+        return [list(one.ids) for one in self._base.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text, special tokens included.
+
+        template_variables: further names for the template, such as enable_thinking. Raises ChatTemplateError.
+        """
+        from jinja2 import TemplateError
+
+        chat_tokenizer = self._load_chat_tokenizer()
+        if not chat_tokenizer.chat_template:
+            raise ChatTemplateError("this model has no chat template; use completions")
+        variables = dict(template_variables or {})
+        _check_variables(variables, inspect.signature(chat_tokenizer.apply_chat_template).parameters)
+        try:
+            return str(
+                chat_tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=None if tools is None else [dict(tool) for tool in tools],
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tokenize=False,
+                    **variables,
+                )
+            )
+        # A template is a program: content that it does not expect may raise any of these.
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The rendered prompt's ids. A template writes bos itself, so none is added. Raises ChatTemplateError."""
+        text = self.render_chat(messages, add_generation_prompt, tools, continue_final_message, template_variables)
+        return self.encode(text, add_special_tokens=False)
+
+    @property
+    def bos_token(self) -> str | None:
+        token: str | None = self._load_chat_tokenizer().bos_token
+        return token
+
+    @property
+    def eos_token(self) -> str | None:
+        token: str | None = self._load_chat_tokenizer().eos_token
+        return token
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes this token adds to the text; empty for an id without a token. Special tokens give their name.
+
+        Exact for byte-level BPE; otherwise "▁" is a space and "<0xNN>" a byte, as SentencePiece vocabularies have it.
+        """
+        if token_id in self._added_texts:
+            return self._added_texts[token_id].encode()
+        token = self._base.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            return b"".join(_BYTE_OF_CHARACTER.get(character, character.encode()) for character in token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("▁", " ").encode()
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as text; a part of a character becomes U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def _load_chat_tokenizer(self) -> "PreTrainedTokenizerFast":
+        with self._chat_tokenizer_lock:
+            if self._chat_tokenizer is None:
+                from transformers import PreTrainedTokenizerFast
+
+                try:
+                    loaded = PreTrainedTokenizerFast.from_pretrained(self._directory, local_files_only=True)
+                except Exception as error:  # whatever a broken file makes it raise
+                    raise TokenizerError(f"cannot read the tokenizer in {self._directory}: {error}") from error
+                self._chat_tokenizer = loaded
+            return self._chat_tokenizer
+
+
+def load_token_decoder(directory: Path) -> TokenDecoder:
+    """For a process that turns ids to text only: loads no transformers. Raises TokenizerError."""
+    return TokenDecoder(_load_base(directory))
+
+
+def _check_variables(variables: Iterable[str], parameters: Container[str]) -> None:
+    """Variables come from the client: none may be a parameter of the renderer, least of all a template of its own."""
+    for name in variables:
+        if name in parameters:
+            raise ChatTemplateError(f"{name} is not a variable of a chat template")
+
+
+def _load_base(directory: Path) -> BaseTokenizer:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerError(f"{directory} has no tokenizer.json")
+    try:
+        return BaseTokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise TokenizerError(f"cannot read {path}: {error}") from None
+
+
+def _is_byte_level(base: BaseTokenizer) -> bool:
+    if base.decoder is None:
+        return False
+    state = json.loads(base.decoder.__getstate__())
+    parts = state.get("decoders", [state])
+    return any(part["type"] == "ByteLevel" for part in parts)
+
+
+def _characters_of_bytes() -> dict[str, bytes]:
+    """Byte-level BPE writes each byte as one visible character: printable Latin-1 as itself, the others from U+0100 on.
+
+    Source: GPT-2's published encoder."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    table = {chr(byte): bytes([byte]) for byte in visible}
+    return table | {chr(0x100 + index): bytes([byte]) for index, byte in enumerate(hidden)}
+
+
+_BYTE_OF_CHARACTER = _characters_of_bytes()
