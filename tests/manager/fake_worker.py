@@ -1,0 +1,179 @@
+"""A worker without a model, strict about the contract of ForwardInput, and the slow truth about what it samples.
+
+It keeps token ids in paged memory where a model keeps keys and values, and draws each token from a hash of everything
+that it reads back through the block table. A block given to two sequences, a table that is too short, a chunk that is
+skipped or sent twice: each trips an assertion or changes the tokens.
+"""
+
+import zlib
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokasaurus.messages.channel import Channel
+from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
+from tokasaurus.messages.generation import FinishReason, GenerateRequest, SamplingParams
+from tokasaurus.messages.lifecycle import EngineLimits, Ready
+
+EOS_ID = 0
+TOKEN_BYTES = [b"", b"a", b"b", b"ab", b"\xc3", b"\xa9", b"\xc3\xa9a", b"c", b"bc", b"d", b"f", b"g"]
+VOCAB_SIZE = len(TOKEN_BYTES)
+
+
+def decode_text(token_ids: list[int]) -> str:
+    """Tokens of several characters, and characters of several tokens; eos has no text."""
+    return b"".join(TOKEN_BYTES[token_id] for token_id in token_ids).decode("utf-8", "replace")
+
+
+def draw(context: list[int], seed: int, sample_index: int) -> tuple[int, float]:
+    """The token that follows `context`, and its pretended log-probability."""
+    number = zlib.crc32(np.array([seed, sample_index, *context], np.uint64).tobytes())
+    return number % VOCAB_SIZE, -(number % 1024) / 1024
+
+
+def simulate(request: GenerateRequest, index: int) -> tuple[list[int], list[float], FinishReason]:
+    """What one sequence must come to, token by token and without batches, blocks or steps."""
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    while True:
+        context = [*request.prompt_ids.tolist(), *token_ids]
+        token_id, logprob = draw(context, request.sampling.seed, index)
+        token_ids.append(token_id)
+        logprobs.append(logprob)
+        if token_id == EOS_ID and not request.ignore_eos:
+            return token_ids, logprobs, "stop"
+        if any(stop in decode_text(token_ids) for stop in request.stop_strings):
+            return token_ids, logprobs, "stop"
+        if len(token_ids) == request.max_new_tokens:
+            return token_ids, logprobs, "length"
+
+
+def make_request(
+    number: int,
+    num_prompt_tokens: int = 5,
+    num_sequences: int = 1,
+    max_new_tokens: int = 8,
+    stop_strings: tuple[str, ...] = (),
+    ignore_eos: bool = False,
+    want_logprobs: bool = False,
+) -> GenerateRequest:
+    """The request r<number>, whose seed is its number."""
+    prompt_ids = np.random.default_rng(number).integers(0, VOCAB_SIZE, num_prompt_tokens).astype(np.int32)
+    sampling = SamplingParams(temperature=1.0, top_p=1.0, seed=number)
+    return GenerateRequest(
+        f"r{number}", prompt_ids, num_sequences, max_new_tokens, sampling, stop_strings, ignore_eos, want_logprobs
+    )
+
+
+@dataclass
+class FakeSlot:
+    num_prompt_tokens: int
+    position: int
+    seed: int
+    sample_index: int
+    want_logprobs: bool
+    last_token: int | None = None
+    block_table: list[int] = field(default_factory=list)
+
+
+class FakeWorker:
+    """Computes one ForwardInput at a time. `opened` and `num_sampled` are by (seed, sample index)."""
+
+    def __init__(self, limits: EngineLimits, max_tokens_per_forward: int, max_seqs_per_forward: int) -> None:
+        self.limits = limits
+        self.max_tokens = max_tokens_per_forward
+        self.max_seqs = max_seqs_per_forward
+        self.memory = np.full((limits.num_kv_blocks + 1, limits.page_size), -1)
+        self.slots: dict[int, FakeSlot] = {}
+        self.opened: list[tuple[int, int]] = []
+        self.num_sampled: dict[tuple[int, int], int] = {}
+        self.num_steps = 0
+
+    def forward(self, message: ForwardInput, forward_seconds: float = 0.01) -> ForwardOutput:
+        assert message.step_id == self.num_steps
+        self.num_steps += 1
+        self._apply_changes(message)
+        rows = list(zip(message.slots.tolist(), message.num_tokens.tolist(), strict=True))
+        assert message.slots.dtype == message.num_tokens.dtype == message.prompt_ids.dtype == np.int32
+        assert 0 < len(rows) <= self.max_seqs
+        assert len({slot for slot, _ in rows}) == len(rows)
+        assert sum(num_tokens for _, num_tokens in rows) <= self.max_tokens
+        prompt_ids = message.prompt_ids.tolist()
+        assert len(prompt_ids) == sum(num_tokens for _, num_tokens in rows[message.num_decode :])
+        token_ids, logprobs, asked = [], [], False
+        for row, (slot_id, num_tokens) in enumerate(rows):
+            slot = self.slots[slot_id]
+            if row < message.num_decode:
+                assert num_tokens == 1
+                assert slot.last_token is not None, "decodes before its first token"
+                tokens = [slot.last_token]
+            else:
+                assert num_tokens >= 1
+                assert slot.position + num_tokens <= slot.num_prompt_tokens
+                tokens, prompt_ids = prompt_ids[:num_tokens], prompt_ids[num_tokens:]
+            context = self._write(slot, tokens)
+            if slot.position < slot.num_prompt_tokens:
+                continue
+            token_id, logprob = draw(context, slot.seed, slot.sample_index)
+            slot.last_token = token_id
+            token_ids.append(token_id)
+            logprobs.append(logprob if slot.want_logprobs else np.nan)
+            asked |= slot.want_logprobs
+            key = slot.seed, slot.sample_index
+            self.num_sampled[key] = self.num_sampled.get(key, 0) + 1
+        return ForwardOutput(
+            message.step_id,
+            np.array(token_ids, np.int32),
+            np.array(logprobs, np.float32) if asked else None,
+            forward_seconds,
+        )
+
+    def _apply_changes(self, message: ForwardInput) -> None:
+        changes = message.changes
+        for slot_id in changes.closed.tolist():
+            del self.slots[slot_id]
+        if changes.opened is not None:
+            opens = changes.opened
+            assert opens.seeds.dtype == np.uint64
+            for row, slot_id in enumerate(opens.slots.tolist()):
+                assert 1 <= slot_id <= self.max_seqs
+                assert slot_id not in self.slots, f"slot {slot_id} opened twice"
+                assert slot_id in message.slots, "opened before it runs"
+                slot = FakeSlot(
+                    int(opens.num_prompt_tokens[row]),
+                    int(opens.first_positions[row]),
+                    int(opens.seeds[row]),
+                    int(opens.sample_indices[row]),
+                    bool(opens.want_logprobs[row]),
+                )
+                self.slots[slot_id] = slot
+                self.opened.append((slot.seed, slot.sample_index))
+        for slot_id, block in zip(changes.block_slots.tolist(), changes.block_ids.tolist(), strict=True):
+            assert 1 <= block <= self.limits.num_kv_blocks
+            owners = [owner for owner, slot in self.slots.items() if block in slot.block_table]
+            assert not owners, f"block {block} for slot {slot_id} belongs to slot {owners}"
+            self.slots[slot_id].block_table.append(block)
+
+    def _write(self, slot: FakeSlot, tokens: list[int]) -> list[int]:
+        """All tokens of the slot, these ones included, as the memory has them."""
+        page_size = self.limits.page_size
+        end = slot.position + len(tokens)
+        assert len(slot.block_table) == -(-end // page_size), "the table covers the step's tokens and no more"
+        for position, token in enumerate(tokens, slot.position):
+            self.memory[slot.block_table[position // page_size], position % page_size] = token
+        slot.position = end
+        return self.memory[slot.block_table].reshape(-1)[:end].tolist()
+
+
+def run_fake_worker(
+    limits: EngineLimits,
+    max_tokens_per_forward: int,
+    max_seqs_per_forward: int,
+    inputs: "Channel[ForwardInput | EndOfInputs]",
+    outputs: "Channel[ForwardOutput | Ready]",
+) -> None:
+    """Process entry."""
+    worker = FakeWorker(limits, max_tokens_per_forward, max_seqs_per_forward)
+    outputs.send(Ready("worker", limits))
+    while isinstance(message := inputs.receive(), ForwardInput):
+        outputs.send(worker.forward(message, forward_seconds=0.001))

@@ -1,0 +1,143 @@
+"""The manager as a process of its own, between a server and a worker over real channels."""
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.manager.fake_worker import (
+    EOS_ID,
+    TOKEN_BYTES,
+    VOCAB_SIZE,
+    decode_text,
+    make_request,
+    run_fake_worker,
+    simulate,
+)
+from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
+from tokasaurus.config import ServerConfig
+from tokasaurus.manager.loop import run_manager
+from tokasaurus.messages.channel import Channel
+from tokasaurus.messages.forward import EndOfInputs, ForwardInput
+from tokasaurus.messages.generation import CancelRequest, EngineUpdate
+from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready, Shutdown
+from tokasaurus.text.tokenizer import load_token_decoder
+
+LIMITS = EngineLimits(num_kv_blocks=40, page_size=4, max_tokens_per_sequence=120)
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    """A tokenizer whose tokens decode as the fake worker's do. In byte-level BPE every byte has a character of its own;
+    a pre-tokenizer spells the whole characters, and the two bytes of é are Ã and ©."""
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+    def spelled(token: bytes) -> str:
+        try:
+            return spell.pre_tokenize_str(token.decode())[0][0]
+        except UnicodeDecodeError:
+            return token.decode("latin-1")
+
+    texts = {spelled(token): number for number, token in enumerate(TOKEN_BYTES) if number != EOS_ID}
+    tokenizer = Tokenizer(models.BPE({"<eos>": EOS_ID, **texts}, []))
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    info = ModelInfo("llama", 1, 8, 1, 1, 8, 8, VOCAB_SIZE, 1000, 1e-5, RopeInfo(1e4), True, (EOS_ID,), "float32")
+    return Checkpoint("fake", tmp_path, tmp_path, info)
+
+
+@dataclass
+class Engine:
+    requests: Channel[Any]
+    updates: Channel[Any]
+    inputs: list[Channel[ForwardInput | EndOfInputs]]
+    outputs: Channel[Any]
+    status: Channel[Any]
+    manager: BaseProcess
+
+
+@contextmanager
+def running_manager(checkpoint: Checkpoint, with_worker: bool) -> Iterator[Engine]:
+    context = multiprocessing.get_context("spawn")
+    requests, updates, input_0, input_1, outputs, status = (Channel[Any](context) for _ in range(6))
+    config = ServerConfig()
+    config.max_tokens_per_forward = 24
+    config.max_seqs_per_forward = 6
+    arguments = (config, checkpoint, requests, updates, [input_0, input_1], outputs, status)
+    processes = [context.Process(target=run_manager, args=arguments)]
+    if with_worker:
+        processes.append(context.Process(target=run_fake_worker, args=(LIMITS, 24, 6, input_0, outputs)))
+    for process in processes:
+        process.start()
+    try:
+        yield Engine(requests, updates, [input_0, input_1], outputs, status, processes[0])
+        for process in processes:
+            process.join(TIMEOUT_S)
+            assert process.exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+
+
+def test_the_fake_tokenizer_is_the_fake_worker_s(checkpoint):
+    decoder = load_token_decoder(checkpoint.tokenizer_directory)
+    for token_ids in ([0, 1, 2], [4, 5, 3], [6, 7], [1, 4, 5, 8]):
+        assert decoder.decode(token_ids) == decode_text(token_ids)
+
+
+def test_requests_are_answered_and_the_last_update_says_idle(checkpoint):
+    """Stop strings lie across tokens, some inside a character; one request is cancelled; every rank gets every step."""
+    stops = [(), ("ab",), ("éa", "cab"), ("é", "bcb")]
+    requests = [make_request(n, 3 + 4 * n, 3, 40, stops[n % 4], n % 2 == 0, n % 3 == 0) for n in range(12)]
+    endless = make_request(99, 5, 1, 100, ignore_eos=True)
+    with running_manager(checkpoint, with_worker=True) as engine:
+        assert engine.updates.receive(TIMEOUT_S) == Ready("manager", LIMITS)
+        assert engine.status.receive(TIMEOUT_S) == Ready("manager", LIMITS)
+        for message in (endless, *requests, CancelRequest(endless.request_id)):
+            engine.requests.send(message)
+        deltas = {}
+        stats = None
+        idle = EngineStats(0, 0, 0, LIMITS.num_kv_blocks, 0, 0, 0)
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while len(deltas) < 36 or stats != idle:
+            update = engine.updates.receive(deadline_s - time.monotonic())
+            assert isinstance(update, EngineUpdate)
+            for delta in update.deltas:
+                assert (delta.request_id, delta.sequence_index) not in deltas
+                deltas[delta.request_id, delta.sequence_index] = delta
+            stats = update.stats
+            num_returned = sum(len(delta.token_ids) for delta in deltas.values())
+            assert stats.total_generation_tokens >= num_returned
+            idle = EngineStats(
+                0, 0, 0, LIMITS.num_kv_blocks, stats.total_prompt_tokens, stats.total_generation_tokens, 0
+            )
+        engine.requests.send(Shutdown())
+        step_ids = []
+        while isinstance(message := engine.inputs[1].receive(TIMEOUT_S), ForwardInput):
+            step_ids.append(message.step_id)
+    assert step_ids == list(range(len(step_ids)))
+    for request in requests:
+        for index in range(request.num_sequences):
+            token_ids, logprobs, finish_reason = simulate(request, index)
+            delta = deltas[request.request_id, index]
+            assert (delta.token_ids, delta.finish_reason) == (token_ids, finish_reason)
+            assert delta.logprobs == (logprobs if request.want_logprobs else None)
+
+
+def test_a_shutdown_before_the_worker_is_ready_ends_the_manager(checkpoint):
+    with running_manager(checkpoint, with_worker=False) as engine:
+        engine.requests.send(make_request(1))
+        engine.requests.send(Shutdown())
+        for channel in engine.inputs:
+            assert channel.receive(TIMEOUT_S) == EndOfInputs()

@@ -1,0 +1,34 @@
+"""The log line of a window, from totals whose rates are easy to see."""
+
+from tokasaurus.messages.lifecycle import EngineStats
+from tokasaurus.monitoring.step_stats import StepStats, StepTotals
+
+
+def make_stats(total_generation_tokens: int) -> EngineStats:
+    return EngineStats(3, 1200, 50, 200, 0, total_generation_tokens, 2)
+
+
+def test_a_line_comes_at_the_end_of_a_window_with_the_rates_of_that_window_alone():
+    step_stats = StepStats(report_seconds=5.0)
+    totals = StepTotals()
+    assert step_stats.report(1000.0, totals, make_stats(0)) is None
+    assert step_stats.seconds_to_report(1000.0) is None, "nothing ran: nobody has to wake up"
+    lines = []
+    for second in range(1, 11):  # a step of 0.5 s every second after a pause
+        totals.num_steps += 1
+        totals.num_rows += 40
+        totals.num_prefill_tokens += 1000
+        totals.busy_seconds += 0.5
+        lines.append(step_stats.report(2000.0 + second, totals, make_stats(30 * second)))
+        if second == 3:
+            assert step_stats.seconds_to_report(2003.0) == 2.5, "the window began with the first step, at 2000.5"
+    assert [line is not None for line in lines] == [False] * 5 + [True] + [False] * 4
+    assert lines[5] == (
+        "33 output tokens/s, 1,091 prompt tokens/s, 40.0 sequences a step, 500.0 ms a step, worker busy 55% | "
+        "3 running, 1,200 waiting, KV 50 of 200 blocks (25%)"
+    )
+    assert step_stats.seconds_to_report(2010.0) == 1.5
+    last = step_stats.report(2016.0, totals, make_stats(300))
+    assert last is not None
+    assert last.startswith("13 output tokens/s, 421 prompt tokens/s, 40.0 sequences a step, 500.0 ms a step")
+    assert step_stats.report(2030.0, totals, make_stats(300)) is None

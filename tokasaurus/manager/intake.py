@@ -1,0 +1,33 @@
+"""Requests and cancellations come in."""
+
+from tokasaurus.manager.sequence import make_sequence
+from tokasaurus.manager.state import EngineState
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.text.stop_strings import StopMatcher
+
+
+def add_request(state: EngineState, request: GenerateRequest) -> None:
+    """Its sequences wait, behind all that wait already. It must fit the pool, which the server has checked."""
+    options = state.options
+    assert request.request_id not in state.unfinished, f"request id {request.request_id} is in use"
+    stop_matcher = None
+    if request.stop_strings:
+        stop_matcher = StopMatcher(
+            options.decode_text, request.stop_strings, options.special_ids, options.min_lookback_tokens
+        )
+    sequences = [
+        make_sequence(request, index, options.limits.page_size, options.eos_ids, stop_matcher)
+        for index in range(request.num_sequences)
+    ]
+    # One that can never be admitted would hold back all behind it for ever.
+    assert sequences[0].max_blocks <= options.limits.num_kv_blocks, f"{request.request_id} cannot fit the KV pool"
+    for sequence in sequences:
+        state.queues.add(sequence)
+    state.unfinished[request.request_id] = dict.fromkeys(sequences)
+
+
+def cancel_request(state: EngineState, request_id: str) -> None:
+    """End every sequence of the request, in whatever phase. What steps in flight return for them is discarded later.
+    An id that is unknown, or whose sequences have all finished, is no error."""
+    for sequence in list(state.unfinished.get(request_id, ())):
+        state.release(sequence)

@@ -1,0 +1,65 @@
+"""What the workers did in the last seconds, as one line for the log."""
+
+from dataclasses import dataclass, replace
+
+from tokasaurus.messages.lifecycle import EngineStats
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Sums over all steps whose results are back.
+
+    num_rows: sequences, over all steps. busy_seconds: what the worker reported.
+    """
+
+    num_steps: int = 0
+    num_rows: int = 0
+    num_prefill_tokens: int = 0
+    busy_seconds: float = 0.0
+
+
+class StepStats:
+    """Gives a line every `report_seconds` in which something ran, from totals that it is shown again and again.
+
+    Times are those of one clock that never goes back, in seconds.
+    """
+
+    def __init__(self, report_seconds: float) -> None:
+        self._report_seconds = report_seconds
+        self._start_s = 0.0
+        self._is_empty = True
+        self._totals = StepTotals()
+        self._num_generated = 0
+
+    def seconds_to_report(self, now_s: float) -> float | None:
+        """When `report` should be called again even if nothing happens; None where there is nothing to report."""
+        if self._is_empty:
+            return None
+        return max(0.0, self._start_s + self._report_seconds - now_s)
+
+    def report(self, now_s: float, totals: StepTotals, stats: EngineStats) -> str | None:
+        """The line, where a window has ended; a new window begins with it."""
+        num_steps = totals.num_steps - self._totals.num_steps
+        if num_steps == 0:
+            return None
+        busy_seconds = totals.busy_seconds - self._totals.busy_seconds
+        if self._is_empty:
+            # After a pause the window begins with the first step: an idle hour must not thin out the rates.
+            self._start_s = max(self._start_s, now_s - busy_seconds)
+            self._is_empty = False
+        seconds = now_s - self._start_s
+        if seconds < self._report_seconds:
+            return None
+        num_prefill_tokens = totals.num_prefill_tokens - self._totals.num_prefill_tokens
+        line = (
+            f"{(stats.total_generation_tokens - self._num_generated) / seconds:,.0f} output tokens/s, "
+            f"{num_prefill_tokens / seconds:,.0f} prompt tokens/s, "
+            f"{(totals.num_rows - self._totals.num_rows) / num_steps:,.1f} sequences a step, "
+            f"{1000 * busy_seconds / num_steps:,.1f} ms a step, worker busy {busy_seconds / seconds:.0%} | "
+            f"{stats.num_running:,} running, {stats.num_waiting:,} waiting, "
+            f"KV {stats.num_kv_blocks_used:,} of {stats.num_kv_blocks_total:,} blocks "
+            f"({stats.num_kv_blocks_used / stats.num_kv_blocks_total:.0%})"
+        )
+        self._start_s, self._is_empty = now_s, True
+        self._totals, self._num_generated = replace(totals), stats.total_generation_tokens
+        return line
