@@ -1,0 +1,1 @@
+"""Measurements of this server and of its peers. Not part of the installed package."""
