@@ -135,6 +135,8 @@ def main(argv: Sequence[str]) -> int:
         if args.result:
             summaries = read_results(args.result)
         else:
+            if args.output_dir is not None:
+                args.output_dir.mkdir(parents=True, exist_ok=True)
             summaries = measure_in_turns(dict(args.server), args.workload, args.rounds, args.seed, args.output_dir)
     except (ServerError, ValueError, OSError) as error:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)

@@ -36,6 +36,14 @@ def test_servers_get_the_same_load_in_a_round_and_another_in_the_next(scripted_s
     ]
 
 
+def test_output_directory_is_made(scripted_server: Any, tmp_path: Path) -> None:
+    kept = tmp_path / "new" / "results"
+    argv = ["--rounds", "1", "--output-dir", str(kept), "--server", f"a={scripted_server.base_url}", *LOAD]
+    assert main(argv) == 0
+    summary = json.loads((kept / "a-0.json").read_text())["summary"]
+    assert summary["completion_tokens"] == 2 * 2 * 3
+
+
 def write_result(path: Path, output_tokens_per_s: float, num_failed: int = 0) -> str:
     counts = dict.fromkeys(("num_requests", "prompt_tokens", "cached_tokens", "completion_tokens"), 1)
     latencies = {f"latency_{name}_s": 1.0 for name in ("mean", "p50", "p90", "p99", "max")}
