@@ -1,0 +1,148 @@
+"""The decoder that every family shares; a family is a `DecoderOptions` (see registry)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
+from tokasaurus.model.layers.attention import Attention
+from tokasaurus.model.layers.embedding import VocabShard
+from tokasaurus.model.layers.mlp import GatedMLP
+from tokasaurus.model.layers.norm import RMSNorm
+from tokasaurus.model.layers.rotary import RotaryTable
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.weights import WeightPiece, whole
+
+# T tokens in this forward, R rows whose logits are wanted, E hidden size
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderOptions:
+    """In what a family differs. qkv_bias: biases on the query, key and value projections. qk_norm: RMS norms over each
+    head's query and key before rotary."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+class DecoderLayer(nn.Module):
+    """hidden [T, E] -> [T, E]: attention, then feed-forward, each on the normed input and added to it."""
+
+    def __init__(
+        self, info: ModelInfo, options: DecoderOptions, mesh: Mesh, layer_index: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(info.hidden_size, info.norm_eps, dtype)
+        self.attention = Attention(info, mesh, layer_index, options.qkv_bias, options.qk_norm, dtype)
+        self.mlp_norm = RMSNorm(info.hidden_size, info.norm_eps, dtype)
+        self.mlp = GatedMLP(info, mesh, dtype)
+
+    def forward(self, hidden: Tensor, cos_sin: Tensor, backend: AttentionBackend, layout: PagedLayout) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), cos_sin, backend, layout)
+        fed: Tensor = self.mlp(self.mlp_norm(hidden))
+        return hidden + fed
+
+    def weight_pieces(self, prefix: str) -> list[WeightPiece]:
+        return [
+            whole(f"{prefix}input_layernorm.weight", self.attention_norm.weight),
+            *self.attention.weight_pieces(f"{prefix}self_attn."),
+            whole(f"{prefix}post_attention_layernorm.weight", self.mlp_norm.weight),
+            *self.mlp.weight_pieces(f"{prefix}mlp."),
+        ]
+
+
+class Decoder(nn.Module):
+    """This rank's stage and shard of the model.
+
+    Parameters are made on the meta device: call `materialize`, then fill `weight_pieces`.
+    """
+
+    def __init__(self, info: ModelInfo, options: DecoderOptions, mesh: Mesh, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._info = info
+        self._options = options
+        self._mesh = mesh
+        self._dtype = dtype
+        self._rotary: RotaryTable | None = None
+        stage = mesh.stage_layers(info.num_layers)
+        with torch.device("meta"):
+            needs_embedding = mesh.is_first_stage or (mesh.is_last_stage and info.tie_embeddings)
+            self.embedding = VocabShard(info, mesh, dtype) if needs_embedding else None
+            self.layers = nn.ModuleList(
+                DecoderLayer(info, options, mesh, layer_index, dtype) for layer_index in range(len(stage))
+            )
+            self.final_norm = RMSNorm(info.hidden_size, info.norm_eps, dtype) if mesh.is_last_stage else None
+            needs_head = mesh.is_last_stage and not info.tie_embeddings
+            self.lm_head = VocabShard(info, mesh, dtype) if needs_head else None
+
+    def materialize(self, device: torch.device, num_positions: int) -> None:
+        """Allocate the parameters on `device`, unfilled, and the rotary table for positions up to num_positions."""
+        self.to_empty(device=device)
+        self._rotary = RotaryTable(self._info.rope, self._info.head_dim, num_positions, device)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor | None,
+        positions: Tensor,
+        logit_rows: Tensor,
+        backend: AttentionBackend,
+        layout: PagedLayout,
+    ) -> Tensor:
+        """One stage of one forward. The first stage reads token_ids int64 [T], later ones hidden [T, E].
+
+        positions: int64 [T]. logit_rows: int64 [R], rows of T that pass the LM head.
+        -> logits [R, vocab] from the last stage, hidden [T, E] from the others.
+        """
+        assert self._rotary is not None, "materialize comes first"
+        if hidden is None:
+            assert self.embedding is not None, "only the first stage embeds"
+            hidden = self.embedding.embed(token_ids)
+        cos_sin = self._rotary.at(positions)
+        for layer in self.layers:
+            hidden = layer(hidden, cos_sin, backend, layout)
+        if self.final_norm is None:
+            return hidden
+        head = self.embedding if self.lm_head is None else self.lm_head
+        assert head is not None, "the last stage has an LM head"
+        return head.logits(self.final_norm(hidden[logit_rows]))
+
+    def weight_pieces(self) -> list[WeightPiece]:
+        """Every tensor of the whole checkpoint, with a target where this stage holds it."""
+        info, mesh = self._info, self._mesh
+        stage = mesh.stage_layers(info.num_layers)
+        pieces: list[WeightPiece] = []
+        for index in range(info.num_layers):
+            prefix = f"model.layers.{index}."
+            if index in stage:
+                layer = self.layers[index - stage.start]
+                assert isinstance(layer, DecoderLayer)
+                pieces += layer.weight_pieces(prefix)
+            else:
+                template = self.layers[0]
+                assert isinstance(template, DecoderLayer)
+                pieces += map(_held_elsewhere, template.weight_pieces(prefix))
+        vocab_shape = (info.vocab_size, info.hidden_size)
+        pieces += _pieces_or_elsewhere(self.embedding, "model.embed_tokens.weight", vocab_shape)
+        if not info.tie_embeddings:
+            pieces += _pieces_or_elsewhere(self.lm_head, "lm_head.weight", vocab_shape)
+        if self.final_norm is not None:
+            pieces.append(whole("model.norm.weight", self.final_norm.weight))
+        else:
+            pieces.append(WeightPiece("model.norm.weight", (info.hidden_size,), (), None))
+        return pieces
+
+    def ignores(self, source: str) -> bool:
+        """Whether a checkpoint may hold this tensor although the model has no place for it: rotary tables of old
+        checkpoints, and an LM head stored beside the embedding that it is tied to."""
+        return source.endswith("rotary_emb.inv_freq") or (self._info.tie_embeddings and source == "lm_head.weight")
+
+
+def _held_elsewhere(piece: WeightPiece) -> WeightPiece:
+    return WeightPiece(piece.source, piece.shape, piece.shard, None)
+
+
+def _pieces_or_elsewhere(shard: VocabShard | None, source: str, shape: tuple[int, ...]) -> list[WeightPiece]:
+    return [WeightPiece(source, shape, (), None)] if shard is None else shard.weight_pieces(source)

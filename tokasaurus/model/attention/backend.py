@@ -1,0 +1,83 @@
+"""The interface between the model and a paged-attention implementation.
+
+A backend owns the layout of its KV cache. It knows nothing of requests or of prefill and decode: it attends the query
+rows of a `PagedPart` to the blocks of that part. Cutting a forward into parts is shared code (row_split).
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# T tokens in this forward, H query heads, K key/value heads, D head size, S segments, B blocks of the longest segment
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one worker's KV cache holds: its layers and its KV heads only."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Keys and values of `page_size` tokens in every layer."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.page_size * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPart:
+    """Consecutive query rows of a forward, in S segments, each against its own list of blocks.
+
+    first_row, num_rows: the part's rows of the forward's T.
+    query_starts: int32 [S + 1], relative to first_row: segment s has rows query_starts[s] : query_starts[s + 1].
+    block_table: int32 [S, B], a row's unused tail is 0. kv_lengths: int32 [S], tokens that the segment's blocks hold.
+    causal: a segment's last row sees all its kv_lengths tokens, the row before it one less, and so on; otherwise every
+    row sees all of them (a shared prefix).
+    max_query_rows, max_kv_length: the largest of any segment, known to the host.
+    """
+
+    first_row: int
+    num_rows: int
+    query_starts: Tensor
+    block_table: Tensor
+    kv_lengths: Tensor
+    causal: bool
+    max_query_rows: int
+    max_kv_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayout:
+    """Where the tokens of one forward live.
+
+    token_slots: int64 [T], the place of each token's key and value: block id * page_size + offset in the block.
+    parts: cover all T rows, in order.
+    """
+
+    token_slots: Tensor
+    parts: tuple[PagedPart, ...]
+
+
+class AttentionBackend(Protocol):
+    """One worker's KV cache and attention over it. Calls come in this order: allocate once; then per forward plan, and
+    per layer write and attend."""
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the cache, zeroed and thereby touched; block 0 is the padding block. Replaces an earlier cache."""
+
+    def plan(self, layout: PagedLayout) -> None:
+        """Prepare for the layers of one forward."""
+
+    def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
+        """Store key and value [T, K, D] at the planned layout's token_slots."""
+
+    def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
+        """query [num_rows, H, D] of a planned part -> output [num_rows, H, D] and, for merging parts, the natural
+        logarithm of the sum of exponentiated scores, float32 [num_rows, H]. Scores are scaled by D ** -0.5."""

@@ -1,0 +1,34 @@
+"""Choose the attention backend by flag, device and model."""
+
+import logging
+
+from tokasaurus.model.attention.backend import AttentionBackend, KVShape
+from tokasaurus.model.attention.cpu import CpuBackend, why_unfit
+from tokasaurus.model.attention.reference import ReferenceBackend
+from tokasaurus.model.attention.torch_backend import TorchBackend
+from tokasaurus.model.kernels.library import Kernels
+
+logger = logging.getLogger(__name__)
+
+
+def make_backend(name: str | None, shape: KVShape, kernels: Kernels | None) -> AttentionBackend:
+    """name: "cpu", "torch", "reference", or None for the fastest that fits. kernels: None where they are not built.
+
+    Raises ValueError if the named backend cannot serve this device or model.
+    """
+    if name == "reference":
+        return ReferenceBackend(shape)
+    if name == "torch" or (name is None and shape.device.type != "cpu"):
+        return TorchBackend(shape)
+    if name is None:
+        unfit = None if kernels is None else why_unfit(shape, kernels)
+        if unfit is not None:
+            logger.warning("the CPU kernels do not take %s: plain torch attention, which is slower, is used", unfit)
+        return TorchBackend(shape) if kernels is None or unfit is not None else CpuBackend(shape, kernels)
+    if name != "cpu":
+        raise ValueError(f"attention_backend={name} is not known; it is one of cpu, torch, reference")
+    if shape.device.type != "cpu":
+        raise ValueError(f"attention_backend=cpu does not run on device={shape.device.type}")
+    if kernels is None:
+        raise ValueError("attention_backend=cpu needs a C++ compiler")
+    return CpuBackend(shape, kernels)

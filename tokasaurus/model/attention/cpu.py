@@ -1,0 +1,59 @@
+"""Paged attention on the CPU by the kernels of kernels/attention.cpp, which fix the layout of the cache."""
+
+import torch
+from torch import Tensor
+
+from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
+from tokasaurus.model.kernels.library import KERNEL_DTYPES, Kernels
+
+# T tokens, H query heads, K key/value heads, D head size
+
+
+def why_unfit(shape: KVShape, kernels: Kernels) -> str | None:
+    """What about this model or page size the kernels cannot take, in words; None if they can."""
+    if shape.dtype not in KERNEL_DTYPES:
+        return f"dtype {shape.dtype}"
+    if shape.head_dim % 16 or shape.head_dim > kernels.max_head_dim:
+        return f"head size {shape.head_dim} (a multiple of 16, at most {kernels.max_head_dim})"
+    if shape.num_heads // shape.num_kv_heads > kernels.max_group:
+        return f"{shape.num_heads // shape.num_kv_heads} query heads per KV head (at most {kernels.max_group})"
+    if shape.page_size % 16:
+        return f"page_size={shape.page_size} (a multiple of 16)"
+    return None
+
+
+class CpuBackend:
+    """Keys and values as [layers, blocks, K, P * D], the order within a block being the kernels' affair."""
+
+    def __init__(self, shape: KVShape, kernels: Kernels) -> None:
+        unfit = why_unfit(shape, kernels)
+        if unfit is not None:
+            raise ValueError(f"the CPU kernels do not take {unfit}")
+        self._shape = shape
+        self._kernels = kernels
+
+    def allocate(self, num_blocks: int) -> None:
+        shape = self._shape
+        size = (shape.num_layers, num_blocks, shape.num_kv_heads, shape.page_size * shape.head_dim)
+        self._keys = torch.zeros(size, dtype=shape.dtype)
+        self._values = torch.zeros(size, dtype=shape.dtype)
+
+    def plan(self, layout: PagedLayout) -> None:
+        self._token_slots = layout.token_slots
+
+    def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
+        self._kernels.write_kv(
+            *(key, value, self._token_slots, self._keys[layer_index], self._values[layer_index], self._shape.page_size)
+        )
+
+    def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
+        return self._kernels.attend(
+            query,
+            self._keys[layer_index],
+            self._values[layer_index],
+            part.query_starts,
+            part.block_table,
+            part.kv_lengths,
+            part.causal,
+            self._shape.page_size,
+        )

@@ -1,0 +1,57 @@
+"""Attention in plain torch, one row at a time: slow, obvious, the oracle of the other backends."""
+
+import torch
+from torch import Tensor
+
+from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
+
+# T tokens, H query heads, K key/value heads, D head size, L tokens in a segment's blocks
+
+
+class ReferenceBackend:
+    """KV cache as [layers, tokens, K, D]; scores and sums in float32."""
+
+    def __init__(self, shape: KVShape) -> None:
+        self._shape = shape
+
+    def allocate(self, num_blocks: int) -> None:
+        shape = self._shape
+        size = (shape.num_layers, num_blocks * shape.page_size, shape.num_kv_heads, shape.head_dim)
+        self._keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        self._values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+    def plan(self, layout: PagedLayout) -> None:
+        self._token_slots = layout.token_slots
+
+    def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
+        self._keys[layer_index, self._token_slots] = key
+        self._values[layer_index, self._token_slots] = value
+
+    def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
+        output = torch.empty_like(query)
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        for segment in range(part.block_table.shape[0]):
+            start, end = part.query_starts[segment : segment + 2].tolist()
+            kv_length = int(part.kv_lengths[segment])
+            key, value = self._gather(layer_index, part.block_table[segment], kv_length)
+            for row in range(start, end):
+                visible = kv_length - (end - 1 - row) if part.causal else kv_length
+                output[row], lse[row] = self._attend_one(query[row], key[:visible], value[:visible])
+        return output, lse
+
+    def _gather(self, layer_index: int, block_table: Tensor, kv_length: int) -> tuple[Tensor, Tensor]:
+        """-> key and value [L, H, D] in float32, each KV head repeated for its query heads."""
+        tokens = torch.arange(kv_length, device=self._shape.device)
+        page_size = self._shape.page_size
+        places = block_table[tokens // page_size] * page_size + tokens % page_size
+        repeats = self._shape.num_heads // self._shape.num_kv_heads
+        key = self._keys[layer_index, places].float().repeat_interleave(repeats, dim=1)
+        value = self._values[layer_index, places].float().repeat_interleave(repeats, dim=1)
+        return key, value
+
+    @staticmethod
+    def _attend_one(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """query [H, D], key and value [L, H, D] -> output [H, D], lse [H]."""
+        scores = torch.einsum("hd,lhd->hl", query.float(), key) * query.shape[-1] ** -0.5
+        output = torch.einsum("hl,lhd->hd", scores.softmax(dim=-1), value)
+        return output.to(query.dtype), scores.logsumexp(dim=-1)

@@ -1,0 +1,136 @@
+"""Paged attention with stock torch operations, on any device: gather the blocks, multiply, mask.
+
+Segments of similar length are gathered and padded together, so that the whole batch takes a few large products.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
+
+# T tokens, S segments in a bucket, H query heads, K key/value heads, G = H / K, D head size, B blocks, P page size,
+# L = B * P tokens of KV, Q query rows of a segment
+
+_MAX_SCORES = 2**26
+"""Most float32 scores held at once (256 MiB): bounds the memory of long prefills."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Segments padded to one number of blocks and of query rows.
+
+    block_table: int64 [S, B]. rows: int64 [S, Q], into the part's rows, padded by repeating row 0 of the part.
+    is_row: bool [S, Q]. visible: int64 [S, Q], how many tokens of KV each row sees.
+    """
+
+    block_table: Tensor
+    rows: Tensor
+    is_row: Tensor
+    visible: Tensor
+
+
+class TorchBackend:
+    """KV cache as [layers, K, blocks, P, D]: one head's blocks gather into one product's operand."""
+
+    def __init__(self, shape: KVShape) -> None:
+        self._shape = shape
+        self._buckets: dict[int, list[_Bucket]] = {}
+
+    def allocate(self, num_blocks: int) -> None:
+        shape = self._shape
+        size = (shape.num_layers, shape.num_kv_heads, num_blocks, shape.page_size, shape.head_dim)
+        self._keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        self._values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+    def plan(self, layout: PagedLayout) -> None:
+        self._token_slots = layout.token_slots
+        self._buckets = {part.first_row: self._make_buckets(part) for part in layout.parts}
+
+    def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
+        shape = self._shape
+        for cache, new in ((self._keys, key), (self._values, value)):
+            tokens = cache[layer_index].view(shape.num_kv_heads, -1, shape.head_dim)
+            tokens[:, self._token_slots] = new.transpose(0, 1)
+
+    def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
+        output = torch.empty_like(query)
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        for bucket in self._buckets[part.first_row]:
+            rows = bucket.rows[bucket.is_row]
+            bucket_output, bucket_lse = self._attend_bucket(query[bucket.rows], layer_index, bucket)
+            output[rows] = bucket_output[bucket.is_row]
+            lse[rows] = bucket_lse[bucket.is_row]
+        return output, lse
+
+    def _attend_bucket(self, query: Tensor, layer_index: int, bucket: _Bucket) -> tuple[Tensor, Tensor]:
+        """query [S, Q, H, D] -> output [S, Q, H, D], lse [S, Q, H]."""
+        num_segments, num_rows, num_heads, head_dim = query.shape
+        num_kv_heads = self._shape.num_kv_heads
+        group = num_heads // num_kv_heads
+        blocks = bucket.block_table.reshape(-1)
+        key = self._keys[layer_index].index_select(1, blocks).view(num_kv_heads * num_segments, -1, head_dim)
+        value = self._values[layer_index].index_select(1, blocks).view(num_kv_heads * num_segments, -1, head_dim)
+        # [S, Q, K, G, D] -> [K, S, G, Q, D] -> [K * S, G * Q, D]
+        grouped = query.view(num_segments, num_rows, num_kv_heads, group, head_dim).permute(2, 0, 3, 1, 4)
+        grouped = grouped.reshape(num_kv_heads * num_segments, group * num_rows, head_dim) * head_dim**-0.5
+        scores = torch.bmm(grouped, key.transpose(1, 2)).float()  # [K * S, G * Q, L]
+        positions = torch.arange(key.shape[1], device=query.device)
+        hidden = positions >= bucket.visible.unsqueeze(-1)  # [S, Q, L]
+        scores = scores.view(num_kv_heads, num_segments, group, num_rows, -1)
+        scores.masked_fill_(hidden.unsqueeze(1).unsqueeze(0), -torch.inf)
+        lse = scores.logsumexp(dim=-1)  # [K, S, G, Q]
+        weights = (scores - lse.unsqueeze(-1)).exp_().to(value.dtype).view(*grouped.shape[:2], -1)
+        output = torch.bmm(weights, value).view(num_kv_heads, num_segments, group, num_rows, head_dim)
+        return (
+            output.permute(1, 3, 0, 2, 4).reshape(num_segments, num_rows, num_heads, head_dim),
+            lse.permute(1, 3, 0, 2).reshape(num_segments, num_rows, num_heads),
+        )
+
+    def _make_buckets(self, part: PagedPart) -> list[_Bucket]:
+        """Segments by length, longest first; a bucket's shortest is at least half as long as its longest."""
+        starts = part.query_starts.tolist()
+        lengths = part.kv_lengths.tolist()
+        num_rows = [end - start for start, end in itertools.pairwise(starts)]
+        order = sorted(range(len(lengths)), key=lambda segment: (num_rows[segment], lengths[segment]), reverse=True)
+        buckets: list[_Bucket] = []
+        members: list[int] = []
+        for segment in order:
+            if members and not self._fits(members, segment, num_rows, lengths):
+                buckets += self._pad(part, members, starts, lengths)
+                members = []
+            members.append(segment)
+        return buckets + self._pad(part, members, starts, lengths)
+
+    def _fits(self, members: list[int], segment: int, num_rows: list[int], lengths: list[int]) -> bool:
+        longest = max(lengths[member] for member in members)
+        shortest = min(lengths[member] for member in members)
+        similar = 2 * lengths[segment] >= longest and lengths[segment] <= 2 * shortest
+        rows = num_rows[members[0]]
+        scores = (len(members) + 1) * rows * self._shape.num_heads * max(longest, lengths[segment])
+        return similar and 2 * num_rows[segment] >= rows and scores <= _MAX_SCORES
+
+    def _pad(self, part: PagedPart, members: list[int], starts: list[int], lengths: list[int]) -> list[_Bucket]:
+        """One bucket of these segments, or several of consecutive rows where one segment alone has too many scores."""
+        device = self._shape.device
+        index = torch.tensor(members, device=device)
+        longest = max(lengths[member] for member in members)
+        table = part.block_table[index, : -(-longest // self._shape.page_size)].long()
+        first = part.query_starts[index].long()
+        count = part.query_starts[index + 1].long() - first
+        most_rows = max(starts[member + 1] - starts[member] for member in members)
+        rows_at_once = max(1, _MAX_SCORES // (len(members) * self._shape.num_heads * longest))
+        buckets = []
+        for offset in range(0, most_rows, rows_at_once):
+            offsets = torch.arange(offset, min(offset + rows_at_once, most_rows), device=device)
+            is_row = offsets < count.unsqueeze(1)
+            visible = part.kv_lengths[index].long().unsqueeze(1).expand(-1, len(offsets))
+            if part.causal:
+                visible = visible - (count.unsqueeze(1) - 1 - offsets)
+            # A padding row sees one token, so that its softmax is a number; its result is dropped.
+            visible = visible.masked_fill(~is_row, 1)
+            rows = (first.unsqueeze(1) + offsets).masked_fill(~is_row, 0)
+            buckets.append(_Bucket(table, rows, is_row, visible))
+        return buckets

@@ -1,0 +1,39 @@
+"""The device and the number format to compute in."""
+
+from pathlib import Path
+
+import torch
+
+from tokasaurus.messages.lifecycle import UserError
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def choose_device(name: str | None) -> torch.device:
+    """name: "cpu", "cuda", or None for CUDA where there is one. Raises UserError if it is not there."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: torch sees no CUDA device on this machine")
+    return torch.device(name)
+
+
+def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """name: of a torch dtype, or None for bfloat16 where the device computes it and float32 elsewhere."""
+    if name is not None:
+        return _DTYPES[name]
+    if device.type == "cuda":
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has_bfloat16 = _cpu_has_bfloat16()
+    return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 itself; emulated, it is slower than float32."""
+    try:
+        with Path("/proc/cpuinfo").open() as lines:
+            features = next((line for line in lines if line.startswith(("flags", "Features"))), "").split()
+    except OSError:
+        return False
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(features))

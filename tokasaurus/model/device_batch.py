@@ -1,0 +1,111 @@
+"""ForwardInput and the slots' state to the tensors of one forward."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokasaurus.messages.forward import ForwardInput
+from tokasaurus.model.attention.backend import PagedLayout, PagedPart
+from tokasaurus.model.sampling import SamplingRows
+from tokasaurus.model.sampling_noise import position_keys
+from tokasaurus.model.slot_table import SlotTable
+
+# T tokens, S rows of the batch (one per running slot), R rows that sample
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """One forward on the device.
+
+    token_ids, positions: int64 [T]. logit_rows: int64 [R], rows of T whose next token is sampled.
+    sampled_slots: int64 [R], whose last token that becomes. want_logprobs: bool [R], on the host.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    logit_rows: Tensor
+    sampled_slots: Tensor
+    layout: PagedLayout
+    sampling: SamplingRows
+    want_logprobs: NDArray[np.bool_]
+
+
+def build_batch(step: ForwardInput, slots: SlotTable, page_size: int, device: torch.device) -> DeviceBatch:
+    """The batch of `step`, whose changes are already applied to `slots`; moves the slots' positions past it."""
+
+    def to_device(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    first_positions = slots.positions[step.slots]
+    kv_lengths = first_positions + step.num_tokens
+    slots.positions[step.slots] = kv_lengths
+    starts = np.zeros(len(step.slots) + 1, np.int32)
+    np.cumsum(step.num_tokens, out=starts[1:])
+
+    token_rows = np.repeat(np.arange(len(step.slots)), step.num_tokens)
+    token_positions = np.arange(starts[-1]) - starts[token_rows] + first_positions[token_rows]
+    blocks = slots.block_tables[step.slots[token_rows], token_positions // page_size]
+    token_slots = blocks.astype(np.int64) * page_size + token_positions % page_size
+
+    decoded = slots.last_tokens[to_device(step.slots[: step.num_decode].astype(np.int64))]
+    token_ids = torch.cat((decoded, to_device(step.prompt_ids.astype(np.int64))))
+
+    # A decode row is past its prompt, a prefill row samples when its chunk ends it.
+    samples = kv_lengths >= slots.num_prompt_tokens[step.slots]
+    sampled_slots = step.slots[samples]
+    temperatures = slots.temperatures[sampled_slots]
+    top_ps = slots.top_ps[sampled_slots]
+    want_logprobs = slots.want_logprobs[sampled_slots]
+    keys = position_keys(slots.noise_keys[sampled_slots], kv_lengths[samples])
+    sampling = SamplingRows(
+        temperatures=to_device(temperatures),
+        top_ps=to_device(top_ps),
+        noise_keys=to_device(keys.astype(np.int64)),
+        any_sampled=bool((temperatures > 0).any()),
+        any_top_p=bool(((top_ps < 1) & (temperatures > 0)).any()),
+        any_logprobs=bool(want_logprobs.any()),
+    )
+    parts = _parts(step, slots, starts, kv_lengths, page_size, device)
+    return DeviceBatch(
+        token_ids=token_ids,
+        positions=to_device(token_positions.astype(np.int64)),
+        logit_rows=to_device(starts[1:][samples].astype(np.int64) - 1),
+        sampled_slots=to_device(sampled_slots.astype(np.int64)),
+        layout=PagedLayout(to_device(token_slots), parts),
+        sampling=sampling,
+        want_logprobs=want_logprobs,
+    )
+
+
+def _parts(
+    step: ForwardInput,
+    slots: SlotTable,
+    starts: NDArray[np.int32],
+    kv_lengths: NDArray[np.int32],
+    page_size: int,
+    device: torch.device,
+) -> tuple[PagedPart, ...]:
+    """The decode rows, then the prefill rows, each left out if there are none."""
+    parts = []
+    for begin, end in ((0, step.num_decode), (step.num_decode, len(step.slots))):
+        if begin == end:
+            continue
+        longest = int(kv_lengths[begin:end].max())
+        tables = slots.block_tables[step.slots[begin:end], : -(-longest // page_size)]
+        parts.append(
+            PagedPart(
+                first_row=int(starts[begin]),
+                num_rows=int(starts[end] - starts[begin]),
+                query_starts=torch.from_numpy(starts[begin : end + 1] - starts[begin]).to(device),
+                block_table=torch.from_numpy(tables).to(device),
+                kv_lengths=torch.from_numpy(kv_lengths[begin:end]).to(device),
+                causal=True,
+                max_query_rows=int(step.num_tokens[begin:end].max()),
+                max_kv_length=longest,
+            )
+        )
+    return tuple(parts)

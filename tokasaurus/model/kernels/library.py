@@ -1,0 +1,168 @@
+"""Build the C++ kernels at first use, keep them in the cache, and call them with torch tensors.
+
+The sources include no torch headers and the functions take plain pointers: the build takes three seconds where torch's
+extension loader takes twenty, and needs neither ninja nor Python's headers. The library shares torch's OpenMP threads.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tokasaurus.checkpoint import CheckpointError, cache_directory
+from tokasaurus.checkpoint.cache import build_once
+
+logger = logging.getLogger(__name__)
+
+_SOURCES = ("vectors.h", "attention.cpp", "sampling.cpp")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-Wno-psabi")
+_BUILD_TIMEOUT_S = 300
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Kernels:
+    """The functions of the built library. Tensors are on the CPU; shapes are the caller's to get right."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        for name in ("toka_max_head_dim", "toka_max_group"):
+            getattr(self._library, name).restype = ctypes.c_int64
+        self.max_head_dim: int = self._library.toka_max_head_dim()
+        self.max_group: int = self._library.toka_max_group()
+        pointer, integer = ctypes.c_void_p, ctypes.c_int64
+        self._library.toka_attend.argtypes = [
+            *(integer, pointer, integer, pointer, pointer, pointer, pointer, pointer, pointer, integer, pointer),
+            *(integer,) * 6,
+        ]
+        self._library.toka_write_kv.argtypes = [
+            *(
+                integer,
+                pointer,
+                pointer,
+                integer,
+                integer,
+                pointer,
+                integer,
+                pointer,
+                pointer,
+                integer,
+                integer,
+                integer,
+            )
+        ]
+        self._library.toka_draw.argtypes = [integer, pointer, integer, integer, pointer, pointer, pointer]
+        self._library.toka_chosen_logprobs.argtypes = [integer, pointer, integer, integer, pointer, pointer]
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        query_starts: Tensor,
+        block_table: Tensor,
+        kv_lengths: Tensor,
+        causal: bool,
+        page_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        """query [rows, H, D] (rows may be apart), keys and values one layer's cache, the rest as in PagedPart
+        -> output [rows, H, D], lse float32 [rows, H]."""
+        num_rows, num_heads, head_dim = query.shape
+        assert query.stride()[1:] == (head_dim, 1), "a row's heads lie together"
+        output = torch.empty((num_rows, num_heads, head_dim), dtype=query.dtype)
+        lse = torch.empty((num_rows, num_heads), dtype=torch.float32)
+        self._library.toka_attend(
+            *(query.dtype == torch.bfloat16, query.data_ptr(), query.stride(0), output.data_ptr(), lse.data_ptr()),
+            *(keys.data_ptr(), values.data_ptr(), query_starts.data_ptr(), block_table.data_ptr()),
+            *(block_table.stride(0), kv_lengths.data_ptr(), block_table.shape[0], causal),
+            *(num_heads, keys.shape[1], head_dim, page_size),
+        )
+        return output, lse
+
+    def write_kv(
+        self, key: Tensor, value: Tensor, token_slots: Tensor, keys: Tensor, values: Tensor, page_size: int
+    ) -> None:
+        """key and value [T, K, D] (rows may be apart) into one layer's cache."""
+        num_tokens, num_kv_heads, head_dim = key.shape
+        assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1), "a row's heads lie together"
+        self._library.toka_write_kv(
+            *(key.dtype == torch.bfloat16, key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)),
+            *(token_slots.data_ptr(), num_tokens, keys.data_ptr(), values.data_ptr()),
+            *(num_kv_heads, head_dim, page_size),
+        )
+
+    def draw(self, logits: Tensor, inverse_temperatures: Tensor, keys: Tensor) -> Tensor:
+        """logits [R, V], contiguous; inverse_temperatures float32 [R], 0 for greedy; keys uint32 [R, 2]
+        -> tokens int64 [R]."""
+        num_rows, vocab_size = logits.shape
+        tokens = torch.empty(num_rows, dtype=torch.int64)
+        self._library.toka_draw(
+            *(logits.dtype == torch.bfloat16, logits.data_ptr(), num_rows, vocab_size),
+            *(inverse_temperatures.data_ptr(), keys.data_ptr(), tokens.data_ptr()),
+        )
+        return tokens
+
+    def chosen_logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """logits [R, V], contiguous; tokens int64 [R] -> their log-probabilities, float32 [R]."""
+        num_rows, vocab_size = logits.shape
+        logprobs = torch.empty(num_rows, dtype=torch.float32)
+        self._library.toka_chosen_logprobs(
+            *(logits.dtype == torch.bfloat16, logits.data_ptr(), num_rows, vocab_size),
+            *(tokens.data_ptr(), logprobs.data_ptr()),
+        )
+        return logprobs
+
+
+@functools.cache
+def load_kernels() -> Kernels | None:
+    """The kernels, built if this machine has not built them yet; None, after one warning line, if they cannot be."""
+    compiler = _find_compiler()
+    if compiler is None:
+        logger.warning("no C++ compiler found (set CXX): CPU kernels are off and plain torch, which is slower, is used")
+        return None
+    try:
+        directory = build_once(cache_directory() / "kernels" / _build_key(compiler), lambda to: _build(compiler, to))
+        return Kernels(directory / "kernels.so")
+    except (OSError, CheckpointError, subprocess.SubprocessError) as error:
+        reason = str(getattr(error, "stderr", None) or error).strip().splitlines()[0]
+        logger.warning("CPU kernels could not be built, plain torch, which is slower, is used: %s", reason)
+        return None
+
+
+def _find_compiler() -> str | None:
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++"]
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def _build_key(compiler: str) -> str:
+    """Changes with the sources, the flags, the compiler, and the processor that -march=native means."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    parts = [*_FLAGS, compiler, version, platform.machine(), _processor_features()]
+    parts += [_source(name).read_text() for name in _SOURCES]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _processor_features() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _build(compiler: str, destination: Path) -> None:
+    sources = [str(_source(name)) for name in _SOURCES if name.endswith(".cpp")]
+    command = [compiler, *_FLAGS, *sources, "-o", str(destination / "kernels.so")]
+    subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_TIMEOUT_S)
+
+
+def _source(name: str) -> Path:
+    return Path(__file__).with_name(name)

@@ -1,0 +1,38 @@
+"""Token embedding and LM head, both cut by vocabulary over the tensor-parallel ranks."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.parallel.tensor_parallel import gather_last_dim, sum_over_shards
+from tokasaurus.model.weights import WeightPiece
+
+
+class VocabShard(nn.Module):
+    """Rows of a [vocab, E] matrix for this rank's range of token ids; serves as embedding, as LM head, or as both."""
+
+    def __init__(self, info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._mesh = mesh
+        self._shape = (info.vocab_size, info.hidden_size)
+        self._start, self._length = mesh.shard(info.vocab_size, "vocabulary")
+        self.weight = nn.Parameter(torch.empty(self._length, info.hidden_size, dtype=dtype), requires_grad=False)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] -> [T, E]."""
+        if self._mesh.tp_size == 1:
+            return functional.embedding(token_ids, self.weight)
+        local = token_ids - self._start
+        elsewhere = (local < 0) | (local >= self._length)
+        rows = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return sum_over_shards(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self._mesh)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, E] -> [R, vocab], in the weights' dtype."""
+        return gather_last_dim(functional.linear(hidden, self.weight), self._mesh)
+
+    def weight_pieces(self, source: str) -> list[WeightPiece]:
+        rows = slice(self._start, self._start + self._length)
+        return [WeightPiece(source, self._shape, (rows, slice(None)), self.weight)]

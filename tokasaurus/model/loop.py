@@ -1,0 +1,44 @@
+"""The worker's life after start-up: take a step from the queue, run it, send what it sampled."""
+
+import time
+from collections import deque
+
+from tokasaurus.messages.channel import Channel
+from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
+from tokasaurus.messages.lifecycle import Ready
+from tokasaurus.model.runner import ModelRunner, StepResult
+
+
+def run_steps(
+    runner: ModelRunner,
+    inputs: Channel[ForwardInput | EndOfInputs],
+    outputs: Channel[ForwardOutput | Ready] | None,
+    steps_behind: int,
+) -> None:
+    """Until EndOfInputs. outputs: None on ranks that do not reply.
+
+    steps_behind: how many steps may run on the device before the oldest is waited for; 0 on a CPU, where a step is done
+    when `run` returns. While inputs wait, the host prepares the next step as the device computes this one.
+    """
+    waiting: deque[ForwardInput | EndOfInputs] = deque()
+    running: deque[tuple[StepResult, float]] = deque()
+    while True:
+        waiting.extend(inputs.drain())
+        while running and (len(running) > steps_behind or not waiting):
+            _send(*running.popleft(), outputs)
+        if not waiting:
+            waiting.append(inputs.receive())
+        message = waiting.popleft()
+        if isinstance(message, EndOfInputs):
+            break
+        started = time.perf_counter()
+        running.append((runner.run(message), started))
+    for result, started in running:
+        _send(result, started, outputs)
+
+
+def _send(result: StepResult, started: float, outputs: Channel[ForwardOutput | Ready] | None) -> None:
+    token_ids = result.host_token_ids()
+    if outputs is not None:
+        seconds = time.perf_counter() - started
+        outputs.send(ForwardOutput(result.step_id, token_ids, result.host_logprobs(), seconds))

@@ -1,0 +1,89 @@
+"""Stream a checkpoint's tensors from safetensors shards straight into the model's parameters."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tokasaurus.checkpoint import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPiece:
+    """One checkpoint tensor and where this rank's share of it belongs.
+
+    source: name in the checkpoint. shape: of the whole tensor there. shard: the part this rank holds.
+    target: a view into a parameter, of the shard's shape; None where another pipeline stage holds the tensor.
+    """
+
+    source: str
+    shape: tuple[int, ...]
+    shard: tuple[slice, ...]
+    target: Tensor | None
+
+
+def whole(source: str, target: Tensor) -> WeightPiece:
+    """A tensor that every rank holds whole."""
+    return WeightPiece(source, tuple(target.shape), tuple(slice(None) for _ in target.shape), target)
+
+
+def load_weights(
+    files: Sequence[Path],
+    pieces: Iterable[WeightPiece],
+    ignored: Callable[[str], bool],
+    on_bytes: Callable[[int], None],
+) -> None:
+    """Fill every piece's target from the safetensors files, one tensor in memory at a time.
+
+    ignored: whether a tensor that no piece names is known and not needed. on_bytes: told the size of each tensor read.
+    Raises CheckpointError naming the first missing, surplus or misshapen tensor; parameters may then be half filled.
+    """
+    expected: dict[str, list[WeightPiece]] = {}
+    for piece in pieces:
+        expected.setdefault(piece.source, []).append(piece)
+    seen: set[str] = set()
+    for file in files:
+        try:
+            _load_file(file, expected, seen, ignored, on_bytes)
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
+    missing = sorted(set(expected) - seen)
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks tensor {missing[0]}{_and_more(len(missing) - 1)}")
+
+
+def _load_file(
+    file: Path,
+    expected: dict[str, list[WeightPiece]],
+    seen: set[str],
+    ignored: Callable[[str], bool],
+    on_bytes: Callable[[int], None],
+) -> None:
+    with safe_open(file, framework="pt", device="cpu") as tensors:
+        # In file order, so that a disk is read from one end to the other.
+        for name in tensors.offset_keys():
+            if name not in expected:
+                if ignored(name):
+                    continue
+                raise CheckpointError(f"{file.name} has tensor {name}, which this model has no place for")
+            if name in seen:
+                raise CheckpointError(f"tensor {name} is in the checkpoint twice, the second time in {file.name}")
+            seen.add(name)
+            view = tensors.get_slice(name)
+            for piece in expected[name]:
+                shape = tuple(view.get_shape())
+                if shape != piece.shape:
+                    raise CheckpointError(f"tensor {name} has shape {shape}, but config.json makes it {piece.shape}")
+                if piece.target is None:
+                    continue
+                shard = view[piece.shard]
+                with torch.no_grad():
+                    piece.target.copy_(shard)
+                on_bytes(shard.nbytes)
+
+
+def _and_more(count: int) -> str:
+    return f" and {count} more" if count else ""

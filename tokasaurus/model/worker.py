@@ -1,0 +1,154 @@
+"""Process entry of a model worker: device, weights, KV cache, warm-up, then the loop."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from tokasaurus.checkpoint import Checkpoint, weight_files
+from tokasaurus.config import ServerConfig
+from tokasaurus.messages.channel import Channel
+from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
+from tokasaurus.messages.lifecycle import EngineLimits, Failed, PhaseDone, Ready, UserError
+from tokasaurus.model.architectures.decoder import Decoder
+from tokasaurus.model.architectures.registry import build_decoder
+from tokasaurus.model.attention.backend import AttentionBackend, KVShape
+from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.device import choose_device, choose_dtype
+from tokasaurus.model.kernels.library import load_kernels
+from tokasaurus.model.kv_cache import (
+    CPU_FRACTION,
+    CUDA_FRACTION,
+    KVCachePlan,
+    available_cpu_bytes,
+    plan_auto,
+    plan_fixed,
+)
+from tokasaurus.model.loop import run_steps
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.runner import ModelRunner
+from tokasaurus.model.slot_table import SlotTable, SlotTableSize
+from tokasaurus.model.warmup import warm_up
+from tokasaurus.model.weights import load_weights
+
+PROCESS = "model worker"
+
+
+def run_worker(
+    config: ServerConfig,
+    checkpoint: Checkpoint,
+    rank: int,
+    inputs: Channel[ForwardInput | EndOfInputs],
+    outputs: Channel[ForwardOutput | Ready],
+    status: Channel[PhaseDone | Ready | Failed],
+) -> None:
+    """Serve the steps of one rank of one replica until EndOfInputs. rank: stage * tp_size + shard."""
+    mesh = Mesh(rank // config.tp_size, config.pp_size, rank % config.tp_size, config.tp_size)
+    worker = start_worker(config, checkpoint, mesh, status.send)
+    if mesh.replies:
+        outputs.send(Ready(PROCESS, worker.limits))
+    status.send(Ready(PROCESS, worker.limits))
+    # A CUDA device computes on its own; a CPU step is done when the call returns.
+    steps_behind = 0 if worker.device.type == "cpu" else 1
+    run_steps(worker.runner, inputs, outputs if mesh.replies else None, steps_behind)
+
+
+@dataclass(frozen=True, slots=True)
+class StartedWorker:
+    runner: ModelRunner
+    limits: EngineLimits
+    device: torch.device
+
+
+def start_worker(
+    config: ServerConfig, checkpoint: Checkpoint, mesh: Mesh, report: Callable[[PhaseDone], None]
+) -> StartedWorker:
+    """Load the model, size and fill the KV cache, and run the largest forward. Raises UserError."""
+
+    @contextmanager
+    def phase(name: str) -> Iterator[list[str]]:
+        """Times the body; what the body appends is shown to the user."""
+        details: list[str] = []
+        started = time.perf_counter()
+        yield details
+        report(PhaseDone(PROCESS, name, time.perf_counter() - started, ", ".join(details)))
+
+    info = checkpoint.info
+    context_length = min(info.context_length, config.max_num_tokens_per_request or info.context_length)
+    with phase("device") as details:
+        device = choose_device(config.device)
+        dtype = choose_dtype(config.dtype, device)
+        kernels = load_kernels() if device.type == "cpu" else None
+        details.append(f"{device.type}, {str(dtype).removeprefix('torch.')}")
+    with phase("weights"):
+        model = _load_model(checkpoint, mesh, device, dtype, context_length)
+    shape = KVShape(
+        num_layers=len(mesh.stage_layers(info.num_layers)),
+        num_heads=mesh.shard(info.num_heads, "attention heads")[1],
+        num_kv_heads=mesh.kv_head_shard(info.num_kv_heads)[1],
+        head_dim=info.head_dim,
+        page_size=config.page_size,
+        dtype=dtype,
+        device=device,
+    )
+    try:
+        backend = make_backend(config.attention_backend, shape, kernels)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    max_blocks = -(-context_length // config.page_size)
+    slots = SlotTable(SlotTableSize(config.max_seqs_per_forward + 1, max_blocks), device)
+    runner = ModelRunner(model, backend, slots, config.page_size, device, kernels)
+
+    def run_largest() -> None:
+        warm_up(runner, config.max_tokens_per_forward, config.max_seqs_per_forward, context_length)
+
+    with phase("KV cache") as details:
+        plan = _plan_kv_cache(config, shape, backend, run_largest)
+        backend.allocate(plan.num_blocks + 1)
+        details.append(plan.arithmetic)
+    with phase("warm-up"):
+        run_largest()
+    max_tokens = min(context_length, plan.num_blocks * config.page_size)
+    return StartedWorker(runner, EngineLimits(plan.num_blocks, config.page_size, max_tokens), device)
+
+
+def _load_model(
+    checkpoint: Checkpoint, mesh: Mesh, device: torch.device, dtype: torch.dtype, num_positions: int
+) -> Decoder:
+    try:
+        model = build_decoder(checkpoint.info, mesh, dtype)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    model.materialize(device, num_positions)
+    files = weight_files(checkpoint.directory)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("weights", total=sum(file.stat().st_size for file in files))
+        load_weights(files, model.weight_pieces(), model.ignores, lambda size: progress.advance(task, size))
+    return model
+
+
+def _plan_kv_cache(
+    config: ServerConfig, shape: KVShape, backend: AttentionBackend, run_largest: Callable[[], None]
+) -> KVCachePlan:
+    """The flag's size, else a share of what the device has left."""
+    if config.kv_cache_num_tokens is not None:
+        return plan_fixed(config.kv_cache_num_tokens, config.page_size, shape.bytes_per_block)
+    if shape.device.type == "cpu":
+        available, what, fraction = available_cpu_bytes(), "of memory available", CPU_FRACTION
+        num_replicas = config.dp_size
+    else:
+        # With the padding block alone for a cache, the largest forward shows what activations and logits take.
+        backend.allocate(1)
+        torch.cuda.reset_peak_memory_stats(shape.device)
+        before = torch.cuda.memory_allocated(shape.device)
+        run_largest()
+        activations = torch.cuda.max_memory_allocated(shape.device) - before
+        torch.cuda.empty_cache()
+        available = torch.cuda.mem_get_info(shape.device)[0] - activations
+        what, fraction, num_replicas = "free beside weights and the largest forward", CUDA_FRACTION, 1
+    return plan_auto(available, what, fraction, num_replicas, config.page_size, shape.bytes_per_block)
