@@ -67,7 +67,7 @@ def assign_flags(config: object, table: FlagTable, words: list[str]) -> None:
         name = table.aliases.get(typed_name, typed_name)
         if name not in table.flags:
             raise FlagError(f"{_show(word)}: unknown flag, {_suggestion(typed_name, table)}")
-        value = _read(typed_name, text, *types[name])
+        value = _read(typed_name, text, table.flags[name], *types[name])
         before_name, before = given.get(name, (typed_name, value))
         if before_name != typed_name and before != value:
             raise FlagError(
@@ -133,14 +133,13 @@ def _field_types(config_type: type) -> dict[str, tuple[type, bool]]:
     return types
 
 
-def _read(name: str, text: str, field_type: type, optional: bool) -> Any:
+def _read(name: str, text: str, flag: Flag, field_type: type, optional: bool) -> Any:
     """The value that `text` stands for, by Pydra's rules where it is no string. Raises FlagError."""
-    if optional and text == "None":
+    is_free_text = field_type is str and not flag.choices
+    if optional and (text == "None" or (text == "auto" and not is_free_text)):
         return None
     if field_type is str:
         return _unquoted(text)
-    if optional and text == "auto":
-        return None
     if field_type is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:

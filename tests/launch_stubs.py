@@ -1,0 +1,61 @@
+"""Process entries without a model, for test_launch: they only start, wait and end as the real ones do."""
+
+# ruff: noqa: ARG001  # the signatures are the real ones'
+
+import signal
+import socket
+import sys
+import threading
+
+from tokasaurus.messages.forward import EndOfInputs
+from tokasaurus.messages.lifecycle import EngineLimits, PhaseDone, Ready, Shutdown, UserError
+
+
+def run_server(config, checkpoint, listener: socket.socket, requests, updates, status) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    listener.listen()
+    limits = updates[0].receive().limits
+    status.send(Ready("server", limits))
+    while True:
+        connection, _ = listener.accept()
+        connection.sendall(checkpoint.name.encode())
+        connection.close()
+
+
+def run_manager(config, checkpoint, requests, updates, inputs, outputs, status) -> None:
+    updates.send(outputs.receive())
+    assert requests.receive() == Shutdown()
+    for channel in inputs:
+        channel.send(EndOfInputs())
+
+
+def run_worker(config, checkpoint, rank, inputs, outputs, status) -> None:
+    status.send(PhaseDone("worker", "load weights", 1.25, "7 of [7] layers"))
+    outputs.send(Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64)))
+    assert inputs.receive() == EndOfInputs()
+
+
+def run_worker_that_raises(config, checkpoint, rank, inputs, outputs, status) -> None:
+    raise RuntimeError("tensor broke\nsecond line")
+
+
+def run_worker_with_user_error(config, checkpoint, rank, inputs, outputs, status) -> None:
+    # A full pipe that nobody reads must not keep a failing process.
+    for _ in range(100):
+        inputs.send(bytes(100_000))
+    raise UserError("kv_cache_num_tokens=7 does not fit")
+
+
+def run_worker_that_returns(config, checkpoint, rank, inputs, outputs, status) -> None:
+    pass
+
+
+def run_worker_that_never_starts(config, checkpoint, rank, inputs, outputs, status) -> None:
+    status.send(PhaseDone("worker", "stuck", 0.0))
+    threading.Event().wait()
+
+
+def run_worker_that_will_not_end(config, checkpoint, rank, inputs, outputs, status) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    outputs.send(Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64)))
+    threading.Event().wait()

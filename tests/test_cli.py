@@ -1,0 +1,164 @@
+"""The `toka` command: dispatch, help, exit codes, and `toka ping` against a scripted server."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from tokasaurus.cli import download_main, main, ping_main
+from tokasaurus.config import SERVER_FLAGS
+
+RUN = "import sys; from tokasaurus.cli import main; sys.exit(main())"
+
+
+@pytest.fixture(autouse=True)
+def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOKA_API_KEY", raising=False)
+
+
+def test_help_is_quick_and_lists_every_flag() -> None:
+    seconds = []
+    for _ in range(4):
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", RUN, "--help"], capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - started)
+    assert all(f"  {name}" in done.stdout for name in SERVER_FLAGS.flags)
+    assert "toka ping" in done.stdout
+    assert "toka download" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert min(seconds) < 0.3  # the best of some, since the machine may be busy
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["port=x"], "toka: port=x: must be a whole number from 0 to 65535"),
+        (["pong"], "toka: pong: no such sub-command, there are ping, download; flags are name=value"),
+        (["--port"], "toka: --port: not understood, flags are written name=value"),
+        (["ping"], "toka ping: prompt is missing: toka ping prompt='tell me a joke'"),
+        (["ping", "prompt=x", "n=0"], "toka ping: n=0: must be a whole number from 1 to 2147483647"),
+        (["ping", "promt=x"], "toka ping: promt=x: unknown flag, did you mean prompt=? (--help lists all)"),
+        (["download", "modle=x"], "toka download: modle=x: unknown flag, did you mean model=? (--help lists all)"),
+    ],
+)
+def test_wrong_word_is_one_line_and_exit_code_2(args: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", line + "\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--version"], ["tokasaurus 0."]),
+        (["-h"], ["scheduling_steps_ahead=8"]),
+        (["port=1", "--help"], ["scheduling_steps_ahead=8"]),
+        (["ping", "--help"], ["toka ping", "prompt (required)", "base_url"]),
+        (["download", "--help"], ["toka download", "tokenizer (model)"]),
+    ],
+)
+def test_help_and_version_print_and_succeed(
+    args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in words)
+
+
+def test_download_of_what_is_not_there_is_one_line(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert download_main([f"model={tmp_path / 'absent.gguf'}"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("toka download: ")
+    assert err.count("\n") == 1
+    assert "absent.gguf" in err
+
+
+class ScriptedApi(BaseHTTPRequestHandler):
+    """Answers with the request's own prompt, n times, in reverse order; prompt "fail" is a 400, "page" is no API."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append((self.path, self.headers["Authorization"], body))  # type: ignore[attr-defined]
+        is_chat = self.path == "/v1/chat/completions"
+        prompt = body["messages"][0]["content"] if is_chat else body["prompt"]
+        choices = [
+            {"index": index, "finish_reason": "stop"}
+            | ({"message": {"role": "assistant", "content": f"chat {prompt} {index}"}} if is_chat else {})
+            | ({} if is_chat else {"text": f"text {prompt} {index}"})
+            for index in reversed(range(body.get("n", 1)))
+        ]
+        usage = {"prompt_tokens": 3, "completion_tokens": 40, "total_tokens": 43}
+        answer = {"id": "x", "object": "x", "created": 0, "model": "m", "choices": choices, "usage": usage}
+        if prompt == "fail":
+            answer = {"error": {"message": "prompt is too long", "type": "invalid_request_error"}}
+        payload = b"<html>" if prompt == "page" else json.dumps(answer).encode()
+        self.send_response(400 if prompt == "fail" else 200)
+        self.send_header("Content-Type", "text/html" if prompt == "page" else "application/json")
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def api() -> Iterator[HTTPServer]:
+    server = HTTPServer(("127.0.0.1", 0), ScriptedApi)
+    server.requests = []  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_ping_prints_the_answer_and_its_speed(api: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ping_main(["prompt=tell me a joke", "max_tokens=64", f"port={api.server_port}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["text tell me a joke 0", ""]
+    seconds, tokens, speed = lines[2].split(", ")
+    assert seconds.endswith(" s")
+    assert tokens == "40 tokens"
+    assert speed.endswith(" tokens/s")
+    ((path, key, body),) = api.requests  # type: ignore[attr-defined]
+    assert (path, key) == ("/v1/completions", "Bearer none")
+    assert body == {"model": "default", "prompt": "tell me a joke", "n": 1, "max_tokens": 64}
+
+
+def test_ping_numbers_several_answers_of_a_chat(api: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"base_url=http://127.0.0.1:{api.server_port}/v1"
+    assert main(["ping", "prompt=hi", "chat=T", "n=3", "temperature=0", url, "model=m", "api_key=k"]) == 0
+    assert capsys.readouterr().out.splitlines()[:3] == ["[1] chat hi 0", "[2] chat hi 1", "[3] chat hi 2"]
+    ((path, key, body),) = api.requests  # type: ignore[attr-defined]
+    assert (path, key) == ("/v1/chat/completions", "Bearer k")
+    assert body == {"model": "m", "messages": [{"role": "user", "content": "hi"}], "n": 3, "temperature": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "line"),
+    [("fail", "answered 400: prompt is too long"), ("page", "no OpenAI-compatible API")],
+)
+def test_ping_names_the_servers_complaint(
+    api: HTTPServer, prompt: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ping_main([f"prompt={prompt}", f"port={api.server_port}"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"toka ping: http://127.0.0.1:{api.server_port}/v1")
+    assert err.endswith(f"{line}\n")
+
+
+def test_ping_without_a_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    assert ping_main(["prompt=hi", f"port={port}"]) == 1
+    err = capsys.readouterr().err
+    assert err == (
+        f"toka ping: no answer from http://127.0.0.1:{port}/v1: [Errno 111] Connection refused; is toka running?\n"
+    )

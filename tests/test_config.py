@@ -1,0 +1,194 @@
+"""Flags of the server: what is read, what is refused, and the one line that says why."""
+
+import inspect
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from tokasaurus.config import NOT_BUILT, SERVER_FLAGS, ServerConfig, parse_server_config
+from tokasaurus.flags import FlagError, help_text
+
+# The names and defaults that users of the command rely on.
+DEFAULTS = """
+model=None tokenizer=None trust_remote_code=F dtype=None rope_scaling=None served_model_name=None device=None
+dp_size=1 pp_size=1 tp_size=1 pp_num_buffer_stages=1 async_tp_threshold=None
+kv_cache_num_tokens=None page_size=16 max_tokens_per_forward=8192 max_seqs_per_forward=1024
+max_num_tokens_per_request=None
+torch_compile=F use_cudagraphs=T cudagraph_max_size=None cudagraph_step=16 attention_backend=None
+use_hydragen=None
+scheduling_steps_ahead=8 prefill_round_up_multiple=16 greedy_prefill=T enable_precise_onboard=T
+precise_onboard_batch_size=128 track_early_stopping=T early_stopping_buffer_size=2048
+early_stopping_num_prediction_buckets=1024 early_stopping_initial_wait=16 early_stopping_init_mean=None
+early_stopping_init_std=None use_spec_allocation=T spec_allocation_std_buffer_scale=0.25
+spec_allocation_target_kv_cache_utilization=1.0
+enable_chosen_logprobs=T max_topk_logprobs=20 stop_string_num_token_lookback=5
+host=127.0.0.1 port=10210 api_key=None uvicorn_log_level=info log_level=info stats_report_seconds=5.0
+statsd_server_url=None data_dir=None max_queued_requests=None max_request_bytes=None
+"""
+
+
+def refusal(*args: str) -> str:
+    with pytest.raises(FlagError) as caught:
+        parse_server_config(list(args))
+    return str(caught.value)
+
+
+@pytest.fixture(autouse=True)
+def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOKA_API_KEY", raising=False)
+
+
+def test_every_documented_flag_has_its_default() -> None:
+    config = parse_server_config([])
+    for word in DEFAULTS.split():
+        name, _, default = word.partition("=")
+        value = getattr(config, name)
+        assert (str(value)[0] if isinstance(value, bool) else str(value)) == default, word
+
+
+def test_every_field_is_in_the_table_and_the_help_once() -> None:
+    fields = list(inspect.get_annotations(ServerConfig))
+    assert sorted(SERVER_FLAGS.flags) == sorted(fields)
+    assert sum(len(group) for group in SERVER_FLAGS.groups.values()) == len(fields)
+    assert set(fields) >= NOT_BUILT
+    for width in (80, 140):
+        lines = help_text(ServerConfig, SERVER_FLAGS, width).splitlines()
+        assert max(map(len, lines)) <= width
+        for name in fields:
+            (line,) = [line for line in lines if line.startswith((f"  {name}=", f"  {name} ("))]
+            default = getattr(ServerConfig, name)
+            if default is not None:
+                shown = {True: "T", False: "F"}[default] if isinstance(default, bool) else str(default)
+                assert line.split()[0] == f"{name}={shown}"
+    marked = help_text(ServerConfig, SERVER_FLAGS, 10_000).splitlines()
+    assert sum("(not built yet)" in line for line in marked) == len(NOT_BUILT)
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "value"),
+    [
+        ("port=80", "port", 80),
+        ("port=0", "port", 0),
+        ("max_tokens_per_forward='(2 * 1024)'", "max_tokens_per_forward", 2048),
+        ("kv_cache_num_tokens=1e5", "kv_cache_num_tokens", 100_000),
+        ("kv_cache_size_num_tokens=64", "kv_cache_num_tokens", 64),
+        ("kv_cache_num_tokens=auto", "kv_cache_num_tokens", None),
+        ("stats_report_seconds=3", "stats_report_seconds", 3.0),
+        ("enable_chosen_logprobs=F", "enable_chosen_logprobs", False),
+        ("enable_chosen_logprobs=false", "enable_chosen_logprobs", False),
+        ("enable_chosen_logprobs=True", "enable_chosen_logprobs", True),
+        ("device=cpu", "device", "cpu"),
+        ("device=auto", "device", None),
+        ("device=None", "device", None),
+        ("attention_backend=reference", "attention_backend", "reference"),
+        # Texts stay as they were typed.
+        ("model=meta-llama/Llama-3.2-1B", "model", "meta-llama/Llama-3.2-1B"),
+        ("model=1e5", "model", "1e5"),
+        ("model=T", "model", "T"),
+        ("model=(a)", "model", "(a)"),
+        ("model=a=b", "model", "a=b"),
+        ('served_model_name="two words"', "served_model_name", "two words"),
+        # Defaults may be spelt out for what is not built.
+        ("tp_size=1", "tp_size", 1),
+        ("use_cudagraphs=T", "use_cudagraphs", True),
+    ],
+)
+def test_value_is_read(word: str, name: str, value: object) -> None:
+    # A shell takes the outer quotes away.
+    config = parse_server_config([word.replace("'", "")])
+    assert getattr(config, name) == value
+    assert type(getattr(config, name)) is type(value)
+    untouched = {key: default for key, default in vars(ServerConfig()).items() if key != name}
+    assert {key: setting for key, setting in vars(config).items() if key != name} == untouched
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("port=8080.7", "port=8080.7: must be a whole number from 0 to 65535"),
+        ("port=http", "port=http: must be a whole number from 0 to 65535"),
+        ("port=70000", "port=70000: must be a whole number from 0 to 65535"),
+        ("port=T", "port=T: must be a whole number from 0 to 65535"),
+        ("port=", "port=: must be a whole number from 0 to 65535"),
+        ("port=None", "port=None: must be a whole number from 0 to 65535"),
+        ("page_size=0", "page_size=0: must be a whole number from 1 to 2147483647"),
+        ("page_size=[1,a]", "page_size=[1,a]: cannot be read, ValueError: Couldn't parse collection: '[1,a]'"),
+        ("page_size=(1/0)", "page_size=(1/0): cannot be read, ZeroDivisionError: division by zero"),
+        (
+            "kv_cache_num_tokens=some",
+            "kv_cache_num_tokens=some: must be a whole number from 1 to 2147483647, or None (auto)",
+        ),
+        (
+            "kv_cache_num_tokens=31 page_size=32",
+            "kv_cache_num_tokens=31: must hold at least one page of page_size=32 tokens",
+        ),
+        (
+            "kv_cache_num_tokens=64 kv_cache_size_num_tokens=65",
+            "kv_cache_size_num_tokens=65: must equal kv_cache_num_tokens=64, its other name, or be left out",
+        ),
+        ("stats_report_seconds=1e999", "stats_report_seconds=inf: must be a number from 0.1 to 86400"),
+        ("stats_report_seconds=0", "stats_report_seconds=0.0: must be a number from 0.1 to 86400"),
+        ("enable_chosen_logprobs=1", "enable_chosen_logprobs=1: must be T or F"),
+        ("enable_chosen_logprobs=auto", "enable_chosen_logprobs=auto: must be T or F"),
+        ("device=tpu", "device=tpu: must be cpu or cuda, or None (auto)"),
+        ("dtype=int8", "dtype=int8: must be bfloat16 or float32, or None (auto)"),
+        (
+            "attention_backend=flashinfer",
+            "attention_backend=flashinfer: must be torch, cpu or reference, or None (auto)",
+        ),
+        ("log_level=loud", "log_level=loud: must be error, warning, info or debug"),
+        ("model=", "model=: must be some text, or None (demo)"),
+        ("host=", "host=: must be some text"),
+        ("prot=80", "prot=80: unknown flag, did you mean port=? (--help lists all)"),
+        ("--max-seqs-per-forward=8", "--max-seqs-per-forward=8: unknown flag, did you mean max_seqs_per_forward=?"),
+        ("zzz=1", "zzz=1: unknown flag, --help lists those there are"),
+        ("port.x=1", "port.x=1: unknown flag, did you mean port=?"),
+        ("finalize=1", "finalize=1: unknown flag"),
+        ("port", "port: not understood, flags are written name=value"),
+        (".finalize", ".finalize: not understood, flags are written name=value"),
+        ("tp_size=2", "tp_size=2: not built yet, it must be 1 or left out"),
+        ("use_cudagraphs=false", "use_cudagraphs=F: not built yet, it must be T or left out"),
+        ("use_hydragen=F", "use_hydragen=F: not built yet, it must be None or left out"),
+        ("rope_scaling={'factor':8}", "rope_scaling={'factor': 8}: not built yet, it must be None or left out"),
+    ],
+)
+def test_wrong_flag_is_one_line_with_name_value_and_what_is_allowed(words: str, message: str) -> None:
+    line = refusal(*words.split())
+    assert line.startswith(message)
+    assert "\n" not in line
+
+
+def test_refusal_of_several_lines_is_one_line() -> None:
+    assert refusal("port=a\nb\x07") == r"port='a\nb\x07': must be a whole number from 0 to 65535"
+
+
+def test_every_flag_that_is_not_built_refuses_another_value() -> None:
+    other = {bool: "T", int: "7", float: "0.5", str: "x", dict: "{'a': 1}"}
+    for name in NOT_BUILT:
+        default = getattr(ServerConfig, name)
+        kind = inspect.get_annotations(ServerConfig)[name]
+        word = other[type(default) if default is not None else kind.__args__[0]]
+        if default is True:
+            word = "F"
+        assert refusal(f"{name}={word}").startswith(f"{name}={word}: not built yet"), name
+
+
+def test_config_made_in_python_is_checked_too() -> None:
+    config = ServerConfig()
+    config.port = 8080.7  # type: ignore[assignment]
+    with pytest.raises(FlagError, match=r"^port=8080.7: "):
+        config.finalize()
+
+
+def test_a_key_in_the_environment_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKA_API_KEY", "secret")
+    assert refusal().startswith("TOKA_API_KEY is set: ")
+
+
+def test_config_crosses_to_another_process() -> None:
+    config = parse_server_config(["port=80", "served_model_name=x"])
+    script = "import pickle, sys; c = pickle.load(sys.stdin.buffer); print(c.port, c.served_model_name, c.page_size)"
+    done = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(config), capture_output=True, check=True)
+    assert done.stdout.decode().split() == ["80", "x", "16"]

@@ -1,0 +1,246 @@
+"""The launcher with stub entries in real processes: start, orderly end, and every kind of death."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+LAUNCHER = """
+import sys
+from tokasaurus.config import parse_server_config
+from tokasaurus.launch import Entries, serve
+entries = Entries("launch_stubs:run_server", "launch_stubs:run_manager", "launch_stubs:" + sys.argv[1])
+sys.exit(serve(parse_server_config(sys.argv[2:]), entries))
+"""
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the launcher itself looks at: a configuration, and files that exist."""
+    directory = tmp_path_factory.mktemp("checkpoint") / "tiny-llama"
+    directory.mkdir()
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "eos_token_id": 0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(b"")
+    return directory
+
+
+class Launcher:
+    """A launcher in a process of its own, and the lines that it and its children write to stderr."""
+
+    def __init__(self, model_directory: Path, worker: str, *flags: str) -> None:
+        tests = str(Path(__file__).parent)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, worker, f"model={model_directory}", "port=0", *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": tests},
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._news:
+                self.lines.append(line.rstrip("\n"))
+                self._news.notify_all()
+
+    def wait_for_line(self, pattern: str) -> str:
+        def matching() -> str | None:
+            return next((line for line in self.lines if re.search(pattern, line)), None)
+
+        with self._news:
+            assert self._news.wait_for(matching, timeout=60), self.lines
+        line = matching()
+        assert line is not None
+        return line
+
+    def exit_code(self, within_s: float) -> int:
+        code = self.process.wait(timeout=within_s)
+        self._reader.join(timeout=5)
+        return code
+
+    def children(self) -> dict[str, int]:
+        """Process name → pid of the launcher's children, its titles alone."""
+        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        names = {Path(f"/proc/{pid}/comm").read_text().strip(): int(pid) for pid in pids}
+        return {name: pid for name, pid in names.items() if name.startswith("toka-")}
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._reader.join(timeout=5)
+
+
+@pytest.fixture
+def launch(model_directory: Path):
+    launchers: list[Launcher] = []
+
+    def start(worker: str = "run_worker", *flags: str) -> Launcher:
+        launchers.append(Launcher(model_directory, worker, *flags))
+        return launchers[-1]
+
+    yield start
+    for launcher in launchers:
+        launcher.end()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"  # a zombie of a dead parent waits for init alone
+
+
+def assert_all_end(pids: list[int], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.02)
+
+
+CHILDREN = {"toka-server": "server", "toka-manager": "manager", "toka-worker-0": "model worker (rank 0)"}
+
+
+def test_ready_line_names_url_model_kv_size_and_phase_times(launch) -> None:
+    launcher = launch()
+    ready = launcher.wait_for_line("^ready: ")
+    match = re.fullmatch(
+        r"ready: http://127\.0\.0\.1:(\d+) serves tiny-llama; KV cache 1,600 tokens in 100 blocks of 16; "
+        r"find model \d+\.\d s, load weights 1\.2 s, \d+\.\d s in all",
+        ready,
+    )
+    assert match, ready
+    assert any("load weights" in line and line.endswith("1.25 s  7 of [7] layers") for line in launcher.lines)
+    with socket.create_connection(("127.0.0.1", int(match[1])), timeout=5) as connection:
+        assert connection.recv(100) == b"tiny-llama"
+    assert set(launcher.children()) == set(CHILDREN)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_all_with_exit_code_0(launch, number: signal.Signals) -> None:
+    launcher = launch("run_worker", "served_model_name=other")
+    assert " serves other;" in launcher.wait_for_line("^ready: ")
+    pids = list(launcher.children().values())
+    # To the whole session, as a terminal does.
+    os.killpg(launcher.process.pid, number) if number == signal.SIGINT else launcher.process.send_signal(number)
+    assert launcher.exit_code(within_s=5) == 0
+    assert_all_end(pids, within_s=0.1)
+    assert launcher.lines[-1] == "stopped"
+    assert not any("Traceback" in line for line in launcher.lines)
+
+
+def test_signal_while_starting_ends_all_with_exit_code_0(launch) -> None:
+    launcher = launch("run_worker_that_never_starts")
+    launcher.wait_for_line("stuck")
+    pids = list(launcher.children().values())
+    os.killpg(launcher.process.pid, signal.SIGINT)
+    assert launcher.exit_code(within_s=5) == 0
+    assert_all_end(pids, within_s=0.1)
+    assert not any("Traceback" in line for line in launcher.lines)
+
+
+def test_second_ctrl_c_kills_a_worker_that_will_not_end(launch) -> None:
+    launcher = launch("run_worker_that_will_not_end")
+    launcher.wait_for_line("^ready: ")
+    pids = list(launcher.children().values())
+    launcher.process.send_signal(signal.SIGINT)
+    launcher.wait_for_line("^stopping")
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.exit_code(within_s=2) == 0  # without it: grace periods of 4 s
+    assert_all_end(pids, within_s=0.1)
+
+
+def test_sigterm_ends_a_worker_that_will_not_end(launch) -> None:
+    launcher = launch("run_worker_that_will_not_end")
+    launcher.wait_for_line("^ready: ")
+    pids = list(launcher.children().values())
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.exit_code(within_s=9) == 0
+    assert_all_end(pids, within_s=0.1)
+
+
+@pytest.mark.parametrize("title", CHILDREN)
+def test_kill_9_of_a_child_ends_the_others_and_names_it(launch, title: str) -> None:
+    launcher = launch()
+    launcher.wait_for_line("^ready: ")
+    children = launcher.children()
+    os.kill(children[title], signal.SIGKILL)
+    assert launcher.exit_code(within_s=5) == 1
+    assert_all_end(list(children.values()), within_s=0.1)
+    assert launcher.lines[-1] == f"toka: {CHILDREN[title]} died: killed by signal 9 (SIGKILL)"
+
+
+def test_kill_9_of_the_launcher_leaves_no_child(launch) -> None:
+    launcher = launch()
+    launcher.wait_for_line("^ready: ")
+    pids = list(launcher.children().values())
+    launcher.process.kill()
+    assert_all_end(pids, within_s=5)
+
+
+def test_exception_while_starting_is_logged_and_ends_in_one_line(launch) -> None:
+    launcher = launch("run_worker_that_raises")
+    assert launcher.exit_code(within_s=30) == 1
+    assert any("Traceback" in line for line in launcher.lines)
+    assert launcher.lines[-1] == "toka: model worker (rank 0) failed: RuntimeError: tensor broke"
+
+
+def test_users_mistake_found_by_a_child_is_one_line_without_traceback(launch) -> None:
+    launcher = launch("run_worker_with_user_error")
+    assert launcher.exit_code(within_s=30) == 1
+    assert launcher.lines[-1] == "toka: model worker (rank 0) failed: kv_cache_num_tokens=7 does not fit"
+    assert not any("Traceback" in line for line in launcher.lines)
+
+
+def test_child_that_ends_unasked_ends_the_server(launch) -> None:
+    launcher = launch("run_worker_that_returns")
+    assert launcher.exit_code(within_s=30) == 1
+    assert launcher.lines[-1] == "toka: model worker (rank 0) died: exit code 0"
+
+
+def test_busy_port_is_one_line(launch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        launcher = launch("run_worker", f"port={port}")
+        assert launcher.exit_code(within_s=30) == 1
+    assert launcher.lines == [
+        f"toka: port={port}: cannot listen on 127.0.0.1: Address already in use; choose another port="
+    ]
+
+
+def test_missing_model_is_one_line(launch, tmp_path: Path) -> None:
+    launcher = launch("run_worker", f"model={tmp_path / 'absent.gguf'}")
+    assert launcher.exit_code(within_s=30) == 1
+    assert len(launcher.lines) == 1
+    assert "absent.gguf" in launcher.lines[0]

@@ -1,0 +1,108 @@
+"""What every spawned process does around its entry: die with the launcher, and say why when it fails."""
+
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tokasaurus.config import ServerConfig
+from tokasaurus.messages.channel import Channel
+from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
+from tokasaurus.monitoring.log_setup import setup_logging
+
+logger = logging.getLogger(__name__)
+
+StatusChannel = Channel[PhaseDone | Ready | Failed]
+
+# From linux/prctl.h.
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+
+
+@dataclass(frozen=True)
+class ChildProcess:
+    """label: for the user, such as "model worker (rank 0)". title: shown by `ps`, at most 15 bytes.
+
+    entry: "module:function", imported in the child alone, so that the launcher never loads what a child needs.
+    """
+
+    label: str
+    title: str
+    entry: str
+
+
+def run_child(
+    child: ChildProcess,
+    config: ServerConfig,
+    launcher_pid: int,
+    lifeline: Connection,
+    status: StatusChannel,
+    args: tuple[Any, ...],
+) -> None:
+    """Target of a spawned process: run the entry with `args`; exit code 1 after sending Failed if it raises.
+
+    lifeline: reading end of a pipe that only the launcher can write to, and never does.
+    """
+    _die_with_launcher(launcher_pid, lifeline)
+    _set_title(child.title)
+    # A terminal sends Ctrl-C to every process; the launcher decides when each one ends. It is blocked up to here, so
+    # that it cannot interrupt the imports.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    setup_logging(config, child.title.removeprefix("toka-"))
+    try:
+        _load(child.entry)(*args)
+    except UserError as error:
+        _fail(child, status, args, str(error))
+    except Exception as error:
+        logger.exception("%s failed", child.label)
+        first_line, *_ = [*str(error).splitlines(), ""]
+        _fail(child, status, args, f"{type(error).__name__}: {first_line}")
+
+
+def _load(entry: str) -> Callable[..., None]:
+    module, function = entry.split(":")
+    loaded: Callable[..., None] = getattr(importlib.import_module(module), function)
+    return loaded
+
+
+def _fail(child: ChildProcess, status: StatusChannel, args: Iterable[Any], message: str) -> None:
+    # Whoever reads the other channels may be dead too, and then this process would wait for ever to deliver its rest.
+    for arg in args:
+        for channel in arg if isinstance(arg, list) else [arg]:
+            if isinstance(channel, Channel) and channel is not status:
+                channel.abandon()
+    status.send(Failed(child.label, message))
+    sys.exit(1)
+
+
+def _die_with_launcher(launcher_pid: int, lifeline: Connection) -> None:
+    """Make sure that the launcher's death, even by SIGKILL, ends this process."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher_pid:  # it died before the line above
+        os._exit(1)
+
+    def wait_for_end() -> None:
+        try:
+            lifeline.recv_bytes()
+        finally:
+            os._exit(1)
+
+    # For systems without prctl, and for children that inherit nothing of it.
+    threading.Thread(target=wait_for_end, name="lifeline", daemon=True).start()
+
+
+def _set_title(title: str) -> None:
+    _prctl(_PR_SET_NAME, title.encode())
+
+
+def _prctl(option: int, argument: int | bytes) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)

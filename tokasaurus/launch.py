@@ -1,0 +1,216 @@
+"""Start server, manager and model workers, watch them, and end them: none outlives this process."""
+
+import signal
+import socket
+import time
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint
+from tokasaurus.child_process import ChildProcess
+from tokasaurus.config import ServerConfig
+from tokasaurus.messages.channel import Channel, wait
+from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
+from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
+from tokasaurus.messages.lifecycle import EngineLimits, Failed, PhaseDone, Ready, Shutdown, UserError
+from tokasaurus.monitoring.log_setup import setup_logging
+from tokasaurus.process_group import DEATH_S, Child, ProcessGroup, StopSignals
+
+# How long an orderly end may take before SIGTERM: the server's open requests, and the engine's step at hand.
+SERVER_GRACE_S = 3.0
+ENGINE_GRACE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Entries:
+    """What each process runs, as "module:function"."""
+
+    server: str = "tokasaurus.server.app:run_server"
+    manager: str = "tokasaurus.manager.loop:run_manager"
+    worker: str = "tokasaurus.model.worker:run_worker"
+
+
+def serve(config: ServerConfig, entries: Entries | None = None) -> int:
+    """Serve until Ctrl-C, SIGTERM, or the death of a process; returns the exit code. Call from the main thread.
+
+    0: stopped because it was asked to. 1: it could not start or a process failed; one line on stderr says why.
+    """
+    setup_logging(config, "launcher")
+    console = Console(stderr=True, markup=False, highlight=False, emoji=False, soft_wrap=True)
+    old_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return _serve(config, Entries() if entries is None else entries, console)
+    except KeyboardInterrupt:  # while the checkpoint was fetched
+        return 0
+    except UserError as error:
+        console.print(f"toka: {error}")
+        return 1
+    finally:
+        signal.signal(signal.SIGTERM, old_handler)
+
+
+def _serve(config: ServerConfig, entries: Entries, console: Console) -> int:
+    startup = _Startup(console)
+    with _bind(config.host, config.port) as listener:  # before the model is loaded for nothing
+        address = _url(listener)
+        started = time.perf_counter()
+        checkpoint = resolve_checkpoint(config.model, config.tokenizer, startup.show_progress)
+        startup.show_phase(PhaseDone("toka", "find model", time.perf_counter() - started, str(checkpoint.directory)))
+        with StopSignals() as stop_signals, ProcessGroup() as group:
+            engine = _start_all(group, config, checkpoint, listener, entries)
+            listener.close()  # the server's copy is the one that counts: clients must not wait on a dead server's
+            failure = _watch(group, engine.server, stop_signals, startup, address, _served_name(config, checkpoint))
+            if failure is not None:
+                console.print(f"toka: {failure}")
+                group.terminate(stop_signals)
+                return 1
+            console.print("stopping; Ctrl-C again kills")
+            if startup.is_ready:
+                _end_in_order(group, engine, stop_signals)
+            group.terminate(stop_signals)
+            console.print("stopped")
+            return 0
+
+
+@dataclass(frozen=True)
+class _Replica:
+    """Channels between the server, the manager of one replica, and its workers."""
+
+    requests: Channel[GenerateRequest | CancelRequest | Shutdown]
+    updates: Channel[EngineUpdate | Ready]
+    inputs: list[Channel[ForwardInput | EndOfInputs]]
+    outputs: Channel[ForwardOutput | Ready]
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """All that runs: one server, and per replica its channels and processes."""
+
+    server: Child
+    replicas: list[_Replica]
+    managers_and_workers: list[Child]
+
+
+@dataclass
+class _Startup:
+    """Shows the phases as they end, and the ready line with all of them."""
+
+    console: Console
+    is_ready: bool = False
+    started: float = field(default_factory=time.perf_counter)
+    phases: list[PhaseDone] = field(default_factory=list)
+    limits: EngineLimits | None = None
+
+    def show_progress(self, line: str) -> None:
+        self.console.print(f"{'toka':>8}  {line} ...")
+
+    def show_phase(self, phase: PhaseDone) -> None:
+        self.phases.append(phase)
+        self.console.print(f"{phase.process:>8}  {phase.phase:<24} {phase.seconds:6.2f} s  {phase.detail}".rstrip())
+
+    def show_ready(self, address: str, model: str) -> None:
+        self.is_ready = True
+        limits = self.limits
+        times = [f"{phase.phase} {phase.seconds:.1f} s" for phase in self.phases]
+        times.append(f"{time.perf_counter() - self.started:.1f} s in all")
+        kv_cache = ""
+        if limits is not None:
+            num_tokens = limits.num_kv_blocks * limits.page_size
+            kv_cache = f"KV cache {num_tokens:,} tokens in {limits.num_kv_blocks:,} blocks of {limits.page_size}; "
+        self.console.print(f"ready: {address} serves {model}; {kv_cache}{', '.join(times)}")
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet. Raises UserError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise UserError(f"host={host}: {error.strerror}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise UserError(f"port={port}: cannot listen on {host}: {error.strerror}; choose another port=") from None
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
+
+
+def _served_name(config: ServerConfig, checkpoint: Checkpoint) -> str:
+    return checkpoint.name if config.served_model_name is None else config.served_model_name
+
+
+def _start_all(
+    group: ProcessGroup, config: ServerConfig, checkpoint: Checkpoint, listener: socket.socket, entries: Entries
+) -> _Engine:
+    """Workers first: they take longest to start."""
+    replicas: list[_Replica] = []
+    managers_and_workers: list[Child] = []
+    for _ in range(config.dp_size):
+        replica = _Replica(
+            requests=Channel(group.context),
+            updates=Channel(group.context),
+            inputs=[Channel(group.context) for _ in range(config.pp_size * config.tp_size)],
+            outputs=Channel(group.context),
+        )
+        replica.requests.abandon()  # a Shutdown that a dead manager does not read must not keep this process
+        for rank, inputs in enumerate(replica.inputs):
+            worker = ChildProcess(f"model worker (rank {rank})", f"toka-worker-{rank}", entries.worker)
+            managers_and_workers.append(group.start(worker, config, checkpoint, rank, inputs, replica.outputs))
+        manager = ChildProcess("manager", "toka-manager", entries.manager)
+        channels = (replica.requests, replica.updates, replica.inputs, replica.outputs)
+        managers_and_workers.append(group.start(manager, config, checkpoint, *channels))
+        replicas.append(replica)
+    requests = [replica.requests for replica in replicas]
+    updates = [replica.updates for replica in replicas]
+    server = ChildProcess("server", "toka-server", entries.server)
+    return _Engine(
+        server=group.start(server, config, checkpoint, listener, requests, updates),
+        replicas=replicas,
+        managers_and_workers=managers_and_workers,
+    )
+
+
+def _watch(
+    group: ProcessGroup, server: Child, stop_signals: StopSignals, startup: _Startup, address: str, model: str
+) -> str | None:
+    """Wait until the end: None when a signal asked for it, else one line that names the process that failed."""
+    waitables = [stop_signals.reader, *(child.process.sentinel for child in group.children)]
+    while True:
+        ready = wait([*waitables, *(child.status.reader for child in group.children)])
+        if stop_signals.take():
+            return None
+        dead = [child for child in group.children if child.process.sentinel in ready]
+        for child in dead:
+            child.process.join(DEATH_S)
+            # A process that was killed is the cause of what the others report.
+            if (child.process.exitcode or 0) < 0:
+                return child.describe_death()
+        for child in group.children:
+            for message in child.status.drain():
+                match message:
+                    case Failed():
+                        return f"{child.description.label} failed: {message.message}"
+                    case PhaseDone():
+                        startup.show_phase(message)
+                    case Ready():
+                        startup.limits = startup.limits if message.limits is None else message.limits
+                        if child is server:
+                            startup.show_ready(address, model)
+        if dead:
+            return dead[0].describe_death()
+
+
+def _end_in_order(group: ProcessGroup, engine: _Engine, stop_signals: StopSignals) -> None:
+    """The server stops accepting and ends; then each manager, which ends its workers."""
+    engine.server.process.terminate()
+    group.join([engine.server], SERVER_GRACE_S, stop_signals)
+    for replica in engine.replicas:
+        replica.requests.send(Shutdown())
+    group.join(engine.managers_and_workers, ENGINE_GRACE_S, stop_signals)

@@ -1,0 +1,24 @@
+"""Logging of one process: lines on stderr that name the process. Prompts and completions are logged at debug alone."""
+
+import logging
+import sys
+
+from tokasaurus.config import ServerConfig
+
+_UVICORN_TRACE = 5  # uvicorn's own level below debug
+
+
+def setup_logging(config: ServerConfig, process: str) -> None:
+    """Send this process's log to stderr, replacing the handlers that are there.
+
+    Ours at config.log_level, uvicorn's at config.uvicorn_log_level (start it with `log_config=None`, else it installs
+    handlers of its own), everybody else's warnings.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {process}: %(message)s"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("tokasaurus").setLevel(config.log_level.upper())
+    uvicorn_level = config.uvicorn_log_level
+    logging.getLogger("uvicorn").setLevel(_UVICORN_TRACE if uvicorn_level == "trace" else uvicorn_level.upper())

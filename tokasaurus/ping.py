@@ -1,0 +1,129 @@
+"""`toka ping`: one request to a running server, printed with its timing."""
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from tokasaurus.flags import MAX_INT32, Flag, FlagError, FlagTable, assign_flags, check_flags
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+    class Config:  # Pydra has no types
+        def finalize(self) -> None: ...
+else:
+    from pydra import Config
+
+
+class PingConfig(Config):
+    """The flags of `toka ping`, checked by `finalize`."""
+
+    prompt: str | None = None
+    chat: bool = False
+    max_tokens: int | None = None
+    n: int = 1
+    temperature: float | None = None
+    host: str = "127.0.0.1"
+    port: int = 10210
+    base_url: str | None = None
+    model: str = "default"
+    api_key: str | None = None
+
+    def finalize(self) -> None:
+        """Raises FlagError."""
+        check_flags(self, PING_FLAGS)
+        if self.prompt is None:
+            raise FlagError("prompt is missing: toka ping prompt='tell me a joke'")
+
+
+PING_FLAGS = FlagTable(
+    groups={
+        "request": {
+            "prompt": Flag("text to send", none_means="required"),
+            "chat": Flag("send the prompt as a chat message, not as text to be continued"),
+            "max_tokens": Flag("most tokens per answer", minimum=1, maximum=MAX_INT32, none_means="up to the server"),
+            "n": Flag("answers", minimum=1, maximum=MAX_INT32),
+            "temperature": Flag("0 always takes the likeliest token", minimum=0, none_means="up to the server"),
+        },
+        "server": {
+            "host": Flag("address of the server"),
+            "port": Flag("TCP port of the server", minimum=1, maximum=65535),
+            "base_url": Flag("of any OpenAI-compatible API, in place of host and port", none_means="none"),
+            "model": Flag("model to ask for; the server knows its own as default"),
+            "api_key": Flag("key of the server", none_means="TOKA_API_KEY"),
+        },
+    }
+)
+
+
+def parse_ping_config(args: list[str]) -> PingConfig:
+    """The checked config that `name=value` words ask for. Raises FlagError."""
+    config = PingConfig()
+    assign_flags(config, PING_FLAGS, args)
+    config.finalize()
+    return config
+
+
+def ping(config: PingConfig) -> int:
+    """Print the answers, then time and tokens; returns the exit code, 1 with one line on stderr if there are none."""
+    import openai
+
+    base_url = f"http://{config.host}:{config.port}/v1" if config.base_url is None else config.base_url
+    api_key = os.environ.get("TOKA_API_KEY", "none") if config.api_key is None else config.api_key
+    started = time.perf_counter()
+    try:
+        # No time limit: how long an answer takes is what is being asked.
+        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None) as client:
+            answers, num_tokens = _ask(client, config)
+    except openai.APIStatusError as error:
+        return _fail(f"{base_url} answered {error.status_code}: {_reason(error)}")
+    except openai.APIConnectionError as error:
+        return _fail(f"no answer from {base_url}: {error.__cause__ or error}; is toka running?")
+    except openai.OpenAIError as error:
+        return _fail(f"{base_url}: {error}")
+    except KeyboardInterrupt:
+        return _fail("stopped")
+    seconds = time.perf_counter() - started
+    for number, answer in enumerate(answers, start=1):
+        print(answer if len(answers) == 1 else f"[{number}] {answer}")
+    rate = f", {num_tokens / seconds:.1f} tokens/s" if num_tokens else ""
+    print(f"\n{seconds:.2f} s, {num_tokens} tokens{rate}")
+    return 0
+
+
+def _ask(client: "OpenAI", config: PingConfig) -> tuple[list[str], int]:
+    """The answers in order, and the number of tokens generated for them."""
+    from openai import OpenAIError
+
+    assert config.prompt is not None
+    options: dict[str, Any] = {"model": config.model, "n": config.n}
+    if config.max_tokens is not None:
+        options["max_tokens"] = config.max_tokens
+    if config.temperature is not None:
+        options["temperature"] = config.temperature
+    if config.chat:
+        chat = client.chat.completions.create(messages=[{"role": "user", "content": config.prompt}], **options)
+        if not hasattr(chat, "choices"):  # the client hands out any page that answers 200
+            raise OpenAIError("no OpenAI-compatible API")
+        answers = {choice.index: choice.message.content or "" for choice in chat.choices}
+        usage = chat.usage
+    else:
+        completion = client.completions.create(prompt=config.prompt, **options)
+        if not hasattr(completion, "choices"):
+            raise OpenAIError("no OpenAI-compatible API")
+        answers = {choice.index: choice.text for choice in completion.choices}
+        usage = completion.usage
+    return [answers[index] for index in sorted(answers)], 0 if usage is None else usage.completion_tokens
+
+
+def _reason(error: Any) -> str:
+    """The server's own message, else the start of the body it sent, in one line."""
+    body = error.body
+    message = body.get("message") if isinstance(body, dict) else None
+    return " ".join(str(message or error.response.text or error.response.reason_phrase).split())[:300]
+
+
+def _fail(message: str) -> int:
+    print(f"toka ping: {message}", file=sys.stderr)
+    return 1

@@ -1,0 +1,130 @@
+"""The spawned processes as the launcher sees them: start, death, end; and signals as something to wait for."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.context import SpawnProcess
+from types import FrameType
+from typing import Any
+
+from tokasaurus.child_process import ChildProcess, StatusChannel, run_child
+from tokasaurus.config import ServerConfig
+from tokasaurus.messages.channel import Channel, wait
+
+# What an orderly process may still do after SIGTERM before SIGKILL.
+TERMINATE_GRACE_S = 1.0
+# A dying process's sentinel is ready shortly before its exit code is.
+DEATH_S = 1.0
+
+
+class StopSignals:
+    """While entered, SIGINT and SIGTERM do nothing but make `reader` readable. Main thread only."""
+
+    def __enter__(self) -> "StopSignals":
+        self.reader, self._writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self._writer, False)
+        self._old_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._old_handlers = {
+            number: signal.signal(number, self._only_wake_up) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_fd)
+        os.close(self.reader)
+        os.close(self._writer)
+
+    def take(self) -> set[int]:
+        """Numbers of the signals that came since the last call."""
+        try:
+            return set(os.read(self.reader, 4096))
+        except BlockingIOError:
+            return set()
+
+    @staticmethod
+    def _only_wake_up(number: int, frame: FrameType | None) -> None:
+        """The wake-up descriptor has the signal's number already."""
+
+
+@dataclass(frozen=True)
+class Child:
+    """Each child has a status channel of its own: one that is killed cannot lock the others out of it."""
+
+    description: ChildProcess
+    process: SpawnProcess
+    status: StatusChannel
+
+    def describe_death(self) -> str:
+        """One line for the user, once the process has ended."""
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            return f"{self.description.label} died: killed by signal {-code} ({signal.Signals(-code).name})"
+        return f"{self.description.label} died: exit code {code}"
+
+
+class ProcessGroup:
+    """The children, in the order of their start. Leaving the context kills those that still run."""
+
+    def __init__(self) -> None:
+        self.context = multiprocessing.get_context("spawn")
+        self.children: list[Child] = []
+        self._lifeline, self._lifeline_writer = multiprocessing.Pipe(duplex=False)
+
+    def __enter__(self) -> "ProcessGroup":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._lifeline.close()
+        self._lifeline_writer.close()
+
+    def start(self, description: ChildProcess, config: ServerConfig, *args: Any) -> Child:
+        """Spawn a process that runs its entry with (config, *args, status)."""
+        status: StatusChannel = Channel(self.context)
+        process = self.context.Process(
+            target=run_child,
+            name=description.label,
+            args=(description, config, os.getpid(), self._lifeline, status, (config, *args, status)),
+        )
+        # The child inherits the mask, so that Ctrl-C cannot interrupt its imports; one that comes now is seen after.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        child = Child(description, process, status)
+        self.children.append(child)
+        return child
+
+    def running(self) -> list[Child]:
+        return [child for child in self.children if child.process.is_alive()]
+
+    def kill(self) -> None:
+        """SIGKILL to those that still run."""
+        for child in self.running():
+            child.process.kill()
+            child.process.join()
+
+    def terminate(self, stop_signals: StopSignals) -> None:
+        """SIGTERM to those that still run, then SIGKILL."""
+        for child in self.running():
+            child.process.terminate()
+        self.join(self.children, TERMINATE_GRACE_S, stop_signals)
+        self.kill()
+
+    def join(self, children: Sequence[Child], timeout_s: float, stop_signals: StopSignals) -> None:
+        """Wait until `children` have ended, for `timeout_s` at most; Ctrl-C meanwhile kills the whole group."""
+        deadline = time.monotonic() + timeout_s
+        left = {child.process.sentinel: child for child in children if child.process.is_alive()}
+        while left and (seconds := deadline - time.monotonic()) > 0:
+            for ready in wait([stop_signals.reader, *left], seconds):
+                if ready == stop_signals.reader and signal.SIGINT in stop_signals.take():
+                    self.kill()
+                if isinstance(ready, int) and ready in left:
+                    left.pop(ready).process.join(DEATH_S)
