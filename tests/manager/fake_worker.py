@@ -169,8 +169,8 @@ def run_fake_worker(
     limits: EngineLimits,
     max_tokens_per_forward: int,
     max_seqs_per_forward: int,
-    inputs: "Channel[ForwardInput | EndOfInputs]",
-    outputs: "Channel[ForwardOutput | Ready]",
+    inputs: Channel[ForwardInput | EndOfInputs],
+    outputs: Channel[ForwardOutput | Ready],
 ) -> None:
     """Process entry."""
     worker = FakeWorker(limits, max_tokens_per_forward, max_seqs_per_forward)

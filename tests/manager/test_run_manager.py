@@ -1,6 +1,8 @@
 """The manager as a process of its own, between a server and a worker over real channels."""
 
+import logging
 import multiprocessing
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from tests.manager.fake_worker import (
     EOS_ID,
     TOKEN_BYTES,
     VOCAB_SIZE,
+    FakeWorker,
     decode_text,
     make_request,
     run_fake_worker,
@@ -24,9 +27,9 @@ from tests.manager.fake_worker import (
 from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
 from tokasaurus.config import ServerConfig
 from tokasaurus.manager.loop import run_manager
-from tokasaurus.messages.channel import Channel
+from tokasaurus.messages.channel import Channel, wait
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput
-from tokasaurus.messages.generation import CancelRequest, EngineUpdate
+from tokasaurus.messages.generation import CancelRequest, EngineUpdate, SequenceDelta
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready, Shutdown
 from tokasaurus.text.tokenizer import load_token_decoder
 
@@ -100,6 +103,9 @@ def test_requests_are_answered_and_the_last_update_says_idle(checkpoint):
     """Stop strings lie across tokens, some inside a character; one request is cancelled; every rank gets every step."""
     stops = [(), ("ab",), ("éa", "cab"), ("é", "bcb")]
     requests = [make_request(n, 3 + 4 * n, 3, 40, stops[n % 4], n % 2 == 0, n % 3 == 0) for n in range(12)]
+    # Spells a, eos, b, eos, c, d: special tokens that eos does not end must not hide the stop string.
+    requests.append(make_request(2276, 3, 3, 30, ("abcd",), ignore_eos=True))
+    assert simulate(requests[-1], 0)[0][-6:] == [1, EOS_ID, 2, EOS_ID, 7, 9]
     endless = make_request(99, 5, 1, 100, ignore_eos=True)
     with running_manager(checkpoint, with_worker=True) as engine:
         assert engine.updates.receive(TIMEOUT_S) == Ready("manager", LIMITS)
@@ -110,7 +116,7 @@ def test_requests_are_answered_and_the_last_update_says_idle(checkpoint):
         stats = None
         idle = EngineStats(0, 0, 0, LIMITS.num_kv_blocks, 0, 0, 0)
         deadline_s = time.monotonic() + TIMEOUT_S
-        while len(deltas) < 36 or stats != idle:
+        while len(deltas) < 39 or stats != idle:
             update = engine.updates.receive(deadline_s - time.monotonic())
             assert isinstance(update, EngineUpdate)
             for delta in update.deltas:
@@ -127,12 +133,45 @@ def test_requests_are_answered_and_the_last_update_says_idle(checkpoint):
         while isinstance(message := engine.inputs[1].receive(TIMEOUT_S), ForwardInput):
             step_ids.append(message.step_id)
     assert step_ids == list(range(len(step_ids)))
+    assert len(step_ids) >= 40, "a step for each token of the longest"
     for request in requests:
         for index in range(request.num_sequences):
             token_ids, logprobs, finish_reason = simulate(request, index)
             delta = deltas[request.request_id, index]
             assert (delta.token_ids, delta.finish_reason) == (token_ids, finish_reason)
             assert delta.logprobs == (logprobs if request.want_logprobs else None)
+
+
+def test_requests_sent_before_the_worker_is_ready_are_kept_and_the_last_window_is_logged(checkpoint, caplog):
+    """The manager in a thread, its worker here: a window ends after the last result, when no message wakes anyone."""
+    context = multiprocessing.get_context("spawn")
+    requests, updates, inputs, outputs, status = (Channel[Any](context) for _ in range(5))
+    config = ServerConfig()
+    config.stats_report_seconds = 0.2
+    request = make_request(1, 5, 2, 20, ignore_eos=True)
+    requests.send(request)
+    assert wait([requests.reader], TIMEOUT_S), "the request is there before the worker"
+    with caplog.at_level(logging.INFO, logger="tokasaurus.manager.loop"):
+        manager = threading.Thread(
+            target=run_manager, args=(config, checkpoint, requests, updates, [inputs], outputs, status), daemon=True
+        )
+        manager.start()
+        outputs.send(Ready("worker", LIMITS))
+        assert isinstance(updates.receive(TIMEOUT_S), Ready)
+        worker = FakeWorker(LIMITS, config.max_tokens_per_forward, config.max_seqs_per_forward)
+        deltas: list[SequenceDelta] = []
+        while len(deltas) < 2:
+            assert wait([updates.reader, inputs.reader], TIMEOUT_S)
+            deltas += [delta for update in updates.drain() for delta in update.deltas]
+            for message in inputs.drain():
+                outputs.send(worker.forward(message, forward_seconds=0.002))
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not caplog.records and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        requests.send(Shutdown())
+        manager.join(TIMEOUT_S)
+    assert [delta.token_ids for delta in deltas] == [simulate(request, index)[0] for index in range(2)]
+    assert "sequences a step, 2.0 ms a step" in caplog.text
 
 
 def test_a_shutdown_before_the_worker_is_ready_ends_the_manager(checkpoint):

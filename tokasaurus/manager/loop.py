@@ -22,7 +22,7 @@ from tokasaurus.text.tokenizer import load_token_decoder
 
 logger = logging.getLogger(__name__)
 
-REQUEST = GenerateRequest | CancelRequest | Shutdown
+RequestMessage = GenerateRequest | CancelRequest | Shutdown
 
 STATS_UPDATE_SECONDS = 0.25
 """While no sequence starts or ends, the counters still grow: the server hears of them this often."""
@@ -31,18 +31,18 @@ STATS_UPDATE_SECONDS = 0.25
 def run_manager(
     config: ServerConfig,
     checkpoint: Checkpoint,
-    requests: "Channel[REQUEST]",
-    updates: "Channel[EngineUpdate | Ready]",
-    inputs: "list[Channel[ForwardInput | EndOfInputs]]",
-    outputs: "Channel[ForwardOutput | Ready]",
-    status: "Channel[PhaseDone | Ready | Failed]",
+    requests: Channel[RequestMessage],
+    updates: Channel[EngineUpdate | Ready],
+    inputs: list[Channel[ForwardInput | EndOfInputs]],
+    outputs: Channel[ForwardOutput | Ready],
+    status: Channel[PhaseDone | Ready | Failed],
 ) -> None:
     """Process entry. Returns when Shutdown arrives, before or after the worker is ready.
 
     inputs: one channel per rank of the replica's worker; each gets every message.
     """
     decoder = load_token_decoder(checkpoint.tokenizer_directory)
-    early: list[REQUEST] = []
+    early: list[RequestMessage] = []
     limits = _await_worker(requests, outputs, early)
     if limits is not None:
         options = EngineOptions(
@@ -65,7 +65,7 @@ def run_manager(
 
 
 def _await_worker(
-    requests: "Channel[REQUEST]", outputs: "Channel[ForwardOutput | Ready]", early: list[REQUEST]
+    requests: Channel[RequestMessage], outputs: Channel[ForwardOutput | Ready], early: list[RequestMessage]
 ) -> EngineLimits | None:
     """What the worker can hold, once it is ready; None if Shutdown came first. Other requests are put into `early`."""
     while True:
@@ -82,11 +82,11 @@ def _await_worker(
 def _serve(
     state: EngineState,
     step_stats: StepStats,
-    messages: list[REQUEST],
-    requests: "Channel[REQUEST]",
-    updates: "Channel[EngineUpdate | Ready]",
-    inputs: "list[Channel[ForwardInput | EndOfInputs]]",
-    outputs: "Channel[ForwardOutput | Ready]",
+    messages: list[RequestMessage],
+    requests: Channel[RequestMessage],
+    updates: Channel[EngineUpdate | Ready],
+    inputs: list[Channel[ForwardInput | EndOfInputs]],
+    outputs: Channel[ForwardOutput | Ready],
 ) -> None:
     """Turn after turn until Shutdown. `messages`: requests that have been received already."""
 
@@ -111,7 +111,7 @@ def _serve(
 
 def take_turn(
     state: EngineState,
-    messages: Iterable[REQUEST],
+    messages: Iterable[RequestMessage],
     results: Iterable[ForwardOutput],
     send: Callable[[ForwardInput], None],
 ) -> list[SequenceDelta]:
