@@ -1,0 +1,109 @@
+"""A scripted engine: speaks the manager's messages over real channels and computes nothing."""
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from tokasaurus.messages.channel import Channel
+from tokasaurus.messages.generation import (
+    CancelRequest,
+    EngineUpdate,
+    FinishReason,
+    GenerateRequest,
+    SequenceDelta,
+)
+from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready, Shutdown
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One sequence as the engine returns it."""
+
+    token_ids: list[int]
+    logprobs: list[float] | None = None
+    finish_reason: FinishReason = "stop"
+    num_cached_tokens: int = 0
+
+
+# The reply for one sequence of a request; None: no answer, ever.
+Script = Callable[[GenerateRequest, int], Reply | None]
+
+LIMITS = EngineLimits(num_kv_blocks=64, page_size=16, max_tokens_per_sequence=512)
+
+
+def echo(request: GenerateRequest, _sequence_index: int) -> Reply:
+    """The prompt again, cut at max_new_tokens, each token with log-probability -0.5, -1.0, -1.5, ..."""
+    token_ids = request.prompt_ids.tolist()[: request.max_new_tokens]
+    logprobs = [-0.5 * (position + 1) for position in range(len(token_ids))] if request.want_logprobs else None
+    return Reply(token_ids, logprobs, "length")
+
+
+@dataclass
+class FakeEngine:
+    """Runs in a thread between `start` and `stop`. `script` may be replaced at any time.
+
+    requests, cancelled: what came in, in order. Every sequence of a request is answered in one update, whose stats
+    count it. Wait with `wait_until`.
+    """
+
+    script: Script = echo
+    limits: EngineLimits = LIMITS
+    requests: list[GenerateRequest] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.request_channel: Channel[GenerateRequest | CancelRequest | Shutdown] = Channel(context)
+        self.update_channel: Channel[EngineUpdate | Ready] = Channel(context)
+        self.stats = EngineStats(0, 0, 0, self.limits.num_kv_blocks, 0, 0, 0)
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.request_channel.send(Shutdown())
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
+
+    def wait_until(self, condition: Callable[["FakeEngine"], bool], timeout_s: float = 10.0) -> None:
+        """Raises TimeoutError."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: condition(self), timeout_s):
+                raise TimeoutError(f"requests: {self.requests}, cancelled: {self.cancelled}")
+
+    def _run(self) -> None:
+        self.update_channel.send(Ready("manager", self.limits))
+        while not isinstance(message := self.request_channel.receive(), Shutdown):
+            if isinstance(message, GenerateRequest):
+                self._answer(message)
+            with self._changed:
+                if isinstance(message, GenerateRequest):
+                    self.requests.append(message)
+                else:
+                    self.cancelled.append(message.request_id)
+                self._changed.notify_all()
+
+    def _answer(self, request: GenerateRequest) -> None:
+        replies = [self.script(request, index) for index in range(request.num_sequences)]
+        deltas = [
+            SequenceDelta(
+                request_id=request.request_id,
+                sequence_index=index,
+                token_ids=reply.token_ids,
+                logprobs=reply.logprobs,
+                finish_reason=reply.finish_reason,
+                num_cached_tokens=reply.num_cached_tokens,
+            )
+            for index, reply in enumerate(replies)
+            if reply is not None
+        ]
+        self.stats = replace(
+            self.stats,
+            total_prompt_tokens=self.stats.total_prompt_tokens + len(request.prompt_ids),
+            total_generation_tokens=self.stats.total_generation_tokens + sum(len(delta.token_ids) for delta in deltas),
+        )
+        # last first: the order in which sequences finish is nobody's promise
+        self.update_channel.send(EngineUpdate(deltas[::-1], self.stats))

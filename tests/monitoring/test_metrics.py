@@ -1,0 +1,37 @@
+from prometheus_client.parser import text_string_to_metric_families
+
+from tokasaurus.messages.lifecycle import EngineStats
+from tokasaurus.monitoring.metrics import EngineCollector, render_metrics
+
+
+def test_every_stat_of_every_replica_that_is_up_is_one_sample() -> None:
+    stats = [EngineStats(1, 2, 3, 4, 5, 6, 7), None, EngineStats(10, 20, 30, 40, 50, 60, 70)]
+    families = list(text_string_to_metric_families(render_metrics(EngineCollector(lambda: stats)).decode()))
+    samples = {
+        (sample.name, sample.labels["replica"]): sample.value for family in families for sample in family.samples
+    }
+    expected = {
+        "toka_requests_running": 1,
+        "toka_requests_waiting": 2,
+        "toka_kv_blocks_used": 3,
+        "toka_kv_blocks_total": 4,
+        "toka_prompt_tokens_total": 5,
+        "toka_generation_tokens_total": 6,
+        "toka_worker_queue_depth": 7,
+    }
+    assert samples == {
+        (name, replica): value * scale for name, value in expected.items() for replica, scale in (("0", 1), ("2", 10))
+    }
+    assert all(family.documentation for family in families)
+    assert {family.name for family in families if family.type == "counter"} == {
+        "toka_prompt_tokens",
+        "toka_generation_tokens",
+    }
+
+
+def test_each_scrape_reads_the_latest_stats() -> None:
+    stats: list[EngineStats | None] = [None]
+    collector = EngineCollector(lambda: stats)
+    assert b'replica="0"' not in render_metrics(collector)
+    stats[0] = EngineStats(0, 0, 9, 9, 0, 0, 0)
+    assert b'toka_kv_blocks_used{replica="0"} 9.0' in render_metrics(collector)

@@ -1,0 +1,129 @@
+"""The server process as the launcher starts it."""
+
+import multiprocessing
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.fake_engine import FakeEngine, echo
+from tests.server.small_tokenizer import EOS_IDS, VOCAB_SIZE
+from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
+from tokasaurus.config import ServerConfig
+from tokasaurus.messages.channel import Channel
+from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready
+from tokasaurus.server.app import run_server
+
+INFO = ModelInfo(
+    family="llama",
+    num_layers=1,
+    hidden_size=8,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    intermediate_size=8,
+    vocab_size=VOCAB_SIZE,
+    context_length=512,
+    norm_eps=1e-5,
+    rope=RopeInfo(10_000.0),
+    tie_embeddings=True,
+    eos_ids=EOS_IDS,
+    dtype="float32",
+)
+
+
+class ServerProcess:
+    def __init__(self, tokenizer_directory: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.engine = FakeEngine()
+        self.status: Channel[PhaseDone | Ready | Failed] = Channel(context)
+        checkpoint = Checkpoint("org/small", tokenizer_directory, tokenizer_directory, INFO)
+        config = ServerConfig()
+        config.served_model_name = "nickname"
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            self.process: SpawnProcess = context.Process(
+                target=run_server,
+                args=(
+                    config,
+                    checkpoint,
+                    listener,
+                    [self.engine.request_channel],
+                    [self.engine.update_channel],
+                    self.status,
+                ),
+            )
+            self.process.start()
+
+    def wait_ready(self) -> list[PhaseDone | Ready | Failed]:
+        """What the process reported, up to its Ready."""
+        messages = [self.status.receive(30)]
+        while not isinstance(messages[-1], Ready):
+            messages.append(self.status.receive(30))
+        return messages
+
+
+@pytest.fixture
+def server_process(tokenizer_directory: Path) -> Iterator[ServerProcess]:
+    running = ServerProcess(tokenizer_directory)
+    yield running
+    running.process.kill()
+    running.process.join()
+    running.engine.stop()
+
+
+def test_process_reports_ready_serves_and_ends_with_0_on_sigterm(server_process: ServerProcess) -> None:
+    """One start for the whole life, since a start takes seconds."""
+    engine = server_process.engine
+    engine.script = lambda request, index: None if request.prompt_ids[0] == ord("z") else echo(request, index)
+    assert isinstance(server_process.status.receive(30), PhaseDone)
+    with httpx.Client(base_url=server_process.url, timeout=20) as http:
+        assert http.get("/health").status_code == 200
+        assert http.get("/ready").status_code == 503
+        engine.start()
+        assert server_process.wait_ready()[-1] == Ready("server")
+        assert http.get("/ready").status_code == 200
+        assert http.get("/v1/models").json()["data"][0]["id"] == "nickname"
+        body = {"model": "nickname", "prompt": "hello", "max_tokens": 9}
+        assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "hello"
+        chat = {"model": "default", "messages": [{"role": "user", "content": "hi"}]}
+        assert http.post("/v1/chat/completions", json=chat).status_code == 200
+
+    with socket.create_connection(("127.0.0.1", int(server_process.url.rpartition(":")[2]))) as connection:
+        content = b'{"model": "default", "prompt": "zzz"}'
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        connection.sendall(head.encode() + content)
+        engine.wait_until(lambda engine: engine.requests[-1].prompt_ids[0] == ord("z"))
+        stopped = time.monotonic()
+        server_process.process.terminate()
+        answer = connection.recv(65536)  # the request gets its time, and then an orderly error
+        assert 1.5 < time.monotonic() - stopped < 15
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"server_stopping" in answer
+    server_process.process.join(5)
+    assert server_process.process.exitcode == 0
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(server_process.url.rpartition(":")[2])))
+
+
+def test_sigterm_ends_the_server_even_if_a_connection_is_open_and_the_engine_dead(
+    server_process: ServerProcess,
+) -> None:
+    assert isinstance(server_process.status.receive(30), PhaseDone)
+    with httpx.Client(base_url=server_process.url, timeout=20) as http:  # its connection stays open
+        assert http.get("/health").status_code == 200
+        server_process.process.terminate()
+        server_process.process.join(10)
+    assert server_process.process.exitcode == 0
+
+
+def test_server_room_imports_no_torch() -> None:
+    script = "import sys, tokasaurus.server.app; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

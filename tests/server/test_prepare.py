@@ -1,0 +1,162 @@
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.server.small_tokenizer import IM_END, IM_START
+from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest
+from tokasaurus.server.prepare import Prepared, prepare_chat, prepare_completion
+from tokasaurus.server.protocol.chat import ChatCompletionRequest
+from tokasaurus.server.protocol.completions import CompletionRequest
+from tokasaurus.server.served_model import ServedModel
+
+LIMITS = EngineLimits(num_kv_blocks=10, page_size=16, max_tokens_per_sequence=100)
+
+
+def completion(model: ServedModel, **fields: Any) -> Prepared:
+    body = CompletionRequest.model_validate({"model": "default", "prompt": "abc"} | fields)
+    return prepare_completion(body, model, LIMITS)
+
+
+def chat(model: ServedModel, *contents: str, **fields: Any) -> Prepared:
+    messages = [{"role": "user", "content": content} for content in contents or ("abc",)]
+    body = ChatCompletionRequest.model_validate({"model": "default", "messages": messages} | fields)
+    return prepare_chat(body, model, LIMITS)
+
+
+def prompts_of(prepared: Prepared) -> list[list[int]]:
+    assert all(request.prompt_ids.dtype == np.int32 for request in prepared.requests)
+    return [request.prompt_ids.tolist() for request in prepared.requests]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("abc", [[97, 98, 99]]),
+        ([97, 5], [[97, 5]]),
+        (["a", "bc"], [[97], [98, 99]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+def test_prompt_may_be_text_or_ids_one_or_many(served_model: ServedModel, prompt: object, expected: object) -> None:
+    assert prompts_of(completion(served_model, prompt=prompt)) == expected
+
+
+def test_chat_prompt_is_the_rendered_template(served_model: ServedModel) -> None:
+    def text(words: str) -> list[int]:
+        return served_model.tokenizer.encode(words, add_special_tokens=False)
+
+    expected = [IM_START, *text("user\nabc"), IM_END, *text("\n"), IM_START, *text("assistant\n")]
+    assert prompts_of(chat(served_model, "abc")) == [expected]
+
+
+def test_content_parts_are_put_together(served_model: ServedModel) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "bc"}]
+    in_parts = chat(served_model, messages=[{"role": "user", "content": parts}])
+    assert prompts_of(in_parts) == prompts_of(chat(served_model, "abc"))
+
+
+@given(num_prompt_tokens=st.integers(1, 120), max_tokens=st.none() | st.integers(1, 120))
+@settings(deadline=None)
+def test_completion_max_tokens_is_what_was_asked_or_the_default_if_it_fits(
+    served_model: ServedModel, num_prompt_tokens: int, max_tokens: int | None
+) -> None:
+    fitting = [count for count in range(1, 101) if num_prompt_tokens + count <= 100]
+    fields = {"prompt": [1] * num_prompt_tokens, "max_tokens": max_tokens}
+    if not fitting or (max_tokens is not None and max_tokens not in fitting):
+        with pytest.raises(ContextLengthExceeded):
+            completion(served_model, **fields)
+        return
+    expected = max(count for count in fitting if count <= 16) if max_tokens is None else max_tokens
+    assert completion(served_model, **fields).requests[0].max_new_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"max_tokens": 7}, 7),
+        ({"max_completion_tokens": 7}, 7),
+        ({"max_tokens": 7, "max_completion_tokens": 7}, 7),
+        ({"max_tokens": None, "max_completion_tokens": 1}, 1),
+    ],
+)
+def test_chat_max_tokens_is_what_was_asked_or_all_that_is_left(
+    served_model: ServedModel, fields: dict[str, int | None], expected: int | None
+) -> None:
+    request = chat(served_model, **fields).requests[0]
+    assert request.max_new_tokens == (100 - len(request.prompt_ids) if expected is None else expected)
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_chat_refuses_more_than_fits_by_the_name_that_was_used(served_model: ServedModel, field: str) -> None:
+    room = chat(served_model).requests[0].max_new_tokens
+    assert chat(served_model, **{field: room}).requests[0].max_new_tokens == room
+    with pytest.raises(ContextLengthExceeded) as error:
+        chat(served_model, **{field: room + 1})
+    assert error.value.param == field
+
+
+@pytest.mark.parametrize(("seed", "expected"), [(0, 0), (5, 5), (-1, 2**64 - 1), (2**64 - 1, 2**64 - 1)])
+def test_seed_is_read_as_64_bits_for_every_prompt(served_model: ServedModel, seed: int, expected: int) -> None:
+    requests = completion(served_model, prompt=["a", "b"], seed=seed).requests
+    assert [request.sampling.seed for request in requests] == [expected, expected]
+
+
+def test_unseeded_prompts_get_seeds_of_their_own(served_model: ServedModel) -> None:
+    requests = completion(served_model, prompt=["a"] * 200).requests + chat(served_model).requests
+    seeds = {request.sampling.seed for request in requests}
+    assert len(seeds) == 201
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert max(seeds) > 2**62  # all bits are drawn; fails once in 2**57 runs
+
+
+def test_request_ids_are_unique_and_belong_to_the_response(served_model: ServedModel) -> None:
+    first, second = completion(served_model, prompt=["a", "b"]), completion(served_model)
+    answer = chat(served_model)
+    assert first.response_id.startswith("cmpl-")
+    assert answer.response_id.startswith("chatcmpl-")
+    ids = [request.request_id for prepared in (first, second, answer) for request in prepared.requests]
+    assert len(set(ids)) == 4
+    assert all(request.request_id.startswith(first.response_id) for request in first.requests)
+
+
+def test_fields_reach_the_engine(served_model: ServedModel) -> None:
+    fields = {"n": 3, "temperature": 0.25, "top_p": 0.5, "stop": ["x", "y"], "ignore_eos": True, "max_tokens": 9}
+    for prepared in (
+        completion(served_model, logprobs=0, **fields),
+        chat(served_model, logprobs=True, **fields),
+    ):
+        (request,) = prepared.requests
+        assert (request.num_sequences, request.max_new_tokens, request.ignore_eos) == (3, 9, True)
+        assert (request.sampling.temperature, request.sampling.top_p) == (0.25, 0.5)
+        assert request.stop_strings == ("x", "y")
+        assert request.want_logprobs
+
+
+@pytest.mark.parametrize("fields", [{}, dict.fromkeys(["n", "temperature", "top_p", "stop", "seed", "ignore_eos"])])
+def test_absent_and_null_fields_are_the_defaults(served_model: ServedModel, fields: dict[str, None]) -> None:
+    for prepared in (completion(served_model, **fields), chat(served_model, **fields)):
+        (request,) = prepared.requests
+        assert (request.num_sequences, request.stop_strings, request.ignore_eos) == (1, (), False)
+        assert (request.sampling.temperature, request.sampling.top_p) == (1.0, 1.0)
+        assert not request.want_logprobs
+
+
+def test_temperatures_and_top_ps_that_float32_cannot_divide_by_are_greedy(served_model: ServedModel) -> None:
+    sampling = completion(served_model, temperature=1e-300, top_p=1e-300).requests[0].sampling
+    assert sampling.temperature == 0
+    assert np.float32(sampling.top_p) > 0
+
+
+def test_logprobs_are_refused_where_the_flag_forbids_them(served_model: ServedModel) -> None:
+    without = replace(served_model, allow_logprobs=False)
+    assert completion(without).requests
+    for refused in (lambda: completion(without, logprobs=0), lambda: chat(without, logprobs=True)):
+        with pytest.raises(InvalidRequest) as error:
+            refused()
+        assert error.value.param == "logprobs"

@@ -1,0 +1,318 @@
+"""Bodies that are wrong, and what the client is told: never a 500, always the field."""
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+
+from tests.fake_engine import LIMITS
+from tests.server.conftest import LiveServer
+from tests.server.small_tokenizer import VOCAB_SIZE
+from tokasaurus.server.protocol.chat import ChatCompletionRequest
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MISSING = object()
+CONTEXT = LIMITS.max_tokens_per_sequence
+
+
+def minimal_body(route: str) -> dict[str, Any]:
+    if route == COMPLETIONS:
+        return {"model": "default", "prompt": "hello", "max_tokens": 2}
+    return {"model": "default", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+
+
+def assert_openai_error(content: bytes) -> dict[str, Any]:
+    body = orjson.loads(content)
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert isinstance(body["error"]["message"], str)
+    assert isinstance(body["error"]["type"], str)
+    return body["error"]
+
+
+BOTH_ROUTES_REFUSE: list[tuple[str, object]] = [
+    ("n", 0),
+    ("n", -1),
+    ("n", 1.0),
+    ("n", True),
+    ("n", "1"),
+    ("n", 65_537),
+    ("n", 2**70),
+    ("temperature", -0.1),
+    ("temperature", 2.1),
+    ("temperature", True),
+    ("temperature", "1"),
+    ("temperature", [1]),
+    ("top_p", 0),
+    ("top_p", 1.01),
+    ("top_p", -1),
+    ("max_tokens", 0),
+    ("max_tokens", -5),
+    ("max_tokens", 1.5),
+    ("max_tokens", False),
+    ("max_tokens", CONTEXT),
+    ("max_tokens", 2**62),
+    ("stop", ""),
+    ("stop", ["a", ""]),
+    ("stop", [None]),
+    ("stop", 7),
+    ("stop", ["a"] * 17),
+    ("stop", {"a": "b"}),
+    ("seed", 2**64),
+    ("seed", -(2**63) - 1),
+    ("seed", 1.0),
+    ("seed", "1"),
+    ("ignore_eos", 1),
+    ("ignore_eos", "true"),
+    ("model", MISSING),
+    ("model", None),
+    ("model", 3),
+    ("stream", True),
+    ("stream_options", {"include_usage": True}),
+    ("presence_penalty", 0.1),
+    ("frequency_penalty", -1),
+    ("logit_bias", {"5": 1}),
+    ("response_format", {"type": "json_object"}),
+    ("store", True),
+    ("service_tier", "flex"),
+    ("user", 5),
+    ("metadata", "x"),
+    ("no_such_field", 1),
+    ("top_k", 5),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), BOTH_ROUTES_REFUSE)
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_wrong_value_is_a_400_naming_the_field(
+    shared_server: LiveServer, route: str, field: str, value: object
+) -> None:
+    body = minimal_body(route) | {field: value}
+    if value is MISSING:
+        del body[field]
+    check_refused(shared_server, route, body, field)
+
+
+ONE_ROUTE_REFUSES: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {"prompt": MISSING}, "prompt"),
+    (COMPLETIONS, {"prompt": None}, "prompt"),
+    (COMPLETIONS, {"prompt": ""}, "prompt"),
+    (COMPLETIONS, {"prompt": []}, "prompt"),
+    (COMPLETIONS, {"prompt": [[]]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a", ""]}, "prompt"),
+    (COMPLETIONS, {"prompt": [[1], []]}, "prompt"),
+    (COMPLETIONS, {"prompt": [True]}, "prompt"),
+    (COMPLETIONS, {"prompt": [1.0]}, "prompt"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a", [1]]}, "prompt"),
+    (COMPLETIONS, {"prompt": [[[1]]]}, "prompt"),
+    (COMPLETIONS, {"prompt": {"a": 1}}, "prompt"),
+    (COMPLETIONS, {"prompt": [-1]}, "prompt"),
+    (COMPLETIONS, {"prompt": [VOCAB_SIZE]}, "prompt"),
+    (COMPLETIONS, {"prompt": [[1], [2**31]]}, "prompt"),
+    (COMPLETIONS, {"prompt": [2**63 + 5]}, "prompt"),
+    (COMPLETIONS, {"prompt": [2**80]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a"] * 40_000, "n": 2}, "n"),
+    (COMPLETIONS, {"echo": True}, "echo"),
+    (COMPLETIONS, {"best_of": 2}, "best_of"),
+    (COMPLETIONS, {"suffix": "x"}, "suffix"),
+    (COMPLETIONS, {"logprobs": 1}, "logprobs"),
+    (COMPLETIONS, {"logprobs": True}, "logprobs"),
+    (COMPLETIONS, {"max_completion_tokens": 5}, "max_completion_tokens"),
+    (COMPLETIONS, {"messages": []}, "messages"),
+    (CHAT, {"messages": MISSING}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "hello"}, "messages"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "tool", "content": "a", "tool_call_id": "x"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": "a", "mood": "x"}]}, "messages[0].mood"),
+    (CHAT, {"messages": [{"role": "user", "content": "a", "name": "Ann"}]}, "messages[0].name"),
+    (CHAT, {"messages": [{"role": "user", "content": "refuse me"}]}, "messages"),
+    (CHAT, {"logprobs": 1}, "logprobs"),
+    (CHAT, {"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"functions": [{"name": "f"}]}, "functions"),
+    (CHAT, {"reasoning_effort": "low"}, "reasoning_effort"),
+    (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT, {"max_tokens": MISSING, "max_completion_tokens": CONTEXT}, "max_completion_tokens"),
+    (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    (CHAT, {"prompt": "hello"}, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("route", "change", "param"), ONE_ROUTE_REFUSES)
+def test_wrong_body_is_a_400_naming_the_field(
+    shared_server: LiveServer, route: str, change: dict[str, Any], param: str
+) -> None:
+    body = {name: value for name, value in (minimal_body(route) | change).items() if value is not MISSING}
+    check_refused(shared_server, route, body, param)
+
+
+def check_refused(server: LiveServer, route: str, body: dict[str, Any], param: str) -> None:
+    num_requests = len(server.engine.requests)
+    response = server.http.post(route, content=json.dumps(body))  # orjson writes no integer beyond 64 bits
+    error = assert_openai_error(response.content)
+    assert response.status_code == 400, error
+    assert error["param"] == param, error
+    assert param in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert len(server.engine.requests) == num_requests
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"5",
+        b'{"model": "default", "prompt": "a", "temperature": NaN}',
+        b'{"model": "default", "prompt": "a", "temperature": Infinity}',
+        b'{"model": "default", "prompt": "a", "temperature": 1e999}',
+        b'{"model": "default", "prompt": "a", "top_p": -1e999}',
+        b'{"model": "default", "prompt": "\\ud800"}',
+        b'{"model": "default", "prompt": "\xff"}',
+        b'{"model": "default", "\\ud800": "a"}',
+        b'{"model": "default", "prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"model": "default", "prompt": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"model": "default", "prompt": "a", "metadata": ' + b'{"a":' * 1000 + b"1" + b"}" * 1001,
+        b'{"model": "default", "prompt": "a", "' + b"x" * 100_000 + b'": 1}',
+        b'{"model": "default", "prompt": "a", "stop": ' + b"[" * 1000 + b"]" * 1000 + b"}",
+    ],
+)
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_what_is_no_json_object_of_known_fields_is_a_400(shared_server: LiveServer, route: str, content: bytes) -> None:
+    response = shared_server.http.post(route, content=content)
+    error = assert_openai_error(response.content)
+    assert response.status_code == 400
+    assert len(error["message"]) < 500
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere", 404, None),
+        ("POST", "/", 404, None),
+        ("GET", "/health/", 404, None),
+        ("GET", COMPLETIONS, 405, None),
+        ("DELETE", CHAT, 405, None),
+        ("POST", "/health", 405, None),
+        ("GET", "/v1/models/other", 404, "model_not_found"),
+        ("GET", "/v1/models/%F0%9F%98%80%00", 404, "model_not_found"),
+    ],
+)
+def test_errors_of_every_route_are_openai_shaped(
+    shared_server: LiveServer, method: str, path: str, status: int, code: str | None
+) -> None:
+    response = shared_server.http.request(method, path)
+    assert response.status_code == status
+    assert assert_openai_error(response.content)["code"] == code
+
+
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_wrong_model_is_a_404(shared_server: LiveServer, route: str) -> None:
+    response = shared_server.http.post(route, json=minimal_body(route) | {"model": "gpt-4o"})
+    error = assert_openai_error(response.content)
+    assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+
+
+@pytest.mark.parametrize(
+    ("route", "change"),
+    [
+        (COMPLETIONS, {"prompt": "a" * 600}),
+        (COMPLETIONS, {"prompt": [1] * CONTEXT, "max_tokens": None}),
+        (COMPLETIONS, {"prompt": [1] * (CONTEXT - 1), "max_tokens": 2}),
+        (COMPLETIONS, {"prompt": [[1], [1] * CONTEXT]}),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}),
+        (CHAT, {"max_tokens": 500}),
+    ],
+)
+def test_what_cannot_fit_is_context_length_exceeded(
+    shared_server: LiveServer, route: str, change: dict[str, Any]
+) -> None:
+    response = shared_server.http.post(route, json=minimal_body(route) | change)
+    error = assert_openai_error(response.content)
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded"), error
+
+
+NEUTRAL: dict[str, list[object]] = {
+    "n": [1, None],
+    "temperature": [0, 1, 0.5, 2, None],
+    "top_p": [1, 0.5, None],
+    "stop": [None, [], "x", ["x", "y"]],
+    "seed": [None, 0, -1, 2**64 - 1, -(2**63)],
+    "ignore_eos": [None, False, True],
+    "stream": [False, None],
+    "stream_options": [None],
+    "presence_penalty": [0, 0.0, None],
+    "frequency_penalty": [0, 0.0, None],
+    "logit_bias": [None, {}],
+    "response_format": [None, {"type": "text"}],
+    "user": ["me", None],
+    "metadata": [{"a": "b"}, None],
+    "store": [False, None],
+    "service_tier": ["auto", "default", None],
+    "safety_identifier": ["x"],
+    "prompt_cache_key": ["x"],
+}
+NEUTRAL_COMPLETIONS: dict[str, list[object]] = {
+    "echo": [False, None],
+    "best_of": [1, None],
+    "suffix": [None],
+    "logprobs": [None, 0],
+}
+NEUTRAL_CHAT: dict[str, list[object]] = {
+    "tools": [None, []],
+    "tool_choice": ["none", None],
+    "logprobs": [True, False, None],
+    "top_logprobs": [None, 0],
+    "modalities": [["text"], None],
+    "max_completion_tokens": [2, None],
+    "parallel_tool_calls": [True, None],
+}
+
+
+@pytest.mark.parametrize(
+    ("route", "field", "value"),
+    [
+        (route, field, value)
+        for route, fields in ((COMPLETIONS, NEUTRAL | NEUTRAL_COMPLETIONS), (CHAT, NEUTRAL | NEUTRAL_CHAT))
+        for field, values in fields.items()
+        for value in values
+    ],
+)
+def test_values_that_ask_for_nothing_unbuilt_are_accepted(
+    shared_server: LiveServer, route: str, field: str, value: object
+) -> None:
+    response = shared_server.http.post(route, json=minimal_body(route) | {field: value})
+    assert response.status_code == 200, response.text
+
+
+def test_an_answers_message_may_be_sent_back_as_it_came(shared_server: LiveServer) -> None:
+    first = minimal_body(CHAT)
+    answer = shared_server.http.post(CHAT, json=first).json()["choices"][0]["message"]
+    messages = [*first["messages"], answer, {"role": "developer", "content": [{"type": "text", "text": "be kind"}]}]
+    response = shared_server.http.post(CHAT, json=first | {"messages": messages})
+    assert response.status_code == 200, response.text
+
+
+def test_openapi_page_shows_bodies_and_errors(shared_server: LiveServer) -> None:
+    page = shared_server.http.get("/openapi.json").json()
+    operation = page["paths"][CHAT]["post"]
+    reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    schema = page["components"]["schemas"][reference.rpartition("/")[2]]
+    assert set(schema["properties"]) == set(ChatCompletionRequest.model_fields)
+    assert "200" in operation["responses"]
+    assert "4XX" in operation["responses"]
+    assert "422" not in operation["responses"]

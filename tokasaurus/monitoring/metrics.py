@@ -1,0 +1,77 @@
+"""Prometheus metrics: the only list of their names, with units in the help texts."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from tokasaurus.messages.lifecycle import EngineStats
+
+__all__ = ["CONTENT_TYPE_LATEST", "EngineCollector", "render_metrics"]
+
+# name, help, value
+_GAUGES: list[tuple[str, str, Callable[[EngineStats], int]]] = [
+    (
+        "toka_requests_running",
+        "Sequences being prefilled or decoded; a request with n=4 counts as 4.",
+        lambda stats: stats.num_running,
+    ),
+    (
+        "toka_requests_waiting",
+        "Sequences not admitted yet; a request with n=4 counts as 4.",
+        lambda stats: stats.num_waiting,
+    ),
+    (
+        "toka_kv_blocks_used",
+        "KV blocks owned by sequences; cached blocks that no sequence uses are not counted.",
+        lambda stats: stats.num_kv_blocks_used,
+    ),
+    ("toka_kv_blocks_total", "KV blocks that sequences may use.", lambda stats: stats.num_kv_blocks_total),
+    (
+        "toka_worker_queue_depth",
+        "Steps sent to the model worker whose results are not back.",
+        lambda stats: stats.worker_queue_depth,
+    ),
+]
+# The exposition appends "_total" to a counter's name.
+_COUNTERS: list[tuple[str, str, Callable[[EngineStats], int]]] = [
+    ("toka_prompt_tokens", "Prompt tokens since start.", lambda stats: stats.total_prompt_tokens),
+    (
+        "toka_generation_tokens",
+        "Tokens generated since start, eos included.",
+        lambda stats: stats.total_generation_tokens,
+    ),
+]
+
+
+class EngineCollector(Collector):
+    """Reads the engines' latest snapshots at each scrape. One sample per replica, labelled with its index.
+
+    read_stats: the latest stats of each replica; None for one that is not up.
+    """
+
+    def __init__(self, read_stats: Callable[[], Sequence[EngineStats | None]]) -> None:
+        self._read_stats = read_stats
+
+    def collect(self) -> Iterable[Metric]:
+        stats_by_replica = {str(index): stats for index, stats in enumerate(self._read_stats()) if stats is not None}
+        for name, help_text, value in _GAUGES:
+            gauge = GaugeMetricFamily(name, help_text, labels=["replica"])
+            for replica, stats in stats_by_replica.items():
+                gauge.add_metric([replica], value(stats))
+            yield gauge
+        for name, help_text, value in _COUNTERS:
+            counter = CounterMetricFamily(name, help_text, labels=["replica"])
+            for replica, stats in stats_by_replica.items():
+                counter.add_metric([replica], value(stats))
+            yield counter
+
+
+def render_metrics(collector: Collector) -> bytes:
+    """The Prometheus text exposition (`CONTENT_TYPE_LATEST`) of one collector."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    return generate_latest(registry)

@@ -1,0 +1,121 @@
+"""The server process: HTTP in front, channels to the managers behind."""
+
+import hashlib
+import importlib.metadata
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
+
+import uvicorn
+from fastapi import FastAPI
+
+from tokasaurus.checkpoint import Checkpoint
+from tokasaurus.config import ServerConfig
+from tokasaurus.messages.channel import Channel
+from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
+from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready
+from tokasaurus.server.engine_client import EngineClient
+from tokasaurus.server.errors import add_error_handlers
+from tokasaurus.server.routes import chat, completions, health, metrics, models
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.state import ServerState
+from tokasaurus.text.tokenizer import ChatTemplateError, Tokenizer
+
+# How long open requests may go on after SIGTERM.
+GRACE_S = 2
+# Longer than the pools of usual clients keep idle connections: a connection that we close just as the client sends
+# costs it an error.
+KEEP_ALIVE_S = 120
+NUM_TEXT_THREADS = 4
+LISTEN_BACKLOG = 4096
+
+
+def run_server(
+    config: ServerConfig,
+    checkpoint: Checkpoint,
+    listener: socket.socket,
+    requests: list[Channel[GenerateRequest | CancelRequest]],
+    updates: list[Channel[EngineUpdate | Ready]],
+    status: Channel[PhaseDone | Ready | Failed],
+) -> None:
+    """Entry of the server process: serve on the bound `listener` until SIGTERM. Call from the main thread.
+
+    requests, updates: one channel per replica. Sends Ready("server") to `status` when every replica is up; until then
+    generation answers 503. After SIGTERM, open requests get `GRACE_S` seconds.
+    """
+    listener.listen(LISTEN_BACKLOG)  # from here on clients wait instead of being refused
+    started = time.perf_counter()
+    model = load_served_model(config, checkpoint)
+    status.send(PhaseDone("server", "load tokenizer", time.perf_counter() - started))
+    engine = EngineClient(requests, updates, on_ready=lambda: status.send(Ready("server")))
+    http_config = uvicorn.Config(
+        create_app(model, engine),
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level=config.uvicorn_log_level,
+        # one line per request is a cost and noise where thousands come at once
+        access_log=config.uvicorn_log_level in ("debug", "trace"),
+        backlog=LISTEN_BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    try:
+        _HttpServer(http_config).run(sockets=[listener])
+    finally:
+        for channel in requests:
+            channel.abandon()
+
+
+def create_app(model: ServedModel, engine: EngineClient) -> FastAPI:
+    """The whole HTTP interface. While the app runs (its lifespan), `engine` receives on the running event loop."""
+    state = ServerState(model, engine, ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text"))
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        with engine.listening():
+            yield
+        state.text_threads.shutdown(wait=False, cancel_futures=True)
+
+    app = FastAPI(
+        title="Tokasaurus",
+        version=importlib.metadata.version("tokasaurus"),
+        lifespan=lifespan,
+        redirect_slashes=False,
+    )
+    app.state.server = state
+    add_error_handlers(app)
+    for room in (completions, chat, models, health, metrics):
+        app.include_router(room.router)
+    return app
+
+
+def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedModel:
+    """Loads the tokenizer. Raises TokenizerError."""
+    tokenizer = Tokenizer.load(checkpoint.tokenizer_directory)
+    with suppress(ChatTemplateError):  # completions do not need one
+        tokenizer.render_chat([{"role": "user", "content": "warm up"}])  # else the first client waits for the imports
+    version = importlib.metadata.version("tokasaurus")
+    identity: Sequence[object] = (version, checkpoint.name, config.dtype, config.device, config.attention_backend)
+    return ServedModel(
+        name=checkpoint.name if config.served_model_name is None else config.served_model_name,
+        tokenizer=tokenizer,
+        vocab_size=checkpoint.info.vocab_size,
+        eos_ids=frozenset(checkpoint.info.eos_ids),
+        created=int(time.time()),
+        system_fingerprint=f"fp_{hashlib.sha256(repr(identity).encode()).hexdigest()[:10]}",
+        allow_logprobs=config.enable_chosen_logprobs,
+    )
+
+
+class _HttpServer(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGTERM alone, and as an orderly end: uvicorn would raise it again at the end, and take over Ctrl-C."""
+        signal.signal(signal.SIGTERM, self.handle_exit)
+        yield

@@ -1,0 +1,175 @@
+"""The server's end of the channels to the managers: submit requests, await their sequences, cancel."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from tokasaurus.messages.channel import Channel
+from tokasaurus.messages.generation import (
+    CancelRequest,
+    EngineUpdate,
+    FinishReason,
+    GenerateRequest,
+    SequenceDelta,
+)
+from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
+from tokasaurus.server.load_balancer import choose_replica
+
+
+@dataclass(slots=True)
+class FinishedSequence:
+    """All tokens of one sequence, as sampled: the eos or stop string's tokens included.
+
+    logprobs: one per token; None where not asked. num_cached_tokens: prompt tokens read from the prefix cache.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = None
+    finish_reason: FinishReason = "length"
+    num_cached_tokens: int = 0
+
+
+class _Submission:
+    """The requests of one `generate` call. `finished` is set when the last sequence of the last request is there."""
+
+    def __init__(self, num_requests: int) -> None:
+        self.num_unfinished_requests = num_requests
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_request_finished(self) -> None:
+        self.num_unfinished_requests -= 1
+        if self.num_unfinished_requests == 0 and not self.finished.done():
+            self.finished.set_result(None)
+
+
+@dataclass(slots=True)
+class _PendingRequest:
+    submission: _Submission
+    replica: int
+    sequences: list[FinishedSequence]
+    num_unfinished: int
+
+    def append(self, delta: SequenceDelta) -> None:
+        sequence = self.sequences[delta.sequence_index]
+        sequence.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            if sequence.logprobs is None:
+                sequence.logprobs = []
+            sequence.logprobs += delta.logprobs
+        sequence.num_cached_tokens = delta.num_cached_tokens
+        if delta.finish_reason is not None:
+            sequence.finish_reason = delta.finish_reason
+            self.num_unfinished -= 1
+            if self.num_unfinished == 0:
+                self.submission.on_request_finished()
+
+
+class EngineClient:
+    """One per server. All methods run on the event loop's thread.
+
+    requests, updates: one channel per replica. on_ready: called once, when every replica is up.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Channel[GenerateRequest | CancelRequest]],
+        updates: Sequence[Channel[EngineUpdate | Ready]],
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        assert len(requests) == len(updates) > 0, "one channel each way per replica"
+        self._requests = requests
+        self._updates = updates
+        self._on_ready = on_ready
+        self._limits: list[EngineLimits | None] = [None] * len(updates)
+        self._stats: list[EngineStats | None] = [None] * len(updates)
+        self._num_unfinished_sequences = [0] * len(updates)
+        self._pending: dict[str, _PendingRequest] = {}
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, what the managers send is received by the running event loop."""
+        loop = asyncio.get_running_loop()
+        for replica, channel in enumerate(self._updates):
+            loop.add_reader(channel.reader.fileno(), self._receive, replica)
+        try:
+            yield
+        finally:
+            for channel in self._updates:
+                loop.remove_reader(channel.reader.fileno())
+
+    @property
+    def limits(self) -> EngineLimits | None:
+        """What every replica can hold: the first replica's limits with the least room; None until all are up."""
+        known = [limits for limits in self._limits if limits is not None]
+        if len(known) < len(self._limits):
+            return None
+        return min(known, key=lambda limits: limits.max_tokens_per_sequence)
+
+    @property
+    def stats(self) -> Sequence[EngineStats | None]:
+        """The latest snapshot of each replica; None for one that is not up."""
+        return self._stats
+
+    @property
+    def num_pending_requests(self) -> int:
+        """Requests that a `generate` call is waiting for or has not yet cleaned up."""
+        return len(self._pending)
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[FinishedSequence]]:
+        """The finished sequences of each request, in order of `sequence_index`. At least one request.
+
+        Request ids must be new. If the caller is cancelled, what is unfinished is cancelled at the managers.
+        """
+        submission = _Submission(len(requests))
+        with ExitStack() as stack:
+            pending = [stack.enter_context(self._submitted(request, submission)) for request in requests]
+            await submission.finished
+            return [request.sequences for request in pending]
+
+    @contextmanager
+    def _submitted(self, request: GenerateRequest, submission: _Submission) -> Iterator[_PendingRequest]:
+        assert request.request_id not in self._pending, f"request id {request.request_id} used twice"
+        replica = choose_replica(self._num_unfinished_sequences)
+        sequences = [FinishedSequence() for _ in range(request.num_sequences)]
+        pending = _PendingRequest(submission, replica, sequences, request.num_sequences)
+        self._pending[request.request_id] = pending
+        self._num_unfinished_sequences[replica] += request.num_sequences
+        self._requests[replica].send(request)
+        try:
+            yield pending
+        finally:
+            del self._pending[request.request_id]
+            self._num_unfinished_sequences[replica] -= pending.num_unfinished
+            if pending.num_unfinished > 0:
+                self._requests[replica].send(CancelRequest(request.request_id))
+
+    def _receive(self, replica: int) -> None:
+        for message in self._updates[replica].drain():
+            if isinstance(message, Ready):
+                self._start_replica(replica, message)
+                continue
+            # First the stats: whoever sees an answer sees it counted.
+            self._stats[replica] = message.stats
+            for delta in message.deltas:
+                pending = self._pending.get(delta.request_id)
+                if pending is None:  # cancelled while the delta was on its way
+                    continue
+                pending.append(delta)
+                if delta.finish_reason is not None:
+                    self._num_unfinished_sequences[replica] -= 1
+
+    def _start_replica(self, replica: int, ready: Ready) -> None:
+        assert ready.limits is not None, "the manager says what its engine can hold"
+        self._limits[replica] = ready.limits
+        self._stats[replica] = EngineStats(
+            num_running=0,
+            num_waiting=0,
+            num_kv_blocks_used=0,
+            num_kv_blocks_total=ready.limits.num_kv_blocks,
+            total_prompt_tokens=0,
+            total_generation_tokens=0,
+            worker_queue_depth=0,
+        )
+        if self.limits is not None:
+            self._on_ready()

@@ -1,0 +1,161 @@
+"""User mistakes and server states as exceptions, and their one way out: OpenAI's error object."""
+
+import logging
+from dataclasses import dataclass
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from starlette.exceptions import HTTPException
+
+logger = logging.getLogger(__name__)
+
+# A client's own field and model names are echoed; no longer than this.
+_MAX_ECHO_CHARS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorObject:
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorResponse:
+    """The body of every answer whose status is 400 or above."""
+
+    error: ErrorObject
+
+
+class ApiError(Exception):
+    """Answered with `status` and an OpenAI error object. param: the request field at fault."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(ApiError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class Unsupported(InvalidRequest):
+    """A field of OpenAI's that is not built yet, with a value that asks for something."""
+
+    code = "not_implemented"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and completion can never fit the model's context or the KV pool."""
+
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(InvalidRequest):
+    status = 404
+    code = "model_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the model {shorten(name)!r} does not exist; GET /v1/models lists what is served", "model")
+
+
+class EngineNotReady(ApiError):
+    status = 503
+    type = "service_unavailable"
+    code = "engine_not_ready"
+
+
+class ServerStopping(ApiError):
+    status = 503
+    type = "service_unavailable"
+    code = "server_stopping"
+
+
+class ClientGone(Exception):
+    """The client closed its connection: nobody reads the answer."""
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= _MAX_ECHO_CHARS else text[:_MAX_ECHO_CHARS] + "…"
+
+
+def invalid_body(error: ValidationError) -> InvalidRequest:
+    """The first mistake that pydantic found in a body, named by its field."""
+    return _from_details(error.errors(include_url=False, include_context=False, include_input=False)[0])
+
+
+def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+    return _respond(error.status, ErrorObject(error.message, error.type, error.param, error.code), headers)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every answer of status 400 or above gets an OpenAI error object as its body."""
+
+    async def on_api_error(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error_response(error)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        """What the router raises: no such route, wrong method."""
+        assert isinstance(error, HTTPException)
+        route = f"{request.method} {shorten(request.url.path)}"
+        message = {404: f"unknown route: {route}", 405: f"method not allowed: {route}"}.get(error.status_code)
+        body = ErrorObject(message or str(error.detail), "invalid_request_error", None, None)
+        return _respond(error.status_code, body, dict(error.headers or {}))
+
+    async def on_validation_error(_request: Request, error: Exception) -> Response:
+        """Of path and query parameters; bodies are parsed by `json_body`."""
+        assert isinstance(error, RequestValidationError)
+        return error_response(_from_details(error.errors()[0]))
+
+    async def on_client_gone(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=499)  # nginx's number for it; nobody reads it
+
+    async def on_internal_error(_request: Request, _error: Exception) -> Response:
+        # Starlette raises the error again after this answer, so the server's log gets the traceback.
+        return error_response(ApiError("internal error; the server's log has the details"))
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    app.add_exception_handler(ClientGone, on_client_gone)
+    app.add_exception_handler(Exception, on_internal_error)
+
+
+def _respond(status: int, error: ErrorObject, headers: dict[str, str] | None) -> Response:
+    content = orjson.dumps(ErrorResponse(error))
+    return Response(content, status_code=status, headers=headers, media_type="application/json")
+
+
+def _from_details(details: ErrorDetails) -> InvalidRequest:
+    param = _field_name(details["loc"])
+    match details["type"]:
+        case "extra_forbidden":
+            return InvalidRequest(f"unknown field {param!r}", param)
+        case "missing":
+            return InvalidRequest(f"{param} is required", param)
+        case "not_implemented":
+            return Unsupported(f"{param} {details['msg']}", param)
+        case "value_not_allowed":  # our own validators' messages continue the field's name
+            return InvalidRequest(f"{param} {details['msg']}", param)
+        case "model_type" | "dataclass_type" if param is None:
+            return InvalidRequest("the body must be a JSON object")
+    return InvalidRequest(f"{param}: {details['msg']}", param)
+
+
+def _field_name(location: tuple[int | str, ...]) -> str | None:
+    """("messages", 0, "role") -> "messages[0].role"; None for the body itself."""
+    name = ""
+    for part in location:
+        name += f"[{part}]" if isinstance(part, int) else f".{shorten(part)}"
+    return name.removeprefix(".") or None

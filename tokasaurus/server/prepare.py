@@ -1,0 +1,152 @@
+"""OpenAI body → GenerateRequest: everything that a body leaves open is decided here. Plain functions, no server."""
+
+import secrets
+import uuid
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokasaurus.messages.generation import GenerateRequest, SamplingParams
+from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, Unsupported
+from tokasaurus.server.protocol.chat import ChatCompletionRequest
+from tokasaurus.server.protocol.completions import CompletionRequest, Prompt
+from tokasaurus.server.protocol.sampling_fields import SamplingFields
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.text.tokenizer import ChatTemplateError
+
+# Of one body: n times its prompts.
+MAX_SEQUENCES = 65_536
+DEFAULT_COMPLETION_TOKENS = 16
+# The engine draws in float32. Below these, a draw differs from greedy, or from the likeliest token alone, only
+# between tokens that tie to within float32; dividing by less would overflow.
+_MIN_TEMPERATURE = 1e-5
+_MIN_TOP_P = 1e-6
+_UINT64_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One body, ready for the engine. response_id: of the answer. requests: one per prompt, in order."""
+
+    response_id: str
+    requests: list[GenerateRequest]
+
+
+def prepare_completion(body: CompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:
+    """Tokenizes, so not for the event loop. Raises InvalidRequest."""
+    if body.best_of is not None and body.best_of != body.n:
+        raise Unsupported("best_of other than n is not implemented", "best_of")
+    _check_num_sequences(len(body.prompt), body.n)
+    want_logprobs = body.logprobs is not None
+    response_id = f"cmpl-{uuid.uuid4().hex}"
+    requests = []
+    for index, prompt_ids in enumerate(_tokenize(body.prompt, model)):
+        room = _room(prompt_ids, limits, "prompt")
+        max_new_tokens = min(DEFAULT_COMPLETION_TOKENS, room)
+        if body.max_tokens is not None:
+            max_new_tokens = _checked_max_tokens(body.max_tokens, "max_tokens", prompt_ids, room)
+        request_id = f"{response_id}-{index}"
+        requests.append(_request(request_id, body, prompt_ids, max_new_tokens, want_logprobs, model))
+    return Prepared(response_id, requests)
+
+
+def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:
+    """Tokenizes, so not for the event loop. Raises InvalidRequest."""
+    _check_num_sequences(1, body.n)
+    try:
+        messages = [{"role": message.role, "content": message.content} for message in body.messages]
+        prompt_ids = model.tokenizer.encode_chat(messages)
+    except ChatTemplateError as error:
+        raise InvalidRequest(str(error), "messages") from error
+    _check_vocabulary(prompt_ids, model, "messages")
+    room = _room(prompt_ids, limits, "messages")
+    max_new_tokens = room
+    asked = _asked_chat_tokens(body)
+    if asked is not None:
+        max_new_tokens = _checked_max_tokens(*asked, prompt_ids, room)
+    response_id = f"chatcmpl-{uuid.uuid4().hex}"
+    request = _request(f"{response_id}-0", body, prompt_ids, max_new_tokens, body.logprobs, model)
+    return Prepared(response_id, [request])
+
+
+def _check_num_sequences(num_prompts: int, n: int) -> None:
+    if num_prompts * n > MAX_SEQUENCES:
+        raise InvalidRequest(f"n times the number of prompts may be at most {MAX_SEQUENCES}", "n")
+
+
+def _tokenize(prompts: list[Prompt], model: ServedModel) -> list[list[int]]:
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    encoded = iter(model.tokenizer.encode_batch(texts, add_special_tokens=True))
+    prompts_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+    for prompt_ids in prompts_ids:
+        if not prompt_ids:
+            raise InvalidRequest("prompt holds no token", "prompt")
+        _check_vocabulary(prompt_ids, model, "prompt")
+    return prompts_ids
+
+
+def _check_vocabulary(prompt_ids: list[int], model: ServedModel, param: str) -> None:
+    for outlier in (min(prompt_ids), max(prompt_ids)):
+        if not 0 <= outlier < model.vocab_size:
+            raise InvalidRequest(
+                f"{param} holds the token id {outlier}; the model's go from 0 to {model.vocab_size - 1}", param
+            )
+
+
+def _room(prompt_ids: list[int], limits: EngineLimits, param: str) -> int:
+    """New tokens that fit behind the prompt, at least 1."""
+    room = limits.max_tokens_per_sequence - len(prompt_ids)
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"{param} has {len(prompt_ids)} tokens, which leaves no room for an answer: "
+            f"both together may have {limits.max_tokens_per_sequence}",
+            param,
+        )
+    return room
+
+
+def _asked_chat_tokens(body: ChatCompletionRequest) -> tuple[int, str] | None:
+    """(most new tokens, name of the field that says so)."""
+    if body.max_completion_tokens is None:
+        return None if body.max_tokens is None else (body.max_tokens, "max_tokens")
+    if body.max_tokens is not None and body.max_tokens != body.max_completion_tokens:
+        raise InvalidRequest("max_tokens is an older name of max_completion_tokens: give one of them", "max_tokens")
+    return body.max_completion_tokens, "max_completion_tokens"
+
+
+def _checked_max_tokens(max_tokens: int, param: str, prompt_ids: list[int], room: int) -> int:
+    if max_tokens > room:
+        raise ContextLengthExceeded(
+            f"{param} is {max_tokens} and the prompt has {len(prompt_ids)} tokens: both together may have "
+            f"{room + len(prompt_ids)}",
+            param,
+        )
+    return max_tokens
+
+
+def _request(
+    request_id: str,
+    body: SamplingFields,
+    prompt_ids: list[int],
+    max_new_tokens: int,
+    want_logprobs: bool,
+    model: ServedModel,
+) -> GenerateRequest:
+    if want_logprobs and not model.allow_logprobs:
+        raise InvalidRequest("logprobs are switched off at this server (enable_chosen_logprobs)", "logprobs")
+    sampling = SamplingParams(
+        temperature=body.temperature if body.temperature >= _MIN_TEMPERATURE else 0.0,
+        top_p=max(body.top_p, _MIN_TOP_P),
+        seed=secrets.randbits(64) if body.seed is None else body.seed & _UINT64_MASK,
+    )
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_ids=np.array(prompt_ids, dtype=np.int32),
+        num_sequences=body.n,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_strings=body.stop,
+        ignore_eos=body.ignore_eos,
+        want_logprobs=want_logprobs,
+    )

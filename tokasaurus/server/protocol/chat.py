@@ -1,0 +1,148 @@
+"""Bodies of /v1/chat/completions, as OpenAI's reference documents them."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from tokasaurus.server.protocol.sampling_fields import Only, SamplingFields, null_means, value_error
+from tokasaurus.server.protocol.usage import Usage
+
+
+def _parse_content(value: object) -> str:
+    """A string, or the texts of its parts put together."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise value_error("must be a string or a list of text parts")
+    return "".join(_parse_part(part) for part in value)
+
+
+def _parse_part(part: object) -> str:
+    if isinstance(part, dict) and part.get("type", "text") != "text":
+        raise PydanticCustomError("not_implemented", "holds a part that is not text, which is not implemented")
+    if not isinstance(part, dict) or part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+        raise value_error('must hold parts with just "type": "text" and a string as "text"')
+    return part["text"]
+
+
+_PART_SCHEMA = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+
+Content = Annotated[
+    str,
+    PlainValidator(_parse_content),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]}),
+]
+
+
+def _parse_role(value: object) -> str:
+    if value in ("tool", "function"):
+        raise PydanticCustomError("not_implemented", "may not be a tool's: tools are not implemented")
+    if value not in ("system", "developer", "user", "assistant"):
+        raise value_error('must be "system", "developer", "user" or "assistant"')
+    # OpenAI's newer word for a system message; chat templates know the old one
+    return "system" if value == "developer" else str(value)
+
+
+Role = Annotated[
+    str,
+    PlainValidator(_parse_role),
+    WithJsonSchema({"enum": ["system", "developer", "user", "assistant"]}),
+]
+
+
+class ChatMessage(BaseModel):
+    """The fields besides role and content are those of an answer's message: clients send it back as it came."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    role: Role
+    content: Content
+    name: Annotated[Any, Only(None)] = None
+    refusal: Annotated[Any, Only(None)] = None
+    annotations: Annotated[Any, Only(None, [])] = None
+    audio: Annotated[Any, Only(None)] = None
+    function_call: Annotated[Any, Only(None)] = None
+    tool_calls: Annotated[Any, Only(None, [])] = None
+
+
+class ChatCompletionRequest(SamplingFields):
+    """logprobs: the log-probability of each chosen token. max_tokens: the older name of max_completion_tokens.
+
+    ignore_eos (an extension of ours): generate max_completion_tokens tokens whatever the model says.
+    """
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    logprobs: Annotated[bool, null_means(False)] = False
+    top_logprobs: Annotated[Any, Only(None, 0)] = None
+
+    tools: Annotated[Any, Only(None, [])] = None
+    tool_choice: Annotated[Any, Only(None, "none", "auto")] = None
+    parallel_tool_calls: Annotated[Any, Only(None, True, False)] = None
+    functions: Annotated[Any, Only(None, [])] = None
+    function_call: Annotated[Any, Only(None, "none", "auto")] = None
+    modalities: Annotated[Any, Only(None, ["text"])] = None
+    audio: Annotated[Any, Only(None)] = None
+    prediction: Annotated[Any, Only(None)] = None
+    reasoning_effort: Annotated[Any, Only(None)] = None
+    moderation: Annotated[Any, Only(None)] = None
+    prompt_cache_options: Annotated[Any, Only(None)] = None
+    prompt_cache_retention: Annotated[Any, Only(None)] = None
+    verbosity: Annotated[Any, Only(None)] = None
+    web_search_options: Annotated[Any, Only(None)] = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTopLogprob:
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTokenLogprob:
+    """bytes: the token's UTF-8 bytes, which may be part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[ChatTopLogprob]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatLogprobs:
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantMessage:
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatChoice:
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCompletion:
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage

@@ -1,0 +1,114 @@
+"""Fields that completions and chat bodies share, and the validators both use.
+
+Null means "the default" for every optional field, as OpenAI's clients send it. A field that is not built yet is
+declared with `Only(...)`: the values that ask for nothing are accepted, every other is refused by name.
+"""
+
+from typing import Annotated, Any
+
+import orjson
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    PlainValidator,
+    WithJsonSchema,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+MAX_STOP_STRINGS = 16
+
+
+def value_error(message: str) -> PydanticCustomError:
+    """For validators. message: continues the field's name, such as "must not be empty"; may not hold braces."""
+    return PydanticCustomError("value_not_allowed", message)
+
+
+class Only:
+    """Metadata of a field that is not built yet: accepts just these neutral values (same type, same value)."""
+
+    def __init__(self, *neutral: object) -> None:
+        self._neutral = neutral
+
+    def __get_pydantic_core_schema__(self, _source: object, _handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"enum": list(self._neutral), "description": "Not implemented: only these neutral values."}
+
+    def _check(self, value: object) -> object:
+        # 0 == False == 0.0 in Python, hence the types
+        if any(type(value) is type(neutral) and value == neutral for neutral in self._neutral):
+            return value
+        allowed = " and ".join(orjson.dumps(neutral).decode() for neutral in self._neutral)
+        message = "is not implemented (without effect, so allowed: {allowed})"
+        raise PydanticCustomError("not_implemented", message, {"allowed": allowed})
+
+
+def null_means(default: object) -> BeforeValidator:
+    """Reads an explicit null as the default."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+def _parse_stop(value: object) -> tuple[str, ...]:
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise value_error("must be a string or a list of strings")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise value_error(f"may hold at most {MAX_STOP_STRINGS} strings")
+    if "" in stops:
+        raise value_error("must not hold an empty string")
+    return tuple(stops)
+
+
+StopStrings = Annotated[
+    tuple[str, ...],
+    PlainValidator(_parse_stop),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOP_STRINGS},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
+class SamplingFields(BaseModel):
+    """What /v1/completions and /v1/chat/completions both take.
+
+    Accepted and without effect, since they ask nothing of the generated text: user, metadata, store=false,
+    service_tier auto or default, safety_identifier, prompt_cache_key.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    model: str
+    n: Annotated[int, Field(ge=1), null_means(1)] = 1
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False), null_means(1.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), null_means(1.0)] = 1.0
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    stop: StopStrings = ()
+    # signed or unsigned: both are read as 64 bits
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
+    ignore_eos: Annotated[bool, null_means(False)] = False
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Annotated[Any, Only(None, False)] = None
+    service_tier: Annotated[Any, Only(None, "auto", "default")] = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    stream: Annotated[Any, Only(None, False)] = None
+    stream_options: Annotated[Any, Only(None)] = None
+    presence_penalty: Annotated[Any, Only(None, 0, 0.0)] = None
+    frequency_penalty: Annotated[Any, Only(None, 0, 0.0)] = None
+    logit_bias: Annotated[Any, Only(None, {})] = None
+    response_format: Annotated[Any, Only(None, {"type": "text"})] = None

@@ -1,0 +1,34 @@
+"""GET /health, /ready, /ping, /version"""
+
+import importlib.metadata
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from tokasaurus.server.errors import ErrorResponse
+from tokasaurus.server.state import state_of
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/health")
+async def health() -> JSONResponse:
+    """The HTTP server is alive, whatever the engine does."""
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/ready", responses={503: {"model": ErrorResponse}})
+async def ready(request: Request) -> JSONResponse:
+    """The engine takes requests; 503 until then."""
+    state_of(request).ready_limits()
+    return JSONResponse({"status": "ready"})
+
+
+@router.get("/ping")
+async def ping() -> JSONResponse:
+    return JSONResponse({"message": "pong"})
+
+
+@router.get("/version")
+async def version() -> JSONResponse:
+    return JSONResponse({"version": importlib.metadata.version("tokasaurus")})

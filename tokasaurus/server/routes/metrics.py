@@ -1,0 +1,15 @@
+"""GET /metrics"""
+
+from fastapi import APIRouter, Request, Response
+
+from tokasaurus.monitoring.metrics import CONTENT_TYPE_LATEST, EngineCollector, render_metrics
+from tokasaurus.server.state import state_of
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus text; no samples until the engine is up."""
+    engine = state_of(request).engine
+    return Response(render_metrics(EngineCollector(lambda: engine.stats)), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,34 @@
+"""GET /v1/models"""
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from tokasaurus.server.errors import ErrorResponse
+from tokasaurus.server.protocol.models import ModelList, ModelObject
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.state import state_of
+
+router = APIRouter(tags=["models"])
+
+
+@router.get("/v1/models", responses={200: {"model": ModelList}})
+async def list_models(request: Request) -> Response:
+    """The one model that is served."""
+    return _json(ModelList([_model_object(state_of(request).model)]))
+
+
+# a path, since names such as org/name hold slashes
+@router.get("/v1/models/{name:path}", responses={200: {"model": ModelObject}, "4XX": {"model": ErrorResponse}})
+async def retrieve_model(request: Request, name: str) -> Response:
+    """The model of that name; "default" is another name of the one that is served."""
+    model = state_of(request).model
+    model.check_name(name)
+    return _json(_model_object(model))
+
+
+def _model_object(model: ServedModel) -> ModelObject:
+    return ModelObject(id=model.name, created=model.created)
+
+
+def _json(body: object) -> Response:
+    return Response(orjson.dumps(body), media_type="application/json")

@@ -1,0 +1,31 @@
+"""The model as the API shows it."""
+
+from dataclasses import dataclass
+
+from tokasaurus.server.errors import ModelNotFound
+from tokasaurus.text.tokenizer import Tokenizer
+
+# Accepted as a model's name beside the served one.
+DEFAULT_ALIAS = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """name: in the API. created: Unix time in seconds at which the server started.
+
+    system_fingerprint: the same as long as equal seeds are meant to give equal answers.
+    allow_logprobs: the flag enable_chosen_logprobs.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    eos_ids: frozenset[int]
+    created: int
+    system_fingerprint: str
+    allow_logprobs: bool
+
+    def check_name(self, name: str) -> None:
+        """Raises ModelNotFound."""
+        if name not in (self.name, DEFAULT_ALIAS):
+            raise ModelNotFound(name)
