@@ -54,7 +54,7 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
+class FamilyConfig:
     """architecture: the one class name accepted. default_head_dim: where head_dim is absent; None = hidden / heads.
 
     must_be_off: fields that change the maths when they are true.
@@ -65,10 +65,10 @@ class _Family:
     default_head_dim: int | None = None
 
 
-_FAMILIES = {
-    "llama": _Family("LlamaForCausalLM", ("attention_bias", "mlp_bias")),
-    "qwen2": _Family("Qwen2ForCausalLM", ("use_sliding_window",)),
-    "qwen3": _Family("Qwen3ForCausalLM", ("attention_bias", "use_sliding_window"), default_head_dim=128),
+FAMILIES = {
+    "llama": FamilyConfig("LlamaForCausalLM", ("attention_bias", "mlp_bias")),
+    "qwen2": FamilyConfig("Qwen2ForCausalLM", ("use_sliding_window",)),
+    "qwen3": FamilyConfig("Qwen3ForCausalLM", ("attention_bias", "use_sliding_window"), default_head_dim=128),
 }
 
 
@@ -90,9 +90,9 @@ def read_model_info(directory: Path) -> ModelInfo:
 
 def _parse(config: dict[str, Any], generation: dict[str, Any]) -> ModelInfo:
     name = config.get("model_type")
-    if not isinstance(name, str) or name not in _FAMILIES:
-        raise CheckpointError(f"model_type {name!r} is not supported; supported are {', '.join(_FAMILIES)}")
-    family = _FAMILIES[name]
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise CheckpointError(f"model_type {name!r} is not supported; supported are {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
     _refuse_unsupported(config, name, family)
     hidden_size = _positive_int(config, "hidden_size")
     num_heads = _positive_int(config, "num_attention_heads")
@@ -121,7 +121,7 @@ def _parse(config: dict[str, Any], generation: dict[str, Any]) -> ModelInfo:
     )
 
 
-def _refuse_unsupported(config: dict[str, Any], name: str, family: _Family) -> None:
+def _refuse_unsupported(config: dict[str, Any], name: str, family: FamilyConfig) -> None:
     architectures = config.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise CheckpointError(f"architectures {architectures} is not supported; {name} is {family.architecture}")

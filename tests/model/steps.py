@@ -1,0 +1,111 @@
+"""Drive a model runner as the manager would, for tests: one object hands out slots and blocks and builds steps."""
+
+import itertools
+
+import numpy as np
+import torch
+
+from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.messages.forward import ForwardInput
+from tokasaurus.messages.slots import SlotChanges, SlotOpens
+from tokasaurus.model.architectures.decoder import Decoder
+from tokasaurus.model.attention.backend import KVShape
+from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.kernels.library import load_kernels
+from tokasaurus.model.runner import ModelRunner, StepResult
+from tokasaurus.model.slot_table import SlotTable, SlotTableSize
+
+CPU = torch.device("cpu")
+NOTHING = np.zeros(0, np.int32)
+
+
+def make_runner(
+    model: Decoder, info: ModelInfo, backend: str, page_size: int = 16, num_blocks: int = 200, num_slots: int = 20
+) -> ModelRunner:
+    shape = KVShape(info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim, page_size, torch.float32, CPU)
+    kernels = load_kernels()
+    chosen = make_backend(backend, shape, kernels)
+    chosen.allocate(num_blocks + 1)
+    slots = SlotTable(SlotTableSize(num_slots + 1, -(-info.context_length // page_size)), CPU)
+    return ModelRunner(model, chosen, slots, page_size, CPU, kernels)
+
+
+class StepDriver:
+    """Opens slots with scattered blocks, and runs steps of any mix of decode rows and prefill chunks."""
+
+    def __init__(self, runner: ModelRunner, page_size: int = 16, num_blocks: int = 200, seed: int = 0) -> None:
+        self._runner = runner
+        self._page_size = page_size
+        self._free = np.random.default_rng(seed).permutation(np.arange(1, num_blocks + 1)).tolist()
+        self._step_ids = itertools.count(1)
+        self._prompts: dict[int, list[int]] = {}
+        self._done: dict[int, int] = {}
+        self._blocks: dict[int, int] = {}
+        self._to_open: list[int] = []
+        self._options: dict[int, tuple[float, float, int, int]] = {}
+
+    def open(
+        self, slot: int, prompt: list[int], temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, sample: int = 0
+    ) -> None:
+        self._prompts[slot], self._done[slot], self._blocks[slot] = prompt, 0, 0
+        self._options[slot] = (temperature, top_p, seed, sample)
+        self._to_open.append(slot)
+
+    def remaining(self, slot: int) -> int:
+        """Prompt tokens not prefilled yet."""
+        return max(0, len(self._prompts[slot]) - self._done[slot])
+
+    def run(self, decode: list[int], prefill: list[tuple[int, int]]) -> dict[int, tuple[int, float | None]]:
+        """decode: slots. prefill: (slot, tokens). -> the sampled (token, log-probability) by slot."""
+        prompt_ids: list[int] = []
+        block_slots: list[int] = []
+        sampled = list(decode)
+        for slot, count in [*((slot, 1) for slot in decode), *prefill]:
+            done = self._done[slot]
+            if slot not in decode:
+                prompt_ids += self._prompts[slot][done : done + count]
+                if done + count == len(self._prompts[slot]):
+                    sampled.append(slot)
+            self._done[slot] = done + count
+            while self._blocks[slot] * self._page_size < self._done[slot]:
+                self._blocks[slot] += 1
+                block_slots.append(slot)
+        blocks = [self._free.pop() for _ in block_slots]
+        changes = SlotChanges(NOTHING, self._opened(), _int32(block_slots), _int32(blocks))
+        slots = [*decode, *(slot for slot, _ in prefill)]
+        counts = [1] * len(decode) + [count for _, count in prefill]
+        step = ForwardInput(
+            next(self._step_ids), _int32(slots), _int32(counts), len(decode), _int32(prompt_ids), changes
+        )
+        return _by_slot(self._runner.run(step), sampled)
+
+    def _opened(self) -> SlotOpens | None:
+        slots, self._to_open = self._to_open, []
+        if not slots:
+            return None
+        temperatures, top_ps, seeds, samples = zip(*(self._options[slot] for slot in slots), strict=True)
+        return SlotOpens(
+            slots=_int32(slots),
+            num_prompt_tokens=_int32([len(self._prompts[slot]) for slot in slots]),
+            first_positions=np.zeros(len(slots), np.int32),
+            temperatures=np.array(temperatures, np.float32),
+            top_ps=np.array(top_ps, np.float32),
+            seeds=np.array(seeds, np.uint64),
+            sample_indices=np.array(samples, np.uint32),
+            want_logprobs=np.ones(len(slots), np.bool_),
+        )
+
+
+def _int32(values: list[int]) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def _by_slot(result: StepResult, sampled: list[int]) -> dict[int, tuple[int, float | None]]:
+    tokens = result.host_token_ids().tolist()
+    if not sampled:
+        assert tokens == []
+        return {}
+    logprobs = result.host_logprobs()
+    assert logprobs is not None
+    assert len(tokens) == len(sampled)
+    return {slot: pair for slot, *pair in zip(sampled, tokens, logprobs.tolist(), strict=True)}

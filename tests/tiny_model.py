@@ -1,0 +1,90 @@
+"""Small random-weight checkpoints in Hugging Face format, made by transformers, with a byte-level tokenizer."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 272
+EOS_ID = 256
+SPECIAL_TOKENS = ["<|eos|>", "<|start|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message.role }}: {{ message.content }}<|eos|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant: {% endif %}"
+)
+
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": EOS_ID,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def family_config(family: str, tied: bool = False) -> PretrainedConfig:
+    """family: "llama" (with llama3 rope scaling), "qwen2", "qwen3", or "mistral"."""
+    sizes = {**_SIZES, "tie_word_embeddings": tied}
+    if family == "llama":
+        return LlamaConfig(**sizes, rope_parameters=_LLAMA3_ROPE)
+    if family == "qwen2":
+        return Qwen2Config(**sizes)
+    if family == "qwen3":
+        return Qwen3Config(**sizes, head_dim=32)
+    if family == "mistral":
+        return MistralConfig(**sizes, sliding_window=None)
+    raise ValueError(family)
+
+
+def save_tiny_model(
+    directory: Path, family: str, tied: bool = False, max_shard_size: str = "5GB", seed: int = 0
+) -> PreTrainedModel:
+    """Write the checkpoint and its tokenizer; the model returned is the oracle, in float32."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(family_config(family, tied), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Norm weights of 1 and biases of 0, transformers' initial values, would hide a norm or bias left out. The
+            # matrices are larger than at initialisation, so that greedy text does not settle on one token.
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, 0.15)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    save_byte_tokenizer(directory)
+    return model
+
+
+def save_byte_tokenizer(directory: Path) -> None:
+    """A token for each byte, in the order of the byte-level alphabet, then the special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE, "eos_token": "<|eos|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
