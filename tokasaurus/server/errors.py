@@ -1,6 +1,5 @@
 """User mistakes and server states as exceptions, and their one way out: OpenAI's error object."""
 
-import logging
 from dataclasses import dataclass
 
 import orjson
@@ -9,8 +8,6 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
-
-logger = logging.getLogger(__name__)
 
 # A client's own field and model names are echoed; no longer than this.
 _MAX_ECHO_CHARS = 100
