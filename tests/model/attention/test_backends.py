@@ -1,0 +1,165 @@
+"""The batched backends against the reference, which takes one row at a time, and the reference against a formula."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
+from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.kernels.library import load_kernels
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Segment:
+    num_rows: int
+    kv_length: int
+
+
+def make_part(segments: list[Segment], tables: list[list[int]], first_row: int, causal: bool) -> PagedPart:
+    starts = torch.tensor([0, *torch.tensor([s.num_rows for s in segments]).cumsum(0).tolist()], dtype=torch.int32)
+    width = max(len(table) for table in tables)
+    padded = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
+    return PagedPart(
+        first_row=first_row,
+        num_rows=int(starts[-1]),
+        query_starts=starts,
+        block_table=padded,
+        kv_lengths=torch.tensor([s.kv_length for s in segments], dtype=torch.int32),
+        causal=causal,
+        max_query_rows=max(s.num_rows for s in segments),
+        max_kv_length=max(s.kv_length for s in segments),
+    )
+
+
+def scattered_tables(segments: list[Segment], page_size: int, seed: int) -> tuple[list[list[int]], int]:
+    """Disjoint blocks in random order for each segment -> tables, number of blocks with the padding block."""
+    counts = [-(-segment.kv_length // page_size) for segment in segments]
+    order = (torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+    tables, taken = [], 0
+    for count in counts:
+        tables.append(order[taken : taken + count])
+        taken += count
+    return tables, sum(counts) + 1
+
+
+def fill(backend: AttentionBackend, shape: KVShape, segments: list[Segment], tables: list[list[int]]) -> None:
+    """The same random keys and values, by seed, in every token of every segment and layer."""
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(shape.num_layers):
+        for segment, table in zip(segments, tables, strict=True):
+            places = [
+                table[t // shape.page_size] * shape.page_size + t % shape.page_size for t in range(segment.kv_length)
+            ]
+            size = (segment.kv_length, shape.num_kv_heads, shape.head_dim)
+            key, value = (torch.randn(size, generator=generator).to(shape.dtype) for _ in range(2))
+            backend.plan(PagedLayout(torch.tensor(places), ()))
+            backend.write(key, value, layer)
+
+
+def attend_all(
+    name: str, shape: KVShape, segments: list[Segment], causal: bool, layer: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    backend = make_backend(name, shape, load_kernels())
+    tables, num_blocks = scattered_tables(segments, shape.page_size, seed)
+    backend.allocate(num_blocks)
+    fill(backend, shape, segments, tables)
+    part = make_part(segments, tables, first_row=0, causal=causal)
+    backend.plan(PagedLayout(torch.zeros(0, dtype=torch.int64), (part,)))
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn((part.num_rows, shape.num_heads, shape.head_dim), generator=generator).to(shape.dtype)
+    return backend.attend(query, layer, part)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[KVShape, list[Segment], bool, int]:
+    num_kv_heads = draw(st.sampled_from([1, 2, 3]))
+    shape = KVShape(
+        num_layers=2,
+        num_heads=num_kv_heads * draw(st.sampled_from([1, 2, 3, 5, 8])),
+        num_kv_heads=num_kv_heads,
+        head_dim=draw(st.sampled_from([16, 32, 64, 80, 128])),
+        page_size=draw(st.sampled_from([16, 32])),
+        dtype=torch.float32,
+        device=CPU,
+    )
+    segment = st.builds(
+        lambda rows, before: Segment(rows, rows + before), st.integers(1, 40), st.sampled_from([0, 1, 15, 16, 100, 300])
+    )
+    return shape, draw(st.lists(segment, min_size=1, max_size=6)), draw(st.booleans()), draw(st.integers(0, 99))
+
+
+@pytest.mark.parametrize("name", ["cpu", "torch"])
+@settings(max_examples=40, deadline=None)
+@given(problem=problems())
+def test_ragged_batches_equal_the_reference(name: str, problem: tuple[KVShape, list[Segment], bool, int]) -> None:
+    shape, segments, causal, seed = problem
+    output, lse = attend_all(name, shape, segments, causal, layer=1, seed=seed)
+    expected_output, expected_lse = attend_all("reference", shape, segments, causal, layer=1, seed=seed)
+    torch.testing.assert_close(output, expected_output, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cpu", "torch"])
+def test_bfloat16_stays_as_close_to_float32_as_its_rounding_allows(name: str) -> None:
+    segments = [Segment(1, 600), Segment(1, 33), Segment(70, 200)]
+    outputs = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        shape = KVShape(1, 9, 3, 64, 16, dtype, CPU)
+        outputs[dtype], _ = attend_all(name if dtype == torch.bfloat16 else "reference", shape, segments, True, 0, 3)
+    error = (outputs[torch.bfloat16].float() - outputs[torch.float32]).abs()
+    assert error.mean() < 2e-3
+    assert error.max() < 3e-2
+
+
+def test_the_reference_is_scaled_dot_product_attention() -> None:
+    shape = KVShape(1, 4, 2, 16, 16, torch.float32, CPU)
+    backend = make_backend("reference", shape, None)
+    backend.allocate(4)
+    key, value = torch.randn(40, 2, 16), torch.randn(40, 2, 16)
+    table = [3, 1, 2]
+    places = torch.tensor([table[t // 16] * 16 + t % 16 for t in range(40)])
+    backend.plan(PagedLayout(places, ()))
+    backend.write(key, value, 0)
+    query = torch.randn(40, 4, 16)
+    output, _ = backend.attend(query, 0, make_part([Segment(40, 40)], [table], 0, causal=True))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (query, key, value)), is_causal=True, enable_gqa=True
+    ).transpose(0, 1)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cpu", "torch", "reference"])
+def test_parts_merged_by_their_lse_equal_attention_over_both(name: str) -> None:
+    """A segment's blocks cut in two, the first half as a prefix that every row sees whole."""
+    shape = KVShape(1, 6, 3, 32, 16, torch.float32, CPU)
+    backend = make_backend(name, shape, load_kernels())
+    backend.allocate(9)
+    table = [4, 2, 7, 1, 8]
+    fill(backend, shape, [Segment(1, 70)], [table])
+    query = torch.randn(5, 6, 32)
+    both = make_part([Segment(5, 70)], [table], 0, causal=True)
+    prefix = make_part([Segment(5, 48)], [table[:3]], 0, causal=False)
+    suffix = make_part([Segment(5, 22)], [table[3:]], 0, causal=True)
+    results = []
+    for part in (both, prefix, suffix):
+        backend.plan(PagedLayout(torch.zeros(0, dtype=torch.int64), (part,)))
+        results.append(backend.attend(query, 0, part))
+    (expected, expected_lse), (first, first_lse), (second, second_lse) = results
+    lse = torch.logaddexp(first_lse, second_lse)
+    merged = first * (first_lse - lse).exp().unsqueeze(-1) + second * (second_lse - lse).exp().unsqueeze(-1)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_named_backend_that_cannot_serve_the_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="head size 24"):
+        make_backend("cpu", KVShape(1, 2, 1, 24, 16, torch.float32, CPU), load_kernels())
+    with pytest.raises(ValueError, match="page_size=8"):
+        make_backend("cpu", KVShape(1, 2, 1, 16, 8, torch.float32, CPU), load_kernels())
+    with pytest.raises(ValueError, match="C\\+\\+ compiler"):
+        make_backend("cpu", KVShape(1, 2, 1, 16, 16, torch.float32, CPU), None)

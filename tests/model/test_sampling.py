@@ -1,0 +1,162 @@
+"""Sampling against distributions computed the plain way, and the kernels against torch."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokasaurus.model.kernels.library import Kernels, load_kernels
+from tokasaurus.model.sampling import SamplingRows, outside_top_p, sample
+from tokasaurus.model.sampling_noise import gumbel_noise, position_keys, sequence_keys
+
+
+def noise_keys(seeds: list[int], samples: list[int], positions: list[int]) -> torch.Tensor:
+    keys = position_keys(
+        sequence_keys(np.array(seeds, np.uint64), np.array(samples, np.uint32)), np.array(positions, np.int32)
+    )
+    return torch.from_numpy(keys.astype(np.int64))
+
+
+def make_rows(
+    temperatures: list[float], top_ps: list[float], keys: torch.Tensor, logprobs: bool = True
+) -> SamplingRows:
+    return SamplingRows(
+        temperatures=torch.tensor(temperatures),
+        top_ps=torch.tensor(top_ps),
+        noise_keys=keys,
+        any_sampled=any(t > 0 for t in temperatures),
+        any_top_p=any(p < 1 and t > 0 for p, t in zip(top_ps, temperatures, strict=True)),
+        any_logprobs=logprobs,
+    )
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def kernels(request: pytest.FixtureRequest) -> Kernels | None:
+    if request.param == "torch":
+        return None
+    loaded = load_kernels()
+    assert loaded is not None, "the tests need a C++ compiler"
+    return loaded
+
+
+def count_draws(logits: list[float], temperature: float, top_p: float, kernels: Kernels | None) -> np.ndarray:
+    """How often each token is drawn in 40,000 draws of one sequence's consecutive positions."""
+    num_draws = 40_000
+    rows = make_rows(
+        [temperature] * num_draws,
+        [top_p] * num_draws,
+        noise_keys([7] * num_draws, [0] * num_draws, list(range(num_draws))),
+    )
+    tokens, _ = sample(torch.tensor(logits).repeat(num_draws, 1), rows, kernels)
+    return np.bincount(tokens.numpy(), minlength=len(logits))
+
+
+def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    expected = probabilities * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+LOGITS = [2.0, 1.5, 0.3, 0.0, -1.0, -2.5, 1.0]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_softmax_at_the_temperature(temperature: float, kernels: Kernels | None) -> None:
+    scores = np.array(LOGITS) / temperature
+    probabilities = np.exp(scores) / np.exp(scores).sum()
+    # 6 degrees of freedom: above 27.9 once in 10,000 honest runs.
+    assert chi_square(count_draws(LOGITS, temperature, 1.0, kernels), probabilities) < 27.9
+
+
+def test_draws_under_top_p_follow_the_renormalised_rest(kernels: Kernels | None) -> None:
+    probabilities = np.exp(LOGITS) / np.exp(LOGITS).sum()
+    # 0.42, 0.26, 0.16, 0.08, ...: 0.8 is crossed by the third token.
+    order = np.argsort(-probabilities)
+    inside = order[: int((np.cumsum(probabilities[order]) < 0.8).sum()) + 1]
+    assert len(inside) == 3
+    counts = count_draws(LOGITS, 1.0, 0.8, kernels)
+    assert counts.sum() == counts[inside].sum()
+    assert chi_square(counts[inside], probabilities[inside] / probabilities[inside].sum()) < 18.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scores=st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=40),
+    top_p=st.floats(0.01, 1.0, width=32),
+)
+def test_top_p_keeps_the_fewest_likely_tokens_that_reach_it(scores: list[float], top_p: float) -> None:
+    probabilities = torch.tensor(scores).softmax(dim=-1)
+    excluded = outside_top_p(torch.tensor([scores]), torch.tensor([top_p]))[0]
+    kept = probabilities[~excluded]
+    assert kept.sum() >= min(top_p, 1) - 1e-5
+    assert excluded.sum() == 0 or probabilities[excluded].max() < kept.min()
+    # Without the least likely of the kept (and its equals) it would not be reached.
+    assert kept[kept > kept.min()].sum() < top_p + 1e-5
+
+
+def test_top_p_reaches_past_the_candidates_of_a_flat_distribution() -> None:
+    scores = torch.linspace(0, 0.01, 5000).unsqueeze(0)
+    excluded = outside_top_p(scores, torch.tensor([0.9]))[0]
+    ordered = scores[0].softmax(dim=-1).sort(descending=True).values
+    expected = int((ordered.cumsum(0) < 0.9).sum()) + 1
+    assert abs(int((~excluded).sum()) - expected) <= 1
+
+
+def test_greedy_rows_take_the_maximum_beside_sampled_ones(kernels: Kernels | None) -> None:
+    logits = torch.randn(6, 1003)
+    rows = make_rows([0, 1, 0, 0.7, 0, 1], [0.1, 1, 1, 0.5, 1, 1], noise_keys([1] * 6, [0] * 6, [5] * 6))
+    tokens, _ = sample(logits, rows, kernels)
+    assert tokens[[0, 2, 4]].tolist() == logits.argmax(dim=-1)[[0, 2, 4]].tolist()
+
+
+def test_logprobs_are_of_the_plain_distribution(kernels: Kernels | None) -> None:
+    logits = torch.randn(5, 1003) * 4
+    rows = make_rows([0, 1, 2, 0.5, 1], [1, 1, 0.5, 0.5, 1], noise_keys([1] * 5, [0] * 5, [5] * 5))
+    tokens, logprobs = sample(logits, rows, kernels)
+    expected = logits.double().log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+    assert logprobs is not None
+    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_draw_the_tokens_that_torch_draws(dtype: torch.dtype) -> None:
+    logits = (torch.randn(300, 4999) * 3).to(dtype)
+    temperatures = [0.0, 0.6, 1.0, 1.7] * 75
+    keys = noise_keys(list(range(300)), [index % 3 for index in range(300)], list(range(300)))
+    rows = make_rows(temperatures, [1.0] * 300, keys)
+    by_torch, _ = sample(logits, rows, None)
+    by_kernels, _ = sample(logits, rows, load_kernels())
+    assert (by_torch == by_kernels).float().mean() >= 0.99  # a near tie may fall either way
+    greedy = torch.tensor(temperatures) == 0
+    assert torch.equal(logits.gather(1, by_kernels.unsqueeze(1))[greedy], logits.amax(dim=-1, keepdim=True)[greedy])
+
+
+def test_noise_is_standard_gumbel() -> None:
+    noise = gumbel_noise(noise_keys(list(range(40)), [0] * 40, [3] * 40), 50_000).double().flatten()
+    # Mean is Euler's constant, variance pi^2 / 6; 2 million draws put the estimates within 0.005.
+    assert float(noise.mean()) == pytest.approx(0.5772, abs=0.005)
+    assert float(noise.var()) == pytest.approx(1.6449, abs=0.01)
+    for quantile in (0.001, 0.5, 0.999):
+        below = float((noise < -np.log(-np.log(quantile))).double().mean())
+        assert below == pytest.approx(quantile, abs=0.002)
+
+
+def test_noise_differs_by_seed_sample_position_and_token_without_correlation() -> None:
+    keys = noise_keys([1, 2, 1, 1], [0, 0, 1, 0], [9, 9, 9, 10])
+    noise = gumbel_noise(keys, 50_000).double()
+    correlations = torch.corrcoef(noise)
+    off_diagonal = correlations[~torch.eye(4, dtype=torch.bool)]
+    assert float(off_diagonal.abs().max()) < 0.03
+    # Neither do two streams agree after a shift of the token ids.
+    for shift in (1, 2, 77):
+        assert abs(float(torch.corrcoef(torch.stack((noise[0, shift:], noise[1, :-shift])))[0, 1])) < 0.03
+        assert abs(float(torch.corrcoef(torch.stack((noise[0, shift:], noise[0, :-shift])))[0, 1])) < 0.03
+
+
+def test_a_row_is_drawn_alike_whatever_else_is_in_the_batch(kernels: Kernels | None) -> None:
+    logits = torch.randn(130, 3000)
+    keys = noise_keys(list(range(130)), [0] * 130, [4] * 130)
+    together, _ = sample(logits, make_rows([1.0] * 130, [1.0] * 130, keys), kernels)
+    for row in (0, 63, 64, 129):
+        alone, _ = sample(logits[row : row + 1], make_rows([1.0], [1.0], keys[row : row + 1]), kernels)
+        assert alone.tolist() == together[row : row + 1].tolist()
