@@ -49,7 +49,7 @@ class FakeEngine:
 
     script: Script = echo
     limits: EngineLimits = LIMITS
-    requests: list[GenerateRequest] = field(default_factory=list)
+    requests: list[GenerateRequest] = field(default_factory=list, repr=False)
     cancelled: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

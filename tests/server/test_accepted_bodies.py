@@ -1,5 +1,6 @@
 """Bodies that are right, and a flood of random ones: whatever comes, the answer is no 500."""
 
+import re
 from typing import Any
 
 import pytest
@@ -93,4 +94,4 @@ def test_random_values_are_answered_or_refused_by_name(
     if response.status_code != 200:
         error = assert_openai_error(response.content)
         assert response.status_code == (404 if error["param"] == "model" and isinstance(change["model"], str) else 400)
-        assert error["param"].partition("[")[0] in change, error
+        assert re.split(r"[\[.]", error["param"])[0] in minimal_body(route) | change, error
