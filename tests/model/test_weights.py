@@ -56,5 +56,5 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match="model.safetensors is not a readable safetensors file"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors is not a readable safetensors file"):
         load(tmp_path)

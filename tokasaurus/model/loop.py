@@ -35,6 +35,8 @@ def run_steps(
         running.append((runner.run(message), started))
     for result, started in running:
         _send(result, started, outputs)
+    if outputs is not None:
+        outputs.abandon()  # the manager, which ended the inputs, may be gone already
 
 
 def _send(result: StepResult, started: float, outputs: Channel[ForwardOutput | Ready] | None) -> None:

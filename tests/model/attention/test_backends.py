@@ -52,9 +52,8 @@ def fill(backend: AttentionBackend, shape: KVShape, segments: list[Segment], tab
     generator = torch.Generator().manual_seed(0)
     for layer in range(shape.num_layers):
         for segment, table in zip(segments, tables, strict=True):
-            places = [
-                table[t // shape.page_size] * shape.page_size + t % shape.page_size for t in range(segment.kv_length)
-            ]
+            page_size, tokens = shape.page_size, range(segment.kv_length)
+            places = [table[token // page_size] * page_size + token % page_size for token in tokens]
             size = (segment.kv_length, shape.num_kv_heads, shape.head_dim)
             key, value = (torch.randn(size, generator=generator).to(shape.dtype) for _ in range(2))
             backend.plan(PagedLayout(torch.tensor(places), ()))
@@ -90,11 +89,11 @@ def problems(draw: st.DrawFn) -> tuple[KVShape, list[Segment], bool, int]:
     segment = st.builds(
         lambda rows, before: Segment(rows, rows + before), st.integers(1, 40), st.sampled_from([0, 1, 15, 16, 100, 300])
     )
-    return shape, draw(st.lists(segment, min_size=1, max_size=6)), draw(st.booleans()), draw(st.integers(0, 99))
+    return shape, draw(st.lists(segment, min_size=1, max_size=5)), draw(st.booleans()), draw(st.integers(0, 99))
 
 
 @pytest.mark.parametrize("name", ["cpu", "torch"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problem=problems())
 def test_ragged_batches_equal_the_reference(name: str, problem: tuple[KVShape, list[Segment], bool, int]) -> None:
     shape, segments, causal, seed = problem
