@@ -1,0 +1,76 @@
+"""A Hugging Face hub of one repository on localhost: what snapshot_download asks of the real one."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+COMMIT = "a" * 40
+
+
+class FakeHub:
+    """url: for HF_ENDPOINT. downloaded: file names fetched by GET so far. gated: answers 403 as for gated models."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.downloaded: list[str] = []
+        self.gated = False
+
+
+@contextmanager
+def serve_repository(repo_id: str, files: dict[str, bytes]) -> Iterator[FakeHub]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.answer()
+
+        def do_GET(self) -> None:
+            self.answer()
+
+        def answer(self) -> None:
+            path = self.path.partition("?")[0]
+            if hub.gated:
+                self.reply(403, b"{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
+            elif path == f"/api/models/{repo_id}/revision/main":
+                siblings = [{"rfilename": name} for name in files]
+                self.reply_json({"id": repo_id, "modelId": repo_id, "sha": COMMIT, "siblings": siblings})
+            elif path == f"/api/models/{repo_id}/tree/{COMMIT}":
+                self.reply_json(
+                    [
+                        {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                        for name, content in files.items()
+                    ]
+                )
+            elif path.startswith(f"/{repo_id}/resolve/{COMMIT}/") and path.split("/", 5)[5] in files:
+                name = path.split("/", 5)[5]
+                if self.command == "GET":
+                    hub.downloaded.append(name)
+                etag = f'"{hashlib.sha1(files[name]).hexdigest()}"'
+                self.reply(200, files[name], {"ETag": etag, "X-Repo-Commit": COMMIT})
+            else:
+                self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+        def reply_json(self, value: object) -> None:
+            self.reply(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+        def reply(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(content))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub = FakeHub(f"http://127.0.0.1:{server.server_address[1]}")
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,137 @@
+"""A model written to GGUF and converted back is the model, tensor for tensor."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, dequantize, quantize
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tests.checkpoint.gguf_files import HEAD_DIM, HEADS, HIDDEN, LAYERS, VOCAB, random_weights, write_gguf
+from tokasaurus.checkpoint import CheckpointError, read_model_info, resolve_checkpoint
+from tokasaurus.checkpoint.info import RopeInfo
+
+Kind = GGMLQuantizationType
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1, Kind.F32, Kind.F16, Kind.BF16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_tensor_returns_under_its_name_in_its_order(tmp_path: Path, family: str, kind: Kind, tied: bool) -> None:
+    weights = random_weights(family, tied)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, family, weights, kind)
+    checkpoint = resolve_checkpoint(str(path))
+    found = load_file(checkpoint.directory / "model.safetensors")
+    assert found.keys() == weights.keys()
+    kept = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}.get(kind, torch.float32)
+    for name, array in weights.items():
+        # Quantisation works along a row, so the rows' order in the file does not matter to it.
+        expected = array if array.ndim == 1 else dequantize(quantize(array, kind), kind)
+        assert found[name].dtype == (torch.float32 if array.ndim == 1 else kept)
+        np.testing.assert_array_equal(found[name].float().numpy(), expected, err_msg=name)
+    assert checkpoint.name == "tiny"
+    assert checkpoint.info == read_model_info(checkpoint.directory)
+    assert checkpoint.info.family == family
+    assert checkpoint.info.tie_embeddings is tied
+    assert checkpoint.info.dtype == str(kept).removeprefix("torch.")
+    assert (checkpoint.info.num_layers, checkpoint.info.vocab_size) == (LAYERS, VOCAB)
+    assert checkpoint.info.head_dim == HEAD_DIM
+    assert checkpoint.info.norm_eps == 1e-5
+    assert checkpoint.info.rope == RopeInfo(500000.0)
+
+
+def test_llama3_scaling_is_read_off_the_rope_factors(tmp_path: Path) -> None:
+    fields = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, **fields}
+    config = LlamaConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, rope_parameters=rope)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, device="cpu")
+    plain = 500000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "llama", random_weights("llama", True), Kind.F32, rope_factors=(plain / scaled).numpy())
+    checkpoint = resolve_checkpoint(str(path))
+    found = dataclasses.asdict(checkpoint.info.rope)
+    assert found.pop("factor") == pytest.approx(32.0)
+    assert RopeInfo(factor=32.0, **found) == RopeInfo(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
+    assert "rope_freqs.weight" not in load_file(checkpoint.directory / "model.safetensors")
+
+
+def test_rope_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    factors = np.linspace(1, 8, HEAD_DIM // 2, dtype=np.float32)
+    write_gguf(path, "llama", random_weights("llama", True), Kind.F32, rope_factors=factors)
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf.*not the Llama 3 scaling"):
+        resolve_checkpoint(str(path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type = 'yarn'"),
+        ({"llama.attention.sliding_window": 128}, "sliding_window = 128"),
+        ({"llama.expert_count": 8}, "expert_count = 8"),
+        ({"llama.some_new_scale": 2.0}, "some_new_scale"),
+        ({"llama.attention.head_count_kv": [1, 2]}, "head_count_kv differs by layer"),
+        ({"llama.rope.dimension_count": 8}, "dimension_count"),
+        ({"llama.attention.head_count": None}, "head_count"),
+        ({"split.count": 3}, "split"),
+        ({"tokenizer.ggml.pre": "default"}, "pre-tokenizer 'default'"),
+        ({"tokenizer.ggml.pre": None}, "pre-tokenizer None"),
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer model 'llama'"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused_by_name(
+    tmp_path: Path, fields: dict[str, object], message: str
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "llama", random_weights("llama", True), Kind.F32, fields)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        resolve_checkpoint(str(path))
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "cache" / "converted").glob("[!.]*"))
+
+
+def test_tensors_and_architectures_without_a_place_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "llama", random_weights("qwen2", True), Kind.F32)
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_q\.bias has no place in a llama model"):
+        resolve_checkpoint(str(path))
+    write_gguf(path, "gemma3", random_weights("llama", True), Kind.F32)
+    with pytest.raises(CheckpointError, match="architecture 'gemma3'"):
+        resolve_checkpoint(str(path))
+
+
+def test_broken_and_missing_files_are_one_line(tmp_path: Path) -> None:
+    whole = tmp_path / "tiny.gguf"
+    write_gguf(whole, "llama", random_weights("llama", True), Kind.F32)
+    content = whole.read_bytes()
+    for size in (0, 10, 200, 3000, len(content) // 2, len(content) - 1000):
+        path = tmp_path / f"cut{size}.gguf"
+        path.write_bytes(content[:size])
+        with pytest.raises(CheckpointError, match="not a readable GGUF file"):
+            resolve_checkpoint(str(path))
+    with pytest.raises(CheckpointError, match="there is no file"):
+        resolve_checkpoint(str(tmp_path / "absent.gguf"))
+
+
+def test_a_file_is_converted_once_and_again_when_it_changes(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    phases: list[str] = []
+    write_gguf(path, "llama", random_weights("llama", True), Kind.F32)
+    first = resolve_checkpoint(str(path), on_phase=phases.append)
+    second = resolve_checkpoint(str(path), on_phase=phases.append)
+    assert first == second
+    assert phases == ["converting tiny.gguf (once)"]
+    write_gguf(path, "llama", random_weights("llama", False), Kind.F32)
+    third = resolve_checkpoint(str(path), on_phase=phases.append)
+    assert third.directory != first.directory
+    assert not third.info.tie_embeddings

@@ -1,0 +1,100 @@
+"""Models of a hub: each case in a process of its own, since huggingface_hub reads its environment at import."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.fake_hub import COMMIT, FakeHub, serve_repository
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+FILES = {
+    "config.json": json.dumps(CONFIG).encode(),
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))}).encode(),
+    SHARDS[0]: b"first",
+    SHARDS[1]: b"second",
+    "pytorch_model.bin": b"the same weights again",
+    "consolidated.safetensors": b"and again",
+    "original/params.json": b"{}",
+    "README.md": b"words",
+}
+WANTED = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors.index.json", *SHARDS}
+
+SCRIPT = """
+import sys
+from tokasaurus.checkpoint import CheckpointError, resolve_checkpoint
+try:
+    checkpoint = resolve_checkpoint(sys.argv[1])
+    print(checkpoint.name, checkpoint.directory, checkpoint.tokenizer_directory, sep="\\n")
+except CheckpointError as error:
+    print("refused:", error)
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with serve_repository("org/tiny", FILES) as running:
+        yield running
+
+
+def resolve(name: str, tmp_path: Path, endpoint: str, **environment: str) -> list[str]:
+    """Lines that the script prints."""
+    own: dict[str, Any] = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), **environment}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, name], env={**inherited, **own}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_a_repository_is_downloaded_once_and_served_offline(tmp_path: Path, hub: FakeHub) -> None:
+    name, directory, tokenizer_directory = resolve("org/tiny", tmp_path, hub.url)
+    assert name == "org/tiny"
+    assert Path(directory).name == COMMIT
+    assert tokenizer_directory == directory
+    assert {path.name: path.read_bytes() for path in Path(directory).iterdir()} == {key: FILES[key] for key in WANTED}
+    assert sorted(hub.downloaded) == sorted(WANTED)
+
+    assert resolve("org/tiny", tmp_path, hub.url) == [name, directory, directory]
+    assert resolve("org/tiny", tmp_path, hub.url, HF_HUB_OFFLINE="1") == [name, directory, directory]
+    assert sorted(hub.downloaded) == sorted(WANTED), "a second look downloads nothing"
+
+
+def test_an_unsupported_model_is_refused_before_its_weights_are_fetched(tmp_path: Path) -> None:
+    files = {**FILES, "config.json": json.dumps({**CONFIG, "model_type": "mamba"}).encode()}
+    with serve_repository("org/tiny", files) as hub:
+        lines = resolve("org/tiny", tmp_path, hub.url)
+    assert len(lines) == 1
+    assert "model_type 'mamba' is not supported" in lines[0]
+    assert not set(SHARDS) & set(hub.downloaded)
+
+
+def test_each_way_to_fail_is_one_line(tmp_path: Path, hub: FakeHub) -> None:
+    (absent,) = resolve("org/absent", tmp_path, hub.url)
+    assert absent == (f"refused: org/absent is no directory here and no repository at {hub.url} that HF_TOKEN may read")
+    (offline,) = resolve("org/tiny", tmp_path, hub.url, HF_HUB_OFFLINE="1")
+    assert "org/tiny is not whole in the cache" in offline
+    assert offline.endswith("HF_HUB_OFFLINE is set")
+    (unreachable,) = resolve("org/tiny", tmp_path, "http://127.0.0.1:9")
+    assert "http://127.0.0.1:9 does not answer" in unreachable
+    hub.gated = True
+    (gated,) = resolve("org/tiny", tmp_path, hub.url)
+    assert gated.startswith("refused: org/tiny is gated: accept its terms at")

@@ -1,0 +1,145 @@
+"""config.json as read here against the configuration classes of transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
+
+from tokasaurus.checkpoint import CheckpointError, ModelInfo, RopeInfo, read_model_info
+
+LLAMA3_FIELDS = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+BASE: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def write(directory: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
+    (directory / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return directory
+
+
+def info_by_transformers(directory: Path) -> ModelInfo:
+    config = AutoConfig.from_pretrained(directory)
+    rope = config.rope_parameters
+    scaled = rope["rope_type"] == "llama3"
+    ends = config.eos_token_id
+    return ModelInfo(
+        family=config.model_type,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        context_length=config.max_position_embeddings,
+        norm_eps=config.rms_norm_eps,
+        rope=RopeInfo(
+            theta=rope["rope_theta"],
+            scaling_type=rope["rope_type"],
+            factor=rope["factor"] if scaled else 1.0,
+            low_freq_factor=rope["low_freq_factor"] if scaled else 1.0,
+            high_freq_factor=rope["high_freq_factor"] if scaled else 1.0,
+            original_context_length=rope["original_max_position_embeddings"] if scaled else 0,
+        ),
+        tie_embeddings=config.tie_word_embeddings,
+        eos_ids=tuple(ends) if isinstance(ends, list) else (ends,),
+        dtype=str(config.dtype).removeprefix("torch."),
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"torch_dtype": "bfloat16", "rope_theta": 5e5},
+        {"torch_dtype": "float16", "rope_theta": 5e5, "rope_scaling": None, "tie_word_embeddings": True},
+        {"dtype": "bfloat16", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "head_dim": 32},
+        {"dtype": "float32", "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3_FIELDS}},
+        {"dtype": "float32", "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3_FIELDS}},
+        {"dtype": "float32", "rope_parameters": {"rope_type": "default"}, "rope_theta": 3e4},
+        {"dtype": "float32", "eos_token_id": [3, 7]},
+    ],
+)
+def test_both_generations_of_config_mean_what_transformers_reads(
+    tmp_path: Path, family: str, extra: dict[str, Any]
+) -> None:
+    write(tmp_path, {"model_type": family, "eos_token_id": 2, **BASE, **extra})
+    assert read_model_info(tmp_path) == info_by_transformers(tmp_path)
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config])
+def test_a_config_saved_by_transformers_is_read_back(tmp_path: Path, config_class: type) -> None:
+    config_class(**BASE, eos_token_id=5, dtype="float32").save_pretrained(tmp_path)
+    assert read_model_info(tmp_path) == info_by_transformers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "union"),
+    [(2, [2, 9, 4], (2, 4, 9)), ([7], None, (7,)), (None, 3, (3,)), (None, None, ()), (0, 1, (0, 1))],
+)
+def test_eos_is_the_union_of_both_files(tmp_path: Path, first: object, second: object, union: tuple[int, ...]) -> None:
+    write(tmp_path, {"model_type": "llama", **BASE, "eos_token_id": first}, {"eos_token_id": second})
+    assert read_model_info(tmp_path).eos_ids == union
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "message"),
+    [
+        ("gemma", {}, "model_type 'gemma' is not supported; supported are llama, qwen2, qwen3"),
+        ("llama", {"attention_bias": True}, "attention_bias"),
+        ("llama", {"mlp_bias": True}, "mlp_bias"),
+        ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}, "'awq'"),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
+        ("llama", {"hidden_size": None}, "hidden_size is missing"),
+        ("llama", {"num_hidden_layers": "3"}, "num_hidden_layers must be a positive integer, not '3'"),
+        ("llama", {"rms_norm_eps": -1}, "rms_norm_eps"),
+        ("llama", {"eos_token_id": 1000}, "eos_token_id 1000"),
+        ("llama", {"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused_by_name(
+    tmp_path: Path, family: str, extra: dict[str, Any], message: str
+) -> None:
+    write(tmp_path, {"model_type": family, **BASE, **extra})
+    with pytest.raises(CheckpointError) as caught:
+        read_model_info(tmp_path)
+    assert message in str(caught.value)
+    assert str(tmp_path / "config.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_and_malformed_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        read_model_info(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"cannot read .*config\.json"):
+        read_model_info(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"config\.json does not hold a JSON object"):
+        read_model_info(tmp_path)

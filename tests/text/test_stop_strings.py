@@ -1,0 +1,95 @@
+"""Stop strings against brute force over a small alphabet, in which everything overlaps."""
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tokasaurus.text.stop_strings import StopMatcher, find_first_stop, held_back_length, lookback_tokens
+
+TEXTS = st.text("aabé", max_size=12)
+STOPS = st.lists(st.text("aabé", min_size=1, max_size=4), max_size=3)
+
+# Tokens as byte strings: one byte, several characters, halves of "é" and of "😀"; token 9 is special.
+TOKENS = [b"a", b"b", "é".encode(), b"\xc3", b"\xa9", b"abab", b"a\xc3", b"\xf0\x9f", b"\x98\x80b", b""]
+SPECIAL_ID = 9
+TOKEN_IDS = st.lists(st.sampled_from([*range(len(TOKENS)), 0, 0, 1, SPECIAL_ID, SPECIAL_ID]), max_size=20)
+
+
+def decode(token_ids: list[int]) -> str:
+    return b"".join(TOKENS[token_id] for token_id in token_ids).decode(errors="replace")
+
+
+@settings(max_examples=400)
+@given(TEXTS, STOPS)
+def test_first_stop_is_the_one_seen_first_when_text_grows_by_characters(text: str, stops: list[str]) -> None:
+    expected = None
+    for end in range(len(text) + 1):
+        ending_here = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending_here:
+            longest = max(ending_here, key=len)
+            expected = (end - len(longest), longest)
+            break
+    assert find_first_stop(text, stops) == expected
+
+
+@settings(max_examples=400)
+@given(TEXTS, STOPS)
+@example("aa", ["aab"])
+def test_held_back_tail_is_exactly_what_a_continuation_can_turn_into_a_stop(text: str, stops: list[str]) -> None:
+    if find_first_stop(text, stops) is not None:
+        return
+    # The stop string that some continuation completes may start anywhere in the text; take the earliest start.
+    starts = [
+        start
+        for start in range(len(text))
+        if any(stop.startswith(text[start:]) and stop != text[start:] for stop in stops)
+    ]
+    assert held_back_length(text, stops) == (len(text) - min(starts) if starts else 0)
+
+
+@settings(max_examples=400)
+@given(TOKEN_IDS, STOPS, st.integers(0, 20), st.integers(0, 3))
+@example([0, SPECIAL_ID, SPECIAL_ID, SPECIAL_ID, 1], ["ab"], 4, 0)
+def test_matcher_finds_the_token_at_which_the_whole_text_first_holds_a_stop(
+    token_ids: list[int], stops: list[str], num_checked: int, minimum: int
+) -> None:
+    ends = range(1, len(token_ids) + 1)
+    expected = next((end for end in ends if any(stop in decode(token_ids[:end]) for stop in stops)), None)
+    matcher = StopMatcher(decode, stops, {SPECIAL_ID}, minimum)
+    if expected is not None:
+        num_checked = min(num_checked, expected - 1)  # the caller has checked no token that completes a stop
+    assert matcher.first_completion(token_ids, num_checked) == (expected if num_checked < len(token_ids) else None)
+
+
+@settings(max_examples=400)
+@given(TOKEN_IDS, STOPS)
+def test_token_by_token_checks_stop_where_one_late_check_stops(token_ids: list[int], stops: list[str]) -> None:
+    matcher = StopMatcher(decode, stops, {SPECIAL_ID})
+    ends = range(1, len(token_ids) + 1)
+    one_by_one = next((end for end in ends if matcher.just_completed(token_ids[:end])), None)
+    assert matcher.first_completion(token_ids, 0) == one_by_one
+
+
+def test_replacement_character_as_stop_is_found_in_the_text_alone() -> None:
+    # The last token alone decodes to replacement characters; after the first it ends a whole character.
+    token_ids = [7, 8]
+    assert "\ufffd" in decode(token_ids[1:])
+    matcher = StopMatcher(decode, ["\ufffd"])
+    assert matcher.first_completion(token_ids, 1) is None
+    assert matcher.first_completion([0, 4], 0) == 2
+
+
+def test_lookback_counts_bytes_and_grows_with_the_longest_stop() -> None:
+    assert lookback_tokens([]) == 0
+    assert lookback_tokens([], minimum=5) == 5
+    assert lookback_tokens(["é"], minimum=5) == 5
+    assert lookback_tokens(["ab", "ééé"], minimum=5) == 7
+
+
+@settings(max_examples=400)
+@given(st.lists(st.sampled_from([0, 1, 3, 4]), min_size=1, max_size=12), STOPS.filter(bool))
+def test_lookback_reaches_every_stop_even_at_one_byte_a_token(token_ids: list[int], stops: list[str]) -> None:
+    text = decode(token_ids)
+    tail = decode(token_ids[-lookback_tokens(stops) :])
+    for stop in stops:
+        if text.endswith(stop):
+            assert tail.endswith(stop)

@@ -1,0 +1,203 @@
+"""The server's tokenizer on a byte-level vocabulary trained here, against transformers and plain Python."""
+
+import functools
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as BaseTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tokasaurus.text.tokenizer import ChatTemplateError, Tokenizer, TokenizerError, load_token_decoder
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role not in ('system', 'user', 'assistant') %}{{ raise_exception('no such role: ' + message.role) }}"
+    "{% endif %}<|start|>{{ message['role'] }}\n{{ message['content'] + '<|end|>' }}\n{% endfor %}"
+    "{% if shout is defined %}{{ shout | upper }}{% endif %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+MESSAGES = [{"role": "user", "content": "hällo , 12"}]
+
+
+def write_tokenizer(directory: Path, **config: object) -> Path:
+    base = BaseTokenizer(models.BPE())
+    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    base.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<s>", "<|start|>", "<|end|>"],
+        show_progress=False,
+    )
+    base.train_from_iterator(["hello, hällo 日本語 and the assistant, the user ,  '"] * 3, trainer)
+    base.add_tokens(["<tool>"])
+    base.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    base.enable_truncation(4)  # as a file saved after training may have it
+    base.enable_padding(pad_id=0, pad_token="<s>")
+    directory.mkdir(exist_ok=True)
+    base.save(str(directory / "tokenizer.json"))
+    content = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|end|>", **config}
+    (directory / "tokenizer_config.json").write_text(json.dumps(content))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"), chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.load(directory)
+
+
+@functools.cache
+def reference_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(directory)
+
+
+@given(text=st.text())
+def test_any_text_returns_from_its_ids_and_from_its_tokens_bytes(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    assert b"".join(tokenizer.token_bytes(token_id) for token_id in ids) == text.encode()
+
+
+@given(ids=st.lists(st.integers(0, 303), max_size=12))
+def test_any_ids_decode_as_transformers_decodes_them(directory: Path, tokenizer: Tokenizer, ids: list[int]) -> None:
+    reference = reference_tokenizer(directory)
+    for skip in (True, False):
+        expected = reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
+    visible = b"".join(tokenizer.token_bytes(i) for i in ids if i not in tokenizer.special_ids)
+    assert tokenizer.decode(ids) == visible.decode(errors="replace")
+    assert load_token_decoder(directory).decode(ids) == tokenizer.decode(ids)
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(tokenizer: Tokenizer) -> None:
+    texts = ["the user and the assistant and the user", "", "a"]
+    plain = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    assert len(plain[0]) > 4
+    assert tokenizer.decode(plain[0]) == texts[0]
+    assert tokenizer.encode_batch(texts, add_special_tokens=False) == plain
+    assert tokenizer.encode_batch(texts, add_special_tokens=True) == [[0, *ids] for ids in plain]
+
+
+def test_facts_of_the_vocabulary(directory: Path, tokenizer: Tokenizer) -> None:
+    reference = reference_tokenizer(directory)
+    assert tokenizer.vocab_size == len(reference)
+    assert tokenizer.special_ids == {0, 1, 2}
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "<|end|>")
+    assert tokenizer.token_text(2) == "<|end|>"
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
+    (first, second) = tokenizer.encode("½", add_special_tokens=False)
+    assert (tokenizer.token_bytes(first), tokenizer.token_bytes(second)) == (b"\xc2", b"\xbd")
+    assert tokenizer.token_text(first) == "\ufffd"
+
+
+def test_chat_is_rendered_as_transformers_renders_it_with_one_bos(directory: Path, tokenizer: Tokenizer) -> None:
+    expected = "<s><|start|>user\nhällo , 12<|end|>\n<|start|>assistant\n"
+    assert tokenizer.render_chat(MESSAGES) == expected
+    reference = reference_tokenizer(directory)
+    ids = reference.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.encode_chat(MESSAGES) == ids
+    assert ids.count(0) == 1
+    without = tokenizer.render_chat(MESSAGES, add_generation_prompt=False)
+    assert without == expected.removesuffix("<|start|>assistant\n")
+
+
+def test_tools_variables_and_an_open_last_message_reach_the_template(tokenizer: Tokenizer) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    text = tokenizer.render_chat(MESSAGES, False, tools=tools, template_variables={"shout": "hey"})
+    assert text.endswith('HEY[{"type": "function", "function": {"name": "add"}}]')
+    started = [*MESSAGES, {"role": "assistant", "content": "Sure"}]
+    continued = tokenizer.render_chat(started, add_generation_prompt=False, continue_final_message=True)
+    assert continued.endswith("<|start|>assistant\nSure")
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "wizard", "content": "x"}], "no such role: wizard"),
+        ([{"role": "user", "content": None}], "content"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "list"),
+        ([{"role": "user"}], "content"),
+    ],
+)
+def test_messages_that_the_template_refuses_say_why(
+    tokenizer: Tokenizer, messages: list[dict[str, object]], message: str
+) -> None:
+    with pytest.raises(ChatTemplateError, match=message):
+        tokenizer.encode_chat(messages)
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "conversation", "tools", "return_dict"])
+def test_a_client_cannot_set_the_renderers_parameters(tokenizer: Tokenizer, name: str) -> None:
+    with pytest.raises(ChatTemplateError, match=f"^{name} is not a variable"):
+        tokenizer.render_chat(MESSAGES, template_variables={name: "{{ 1 }}"})
+
+
+def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
+    escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    own = Tokenizer.load(write_tokenizer(tmp_path, chat_template=escape))
+    with pytest.raises(ChatTemplateError, match="unsafe"):
+        own.render_chat(MESSAGES)
+
+
+def test_a_template_in_a_file_of_its_own_is_used(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    assert Tokenizer.load(tmp_path).render_chat(MESSAGES) == "hällo , 12!"
+
+
+def test_a_model_without_template_or_files_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        Tokenizer.load(write_tokenizer(tmp_path)).encode_chat(MESSAGES)
+    with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
+        Tokenizer.load(tmp_path / "absent")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"cannot read .*tokenizer\.json"):
+        load_token_decoder(tmp_path)
+
+
+def test_sentencepiece_tokens_give_their_bytes(tmp_path: Path) -> None:
+    vocabulary = {"<unk>": 0, "▁the": 1, "<0xE6>": 2, "▁": 3, "t": 4}
+    base = BaseTokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    base.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    base.save(str(tmp_path / "tokenizer.json"))
+    own = Tokenizer.load(tmp_path)
+    assert [own.token_bytes(i) for i in range(1, 5)] == [b" the", b"\xe6", b" ", b"t"]
+
+
+def test_threads_get_what_one_thread_gets(directory: Path) -> None:
+    own = Tokenizer.load(directory)
+    chats = [[{"role": "user", "content": f"hello {i} the" * (i % 7)}] for i in range(200)]
+    expected = [own.encode_chat(chat) for chat in chats]
+    fresh = Tokenizer.load(directory)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(fresh.encode_chat, chats)) == expected
+
+
+def test_neither_server_nor_manager_part_imports_torch(directory: Path) -> None:
+    script = f"""
+import sys
+from pathlib import Path
+from tokasaurus.text.tokenizer import Tokenizer, load_token_decoder
+decoder = load_token_decoder(Path({str(directory)!r}))
+assert decoder.decode([1, 300]) is not None
+assert "transformers" not in sys.modules
+Tokenizer.load(Path({str(directory)!r})).encode_chat({MESSAGES!r})
+assert "transformers" in sys.modules
+assert "torch" not in sys.modules
+import tokasaurus.checkpoint
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
