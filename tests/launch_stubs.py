@@ -14,8 +14,8 @@ from tokasaurus.messages.lifecycle import EngineLimits, PhaseDone, Ready, Shutdo
 def run_server(config, checkpoint, listener: socket.socket, requests, updates, status) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     listener.listen()
-    limits = updates[0].receive().limits
-    status.send(Ready("server", limits))
+    updates[0].receive()
+    status.send(Ready("server"))
     while True:
         connection, _ = listener.accept()
         connection.sendall(checkpoint.name.encode())
@@ -31,7 +31,9 @@ def run_manager(config, checkpoint, requests, updates, inputs, outputs, status) 
 
 def run_worker(config, checkpoint, rank, inputs, outputs, status) -> None:
     status.send(PhaseDone("worker", "load weights", 1.25, "7 of [7] layers"))
-    outputs.send(Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64)))
+    ready = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
+    outputs.send(ready)
+    status.send(ready)
     assert inputs.receive() == EndOfInputs()
 
 
@@ -57,5 +59,7 @@ def run_worker_that_never_starts(config, checkpoint, rank, inputs, outputs, stat
 
 def run_worker_that_will_not_end(config, checkpoint, rank, inputs, outputs, status) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    outputs.send(Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64)))
+    ready = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
+    outputs.send(ready)
+    status.send(ready)
     threading.Event().wait()

@@ -133,7 +133,7 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
         ("enable_chosen_logprobs=1", "enable_chosen_logprobs=1: must be T or F"),
         ("enable_chosen_logprobs=auto", "enable_chosen_logprobs=auto: must be T or F"),
         ("device=tpu", "device=tpu: must be cpu or cuda, or None (auto)"),
-        ("dtype=int8", "dtype=int8: must be bfloat16 or float32, or None (auto)"),
+        ("dtype=int8", "dtype=int8: must be bfloat16, float16 or float32, or None (auto)"),
         (
             "attention_backend=flashinfer",
             "attention_backend=flashinfer: must be torch, cpu or reference, or None (auto)",

@@ -176,6 +176,7 @@ def test_second_ctrl_c_kills_a_worker_that_will_not_end(launch) -> None:
     pids = list(launcher.children().values())
     launcher.process.send_signal(signal.SIGINT)
     launcher.wait_for_line("^stopping")
+    time.sleep(0.5)  # what follows sooner counts as the same wish
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.exit_code(within_s=2) == 0  # without it: grace periods of 4 s
     assert_all_end(pids, within_s=0.1)

@@ -140,7 +140,7 @@ SERVER_FLAGS = FlagTable(
             "trust_remote_code": Flag("run Python code that a model repository brings along"),
             "dtype": Flag(
                 "of weights and activations; auto is bfloat16 where the device computes it, else float32",
-                choices=("bfloat16", "float32"),
+                choices=("bfloat16", "float16", "float32"),
                 none_means="auto",
             ),
             "rope_scaling": Flag("rotary scaling in place of the model's own, as a dict", none_means="model"),

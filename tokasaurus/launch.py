@@ -51,16 +51,16 @@ def serve(config: ServerConfig, entries: Entries | None = None) -> int:
 
 
 def _serve(config: ServerConfig, entries: Entries, console: Console) -> int:
-    startup = _Startup(console)
     with _bind(config.host, config.port) as listener:  # before the model is loaded for nothing
-        address = _url(listener)
-        started = time.perf_counter()
+        startup = _Startup(console, _url(listener))
         checkpoint = resolve_checkpoint(config.model, config.tokenizer, startup.show_progress)
-        startup.show_phase(PhaseDone("toka", "find model", time.perf_counter() - started, str(checkpoint.directory)))
+        seconds = time.perf_counter() - startup.started
+        startup.show_phase(PhaseDone("toka", "find model", seconds, str(checkpoint.directory)))
+        startup.model = checkpoint.name if config.served_model_name is None else config.served_model_name
         with StopSignals() as stop_signals, ProcessGroup() as group:
             engine = _start_all(group, config, checkpoint, listener, entries)
             listener.close()  # the server's copy is the one that counts: clients must not wait on a dead server's
-            failure = _watch(group, engine.server, stop_signals, startup, address, _served_name(config, checkpoint))
+            failure = _watch(group, engine.server, stop_signals, startup)
             if failure is not None:
                 console.print(f"toka: {failure}")
                 group.terminate(stop_signals)
@@ -94,31 +94,42 @@ class _Engine:
 
 @dataclass
 class _Startup:
-    """Shows the phases as they end, and the ready line with all of them."""
+    """Shows each phase as it ends; then, once the server is up and the KV size known, the ready line with all of them.
+
+    The processes report on channels of their own, so that the two may come in either order.
+    """
 
     console: Console
-    is_ready: bool = False
+    address: str
+    model: str = ""
     started: float = field(default_factory=time.perf_counter)
     phases: list[PhaseDone] = field(default_factory=list)
     limits: EngineLimits | None = None
+    is_server_up: bool = False
+    is_ready: bool = False
 
     def show_progress(self, line: str) -> None:
-        self.console.print(f"{'toka':>8}  {line} ...")
+        self.console.print(f"{'toka':>12}  {line} ...")
 
     def show_phase(self, phase: PhaseDone) -> None:
         self.phases.append(phase)
-        self.console.print(f"{phase.process:>8}  {phase.phase:<24} {phase.seconds:6.2f} s  {phase.detail}".rstrip())
+        self.console.print(f"{phase.process:>12}  {phase.phase:<16} {phase.seconds:6.2f} s  {phase.detail}".rstrip())
 
-    def show_ready(self, address: str, model: str) -> None:
-        self.is_ready = True
-        limits = self.limits
+    def note_ready(self, message: Ready, is_server: bool) -> None:
+        self.limits = self.limits if message.limits is None else message.limits
+        self.is_server_up = self.is_server_up or is_server
+        if self.is_server_up and self.limits is not None and not self.is_ready:
+            self.is_ready = True
+            self._show_ready(self.limits)
+
+    def _show_ready(self, limits: EngineLimits) -> None:
+        num_tokens = limits.num_kv_blocks * limits.page_size
         times = [f"{phase.phase} {phase.seconds:.1f} s" for phase in self.phases]
-        times.append(f"{time.perf_counter() - self.started:.1f} s in all")
-        kv_cache = ""
-        if limits is not None:
-            num_tokens = limits.num_kv_blocks * limits.page_size
-            kv_cache = f"KV cache {num_tokens:,} tokens in {limits.num_kv_blocks:,} blocks of {limits.page_size}; "
-        self.console.print(f"ready: {address} serves {model}; {kv_cache}{', '.join(times)}")
+        self.console.print(
+            f"ready: {self.address} serves {self.model}; "
+            f"KV cache {num_tokens:,} tokens in {limits.num_kv_blocks:,} blocks of {limits.page_size}; "
+            f"{', '.join(times)}, {time.perf_counter() - self.started:.1f} s in all"
+        )
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -140,10 +151,6 @@ def _bind(host: str, port: int) -> socket.socket:
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
-
-
-def _served_name(config: ServerConfig, checkpoint: Checkpoint) -> str:
-    return checkpoint.name if config.served_model_name is None else config.served_model_name
 
 
 def _start_all(
@@ -177,9 +184,7 @@ def _start_all(
     )
 
 
-def _watch(
-    group: ProcessGroup, server: Child, stop_signals: StopSignals, startup: _Startup, address: str, model: str
-) -> str | None:
+def _watch(group: ProcessGroup, server: Child, stop_signals: StopSignals, startup: _Startup) -> str | None:
     """Wait until the end: None when a signal asked for it, else one line that names the process that failed."""
     waitables = [stop_signals.reader, *(child.process.sentinel for child in group.children)]
     while True:
@@ -200,9 +205,7 @@ def _watch(
                     case PhaseDone():
                         startup.show_phase(message)
                     case Ready():
-                        startup.limits = startup.limits if message.limits is None else message.limits
-                        if child is server:
-                            startup.show_ready(address, model)
+                        startup.note_ready(message, is_server=child is server)
         if dead:
             return dead[0].describe_death()
 
@@ -214,3 +217,5 @@ def _end_in_order(group: ProcessGroup, engine: _Engine, stop_signals: StopSignal
     for replica in engine.replicas:
         replica.requests.send(Shutdown())
     group.join(engine.managers_and_workers, ENGINE_GRACE_S, stop_signals)
+    for replica in engine.replicas:
+        replica.requests.close(timeout_s=1.0)

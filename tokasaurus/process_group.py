@@ -1,5 +1,6 @@
 """The spawned processes as the launcher sees them: start, death, end; and signals as something to wait for."""
 
+import math
 import multiprocessing
 import os
 import signal
@@ -18,12 +19,15 @@ from tokasaurus.messages.channel import Channel, wait
 TERMINATE_GRACE_S = 1.0
 # A dying process's sentinel is ready shortly before its exit code is.
 DEATH_S = 1.0
+# `timeout` and some supervisors signal the process and then its group: one wish, not two.
+SAME_WISH_S = 0.3
 
 
 class StopSignals:
     """While entered, SIGINT and SIGTERM do nothing but make `reader` readable. Main thread only."""
 
     def __enter__(self) -> "StopSignals":
+        self._last_wish_s = -math.inf
         self.reader, self._writer = os.pipe()
         os.set_blocking(self.reader, False)
         os.set_blocking(self._writer, False)
@@ -41,11 +45,16 @@ class StopSignals:
         os.close(self._writer)
 
     def take(self) -> set[int]:
-        """Numbers of the signals that came since the last call."""
+        """Numbers of the signals that came since the last call, less what follows within `SAME_WISH_S`."""
         try:
-            return set(os.read(self.reader, 4096))
+            numbers = set(os.read(self.reader, 4096))
         except BlockingIOError:
             return set()
+        now_s = time.monotonic()
+        if now_s - self._last_wish_s < SAME_WISH_S:
+            return set()
+        self._last_wish_s = now_s
+        return numbers
 
     @staticmethod
     def _only_wake_up(number: int, frame: FrameType | None) -> None:

@@ -48,6 +48,17 @@ class Channel(Generic[Message]):
         """Let this process exit without delivering what is unsent: the reader may be dead."""
         self._queue.cancel_join_thread()
 
+    def close(self, timeout_s: float) -> None:
+        """Send no more from this process: end the queue's thread, after it has written what is unsent or `timeout_s`.
+
+        Else that thread may be the last to hold the queue's locks, and be stopped by the end of the process halfway
+        through freeing them.
+        """
+        self._queue.close()
+        thread = self._queue._thread  # type: ignore[attr-defined]
+        if thread is not None:
+            thread.join(timeout_s)
+
 
 def wait(waitables: Sequence[Connection | int], timeout_s: float | None = None) -> list[Connection | int]:
     """Those of channel readers and process sentinels that are ready; empty after `timeout_s`."""
