@@ -16,6 +16,7 @@ MODULES = {
 
 # From the top down. A room imports from those below its own line, never from its own line.
 LAYERS = [
+    ["__main__"],
     ["cli"],
     ["ping", "cluster"],
     ["launch"],
