@@ -42,18 +42,24 @@ int64_t draw(const Element* row, int64_t vocab_size, float inverse_temperature, 
   const f32x16 scale = splat(greedy ? 1.0f : inverse_temperature);
   f32x16 best = splat(-INFINITY);
   i32x16 best_token = {};
-  i32x16 tokens = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   float bar = -INFINITY;
-  for (int64_t token = 0; token < vocab_size; token += 16, tokens += 16) {
-    f32x16 score = load_row(row, token, vocab_size) * scale;
+  for (int64_t first = 0; first < vocab_size; first += 64) {
+    f32x16 scores[4];
+    for (int i = 0; i < 4; ++i) scores[i] = load_row(row, first + 16 * i, vocab_size) * scale;
     if (!greedy) {
-      // Most rows have few tokens that the largest noise could still lift above the best so far.
-      if (max16(score) + kLargestNoise < bar) continue;
-      score += gumbel((u32x16)tokens, keys[0], keys[1]);
-      bar = std::fmax(bar, max16(score));
+      // Where the model is sure, few tokens could be lifted above the best so far even by the largest noise.
+      const f32x16 largest = greater(greater(scores[0], scores[1]), greater(scores[2], scores[3]));
+      if (max16(largest) + kLargestNoise < bar) continue;
     }
-    best_token = score > best ? tokens : best_token;
-    best = greater(score, best);
+    for (int i = 0; i < 4; ++i) {
+      const i32x16 tokens = lanes + int32_t(first + 16 * i);
+      if (!greedy) scores[i] += gumbel((u32x16)tokens, keys[0], keys[1]);
+      const i32x16 wins = scores[i] > best;
+      best_token = (tokens & wins) | (best_token & ~wins);
+      best = greater(scores[i], best);
+    }
+    bar = max16(best);
   }
   int winner = 0;
   for (int lane = 1; lane < 16; ++lane)

@@ -5,6 +5,8 @@
 #include <cstring>
 
 typedef float f32x16 __attribute__((vector_size(64)));
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef float f32x4 __attribute__((vector_size(16)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
@@ -50,16 +52,27 @@ static inline void from_float(bfloat16* to, float x) {
     to->bits = uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
+// Halving keeps the chain of dependent operations short.
 static inline float sum16(f32x16 x) {
-  float total = 0;
-  for (int lane = 0; lane < 16; ++lane) total += x[lane];
-  return total;
+  f32x8 half[2];
+  std::memcpy(half, &x, sizeof x);
+  f32x8 eight = half[0] + half[1];
+  f32x4 quarter[2];
+  std::memcpy(quarter, &eight, sizeof eight);
+  f32x4 four = quarter[0] + quarter[1];
+  return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
+static inline float larger(float a, float b) { return a > b ? a : b; }
+
 static inline float max16(f32x16 x) {
-  float largest = x[0];
-  for (int lane = 1; lane < 16; ++lane) largest = x[lane] > largest ? x[lane] : largest;
-  return largest;
+  f32x8 half[2];
+  std::memcpy(half, &x, sizeof x);
+  f32x8 eight = half[0] > half[1] ? half[0] : half[1];
+  f32x4 quarter[2];
+  std::memcpy(quarter, &eight, sizeof eight);
+  f32x4 four = quarter[0] > quarter[1] ? quarter[0] : quarter[1];
+  return larger(larger(four[0], four[2]), larger(four[1], four[3]));
 }
 
 static inline f32x16 greater(f32x16 a, f32x16 b) { return a > b ? a : b; }

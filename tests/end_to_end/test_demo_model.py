@@ -1,0 +1,124 @@
+"""The demo model behind a real server, in float32, against transformers."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.end_to_end.toka_process import TokaProcess, running_toka, wait_for
+from tokasaurus.checkpoint import resolve_checkpoint
+from tokasaurus.text.tokenizer import Tokenizer
+
+NUM_PROMPTS = 40
+NUM_TOKENS = 48
+QUESTIONS = Path(__file__).parents[2] / "benchmarks" / "data" / "gsm8k_test_200.jsonl"
+TIE = 1e-3
+"""Two texts may part where the two best scores differ by less: float32 sums depend on the order of their terms."""
+
+
+@pytest.fixture(scope="module")
+def toka() -> Iterator[TokaProcess]:
+    # 40 prompts of about 60 tokens against 256 tokens a step: prompts are cut, and prefill meets decode.
+    flags = ("dtype=float32", "kv_cache_num_tokens=20000", "max_tokens_per_forward=256", "max_seqs_per_forward=64")
+    with running_toka(*flags) as process:
+        yield process
+        assert process.stop() == 0
+
+
+def read_questions() -> list[str]:
+    return [json.loads(line)["question"] for line in QUESTIONS.read_text().splitlines()[:NUM_PROMPTS]]
+
+
+def test_greedy_text_and_logprobs_equal_those_of_transformers(toka: TokaProcess) -> None:
+    questions = read_questions()
+    client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0, timeout=300)
+    # One request with a list of prompts puts all forty in flight together.
+    answer = client.completions.create(
+        model="default",
+        prompt=questions,
+        max_tokens=NUM_TOKENS,
+        temperature=0,
+        logprobs=0,
+        extra_body={"ignore_eos": True},
+    )
+    checkpoint = resolve_checkpoint(None)
+    tokenizer = Tokenizer.load(checkpoint.tokenizer_directory)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=torch.float32).eval()
+    expected_ids, scores = generate(model, [tokenizer.encode(text, add_special_tokens=True) for text in questions])
+    num_parted = 0
+    for choice, ids, row in zip(answer.choices, expected_ids, scores, strict=True):
+        expected = [tokenizer.token_text(token_id) for token_id in ids]
+        assert choice.logprobs is not None
+        assert len(choice.logprobs.tokens) == NUM_TOKENS
+        agreed = next((i for i in range(NUM_TOKENS) if choice.logprobs.tokens[i] != expected[i]), NUM_TOKENS)
+        logprobs = row.log_softmax(dim=-1)
+        chosen = logprobs[range(agreed), ids[:agreed]].tolist()
+        assert choice.logprobs.token_logprobs[:agreed] == pytest.approx(chosen, abs=1e-4)
+        if agreed < NUM_TOKENS:
+            best = row[agreed].topk(2).values
+            assert best[0] - best[1] < TIE, f"texts part at token {agreed}, which is no tie"
+            num_parted += 1
+    assert num_parted <= 2, "ties are rare"
+
+
+def generate(model: torch.nn.Module, prompts: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
+    """transformers' greedy generate for all prompts, padded on the left -> token ids, scores [prompts, tokens, V]."""
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
+    result = model.generate(
+        padded,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=NUM_TOKENS,
+        min_new_tokens=NUM_TOKENS,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return result.sequences[:, longest:].tolist(), torch.stack(result.logits, dim=1)
+
+
+def test_a_seeded_request_gives_the_same_text_alone_and_in_a_crowd(toka: TokaProcess) -> None:
+    body = {"model": "default", "prompt": "Once upon a time", "max_tokens": 24, "temperature": 1.0, "top_p": 0.95}
+
+    async def ask(client: httpx.AsyncClient, **fields: object) -> list[str]:
+        answer = await client.post("/v1/completions", json={**body, **fields})
+        answer.raise_for_status()
+        return [choice["text"] for choice in answer.json()["choices"]]
+
+    async def ask_all() -> tuple[list[str], list[str], list[list[str]]]:
+        async with httpx.AsyncClient(base_url=toka.url, timeout=120) as client:
+            alone = await ask(client, seed=5, n=4)
+            crowd = [ask(client, n=2) for _ in range(12)]
+            in_crowd, *others = await asyncio.gather(ask(client, seed=5, n=4), *crowd)
+            return alone, in_crowd, others
+
+    alone, in_crowd, others = asyncio.run(ask_all())
+    assert in_crowd == alone
+    assert len(set(alone)) == 4, "samples of one request differ"
+    assert len({text for texts in others for text in texts}) == 24, "unseeded requests differ"
+
+
+def test_a_client_that_goes_away_frees_its_blocks(toka: TokaProcess) -> None:
+    body = {"model": "default", "prompt": "Count:", "max_tokens": 4000, "n": 2, "ignore_eos": True}
+
+    def give_up_after_three_seconds() -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{toka.url}/v1/completions", json=body, timeout=3)
+
+    with ThreadPoolExecutor() as pool:
+        leaving = pool.submit(give_up_after_three_seconds)
+        wait_for(lambda: toka.gauge("toka_requests_running") == 2, timeout_s=3)
+        assert toka.gauge("toka_kv_blocks_used") > 0
+        leaving.result()
+    wait_for(lambda: toka.gauge("toka_requests_running") == 0, timeout_s=10)
+    assert toka.gauge("toka_kv_blocks_used") == 0

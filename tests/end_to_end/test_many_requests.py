@@ -1,0 +1,83 @@
+"""The demo model in its default number format, under many requests, and through the command line."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.end_to_end.toka_process import TokaProcess, running_toka
+
+
+@pytest.fixture(scope="module")
+def toka() -> Iterator[TokaProcess]:
+    with running_toka(
+        "kv_cache_num_tokens=30000", "max_tokens_per_forward=1024", "max_seqs_per_forward=128"
+    ) as process:
+        yield process
+        assert process.stop() == 0
+
+
+def test_256_chat_requests_over_64_connections_all_finish_and_leave_nothing(toka: TokaProcess) -> None:
+    blocks_at_start = toka.gauge("toka_kv_blocks_used")
+    tokens_at_start = toka.gauge("toka_generation_tokens_total")
+
+    async def ask_all() -> list[openai.types.chat.ChatCompletion]:
+        limits = httpx.Limits(max_connections=64, max_keepalive_connections=64)
+        async with openai.AsyncOpenAI(
+            base_url=f"{toka.url}/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=httpx.AsyncClient(limits=limits, timeout=300),
+        ) as client:
+            return await asyncio.gather(
+                *(
+                    client.chat.completions.create(
+                        model="default",
+                        messages=[{"role": "user", "content": f"Say something about the number {number}."}],
+                        max_tokens=8 + number % 9,
+                    )
+                    for number in range(256)
+                )
+            )
+
+    answers = asyncio.run(ask_all())
+    for number, answer in enumerate(answers):
+        assert answer.choices[0].finish_reason in ("stop", "length")
+        assert answer.usage is not None
+        assert 1 <= answer.usage.completion_tokens <= 8 + number % 9
+        if answer.choices[0].finish_reason == "length":
+            assert answer.usage.completion_tokens == 8 + number % 9
+    assert toka.gauge("toka_kv_blocks_used") == blocks_at_start
+    assert toka.gauge("toka_requests_running") == toka.gauge("toka_requests_waiting") == 0
+    generated = sum(answer.usage.completion_tokens for answer in answers if answer.usage)
+    assert toka.gauge("toka_generation_tokens_total") == tokens_at_start + generated
+
+
+def test_greedy_chat_knows_the_capital_of_france(toka: TokaProcess) -> None:
+    client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0)
+    answer = client.chat.completions.create(
+        model="default", messages=[{"role": "user", "content": "What is the capital of France?"}], temperature=0
+    )
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_stop_string_ends_the_text_before_it(toka: TokaProcess) -> None:
+    client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0)
+    asked = {"model": "default", "prompt": "1, 2, 3, 4,", "temperature": 0, "max_tokens": 40}
+    whole = client.completions.create(**asked).choices[0]
+    stopped = client.completions.create(**asked, stop=[" 9"]).choices[0]
+    assert " 9" in whole.text
+    assert stopped.text == whole.text[: whole.text.index(" 9")]
+    assert stopped.finish_reason == "stop"
+
+
+def test_toka_ping_prints_an_answer(toka: TokaProcess) -> None:
+    command = [sys.executable, "-m", "tokasaurus", "ping", "prompt=tell me a joke", "max_tokens=32", "chat=True"]
+    result = subprocess.run([*command, f"port={toka.port}"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.split()) > 5

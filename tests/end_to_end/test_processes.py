@@ -1,0 +1,70 @@
+"""Start and end of a whole `toka` with a tiny model."""
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from tests.end_to_end.toka_process import running_toka, wait_for
+from tests.tiny_model import save_tiny_model
+from tokasaurus.text.tokenizer import Tokenizer
+
+SMALL = ("dtype=float32", "kv_cache_num_tokens=4096", "max_tokens_per_forward=256", "max_seqs_per_forward=16")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize(("title", "name"), [("toka-worker", "worker"), ("toka-manager", "manager")])
+def test_a_killed_process_takes_the_server_down_and_is_named(title: str, name: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen3")
+    with running_toka(f"model={tmp_path}", *SMALL) as toka:
+        children = toka.children()
+        assert len(children) == 3
+        pid = next(pid for child, pid in children.items() if child.startswith(title))
+        os.kill(pid, signal.SIGKILL)
+        assert toka.process.wait(timeout=15) == 1
+        wait_for(lambda: not any(is_alive(pid) for pid in children.values()), 5)
+        wait_for(lambda: any(name in line and "SIGKILL" in line for line in toka.lines), 5)
+
+
+def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen2")
+    with running_toka(f"model={tmp_path}", *SMALL) as toka:
+        children = toka.children()
+        assert len(children) == 3
+        toka.process.kill()
+        wait_for(lambda: not any(is_alive(pid) for pid in children.values()), 5)
+
+
+def test_a_local_checkpoint_is_served_as_transformers_runs_it(tmp_path: Path) -> None:
+    oracle = save_tiny_model(tmp_path, "llama")
+    tokenizer = Tokenizer.load(tmp_path)
+    prompt = "A tiny prompt."
+    with running_toka(f"model={tmp_path}", "served_model_name=tiny", *SMALL) as toka:
+        assert [model["id"] for model in httpx.get(f"{toka.url}/v1/models").json()["data"]] == ["tiny"]
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "temperature": 0,
+            "max_tokens": 20,
+            "ignore_eos": True,
+            "logprobs": 0,
+        }
+        answer = httpx.post(f"{toka.url}/v1/completions", json=body, timeout=60).json()
+        assert toka.stop() == 0
+    ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=True)])
+    expected = oracle.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)[
+        0, ids.shape[1] :
+    ]
+    logprobs = answer["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == [tokenizer.token_text(token_id) for token_id in expected.tolist()]
+    assert any(line.startswith("ready:") and "tiny" in line and toka.url in line for line in toka.lines)

@@ -1,0 +1,88 @@
+"""A real `toka`, started as a user starts it."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+
+_START_TIMEOUT_S = 240
+_STOP_TIMEOUT_S = 20
+
+
+@dataclass
+class TokaProcess:
+    process: subprocess.Popen[str]
+    port: int
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def gauge(self, name: str) -> float:
+        """The value of a metric, summed over its labels."""
+        text = httpx.get(f"{self.url}/metrics").text
+        return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, flags=re.MULTILINE))
+
+    def children(self) -> dict[str, int]:
+        """Process ids by the title that `ps` shows."""
+        listing = subprocess.run(
+            ["ps", "-o", "pid=,comm=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=True
+        ).stdout
+        pairs = (line.split(None, 1) for line in listing.splitlines())
+        return {title.strip(): int(pid) for pid, title in pairs if title.startswith("toka-")}
+
+    def stop(self) -> int:
+        """Ask it to end -> exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=_STOP_TIMEOUT_S)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+
+
+@contextmanager
+def running_toka(*flags: str) -> Iterator[TokaProcess]:
+    """Started and ready; killed at the end if the test has not stopped it."""
+    port = free_port()
+    command = [sys.executable, "-m", "tokasaurus", f"port={port}", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    toka = TokaProcess(process, port)
+    ready = threading.Event()
+
+    def read_output() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            toka.lines.append(line.rstrip())
+            if line.startswith("ready:"):
+                ready.set()
+        ready.set()
+
+    reader = threading.Thread(target=read_output, daemon=True)
+    reader.start()
+    try:
+        ready.wait(_START_TIMEOUT_S)
+        assert any(line.startswith("ready:") for line in toka.lines), "toka did not start:\n" + "\n".join(toka.lines)
+        yield toka
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
