@@ -129,6 +129,7 @@ def _load_model(
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("weights", total=sum(file.stat().st_size for file in files))
         load_weights(files, model.weight_pieces(), model.ignores, lambda size: progress.advance(task, size))
+    model.pack()
     return model
 
 

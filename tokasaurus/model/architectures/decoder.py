@@ -9,6 +9,7 @@ from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
 from tokasaurus.model.layers.attention import Attention
 from tokasaurus.model.layers.embedding import VocabShard
+from tokasaurus.model.layers.linear import Linear
 from tokasaurus.model.layers.mlp import GatedMLP
 from tokasaurus.model.layers.norm import RMSNorm
 from tokasaurus.model.layers.rotary import RotaryTable
@@ -56,7 +57,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """This rank's stage and shard of the model.
 
-    Parameters are made on the meta device: call `materialize`, then fill `weight_pieces`.
+    Parameters are made on the meta device: call `materialize`, fill `weight_pieces`, then call `pack`.
     """
 
     def __init__(self, info: ModelInfo, options: DecoderOptions, mesh: Mesh, dtype: torch.dtype) -> None:
@@ -81,6 +82,12 @@ class Decoder(nn.Module):
         """Allocate the parameters on `device`, unfilled, and the rotary table for positions up to num_positions."""
         self.to_empty(device=device)
         self._rotary = RotaryTable(self._info.rope, self._info.head_dim, num_positions, device)
+
+    def pack(self) -> None:
+        """Once the weights are loaded: lay them out for the device's matrix library."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack(keep_weight=module is self.embedding)
 
     def forward(
         self,

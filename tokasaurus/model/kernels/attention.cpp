@@ -18,6 +18,14 @@ constexpr int kChunk = 128;
 constexpr int kTileQueries = 32;
 constexpr int kMaxHeadDim = 256;
 
+// Blocks lie anywhere, so that the processor cannot guess the next: keys are asked for this many tokens early, values
+// while the same tokens' keys are scored.
+constexpr int kPrefetchTokens = 32;
+
+inline void prefetch(const void* from, int64_t num_bytes) {
+  for (int64_t offset = 0; offset < num_bytes; offset += 64) __builtin_prefetch((const char*)from + offset);
+}
+
 struct Shape {
   int64_t num_heads, num_kv_heads, head_dim, page_size;
 };
@@ -35,16 +43,23 @@ struct alignas(64) Scratch {
   float sum[kTileQueries];
 };
 
-// scores[0..N)[0..16) of N queries against sixteen tokens.
+// scores[0..N)[0..16) of N queries against sixteen tokens. With few queries, the sums are kept in several parts, so that
+// a multiply-add need not wait for the one before it.
 template <int N, typename Element>
 inline void score_tokens(const float (*query)[kMaxHeadDim], const Element* keys, int64_t head_dim,
                          float (*scores)[kChunk]) {
-  f32x16 total[N] = {};
-  for (int64_t d = 0; d < head_dim; ++d) {
-    f32x16 key = load16(keys + d * 16);
-    for (int i = 0; i < N; ++i) total[i] += query[i][d] * key;
+  constexpr int kParts = N >= 8 ? 1 : N >= 4 ? 2 : 4;
+  f32x16 total[N][kParts] = {};
+  for (int64_t d = 0; d < head_dim; d += kParts) {
+    for (int part = 0; part < kParts; ++part) {
+      f32x16 key = load16(keys + (d + part) * 16);
+      for (int i = 0; i < N; ++i) total[i][part] += query[i][d + part] * key;
+    }
   }
-  for (int i = 0; i < N; ++i) store16(scores[i], total[i]);
+  for (int i = 0; i < N; ++i) {
+    for (int part = 1; part < kParts; ++part) total[i][0] += total[i][part];
+    store16(scores[i], total[i][0]);
+  }
 }
 
 template <typename Element>
@@ -166,15 +181,21 @@ void attend_item(const Problem<Element>& problem, const Item& item, Scratch& scr
   auto visible_to = [&](int row) { return problem.causal ? kv_length - (segment_end - 1 - row) : kv_length; };
   const int most_visible = visible_to(item.first_row + item.num_rows - 1);
   const int64_t block_stride = shape.page_size * head_dim;
+  const int64_t tokens_bytes = 16 * head_dim * int64_t(sizeof(Element));
+  // Where sixteen tokens' keys, or values, lie: both layouts keep them together.
+  auto tokens_at = [&](const Element* cache, int place) {
+    const int64_t block = table[place / shape.page_size];
+    return cache + (block * shape.num_kv_heads + item.kv_head) * block_stride + place % shape.page_size * head_dim;
+  };
   for (int start = 0; start < most_visible; start += kChunk) {
     const int num_tokens = std::min(kChunk, most_visible - start);
     const int padded = (num_tokens + 15) / 16 * 16;
     for (int token = 0; token < padded; token += 16) {
-      const int place = start + token;
-      const int64_t block = table[place / shape.page_size];
-      const Element* keys = problem.keys + (block * shape.num_kv_heads + item.kv_head) * block_stride +
-                            place % shape.page_size * head_dim;
-      score_tile(scratch, num_queries, keys, head_dim, (float(*)[kChunk])(scratch.scores[0] + token));
+      const int ahead = start + token + kPrefetchTokens;
+      if (ahead < most_visible) prefetch(tokens_at(problem.keys, ahead), tokens_bytes);
+      prefetch(tokens_at(problem.values, start + token), tokens_bytes);
+      score_tile(scratch, num_queries, tokens_at(problem.keys, start + token), head_dim,
+                 (float(*)[kChunk])(scratch.scores[0] + token));
     }
     for (int i = 0; i < num_queries; ++i) {
       const int visible = std::max(0, std::min(padded, visible_to(item.first_row + i / group) - start));
@@ -182,12 +203,8 @@ void attend_item(const Problem<Element>& problem, const Item& item, Scratch& scr
       soften(scratch, i, padded, head_dim);
     }
     for (int token = 0; token < num_tokens; token += 16) {
-      const int place = start + token;
-      const int64_t block = table[place / shape.page_size];
-      const Element* values = problem.values + (block * shape.num_kv_heads + item.kv_head) * block_stride +
-                              place % shape.page_size * head_dim;
-      add_values_tile(scratch, num_queries, (const float(*)[kChunk])(scratch.scores[0] + token), values, head_dim,
-                      std::min(16, num_tokens - token));
+      add_values_tile(scratch, num_queries, (const float(*)[kChunk])(scratch.scores[0] + token),
+                      tokens_at(problem.values, start + token), head_dim, std::min(16, num_tokens - token));
     }
   }
 

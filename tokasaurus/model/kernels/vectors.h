@@ -4,6 +4,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef float f32x8 __attribute__((vector_size(32)));
 typedef float f32x4 __attribute__((vector_size(16)));
@@ -24,9 +28,14 @@ static inline f32x16 load16(const float* from) {
 }
 
 static inline f32x16 load16(const bfloat16* from) {
+#ifdef __AVX512F__
+  // GCC 12 widens the portable form in two halves.
+  return (f32x16)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+#else
   u16x16 half;
   std::memcpy(&half, from, sizeof half);
   return (f32x16)(__builtin_convertvector(half, u32x16) << 16);
+#endif
 }
 
 static inline void store16(float* to, f32x16 x) { std::memcpy(to, &x, sizeof x); }

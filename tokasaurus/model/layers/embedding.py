@@ -1,24 +1,26 @@
 """Token embedding and LM head, both cut by vocabulary over the tensor-parallel ranks."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.model.layers.linear import Linear
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.tensor_parallel import gather_last_dim, sum_over_shards
 from tokasaurus.model.weights import WeightPiece
 
 
-class VocabShard(nn.Module):
+class VocabShard(Linear):
     """Rows of a [vocab, E] matrix for this rank's range of token ids; serves as embedding, as LM head, or as both."""
 
     def __init__(self, info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> None:
-        super().__init__()
+        start, length = mesh.shard(info.vocab_size, "vocabulary")
+        super().__init__(info.hidden_size, length, bias=False, dtype=dtype)
+        self._start = start
+        self._length = length
         self._mesh = mesh
         self._shape = (info.vocab_size, info.hidden_size)
-        self._start, self._length = mesh.shard(info.vocab_size, "vocabulary")
-        self.weight = nn.Parameter(torch.empty(self._length, info.hidden_size, dtype=dtype), requires_grad=False)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> [T, E]."""
@@ -31,7 +33,7 @@ class VocabShard(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E] -> [R, vocab], in the weights' dtype."""
-        return gather_last_dim(functional.linear(hidden, self.weight), self._mesh)
+        return gather_last_dim(self(hidden), self._mesh)
 
     def weight_pieces(self, source: str) -> list[WeightPiece]:
         rows = slice(self._start, self._start + self._length)
