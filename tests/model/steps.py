@@ -20,14 +20,20 @@ NOTHING = np.zeros(0, np.int32)
 
 
 def make_runner(
-    model: Decoder, info: ModelInfo, backend: str, page_size: int = 16, num_blocks: int = 200, num_slots: int = 20
+    model: Decoder,
+    info: ModelInfo,
+    backend: str,
+    page_size: int = 16,
+    num_blocks: int = 200,
+    num_slots: int = 20,
+    device: torch.device = CPU,
 ) -> ModelRunner:
-    shape = KVShape(info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim, page_size, torch.float32, CPU)
+    shape = KVShape(info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim, page_size, torch.float32, device)
     kernels = load_kernels()
     chosen = make_backend(backend, shape, kernels)
     chosen.allocate(num_blocks + 1)
-    slots = SlotTable(SlotTableSize(num_slots + 1, -(-info.context_length // page_size)), CPU)
-    return ModelRunner(model, chosen, slots, page_size, CPU, kernels)
+    slots = SlotTable(SlotTableSize(num_slots + 1, -(-info.context_length // page_size)), device)
+    return ModelRunner(model, chosen, slots, page_size, device, kernels)
 
 
 class StepDriver:
@@ -71,12 +77,10 @@ class StepDriver:
                 self._blocks[slot] += 1
                 block_slots.append(slot)
         blocks = [self._free.pop() for _ in block_slots]
-        changes = SlotChanges(NOTHING, self._opened(), _int32(block_slots), _int32(blocks))
+        changes = SlotChanges(NOTHING, self._opened(), int32(block_slots), int32(blocks))
         slots = [*decode, *(slot for slot, _ in prefill)]
         counts = [1] * len(decode) + [count for _, count in prefill]
-        step = ForwardInput(
-            next(self._step_ids), _int32(slots), _int32(counts), len(decode), _int32(prompt_ids), changes
-        )
+        step = ForwardInput(next(self._step_ids), int32(slots), int32(counts), len(decode), int32(prompt_ids), changes)
         return _by_slot(self._runner.run(step), sampled)
 
     def _opened(self) -> SlotOpens | None:
@@ -85,8 +89,8 @@ class StepDriver:
             return None
         temperatures, top_ps, seeds, samples = zip(*(self._options[slot] for slot in slots), strict=True)
         return SlotOpens(
-            slots=_int32(slots),
-            num_prompt_tokens=_int32([len(self._prompts[slot]) for slot in slots]),
+            slots=int32(slots),
+            num_prompt_tokens=int32([len(self._prompts[slot]) for slot in slots]),
             first_positions=np.zeros(len(slots), np.int32),
             temperatures=np.array(temperatures, np.float32),
             top_ps=np.array(top_ps, np.float32),
@@ -96,7 +100,7 @@ class StepDriver:
         )
 
 
-def _int32(values: list[int]) -> np.ndarray:
+def int32(values: list[int]) -> np.ndarray:
     return np.array(values, np.int32)
 
 

@@ -13,16 +13,18 @@ from tokasaurus.checkpoint import ModelInfo, info, read_model_info, weight_files
 from tokasaurus.model.architectures import registry
 from tokasaurus.model.architectures.decoder import Decoder, DecoderOptions
 from tokasaurus.model.architectures.registry import build_decoder
+from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
+from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.weights import load_weights
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
 
 
-def load(directory: Path, mesh: Mesh | None = None) -> tuple[Decoder, ModelInfo]:
+def load(directory: Path, mesh: Mesh | None = None, device: torch.device = CPU) -> tuple[Decoder, ModelInfo]:
     model_info = read_model_info(directory)
     model = build_decoder(model_info, mesh or Mesh(), torch.float32)
-    model.materialize(CPU, model_info.context_length)
+    model.materialize(device, model_info.context_length)
     load_weights(weight_files(directory), model.weight_pieces(), model.ignores, lambda _: None)
     return model, model_info
 
@@ -59,11 +61,13 @@ def greedy_in_a_mixed_batch(
     return list(tokens.values()), list(logprobs.values())
 
 
-def assert_equals_oracle(directory: Path, oracle: PreTrainedModel, backend: str, seed: int) -> None:
+def assert_equals_oracle(
+    directory: Path, oracle: PreTrainedModel, backend: str, seed: int, device: torch.device = CPU
+) -> None:
     rng = random.Random(seed)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 15, 16, 17, 33, 90]))] for _ in range(6)]
-    model, model_info = load(directory)
-    driver = StepDriver(make_runner(model, model_info, backend), seed=seed)
+    model, model_info = load(directory, device=device)
+    driver = StepDriver(make_runner(model, model_info, backend, device=device), seed=seed)
     tokens, logprobs = greedy_in_a_mixed_batch(driver, prompts, 20, rng)
     for prompt, got_tokens, got_logprobs in zip(prompts, tokens, logprobs, strict=True):
         expected_tokens, expected_logprobs = oracle_greedy(oracle, prompt, 20)
@@ -97,19 +101,72 @@ def test_a_family_is_added_by_two_entries(tmp_path: Path, monkeypatch: pytest.Mo
     assert_equals_oracle(tmp_path, oracle, "torch", seed=9)
 
 
-def test_pipeline_stages_run_one_after_the_other_equal_the_whole(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "qwen3")
-    whole, _ = load(tmp_path)
-    first, _ = load(tmp_path, Mesh(pp_rank=0, pp_size=2))
-    last, _ = load(tmp_path, Mesh(pp_rank=1, pp_size=2))
-    assert [len(first.layers), len(last.layers)] == [2, 1]
-    assert first.final_norm is None
-    assert last.embedding is None
-    named = dict(whole.named_parameters())
-    for name, parameter in first.named_parameters():
-        assert torch.equal(parameter, named[name])
-    for name, parameter in last.layers[0].named_parameters():
-        assert torch.equal(parameter, named[f"layers.2.{name}"])
+def run_whole_prompt(
+    model: Decoder, model_info: ModelInfo, mesh: Mesh, hidden: torch.Tensor | None, token_ids: torch.Tensor
+) -> torch.Tensor:
+    """One stage's forward of one prompt, with a KV cache of its own -> its hidden states, or all logits."""
+    num_heads = mesh.shard(model_info.num_heads, "")[1]
+    num_kv_heads = mesh.kv_head_shard(model_info.num_kv_heads)[1]
+    shape = KVShape(len(model.layers), num_heads, num_kv_heads, model_info.head_dim, 16, torch.float32, CPU)
+    backend = make_backend("reference", shape, None)
+    num_tokens = len(token_ids)
+    num_blocks = -(-num_tokens // 16)
+    backend.allocate(num_blocks + 1)
+    everything = PagedPart(
+        first_row=0,
+        num_rows=num_tokens,
+        query_starts=torch.tensor([0, num_tokens], dtype=torch.int32),
+        block_table=torch.arange(1, num_blocks + 1, dtype=torch.int32).unsqueeze(0),
+        kv_lengths=torch.tensor([num_tokens], dtype=torch.int32),
+        causal=True,
+        max_query_rows=num_tokens,
+        max_kv_length=num_tokens,
+    )
+    positions = torch.arange(num_tokens)
+    layout = PagedLayout(positions + 16, (everything,))
+    backend.plan(layout)
+    with torch.inference_mode():
+        out: torch.Tensor = model(token_ids, hidden, positions, positions, backend, layout)
+    return out
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_pipeline_stages_run_one_after_the_other_equal_the_whole(tied: bool, tmp_path: Path) -> None:
+    oracle = save_tiny_model(tmp_path, "qwen3", tied=tied)
+    token_ids = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(0))
+    hidden = None
+    num_layers = []
+    for pp_rank in range(2):
+        mesh = Mesh(pp_rank=pp_rank, pp_size=2)
+        stage, model_info = load(tmp_path, mesh)
+        num_layers.append(len(stage.layers))
+        hidden = run_whole_prompt(stage, model_info, mesh, hidden, token_ids)
+    assert num_layers == [2, 1]
+    with torch.inference_mode():
+        expected = oracle(token_ids.unsqueeze(0)).logits[0]
+    torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
+
+
+def run_tensor_shard(rank: int, directory: Path, rendezvous: Path, token_ids: torch.Tensor) -> None:
+    """In a process of its own: rank 0 saves the logits."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    mesh = Mesh(tp_rank=rank, tp_size=2, tp_group=torch.distributed.group.WORLD)
+    model, model_info = load(directory, mesh)
+    logits = run_whole_prompt(model, model_info, mesh, None, token_ids)
+    if rank == 0:
+        torch.save(logits, directory / "logits.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_tensor_parallel_processes_equal_one(family: str, tmp_path: Path) -> None:
+    oracle = save_tiny_model(tmp_path, family)
+    token_ids = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(0))
+    torch.multiprocessing.spawn(run_tensor_shard, args=(tmp_path, tmp_path / "rendezvous", token_ids), nprocs=2)
+    with torch.inference_mode():
+        expected = oracle(token_ids.unsqueeze(0)).logits[0]
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_tensor_shards_put_together_equal_the_whole(tmp_path: Path) -> None:

@@ -7,11 +7,14 @@ from tokasaurus.messages.slots import SlotChanges, SlotOpens
 from tokasaurus.model.runner import ModelRunner
 
 
+_NUM_TOP_P_ROWS = 64
+
+
 def largest_step(max_tokens: int, max_seqs: int, max_tokens_per_sequence: int) -> ForwardInput:
     """A step with as many tokens and as many sampling rows as a forward may have.
 
-    Its slots own no blocks, so that all keys and values go to the padding block. One row greedy, the others with every
-    sampling feature on, since those take the most memory.
+    Its slots own no blocks, so that all keys and values go to the padding block. The first row is greedy. Sampling works
+    through rows in chunks, so that top-p, which is slow on the flat logits of a made-up prompt, is on in some alone.
     """
     num_rows = min(max_seqs, max_tokens)
     shares = np.full(num_rows, max_tokens // num_rows, np.int32)
@@ -23,7 +26,7 @@ def largest_step(max_tokens: int, max_seqs: int, max_tokens_per_sequence: int) -
         num_prompt_tokens=shares,
         first_positions=np.zeros(num_rows, np.int32),
         temperatures=np.minimum(np.arange(num_rows), 1).astype(np.float32),
-        top_ps=np.full(num_rows, 0.9, np.float32),
+        top_ps=np.where(np.arange(num_rows) < _NUM_TOP_P_ROWS, 0.9, 1.0).astype(np.float32),
         seeds=np.arange(num_rows, dtype=np.uint64),
         sample_indices=np.zeros(num_rows, np.uint32),
         want_logprobs=np.ones(num_rows, np.bool_),

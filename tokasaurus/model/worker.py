@@ -126,7 +126,8 @@ def _load_model(
     model.materialize(device, num_positions)
     files = weight_files(checkpoint.directory)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("weights", total=sum(file.stat().st_size for file in files))
         load_weights(files, model.weight_pieces(), model.ignores, lambda size: progress.advance(task, size))
     model.pack()

@@ -93,7 +93,7 @@ def problems(draw: st.DrawFn) -> tuple[KVShape, list[Segment], bool, int]:
 
 
 @pytest.mark.parametrize("name", ["cpu", "torch"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problem=problems())
 def test_ragged_batches_equal_the_reference(name: str, problem: tuple[KVShape, list[Segment], bool, int]) -> None:
     shape, segments, causal, seed = problem

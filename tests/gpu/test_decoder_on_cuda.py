@@ -1,0 +1,21 @@
+"""The decoder on a CUDA device against transformers on the CPU, in float32."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.model.test_decoder import FAMILIES, assert_equals_oracle
+from tests.tiny_model import save_tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunked_mixed_batches_give_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    oracle = save_tiny_model(tmp_path, family)
+    assert_equals_oracle(tmp_path, oracle, "torch", seed=1, device=torch.device("cuda"))

@@ -1,0 +1,121 @@
+"""bfloat16 log-probabilities of fixed continuations are about as close to float32 as those of transformers."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.model.steps import CPU, NOTHING, int32
+from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint, weight_files
+from tokasaurus.messages.forward import ForwardInput
+from tokasaurus.messages.slots import SlotChanges, SlotOpens
+from tokasaurus.model.architectures.registry import build_decoder
+from tokasaurus.model.attention.backend import KVShape
+from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.device_batch import build_batch
+from tokasaurus.model.kernels.library import load_kernels
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.slot_table import SlotTable, SlotTableSize
+from tokasaurus.model.weights import load_weights
+from tokasaurus.text.tokenizer import Tokenizer
+
+DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "gsm8k_test_200.jsonl"
+NUM_TEXTS = 5
+PAGE_SIZE = 16
+MAX_TOKENS = 320
+
+
+def read_texts(tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
+    """(prompt, continuation) ids: a question and its worked answer."""
+    items = [json.loads(line) for line in DATA.read_text().splitlines()[:NUM_TEXTS]]
+    return [
+        (tokenizer.encode(item["question"], False), tokenizer.encode("\n" + item["answer"], False)) for item in items
+    ]
+
+
+def logprobs_of(logits: torch.Tensor, tokens: list[int]) -> np.ndarray:
+    """logits [N, V], each of the token at the same place -> [N]."""
+    return logits.double().log_softmax(dim=-1)[range(len(tokens)), tokens].numpy()
+
+
+def by_transformers(model: torch.nn.Module, prompt: list[int], continuation: list[int]) -> np.ndarray:
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + continuation])).logits[0]
+    return logprobs_of(logits[len(prompt) - 1 : -1], continuation)
+
+
+class Scorer:
+    """Our model in bfloat16: the prompt as one chunk, then the continuation token by token, as if it were sampled."""
+
+    def __init__(self, checkpoint: Checkpoint, backend: str) -> None:
+        info = checkpoint.info
+        self.model = build_decoder(info, Mesh(), torch.bfloat16)
+        self.model.materialize(CPU, MAX_TOKENS)
+        load_weights(weight_files(checkpoint.directory), self.model.weight_pieces(), self.model.ignores, lambda _: None)
+        self.model.pack()
+        shape = KVShape(
+            info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim, PAGE_SIZE, torch.bfloat16, CPU
+        )
+        self.backend = make_backend(backend, shape, load_kernels())
+        self.backend.allocate(MAX_TOKENS // PAGE_SIZE + 1)
+        self.slots = SlotTable(SlotTableSize(2, MAX_TOKENS // PAGE_SIZE), CPU)
+
+    def score(self, prompt: list[int], continuation: list[int]) -> np.ndarray:
+        rows = [self._forward(prompt, first=True)]
+        rows += [self._forward([token]) for token in continuation[:-1]]
+        return logprobs_of(torch.cat(rows), continuation)
+
+    def _forward(self, tokens: list[int], first: bool = False) -> torch.Tensor:
+        blocks = np.arange(1, MAX_TOKENS // PAGE_SIZE + 1, dtype=np.int32) if first else NOTHING
+        opened = SlotOpens(
+            slots=int32([1]),
+            num_prompt_tokens=int32([1]),  # every chunk ends past it, so that its last token's logits are wanted
+            first_positions=int32([0]),
+            temperatures=np.zeros(1, np.float32),
+            top_ps=np.ones(1, np.float32),
+            seeds=np.zeros(1, np.uint64),
+            sample_indices=np.zeros(1, np.uint32),
+            want_logprobs=np.zeros(1, np.bool_),
+        )
+        changes = SlotChanges(int32([1] if first else []), opened if first else None, np.full_like(blocks, 1), blocks)
+        step = ForwardInput(1, int32([1]), int32([len(tokens)]), 0, int32(tokens), changes)
+        self.slots.apply(changes)
+        batch = build_batch(step, self.slots, PAGE_SIZE, CPU)
+        self.backend.plan(batch.layout)
+        with torch.inference_mode():
+            return self.model(
+                batch.token_ids, None, batch.positions, batch.logit_rows, self.backend, batch.layout
+            ).float()
+
+
+@pytest.fixture(scope="module")
+def demo() -> Checkpoint:
+    return resolve_checkpoint(None)
+
+
+@pytest.fixture(scope="module")
+def errors_of_transformers(demo: Checkpoint) -> tuple[list[np.ndarray], float]:
+    """Exact log-probabilities by text, and the mean error of transformers' bfloat16."""
+    texts = read_texts(Tokenizer.load(demo.tokenizer_directory))
+    exact_model = AutoModelForCausalLM.from_pretrained(demo.directory, dtype=torch.float32).eval()
+    exact = [by_transformers(exact_model, *text) for text in texts]
+    rounded_model = AutoModelForCausalLM.from_pretrained(demo.directory, dtype=torch.bfloat16).eval()
+    rounded = [by_transformers(rounded_model, *text) for text in texts]
+    return exact, float(np.abs(np.concatenate(rounded) - np.concatenate(exact)).mean())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_the_mean_error_is_at_most_a_fifth_above_that_of_transformers(
+    backend: str, demo: Checkpoint, errors_of_transformers: tuple[list[np.ndarray], float]
+) -> None:
+    exact, allowed = errors_of_transformers
+    scorer = Scorer(demo, backend)
+    texts = read_texts(Tokenizer.load(demo.tokenizer_directory))
+    ours = [scorer.score(*text) for text in texts]
+    error = float(np.abs(np.concatenate(ours) - np.concatenate(exact)).mean())
+    print(f"mean error {error:.4f}, transformers' {allowed:.4f}, {sum(map(len, ours))} tokens")
+    assert error <= 1.2 * allowed
+    assert 0 < allowed < 0.2
