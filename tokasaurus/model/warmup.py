@@ -6,14 +6,13 @@ from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.slots import SlotChanges, SlotOpens
 from tokasaurus.model.runner import ModelRunner
 
-
 _NUM_TOP_P_ROWS = 64
 
 
 def largest_step(max_tokens: int, max_seqs: int, max_tokens_per_sequence: int) -> ForwardInput:
     """A step with as many tokens and as many sampling rows as a forward may have.
 
-    Its slots own no blocks, so that all keys and values go to the padding block. The first row is greedy. Sampling works
+    Its slots own no blocks: all keys and values go to the padding block. The first row is greedy. Sampling works
     through rows in chunks, so that top-p, which is slow on the flat logits of a made-up prompt, is on in some alone.
     """
     num_rows = min(max_seqs, max_tokens)
