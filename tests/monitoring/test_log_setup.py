@@ -1,23 +1,24 @@
 """What a process's log shows at which level."""
 
-import logging
-from collections.abc import Iterator
+import subprocess
+import sys
 
 import pytest
 
+# In a process of its own, as it is used: logging is global, and other tests start uvicorn in this one.
+SCRIPT = """
+import logging, sys
 from tokasaurus.config import parse_server_config
 from tokasaurus.monitoring.log_setup import setup_logging
 
-
-@pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in (None, "tokasaurus", "uvicorn")]
-    levels = [logger.level for logger in loggers]
-    handlers = loggers[0].handlers[:]
-    yield
-    loggers[0].handlers[:] = handlers
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
+setup_logging(parse_server_config(sys.argv[1:]), "manager")
+logging.getLogger("tokasaurus.manager.loop").debug("ours debug")
+logging.getLogger("tokasaurus.manager.loop").info("ours info")
+logging.getLogger("uvicorn.error").log(5, "uvicorn trace")
+logging.getLogger("uvicorn.access").info("uvicorn info")
+logging.getLogger("httpx").info("other info")
+logging.getLogger("httpx").warning("other warning")
+"""
 
 
 @pytest.mark.parametrize(
@@ -29,15 +30,7 @@ def logging_as_before() -> Iterator[None]:
         (["uvicorn_log_level=error"], ["ours info", "other warning"]),
     ],
 )
-def test_each_flag_sets_the_level_of_its_own_part(
-    flags: list[str], shown: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    setup_logging(parse_server_config(flags), "manager")
-    logging.getLogger("tokasaurus.manager.loop").debug("ours debug")
-    logging.getLogger("tokasaurus.manager.loop").info("ours info")
-    logging.getLogger("uvicorn.error").log(5, "uvicorn trace")
-    logging.getLogger("uvicorn.access").info("uvicorn info")
-    logging.getLogger("httpx").info("other info")
-    logging.getLogger("httpx").warning("other warning")
-    lines = capfd.readouterr().err.splitlines()
-    assert [line.partition(" manager: ")[2] for line in lines] == shown
+def test_each_flag_sets_the_level_of_its_own_part(flags: list[str], shown: list[str]) -> None:
+    result = subprocess.run([sys.executable, "-c", SCRIPT, *flags], capture_output=True, text=True, check=True)
+    assert [line.partition(" manager: ")[2] for line in result.stderr.splitlines()] == shown
+    assert result.stdout == ""
