@@ -23,7 +23,7 @@ class PingConfig(Config):
     chat: bool = False
     max_tokens: int | None = None
     n: int = 1
-    temperature: float | None = None
+    temperature: float = 0.2
     host: str = "127.0.0.1"
     port: int = 10210
     base_url: str | None = None
@@ -44,7 +44,9 @@ PING_FLAGS = FlagTable(
             "chat": Flag("send the prompt as a chat message, not as text to be continued"),
             "max_tokens": Flag("most tokens per answer", minimum=1, maximum=MAX_INT32, none_means="up to the server"),
             "n": Flag("answers", minimum=1, maximum=MAX_INT32),
-            "temperature": Flag("0 always takes the likeliest token", minimum=0, none_means="up to the server"),
+            "temperature": Flag(
+                "0 takes the likeliest token; a small model wanders off at 1, the API's own default", minimum=0
+            ),
         },
         "server": {
             "host": Flag("address of the server"),
@@ -97,11 +99,9 @@ def _ask(client: "OpenAI", config: PingConfig) -> tuple[list[str], int]:
     from openai import OpenAIError
 
     assert config.prompt is not None
-    options: dict[str, Any] = {"model": config.model, "n": config.n}
+    options: dict[str, Any] = {"model": config.model, "n": config.n, "temperature": config.temperature}
     if config.max_tokens is not None:
         options["max_tokens"] = config.max_tokens
-    if config.temperature is not None:
-        options["temperature"] = config.temperature
     if config.chat:
         chat = client.chat.completions.create(messages=[{"role": "user", "content": config.prompt}], **options)
         if not hasattr(chat, "choices"):  # the client hands out any page that answers 200
