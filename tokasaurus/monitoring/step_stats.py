@@ -51,11 +51,12 @@ class StepStats:
         if seconds < self._report_seconds:
             return None
         num_prefill_tokens = totals.num_prefill_tokens - self._totals.num_prefill_tokens
+        busy_fraction = min(1.0, busy_seconds / seconds)  # a step counts whole where it ends
         line = (
             f"{(stats.total_generation_tokens - self._num_generated) / seconds:,.0f} output tokens/s, "
             f"{num_prefill_tokens / seconds:,.0f} prompt tokens/s, "
             f"{(totals.num_rows - self._totals.num_rows) / num_steps:,.1f} sequences a step, "
-            f"{1000 * busy_seconds / num_steps:,.1f} ms a step, worker busy {busy_seconds / seconds:.0%} | "
+            f"{1000 * busy_seconds / num_steps:,.1f} ms a step, worker busy {busy_fraction:.0%} | "
             f"{stats.num_running:,} running, {stats.num_waiting:,} waiting, "
             f"KV {stats.num_kv_blocks_used:,} of {stats.num_kv_blocks_total:,} blocks "
             f"({stats.num_kv_blocks_used / stats.num_kv_blocks_total:.0%})"
