@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -69,12 +69,15 @@ def start_worker(
 ) -> StartedWorker:
     """Load the model, size and fill the KV cache, and run the largest forward. Raises UserError."""
 
+    console = Console(stderr=True)
+
     @contextmanager
-    def phase(name: str) -> Iterator[list[str]]:
-        """Times the body; what the body appends is shown to the user."""
+    def phase(name: str, has_progress_bar: bool = False) -> Iterator[list[str]]:
+        """Times the body, on a terminal with a spinner meanwhile; what the body appends is shown to the user."""
         details: list[str] = []
         started = time.perf_counter()
-        yield details
+        with nullcontext() if has_progress_bar else console.status(f"{PROCESS}: {name}"):
+            yield details
         report(PhaseDone(PROCESS, name, time.perf_counter() - started, ", ".join(details)))
 
     info = checkpoint.info
@@ -84,8 +87,8 @@ def start_worker(
         dtype = choose_dtype(config.dtype, device)
         kernels = load_kernels() if device.type == "cpu" else None
         details.append(f"{device.type}, {str(dtype).removeprefix('torch.')}")
-    with phase("weights"):
-        model = _load_model(checkpoint, mesh, device, dtype, context_length)
+    with phase("weights", has_progress_bar=True):
+        model = _load_model(checkpoint, mesh, device, dtype, context_length, console)
     shape = KVShape(
         num_layers=len(mesh.stage_layers(info.num_layers)),
         num_heads=mesh.shard(info.num_heads, "attention heads")[1],
@@ -117,7 +120,12 @@ def start_worker(
 
 
 def _load_model(
-    checkpoint: Checkpoint, mesh: Mesh, device: torch.device, dtype: torch.dtype, num_positions: int
+    checkpoint: Checkpoint,
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_positions: int,
+    console: Console,
 ) -> Decoder:
     try:
         model = build_decoder(checkpoint.info, mesh, dtype)
@@ -126,7 +134,6 @@ def _load_model(
     model.materialize(device, num_positions)
     files = weight_files(checkpoint.directory)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("weights", total=sum(file.stat().st_size for file in files))
         load_weights(files, model.weight_pieces(), model.ignores, lambda size: progress.advance(task, size))
