@@ -77,6 +77,17 @@ def test_draws_under_top_p_follow_the_renormalised_rest(kernels: Kernels | None)
     assert chi_square(counts[inside], probabilities[inside] / probabilities[inside].sum()) < 18.5
 
 
+@pytest.mark.parametrize(("position", "token"), [(213, 31642), (264, 41734)])
+def test_the_only_token_that_top_p_leaves_is_drawn_whatever_its_noise(
+    position: int, token: int, kernels: Kernels | None
+) -> None:
+    """Found by search: the hashes of these tokens are so close to 2^32 that the uniform would round to 1."""
+    logits = torch.zeros(1, 50_000)
+    logits[0, token] = 30
+    tokens, _ = sample(logits, make_rows([1.0], [0.9], noise_keys([0], [0], [position])), kernels)
+    assert tokens.tolist() == [token]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     scores=st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=40),

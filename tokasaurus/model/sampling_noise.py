@@ -15,6 +15,7 @@ from torch import Tensor
 # R rows that sample, V vocabulary
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_LARGEST_UNIFORM = 1 - 2.0**-24  # the largest float32 below 1
 
 
 def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -47,10 +48,11 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     """keys int64 [R, 2], from position_keys -> float32 [R, V], standard Gumbel.
 
     The uniform is (hash + 0.5) / 2^32 and is taken as the small side of the logarithm, where float32 is fine-grained:
-    the largest noise is 22.9 and tokens of probability 1e-9 are still drawn as often as they should be.
+    the largest noise is 22.9 and tokens of probability 1e-9 are still drawn as often as they should be. It never rounds to
+    1, whose noise of -inf would let a token that top-p excludes win over the only one that it leaves.
     """
     token_ids = torch.arange(vocab_size, dtype=torch.int64, device=keys.device)
     first = _mix32((token_ids * 0x9E3779B1 + keys[:, :1]) & 0xFFFFFFFF)
     hashed = _mix32(first ^ keys[:, 1:])
-    uniform = (hashed.double() + 0.5).mul_(2.0**-32).float()
+    uniform = (hashed.double() + 0.5).mul_(2.0**-32).float().clamp_(max=_LARGEST_UNIFORM)
     return -torch.log(-torch.log1p(-uniform))
