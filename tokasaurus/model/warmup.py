@@ -42,7 +42,7 @@ def largest_step(max_tokens: int, max_seqs: int, max_tokens_per_sequence: int) -
 
 
 def decode_step(max_seqs: int) -> ForwardInput:
-    """A step in which every slot decodes, and after which every slot is closed; follows `largest_step`."""
+    """A step in which every slot decodes; follows `largest_step`, which opened them."""
     slots = np.arange(1, max_seqs + 1, dtype=np.int32)
     nothing = np.zeros(0, np.int32)
     return ForwardInput(
