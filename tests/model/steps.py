@@ -22,13 +22,14 @@ NOTHING = np.zeros(0, np.int32)
 def make_runner(
     model: Decoder,
     info: ModelInfo,
-    backend: str,
+    backend: str | None,
     page_size: int = 16,
     num_blocks: int = 200,
     num_slots: int = 20,
     device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
 ) -> ModelRunner:
-    shape = KVShape(info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim, page_size, torch.float32, device)
+    shape = KVShape(info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim, page_size, dtype, device)
     kernels = load_kernels()
     chosen = make_backend(backend, shape, kernels)
     chosen.allocate(num_blocks + 1)

@@ -1,0 +1,45 @@
+"""How layers, heads and rows are dealt to ranks, against the definitions counted out one by one."""
+
+import pytest
+
+from tokasaurus.model.parallel.mesh import Mesh
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 7, 30, 32])
+@pytest.mark.parametrize("pp_size", [1, 2, 3, 8])
+def test_stages_are_even_and_hold_every_layer_once_in_order(num_layers: int, pp_size: int) -> None:
+    stages = [Mesh(pp_rank=rank, pp_size=pp_size).stage_layers(num_layers) for rank in range(pp_size)]
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+    sizes = [len(stage) for stage in stages]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "tp_size"),
+    [(8, 8, 1), (8, 8, 8), (32, 8, 4), (32, 8, 16), (12, 2, 2), (12, 2, 4), (4, 1, 4), (64, 4, 16), (28, 4, 4)],
+)
+def test_a_rank_holds_exactly_the_kv_heads_that_its_query_heads_read(
+    num_heads: int, num_kv_heads: int, tp_size: int
+) -> None:
+    for rank in range(tp_size):
+        mesh = Mesh(tp_rank=rank, tp_size=tp_size)
+        start, length = mesh.shard(num_heads, "attention heads")
+        kv_start, kv_length = mesh.kv_head_shard(num_kv_heads)
+        group = num_heads // num_kv_heads
+        needed = sorted({head // group for head in range(start, start + length)})
+        assert list(range(kv_start, kv_start + kv_length)) == needed
+        # Grouped attention takes the i-th of the rank's query heads to its KV head number i // (length / kv_length).
+        for index in range(length):
+            assert kv_start + index // (length // kv_length) == (start + index) // group
+
+
+@pytest.mark.parametrize(("num_kv_heads", "tp_size"), [(3, 2), (2, 3), (4, 6)])
+def test_kv_heads_that_do_not_divide_are_refused(num_kv_heads: int, tp_size: int) -> None:
+    with pytest.raises(ValueError, match=f"KV heads \\({num_kv_heads}\\).*tp_size={tp_size}"):
+        Mesh(tp_size=tp_size).kv_head_shard(num_kv_heads)
+
+
+def test_one_rank_of_the_last_stage_replies() -> None:
+    ranks = [Mesh(stage, 2, shard, 2) for stage in range(2) for shard in range(2)]
+    assert [mesh.replies for mesh in ranks] == [False, False, True, False]
