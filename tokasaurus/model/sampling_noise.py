@@ -48,7 +48,7 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     """keys int64 [R, 2], from position_keys -> float32 [R, V], standard Gumbel.
 
     The uniform is (hash + 0.5) / 2^32 and is taken as the small side of the logarithm, where float32 is fine-grained:
-    the largest noise is 22.9 and tokens of probability 1e-9 are still drawn as often as they should be. It never rounds to
+    the largest noise is 22.9 and tokens of probability 1e-9 are still drawn as often as they should be. It stays below
     1, whose noise of -inf would let a token that top-p excludes win over the only one that it leaves.
     """
     token_ids = torch.arange(vocab_size, dtype=torch.int64, device=keys.device)
