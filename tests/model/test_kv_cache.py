@@ -34,3 +34,60 @@ def test_available_memory_is_positive_and_no_more_than_the_machine_has() -> None
     with Path("/proc/meminfo").open() as lines:
         total = int(next(line for line in lines if line.startswith("MemTotal")).split()[1]) * 1024
     assert 0 < available_cpu_bytes() <= total
+
+
+def write_files(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+MACHINE = {"proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n"}  # 64 and 32 GiB
+
+
+def test_without_control_groups_the_machine_decides(tmp_path: Path) -> None:
+    write_files(tmp_path, MACHINE)
+    assert available_cpu_bytes(tmp_path) == 32 * GIB
+
+
+@pytest.mark.parametrize(
+    ("entry", "directory", "limit", "usage", "prefix"),
+    [
+        # A service's own group; a group above it; a container, which sees its group as the root.
+        ("0::/system.slice/toka", "sys/fs/cgroup/system.slice/toka", "memory.max", "memory.current", ""),
+        ("0::/system.slice/toka", "sys/fs/cgroup/system.slice", "memory.max", "memory.current", ""),
+        ("0::/", "sys/fs/cgroup", "memory.max", "memory.current", ""),
+        ("0::/../toka", "sys/fs/cgroup", "memory.max", "memory.current", ""),
+        # Version 1, and a container in which /proc shows the host's path.
+        *(
+            (entry, directory, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            for entry, directory in (
+                ("3:cpu:/\n4:hugetlb,memory:/a/b", "sys/fs/cgroup/memory/a/b"),
+                ("4:memory:/docker/123", "sys/fs/cgroup/memory"),
+            )
+        ),
+    ],
+)
+def test_a_control_group_leaves_its_limit_less_what_is_used_beside_the_page_cache(
+    entry: str, directory: str, limit: str, usage: str, prefix: str, tmp_path: Path
+) -> None:
+    write_files(
+        tmp_path,
+        {
+            **MACHINE,
+            "proc/self/cgroup": f"{entry}\n",
+            f"{directory}/{limit}": f"{10 * GIB}\n",
+            f"{directory}/{usage}": f"{9 * GIB}\n",
+            f"{directory}/memory.stat": f"anon 5\n{prefix}inactive_file {4 * GIB}\n{prefix}active_file {GIB}\n",
+        },
+    )
+    assert available_cpu_bytes(tmp_path) == 6 * GIB
+    (tmp_path / directory / limit).write_text("max\n" if limit == "memory.max" else "9223372036854771712\n")
+    assert available_cpu_bytes(tmp_path) == 32 * GIB
+
+
+def test_a_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup"
+    files = {"proc/self/cgroup": "0::/\n", f"{group}/memory.max": "100\n", f"{group}/memory.current": "300\n"}
+    write_files(tmp_path, {**MACHINE, **files, f"{group}/memory.stat": "inactive_file 50\n"})
+    assert available_cpu_bytes(tmp_path) == 0

@@ -1,5 +1,6 @@
 """How many KV blocks a worker gets, and the arithmetic behind the number."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,13 @@ CPU_FRACTION = 0.25
 CUDA_FRACTION = 0.95
 """Share of the device memory left beside weights and the largest forward: the rest covers fragmentation."""
 
-_CGROUP_LIMITS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
+# Where the groups are mounted and what their files are called: of version 2, whose entry in /proc/self/cgroup names no
+# controller, and of version 1.
+_CGROUPS = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current"),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+_PAGE_CACHE = ("active_file", "inactive_file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +63,52 @@ def plan_auto(
     )
 
 
-def available_cpu_bytes() -> int:
-    """Memory that this process can still get: the machine's, or what the control group leaves if that is less."""
-    available = _meminfo_available()
-    for limit_file, usage_file in _CGROUP_LIMITS:
-        try:
-            limit, usage = Path(limit_file).read_text().strip(), Path(usage_file).read_text().strip()
-        except OSError:
-            continue
-        if limit != "max":
-            available = min(available, max(0, int(limit) - int(usage)))
-    return available
+def available_cpu_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process can still get: the machine's, or what its control groups leave if that is less.
+
+    root: holds /proc and /sys.
+    """
+    return max(0, min([_meminfo_available(root), *_cgroup_headrooms(root)]))
 
 
-def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+def _meminfo_available(root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise OSError("/proc/meminfo has no MemAvailable; set kv_cache_num_tokens")
+
+
+def _cgroup_headrooms(root: Path) -> Iterator[int]:
+    """What each limit leaves, of the process's own group and of those above it."""
+    try:
+        entries = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for entry in entries:
+        _, controllers, path = entry.split(":", 2)
+        for controller in {"", "memory"} & set(controllers.split(",")):
+            mount, limit_name, usage_name = _CGROUPS[controller]
+            # In a container, the path may be the host's, or lead out of what is mounted: then only the mount is there.
+            names = [name for name in path.split("/") if name not in ("", "..")]
+            for depth in range(len(names) + 1):
+                group = (root / mount).joinpath(*names[:depth])
+                try:
+                    limit, usage = (group / limit_name).read_text().strip(), int((group / usage_name).read_text())
+                except OSError:
+                    continue  # no limit in this group, or no such group
+                if limit != "max":
+                    yield int(limit) - usage + _page_cache(group)
+
+
+def _page_cache(group: Path) -> int:
+    """Bytes of files, such as the checkpoint just read: they count as used, but make room when memory is asked for."""
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    sizes = {name: int(size) for name, size in map(str.split, lines)}
+    # Version 1 tells a group's own bytes from the total with those below it, which the limit is about.
+    return sum(sizes.get(f"total_{name}", sizes.get(name, 0)) for name in _PAGE_CACHE)
 
 
 def _size(num_bytes: float) -> str:
