@@ -60,12 +60,22 @@ def fill(backend: AttentionBackend, shape: KVShape, segments: list[Segment], tab
             backend.write(key, value, layer)
 
 
+def spoil(backend: AttentionBackend, shape: KVShape, num_blocks: int) -> None:
+    """What earlier sequences left in the blocks, and the padding block: read by mistake, it would outweigh the rest."""
+    num_tokens = num_blocks * shape.page_size
+    left = torch.full((num_tokens, shape.num_kv_heads, shape.head_dim), 100.0, dtype=shape.dtype)
+    backend.plan(PagedLayout(torch.arange(num_tokens), ()))
+    for layer in range(shape.num_layers):
+        backend.write(left, left, layer)
+
+
 def attend_all(
     name: str, shape: KVShape, segments: list[Segment], causal: bool, layer: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     backend = make_backend(name, shape, load_kernels())
     tables, num_blocks = scattered_tables(segments, shape.page_size, seed)
     backend.allocate(num_blocks)
+    spoil(backend, shape, num_blocks)
     fill(backend, shape, segments, tables)
     part = make_part(segments, tables, first_row=0, causal=causal)
     backend.plan(PagedLayout(torch.zeros(0, dtype=torch.int64), (part,)))
@@ -79,10 +89,10 @@ def problems(draw: st.DrawFn) -> tuple[KVShape, list[Segment], bool, int]:
     num_kv_heads = draw(st.sampled_from([1, 2, 3]))
     shape = KVShape(
         num_layers=2,
-        num_heads=num_kv_heads * draw(st.sampled_from([1, 2, 3, 5, 8])),
+        num_heads=num_kv_heads * draw(st.sampled_from([1, 2, 3, 5, 7, 8, 32])),
         num_kv_heads=num_kv_heads,
-        head_dim=draw(st.sampled_from([16, 32, 64, 80, 128])),
-        page_size=draw(st.sampled_from([16, 32])),
+        head_dim=draw(st.sampled_from([16, 32, 64, 80, 128, 256])),
+        page_size=draw(st.sampled_from([16, 32, 48])),
         dtype=torch.float32,
         device=CPU,
     )
