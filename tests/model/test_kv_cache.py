@@ -13,7 +13,14 @@ GIB = 1024**3
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(16, 1), (17, 2), (4096, 256)])
 def test_a_size_that_is_asked_for_holds_at_least_as_many_tokens(num_tokens: int, num_blocks: int) -> None:
-    assert plan_fixed(num_tokens, page_size=16, bytes_per_block=1000).num_blocks == num_blocks
+    plan = plan_fixed(num_tokens, page_size=16, bytes_per_block=1000, available_bytes=(num_blocks + 1) * 1000)
+    assert plan.num_blocks == num_blocks
+
+
+def test_a_size_that_memory_cannot_hold_is_refused_with_the_largest_that_it_can() -> None:
+    with pytest.raises(UserError, match=r"kv_cache_num_tokens=200: .* at most 144$"):
+        plan_fixed(200, page_size=16, bytes_per_block=1000, available_bytes=10_500)
+    assert plan_fixed(144, page_size=16, bytes_per_block=1000, available_bytes=10_500).num_blocks == 9
 
 
 def test_the_automatic_size_is_the_share_of_memory_less_the_padding_block() -> None:

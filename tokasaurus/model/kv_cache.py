@@ -29,9 +29,16 @@ class KVCachePlan:
     arithmetic: str
 
 
-def plan_fixed(num_tokens: int, page_size: int, bytes_per_block: int) -> KVCachePlan:
-    """A KV cache of at least `num_tokens`, as the user asked."""
+def plan_fixed(num_tokens: int, page_size: int, bytes_per_block: int, available_bytes: int) -> KVCachePlan:
+    """A KV cache of at least `num_tokens`, as the user asked. Raises UserError if there is not that much memory."""
     num_blocks = -(-num_tokens // page_size)
+    needed = (num_blocks + 1) * bytes_per_block  # with the padding block
+    if needed > available_bytes:
+        most = max(0, available_bytes // bytes_per_block - 1) * page_size
+        raise UserError(
+            f"kv_cache_num_tokens={num_tokens}: takes {_size(needed)} where {_size(available_bytes)} are available,"
+            f" which hold at most {most}"
+        )
     return KVCachePlan(
         num_blocks,
         f"{num_tokens:,} tokens asked / {page_size} a block = {num_blocks:,} blocks of {_size(bytes_per_block)}"

@@ -146,7 +146,9 @@ def _plan_kv_cache(
 ) -> KVCachePlan:
     """The flag's size, else a share of what the device has left."""
     if config.kv_cache_num_tokens is not None:
-        return plan_fixed(config.kv_cache_num_tokens, config.page_size, shape.bytes_per_block)
+        on_cpu = shape.device.type == "cpu"
+        free = available_cpu_bytes() if on_cpu else torch.cuda.mem_get_info(shape.device)[0]
+        return plan_fixed(config.kv_cache_num_tokens, config.page_size, shape.bytes_per_block, free)
     if shape.device.type == "cpu":
         available, what, fraction = available_cpu_bytes(), "of memory available", CPU_FRACTION
         num_replicas = config.dp_size
