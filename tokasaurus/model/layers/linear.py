@@ -42,17 +42,20 @@ class Linear(nn.Module):
 
     def pack(self, keep_weight: bool = False) -> None:
         """Only bfloat16 on a CPU gains. keep_weight: the plain weight is read by others and stays."""
-        if self.weight.device.type != "cpu" or self.weight.dtype != torch.bfloat16 or not _ONEDNN_PACKS:
+        if self.weight.device.type != "cpu" or self.weight.dtype != torch.bfloat16 or not _onednn_packs():
             return
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, _PACK_ROWS)
         if not keep_weight:
             self.weight.data = self.weight.data.new_empty(0)
 
 
-_ONEDNN_PACKS = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-
 _PACK_ROWS = 64
 """Rows of x that the layout is chosen for; measured as fast as any other for 1 to 512."""
+
+
+def _onednn_packs() -> bool:
+    """Whether oneDNN is there and multiplies bfloat16 on this processor: it refuses to pack where it does not."""
+    return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class FusedColumnLinear(Linear):
