@@ -15,6 +15,7 @@ from tokasaurus.model.architectures.decoder import Decoder, DecoderOptions
 from tokasaurus.model.architectures.registry import build_decoder
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.layers.linear import Linear
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.weights import load_weights
 
@@ -85,6 +86,21 @@ def test_chunked_mixed_batches_give_the_tokens_of_transformers(family: str, back
 def test_tied_embeddings_serve_as_the_lm_head(tmp_path: Path) -> None:
     oracle = save_tiny_model(tmp_path, "llama", tied=True)
     assert_equals_oracle(tmp_path, oracle, "torch", seed=7)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_is_packed_only_where_it_is_the_lm_head_too(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packing keeps a second copy of it, of a gigabyte in a large model."""
+    packed: list[torch.nn.Module] = []
+    monkeypatch.setattr(Linear, "pack", lambda linear, **_: packed.append(linear))
+    save_tiny_model(tmp_path, "llama", tied=tied)
+    model, _ = load(tmp_path)
+    model.pack()
+    # Of each of the 3 layers: queries, keys and values; attention's output; gate and up; down.
+    assert len(packed) == 3 * 4 + 1
+    assert any(module is model.embedding for module in packed) == tied
 
 
 def test_weights_come_from_a_sharded_checkpoint(tmp_path: Path) -> None:

@@ -85,8 +85,9 @@ class Decoder(nn.Module):
 
     def pack(self) -> None:
         """Once the weights are loaded: lay them out for the device's matrix library."""
+        embedding_multiplies = self._mesh.is_last_stage and self.lm_head is None
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear) and (module is not self.embedding or embedding_multiplies):
                 module.pack(keep_weight=module is self.embedding)
 
     def forward(
