@@ -3,6 +3,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import numpy as np
 import pytest
+import uvloop
 
 from tests.fake_engine import FakeEngine, Reply, echo
 from tokasaurus.messages.generation import GenerateRequest, SamplingParams, SequenceDelta
@@ -31,7 +32,7 @@ def make_request(request_id: str, prompt_ids: list[int], num_sequences: int = 1)
 
 
 def run_with(engines: list[FakeEngine], use: Callable[[EngineClient], Awaitable[None]]) -> None:
-    """`use` a client on a running event loop; afterwards nothing may be left in it."""
+    """`use` a client on an event loop as the server has it; afterwards nothing may be left in it."""
     ready = asyncio.Event()
     client = EngineClient(
         [engine.request_channel for engine in engines], [engine.update_channel for engine in engines], ready.set
@@ -44,7 +45,7 @@ def run_with(engines: list[FakeEngine], use: Callable[[EngineClient], Awaitable[
             await asyncio.wait_for(ready.wait(), 10)
             await asyncio.wait_for(use(client), 20)
 
-    asyncio.run(main())
+    uvloop.run(main())
     assert client.num_pending_requests == 0
     assert client._num_unfinished_sequences == [0] * len(engines)
 
@@ -77,6 +78,20 @@ def test_many_callers_each_get_their_own(engine: FakeEngine) -> None:
         requests = [make_request(f"r{number}", [number, number + 1]) for number in range(300)]
         results = await asyncio.gather(*(client.generate([request]) for request in requests))
         assert [result[0][0].token_ids for result in results] == [[number, number + 1] for number in range(300)]
+
+    run_with([engine], use)
+
+
+def test_an_update_larger_than_the_pipe_comes_whole(engine: FakeEngine) -> None:
+    """Linux gives a pipe 64 KiB: the rest of a message is written while its beginning is read."""
+    token_ids = list(range(200_000))
+    engine.script = lambda request, _index: Reply(token_ids) if request.request_id == "long" else echo(request, 0)
+
+    async def use(client: EngineClient) -> None:
+        requests = [make_request("long", [1]), make_request("after", [2])]
+        results = await asyncio.gather(*(client.generate([request]) for request in requests))
+        assert results[0][0][0].token_ids == token_ids
+        assert results[1][0][0].token_ids == [2]
 
     run_with([engine], use)
 

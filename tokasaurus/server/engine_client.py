@@ -1,6 +1,7 @@
 """The server's end of the channels to the managers: submit requests, await their sequences, cancel."""
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -92,6 +93,9 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         for replica, channel in enumerate(self._updates):
             loop.add_reader(channel.reader.fileno(), self._receive, replica)
+            # uvloop makes it non-blocking, and then a message that is still being written would be torn in two: the
+            # queue reads its length, finds the rest missing, and takes the next bytes for another message.
+            os.set_blocking(channel.reader.fileno(), True)
         try:
             yield
         finally:
