@@ -31,7 +31,7 @@ class ForwardInput:
 
 @dataclass(frozen=True, slots=True)
 class EndOfInputs:
-    """No step follows: the worker answers what it has and exits."""
+    """No step follows: the worker exits. Answers that nobody reads any more may be lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def build_batch(step: ForwardInput, slots: SlotTable, page_size: int, device: to
     token_rows = np.repeat(np.arange(len(step.slots)), step.num_tokens)
     token_positions = np.arange(starts[-1]) - starts[token_rows] + first_positions[token_rows]
     blocks = slots.block_tables[step.slots[token_rows], token_positions // page_size]
-    token_slots = blocks.astype(np.int64) * page_size + token_positions % page_size
+    token_places = blocks.astype(np.int64) * page_size + token_positions % page_size
 
     decoded = slots.last_tokens[to_device(step.slots[: step.num_decode].astype(np.int64))]
     token_ids = torch.cat((decoded, to_device(step.prompt_ids.astype(np.int64))))
@@ -69,13 +69,13 @@ def build_batch(step: ForwardInput, slots: SlotTable, page_size: int, device: to
         any_top_p=bool(((top_ps < 1) & (temperatures > 0)).any()),
         any_logprobs=bool(want_logprobs.any()),
     )
-    parts = _parts(step, slots, starts, kv_lengths, page_size, device)
+    parts = _parts(step, slots, starts, kv_lengths, page_size)
     return DeviceBatch(
         token_ids=token_ids,
         positions=to_device(token_positions.astype(np.int64)),
         logit_rows=to_device(starts[1:][samples].astype(np.int64) - 1),
         sampled_slots=to_device(sampled_slots.astype(np.int64)),
-        layout=PagedLayout(to_device(token_slots), parts),
+        layout=PagedLayout(to_device(token_places), parts),
         sampling=sampling,
         want_logprobs=want_logprobs,
     )
@@ -87,7 +87,6 @@ def _parts(
     starts: NDArray[np.int32],
     kv_lengths: NDArray[np.int32],
     page_size: int,
-    device: torch.device,
 ) -> tuple[PagedPart, ...]:
     """The decode rows, then the prefill rows, each left out if there are none."""
     parts = []
@@ -100,9 +99,9 @@ def _parts(
             PagedPart(
                 first_row=int(starts[begin]),
                 num_rows=int(starts[end] - starts[begin]),
-                query_starts=torch.from_numpy(starts[begin : end + 1] - starts[begin]).to(device),
-                block_table=torch.from_numpy(tables).to(device),
-                kv_lengths=torch.from_numpy(kv_lengths[begin:end]).to(device),
+                query_starts=torch.from_numpy(starts[begin : end + 1] - starts[begin]),
+                block_table=torch.from_numpy(tables),
+                kv_lengths=torch.from_numpy(kv_lengths[begin:end]),
                 causal=True,
                 max_query_rows=int(step.num_tokens[begin:end].max()),
                 max_kv_length=longest,

@@ -22,10 +22,23 @@ def run_steps(
     """
     waiting: deque[ForwardInput | EndOfInputs] = deque()
     running: deque[tuple[StepResult, float]] = deque()
+    busy_until = 0.0
+
+    def answer_oldest() -> None:
+        nonlocal busy_until
+        result, started = running.popleft()
+        token_ids = result.host_token_ids()
+        now = time.perf_counter()
+        # A step that was prepared while the one before it ran did not keep the device for that time.
+        seconds = now - max(started, busy_until)
+        busy_until = now
+        if outputs is not None:
+            outputs.send(ForwardOutput(result.step_id, token_ids, result.host_logprobs(), seconds))
+
     while True:
         waiting.extend(inputs.drain())
         while running and (len(running) > steps_behind or not waiting):
-            _send(*running.popleft(), outputs)
+            answer_oldest()
         if not waiting:
             waiting.append(inputs.receive())
         message = waiting.popleft()
@@ -33,14 +46,7 @@ def run_steps(
             break
         started = time.perf_counter()
         running.append((runner.run(message), started))
-    for result, started in running:
-        _send(result, started, outputs)
+    while running:
+        answer_oldest()
     if outputs is not None:
         outputs.abandon()  # the manager, which ended the inputs, may be gone already
-
-
-def _send(result: StepResult, started: float, outputs: Channel[ForwardOutput | Ready] | None) -> None:
-    token_ids = result.host_token_ids()
-    if outputs is not None:
-        seconds = time.perf_counter() - started
-        outputs.send(ForwardOutput(result.step_id, token_ids, result.host_logprobs(), seconds))

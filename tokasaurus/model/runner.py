@@ -20,25 +20,38 @@ from tokasaurus.model.slot_table import SlotTable
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step sampled, possibly still being computed by the device.
+    """What one step sampled, on its way to the host.
 
-    token_ids: int64 [R]. logprobs: float32 [R], or None where no row asked. want_logprobs: bool [R].
+    token_ids: int32 [R]. logprobs: float32 [R], or None where no row asked. want_logprobs: bool [R].
+    arrived: recorded behind the copies on a device that computes on its own; None where they are there already.
     """
 
     step_id: int
     token_ids: Tensor
     logprobs: Tensor | None
     want_logprobs: NDArray[np.bool_]
+    arrived: torch.cuda.Event | None
 
     def host_token_ids(self) -> NDArray[np.int32]:
-        """Waits for the device."""
-        return self.token_ids.to("cpu", torch.int32).numpy()
+        """Waits for this step, not for those behind it."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.token_ids.numpy()
 
     def host_logprobs(self) -> NDArray[np.float32] | None:
-        """NaN where not asked. Waits for the device."""
+        """NaN where not asked. Waits likewise."""
         if self.logprobs is None:
             return None
-        return np.where(self.want_logprobs, self.logprobs.cpu().numpy(), np.float32(np.nan))
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return np.where(self.want_logprobs, self.logprobs.numpy(), np.float32(np.nan))
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    """Without waiting, which takes pinned memory."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class ModelRunner:
@@ -69,4 +82,10 @@ class ModelRunner:
         logits = self._model(batch.token_ids, None, batch.positions, batch.logit_rows, self._backend, batch.layout)
         tokens, logprobs = sample(logits, batch.sampling, self._kernels)
         self._slots.last_tokens[batch.sampled_slots] = tokens
-        return StepResult(step.step_id, tokens, logprobs, batch.want_logprobs)
+        host_tokens = _copy_to_host(tokens.int())
+        host_logprobs = None if logprobs is None else _copy_to_host(logprobs)
+        arrived = None
+        if self._device.type == "cuda":
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        return StepResult(step.step_id, host_tokens, host_logprobs, batch.want_logprobs, arrived)

@@ -1,66 +1,85 @@
-"""The largest forward, run at start-up: if it fits, every later one does."""
+"""The largest forwards, run at start-up: if they fit, every later one does."""
+
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.slots import SlotChanges, SlotOpens
 from tokasaurus.model.runner import ModelRunner
 
 _NUM_TOP_P_ROWS = 64
+"""Sampling works through rows in chunks, so that a chunk is enough; top-p is slow on a made-up prompt's flat logits."""
+
+_NOTHING = np.zeros(0, np.int32)
 
 
-def largest_step(max_tokens: int, max_seqs: int, max_tokens_per_sequence: int) -> ForwardInput:
-    """A step with as many tokens and as many sampling rows as a forward may have.
+@dataclass(frozen=True, slots=True)
+class ForwardLimits:
+    """max_tokens, max_seqs: of one forward. context_length: tokens of the longest sequence."""
 
-    Its slots own no blocks: all keys and values go to the padding block. The first row is greedy. Sampling works
-    through rows in chunks, so that top-p, which is slow on the flat logits of a made-up prompt, is on in some alone.
+    max_tokens: int
+    max_seqs: int
+    context_length: int
+
+
+def widest_prefill(limits: ForwardLimits) -> ForwardInput:
+    """As many tokens and as many sampling rows as a forward may have."""
+    num_rows = min(limits.max_seqs, limits.max_tokens)
+    shares = np.full(num_rows, limits.max_tokens // num_rows, np.int32)
+    shares[: limits.max_tokens % num_rows] += 1
+    return _first_step(np.minimum(shares, limits.context_length), np.zeros(num_rows, np.int32))
+
+
+def longest_prefill(limits: ForwardLimits) -> ForwardInput:
+    """The end of a sequence that fills the context, in one chunk."""
+    chunk = min(limits.max_tokens, limits.context_length)
+    return _first_step(np.array([chunk], np.int32), np.array([limits.context_length - chunk], np.int32))
+
+
+def longest_last_tokens(limits: ForwardLimits) -> ForwardInput:
+    """As many rows as a forward may have, each the last token of a sequence that fills the context."""
+    num_rows = min(limits.max_seqs, limits.max_tokens)
+    return _first_step(np.ones(num_rows, np.int32), np.full(num_rows, limits.context_length - 1, np.int32))
+
+
+def decode_after(step: ForwardInput) -> ForwardInput:
+    """The same slots once more, decoding a token each."""
+    changes = SlotChanges(closed=_NOTHING, opened=None, block_slots=_NOTHING, block_ids=_NOTHING)
+    return ForwardInput(0, step.slots, np.ones_like(step.num_tokens), len(step.slots), _NOTHING, changes)
+
+
+def warm_up(runner: ModelRunner, limits: ForwardLimits, is_context_costly: bool) -> None:
+    """Run the widest prefill and a decode after it; and the longest ones, where attention's memory grows with the
+    context. Waits for them.
+
+    The slots stay open at the worker, which does no harm: the manager opens a slot before it uses it.
     """
-    num_rows = min(max_seqs, max_tokens)
-    shares = np.full(num_rows, max_tokens // num_rows, np.int32)
-    shares[: max_tokens % num_rows] += 1
-    shares = np.minimum(shares, max_tokens_per_sequence)
+    widest = widest_prefill(limits)
+    steps = [widest]
+    if limits.context_length > int(widest.num_tokens.max()):
+        steps.append(decode_after(widest))
+    if is_context_costly:
+        steps += [longest_prefill(limits), longest_last_tokens(limits)]
+    for step in steps:
+        runner.run(step).host_token_ids()
+
+
+def _first_step(num_tokens: NDArray[np.int32], first_positions: NDArray[np.int32]) -> ForwardInput:
+    """Opens a slot for each row, which ends its prompt. No slot owns a block: all keys and values go to the padding
+    block. The first row is greedy, the others have every sampling feature on."""
+    num_rows = len(num_tokens)
     slots = np.arange(1, num_rows + 1, dtype=np.int32)
     opened = SlotOpens(
         slots=slots,
-        num_prompt_tokens=shares,
-        first_positions=np.zeros(num_rows, np.int32),
+        num_prompt_tokens=first_positions + num_tokens,
+        first_positions=first_positions,
         temperatures=np.minimum(np.arange(num_rows), 1).astype(np.float32),
         top_ps=np.where(np.arange(num_rows) < _NUM_TOP_P_ROWS, 0.9, 1.0).astype(np.float32),
         seeds=np.arange(num_rows, dtype=np.uint64),
         sample_indices=np.zeros(num_rows, np.uint32),
         want_logprobs=np.ones(num_rows, np.bool_),
     )
-    nothing = np.zeros(0, np.int32)
-    return ForwardInput(
-        step_id=0,
-        slots=slots,
-        num_tokens=shares,
-        num_decode=0,
-        prompt_ids=np.zeros(int(shares.sum()), np.int32),
-        changes=SlotChanges(closed=nothing, opened=opened, block_slots=nothing, block_ids=nothing),
-    )
-
-
-def decode_step(max_seqs: int) -> ForwardInput:
-    """A step in which every slot decodes; follows `largest_step`, which opened them."""
-    slots = np.arange(1, max_seqs + 1, dtype=np.int32)
-    nothing = np.zeros(0, np.int32)
-    return ForwardInput(
-        step_id=0,
-        slots=slots,
-        num_tokens=np.ones(max_seqs, np.int32),
-        num_decode=max_seqs,
-        prompt_ids=nothing,
-        changes=SlotChanges(closed=nothing, opened=None, block_slots=nothing, block_ids=nothing),
-    )
-
-
-def warm_up(runner: ModelRunner, max_tokens: int, max_seqs: int, max_tokens_per_sequence: int) -> None:
-    """Run the largest prefill and, from the state that it leaves, the largest decode; waits for both.
-
-    The slots stay open at the worker, which does no harm: the manager opens a slot before it uses it.
-    """
-    prefill = largest_step(max_tokens, max_seqs, max_tokens_per_sequence)
-    runner.run(prefill).host_token_ids()
-    if max_tokens_per_sequence > int(prefill.num_tokens.max()):
-        runner.run(decode_step(len(prefill.slots))).host_token_ids()
+    changes = SlotChanges(closed=_NOTHING, opened=opened, block_slots=_NOTHING, block_ids=_NOTHING)
+    return ForwardInput(0, slots, num_tokens, 0, np.zeros(int(num_tokens.sum()), np.int32), changes)

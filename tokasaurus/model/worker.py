@@ -32,7 +32,7 @@ from tokasaurus.model.loop import run_steps
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.runner import ModelRunner
 from tokasaurus.model.slot_table import SlotTable, SlotTableSize
-from tokasaurus.model.warmup import warm_up
+from tokasaurus.model.warmup import ForwardLimits, warm_up
 from tokasaurus.model.weights import load_weights
 
 PROCESS = "model worker"
@@ -106,8 +106,11 @@ def start_worker(
     slots = SlotTable(SlotTableSize(config.max_seqs_per_forward + 1, max_blocks), device)
     runner = ModelRunner(model, backend, slots, config.page_size, device, kernels)
 
+    limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length)
+
     def run_largest() -> None:
-        warm_up(runner, config.max_tokens_per_forward, config.max_seqs_per_forward, context_length)
+        # The CPU kernels take the same memory at any context; plain torch, on a CPU, has bounds but no time to show it.
+        warm_up(runner, limits, is_context_costly=device.type == "cuda")
 
     with phase("KV cache") as details:
         plan = _plan_kv_cache(config, shape, backend, run_largest)

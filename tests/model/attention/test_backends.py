@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokasaurus.model.attention import torch_backend
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.kernels.library import load_kernels
@@ -172,3 +173,14 @@ def test_a_named_backend_that_cannot_serve_the_model_is_refused() -> None:
         make_backend("cpu", KVShape(1, 2, 1, 16, 8, torch.float32, CPU), load_kernels())
     with pytest.raises(ValueError, match="C\\+\\+ compiler"):
         make_backend("cpu", KVShape(1, 2, 1, 16, 16, torch.float32, CPU), None)
+
+
+def test_small_bounds_on_memory_cut_batches_and_rows_but_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill of 90 rows is cut into pieces, and decodes are gathered a few at a time."""
+    shape = KVShape(2, 6, 3, 32, 16, torch.float32, CPU)
+    segments = [Segment(90, 150), *(Segment(1, length) for length in (400, 390, 380, 30, 20))]
+    expected = attend_all("reference", shape, segments, True, layer=1, seed=4)
+    monkeypatch.setattr(torch_backend, "_MAX_SCORES", 10_000)
+    monkeypatch.setattr(torch_backend, "_MAX_GATHERED", 50_000)
+    for result, reference in zip(attend_all("torch", shape, segments, True, 1, 4), expected, strict=True):
+        torch.testing.assert_close(result, reference, atol=1e-5, rtol=1e-5)

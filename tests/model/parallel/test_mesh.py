@@ -5,7 +5,7 @@ import pytest
 from tokasaurus.model.parallel.mesh import Mesh
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 7, 30, 32])
+@pytest.mark.parametrize("num_layers", [8, 9, 15, 30, 32])
 @pytest.mark.parametrize("pp_size", [1, 2, 3, 8])
 def test_stages_are_even_and_hold_every_layer_once_in_order(num_layers: int, pp_size: int) -> None:
     stages = [Mesh(pp_rank=rank, pp_size=pp_size).stage_layers(num_layers) for rank in range(pp_size)]
@@ -13,6 +13,11 @@ def test_stages_are_even_and_hold_every_layer_once_in_order(num_layers: int, pp_
     sizes = [len(stage) for stage in stages]
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="pp_size=8 is more than the model's 7 layers"):
+        Mesh(pp_rank=0, pp_size=8).stage_layers(7)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class PagedPart:
-    """Consecutive query rows of a forward, in S segments, each against its own list of blocks.
+    """Consecutive query rows of a forward, in S segments, each against its own list of blocks. Its tensors are on the
+    host, for a backend's plan to read.
 
     first_row, num_rows: the part's rows of the forward's T.
     query_starts: int32 [S + 1], relative to first_row: segment s has rows query_starts[s] : query_starts[s + 1].
@@ -57,11 +58,11 @@ class PagedPart:
 class PagedLayout:
     """Where the tokens of one forward live.
 
-    token_slots: int64 [T], the place of each token's key and value: block id * page_size + offset in the block.
+    token_places: int64 [T], the place of each token's key and value: block id * page_size + offset in the block.
     parts: cover all T rows, in order.
     """
 
-    token_slots: Tensor
+    token_places: Tensor
     parts: tuple[PagedPart, ...]
 
 
@@ -76,7 +77,7 @@ class AttentionBackend(Protocol):
         """Prepare for the layers of one forward."""
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
-        """Store key and value [T, K, D] at the planned layout's token_slots."""
+        """Store key and value [T, K, D] at the planned layout's token_places."""
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
         """query [num_rows, H, D] of a planned part -> output [num_rows, H, D] and, for merging parts, the natural

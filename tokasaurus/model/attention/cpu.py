@@ -45,11 +45,11 @@ class CpuBackend:
         self._values = _zeros_in_huge_pages(size, shape.dtype)
 
     def plan(self, layout: PagedLayout) -> None:
-        self._token_slots = layout.token_slots
+        self._token_places = layout.token_places
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
         self._kernels.write_kv(
-            *(key, value, self._token_slots, self._keys[layer_index], self._values[layer_index], self._shape.page_size)
+            *(key, value, self._token_places, self._keys[layer_index], self._values[layer_index], self._shape.page_size)
         )
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:

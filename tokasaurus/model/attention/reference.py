@@ -21,11 +21,11 @@ class ReferenceBackend:
         self._values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
     def plan(self, layout: PagedLayout) -> None:
-        self._token_slots = layout.token_slots
+        self._token_places = layout.token_places
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
-        self._keys[layer_index, self._token_slots] = key
-        self._values[layer_index, self._token_slots] = value
+        self._keys[layer_index, self._token_places] = key
+        self._values[layer_index, self._token_places] = value
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
         output = torch.empty_like(query)
@@ -41,7 +41,7 @@ class ReferenceBackend:
 
     def _gather(self, layer_index: int, block_table: Tensor, kv_length: int) -> tuple[Tensor, Tensor]:
         """-> key and value [L, H, D] in float32, each KV head repeated for its query heads."""
-        tokens = torch.arange(kv_length, device=self._shape.device)
+        tokens = torch.arange(kv_length)
         page_size = self._shape.page_size
         places = block_table[tokens // page_size] * page_size + tokens % page_size
         repeats = self._shape.num_heads // self._shape.num_kv_heads

@@ -17,18 +17,21 @@ from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
 _MAX_SCORES = 2**26
 """Most float32 scores held at once (256 MiB): bounds the memory of long prefills."""
 
+_MAX_GATHERED = 2**27
+"""Most elements of keys gathered at once, and of values: bounds the memory of many long decodes."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Segments padded to one number of blocks and of query rows.
+    """Segments padded to one number of blocks and of query rows, on the device.
 
-    block_table: int64 [S, B]. rows: int64 [S, Q], into the part's rows, padded by repeating row 0 of the part.
-    is_row: bool [S, Q]. visible: int64 [S, Q], how many tokens of KV each row sees.
+    block_table: int64 [S * B]. rows: int64 [S, Q], into the part's rows, padded by repeating row 0 of the part.
+    places: int64 [N], those of the S * Q that are no padding. visible: int64 [S, Q], tokens of KV that each row sees.
     """
 
     block_table: Tensor
     rows: Tensor
-    is_row: Tensor
+    places: Tensor
     visible: Tensor
 
 
@@ -46,23 +49,23 @@ class TorchBackend:
         self._values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
     def plan(self, layout: PagedLayout) -> None:
-        self._token_slots = layout.token_slots
+        self._token_places = layout.token_places
         self._buckets = {part.first_row: self._make_buckets(part) for part in layout.parts}
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
         shape = self._shape
         for cache, new in ((self._keys, key), (self._values, value)):
             tokens = cache[layer_index].view(shape.num_kv_heads, -1, shape.head_dim)
-            tokens[:, self._token_slots] = new.transpose(0, 1)
+            tokens[:, self._token_places] = new.transpose(0, 1)
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
         output = torch.empty_like(query)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         for bucket in self._buckets[part.first_row]:
-            rows = bucket.rows[bucket.is_row]
+            rows = bucket.rows.flatten()[bucket.places]
             bucket_output, bucket_lse = self._attend_bucket(query[bucket.rows], layer_index, bucket)
-            output[rows] = bucket_output[bucket.is_row]
-            lse[rows] = bucket_lse[bucket.is_row]
+            output[rows] = bucket_output.flatten(0, 1)[bucket.places]
+            lse[rows] = bucket_lse.flatten(0, 1)[bucket.places]
         return output, lse
 
     def _attend_bucket(self, query: Tensor, layer_index: int, bucket: _Bucket) -> tuple[Tensor, Tensor]:
@@ -70,9 +73,14 @@ class TorchBackend:
         num_segments, num_rows, num_heads, head_dim = query.shape
         num_kv_heads = self._shape.num_kv_heads
         group = num_heads // num_kv_heads
-        blocks = bucket.block_table.reshape(-1)
-        key = self._keys[layer_index].index_select(1, blocks).view(num_kv_heads * num_segments, -1, head_dim)
-        value = self._values[layer_index].index_select(1, blocks).view(num_kv_heads * num_segments, -1, head_dim)
+        key = (
+            self._keys[layer_index].index_select(1, bucket.block_table).view(num_kv_heads * num_segments, -1, head_dim)
+        )
+        value = (
+            self._values[layer_index]
+            .index_select(1, bucket.block_table)
+            .view(num_kv_heads * num_segments, -1, head_dim)
+        )
         # [S, Q, K, G, D] -> [K, S, G, Q, D] -> [K * S, G * Q, D]
         grouped = query.view(num_segments, num_rows, num_kv_heads, group, head_dim).permute(2, 0, 3, 1, 4)
         grouped = grouped.reshape(num_kv_heads * num_segments, group * num_rows, head_dim) * head_dim**-0.5
@@ -109,22 +117,25 @@ class TorchBackend:
         shortest = min(lengths[member] for member in members)
         similar = 2 * lengths[segment] >= longest and lengths[segment] <= 2 * shortest
         rows = num_rows[members[0]]
-        scores = (len(members) + 1) * rows * self._shape.num_heads * max(longest, lengths[segment])
-        return similar and 2 * num_rows[segment] >= rows and scores <= _MAX_SCORES
+        num_tokens = (len(members) + 1) * max(longest, lengths[segment])
+        scores = num_tokens * rows * self._shape.num_heads
+        gathered = num_tokens * self._shape.num_kv_heads * self._shape.head_dim
+        is_small = scores <= _MAX_SCORES and gathered <= _MAX_GATHERED
+        return similar and 2 * num_rows[segment] >= rows and is_small
 
     def _pad(self, part: PagedPart, members: list[int], starts: list[int], lengths: list[int]) -> list[_Bucket]:
         """One bucket of these segments, or several of consecutive rows where one segment alone has too many scores."""
         device = self._shape.device
-        index = torch.tensor(members, device=device)
+        index = torch.tensor(members)
         longest = max(lengths[member] for member in members)
-        table = part.block_table[index, : -(-longest // self._shape.page_size)].long()
+        table = part.block_table[index, : -(-longest // self._shape.page_size)].long().flatten().to(device)
         first = part.query_starts[index].long()
         count = part.query_starts[index + 1].long() - first
         most_rows = max(starts[member + 1] - starts[member] for member in members)
         rows_at_once = max(1, _MAX_SCORES // (len(members) * self._shape.num_heads * longest))
         buckets = []
         for offset in range(0, most_rows, rows_at_once):
-            offsets = torch.arange(offset, min(offset + rows_at_once, most_rows), device=device)
+            offsets = torch.arange(offset, min(offset + rows_at_once, most_rows))
             is_row = offsets < count.unsqueeze(1)
             visible = part.kv_lengths[index].long().unsqueeze(1).expand(-1, len(offsets))
             if part.causal:
@@ -132,5 +143,6 @@ class TorchBackend:
             # A padding row sees one token, so that its softmax is a number; its result is dropped.
             visible = visible.masked_fill(~is_row, 1)
             rows = (first.unsqueeze(1) + offsets).masked_fill(~is_row, 0)
-            buckets.append(_Bucket(table, rows, is_row, visible))
+            places = is_row.flatten().nonzero().squeeze(1)
+            buckets.append(_Bucket(table, rows.to(device), places.to(device), visible.to(device)))
         return buckets

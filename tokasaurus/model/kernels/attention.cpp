@@ -241,11 +241,11 @@ void attend(const Problem<Element>& problem, int64_t num_segments) {
 
 template <typename Element>
 void write_kv(const Element* key, const Element* value, int64_t key_stride, int64_t value_stride,
-              const int64_t* token_slots, int64_t num_tokens, const Shape& shape, Element* keys, Element* values) {
+              const int64_t* token_places, int64_t num_tokens, const Shape& shape, Element* keys, Element* values) {
   const int64_t head_dim = shape.head_dim;
   for (int64_t token = 0; token < num_tokens; ++token) {
-    const int64_t block = token_slots[token] / shape.page_size;
-    const int64_t offset = token_slots[token] % shape.page_size;
+    const int64_t block = token_places[token] / shape.page_size;
+    const int64_t offset = token_places[token] % shape.page_size;
     for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
       const int64_t base = (block * shape.num_kv_heads + head) * shape.page_size * head_dim;
       const Element* from = key + token * key_stride + head * head_dim;
@@ -282,14 +282,14 @@ void toka_attend(int64_t is_bfloat16, const void* query, int64_t query_row_strid
 }
 
 void toka_write_kv(int64_t is_bfloat16, const void* key, const void* value, int64_t key_stride, int64_t value_stride,
-                   const int64_t* token_slots, int64_t num_tokens, void* keys, void* values, int64_t num_kv_heads,
+                   const int64_t* token_places, int64_t num_tokens, void* keys, void* values, int64_t num_kv_heads,
                    int64_t head_dim, int64_t page_size) {
   const Shape shape{0, num_kv_heads, head_dim, page_size};
   if (is_bfloat16)
-    write_kv((const bfloat16*)key, (const bfloat16*)value, key_stride, value_stride, token_slots, num_tokens, shape,
+    write_kv((const bfloat16*)key, (const bfloat16*)value, key_stride, value_stride, token_places, num_tokens, shape,
              (bfloat16*)keys, (bfloat16*)values);
   else
-    write_kv((const float*)key, (const float*)value, key_stride, value_stride, token_slots, num_tokens, shape,
+    write_kv((const float*)key, (const float*)value, key_stride, value_stride, token_places, num_tokens, shape,
              (float*)keys, (float*)values);
 }
 }

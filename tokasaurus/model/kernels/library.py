@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -88,14 +89,14 @@ class Kernels:
         return output, lse
 
     def write_kv(
-        self, key: Tensor, value: Tensor, token_slots: Tensor, keys: Tensor, values: Tensor, page_size: int
+        self, key: Tensor, value: Tensor, token_places: Tensor, keys: Tensor, values: Tensor, page_size: int
     ) -> None:
         """key and value [T, K, D] (rows may be apart) into one layer's cache."""
         num_tokens, num_kv_heads, head_dim = key.shape
         assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1), "a row's heads lie together"
         self._library.toka_write_kv(
             *(key.dtype == torch.bfloat16, key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)),
-            *(token_slots.data_ptr(), num_tokens, keys.data_ptr(), values.data_ptr()),
+            *(token_places.data_ptr(), num_tokens, keys.data_ptr(), values.data_ptr()),
             *(num_kv_heads, head_dim, page_size),
         )
 
@@ -125,7 +126,7 @@ class Kernels:
 def load_kernels() -> Kernels | None:
     """The kernels, built if this machine has not built them yet; None, after one warning line, if they cannot be."""
     compiler = _find_compiler()
-    if compiler is None:
+    if not compiler:
         logger.warning("no C++ compiler found (set CXX): CPU kernels are off and plain torch, which is slower, is used")
         return None
     try:
@@ -137,15 +138,16 @@ def load_kernels() -> Kernels | None:
         return None
 
 
-def _find_compiler() -> str | None:
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++"]
-    return next((path for name in names if (path := shutil.which(name))), None)
+def _find_compiler() -> list[str]:
+    """The words that call it, CXX's ("ccache g++" has two) before the usual names; none if there is no compiler."""
+    commands = [shlex.split(os.environ.get("CXX", "")), ["g++"], ["c++"]]
+    return next((command for command in commands if command and shutil.which(command[0])), [])
 
 
-def _build_key(compiler: str) -> str:
+def _build_key(compiler: list[str]) -> str:
     """Changes with the sources, the flags, the compiler, and the processor that -march=native means."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    parts = [*_FLAGS, compiler, version, platform.machine(), _processor_features()]
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    parts = [*_FLAGS, *compiler, version, platform.machine(), _processor_features()]
     parts += [_source(name).read_text() for name in _SOURCES]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
@@ -158,9 +160,9 @@ def _processor_features() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
-def _build(compiler: str, destination: Path) -> None:
+def _build(compiler: list[str], destination: Path) -> None:
     sources = [str(_source(name)) for name in _SOURCES if name.endswith(".cpp")]
-    command = [compiler, *_FLAGS, *sources, "-o", str(destination / "kernels.so")]
+    command = [*compiler, *_FLAGS, *sources, "-o", str(destination / "kernels.so")]
     subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_TIMEOUT_S)
 
 

@@ -34,8 +34,11 @@ class Mesh:
     def stage_layers(self, num_layers: int) -> range:
         """Indices of the layers this stage runs: consecutive, sizes differing by at most one, every layer in one stage.
 
-        The first stages take the longer share, since the last also runs the LM head.
+        The first stages take the longer share, since the last also runs the LM head. Raises ValueError for fewer layers
+        than stages.
         """
+        if num_layers < self.pp_size:
+            raise ValueError(f"pp_size={self.pp_size} is more than the model's {num_layers} layers")
         base, longer = divmod(num_layers, self.pp_size)
         start = self.pp_rank * base + min(self.pp_rank, longer)
         return range(start, start + base + (1 if self.pp_rank < longer else 0))
