@@ -4,6 +4,7 @@ import functools
 import json
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer as BaseTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.text.tokenizer import ChatTemplateError, Tokenizer, TokenizerError, load_token_decoder
 
 TEMPLATE = (
@@ -91,6 +93,26 @@ def test_truncation_and_padding_of_the_file_are_ignored(tokenizer: Tokenizer) ->
     assert tokenizer.encode_batch(texts, add_special_tokens=True) == [[0, *ids] for ids in plain]
 
 
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    num_ticks = 0
+    ended = threading.Event()
+
+    def tick() -> None:
+        nonlocal num_ticks
+        while not ended.wait(0.001):
+            num_ticks += 1
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    ticks_before = num_ticks
+    ids = tokenizer.encode("hello, the user and the assistant " * 20_000, add_special_tokens=False)
+    ticks_after = num_ticks
+    ended.set()
+    ticking.join()
+    assert len(ids) > 100_000
+    assert ticks_after - ticks_before >= 5
+
+
 def test_facts_of_the_vocabulary(directory: Path, tokenizer: Tokenizer) -> None:
     reference = reference_tokenizer(directory)
     assert tokenizer.vocab_size == len(reference)
@@ -164,8 +186,9 @@ def test_a_model_without_template_or_files_is_a_clear_error(tmp_path: Path) -> N
     with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
         Tokenizer.load(tmp_path / "absent")
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(TokenizerError, match=r"cannot read .*tokenizer\.json"):
+    with pytest.raises(TokenizerError, match=r"cannot read .*tokenizer\.json") as caught:
         load_token_decoder(tmp_path)
+    assert isinstance(caught.value, UserError), "shown as one line, without a traceback"
 
 
 def test_sentencepiece_tokens_give_their_bytes(tmp_path: Path) -> None:

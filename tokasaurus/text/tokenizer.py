@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as BaseTokenizer
 
+from tokasaurus.messages.lifecycle import UserError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-class TokenizerError(Exception):
+class TokenizerError(UserError):
     """The tokenizer's files are missing or broken. The message is one line for the user."""
 
 
@@ -63,11 +65,13 @@ class Tokenizer(TokenDecoder):
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """add_special_tokens: what tokenizer.json adds around a text, such as bos. Special tokens in `text` count."""
-        return list(self._base.encode(text, add_special_tokens=add_special_tokens).ids)
+        return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """As `encode` for each, on several cores."""
-        return [list(one.ids) for one in self._base.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+        """As `encode` for each, on several cores, and other threads run meanwhile."""
+        # The library's `encode` of a single text would keep the GIL, and so stop the server's event loop.
+        encoded = self._base.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [list(one.ids) for one in encoded]
 
     def render_chat(
         self,
