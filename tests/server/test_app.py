@@ -1,6 +1,7 @@
 """The server process as the launcher starts it."""
 
 import multiprocessing
+import resource
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from tests.server.small_tokenizer import EOS_IDS, VOCAB_SIZE
 from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import Channel
-from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready
+from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
 from tokasaurus.server.app import run_server
 
 INFO = ModelInfo(
@@ -123,6 +124,37 @@ def test_sigterm_ends_the_server_even_if_a_connection_is_open_and_the_engine_dea
         server_process.process.terminate()
         server_process.process.join(10)
     assert server_process.process.exitcode == 0
+
+
+def test_a_port_on_which_another_server_listened_first_is_the_users_to_mend() -> None:
+    """Two sockets may be bound to one port as long as neither listens."""
+    with socket.socket() as first, socket.socket() as second:
+        for listener in (first, second):
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        first.bind(("127.0.0.1", 0))
+        second.bind(first.getsockname())
+        first.listen()
+        config = ServerConfig()
+        config.port = first.getsockname()[1]
+        checkpoint = Checkpoint("org/small", Path(), Path(), INFO)
+        status: Channel[PhaseDone | Ready | Failed] = Channel(multiprocessing.get_context("spawn"))
+        with pytest.raises(UserError, match=f"port={config.port}: .*in use"):
+            run_server(config, checkpoint, second, [], [], status)
+
+
+def test_the_process_may_open_as_many_connections_as_the_system_allows(tokenizer_directory: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))  # the process inherits it
+    try:
+        running = ServerProcess(tokenizer_directory)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        assert isinstance(running.status.receive(30), PhaseDone)
+        assert resource.prlimit(running.process.pid or 0, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        running.process.kill()
+        running.process.join()
 
 
 def test_server_room_imports_no_torch() -> None:

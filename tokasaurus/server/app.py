@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import resource
 import signal
 import socket
 import time
@@ -16,7 +17,7 @@ from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
-from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready
+from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
 from tokasaurus.server.engine_client import EngineClient
 from tokasaurus.server.errors import add_error_handlers
 from tokasaurus.server.routes import chat, completions, health, metrics, models
@@ -44,9 +45,13 @@ def run_server(
     """Entry of the server process: serve on the bound `listener` until SIGTERM. Call from the main thread.
 
     requests, updates: one channel per replica. Sends Ready("server") to `status` when every replica is up; until then
-    generation answers 503. After SIGTERM, open requests get `GRACE_S` seconds.
+    generation answers 503. After SIGTERM, open requests get `GRACE_S` seconds. Raises UserError.
     """
-    listener.listen(LISTEN_BACKLOG)  # from here on clients wait instead of being refused
+    try:
+        listener.listen(LISTEN_BACKLOG)  # from here on clients wait instead of being refused
+    except OSError as error:  # another server was bound to the port as well, and was the first to listen
+        raise UserError(f"port={config.port}: cannot listen: {error.strerror}; choose another port=") from None
+    _allow_many_connections()
     started = time.perf_counter()
     model = load_served_model(config, checkpoint)
     status.send(PhaseDone("server", "load tokenizer", time.perf_counter() - started))
@@ -70,6 +75,13 @@ def run_server(
     finally:
         for channel in requests:
             channel.abandon()
+
+
+def _allow_many_connections() -> None:
+    """Each open connection is a file; the usual soft limit of 1,024 would close those beyond it unanswered."""
+    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):  # a system may not allow what it calls the hard limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def create_app(model: ServedModel, engine: EngineClient) -> FastAPI:
