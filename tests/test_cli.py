@@ -162,3 +162,26 @@ def test_ping_without_a_server_is_one_line(capsys: pytest.CaptureFixture[str]) -
     assert err == (
         f"toka ping: no answer from http://127.0.0.1:{port}/v1: [Errno 111] Connection refused; is toka running?\n"
     )
+
+
+def test_ping_understands_an_ipv6_address(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody answers there, and the machine may have no IPv6: the address shows that the URL was understood."""
+    assert ping_main(["prompt=hi", "host=::1", "port=1"]) == 1
+    assert "no answer from http://[::1]:1/v1: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["host=a b", "api_key=schlüssel", "base_url=http://x:port"])
+def test_ping_with_an_address_or_key_that_cannot_be_sent_is_one_line(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ping_main(["prompt=hi", "port=1", flag]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("toka ping: ")
+    assert err.count("\n") == 1
+
+
+def test_ping_takes_an_empty_key_variable_for_none(api: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKA_API_KEY", "")
+    assert ping_main(["prompt=hi", f"port={api.server_port}"]) == 0
+    ((_, key, _),) = api.requests  # type: ignore[attr-defined]
+    assert key == "Bearer none"

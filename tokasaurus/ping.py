@@ -71,8 +71,10 @@ def ping(config: PingConfig) -> int:
     """Print the answers, then time and tokens; returns the exit code, 1 with one line on stderr if there are none."""
     import openai
 
-    base_url = f"http://{config.host}:{config.port}/v1" if config.base_url is None else config.base_url
-    api_key = os.environ.get("TOKA_API_KEY", "none") if config.api_key is None else config.api_key
+    host = f"[{config.host}]" if ":" in config.host else config.host  # IPv6
+    base_url = f"http://{host}:{config.port}/v1" if config.base_url is None else config.base_url
+    # An empty variable holds no key; the client insists on one.
+    api_key = (os.environ.get("TOKA_API_KEY") or "none") if config.api_key is None else config.api_key
     started = time.perf_counter()
     try:
         # No time limit: how long an answer takes is what is being asked.
@@ -82,8 +84,8 @@ def ping(config: PingConfig) -> int:
         return _fail(f"{base_url} answered {error.status_code}: {_reason(error)}")
     except openai.APIConnectionError as error:
         return _fail(f"no answer from {base_url}: {error.__cause__ or error}; is toka running?")
-    except openai.OpenAIError as error:
-        return _fail(f"{base_url}: {error}")
+    except Exception as error:  # the client raises all kinds for a host or a key that cannot be sent
+        return _fail(f"{base_url}: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         return _fail("stopped")
     seconds = time.perf_counter() - started
