@@ -62,6 +62,8 @@ def _serve(config: ServerConfig, entries: Entries, console: Console) -> int:
             listener.close()  # the server's copy is the one that counts: clients must not wait on a dead server's
             failure = _watch(group, engine.server, stop_signals, startup)
             if failure is not None:
+                engine.server.process.terminate()  # first, so that open requests get an answer instead of a reset
+                group.join([engine.server], SERVER_GRACE_S, stop_signals)
                 group.terminate(stop_signals)
                 console.print(f"toka: {failure}")  # last, below what the others log at their end
                 return 1

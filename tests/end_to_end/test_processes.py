@@ -2,6 +2,7 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -68,3 +69,16 @@ def test_a_local_checkpoint_is_served_as_transformers_runs_it(tmp_path: Path) ->
     logprobs = answer["choices"][0]["logprobs"]
     assert logprobs["tokens"] == [tokenizer.token_text(token_id) for token_id in expected.tolist()]
     assert any(line.startswith("ready:") and "tiny" in line and toka.url in line for line in toka.lines)
+
+
+def test_a_request_that_is_open_when_the_engine_dies_is_answered(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    with running_toka(f"model={tmp_path}", *SMALL) as toka, ThreadPoolExecutor() as pool:
+        body = {"model": "default", "prompt": "A", "n": 8, "max_tokens": 500, "ignore_eos": True}
+        request = pool.submit(httpx.post, f"{toka.url}/v1/completions", json=body, timeout=30)
+        wait_for(lambda: toka.gauge("toka_requests_running") == 8, timeout_s=10)
+        os.kill(toka.children()["toka-manager"], signal.SIGKILL)
+        answer = request.result()
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "server_stopping"
+        assert toka.process.wait(timeout=15) == 1

@@ -160,3 +160,12 @@ def test_the_process_may_open_as_many_connections_as_the_system_allows(tokenizer
 def test_server_room_imports_no_torch() -> None:
     script = "import sys, tokasaurus.server.app; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_an_update_that_cannot_be_read_ends_the_server_instead_of_losing_answers(server_process: ServerProcess) -> None:
+    assert isinstance(server_process.status.receive(30), PhaseDone)
+    with httpx.Client(base_url=server_process.url, timeout=20) as http:
+        assert http.get("/health").status_code == 200
+    server_process.engine.update_channel.send("no update")
+    server_process.process.join(10)
+    assert server_process.process.exitcode == 1

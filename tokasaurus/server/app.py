@@ -55,7 +55,13 @@ def run_server(
     started = time.perf_counter()
     model = load_served_model(config, checkpoint)
     status.send(PhaseDone("server", "load tokenizer", time.perf_counter() - started))
-    engine = EngineClient(requests, updates, on_ready=lambda: status.send(Ready("server")))
+    broken: list[Exception] = []
+
+    def stop_broken(error: Exception) -> None:
+        broken.append(error)
+        http_server.should_exit = True
+
+    engine = EngineClient(requests, updates, on_ready=lambda: status.send(Ready("server")), on_broken=stop_broken)
     http_config = uvicorn.Config(
         create_app(model, engine),
         loop="uvloop",
@@ -70,11 +76,14 @@ def run_server(
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
     )
+    http_server = _HttpServer(http_config)
     try:
-        _HttpServer(http_config).run(sockets=[listener])
+        http_server.run(sockets=[listener])
     finally:
         for channel in requests:
             channel.abandon()
+    if broken:
+        raise RuntimeError(f"an answer of the engine cannot be read: {broken[0]!r}") from broken[0]
 
 
 def _allow_many_connections() -> None:

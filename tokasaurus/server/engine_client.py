@@ -66,10 +66,15 @@ class _PendingRequest:
                 self.submission.on_request_finished()
 
 
+def _raise(error: Exception) -> None:
+    raise error
+
+
 class EngineClient:
     """One per server. All methods run on the event loop's thread.
 
-    requests, updates: one channel per replica. on_ready: called once, when every replica is up.
+    requests, updates: one channel per replica. on_ready: called once, when every replica is up. on_broken: called when
+    what a manager sent cannot be read; answers are lost from then on.
     """
 
     def __init__(
@@ -77,11 +82,13 @@ class EngineClient:
         requests: Sequence[Channel[GenerateRequest | CancelRequest]],
         updates: Sequence[Channel[EngineUpdate | Ready]],
         on_ready: Callable[[], None] = lambda: None,
+        on_broken: Callable[[Exception], None] = _raise,
     ) -> None:
         assert len(requests) == len(updates) > 0, "one channel each way per replica"
         self._requests = requests
         self._updates = updates
         self._on_ready = on_ready
+        self._on_broken = on_broken
         self._limits: list[EngineLimits | None] = [None] * len(updates)
         self._stats: list[EngineStats | None] = [None] * len(updates)
         self._num_unfinished_sequences = [0] * len(updates)
@@ -149,6 +156,12 @@ class EngineClient:
                 self._requests[replica].send(CancelRequest(request.request_id))
 
     def _receive(self, replica: int) -> None:
+        try:
+            self._apply_updates(replica)
+        except Exception as error:
+            self._on_broken(error)
+
+    def _apply_updates(self, replica: int) -> None:
         for message in self._updates[replica].drain():
             if isinstance(message, Ready):
                 self._start_replica(replica, message)

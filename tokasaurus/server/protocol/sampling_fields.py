@@ -45,7 +45,7 @@ class Only:
         if any(type(value) is type(neutral) and value == neutral for neutral in self._neutral):
             return value
         allowed = " and ".join(orjson.dumps(neutral).decode() for neutral in self._neutral)
-        message = "is not implemented (without effect, so allowed: {allowed})"
+        message = "is not implemented beyond {allowed}"
         raise PydanticCustomError("not_implemented", message, {"allowed": allowed})
 
 
