@@ -14,24 +14,36 @@ from tokasaurus.model.sampling import SamplingRows
 from tokasaurus.model.sampling_noise import position_keys
 from tokasaurus.model.slot_table import SlotTable
 
-# T tokens, S rows of the batch (one per running slot), R rows that sample
+# T tokens, S rows of the batch (one per running slot), R rows that sample; T and R with padding
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """One forward on the device.
+    """One forward on the device. Tokens, and rows that pass the LM head, are padded to one of few counts.
 
-    token_ids, positions: int64 [T]. logit_rows: int64 [R], rows of T whose next token is sampled.
-    sampled_slots: int64 [R], whose last token that becomes. want_logprobs: bool [R], on the host.
+    token_ids, positions: int64 [T]. logit_rows: int64 [R], rows of T that pass the LM head; the first num_sampled of
+    them are sampled, and only those have sampled_slots (int64, whose last token that becomes), sampling parameters, and
+    want_logprobs (bool, on the host).
     """
 
     token_ids: Tensor
     positions: Tensor
     logit_rows: Tensor
+    num_sampled: int
     sampled_slots: Tensor
     layout: PagedLayout
     sampling: SamplingRows
     want_logprobs: NDArray[np.bool_]
+
+
+def padded_count(count: int) -> int:
+    """The next count that matrices come in: exact up to 16, then 16 to each doubling, so at most a sixteenth more.
+
+    The CPU's matrix library makes and keeps code for each shape it meets: if every count were a shape of its own, its
+    cache would grow by 2 MB with each, and a server would grow for hours.
+    """
+    step = max(1, 1 << ((count - 1).bit_length() - 5)) if count > 16 else 1
+    return -(-count // step) * step
 
 
 def build_batch(step: ForwardInput, slots: SlotTable, page_size: int, device: torch.device) -> DeviceBatch:
@@ -52,7 +64,9 @@ def build_batch(step: ForwardInput, slots: SlotTable, page_size: int, device: to
     token_places = blocks.astype(np.int64) * page_size + token_positions % page_size
 
     decoded = slots.last_tokens[to_device(step.slots[: step.num_decode].astype(np.int64))]
-    token_ids = torch.cat((decoded, to_device(step.prompt_ids.astype(np.int64))))
+    num_padding = padded_count(int(starts[-1])) - int(starts[-1])
+    padding = np.zeros(num_padding, np.int64)  # token 0 at position 0, its key and value in the padding block
+    token_ids = torch.cat((decoded, to_device(np.concatenate((step.prompt_ids, padding)))))
 
     # A decode row is past its prompt, a prefill row samples when its chunk ends it.
     samples = kv_lengths >= slots.num_prompt_tokens[step.slots]
@@ -69,13 +83,16 @@ def build_batch(step: ForwardInput, slots: SlotTable, page_size: int, device: to
         any_top_p=bool(((top_ps < 1) & (temperatures > 0)).any()),
         any_logprobs=bool(want_logprobs.any()),
     )
+    logit_rows = starts[1:][samples].astype(np.int64) - 1
+    logit_padding = np.zeros(padded_count(len(logit_rows)) - len(logit_rows), np.int64)
     parts = _parts(step, slots, starts, kv_lengths, page_size)
     return DeviceBatch(
         token_ids=token_ids,
-        positions=to_device(token_positions.astype(np.int64)),
-        logit_rows=to_device(starts[1:][samples].astype(np.int64) - 1),
+        positions=to_device(np.concatenate((token_positions, padding))),
+        logit_rows=to_device(np.concatenate((logit_rows, logit_padding))),
+        num_sampled=len(logit_rows),
         sampled_slots=to_device(sampled_slots.astype(np.int64)),
-        layout=PagedLayout(to_device(token_places), parts),
+        layout=PagedLayout(to_device(np.concatenate((token_places, padding))), parts),
         sampling=sampling,
         want_logprobs=want_logprobs,
     )

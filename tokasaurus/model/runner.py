@@ -80,6 +80,7 @@ class ModelRunner:
         batch = build_batch(step, self._slots, self._page_size, self._device)
         self._backend.plan(batch.layout)
         logits = self._model(batch.token_ids, None, batch.positions, batch.logit_rows, self._backend, batch.layout)
+        logits = logits[: batch.num_sampled]
         tokens, logprobs = sample(logits, batch.sampling, self._kernels)
         self._slots.last_tokens[batch.sampled_slots] = tokens
         host_tokens = _copy_to_host(tokens.int())

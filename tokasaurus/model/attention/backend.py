@@ -59,7 +59,7 @@ class PagedLayout:
     """Where the tokens of one forward live.
 
     token_places: int64 [T], the place of each token's key and value: block id * page_size + offset in the block.
-    parts: cover all T rows, in order.
+    parts: cover the first rows of T in order; those behind them are padding.
     """
 
     token_places: Tensor
