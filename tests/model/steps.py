@@ -37,6 +37,20 @@ def make_runner(
     return ModelRunner(model, chosen, slots, page_size, device, kernels)
 
 
+def open_greedy(slot: int, num_prompt_tokens: int) -> SlotOpens:
+    """One slot, from its first position, without log-probabilities."""
+    return SlotOpens(
+        slots=int32([slot]),
+        num_prompt_tokens=int32([num_prompt_tokens]),
+        first_positions=int32([0]),
+        temperatures=np.zeros(1, np.float32),
+        top_ps=np.ones(1, np.float32),
+        seeds=np.zeros(1, np.uint64),
+        sample_indices=np.zeros(1, np.uint32),
+        want_logprobs=np.zeros(1, np.bool_),
+    )
+
+
 class StepDriver:
     """Opens slots with scattered blocks, and runs steps of any mix of decode rows and prefill chunks."""
 

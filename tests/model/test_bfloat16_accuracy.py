@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.model.steps import CPU, NOTHING, int32
+from tests.model.steps import CPU, NOTHING, int32, open_greedy
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint, weight_files
 from tokasaurus.messages.forward import ForwardInput
-from tokasaurus.messages.slots import SlotChanges, SlotOpens
+from tokasaurus.messages.slots import SlotChanges
 from tokasaurus.model.architectures.registry import build_decoder
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
@@ -70,16 +70,8 @@ class Scorer:
 
     def _forward(self, tokens: list[int], first: bool = False) -> torch.Tensor:
         blocks = np.arange(1, MAX_TOKENS // PAGE_SIZE + 1, dtype=np.int32) if first else NOTHING
-        opened = SlotOpens(
-            slots=int32([1]),
-            num_prompt_tokens=int32([1]),  # every chunk ends past it, so that its last token's logits are wanted
-            first_positions=int32([0]),
-            temperatures=np.zeros(1, np.float32),
-            top_ps=np.ones(1, np.float32),
-            seeds=np.zeros(1, np.uint64),
-            sample_indices=np.zeros(1, np.uint32),
-            want_logprobs=np.zeros(1, np.bool_),
-        )
+        # Every chunk ends past a prompt of one token, so that its last token's logits are wanted.
+        opened = open_greedy(1, num_prompt_tokens=1)
         changes = SlotChanges(int32([1] if first else []), opened if first else None, np.full_like(blocks, 1), blocks)
         step = ForwardInput(1, int32([1]), int32([len(tokens)]), 0, int32(tokens), changes)
         self.slots.apply(changes)

@@ -4,18 +4,17 @@ import multiprocessing
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from tests.model.steps import NOTHING, int32
+from tests.model.steps import NOTHING, int32, open_greedy
 from tests.tiny_model import save_tiny_model
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import parse_server_config
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
 from tokasaurus.messages.lifecycle import PhaseDone, Ready, UserError
-from tokasaurus.messages.slots import SlotChanges, SlotOpens
+from tokasaurus.messages.slots import SlotChanges
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker import run_worker, start_worker
 
@@ -23,16 +22,7 @@ FLAGS = ["dtype=float32", "max_tokens_per_forward=64", "max_seqs_per_forward=8"]
 
 
 def prompt_step(step_id: int, prompt: list[int]) -> ForwardInput:
-    opened = SlotOpens(
-        slots=int32([1]),
-        num_prompt_tokens=int32([len(prompt)]),
-        first_positions=int32([0]),
-        temperatures=np.zeros(1, np.float32),
-        top_ps=np.ones(1, np.float32),
-        seeds=np.zeros(1, np.uint64),
-        sample_indices=np.zeros(1, np.uint32),
-        want_logprobs=np.zeros(1, np.bool_),
-    )
+    opened = open_greedy(1, len(prompt))
     changes = SlotChanges(int32([]), opened, int32([1]), int32([1]))
     return ForwardInput(step_id, int32([1]), int32([len(prompt)]), 0, int32(prompt), changes)
 

@@ -39,8 +39,8 @@ class DeviceBatch:
 def padded_count(count: int) -> int:
     """The next count that matrices come in: exact up to 16, then 16 to each doubling, so at most a sixteenth more.
 
-    The CPU's matrix library makes and keeps code for each shape it meets: if every count were a shape of its own, its
-    cache would grow by 2 MB with each, and a server would grow for hours.
+    The CPU's matrix library makes and keeps code for each shape it meets: where every count was a shape of its own, the
+    worker grew by 2 MB with each new one.
     """
     step = max(1, 1 << ((count - 1).bit_length() - 5)) if count > 16 else 1
     return -(-count // step) * step
