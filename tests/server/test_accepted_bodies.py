@@ -19,6 +19,7 @@ NEUTRAL: dict[str, list[object]] = {
     "stop": [None, [], "x", ["x", "y"]],
     "seed": [None, 0, -1, 2**64 - 1, -(2**63)],
     "ignore_eos": [None, False, True],
+    "cache_salt": [None, "x", " ", "tenant \U0001f99c", "s" * 1024, "é" * 512],
     "stream": [False, None],
     "stream_options": [None],
     "presence_penalty": [0, 0.0, None],

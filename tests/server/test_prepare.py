@@ -138,13 +138,24 @@ def test_fields_reach_the_engine(served_model: ServedModel) -> None:
         assert request.want_logprobs
 
 
-@pytest.mark.parametrize("fields", [{}, dict.fromkeys(["n", "temperature", "top_p", "stop", "seed", "ignore_eos"])])
+def test_the_cache_salt_goes_with_every_prompt_as_it_came(served_model: ServedModel) -> None:
+    salt = " Tenant \U0001f99c\0"
+    requests = completion(served_model, prompt=["a", "b"], cache_salt=salt).requests
+    requests += chat(served_model, cache_salt=salt).requests
+    assert [request.cache_salt for request in requests] == [salt] * 3
+
+
+OPTIONAL = ["n", "temperature", "top_p", "stop", "seed", "ignore_eos", "cache_salt"]
+
+
+@pytest.mark.parametrize("fields", [{}, dict.fromkeys(OPTIONAL)])
 def test_absent_and_null_fields_are_the_defaults(served_model: ServedModel, fields: dict[str, None]) -> None:
     for prepared in (completion(served_model, **fields), chat(served_model, **fields)):
         (request,) = prepared.requests
         assert (request.num_sequences, request.stop_strings, request.ignore_eos) == (1, (), False)
         assert (request.sampling.temperature, request.sampling.top_p) == (1.0, 1.0)
         assert not request.want_logprobs
+        assert request.cache_salt == ""
 
 
 def test_temperatures_and_top_ps_that_float32_cannot_divide_by_are_greedy(served_model: ServedModel) -> None:

@@ -10,6 +10,7 @@ from tests.fake_engine import LIMITS
 from tests.server.conftest import LiveServer
 from tests.server.small_tokenizer import VOCAB_SIZE
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
+from tokasaurus.server.protocol.completions import CompletionRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MISSING = object()
@@ -65,6 +66,13 @@ BOTH_ROUTES_REFUSE: list[tuple[str, object]] = [
     ("seed", "1"),
     ("ignore_eos", 1),
     ("ignore_eos", "true"),
+    ("cache_salt", ""),
+    ("cache_salt", 5),
+    ("cache_salt", False),
+    ("cache_salt", ["x"]),
+    ("cache_salt", {"x": "y"}),
+    ("cache_salt", "s" * 1025),
+    ("cache_salt", "é" * 513),  # of two bytes each
     ("model", MISSING),
     ("model", None),
     ("model", 3),
@@ -248,10 +256,13 @@ def test_what_cannot_fit_is_context_length_exceeded(
 
 def test_openapi_page_shows_bodies_and_errors(shared_server: LiveServer) -> None:
     page = shared_server.http.get("/openapi.json").json()
-    operation = page["paths"][CHAT]["post"]
-    reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
-    schema = page["components"]["schemas"][reference.rpartition("/")[2]]
-    assert set(schema["properties"]) == set(ChatCompletionRequest.model_fields)
-    assert "200" in operation["responses"]
-    assert "4XX" in operation["responses"]
-    assert "422" not in operation["responses"]
+    for route, model in ((COMPLETIONS, CompletionRequest), (CHAT, ChatCompletionRequest)):
+        operation = page["paths"][route]["post"]
+        reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        schema = page["components"]["schemas"][reference.rpartition("/")[2]]
+        assert set(schema["properties"]) == set(model.model_fields)
+        assert {"type": "string", "minLength": 1, "maxLength": 1024} in schema["properties"]["cache_salt"]["anyOf"]
+        assert "cache_salt" not in schema["required"]
+        assert "200" in operation["responses"]
+        assert "4XX" in operation["responses"]
+        assert "422" not in operation["responses"]

@@ -34,6 +34,7 @@ class GenerateRequest:
     stop_strings: generation ends at the token whose text completes one of these.
     ignore_eos: eos does not end a sequence.
     want_logprobs: the log-probability of each chosen token is returned.
+    cache_salt: KV is shared only with requests of the same salt; "" is a salt like any other.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class GenerateRequest:
     stop_strings: tuple[str, ...]
     ignore_eos: bool
     want_logprobs: bool
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class SequenceDelta:
     token_ids: as sampled, the eos or stop string's tokens included.
     logprobs: natural log, before temperature, one per token; None where not asked.
     finish_reason: set on the last delta of a sequence alone.
-    num_cached_tokens: prompt tokens read from the prefix cache.
+    num_cached_tokens: prompt tokens whose KV was there when the sequence first started, so that it read them.
     """
 
     request_id: str

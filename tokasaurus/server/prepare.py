@@ -149,4 +149,5 @@ def _request(
         stop_strings=body.stop,
         ignore_eos=body.ignore_eos,
         want_logprobs=want_logprobs,
+        cache_salt=body.cache_salt,
     )

@@ -21,6 +21,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_STOP_STRINGS = 16
+MAX_CACHE_SALT_BYTES = 1024  # of UTF-8
 
 
 def value_error(message: str) -> PydanticCustomError:
@@ -80,8 +81,35 @@ StopStrings = Annotated[
 ]
 
 
+def _parse_cache_salt(value: object) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise value_error("must be a string")
+    if not value:  # more likely a tenant's name that went missing than the wish to share with all
+        raise value_error("must not be empty")
+    if len(value.encode()) > MAX_CACHE_SALT_BYTES:
+        raise value_error(f"may have at most {MAX_CACHE_SALT_BYTES} bytes in UTF-8")
+    return value
+
+
+# "" where the client gives none, which no client can give.
+CacheSalt = Annotated[
+    str,
+    PlainValidator(_parse_cache_salt),
+    WithJsonSchema(
+        {
+            "anyOf": [{"type": "string", "minLength": 1, "maxLength": MAX_CACHE_SALT_BYTES}, {"type": "null"}],
+            "description": "An extension: cached keys and values are shared only between requests of the same salt.",
+        }
+    ),
+]
+
+
 class SamplingFields(BaseModel):
     """What /v1/completions and /v1/chat/completions both take.
+
+    cache_salt (an extension of ours): cached KV is shared only between requests of the same salt.
 
     Accepted and without effect, since they ask nothing of the generated text: user, metadata, store=false,
     service_tier auto or default, safety_identifier, prompt_cache_key.
@@ -98,6 +126,7 @@ class SamplingFields(BaseModel):
     # signed or unsigned: both are read as 64 bits
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
     ignore_eos: Annotated[bool, null_means(False)] = False
+    cache_salt: CacheSalt = ""
 
     user: str | None = None
     metadata: dict[str, str] | None = None
