@@ -104,6 +104,8 @@ class FakeEngine:
             self.stats,
             total_prompt_tokens=self.stats.total_prompt_tokens + len(request.prompt_ids),
             total_generation_tokens=self.stats.total_generation_tokens + sum(len(delta.token_ids) for delta in deltas),
+            total_prefix_cache_hit_tokens=self.stats.total_prefix_cache_hit_tokens
+            + sum(delta.num_cached_tokens for delta in deltas),
         )
         # last first: the order in which sequences finish is nobody's promise
         self.update_channel.send(EngineUpdate(deltas[::-1], self.stats))

@@ -1,11 +1,19 @@
+from pathlib import Path
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from tokasaurus.messages.lifecycle import EngineStats
 from tokasaurus.monitoring.metrics import EngineCollector, render_metrics
 
+METRICS_PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
 
 def test_every_stat_of_every_replica_that_is_up_is_one_sample() -> None:
-    stats = [EngineStats(1, 2, 3, 4, 5, 6, 7), None, EngineStats(10, 20, 30, 40, 50, 60, 70)]
+    stats = [
+        EngineStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0.5),
+        None,
+        EngineStats(10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 5.0),
+    ]
     families = list(text_string_to_metric_families(render_metrics(EngineCollector(lambda: stats)).decode()))
     samples = {
         (sample.name, sample.labels["replica"]): sample.value for family in families for sample in family.samples
@@ -18,6 +26,10 @@ def test_every_stat_of_every_replica_that_is_up_is_one_sample() -> None:
         "toka_prompt_tokens_total": 5,
         "toka_generation_tokens_total": 6,
         "toka_worker_queue_depth": 7,
+        "toka_prefix_cache_hit_tokens_total": 8,
+        "toka_preemptions_total": 9,
+        "toka_preempted_tokens_total": 10,
+        "toka_manager_busy_fraction": 0.5,
     }
     assert samples == {
         (name, replica): value * scale for name, value in expected.items() for replica, scale in (("0", 1), ("2", 10))
@@ -26,7 +38,18 @@ def test_every_stat_of_every_replica_that_is_up_is_one_sample() -> None:
     assert {family.name for family in families if family.type == "counter"} == {
         "toka_prompt_tokens",
         "toka_generation_tokens",
+        "toka_prefix_cache_hit_tokens",
+        "toka_preemptions",
+        "toka_preempted_tokens",
     }
+    assert len({family.documentation for family in families}) == len(expected)
+
+
+def test_every_metric_is_in_the_docs() -> None:
+    families = text_string_to_metric_families(render_metrics(EngineCollector(lambda: [])).decode())
+    names = {family.name + ("_total" if family.type == "counter" else "") for family in families}
+    documented = [line.split("`")[1] for line in METRICS_PAGE.read_text().splitlines() if line.startswith("| `")]
+    assert sorted(documented) == sorted(names)
 
 
 def test_each_scrape_reads_the_latest_stats() -> None:

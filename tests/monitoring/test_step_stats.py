@@ -1,5 +1,7 @@
 """The log line of a window, from totals whose rates are easy to see."""
 
+from dataclasses import replace
+
 from tokasaurus.messages.lifecycle import EngineStats
 from tokasaurus.monitoring.step_stats import StepStats, StepTotals
 
@@ -24,11 +26,42 @@ def test_a_line_comes_at_the_end_of_a_window_with_the_rates_of_that_window_alone
             assert step_stats.seconds_to_report(2003.0) == 2.5, "the window began with the first step, at 2000.5"
     assert [line is not None for line in lines] == [False] * 5 + [True] + [False] * 4
     assert lines[5] == (
-        "33 output tokens/s, 1,091 prompt tokens/s, 40.0 sequences a step, 500.0 ms a step, worker busy 55% | "
+        "33 output tokens/s, 1,091 prompt tokens/s, prefix cache hits 0%, 40.0 sequences a step, 500.0 ms a step, "
+        "worker busy 55%, manager busy 0% | "
         "3 running, 1,200 waiting, KV 50 of 200 blocks (25%)"
     )
     assert step_stats.seconds_to_report(2010.0) == 1.5
     last = step_stats.report(2016.0, totals, make_stats(300))
     assert last is not None
-    assert last.startswith("13 output tokens/s, 421 prompt tokens/s, 40.0 sequences a step, 500.0 ms a step")
+    assert last.startswith("13 output tokens/s, 421 prompt tokens/s, prefix cache hits 0%, 40.0 sequences a step")
     assert step_stats.report(2030.0, totals, make_stats(300)) is None
+
+
+def test_cache_hits_and_preemptions_are_those_of_the_window():
+    """Per window: prompt tokens computed, prompt tokens read from the cache, preemptions, busy share of the manager."""
+    windows = [(300, 100, 0, 0.25), (0, 50, 1500, 1.0), (0, 0, 0, 0.004), (1000, 0, 1, 0.0)]
+    shown = [
+        ("25%", "25%", ""),
+        ("100%", "100%", ", 1,500 preemptions"),
+        ("0%", "0%", ""),
+        ("0%", "0%", ", 1 preemption"),
+    ]
+    step_stats = StepStats(report_seconds=5.0)
+    totals, stats = StepTotals(), make_stats(0)
+    for number, (window, (hits, busy, preemptions)) in enumerate(zip(windows, shown, strict=True), start=1):
+        num_computed, num_cached, num_preemptions, busy_fraction = window
+        totals.num_steps += 1
+        totals.num_prefill_tokens += num_computed
+        totals.busy_seconds += 5.0
+        stats = replace(
+            stats,
+            total_prefix_cache_hit_tokens=stats.total_prefix_cache_hit_tokens + num_cached,
+            total_preemptions=stats.total_preemptions + num_preemptions,
+            manager_busy_fraction=busy_fraction,
+        )
+        line = step_stats.report(1000.0 + 5 * number, totals, stats)
+        assert line is not None
+        assert f" prefix cache hits {hits}," in line
+        assert f" manager busy {busy} |" in line
+        assert line.endswith(f"KV 50 of 200 blocks (25%){preemptions}")
+        assert "\n" not in line

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from tests.fake_engine import FakeEngine, Reply
+from tests.fake_engine import FakeEngine, Reply, echo
 from tests.server.conftest import LiveServer, live_server, wait_until_ready
 from tests.server.small_tokenizer import IM_END
 from tokasaurus.messages.generation import GenerateRequest
@@ -194,12 +195,47 @@ def test_metrics_are_exact_once_an_answer_is_out(server: LiveServer) -> None:
         "toka_worker_queue_depth": 0,
         "toka_prompt_tokens_total": 0,
         "toka_generation_tokens_total": 0,
+        "toka_prefix_cache_hit_tokens_total": 0,
+        "toka_preemptions_total": 0,
+        "toka_preempted_tokens_total": 0,
+        "toka_manager_busy_fraction": 0,
     }
+    server.engine.script = lambda request, index: replace(echo(request, index), num_cached_tokens=index)
+    server.engine.stats = replace(
+        server.engine.stats, total_preemptions=2, total_preempted_tokens=70, manager_busy_fraction=0.125
+    )
+    at_start |= {"toka_preemptions_total": 2, "toka_preempted_tokens_total": 70, "toka_manager_busy_fraction": 0.125}
     client = sync_client(server)
     for number in range(1, 10):
-        client.completions.create(model="default", prompt=[1, 2, 3], n=2, max_tokens=2)
-        counted = {"toka_prompt_tokens_total": 3 * number, "toka_generation_tokens_total": 4 * number}
+        client.completions.create(model="default", prompt=[1, 2, 3], n=3, max_tokens=2)
+        counted = {
+            "toka_prompt_tokens_total": 3 * number,
+            "toka_generation_tokens_total": 6 * number,
+            "toka_prefix_cache_hit_tokens_total": (0 + 1 + 2) * number,
+        }
         assert samples(server.http) == at_start | counted
+
+
+def test_cached_tokens_are_what_the_engine_read_for_the_first_sample(server: LiveServer) -> None:
+    """Each sample read one block more than the one before; the answer counts what no sample computed."""
+    server.engine.script = lambda request, index: replace(echo(request, index), num_cached_tokens=16 * (3 - index))
+    client = sync_client(server)
+    for answer in (
+        client.completions.create(model="default", prompt=[[1] * 60, [2] * 70], n=2),
+        client.chat.completions.create(model="default", messages=[{"role": "user", "content": "a" * 60}], n=2),
+    ):
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == 32 * len(answer.choices) // 2
+
+
+def test_the_cache_salt_reaches_the_engine(server: LiveServer) -> None:
+    client = sync_client(server)
+    salt: dict[str, object] = {"cache_salt": "tenant 1"}
+    client.completions.create(model="default", prompt=["a", "b"], extra_body=salt)
+    client.chat.completions.create(model="default", messages=[{"role": "user", "content": "hi"}], extra_body=salt)
+    client.completions.create(model="default", prompt="a")
+    assert [request.cache_salt for request in server.engine.requests] == ["tenant 1"] * 3 + [""]
 
 
 def test_version_is_the_packages(shared_server: LiveServer) -> None:

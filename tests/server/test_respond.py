@@ -2,13 +2,15 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.server.small_tokenizer import IM_END, IM_START
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SamplingParams
 from tokasaurus.server.engine_client import FinishedSequence
 from tokasaurus.server.prepare import Prepared
 from tokasaurus.server.protocol.completions import CompletionChoice
-from tokasaurus.server.respond import build_chat_completion, build_completion
+from tokasaurus.server.respond import build_chat_completion, build_completion, build_usage
 from tokasaurus.server.served_model import ServedModel
 
 HELLO, SPACE_WORLD = 259, 261  # "hello", " wo"
@@ -125,6 +127,34 @@ def test_usage_counts_prompts_once_and_completions_with_eos(served_model: Served
         usage = build(prepared, results, served_model).usage
         assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (12, 7, 19)
         assert usage.prompt_tokens_details.cached_tokens == 5
+
+
+@given(
+    prompts=st.lists(
+        st.integers(1, 40).flatmap(
+            lambda num_tokens: st.tuples(
+                st.just(num_tokens), st.lists(st.integers(0, num_tokens - 1), min_size=1, max_size=5)
+            )
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+@settings(max_examples=300, deadline=None)
+def test_cached_tokens_are_the_prompt_tokens_that_no_sequence_computed(prompts: list[tuple[int, list[int]]]) -> None:
+    """Oracle: mark each token of a prompt that one of its sequences computes, from where its own cached ones end."""
+    expected = 0
+    for num_tokens, cached_by_sequence in prompts:
+        computed = [False] * num_tokens
+        for num_cached in cached_by_sequence:
+            for position in range(num_cached, num_tokens):
+                computed[position] = True
+        expected += computed.count(False)
+    requests = [make_request(num_tokens, num_sequences=len(cached)) for num_tokens, cached in prompts]
+    results = [[finished([1], num_cached_tokens=number) for number in cached] for _, cached in prompts]
+    usage = build_usage(Prepared("cmpl-1", requests), results)
+    assert usage.prompt_tokens_details.cached_tokens == expected
+    assert usage.prompt_tokens == sum(num_tokens for num_tokens, _ in prompts)
 
 
 def test_chat_choice_holds_the_same_text_and_logprobs_as_bytes(served_model: ServedModel) -> None:

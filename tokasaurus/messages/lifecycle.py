@@ -54,6 +54,12 @@ class EngineStats:
 
     num_kv_blocks_used: owned by sequences; cached blocks that nobody references are not counted.
     worker_queue_depth: steps sent to the worker whose results are not back.
+    total_prompt_tokens: each prompt once, however many samples it has.
+    total_prefix_cache_hit_tokens: prompt tokens not computed because their KV was cached, over all sequences: the later
+    samples of a prompt count, so it may exceed total_prompt_tokens.
+    total_preemptions: sequences put back to waiting for want of blocks.
+    total_preempted_tokens: tokens that lost their KV to preemption and had to be computed again.
+    manager_busy_fraction: share of the last completed second in which the manager worked, 0 to 1.
     """
 
     num_running: int
@@ -63,6 +69,10 @@ class EngineStats:
     total_prompt_tokens: int
     total_generation_tokens: int
     worker_queue_depth: int
+    total_prefix_cache_hit_tokens: int = 0
+    total_preemptions: int = 0
+    total_preempted_tokens: int = 0
+    manager_busy_fraction: float = 0.0
 
 
 class UserError(Exception):

@@ -13,7 +13,7 @@ from tokasaurus.messages.lifecycle import EngineStats
 __all__ = ["CONTENT_TYPE_LATEST", "EngineCollector", "render_metrics"]
 
 # name, help, value
-_GAUGES: list[tuple[str, str, Callable[[EngineStats], int]]] = [
+_GAUGES: list[tuple[str, str, Callable[[EngineStats], float]]] = [
     (
         "toka_requests_running",
         "Sequences being prefilled or decoded; a request with n=4 counts as 4.",
@@ -35,14 +35,38 @@ _GAUGES: list[tuple[str, str, Callable[[EngineStats], int]]] = [
         "Steps sent to the model worker whose results are not back.",
         lambda stats: stats.worker_queue_depth,
     ),
+    (
+        "toka_manager_busy_fraction",
+        "Share of the last completed second in which the manager worked, 0 to 1.",
+        lambda stats: stats.manager_busy_fraction,
+    ),
 ]
 # The exposition appends "_total" to a counter's name.
 _COUNTERS: list[tuple[str, str, Callable[[EngineStats], int]]] = [
-    ("toka_prompt_tokens", "Prompt tokens since start.", lambda stats: stats.total_prompt_tokens),
+    (
+        "toka_prompt_tokens",
+        "Prompt tokens since start; a prompt counts once, however many samples it has.",
+        lambda stats: stats.total_prompt_tokens,
+    ),
     (
         "toka_generation_tokens",
         "Tokens generated since start, eos included.",
         lambda stats: stats.total_generation_tokens,
+    ),
+    (
+        "toka_prefix_cache_hit_tokens",
+        "Prompt tokens not computed since their KV was cached, over all sequences: each sample of a prompt counts.",
+        lambda stats: stats.total_prefix_cache_hit_tokens,
+    ),
+    (
+        "toka_preemptions",
+        "Sequences put back to waiting since KV blocks had run out.",
+        lambda stats: stats.total_preemptions,
+    ),
+    (
+        "toka_preempted_tokens",
+        "Tokens that lost their KV to preemption and had to be computed again.",
+        lambda stats: stats.total_preempted_tokens,
     ),
 ]
 

@@ -30,6 +30,8 @@ class StepStats:
         self._is_empty = True
         self._totals = StepTotals()
         self._num_generated = 0
+        self._num_cache_hit_tokens = 0
+        self._num_preemptions = 0
 
     def seconds_to_report(self, now_s: float) -> float | None:
         """When `report` should be called again even if nothing happens; None where there is nothing to report."""
@@ -38,7 +40,11 @@ class StepStats:
         return max(0.0, self._start_s + self._report_seconds - now_s)
 
     def report(self, now_s: float, totals: StepTotals, stats: EngineStats) -> str | None:
-        """The line, where a window has ended; a new window begins with it."""
+        """The line, where a window has ended; a new window begins with it.
+
+        Prompt tokens are those that the workers computed; cache hits are a share of these and the hits together. The
+        manager's busy fraction is that of the last second, as in `stats`.
+        """
         num_steps = totals.num_steps - self._totals.num_steps
         if num_steps == 0:
             return None
@@ -52,15 +58,24 @@ class StepStats:
             return None
         num_prefill_tokens = totals.num_prefill_tokens - self._totals.num_prefill_tokens
         busy_fraction = min(1.0, busy_seconds / seconds)  # a step counts whole where it ends
+        num_cache_hit_tokens = stats.total_prefix_cache_hit_tokens - self._num_cache_hit_tokens
+        # Not of stats.total_prompt_tokens, in which a prompt counts once although each of its samples may hit.
+        cache_hit_fraction = num_cache_hit_tokens / max(1, num_cache_hit_tokens + num_prefill_tokens)
+        num_preemptions = stats.total_preemptions - self._num_preemptions
         line = (
             f"{(stats.total_generation_tokens - self._num_generated) / seconds:,.0f} output tokens/s, "
-            f"{num_prefill_tokens / seconds:,.0f} prompt tokens/s, "
+            f"{num_prefill_tokens / seconds:,.0f} prompt tokens/s, prefix cache hits {cache_hit_fraction:.0%}, "
             f"{(totals.num_rows - self._totals.num_rows) / num_steps:,.1f} sequences a step, "
-            f"{1000 * busy_seconds / num_steps:,.1f} ms a step, worker busy {busy_fraction:.0%} | "
+            f"{1000 * busy_seconds / num_steps:,.1f} ms a step, worker busy {busy_fraction:.0%}, "
+            f"manager busy {stats.manager_busy_fraction:.0%} | "
             f"{stats.num_running:,} running, {stats.num_waiting:,} waiting, "
             f"KV {stats.num_kv_blocks_used:,} of {stats.num_kv_blocks_total:,} blocks "
             f"({stats.num_kv_blocks_used / stats.num_kv_blocks_total:.0%})"
         )
+        if num_preemptions > 0:
+            line += f", {num_preemptions:,} preemption{'s' if num_preemptions > 1 else ''}"
         self._start_s, self._is_empty = now_s, True
         self._totals, self._num_generated = replace(totals), stats.total_generation_tokens
+        self._num_cache_hit_tokens = stats.total_prefix_cache_hit_tokens
+        self._num_preemptions = stats.total_preemptions
         return line

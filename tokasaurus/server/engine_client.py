@@ -22,7 +22,7 @@ from tokasaurus.server.load_balancer import choose_replica
 class FinishedSequence:
     """All tokens of one sequence, as sampled: the eos or stop string's tokens included.
 
-    logprobs: one per token; None where not asked. num_cached_tokens: prompt tokens read from the prefix cache.
+    logprobs: one per token; None where not asked. num_cached_tokens: prompt tokens that it read instead of computing.
     """
 
     token_ids: list[int] = field(default_factory=list)

@@ -12,7 +12,8 @@ class PromptTokensDetails:
 class Usage:
     """prompt_tokens: each prompt once, whatever n is. completion_tokens: over all choices, eos included.
 
-    prompt_tokens_details.cached_tokens: of the prompt tokens, those whose KV no sequence had to compute.
+    prompt_tokens_details.cached_tokens: of the prompt tokens, each prompt's once, those that none of its sequences had
+    to compute; the KV may stem from an earlier request or from another prompt of this one.
     """
 
     prompt_tokens: int
