@@ -169,7 +169,7 @@ def test_what_has_ended_unread_is_due_at_once() -> None:
     assert busy.seconds_to_report(12.0) is None
 
 
-def test_rounding_never_gives_more_than_one() -> None:
+def test_many_short_stretches_add_up_to_one_and_never_to_more() -> None:
     busy = BusyFraction()
     for number in range(10_000):
         busy.add_busy(5 + number / 9999, 5 + (number + 1) / 9999)

@@ -104,7 +104,6 @@ class BusyFraction:
         """To the window of now_s. skipped_fraction: busy share of any windows between the present one and that."""
         window = int(now_s)
         if window > self._window:
-            # sums of differences may exceed one by a rounding
-            self._fraction = min(1.0, self._busy_s) if window == self._window + 1 else skipped_fraction
+            self._fraction = self._busy_s if window == self._window + 1 else skipped_fraction
             self._window = window
             self._busy_s = 0.0
