@@ -18,7 +18,7 @@ kv_cache_num_tokens=None page_size=16 max_tokens_per_forward=8192 max_seqs_per_f
 max_num_tokens_per_request=None
 torch_compile=F use_cudagraphs=T cudagraph_max_size=None cudagraph_step=16 attention_backend=None
 use_hydragen=None
-scheduling_steps_ahead=8 prefill_round_up_multiple=16 greedy_prefill=T enable_precise_onboard=T
+scheduling_steps_ahead=8 optional_work=None prefill_round_up_multiple=16 greedy_prefill=T enable_precise_onboard=T
 precise_onboard_batch_size=128 track_early_stopping=T early_stopping_buffer_size=2048
 early_stopping_num_prediction_buckets=1024 early_stopping_initial_wait=16 early_stopping_init_mean=None
 early_stopping_init_std=None use_spec_allocation=T spec_allocation_std_buffer_scale=0.25
@@ -83,6 +83,13 @@ def test_every_field_is_in_the_table_and_the_help_once() -> None:
         ("device=auto", "device", None),
         ("device=None", "device", None),
         ("attention_backend=reference", "attention_backend", "reference"),
+        ("optional_work=deferred", "optional_work", "deferred"),
+        ("optional_work=auto", "optional_work", None),
+        ("greedy_prefill=F", "greedy_prefill", False),
+        ("precise_onboard_batch_size=1", "precise_onboard_batch_size", 1),
+        ("early_stopping_init_mean=1", "early_stopping_init_mean", 1.0),
+        ("spec_allocation_std_buffer_scale=0", "spec_allocation_std_buffer_scale", 0.0),
+        ("spec_allocation_target_kv_cache_utilization=0.01", "spec_allocation_target_kv_cache_utilization", 0.01),
         # Texts stay as they were typed.
         ("model=meta-llama/Llama-3.2-1B", "model", "meta-llama/Llama-3.2-1B"),
         ("model=1e5", "model", "1e5"),
@@ -141,6 +148,26 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
         ("log_level=loud", "log_level=loud: must be error, warning, info or debug"),
         ("model=", "model=: must be some text, or None (demo)"),
         ("host=", "host=: must be some text"),
+        ("optional_work=T", "optional_work=T: must be always or deferred, or None (auto)"),
+        ("prefill_round_up_multiple=0", "prefill_round_up_multiple=0: must be a whole number from 1 to 2147483647"),
+        ("precise_onboard_batch_size=0", "precise_onboard_batch_size=0: must be a whole number from 1 to 2147483647"),
+        ("early_stopping_buffer_size=0", "early_stopping_buffer_size=0: must be a whole number from 1 to 2147483647"),
+        (
+            "early_stopping_init_mean=1.1",
+            "early_stopping_init_mean=1.1: must be a number from 0 to 1, or None (none)",
+        ),
+        (
+            "early_stopping_init_std=0.1",
+            "early_stopping_init_std=0.1: needs early_stopping_init_mean beside it",
+        ),
+        (
+            "spec_allocation_std_buffer_scale=-0.1",
+            "spec_allocation_std_buffer_scale=-0.1: must be a number of at least 0",
+        ),
+        (
+            "spec_allocation_target_kv_cache_utilization=0",
+            "spec_allocation_target_kv_cache_utilization=0.0: must be a number from 0.01 to 1",
+        ),
         ("prot=80", "prot=80: unknown flag, did you mean port=? (--help lists all)"),
         ("--max-seqs-per-forward=8", "--max-seqs-per-forward=8: unknown flag, did you mean max_seqs_per_forward=?"),
         ("zzz=1", "zzz=1: unknown flag, --help lists those there are"),
@@ -158,6 +185,11 @@ def test_wrong_flag_is_one_line_with_name_value_and_what_is_allowed(words: str, 
     line = refusal(*words.split())
     assert line.startswith(message)
     assert "\n" not in line
+
+
+def test_init_std_stands_beside_init_mean() -> None:
+    config = parse_server_config(["early_stopping_init_std=0.1", "early_stopping_init_mean=0.5"])
+    assert (config.early_stopping_init_mean, config.early_stopping_init_std) == (0.5, 0.1)
 
 
 def test_refusal_of_several_lines_is_one_line() -> None:

@@ -50,6 +50,7 @@ class ServerConfig(Config):
     hydragen_min_prefix_len: int = 256
 
     scheduling_steps_ahead: int = 8
+    optional_work: str | None = None
     prefill_round_up_multiple: int = 16
     greedy_prefill: bool = True
     enable_precise_onboard: bool = True
@@ -87,6 +88,10 @@ class ServerConfig(Config):
                 f"kv_cache_num_tokens={self.kv_cache_num_tokens}: must hold at least one page of "
                 f"page_size={self.page_size} tokens"
             )
+        if self.early_stopping_init_std is not None and self.early_stopping_init_mean is None:
+            raise FlagError(
+                f"early_stopping_init_std={self.early_stopping_init_std}: needs early_stopping_init_mean beside it"
+            )
 
 
 def _count(meaning: str, minimum: int = 1, none_means: str = "none") -> Flag:
@@ -110,19 +115,6 @@ NOT_BUILT = frozenset(
         "use_hydragen",
         "hydragen_min_group_size",
         "hydragen_min_prefix_len",
-        "prefill_round_up_multiple",
-        "greedy_prefill",
-        "enable_precise_onboard",
-        "precise_onboard_batch_size",
-        "track_early_stopping",
-        "early_stopping_buffer_size",
-        "early_stopping_num_prediction_buckets",
-        "early_stopping_initial_wait",
-        "early_stopping_init_mean",
-        "early_stopping_init_std",
-        "use_spec_allocation",
-        "spec_allocation_std_buffer_scale",
-        "spec_allocation_target_kv_cache_utilization",
         "max_topk_logprobs",
         "api_key",
         "statsd_server_url",
@@ -190,22 +182,43 @@ SERVER_FLAGS = FlagTable(
         },
         "scheduler": {
             "scheduling_steps_ahead": _count("steps sent to the model before their results are back"),
-            "prefill_round_up_multiple": _count("tokens to whose multiple a step's prefill is rounded up"),
-            "greedy_prefill": Flag("fill what a step has left with prefill tokens"),
-            "enable_precise_onboard": Flag("admit sequences by simulating the KV cache at every future step"),
-            "precise_onboard_batch_size": _count("most sequences admitted by one simulation"),
-            "track_early_stopping": Flag("predict completion lengths from finished sequences"),
-            "early_stopping_buffer_size": _count("finished sequences that predictions look back on"),
-            "early_stopping_num_prediction_buckets": _count("classes of length that predictions tell apart"),
-            "early_stopping_initial_wait": _count("finished sequences before the first prediction"),
-            "early_stopping_init_mean": Flag(
-                "share of max_tokens that completions use, until predictions start", minimum=0, maximum=1
+            "optional_work": Flag(
+                "when the manager does its optional work (admission, stop strings, predictions, statistics): auto puts "
+                "it off while the model's queue runs low; always and deferred force one way",
+                choices=("always", "deferred"),
+                none_means="auto",
             ),
-            "early_stopping_init_std": Flag("standard deviation of early_stopping_init_mean", minimum=0),
-            "use_spec_allocation": Flag("admit by predicted lengths, not by the longest possible"),
-            "spec_allocation_std_buffer_scale": Flag("standard deviations added to predicted lengths", minimum=0),
+            "greedy_prefill": Flag(
+                "fill all that a step has left with prefill tokens; F prefills at the rate that keeps the KV cache full"
+            ),
+            "prefill_round_up_multiple": _count(
+                "tokens to whose multiple the prefill of a step is rounded up, where greedy_prefill=F"
+            ),
+            "enable_precise_onboard": Flag(
+                "admit what fits by a simulation of the KV cache at every future step; F by sums of lengths alone, "
+                "which admit fewer"
+            ),
+            "precise_onboard_batch_size": _count(
+                "most sequences that one simulation admits; the batch doubles and halves up to that, by what fits"
+            ),
+            "track_early_stopping": Flag("learn from the sequences that finish how long those that run will be"),
+            "early_stopping_buffer_size": _count("newest finished sequences from which lengths are predicted"),
+            "early_stopping_num_prediction_buckets": _count("classes of length, at most, that predictions tell apart"),
+            "early_stopping_initial_wait": _count("finished sequences before the first prediction is made from them"),
+            "early_stopping_init_mean": Flag(
+                "mean share of max_tokens that a completion is expected to use until then; none is all of it",
+                minimum=0,
+                maximum=1,
+            ),
+            "early_stopping_init_std": Flag(
+                "standard deviation of the share early_stopping_init_mean; none is 0", minimum=0, maximum=1
+            ),
+            "use_spec_allocation": Flag("admit sequences by their predicted lengths; F by the longest possible"),
+            "spec_allocation_std_buffer_scale": Flag(
+                "standard deviations that are added to each predicted length", minimum=0
+            ),
             "spec_allocation_target_kv_cache_utilization": Flag(
-                "share of the KV cache that predicted lengths may fill", minimum=0, maximum=1
+                "share of the KV cache that admitted sequences are predicted to use at most", minimum=0.01, maximum=1
             ),
         },
         "output": {
