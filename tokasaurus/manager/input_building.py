@@ -1,94 +1,152 @@
-"""From the plan of a step to the message that the workers get."""
-
-from dataclasses import dataclass
+"""The next step: its blocks are taken, its sequences moved past it, and the message for the workers built."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.manager.block_allocator import BlockAllocator
-from tokasaurus.manager.scheduler import StepPlan
-from tokasaurus.manager.sequence import Sequence
+from tokasaurus.manager.sequence import Phase, Sequence
+from tokasaurus.manager.state import EngineState, StepInFlight
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.slots import SlotChanges, SlotOpens
 
 
-@dataclass(frozen=True, slots=True)
-class BlockAdditions:
-    """Block `ids[i]` is appended to the block table of slot `slots[i]`."""
-
-    slots: list[int]
-    ids: list[int]
-
-
-def add_blocks(plan: StepPlan, blocks: BlockAllocator, page_size: int) -> BlockAdditions:
-    """Lengthen the block tables of the plan's sequences so that they cover the tokens of the step."""
-    added = BlockAdditions([], [])
-    for sequence in plan.decode:
-        if sequence.num_kv_tokens == sequence.num_covered_tokens:
-            _extend(sequence, 1, blocks, page_size, added)
-    for chunk in plan.prefill:
-        num_uncovered = chunk.sequence.num_kv_tokens + chunk.num_tokens - chunk.sequence.num_covered_tokens
-        if num_uncovered > 0:
-            _extend(chunk.sequence, -(-num_uncovered // page_size), blocks, page_size, added)
-    return added
+def num_blocks_short(state: EngineState) -> int:
+    """Blocks that the sequences that decode need for one token more each, and that are not there. 0 or less: enough."""
+    slots = state.slots
+    decoding = state.queues.decoding()
+    num_needed = int((slots.num_kv_tokens[decoding] == slots.num_covered_tokens[decoding]).sum())
+    return num_needed - state.blocks.num_available
 
 
-def _extend(sequence: Sequence, num: int, blocks: BlockAllocator, page_size: int, added: BlockAdditions) -> None:
-    taken = blocks.take(num)
-    sequence.block_table += taken
-    sequence.num_covered_tokens += num * page_size
-    added.slots.extend([sequence.slot] * num)
-    added.ids.extend(taken)
+def start_step(state: EngineState, chunks: list[int]) -> ForwardInput:
+    """One token for each sequence that decodes, then `chunks[i]` tokens of the i-th prefilling prompt.
 
-
-def build_forward_input(step_id: int, plan: StepPlan, closed_slots: list[int], added: BlockAdditions) -> ForwardInput:
-    """The message of a step, from sequences that have not been moved past it yet."""
-    chunks = plan.prefill
-    slots = [sequence.slot for sequence in plan.decode] + [chunk.sequence.slot for chunk in chunks]
-    num_tokens = [1] * len(plan.decode) + [chunk.num_tokens for chunk in chunks]
-    return ForwardInput(
+    Something has to run; blocks have to be there.
+    """
+    step_id = state.next_step_id
+    decode = state.queues.decoding()
+    block_slots, block_ids = _step_decoding(state, decode)
+    prefill = [sequence for sequence, _ in zip(state.queues.prefilling, chunks, strict=False)]
+    prompt_ids, opened, done = _step_prefilling(state, prefill, chunks)
+    for sequence in opened:
+        table = state.slots.block_tables[sequence.slot]
+        ids = table[: int(state.slots.num_covered_tokens[sequence.slot]) // state.options.limits.page_size]
+        block_slots.append(np.full(len(ids), sequence.slot, np.int32))
+        block_ids.append(ids.copy())
+    prefill_slots = np.array([sequence.slot for sequence in prefill], np.int64)
+    message = ForwardInput(
         step_id=step_id,
-        slots=_int32(slots),
-        num_tokens=_int32(num_tokens),
-        num_decode=len(plan.decode),
-        prompt_ids=_prompt_ids(plan),
+        slots=np.concatenate((decode, prefill_slots)).astype(np.int32),
+        num_tokens=np.concatenate((np.ones(len(decode), np.int32), np.array(chunks, np.int32))),
+        num_decode=len(decode),
+        prompt_ids=np.concatenate(prompt_ids) if prompt_ids else np.empty(0, np.int32),
         changes=SlotChanges(
-            closed=_int32(closed_slots),
-            opened=_build_opens([chunk.sequence for chunk in chunks if not chunk.sequence.slot_is_open]),
-            block_slots=_int32(added.slots),
-            block_ids=_int32(added.ids),
+            closed=np.array(state.slots_to_close, np.int32),
+            opened=_build_opens(state, opened),
+            block_slots=np.concatenate(block_slots),
+            block_ids=np.concatenate(block_ids),
         ),
     )
+    sampled = decode if not done else np.concatenate((decode, np.array(done, np.int64)))
+    state.steps_in_flight.append(StepInFlight(step_id, sampled, len(message.slots), len(message.prompt_ids)))
+    _sort_by_phase(state, decode, done)
+    state.slots_to_close = []
+    state.next_step_id += 1
+    return message
 
 
-def _prompt_ids(plan: StepPlan) -> NDArray[np.int32]:
-    if not plan.prefill:
-        return _int32([])
-    return np.concatenate(
-        [
-            chunk.sequence.request.prompt_ids[
-                chunk.sequence.num_kv_tokens : chunk.sequence.num_kv_tokens + chunk.num_tokens
-            ]
-            for chunk in plan.prefill
-        ]
-    )
+def _step_decoding(
+    state: EngineState, decode: NDArray[np.int64]
+) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int32]]]:
+    """Move `decode` one token on. Gives the slots that get a block, and the blocks: lists of one array each."""
+    slots, blocks, page_size = state.slots, state.blocks, state.options.limits.page_size
+    num_kv_tokens = slots.num_kv_tokens[decode]
+    needs_block = num_kv_tokens == slots.num_covered_tokens[decode]
+    needy = decode[needs_block]
+    new = blocks.take(len(needy))
+    slots.block_tables[needy, num_kv_tokens[needs_block] // page_size] = new
+    slots.num_covered_tokens[needy] += page_size
+    # The newest token had no place until now; where it is not back yet, it will find this one.
+    blocks.tokens[new, 0] = slots.last_tokens[needy]
+    if state.block_logprobs is not None:
+        state.block_logprobs[new, 0] = state.last_logprobs[needy]
+    slots.num_kv_tokens[decode] = num_kv_tokens + 1
+    return [needy.astype(np.int32)], [new]
 
 
-def _build_opens(sequences: list[Sequence]) -> SlotOpens | None:
+def _step_prefilling(
+    state: EngineState, prefill: list[Sequence], chunks: list[int]
+) -> tuple[list[NDArray[np.int32]], list[Sequence], list[int]]:
+    """Move each prompt on by its chunk. Gives the chunks' token ids, the sequences that the worker has not seen before,
+    and the slots whose prompt is through, which sample."""
+    slots, page_size, is_computed = state.slots, state.options.limits.page_size, state.blocks.is_computed
+    prompt_ids: list[NDArray[np.int32]] = []
+    opened: list[Sequence] = []
+    done: list[int] = []
+    for sequence, num_tokens in zip(prefill, chunks, strict=True):
+        slot = sequence.slot
+        start = int(slots.num_kv_tokens[slot])
+        end = start + num_tokens
+        if not sequence.is_open:
+            opened.append(sequence)
+            _open(state, sequence, start)
+        prompt_ids.append(sequence.prompt.token_ids[start:end])
+        slots.num_kv_tokens[slot] = end
+        is_computed[slots.block_tables[slot, start // page_size : end // page_size]] = True
+        if end == len(sequence.prompt):
+            done.append(slot)
+    return prompt_ids, opened, done
+
+
+def _open(state: EngineState, sequence: Sequence, start: int) -> None:
+    """The step at hand gives the sequence's slot to the worker: its first `start` tokens are cached."""
+    sequence.is_open = True
+    state.slots.opened_at[sequence.slot] = state.next_step_id
+    if sequence.num_cached_tokens is None:
+        sequence.num_cached_tokens = start
+        state.totals.prefix_cache_hit_tokens += start
+        if sequence.index == 0:
+            state.totals.prompt_tokens += len(sequence.prompt)
+    else:
+        state.totals.preempted_tokens += max(0, sequence.num_kv_tokens_before - start)
+
+
+def _sort_by_phase(state: EngineState, decode: NDArray[np.int64], done: list[int]) -> None:
+    """After the step: who has had the last of its steps drains, whose prompt is through decodes."""
+    slots, queues = state.slots, state.queues
+    has_all = slots.num_kv_tokens[decode] == slots.max_kv_tokens[decode]
+    if has_all.any():
+        drained = decode[has_all]
+        slots.is_decoding[drained] = False
+        for slot in drained.tolist():
+            sequence = state.sequences[slot]
+            assert sequence is not None
+            sequence.phase = Phase.DRAINING
+    begin = []
+    for slot in done:
+        sequence = state.sequences[slot]
+        assert sequence is not None
+        del queues.prefilling[sequence]
+        if slots.num_kv_tokens[slot] == slots.max_kv_tokens[slot]:
+            sequence.phase = Phase.DRAINING
+        else:
+            sequence.phase = Phase.DECODE
+            begin.append(slot)
+    if begin:
+        queues.add_decoding(np.array(begin, np.int64))
+
+
+def _build_opens(state: EngineState, sequences: list[Sequence]) -> SlotOpens | None:
     if not sequences:
         return None
+    slots = np.array([sequence.slot for sequence in sequences], np.int32)
     sampling = [sequence.request.sampling for sequence in sequences]
     return SlotOpens(
-        slots=_int32([sequence.slot for sequence in sequences]),
-        num_prompt_tokens=_int32([sequence.num_prompt_tokens for sequence in sequences]),
-        first_positions=_int32([sequence.num_kv_tokens for sequence in sequences]),
+        slots=slots,
+        num_prompt_tokens=state.slots.num_prefill_tokens[slots].astype(np.int32),
+        first_positions=state.slots.first_positions[slots].astype(np.int32),
         temperatures=np.array([params.temperature for params in sampling], np.float32),
         top_ps=np.array([params.top_p for params in sampling], np.float32),
         seeds=np.array([params.seed for params in sampling], np.uint64),
         sample_indices=np.array([sequence.index for sequence in sequences], np.uint32),
-        want_logprobs=np.array([sequence.request.want_logprobs for sequence in sequences], np.bool_),
+        want_logprobs=state.slots.want_logprobs[slots],
     )
-
-
-def _int32(values: list[int]) -> NDArray[np.int32]:
-    return np.array(values, np.int32)

@@ -1,6 +1,7 @@
 """Requests and cancellations come in."""
 
-from tokasaurus.manager.sequence import make_sequence
+from tokasaurus.manager.holdings import release
+from tokasaurus.manager.sequence import Sequence, make_prompt
 from tokasaurus.manager.state import EngineState
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.text.stop_strings import StopMatcher
@@ -15,14 +16,14 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
         stop_matcher = StopMatcher(
             options.decode_text, request.stop_strings, options.special_ids, options.min_lookback_tokens
         )
-    sequences = [
-        make_sequence(request, index, options.limits.page_size, options.eos_ids, stop_matcher)
-        for index in range(request.num_sequences)
-    ]
+    prompt, salt = make_prompt(request.prompt_ids), request.cache_salt.encode()
+    sequences = [Sequence(request, index, prompt, salt, stop_matcher) for index in range(request.num_sequences)]
     # One that can never be admitted would hold back all behind it for ever.
-    assert sequences[0].max_blocks <= options.limits.num_kv_blocks, f"{request.request_id} cannot fit the KV pool"
+    max_kv_tokens = sequences[0].max_kv_tokens
+    limits = options.limits
+    assert max_kv_tokens <= limits.num_kv_blocks * limits.page_size, f"{request.request_id} cannot fit the KV pool"
     for sequence in sequences:
-        state.queues.add(sequence)
+        state.queues.add_waiting(sequence)
     state.unfinished[request.request_id] = dict.fromkeys(sequences)
 
 
@@ -30,4 +31,4 @@ def cancel_request(state: EngineState, request_id: str) -> None:
     """End every sequence of the request, in whatever phase. What steps in flight return for them is discarded later.
     An id that is unknown, or whose sequences have all finished, is no error."""
     for sequence in list(state.unfinished.get(request_id, ())):
-        state.release(sequence)
+        release(state, sequence)

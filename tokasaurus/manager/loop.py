@@ -2,23 +2,19 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.config import ServerConfig
-from tokasaurus.manager.admission import choose_admissions
-from tokasaurus.manager.input_building import add_blocks, build_forward_input
-from tokasaurus.manager.intake import add_request, cancel_request
-from tokasaurus.manager.outputs import apply_output
-from tokasaurus.manager.scheduler import StepPlan, num_steps_to_keep_in_flight, plan_step
-from tokasaurus.manager.sequence import Phase
-from tokasaurus.manager.state import EngineOptions, EngineState, StepInFlight, make_state
+from tokasaurus.manager.state import EarlyStoppingOptions, EngineOptions, EngineState, make_state
+from tokasaurus.manager.turn import Turns
 from tokasaurus.messages.channel import Channel, wait
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
-from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest, SequenceDelta
+from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Failed, PhaseDone, Ready, Shutdown
 from tokasaurus.monitoring.step_stats import StepStats
-from tokasaurus.text.tokenizer import load_token_decoder
+from tokasaurus.monitoring.timing import BusyFraction
+from tokasaurus.text.tokenizer import TokenDecoder, load_token_decoder
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +41,7 @@ def run_manager(
     early: list[RequestMessage] = []
     limits = _await_worker(requests, outputs, early)
     if limits is not None:
-        options = EngineOptions(
-            limits=limits,
-            max_tokens_per_forward=config.max_tokens_per_forward,
-            max_seqs_per_forward=config.max_seqs_per_forward,
-            max_steps_ahead=config.scheduling_steps_ahead,
-            eos_ids=frozenset(checkpoint.info.eos_ids),
-            decode_text=decoder.decode,
-            special_ids=decoder.special_ids,
-            min_lookback_tokens=config.stop_string_num_token_lookback,
-        )
+        options = engine_options(config, checkpoint.info.eos_ids, limits, decoder)
         updates.send(Ready("manager", limits))
         status.send(Ready("manager", limits))
         _serve(make_state(options), StepStats(config.stats_report_seconds), early, requests, updates, inputs, outputs)
@@ -94,76 +81,53 @@ def _serve(
         for channel in inputs:
             channel.send(forward_input)
 
+    turns, busy = Turns(state, send), BusyFraction()
     last_stats, last_update_s = state.stats(), time.monotonic()
     while not any(isinstance(message, Shutdown) for message in messages):
-        results = [message for message in outputs.drain() if isinstance(message, ForwardOutput)]
-        deltas = take_turn(state, messages, results, send)
-        now_s, stats = time.monotonic(), state.stats()
-        if deltas or is_worth_an_update(stats, last_stats, now_s - last_update_s):
-            updates.send(EngineUpdate(deltas, stats))
+        start_s = time.monotonic()
+        turns.take(messages, [message for message in outputs.drain() if isinstance(message, ForwardOutput)])
+        now_s = time.monotonic()
+        busy.add_busy(start_s, now_s)
+        stats = state.stats(busy.read(now_s))
+        if state.deltas or is_worth_an_update(stats, last_stats, now_s - last_update_s):
+            updates.send(EngineUpdate(state.deltas, stats))
+            state.deltas = []
             last_stats, last_update_s = stats, now_s
         line = step_stats.report(now_s, state.step_totals, stats)
         if line is not None:
             logger.info(line)
-        wait([requests.reader, outputs.reader], step_stats.seconds_to_report(now_s))
+        timeouts = [step_stats.seconds_to_report(now_s), busy.seconds_to_report(now_s)]
+        wait([requests.reader, outputs.reader], min((s for s in timeouts if s is not None), default=None))
         messages = requests.drain()
 
 
-def take_turn(
-    state: EngineState,
-    messages: Iterable[RequestMessage],
-    results: Iterable[ForwardOutput],
-    send: Callable[[ForwardInput], None],
-) -> list[SequenceDelta]:
-    """Everything that can be done now. Sends the steps that the worker should have, and returns what finished."""
-    for message in messages:
-        if isinstance(message, GenerateRequest):
-            add_request(state, message)
-        elif isinstance(message, CancelRequest):
-            cancel_request(state, message.request_id)
-    deltas: list[SequenceDelta] = []
-    for result in results:
-        deltas += apply_output(state, result)
-    num_free_blocks = state.blocks.num_blocks - state.num_blocks_reserved
-    for sequence in choose_admissions(state.queues.waiting, len(state.free_slots), num_free_blocks):
-        state.admit(sequence)
-    options = state.options
-    num_steps = num_steps_to_keep_in_flight(state.step_seconds, options.max_steps_ahead)
-    while len(state.steps_in_flight) < num_steps:
-        plan = plan_step(
-            state.queues.decoding,
-            state.queues.prefilling,
-            options.max_tokens_per_forward,
-            options.max_seqs_per_forward,
-        )
-        if plan is None:
-            break
-        send(start_step(state, plan))
-    return deltas
-
-
-def start_step(state: EngineState, plan: StepPlan) -> ForwardInput:
-    """Carry out `plan`: take its blocks, move its sequences past it, and note who samples."""
-    step_id = state.next_step_id
-    added = add_blocks(plan, state.blocks, state.options.limits.page_size)
-    message = build_forward_input(step_id, plan, state.slots_to_close, added)
-    sampled = plan.decode.copy()
-    for sequence in plan.decode:
-        sequence.num_kv_tokens += 1
-        if sequence.num_kv_tokens == sequence.max_kv_tokens:
-            state.queues.move(sequence, Phase.DRAINING)
-    for chunk in plan.prefill:
-        sequence = chunk.sequence
-        sequence.slot_is_open = True
-        sequence.num_kv_tokens += chunk.num_tokens
-        if sequence.num_kv_tokens == sequence.num_prompt_tokens:
-            sampled.append(sequence)
-            is_last = sequence.num_kv_tokens == sequence.max_kv_tokens
-            state.queues.move(sequence, Phase.DRAINING if is_last else Phase.DECODE)
-    state.slots_to_close = []
-    state.next_step_id += 1
-    state.steps_in_flight.append(StepInFlight(step_id, sampled, len(message.slots), len(message.prompt_ids)))
-    return message
+def engine_options(
+    config: ServerConfig, eos_ids: Iterable[int], limits: EngineLimits, decoder: TokenDecoder
+) -> EngineOptions:
+    """What `config` asks for. eos_ids: the model's."""
+    early_stopping = EarlyStoppingOptions(
+        buffer_size=config.early_stopping_buffer_size,
+        num_prediction_buckets=config.early_stopping_num_prediction_buckets,
+        initial_wait=config.early_stopping_initial_wait,
+        init_mean=config.early_stopping_init_mean,
+        init_std=config.early_stopping_init_std,
+        std_buffer_scale=config.spec_allocation_std_buffer_scale,
+    )
+    return EngineOptions(
+        limits=limits,
+        max_tokens_per_forward=config.max_tokens_per_forward,
+        max_seqs_per_forward=config.max_seqs_per_forward,
+        max_steps_ahead=config.scheduling_steps_ahead,
+        eos_ids=frozenset(eos_ids),
+        decode_text=decoder.decode,
+        special_ids=decoder.special_ids,
+        min_lookback_tokens=config.stop_string_num_token_lookback,
+        prefill_multiple=None if config.greedy_prefill else config.prefill_round_up_multiple,
+        onboard_batch_size=config.precise_onboard_batch_size if config.enable_precise_onboard else None,
+        early_stopping=early_stopping if config.track_early_stopping and config.use_spec_allocation else None,
+        target_utilization=config.spec_allocation_target_kv_cache_utilization,
+        optional_work=config.optional_work,
+    )
 
 
 def is_worth_an_update(stats: EngineStats, last: EngineStats, seconds_since_last: float) -> bool:

@@ -1,16 +1,20 @@
-"""Results come back: tokens are appended, and it is decided which sequences end."""
+"""Results come back: tokens are noted, and it is decided which sequences end."""
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tokasaurus.manager.holdings import release, sampled_logprobs, sampled_tokens
 from tokasaurus.manager.scheduler import average_step_seconds
-from tokasaurus.manager.sequence import Phase, Sequence
-from tokasaurus.manager.state import EngineState
+from tokasaurus.manager.sequence import Sequence
+from tokasaurus.manager.state import EngineState, UncheckedTokens
 from tokasaurus.messages.forward import ForwardOutput
 from tokasaurus.messages.generation import FinishReason, SequenceDelta
 
 
-def apply_output(state: EngineState, output: ForwardOutput) -> list[SequenceDelta]:
-    """The results of the oldest step in flight: gives the deltas of the sequences that they end.
+def apply_output(state: EngineState, output: ForwardOutput) -> None:
+    """The results of the oldest step in flight. The sequences that they end are released, with their deltas.
 
-    A sequence that had ended before (the step was sent ahead of the result that ended it) loses its token here; it is
+    A sequence that had left before (the step was sent ahead of the result that ended it) loses its token here; it is
     not counted anywhere.
     """
     step = state.steps_in_flight.popleft()
@@ -21,41 +25,110 @@ def apply_output(state: EngineState, output: ForwardOutput) -> list[SequenceDelt
     state.step_totals.num_rows += step.num_rows
     state.step_totals.num_prefill_tokens += step.num_prefill_tokens
     state.step_totals.busy_seconds += output.forward_seconds
-    logprobs = None if output.logprobs is None else output.logprobs.tolist()
-    deltas: list[SequenceDelta] = []
-    for row, (sequence, token_id) in enumerate(zip(step.sampled, output.token_ids.tolist(), strict=True)):
-        if sequence.phase is Phase.FINISHED:
-            continue
-        state.total_generation_tokens += 1
-        sequence.token_ids.append(token_id)
-        if sequence.logprobs is not None:
-            assert logprobs is not None, f"step {step.step_id} has no log-probabilities"
-            sequence.logprobs.append(logprobs[row])
-        finish_reason = find_finish(sequence, token_id)
-        if finish_reason is not None:
-            state.release(sequence)
-            deltas.append(final_delta(sequence, finish_reason))
-    return deltas
+    slots, token_ids, logprobs = step.sampled, output.token_ids, output.logprobs
+    is_valid = state.slots.opened_at[slots] <= step.step_id
+    if not is_valid.all():
+        slots, token_ids = slots[is_valid], token_ids[is_valid]
+        logprobs = None if logprobs is None else logprobs[is_valid]
+    num_known = _note_tokens(state, slots, token_ids, logprobs)
+    num_uncounted = 0
+    if state.num_with_stops:
+        # Their tokens count when they have been looked at: those behind a stop string never do.
+        has_stops = state.slots.has_stops[slots]
+        unchecked = slots[has_stops]
+        num_uncounted = len(unchecked)
+        if num_uncounted:
+            state.unchecked.append(UncheckedTokens(step.step_id, unchecked, token_ids[has_stops]))
+    state.totals.generation_tokens += len(slots) - num_uncounted
+    is_eos = np.zeros(len(slots), np.bool_)
+    for eos_id in state.options.eos_ids:
+        is_eos |= token_ids == eos_id
+    is_eos &= state.slots.can_stop[slots]
+    ends = np.flatnonzero(is_eos | (num_known > state.slots.max_kv_tokens[slots]))
+    for slot, is_stop in zip(slots[ends].tolist(), is_eos[ends].tolist(), strict=True):
+        _end(state, slot, is_stop)
+    state.last_result_id = step.step_id
 
 
-def find_finish(sequence: Sequence, token_id: int) -> FinishReason | None:
-    """Whether `token_id`, just appended, ends the sequence. A stop at the last allowed token is a stop."""
-    if token_id in sequence.eos_ids:
-        return "stop"
-    if sequence.stop_matcher is not None and sequence.stop_matcher.just_completed(sequence.token_ids):
-        return "stop"
-    if len(sequence.token_ids) == sequence.request.max_new_tokens:
-        return "length"
-    return None
+def check_stop_strings(state: EngineState) -> None:
+    """Look at all results that have not been looked at yet, and end the sequences that a stop string ends.
+
+    The later this is done, the fewer texts are decoded for it, and the more tokens are sampled in vain.
+    """
+    touched: dict[Sequence, list[int]] = {}
+    for unchecked in state.unchecked:
+        is_valid = state.slots.opened_at[unchecked.slots] <= unchecked.step_id
+        token_ids = unchecked.token_ids.tolist()
+        for slot, token_id, valid in zip(unchecked.slots.tolist(), token_ids, is_valid.tolist(), strict=True):
+            if valid:
+                sequence = state.sequences[slot]
+                assert sequence is not None
+                touched.setdefault(sequence, []).append(token_id)
+    state.unchecked.clear()
+    for sequence, new_token_ids in touched.items():
+        assert sequence.stop_matcher is not None
+        token_ids = sequence.checked_token_ids
+        num_checked = len(token_ids)
+        token_ids += new_token_ids
+        num_tokens = sequence.stop_matcher.first_completion(token_ids, num_checked)
+        state.totals.generation_tokens += (len(token_ids) if num_tokens is None else num_tokens) - num_checked
+        if num_tokens is not None:
+            _finish(state, sequence, token_ids[:num_tokens], "stop")
 
 
-def final_delta(sequence: Sequence, finish_reason: FinishReason) -> SequenceDelta:
-    """All tokens of a finished sequence: nothing is streamed yet, and no prompt is cached yet."""
-    return SequenceDelta(
-        request_id=sequence.request.request_id,
-        sequence_index=sequence.index,
-        token_ids=sequence.token_ids,
-        logprobs=sequence.logprobs,
-        finish_reason=finish_reason,
-        num_cached_tokens=0,
+def _note_tokens(
+    state: EngineState, slots: NDArray[np.int64], token_ids: NDArray[np.int32], logprobs: NDArray[np.float32] | None
+) -> NDArray[np.int64]:
+    """Write each token to its place in its sequence's blocks; a token without a block yet goes to the padding block,
+    and is copied from `last_tokens` when its block is taken. Gives the number of known tokens of each, int64 [R]."""
+    arrays, page_size = state.slots, state.options.limits.page_size
+    positions = arrays.num_known_tokens[slots]
+    block_places, offsets = np.divmod(positions, page_size)
+    block_ids = arrays.block_tables[slots, block_places]
+    state.blocks.tokens[block_ids, offsets] = token_ids
+    arrays.last_tokens[slots] = token_ids
+    if logprobs is not None:
+        if state.block_logprobs is None:
+            state.block_logprobs = np.full(state.blocks.tokens.shape, np.nan, np.float32)
+        state.block_logprobs[block_ids, offsets] = logprobs
+        state.last_logprobs[slots] = logprobs
+    positions += 1
+    arrays.num_known_tokens[slots] = positions
+    return positions
+
+
+def _end(state: EngineState, slot: int, is_eos: bool) -> None:
+    """The last token of a sequence is known, unless a stop string ended it before. A stop at the last allowed token is
+    a stop."""
+    sequence = state.sequences[slot]
+    assert sequence is not None
+    token_ids = sequence.kept_token_ids + sampled_tokens(state, sequence).tolist()
+    reason: FinishReason = "stop" if is_eos else "length"
+    if sequence.stop_matcher is not None:
+        num_checked = len(sequence.checked_token_ids)
+        num_tokens = sequence.stop_matcher.first_completion(token_ids, num_checked)
+        if num_tokens is not None:
+            token_ids, reason = token_ids[:num_tokens], "stop"
+        state.totals.generation_tokens += len(token_ids) - num_checked
+    _finish(state, sequence, token_ids, reason)
+
+
+def _finish(state: EngineState, sequence: Sequence, token_ids: list[int], reason: FinishReason) -> None:
+    """Release a running sequence whose completion is `token_ids`, the first of those that it has sampled."""
+    logprobs = None
+    if sequence.request.want_logprobs:
+        logprobs = (sequence.kept_logprobs + sampled_logprobs(state, sequence).tolist())[: len(token_ids)]
+    if not sequence.request.ignore_eos:
+        state.ended.append((len(token_ids), reason == "stop"))
+    release(state, sequence)
+    assert sequence.num_cached_tokens is not None
+    state.deltas.append(
+        SequenceDelta(
+            request_id=sequence.request.request_id,
+            sequence_index=sequence.index,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=reason,
+            num_cached_tokens=sequence.num_cached_tokens,
+        )
     )

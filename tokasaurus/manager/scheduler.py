@@ -1,11 +1,10 @@
-"""What the next step computes, and how many steps to send ahead of the results."""
+"""What the next step computes, and how many steps to send ahead of the results. All pure."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import islice
 from math import ceil
 
-from tokasaurus.manager.sequence import Sequence
+import numpy as np
+from numpy.typing import NDArray
 
 SECONDS_QUEUED = 0.025
 """Work kept in the worker's queue behind the step that runs. The manager needs a few milliseconds for a turn, and may
@@ -15,40 +14,29 @@ NEW_STEP_WEIGHT = 0.2
 """Of the newest step in the moving average: some ten steps are remembered."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """The next `num_tokens` prompt tokens of a sequence."""
-
-    sequence: Sequence
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step: one token for each sequence of `decode`, then the chunks of `prefill`."""
-
-    decode: list[Sequence]
-    prefill: list[PrefillChunk]
+def split_prefill(num_left: Iterable[int], budget: int) -> list[int]:
+    """Tokens of each prompt in a step, of the first prompts that get any: first come first served, the last cut where
+    `budget` ends. num_left: tokens that each prompt still needs, at least 1 each; read no further than that."""
+    chunks: list[int] = []
+    if budget > 0:
+        for left in num_left:
+            chunks.append(min(left, budget))
+            budget -= left
+            if budget <= 0:
+                break
+    return chunks
 
 
-def plan_step(
-    decoding: Iterable[Sequence], prefilling: Iterable[Sequence], max_tokens: int, max_rows: int
-) -> StepPlan | None:
-    """The next step, of at most `max_tokens` tokens and `max_rows` rows; None where there is nothing to compute.
+def prefill_rate(prefill_tokens: NDArray[np.int64], decode_steps: NDArray[np.int64], multiple: int) -> int:
+    """Prefill tokens a step that keep the batch as it is: as many prompts begin as completions end.
 
-    Decoding sequences come first, for each of them holds memory until it ends; prompts share what is left, first come
-    first served, the last one cut where the tokens end.
+    prefill_tokens: that each running sequence had or has to compute before it decodes. decode_steps: that it is
+    expected to need from its first to its last token. Both [N], N >= 1. Rounded up to a multiple of `multiple`.
+
+    N sequences of D steps each end N / D times a step; with P tokens each, N * P / D tokens a step replace them.
     """
-    decode = list(islice(decoding, min(max_tokens, max_rows)))
-    num_tokens_left = max_tokens - len(decode)
-    prefill: list[PrefillChunk] = []
-    for sequence in islice(prefilling, max_rows - len(decode)):
-        if num_tokens_left == 0:
-            break
-        num_tokens = min(num_tokens_left, sequence.num_prompt_tokens - sequence.num_kv_tokens)
-        prefill.append(PrefillChunk(sequence, num_tokens))
-        num_tokens_left -= num_tokens
-    return StepPlan(decode, prefill) if decode or prefill else None
+    rate = int(prefill_tokens.sum()) * len(decode_steps) / max(1, int(decode_steps.sum()))
+    return max(1, ceil(rate / multiple)) * multiple
 
 
 def average_step_seconds(average: float | None, newest: float) -> float:

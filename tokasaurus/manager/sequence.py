@@ -1,8 +1,12 @@
-"""One sequence: its prompt, its counters, its block table, and the tokens sampled so far."""
+"""One sequence: what it was asked, what it holds while it runs, and what it keeps when it is put back."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tokasaurus.manager.prefix_tree import PrefixNode
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.text.stop_strings import StopMatcher
 
@@ -17,51 +21,56 @@ class Phase(Enum):
     FINISHED = 4
 
 
+@dataclass(slots=True)
+class Prompt:
+    """What is prefilled before the next token is sampled: token_ids, int32 [P], and the same as bytes.
+
+    One object serves all samples of a prompt, so that the same prompt is known without a comparison.
+    """
+
+    token_ids: NDArray[np.int32]
+    token_bytes: bytes
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def make_prompt(token_ids: NDArray[np.int32]) -> Prompt:
+    return Prompt(token_ids, token_ids.tobytes())
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One of the completions that a request asks for.
+    """One of the completions that a request asks for. What changes with every step is in SlotArrays.
 
-    One counter tells how far the steps sent so far go, because a decode step writes the KV of the token sampled by the
-    step before: with P prompt tokens, `num_kv_tokens` = P means that the first token is being sampled, P + 1 that the
-    second is. The KV of the last token is never needed, so `max_kv_tokens` = P + max_new_tokens - 1.
-
-    eos_ids: tokens that end it; empty where eos is ignored.
+    prompt: the request's prompt, and after a preemption the tokens sampled before it as well.
     stop_matcher: finds its stop strings; None where it has none.
-    slot: the worker's batch slot, 0 while waiting. slot_is_open: the worker has been told.
-    num_covered_tokens: tokens for which the blocks of `block_table` suffice.
-    token_ids, logprobs: as sampled, of the results that are back; logprobs None where not asked.
+    kept_token_ids, kept_logprobs: sampled before its last preemption.
+    checked_token_ids: all sampled tokens that have been looked at for stop strings, which they do not complete.
+    slot: the worker's batch slot, 0 while waiting. is_open: the worker has been told.
+    node: the deepest node of the prefix tree that it holds, None while waiting.
+    num_tree_blocks: the first blocks of its table that belong to the prefix tree; the others are its own.
+    num_cached_tokens: prompt tokens read from the cache when it first started; None before that.
+    num_kv_tokens_before: tokens whose KV it had when it was last put back.
     """
 
     request: GenerateRequest
     index: int
-    num_prompt_tokens: int
-    max_kv_tokens: int
-    max_blocks: int
-    eos_ids: frozenset[int]
+    prompt: Prompt
+    salt: bytes
     stop_matcher: StopMatcher | None
     phase: Phase = Phase.WAITING
     slot: int = 0
-    slot_is_open: bool = False
-    num_kv_tokens: int = 0
-    num_covered_tokens: int = 0
-    block_table: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = None
+    is_open: bool = False
+    node: PrefixNode | None = None
+    num_tree_blocks: int = 0
+    num_cached_tokens: int | None = None
+    num_kv_tokens_before: int = 0
+    checked_token_ids: list[int] = field(default_factory=list)
+    kept_token_ids: list[int] = field(default_factory=list)
+    kept_logprobs: list[float] = field(default_factory=list)
 
-
-def make_sequence(
-    request: GenerateRequest, index: int, page_size: int, eos_ids: frozenset[int], stop_matcher: StopMatcher | None
-) -> Sequence:
-    """A waiting sequence: the `index`-th of the request's. `eos_ids` are the model's."""
-    num_prompt_tokens = len(request.prompt_ids)
-    max_kv_tokens = num_prompt_tokens + request.max_new_tokens - 1
-    return Sequence(
-        request=request,
-        index=index,
-        num_prompt_tokens=num_prompt_tokens,
-        max_kv_tokens=max_kv_tokens,
-        max_blocks=-(-max_kv_tokens // page_size),
-        eos_ids=frozenset() if request.ignore_eos else eos_ids,
-        stop_matcher=stop_matcher,
-        logprobs=[] if request.want_logprobs else None,
-    )
+    @property
+    def max_kv_tokens(self) -> int:
+        """KV tokens at its longest: the KV of the last token is never needed."""
+        return len(self.request.prompt_ids) + self.request.max_new_tokens - 1

@@ -1,41 +1,72 @@
-"""Waiting, prefilling, decoding and draining sequences, each in order of arrival there."""
+"""Waiting and prefilling sequences in their order, and the slots that decode."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tokasaurus.manager.sequence import Phase, Sequence
+from tokasaurus.manager.slot_arrays import SlotArrays
 
 
 class SequenceQueues:
-    """Every unfinished sequence is in exactly one queue: that of its phase.
+    """Which sequences wait, which prefill, which decode; those that drain are in none of the three.
 
-    Ordered dicts, because a cancelled sequence leaves from the middle, and because taking the first of a plain dict
-    again and again walks over all that were deleted before it.
+    prefilling is an ordered dict, because a cancelled sequence leaves from the middle, and because taking the first of
+    a plain dict again and again walks over all that were deleted before it. A cancelled sequence stays in `_waiting`
+    until it comes to the front.
     """
 
-    def __init__(self) -> None:
-        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
+    def __init__(self, slots: SlotArrays) -> None:
+        self._slots = slots
+        self._waiting: deque[Sequence] = deque()
+        self.num_waiting = 0
         self.prefilling: OrderedDict[Sequence, None] = OrderedDict()
-        self.decoding: OrderedDict[Sequence, None] = OrderedDict()
-        self.draining: OrderedDict[Sequence, None] = OrderedDict()
-        self._of_phase = {
-            Phase.WAITING: self.waiting,
-            Phase.PREFILL: self.prefilling,
-            Phase.DECODE: self.decoding,
-            Phase.DRAINING: self.draining,
-        }
+        self._decoding: NDArray[np.int64] = np.empty(0, np.int64)
 
-    @property
-    def num_running(self) -> int:
-        """Sequences that own a slot."""
-        return len(self.prefilling) + len(self.decoding) + len(self.draining)
+    def add_waiting(self, sequence: Sequence, first: bool = False) -> None:
+        """At the end, or in front of all where it has been waiting before."""
+        sequence.phase = Phase.WAITING
+        self.num_waiting += 1
+        if first:
+            self._waiting.appendleft(sequence)
+        else:
+            self._waiting.append(sequence)
 
-    def add(self, sequence: Sequence) -> None:
-        """A new sequence, at the end of the waiting ones."""
-        self.waiting[sequence] = None
+    def drop_waiting(self, sequence: Sequence) -> None:
+        """It waits no more: it was cancelled."""
+        sequence.phase = Phase.FINISHED
+        self.num_waiting -= 1
 
-    def move(self, sequence: Sequence, phase: Phase) -> None:
-        """To the end of another queue; out of all of them with FINISHED."""
-        del self._of_phase[sequence.phase][sequence]
-        sequence.phase = phase
-        if phase is not Phase.FINISHED:
-            self._of_phase[phase][sequence] = None
+    def first_waiting(self, most: int) -> list[Sequence]:
+        """Up to `most` of them, in the order in which they are to be admitted."""
+        while self._waiting and self._waiting[0].phase is not Phase.WAITING:
+            self._waiting.popleft()
+        found: list[Sequence] = []
+        for sequence in self._waiting:
+            if len(found) == most:
+                break
+            if sequence.phase is Phase.WAITING:
+                found.append(sequence)
+        return found
+
+    def take_first_waiting(self) -> Sequence:
+        """The first, which waits no more. There must be one."""
+        self.num_waiting -= 1
+        while True:
+            sequence = self._waiting.popleft()
+            if sequence.phase is Phase.WAITING:
+                return sequence
+
+    def add_decoding(self, slots: NDArray[np.int64]) -> None:
+        """`slots` decode from now on, behind those that do."""
+        before = self.decoding()
+        self._slots.is_decoding[slots] = True
+        self._decoding = np.concatenate((before, slots))
+
+    def decoding(self) -> NDArray[np.int64]:
+        """The slots that decode, in the order in which they began. Not to be changed."""
+        stays = self._slots.is_decoding[self._decoding]
+        if not stays.all():
+            self._decoding = self._decoding[stays]
+        return self._decoding

@@ -1,15 +1,33 @@
-"""All mutable state of a manager, and the few changes that more than one part of it makes."""
+"""All mutable state of a manager."""
 
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tokasaurus.manager.block_allocator import BlockAllocator
-from tokasaurus.manager.sequence import Phase, Sequence
+from tokasaurus.manager.early_stopping import CompletionLengths, Forecast, prior_forecast
+from tokasaurus.manager.sequence import Sequence
 from tokasaurus.manager.sequence_queues import SequenceQueues
+from tokasaurus.manager.slot_arrays import SlotArrays
+from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats
 from tokasaurus.monitoring.step_stats import StepTotals
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyStoppingOptions:
+    """How completion lengths are predicted; the flags `early_stopping_*` and `spec_allocation_*` of the same names."""
+
+    buffer_size: int = 2048
+    num_prediction_buckets: int = 1024
+    initial_wait: int = 16
+    init_mean: float | None = None
+    init_std: float | None = None
+    std_buffer_scale: float = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +38,11 @@ class EngineOptions:
     eos_ids: the model's.
     decode_text: token ids -> text without special tokens, for stop strings. special_ids: those tokens.
     min_lookback_tokens: fewest trailing tokens that are read for a stop string.
+    prefill_multiple: what a step's prefill tokens are rounded up to where prefill is not greedy; None where it is.
+    onboard_batch_size: most sequences admitted by one simulation; None admits by worst cases alone, without simulating.
+    early_stopping: None where every sequence is expected to use all its tokens.
+    target_utilization: share of the KV pool that the expected lengths may fill.
+    optional_work: "always", "deferred", or None: put off while the worker's queue runs low.
     """
 
     limits: EngineLimits
@@ -30,83 +53,134 @@ class EngineOptions:
     decode_text: Callable[[TokenIds[int]], str]
     special_ids: frozenset[int]
     min_lookback_tokens: int
+    prefill_multiple: int | None = None
+    onboard_batch_size: int | None = 128
+    early_stopping: EarlyStoppingOptions | None = EarlyStoppingOptions()
+    target_utilization: float = 1.0
+    optional_work: str | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that run at once: each that decodes needs a row and a token in every step."""
+        return min(self.max_seqs_per_forward, self.max_tokens_per_forward)
 
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step whose results are not back. `sampled`: the sequences that sample in it, in the order of the rows."""
+    """A step whose results are not back. `sampled`: int64, the slots that sample in it, in the order of the rows."""
 
     step_id: int
-    sampled: list[Sequence]
+    sampled: NDArray[np.int64]
     num_rows: int
     num_prefill_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class UncheckedTokens:
+    """Results of one step for sequences with stop strings: slots, int64, and tokens, int32, of one length."""
+
+    step_id: int
+    slots: NDArray[np.int64]
+    token_ids: NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since start, as EngineStats explains them."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_hit_tokens: int = 0
+    preemptions: int = 0
+    preempted_tokens: int = 0
+
+
 @dataclass(slots=True)
 class EngineState:
-    """unfinished: the sequences of each request that still run or wait, for cancellation.
+    """sequences: by slot, None where no sequence runs.
 
-    num_blocks_reserved: the sum of the admitted sequences' worst cases; never more than the pool, so that a block is
-    always there when a step needs one.
+    unfinished: the sequences of each request that still run or wait, for cancellation.
+    deltas: of the sequences that have ended and that the server has not heard of.
     slots_to_close: slots that have lost their sequence since the last step was sent. They are in `free_slots` already:
     the next step's message carries their closing, and the worker closes before it opens.
     step_seconds: moving average of what the worker needs for a step; None before the first result.
+    last_result_id: the newest step whose results are back; -1 before the first.
+    num_with_stops: running sequences that have stop strings. unchecked: their results that have not been looked at.
+    starts_are_stale: a prompt left that others may have relied on, and where they begin has to be found again.
+    onboard_batch: how many sequences the next simulation tries to admit first.
+    lengths: completions that ended; None where nothing is predicted. ended: those that `lengths` does not have yet,
+    with their lengths and whether they ended by themselves.
+    forecast: of completion lengths; None while every sequence is expected to use all its tokens.
+    num_ends_in_forecast: how many ends were known when it was made.
+    block_logprobs: float32 [num_blocks + 1, page_size], where a token's log-probability is kept until its sequence
+    ends; None until one is asked for. last_logprobs: the newest of each slot.
     """
 
     options: EngineOptions
+    slots: SlotArrays
     queues: SequenceQueues
     blocks: BlockAllocator
     free_slots: list[int]
-    num_blocks_reserved: int = 0
-    slots_to_close: list[int] = field(default_factory=list)
+    sequences: list[Sequence | None]
+    onboard_batch: int
+    lengths: CompletionLengths | None
+    forecast: Forecast | None
+    last_logprobs: NDArray[np.float32]
+    block_logprobs: NDArray[np.float32] | None = None
     unfinished: dict[str, dict[Sequence, None]] = field(default_factory=dict)
+    deltas: list[SequenceDelta] = field(default_factory=list)
+    slots_to_close: list[int] = field(default_factory=list)
     steps_in_flight: deque[StepInFlight] = field(default_factory=deque)
     next_step_id: int = 0
+    last_result_id: int = -1
     step_seconds: float | None = None
+    num_admissions: int = 0
+    num_with_stops: int = 0
+    unchecked: list[UncheckedTokens] = field(default_factory=list)
+    starts_are_stale: bool = False
+    ended: list[tuple[int, bool]] = field(default_factory=list)
+    num_ends_in_forecast: int = 0
     step_totals: StepTotals = field(default_factory=StepTotals)
-    total_prompt_tokens: int = 0
-    total_generation_tokens: int = 0
+    totals: Totals = field(default_factory=Totals)
 
-    def admit(self, sequence: Sequence) -> None:
-        """Waiting -> prefill, with a slot and with its worst case reserved. A prompt counts once for its request."""
-        self.num_blocks_reserved += sequence.max_blocks
-        assert self.num_blocks_reserved <= self.blocks.num_blocks, "more blocks promised than there are"
-        sequence.slot = self.free_slots.pop()
-        self.queues.move(sequence, Phase.PREFILL)
-        if sequence.index == 0:
-            self.total_prompt_tokens += sequence.num_prompt_tokens
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a slot."""
+        return self.options.num_slots - len(self.free_slots)
 
-    def release(self, sequence: Sequence) -> None:
-        """End a sequence in whatever phase it is: its blocks, its slot and every trace of it are free at once."""
-        if sequence.slot:
-            self.num_blocks_reserved -= sequence.max_blocks
-            self.blocks.give_back(sequence.block_table)
-            self.free_slots.append(sequence.slot)
-            if sequence.slot_is_open:
-                self.slots_to_close.append(sequence.slot)
-        self.queues.move(sequence, Phase.FINISHED)
-        siblings = self.unfinished[sequence.request.request_id]
-        del siblings[sequence]
-        if not siblings:
-            del self.unfinished[sequence.request.request_id]
-
-    def stats(self) -> EngineStats:
+    def stats(self, manager_busy_fraction: float = 0.0) -> EngineStats:
         return EngineStats(
-            num_running=self.queues.num_running,
-            num_waiting=len(self.queues.waiting),
+            num_running=self.num_running,
+            num_waiting=self.queues.num_waiting,
             num_kv_blocks_used=self.blocks.num_used,
             num_kv_blocks_total=self.blocks.num_blocks,
-            total_prompt_tokens=self.total_prompt_tokens,
-            total_generation_tokens=self.total_generation_tokens,
+            total_prompt_tokens=self.totals.prompt_tokens,
+            total_generation_tokens=self.totals.generation_tokens,
             worker_queue_depth=len(self.steps_in_flight),
+            total_prefix_cache_hit_tokens=self.totals.prefix_cache_hit_tokens,
+            total_preemptions=self.totals.preemptions,
+            total_preempted_tokens=self.totals.preempted_tokens,
+            manager_busy_fraction=manager_busy_fraction,
         )
 
 
 def make_state(options: EngineOptions) -> EngineState:
-    """An idle engine: every block and the slots 1..max_seqs_per_forward are free."""
+    """An idle engine: every block and the slots 1..num_slots are free."""
+    limits, num_slots, early = options.limits, options.num_slots, options.early_stopping
+    slots = SlotArrays(num_slots, -(-limits.max_tokens_per_sequence // limits.page_size))
+    forecast = None
+    if early is not None and early.init_mean is not None:
+        std = 0.0 if early.init_std is None else early.init_std
+        forecast = prior_forecast(early.init_mean, std, early.std_buffer_scale)
     return EngineState(
         options=options,
-        queues=SequenceQueues(),
-        blocks=BlockAllocator(options.limits.num_kv_blocks),
-        free_slots=list(range(options.max_seqs_per_forward, 0, -1)),
+        slots=slots,
+        queues=SequenceQueues(slots),
+        blocks=BlockAllocator(limits.num_kv_blocks, limits.page_size),
+        free_slots=list(range(num_slots, 0, -1)),
+        sequences=[None] * (num_slots + 1),
+        onboard_batch=options.onboard_batch_size or 1,
+        lengths=None if early is None else CompletionLengths(early.buffer_size),
+        forecast=forecast,
+        last_logprobs=np.zeros(num_slots + 1, np.float32),
     )

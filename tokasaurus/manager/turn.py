@@ -1,0 +1,131 @@
+"""One turn of the manager: messages and results in, optional work where there is time, steps out."""
+
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from tokasaurus.manager.admission import admit_waiting
+from tokasaurus.manager.holdings import find_starts, put_back
+from tokasaurus.manager.input_building import num_blocks_short, start_step
+from tokasaurus.manager.intake import add_request, cancel_request
+from tokasaurus.manager.optional_work import OptionalTask, may_run
+from tokasaurus.manager.outlook import current_prefill_rate
+from tokasaurus.manager.outputs import apply_output, check_stop_strings
+from tokasaurus.manager.predictions import forecast_is_old, note_ends, update_forecast
+from tokasaurus.manager.preemption import choose_victims
+from tokasaurus.manager.scheduler import num_steps_to_keep_in_flight, split_prefill
+from tokasaurus.manager.sequence import Phase
+from tokasaurus.manager.shared_blocks import find_shared_blocks
+from tokasaurus.manager.state import EngineState
+from tokasaurus.messages.forward import ForwardInput, ForwardOutput
+from tokasaurus.messages.generation import CancelRequest, GenerateRequest
+from tokasaurus.messages.lifecycle import Shutdown
+from tokasaurus.monitoring.timing import SectionTimers
+
+
+class Turns:
+    """Takes turns for one engine: `send` gets the steps that the worker should have.
+
+    tasks: the optional work, the most urgent first. timers: seconds of CPU time by part of the turn.
+    """
+
+    def __init__(self, state: EngineState, send: Callable[[ForwardInput], None]) -> None:
+        self.state = state
+        self.timers = SectionTimers()
+        self._send = send
+        self.tasks = [
+            OptionalTask("admission", lambda state: state.queues.num_waiting > 0, admit_waiting, most_turns=4),
+            OptionalTask("stop strings", lambda state: bool(state.unchecked), check_stop_strings, most_turns=8),
+            OptionalTask("predictions", forecast_is_old, update_forecast, most_turns=16),
+        ]
+
+    def take(
+        self,
+        messages: Iterable[GenerateRequest | CancelRequest | Shutdown],
+        results: Iterable[ForwardOutput],
+    ) -> None:
+        """Everything that can be done now. What ended is in `state.deltas` afterwards."""
+        state, timers = self.state, self.timers
+        with timers.section("requests"):
+            for message in messages:
+                if isinstance(message, GenerateRequest):
+                    add_request(state, message)
+                elif isinstance(message, CancelRequest):
+                    cancel_request(state, message.request_id)
+        with timers.section("results"):
+            for result in results:
+                apply_output(state, result)
+            note_ends(state)
+        if self._seconds_queued() <= sum(task.seconds for task in self.tasks if task.has_work(state)):
+            self._fill_worker_queue()
+        for task in self.tasks:
+            self._consider(task)
+        self._fill_worker_queue()
+
+    def _consider(self, task: OptionalTask) -> None:
+        """Run a task, or put it off. Where no step can be sent without it, there is nothing to put it off for."""
+        state = self.state
+        if not task.has_work(state):
+            return
+        if may_run(task, self._seconds_queued(), state.options.optional_work) or not state.steps_in_flight:
+            start_s = time.perf_counter()
+            with self.timers.section(task.name):
+                task.run(state)
+            task.note_run(time.perf_counter() - start_s)
+        else:
+            task.num_turns += 1
+
+    def _seconds_queued(self) -> float:
+        state = self.state
+        return max(0, len(state.steps_in_flight) - 1) * (state.step_seconds or 0.0)
+
+    def _fill_worker_queue(self) -> None:
+        """Send steps until as many as should be are with the worker, or nothing is left to compute."""
+        state = self.state
+        num_steps = num_steps_to_keep_in_flight(state.step_seconds, state.options.max_steps_ahead)
+        with self.timers.section("steps"):
+            while len(state.steps_in_flight) < num_steps and (message := plan_step(state)) is not None:
+                with self.timers.section("sending"):
+                    self._send(message)
+
+
+def plan_step(state: EngineState) -> ForwardInput | None:
+    """The next step; None where there is nothing to compute. Decoding sequences come first, for each of them holds
+    memory until it ends; prompts share what is left of the step's tokens."""
+    if num_blocks_short(state) > 0:
+        check_stop_strings(state)  # what a sequence has sampled is looked at before it becomes part of its prompt
+        num_short = num_blocks_short(state)
+        if num_short > 0:
+            preempt(state, num_short)
+    if state.starts_are_stale:
+        find_starts(state)
+    num_decoding = len(state.queues.decoding())
+    chunks: list[int] = []
+    if state.queues.prefilling:
+        budget = state.options.max_tokens_per_forward - num_decoding
+        rate = current_prefill_rate(state)
+        slots = state.slots
+        num_left = (
+            len(sequence.prompt) - int(slots.num_kv_tokens[sequence.slot]) for sequence in state.queues.prefilling
+        )
+        chunks = split_prefill(num_left, budget if rate is None else min(budget, rate))
+    return start_step(state, chunks) if num_decoding or chunks else None
+
+
+def preempt(state: EngineState, num_short: int) -> None:
+    """Put back the sequences that lose least, so that `num_short` blocks come free."""
+    arrays, tree, page_size = state.slots, state.blocks.tree, state.options.limits.page_size
+    slots = np.flatnonzero(arrays.is_running)
+    shared = find_shared_blocks(
+        arrays.nodes[slots], np.zeros(len(slots), np.int64), tree.parents, tree.end_blocks, tree.num_sequences
+    ).num_shared_blocks
+    is_open = arrays.opened_at[slots] <= state.next_step_id
+    num_lost = np.where(is_open, np.maximum(0, arrays.num_kv_tokens[slots] - shared * page_size), 0)
+    num_freed = arrays.num_covered_tokens[slots] // page_size - shared
+    is_draining = [state.sequences[slot].phase is Phase.DRAINING for slot in slots.tolist()]
+    num_freed[is_draining] = 0
+    for victim in choose_victims(num_lost, num_freed, arrays.admitted_at[slots], num_short).tolist():
+        sequence = state.sequences[slots[victim]]
+        assert sequence is not None
+        put_back(state, sequence)
