@@ -86,8 +86,8 @@ def simulate_usage(loads: SequenceLoads, shared: SharedLoads, page_size: int, ho
     horizon = int(max(after_ends.max(initial=0) + hold_steps, after_shared.max(initial=0)))
     is_span_start = np.zeros(horizon + 1, np.bool_)
     is_span_start[after_ends] = True
-    end_steps = np.flatnonzero(is_span_start)
-    for steps in (0, end_steps + hold_steps, starts, shared.first_steps, after_shared):
+    hold_starts = np.flatnonzero(is_span_start)
+    for steps in (0, hold_starts + hold_steps, starts, shared.first_steps, after_shared):
         is_span_start[steps] = True
     span_starts = np.flatnonzero(is_span_start)
     num_spans = len(span_starts)
@@ -99,20 +99,19 @@ def simulate_usage(loads: SequenceLoads, shared: SharedLoads, page_size: int, ho
     held = np.bincount(end_spans, blocks_at_end, num_spans)
     changes = np.zeros(num_spans)
     changes += held - np.bincount(end_spans, blocks_at_0, num_spans)
-    changes[span_from[end_steps + hold_steps]] -= held[span_from[end_steps]]
+    changes[span_from[hold_starts + hold_steps]] -= held[span_from[hold_starts]]
     changes += np.bincount(span_from[shared.first_steps], shared.num_blocks, num_spans)
     changes -= np.bincount(span_from[after_shared], shared.num_blocks, num_spans)
     changes[0] += blocks_before_start.sum()
-    late = np.flatnonzero(starts)  # few: the others grow from t = 0 on, where both counts are equal
+    late = np.flatnonzero(starts)  # the others grow from t = 0 on, so that both counts are equal
     changes += np.bincount(first_spans[late], (blocks_at_0 - blocks_before_start)[late], num_spans)
     constant_blocks = changes.cumsum().astype(np.int64)
 
     rows = (room_at_0 + 1) * num_spans
     table_size = (page_size + 1) * num_spans
-    growing = np.bincount(rows + first_spans, minlength=table_size) - np.bincount(
-        rows + end_spans, minlength=table_size
-    )
-    num_growing = growing.reshape(page_size + 1, num_spans).cumsum(axis=1).cumsum(axis=0)
+    joins = np.bincount(rows + first_spans, minlength=table_size)
+    leaves = np.bincount(rows + end_spans, minlength=table_size)
+    num_growing = (joins - leaves).reshape(page_size + 1, num_spans).cumsum(axis=1).cumsum(axis=0)
 
     last_steps = span_starts[1:] - 1
     blocks = _blocks_in_use(last_steps, np.arange(num_spans - 1), page_size, constant_blocks, num_growing)

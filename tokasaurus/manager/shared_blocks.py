@@ -42,6 +42,7 @@ def find_shared_blocks(
 
     Both climbs double their strides, so that a deep tree takes few rounds.
     """
+    assert num_sequences[0] >= 2, "climbing ends at the root only where that counts as shared"
     toward_shared = np.where(num_sequences < 2, parents, np.arange(len(parents), dtype=parents.dtype))
     deepest = toward_shared[node_of_sequence]
     while num_sequences[deepest].min(initial=2) < 2:
