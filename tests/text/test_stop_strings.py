@@ -3,7 +3,7 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tokasaurus.text.stop_strings import StopMatcher, find_first_stop, held_back_length, lookback_tokens
+from tokasaurus.text.stop_strings import StopMatcher, StopTokens, find_first_stop, held_back_length, lookback_tokens
 
 TEXTS = st.text("aabé", max_size=12)
 STOPS = st.lists(st.text("aabé", min_size=1, max_size=4), max_size=3)
@@ -93,3 +93,36 @@ def test_lookback_reaches_every_stop_even_at_one_byte_a_token(token_ids: list[in
     for stop in stops:
         if text.endswith(stop):
             assert tail.endswith(stop)
+
+
+TOKEN_TEXTS = [decode([token_id]) for token_id in range(len(TOKENS))]
+
+
+@settings(max_examples=1000)
+@given(TOKEN_IDS, st.lists(st.text("ab é😀\ufffd", min_size=1, max_size=3), min_size=1, max_size=3))
+@example([0, 3, 4], ["é"])
+@example([7, 8], ["😀b"])
+def test_a_token_that_completes_a_stop_is_among_those_that_may(token_ids: list[int], stops: list[str]) -> None:
+    stop_tokens = StopTokens(TOKEN_TEXTS)
+    row = stop_tokens.row(stops)
+    may_end = stop_tokens.may_end[row]
+    for end in range(1, len(token_ids) + 1):
+        before, now = decode(token_ids[: end - 1]), decode(token_ids[:end])
+        if any(stop in now for stop in stops) and not any(stop in before for stop in stops):
+            assert may_end[token_ids[end - 1]]
+
+
+def test_most_tokens_cannot_end_a_stop_and_stops_with_the_same_last_characters_share_a_row() -> None:
+    stop_tokens = StopTokens(["x", "y:", ":z", "", "\n", " "])
+    row = stop_tokens.row(["Question:", "A:"])
+    assert stop_tokens.may_end[row].tolist() == [False, True, True, False, False, False]
+    assert stop_tokens.row([":"]) == row
+    assert stop_tokens.may_end[stop_tokens.row(["\n\n"])].tolist() == [False] * 4 + [True, False]
+    assert stop_tokens.may_end[stop_tokens.row(["a "])].all(), "a decoder may drop the space of a first token"
+
+
+def test_the_number_of_rows_is_bounded() -> None:
+    stop_tokens = StopTokens(TOKEN_TEXTS)
+    rows = {stop_tokens.row([chr(0x4E00 + number)]) for number in range(200)}
+    assert len(rows) == 65
+    assert len(stop_tokens.may_end) == 65

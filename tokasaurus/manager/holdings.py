@@ -52,6 +52,9 @@ def admit(state: EngineState, sequence: Sequence) -> None:
     slots.can_stop[slot] = not request.ignore_eos
     slots.has_stops[slot] = sequence.stop_matcher is not None
     slots.want_logprobs[slot] = request.want_logprobs
+    slots.stop_rows[slot] = sequence.stop_row
+    slots.may_have_stopped[slot] = False
+    slots.num_counted_tokens[slot] = len(sequence.kept_token_ids)
     state.num_admissions += 1
     state.num_with_stops += sequence.stop_matcher is not None
     state.sequences[slot] = sequence

@@ -11,13 +11,17 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
     """Its sequences wait, behind all that wait already. It must fit the pool, which the server has checked."""
     options = state.options
     assert request.request_id not in state.unfinished, f"request id {request.request_id} is in use"
-    stop_matcher = None
+    stop_matcher, stop_row = None, 0
     if request.stop_strings:
         stop_matcher = StopMatcher(
             options.decode_text, request.stop_strings, options.special_ids, options.min_lookback_tokens
         )
+        if options.stop_tokens is not None:
+            stop_row = options.stop_tokens.row(request.stop_strings)
     prompt, salt = make_prompt(request.prompt_ids), request.cache_salt.encode()
-    sequences = [Sequence(request, index, prompt, salt, stop_matcher) for index in range(request.num_sequences)]
+    sequences = [
+        Sequence(request, index, prompt, salt, stop_matcher, stop_row) for index in range(request.num_sequences)
+    ]
     # One that can never be admitted would hold back all behind it for ever.
     max_kv_tokens = sequences[0].max_kv_tokens
     limits = options.limits

@@ -4,6 +4,8 @@ import logging
 import time
 from collections.abc import Iterable
 
+import numpy as np
+
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.manager.state import EarlyStoppingOptions, EngineOptions, EngineState, make_state
@@ -14,11 +16,14 @@ from tokasaurus.messages.generation import CancelRequest, EngineUpdate, Generate
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Failed, PhaseDone, Ready, Shutdown
 from tokasaurus.monitoring.step_stats import StepStats
 from tokasaurus.monitoring.timing import BusyFraction
+from tokasaurus.text.stop_strings import StopTokens
 from tokasaurus.text.tokenizer import TokenDecoder, load_token_decoder
 
 logger = logging.getLogger(__name__)
 
 RequestMessage = GenerateRequest | CancelRequest | Shutdown
+
+LARGE_BYTES = 16 << 20
 
 STATS_UPDATE_SECONDS = 0.25
 """While no sequence starts or ends, the counters still grow: the server hears of them this often."""
@@ -37,11 +42,16 @@ def run_manager(
 
     inputs: one channel per rank of the replica's worker; each gets every message.
     """
+    # Freeing one large array makes glibc keep the pages of smaller ones that are freed later; else every array of some
+    # tens of kilobytes is given back to the system and faulted in again.
+    large = np.empty(LARGE_BYTES, np.uint8)
+    del large
     decoder = load_token_decoder(checkpoint.tokenizer_directory)
+    stop_tokens = StopTokens([decoder.decode([token_id]) for token_id in range(checkpoint.info.vocab_size)])
     early: list[RequestMessage] = []
     limits = _await_worker(requests, outputs, early)
     if limits is not None:
-        options = engine_options(config, checkpoint.info.eos_ids, limits, decoder)
+        options = engine_options(config, checkpoint.info.eos_ids, limits, decoder, stop_tokens)
         updates.send(Ready("manager", limits))
         status.send(Ready("manager", limits))
         _serve(make_state(options), StepStats(config.stats_report_seconds), early, requests, updates, inputs, outputs)
@@ -102,9 +112,13 @@ def _serve(
 
 
 def engine_options(
-    config: ServerConfig, eos_ids: Iterable[int], limits: EngineLimits, decoder: TokenDecoder
+    config: ServerConfig,
+    eos_ids: Iterable[int],
+    limits: EngineLimits,
+    decoder: TokenDecoder,
+    stop_tokens: StopTokens | None,
 ) -> EngineOptions:
-    """What `config` asks for. eos_ids: the model's."""
+    """What `config` asks for. eos_ids: the model's. stop_tokens: which may end a stop string; None: all."""
     early_stopping = EarlyStoppingOptions(
         buffer_size=config.early_stopping_buffer_size,
         num_prediction_buckets=config.early_stopping_num_prediction_buckets,
@@ -122,6 +136,7 @@ def engine_options(
         decode_text=decoder.decode,
         special_ids=decoder.special_ids,
         min_lookback_tokens=config.stop_string_num_token_lookback,
+        stop_tokens=stop_tokens,
         prefill_multiple=None if config.greedy_prefill else config.prefill_round_up_multiple,
         onboard_batch_size=config.precise_onboard_batch_size if config.enable_precise_onboard else None,
         early_stopping=early_stopping if config.track_early_stopping and config.use_spec_allocation else None,

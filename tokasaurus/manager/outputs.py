@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from tokasaurus.manager.holdings import release, sampled_logprobs, sampled_tokens
 from tokasaurus.manager.scheduler import average_step_seconds
 from tokasaurus.manager.sequence import Sequence
-from tokasaurus.manager.state import EngineState, UncheckedTokens
+from tokasaurus.manager.state import EngineState
 from tokasaurus.messages.forward import ForwardOutput
 from tokasaurus.messages.generation import FinishReason, SequenceDelta
 
@@ -31,15 +31,8 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
         slots, token_ids = slots[is_valid], token_ids[is_valid]
         logprobs = None if logprobs is None else logprobs[is_valid]
     num_known = _note_tokens(state, slots, token_ids, logprobs)
-    num_uncounted = 0
-    if state.num_with_stops:
-        # Their tokens count when they have been looked at: those behind a stop string never do.
-        has_stops = state.slots.has_stops[slots]
-        unchecked = slots[has_stops]
-        num_uncounted = len(unchecked)
-        if num_uncounted:
-            state.unchecked.append(UncheckedTokens(step.step_id, unchecked, token_ids[has_stops]))
-    state.totals.generation_tokens += len(slots) - num_uncounted
+    num_with_stops = _mark_for_stop_check(state, slots, token_ids) if state.num_with_stops else 0
+    state.totals.generation_tokens += len(slots) - num_with_stops
     is_eos = np.zeros(len(slots), np.bool_)
     for eos_id in state.options.eos_ids:
         is_eos |= token_ids == eos_id
@@ -50,30 +43,40 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     state.last_result_id = step.step_id
 
 
+def _mark_for_stop_check(state: EngineState, slots: NDArray[np.int64], token_ids: NDArray[np.int32]) -> int:
+    """Note which of the tokens may complete a stop string. Gives the number of sequences that have any: their tokens
+    count only once they are known to be none that follow a stop string."""
+    arrays = state.slots
+    has_stops = arrays.has_stops[slots]
+    slots, token_ids = slots[has_stops], token_ids[has_stops]
+    stop_tokens = state.options.stop_tokens
+    arrays.may_have_stopped[slots] |= (
+        True if stop_tokens is None else stop_tokens.may_end[arrays.stop_rows[slots], token_ids]
+    )
+    state.has_uncounted |= len(slots) > 0
+    return len(slots)
+
+
 def check_stop_strings(state: EngineState) -> None:
-    """Look at all results that have not been looked at yet, and end the sequences that a stop string ends.
+    """Look at all sampled tokens that have not been looked at yet, and end the sequences that a stop string ends.
 
     The later this is done, the fewer texts are decoded for it, and the more tokens are sampled in vain.
     """
-    touched: dict[Sequence, list[int]] = {}
-    for unchecked in state.unchecked:
-        is_valid = state.slots.opened_at[unchecked.slots] <= unchecked.step_id
-        token_ids = unchecked.token_ids.tolist()
-        for slot, token_id, valid in zip(unchecked.slots.tolist(), token_ids, is_valid.tolist(), strict=True):
-            if valid:
-                sequence = state.sequences[slot]
-                assert sequence is not None
-                touched.setdefault(sequence, []).append(token_id)
-    state.unchecked.clear()
-    for sequence, new_token_ids in touched.items():
+    arrays = state.slots
+    for slot in np.flatnonzero(arrays.is_running & arrays.may_have_stopped).tolist():
+        sequence = state.sequences[slot]
+        assert sequence is not None
         assert sequence.stop_matcher is not None
-        token_ids = sequence.checked_token_ids
-        num_checked = len(token_ids)
-        token_ids += new_token_ids
-        num_tokens = sequence.stop_matcher.first_completion(token_ids, num_checked)
-        state.totals.generation_tokens += (len(token_ids) if num_tokens is None else num_tokens) - num_checked
+        token_ids = sequence.kept_token_ids + sampled_tokens(state, sequence).tolist()
+        num_tokens = sequence.stop_matcher.first_completion(token_ids, int(arrays.num_counted_tokens[slot]))
         if num_tokens is not None:
             _finish(state, sequence, token_ids[:num_tokens], "stop")
+    arrays.may_have_stopped[:] = False
+    slots = np.flatnonzero(arrays.is_running & arrays.has_stops)
+    num_generated = arrays.num_known_tokens[slots] - arrays.num_prompt_tokens[slots]
+    state.totals.generation_tokens += int((num_generated - arrays.num_counted_tokens[slots]).sum())
+    arrays.num_counted_tokens[slots] = num_generated
+    state.has_uncounted = False
 
 
 def _note_tokens(
@@ -105,16 +108,17 @@ def _end(state: EngineState, slot: int, is_eos: bool) -> None:
     token_ids = sequence.kept_token_ids + sampled_tokens(state, sequence).tolist()
     reason: FinishReason = "stop" if is_eos else "length"
     if sequence.stop_matcher is not None:
-        num_checked = len(sequence.checked_token_ids)
+        num_checked = int(state.slots.num_counted_tokens[slot])
         num_tokens = sequence.stop_matcher.first_completion(token_ids, num_checked)
         if num_tokens is not None:
             token_ids, reason = token_ids[:num_tokens], "stop"
-        state.totals.generation_tokens += len(token_ids) - num_checked
     _finish(state, sequence, token_ids, reason)
 
 
 def _finish(state: EngineState, sequence: Sequence, token_ids: list[int], reason: FinishReason) -> None:
     """Release a running sequence whose completion is `token_ids`, the first of those that it has sampled."""
+    if sequence.stop_matcher is not None:
+        state.totals.generation_tokens += len(token_ids) - int(state.slots.num_counted_tokens[sequence.slot])
     logprobs = None
     if sequence.request.want_logprobs:
         logprobs = (sequence.kept_logprobs + sampled_logprobs(state, sequence).tolist())[: len(token_ids)]

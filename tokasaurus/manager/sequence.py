@@ -44,9 +44,8 @@ class Sequence:
     """One of the completions that a request asks for. What changes with every step is in SlotArrays.
 
     prompt: the request's prompt, and after a preemption the tokens sampled before it as well.
-    stop_matcher: finds its stop strings; None where it has none.
+    stop_matcher: finds its stop strings; None where it has none. stop_row: of StopTokens, for them.
     kept_token_ids, kept_logprobs: sampled before its last preemption.
-    checked_token_ids: all sampled tokens that have been looked at for stop strings, which they do not complete.
     slot: the worker's batch slot, 0 while waiting. is_open: the worker has been told.
     node: the deepest node of the prefix tree that it holds, None while waiting.
     num_tree_blocks: the first blocks of its table that belong to the prefix tree; the others are its own.
@@ -59,6 +58,7 @@ class Sequence:
     prompt: Prompt
     salt: bytes
     stop_matcher: StopMatcher | None
+    stop_row: int = 0
     phase: Phase = Phase.WAITING
     slot: int = 0
     is_open: bool = False
@@ -66,7 +66,6 @@ class Sequence:
     num_tree_blocks: int = 0
     num_cached_tokens: int | None = None
     num_kv_tokens_before: int = 0
-    checked_token_ids: list[int] = field(default_factory=list)
     kept_token_ids: list[int] = field(default_factory=list)
     kept_logprobs: list[float] = field(default_factory=list)
 

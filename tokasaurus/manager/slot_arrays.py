@@ -25,6 +25,8 @@ class SlotArrays:
     nodes: index of the deepest node it holds in the prefix tree.
     is_running, is_decoding: of the running, those that decode in every step.
     can_stop: eos may end it. has_stops: it has stop strings. want_logprobs: they were asked for.
+    stop_rows: the row of StopTokens that is for its stop strings. may_have_stopped: a token that may end one has come
+    since they were last looked for. num_counted_tokens: sampled tokens that are counted, of those with stop strings.
     block_tables: [slots, most blocks + 1]; 0, the padding block, beyond a sequence's blocks.
     """
 
@@ -51,4 +53,7 @@ class SlotArrays:
         self.can_stop = false()
         self.has_stops = false()
         self.want_logprobs = false()
+        self.stop_rows = zeros()
+        self.may_have_stopped = false()
+        self.num_counted_tokens = zeros()
         self.block_tables: NDArray[np.int32] = np.zeros((num_slots + 1, max_blocks + 1), np.int32)

@@ -16,6 +16,7 @@ from tokasaurus.manager.slot_arrays import SlotArrays
 from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats
 from tokasaurus.monitoring.step_stats import StepTotals
+from tokasaurus.text.stop_strings import StopTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class EngineOptions:
     eos_ids: the model's.
     decode_text: token ids -> text without special tokens, for stop strings. special_ids: those tokens.
     min_lookback_tokens: fewest trailing tokens that are read for a stop string.
+    stop_tokens: which tokens may end a stop string; None: all.
     prefill_multiple: what a step's prefill tokens are rounded up to where prefill is not greedy; None where it is.
     onboard_batch_size: most sequences admitted by one simulation; None admits by worst cases alone, without simulating.
     early_stopping: None where every sequence is expected to use all its tokens.
@@ -53,6 +55,7 @@ class EngineOptions:
     decode_text: Callable[[TokenIds[int]], str]
     special_ids: frozenset[int]
     min_lookback_tokens: int
+    stop_tokens: StopTokens | None = None
     prefill_multiple: int | None = None
     onboard_batch_size: int | None = 128
     early_stopping: EarlyStoppingOptions | None = EarlyStoppingOptions()
@@ -73,15 +76,6 @@ class StepInFlight:
     sampled: NDArray[np.int64]
     num_rows: int
     num_prefill_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class UncheckedTokens:
-    """Results of one step for sequences with stop strings: slots, int64, and tokens, int32, of one length."""
-
-    step_id: int
-    slots: NDArray[np.int64]
-    token_ids: NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -105,7 +99,8 @@ class EngineState:
     the next step's message carries their closing, and the worker closes before it opens.
     step_seconds: moving average of what the worker needs for a step; None before the first result.
     last_result_id: the newest step whose results are back; -1 before the first.
-    num_with_stops: running sequences that have stop strings. unchecked: their results that have not been looked at.
+    num_with_stops: running sequences that have stop strings. has_uncounted: results of theirs have not been looked at,
+    so are not counted.
     starts_are_stale: a prompt left that others may have relied on, and where they begin has to be found again.
     onboard_batch: how many sequences the next simulation tries to admit first.
     lengths: completions that ended; None where nothing is predicted. ended: those that `lengths` does not have yet,
@@ -136,7 +131,7 @@ class EngineState:
     step_seconds: float | None = None
     num_admissions: int = 0
     num_with_stops: int = 0
-    unchecked: list[UncheckedTokens] = field(default_factory=list)
+    has_uncounted: bool = False
     starts_are_stale: bool = False
     ended: list[tuple[int, bool]] = field(default_factory=list)
     num_ends_in_forecast: int = 0

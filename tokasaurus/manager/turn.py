@@ -36,7 +36,7 @@ class Turns:
         self._send = send
         self.tasks = [
             OptionalTask("admission", lambda state: state.queues.num_waiting > 0, admit_waiting, most_turns=4),
-            OptionalTask("stop strings", lambda state: bool(state.unchecked), check_stop_strings, most_turns=8),
+            OptionalTask("stop strings", lambda state: state.has_uncounted, check_stop_strings, most_turns=8),
             OptionalTask("predictions", forecast_is_old, update_forecast, most_turns=16),
         ]
 

@@ -19,6 +19,9 @@ class ForwardInput:
     prompt_ids: int32 [P], the prefill rows' tokens one after the other; P = sum(num_tokens[num_decode:]).
 
     A row samples a token if it decodes, or if its chunk ends at the slot's num_prompt_tokens.
+
+    A row may read blocks that an earlier row of the same step fills: in every layer the keys and values of all rows are
+    written before any row attends. So the samples of a prompt can start in the step that computes it.
     """
 
     step_id: int

@@ -15,7 +15,8 @@ class SlotOpens:
     """Slots given to sequences, O of them, as arrays of one length.
 
     slots: int32 [O]. num_prompt_tokens: int32 [O], tokens to prefill before the first is sampled, cached ones included.
-    first_positions: int32 [O], where prefill starts: the number of tokens whose KV is cached already.
+    first_positions: int32 [O], where prefill starts: the number of tokens whose KV earlier steps, or earlier rows of
+    the same step, have computed. The slot's table gets their blocks like all others.
     temperatures, top_ps: float32 [O]. seeds: uint64 [O]. sample_indices: uint32 [O], which of the n samples it is.
     want_logprobs: bool [O].
     """
@@ -37,6 +38,8 @@ class SlotChanges:
     closed: int32 [C], slots whose sequence is gone; one of them may be opened again by the same message.
     opened: None where no slot is opened, which is most steps.
     block_slots, block_ids: int32 [B], block `block_ids[i]` is appended to the block table of slot `block_slots[i]`.
+    A table has the blocks that the step at hand needs, and may have more: a slot that opens gets those of its whole
+    prompt, however many steps compute it. Several slots may have one block, which only one of them fills.
     """
 
     closed: NDArray[np.int32]

@@ -22,7 +22,8 @@ class SlotTable:
     """State per slot, on the host; only the last sampled tokens live on the device, since no one waits for them.
 
     positions: int32 [slots], tokens of the slot that earlier steps have computed.
-    block_tables: int32 [slots, max_blocks]; num_blocks: int32 [slots].
+    block_tables: int32 [slots, max_blocks], 0 behind a slot's num_blocks, int32 [slots]. A table may be ahead of the
+    position: the blocks of a whole prompt come when its slot opens.
     """
 
     def __init__(self, size: SlotTableSize, device: torch.device) -> None:

@@ -6,7 +6,13 @@ the text happens to be cut into tokens changes nothing.
 
 from collections.abc import Callable, Container, Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 _REPLACEMENT = "\ufffd"  # what incomplete UTF-8 decodes to
+
+_MOST_ROWS = 64
+"""Sets of last characters that StopTokens keeps a table for; clients make up new ones at will."""
 
 
 def find_first_stop(text: str, stops: Iterable[str]) -> tuple[int, str] | None:
@@ -97,3 +103,36 @@ class StopMatcher:
             start -= 1
             missing -= token_ids[start] not in self._special_ids
         return start
+
+
+class StopTokens:
+    """Which tokens can be the last of a stop string: most cannot, and then no text has to be decoded to know it.
+
+    token_texts: the text of each token id by itself, V of them.
+    """
+
+    def __init__(self, token_texts: Sequence[str]) -> None:
+        self._token_texts = token_texts
+        self._row_of_characters: dict[frozenset[str], int] = {}
+        self.may_end: NDArray[np.bool_] = np.ones((1, len(token_texts)), np.bool_)
+        """[rows, V]; in row 0 every token may end a stop string."""
+
+    def row(self, stops: Sequence[str]) -> int:
+        """The row of `may_end` for these stop strings: the tokens whose text holds the last character of one of them.
+
+        A token that holds part of a character counts as holding any.
+        """
+        characters = frozenset(stop[-1] for stop in stops)
+        # A decoder may leave out the space before a first token; and what is no character may be part of any.
+        if " " in characters or any(_REPLACEMENT in stop for stop in stops):
+            return 0
+        row = self._row_of_characters.get(characters)
+        if row is None:
+            row = len(self.may_end)
+            if row > _MOST_ROWS:
+                return 0
+            sought = [*characters, _REPLACEMENT]
+            holds = [any(character in text for character in sought) for text in self._token_texts]
+            self.may_end = np.concatenate((self.may_end, np.array([holds], np.bool_)))
+            self._row_of_characters[characters] = row
+        return row

@@ -38,7 +38,8 @@ class PagedPart:
 
     first_row, num_rows: the part's rows of the forward's T.
     query_starts: int32 [S + 1], relative to first_row: segment s has rows query_starts[s] : query_starts[s + 1].
-    block_table: int32 [S, B], a row's unused tail is 0. kv_lengths: int32 [S], tokens that the segment's blocks hold.
+    block_table: int32 [S, B]. kv_lengths: int32 [S], tokens to attend to; what lies behind them in the segment's blocks
+    may be anything finite, and a block behind them may be one that is not filled yet, or 0. Segments may share blocks.
     causal: a segment's last row sees all its kv_lengths tokens, the row before it one less, and so on; otherwise every
     row sees all of them (a shared prefix).
     max_query_rows, max_kv_length: the largest of any segment, known to the host.

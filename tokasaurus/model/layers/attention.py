@@ -49,6 +49,8 @@ class Attention(nn.Module):
             rotated = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
         rotated = rotate(rotated, cos_sin)
         query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
+        # Every row's keys and values, before any row attends: a row may read blocks that another row of this forward
+        # fills (see ForwardInput).
         backend.write(key, value, self._layer_index)
         attended = attend_rows(backend, query, self._layer_index, layout)
         out: Tensor = self.out(attended.reshape(x.shape[0], -1))
