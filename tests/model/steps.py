@@ -52,7 +52,8 @@ def open_greedy(slot: int, num_prompt_tokens: int) -> SlotOpens:
 
 
 class StepDriver:
-    """Opens slots with scattered blocks, and runs steps of any mix of decode rows and prefill chunks."""
+    """Opens slots with scattered blocks, all those of the prompt at once, and runs steps of any mix of decode rows and
+    prefill chunks."""
 
     def __init__(self, runner: ModelRunner, page_size: int = 16, num_blocks: int = 200, seed: int = 0) -> None:
         self._runner = runner
@@ -61,14 +62,28 @@ class StepDriver:
         self._step_ids = itertools.count(1)
         self._prompts: dict[int, list[int]] = {}
         self._done: dict[int, int] = {}
-        self._blocks: dict[int, int] = {}
+        self._tables: dict[int, list[int]] = {}
+        self._num_sent: dict[int, int] = {}
         self._to_open: list[int] = []
         self._options: dict[int, tuple[float, float, int, int]] = {}
 
     def open(
-        self, slot: int, prompt: list[int], temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, sample: int = 0
+        self,
+        slot: int,
+        prompt: list[int],
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        sample: int = 0,
+        shares: tuple[int, int] | None = None,
     ) -> None:
-        self._prompts[slot], self._done[slot], self._blocks[slot] = prompt, 0, 0
+        """shares: (other slot, blocks): the first blocks of that slot are this one's too, and it starts behind them."""
+        other, num_shared = (slot, 0) if shares is None else shares
+        table = [] if shares is None else self._tables[other][:num_shared]
+        assert len(table) == num_shared
+        self._prompts[slot], self._done[slot] = prompt, num_shared * self._page_size
+        self._tables[slot], self._num_sent[slot] = table, 0
+        self._extend_table(slot, len(prompt))
         self._options[slot] = (temperature, top_p, seed, sample)
         self._to_open.append(slot)
 
@@ -80,7 +95,9 @@ class StepDriver:
         """decode: slots. prefill: (slot, tokens). -> the sampled (token, log-probability) by slot."""
         prompt_ids: list[int] = []
         block_slots: list[int] = []
+        blocks: list[int] = []
         sampled = list(decode)
+        opened = self._opened([*decode, *(slot for slot, _ in prefill)])
         for slot, count in [*((slot, 1) for slot in decode), *prefill]:
             done = self._done[slot]
             if slot not in decode:
@@ -88,25 +105,33 @@ class StepDriver:
                 if done + count == len(self._prompts[slot]):
                     sampled.append(slot)
             self._done[slot] = done + count
-            while self._blocks[slot] * self._page_size < self._done[slot]:
-                self._blocks[slot] += 1
-                block_slots.append(slot)
-        blocks = [self._free.pop() for _ in block_slots]
-        changes = SlotChanges(NOTHING, self._opened(), int32(block_slots), int32(blocks))
+            self._extend_table(slot, done + count)
+            unsent = self._tables[slot][self._num_sent[slot] :]
+            self._num_sent[slot] += len(unsent)
+            block_slots += [slot] * len(unsent)
+            blocks += unsent
+        changes = SlotChanges(NOTHING, opened, int32(block_slots), int32(blocks))
         slots = [*decode, *(slot for slot, _ in prefill)]
         counts = [1] * len(decode) + [count for _, count in prefill]
         step = ForwardInput(next(self._step_ids), int32(slots), int32(counts), len(decode), int32(prompt_ids), changes)
         return _by_slot(self._runner.run(step), sampled)
 
-    def _opened(self) -> SlotOpens | None:
-        slots, self._to_open = self._to_open, []
+    def _extend_table(self, slot: int, num_tokens: int) -> None:
+        table = self._tables[slot]
+        while len(table) * self._page_size < num_tokens:
+            table.append(self._free.pop())
+
+    def _opened(self, running: list[int]) -> SlotOpens | None:
+        """Those of the slots to open that run for the first time."""
+        slots = [slot for slot in self._to_open if slot in running]
+        self._to_open = [slot for slot in self._to_open if slot not in running]
         if not slots:
             return None
         temperatures, top_ps, seeds, samples = zip(*(self._options[slot] for slot in slots), strict=True)
         return SlotOpens(
             slots=int32(slots),
             num_prompt_tokens=int32([len(self._prompts[slot]) for slot in slots]),
-            first_positions=np.zeros(len(slots), np.int32),
+            first_positions=int32([self._done[slot] for slot in slots]),
             temperatures=np.array(temperatures, np.float32),
             top_ps=np.array(top_ps, np.float32),
             seeds=np.array(seeds, np.uint64),

@@ -31,7 +31,6 @@ def test_block_tables_equal_lists_kept_by_hand(seed: int) -> None:
     rng = random.Random(seed)
     table = SlotTable(SlotTableSize(num_slots=9, max_blocks=40), torch.device("cpu"))
     by_hand: dict[int, list[int]] = {}
-    next_block = 1
     for _ in range(30):
         closed = rng.sample(sorted(by_hand), rng.randint(0, len(by_hand)))
         for slot in closed:
@@ -40,10 +39,12 @@ def test_block_tables_equal_lists_kept_by_hand(seed: int) -> None:
         opened = rng.sample(free, rng.randint(0, len(free)))
         positions = [rng.randint(0, 30) for _ in opened]
         by_hand.update({slot: [] for slot in opened})
-        slots = [slot for slot in by_hand for _ in range(rng.randint(0, 3)) if len(by_hand[slot]) < 36]
+        # A slot that opens gets the blocks of its whole prompt, a running one what it grew by.
+        slots = [slot for slot in opened for _ in range(rng.randint(0, 30))]
+        slots += [slot for slot in by_hand for _ in range(rng.randint(0, 3)) if len(by_hand[slot]) < 36]
         rng.shuffle(slots)
-        blocks = list(range(next_block, next_block + len(slots)))
-        next_block += len(slots)
+        # Slots share blocks, so an id comes up again, in other tables and at other places.
+        blocks = [rng.randint(1, 50) for _ in slots]
         for slot, block in zip(slots, blocks, strict=True):
             by_hand[slot].append(block)
         table.apply(
