@@ -59,7 +59,8 @@ def describe(state: EngineState, sequences: list[Sequence]) -> Candidates:
     max_new_tokens = np.array([sequence.request.max_new_tokens for sequence in sequences])
     decode_steps = max_new_tokens - num_kept - 1
     if state.forecast is not None:
-        expected = state.forecast.expected(num_kept, max_new_tokens) - num_kept - 1
+        ranks = state.num_admissions + np.arange(len(sequences))
+        expected = state.forecast.expected(num_kept, max_new_tokens, ranks) - num_kept - 1
         decode_steps = np.where([sequence.request.ignore_eos for sequence in sequences], decode_steps, expected)
     return Candidates(
         num_prompt_tokens=np.array([len(sequence.prompt) for sequence in sequences]),

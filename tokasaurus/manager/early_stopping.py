@@ -26,6 +26,18 @@ sequence that did go on can be compared with the others that did."""
 LEAST_SURVIVAL = 1e-290
 """Survival falls no further, so that quotients of two of them stay finite."""
 
+MOST_HAZARD = 16
+"""Cumulative hazard up to which lengths are told apart; one sequence in nine million gets past it."""
+
+HAZARD_RESOLUTION = 256
+"""Steps to a unit of cumulative hazard: lengths are right to a share of 1 / 256 of the sequences that got as far."""
+
+UNKNOWN = np.iinfo(np.int32).max
+"""Longer than any completion."""
+
+GOLDEN_RATIO = 0.6180339887498949
+"""The fractional parts of its multiples are spread evenly, any number of them that follow each other."""
+
 ROUNDING_SLACK = 0.01
 """Tokens by which an expected length may exceed a whole number and still be rounded down to it."""
 
@@ -87,10 +99,11 @@ class CompletionLengths:
 
 
 class Forecast(Protocol):
-    def expected(self, num_generated: Ints, max_new_tokens: Ints) -> Ints:
+    def expected(self, num_generated: Ints, max_new_tokens: Ints, ranks: Ints) -> Ints:
         """Tokens [N] that each of N completions is expected to have in the end, a safety margin included.
 
         num_generated: tokens [N] that each has already. The result is above it and at most max_new_tokens.
+        ranks: a number [N] of each sequence, of numbers that follow each other; the same in every call.
         """
         ...
 
@@ -101,60 +114,44 @@ class ShareForecast:
 
     share: float
 
-    def expected(self, num_generated: Ints, max_new_tokens: Ints) -> Ints:
+    def expected(self, num_generated: Ints, max_new_tokens: Ints, ranks: Ints) -> Ints:
         """As Forecast says."""
+        del ranks  # all are alike
         num_tokens = np.ceil(max_new_tokens * self.share - ROUNDING_SLACK).astype(np.int64)
         return np.where(num_tokens > num_generated, num_tokens, max_new_tokens)
 
 
 @dataclass(frozen=True)
 class SurvivalForecast:
-    """Mean and standard deviation of what is left to sample, by how far a sequence is. Made by `fit_forecast`.
+    """Lengths as they are distributed among sequences that have come as far. Made by `fit_forecast`.
 
-    Each table has an entry for every number l of tokens that a sequence can have already, from 0 to K, the longest ever
-    seen; whoever gets beyond K goes on to max_new_tokens. `survival`: the share of all completions that have more than
-    l tokens. Of such a completion, if it is cut off at K, `mean_left` and `mean_square_left` are the expected number of
-    tokens after l, and of its square.
+    If every sequence were expected to end at its mean, none would end for a long while, and then all at once: so the
+    lengths are spread over the distribution, by rank. Their mean is the expected one, and of many sequences as many end
+    in each step to come as will.
+
+    hazards: cumulative, -log of the share of completions with more than l tokens, for l from 0 to K, the longest seen.
+    lengths: the least l that reaches the hazard (i + 1) / HAZARD_RESOLUTION, for each i; UNKNOWN where none does.
+    margins: standard deviations of the tokens left after l, times std_buffer_scale.
     """
 
-    survival: Floats
-    mean_left: Floats
-    mean_square_left: Floats
-    std_buffer_scale: float
+    hazards: Floats
+    lengths: Ints
+    margins: Floats
 
-    def expected(self, num_generated: Ints, max_new_tokens: Ints) -> Ints:
-        """As Forecast says; the margin is std_buffer_scale standard deviations."""
-        num_known = len(self.survival) - 1
-        start = np.minimum(num_generated, num_known)
-        end = np.minimum(max_new_tokens, num_known)
-        most_left = max_new_tokens - num_generated
-        within = end - start
-        # The tables cut completions off at K. Of those that reach `end`, take off what comes after it, or add what they
-        # have beyond K: `added` tokens to `within` of them, which makes (within + added)^2 - within^2 of the square.
-        share = self.survival.take(end)
-        share /= self.survival.take(start)
-        beyond = most_left - within
-        added = beyond - self.mean_left.take(end)
-        added_square = within * added
-        added_square *= 2
-        added_square += np.square(beyond, dtype=np.float64)
-        added_square -= self.mean_square_left.take(end)
-        mean = self.mean_left.take(start)
-        added *= share
-        mean += added
-        variance = self.mean_square_left.take(start)
-        added_square *= share
-        variance += added_square
-        variance -= mean * mean
-        np.maximum(variance, 0, out=variance)
-        margin = np.sqrt(variance, out=variance)
-        margin *= self.std_buffer_scale
-        mean += margin
-        mean -= ROUNDING_SLACK
-        left = np.ceil(mean, out=mean).astype(np.int64)
-        np.minimum(left, most_left, out=left)
-        left += num_generated
-        return left
+    def expected(self, num_generated: Ints, max_new_tokens: Ints, ranks: Ints) -> Ints:
+        """As Forecast says. A sequence that is past all that was seen, or whose rank makes it outlast all that, is
+        expected to use max_new_tokens."""
+        start = np.minimum(num_generated, len(self.hazards) - 1)
+        # The share of sequences that outlast this one; -log of a uniform variable is the hazard that a life spends.
+        outlasting = (ranks + 0.5) * GOLDEN_RATIO
+        outlasting -= np.floor(outlasting)
+        hazard = np.log(outlasting, out=outlasting)
+        np.subtract(self.hazards.take(start), hazard, out=hazard)
+        hazard *= HAZARD_RESOLUTION
+        places = np.minimum(hazard, len(self.lengths) - 1).astype(np.int64)
+        num_tokens: Ints = np.maximum(self.lengths.take(places), num_generated + 1)
+        num_tokens += np.ceil(self.margins.take(start) - ROUNDING_SLACK).astype(np.int64)
+        return np.minimum(num_tokens, max_new_tokens)
 
 
 def prior_forecast(mean: float, std: float, std_buffer_scale: float) -> Forecast:
@@ -206,19 +203,19 @@ def fit_forecast(
 
 
 def _forecast_from(goes_on: Floats, std_buffer_scale: float) -> SurvivalForecast:
-    """goes_on[l]: of the completions of more than l tokens, the share that have more than l + 1.
-
-    Sums run from the longest to the shortest: each is then as exact as the survival that it is divided by, however
-    small that is.
-    """
+    """goes_on[l]: of the completions of more than l tokens, the share that have more than l + 1."""
     num_entries = len(goes_on) + 1
     survival = np.empty(num_entries)
     survival[0] = 1
     np.cumprod(goes_on, out=survival[1:])
     np.maximum(survival, LEAST_SURVIVAL, out=survival)
+    hazards = -np.log(survival)
+    lengths = hazards.searchsorted(np.arange(1, MOST_HAZARD * HAZARD_RESOLUTION + 1) / HAZARD_RESOLUTION)
+    lengths[lengths == num_entries] = UNKNOWN
 
     # Of those that go on after token l, a share survival[l + k] / survival[l] samples token l + k + 1. So these shares
-    # for k from 0 sum up to the mean, and with the weights 2 k + 1 = (k + 1)^2 - k^2 to the mean square.
+    # for k from 0 sum up to the mean, and with the weights 2 k + 1 = (k + 1)^2 - k^2 to the mean square. Sums run from
+    # the longest to the shortest: each is then as exact as the survival that it is divided by, however small that is.
     mean = np.zeros(num_entries)
     np.cumsum(survival[-2::-1], out=mean[-2::-1])
     square = np.empty(num_entries)
@@ -227,4 +224,6 @@ def _forecast_from(goes_on: Floats, std_buffer_scale: float) -> SurvivalForecast
     square -= mean
     mean /= survival
     square /= survival
-    return SurvivalForecast(survival, mean, square, std_buffer_scale)
+    margins = np.sqrt(np.maximum(square - mean * mean, 0))
+    margins *= std_buffer_scale
+    return SurvivalForecast(hazards, lengths, margins)

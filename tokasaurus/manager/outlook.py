@@ -41,7 +41,7 @@ def expected_decode_steps(state: EngineState, slots: Int64Array) -> Int64Array:
         return num_steps
     # A step that computes the KV of g sampled tokens samples one more: so the sequence has got past g tokens.
     num_past = num_kv_tokens - num_prompt_tokens
-    expected = state.forecast.expected(num_past, max_kv_tokens - num_prompt_tokens + 1)
+    expected = state.forecast.expected(num_past, max_kv_tokens - num_prompt_tokens + 1, arrays.admitted_at[slots])
     return np.where(arrays.can_stop[slots], expected - num_past - 1, num_steps)
 
 
@@ -67,7 +67,10 @@ def current_prefill_rate(state: EngineState) -> int | None:
 def look_ahead(state: EngineState) -> Outlook:
     """Simulate the running sequences to their expected ends."""
     arrays, tree, page_size = state.slots, state.blocks.tree, state.options.limits.page_size
-    hold_steps = num_steps_to_keep_in_flight(state.step_seconds, state.options.max_steps_ahead) - 1
+    most_ahead = state.options.max_steps_ahead
+    if state.step_seconds is not None:
+        most_ahead = num_steps_to_keep_in_flight(state.step_seconds, most_ahead)
+    hold_steps = most_ahead - 1
     past, prefilling = running_slots(state)
     slots = np.concatenate((past, prefilling))
     num_steps = expected_decode_steps(state, slots)
