@@ -162,11 +162,12 @@ def _give_back_computed(state: EngineState, sequence: Sequence) -> None:
         return
     computed = own[:num_computed]
     token_bytes = blocks.tokens[computed].tobytes()
-    match = tree.match(token_bytes, start=sequence.node)
+    match = tree.match(token_bytes, sequence.salt, start=sequence.node)
     node = tree.hold(match, held=sequence.node)
     num_there = match.num_blocks - num_tree_blocks
     if num_there < num_computed:
-        node = tree.insert(node, token_bytes[4 * page_size * num_there :], computed[num_there:])
+        rest_bytes = token_bytes[4 * page_size * num_there :]
+        node = tree.insert(node, rest_bytes, computed[num_there:], sequence.salt)
         blocks.is_computed[computed[num_there:]] = True
     tree.release(node)
     blocks.give_back(own[num_computed:] if num_there == 0 else np.concatenate((own[:num_there], own[num_computed:])))
