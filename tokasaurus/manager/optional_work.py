@@ -29,12 +29,12 @@ class OptionalTask:
         self.num_turns = 0
 
 
-def may_run(task: OptionalTask, seconds_queued: float, mode: str | None) -> bool:
+def may_run(task: OptionalTask, seconds_left: float, mode: str | None) -> bool:
     """Whether to do `task` now, or to put it off.
 
-    seconds_queued: for how long the worker has work behind the step that it runs. mode: "always", "deferred" (put off
+    seconds_left: for how long the worker has steps to compute. mode: "always", "deferred" (put off
     as long as it may be), or None: put off while it might take longer than half of that.
     """
     if mode == "always" or task.num_turns >= task.most_turns:
         return True
-    return mode is None and 2 * task.seconds < seconds_queued
+    return mode is None and 2 * task.seconds < seconds_left

@@ -27,13 +27,14 @@ from tokasaurus.monitoring.timing import SectionTimers
 class Turns:
     """Takes turns for one engine: `send` gets the steps that the worker should have.
 
-    tasks: the optional work, the most urgent first. timers: seconds of CPU time by part of the turn.
+    tasks: the optional work, the most urgent first. timers: seconds by part of the turn.
     """
 
     def __init__(self, state: EngineState, send: Callable[[ForwardInput], None]) -> None:
         self.state = state
         self.timers = SectionTimers()
         self._send = send
+        self._step_began_s = 0.0
         self.tasks = [
             OptionalTask("admission", lambda state: state.queues.num_waiting > 0, admit_waiting, most_turns=4),
             OptionalTask("stop strings", lambda state: state.has_uncounted, check_stop_strings, most_turns=8),
@@ -56,8 +57,9 @@ class Turns:
         with timers.section("results"):
             for result in results:
                 apply_output(state, result)
+                self._step_began_s = time.perf_counter()
             note_ends(state)
-        if self._seconds_queued() <= sum(task.seconds for task in self.tasks if task.has_work(state)):
+        if self._seconds_left() <= sum(task.seconds for task in self.tasks if task.has_work(state)):
             self._fill_worker_queue()
         for task in self.tasks:
             self._consider(task)
@@ -67,8 +69,9 @@ class Turns:
         """Run a task, or put it off. Where no step can be sent without it, there is nothing to put it off for."""
         state = self.state
         if not task.has_work(state):
+            task.num_turns = 0
             return
-        if may_run(task, self._seconds_queued(), state.options.optional_work) or not state.steps_in_flight:
+        if may_run(task, self._seconds_left(), state.options.optional_work) or not state.steps_in_flight:
             start_s = time.perf_counter()
             with self.timers.section(task.name):
                 task.run(state)
@@ -76,9 +79,11 @@ class Turns:
         else:
             task.num_turns += 1
 
-    def _seconds_queued(self) -> float:
+    def _seconds_left(self) -> float:
+        """For how long the worker has steps to compute, as far as the manager can know."""
         state = self.state
-        return max(0, len(state.steps_in_flight) - 1) * (state.step_seconds or 0.0)
+        seconds = len(state.steps_in_flight) * (state.step_seconds or 0.0)
+        return max(0.0, seconds - (time.perf_counter() - self._step_began_s))
 
     def _fill_worker_queue(self) -> None:
         """Send steps until as many as should be are with the worker, or nothing is left to compute."""
@@ -86,6 +91,8 @@ class Turns:
         num_steps = num_steps_to_keep_in_flight(state.step_seconds, state.options.max_steps_ahead)
         with self.timers.section("steps"):
             while len(state.steps_in_flight) < num_steps and (message := plan_step(state)) is not None:
+                if len(state.steps_in_flight) == 1:
+                    self._step_began_s = time.perf_counter()
                 with self.timers.section("sending"):
                     self._send(message)
 
