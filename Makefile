@@ -1,8 +1,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SERVE_ARGS ?=
+BENCH_ARGS ?=
 
-.PHONY: serve test lint types unit format clean
+.PHONY: serve test lint types unit bench-manager format clean
 
 serve: .venv/installed
 	$(BIN)/toka $(SERVE_ARGS)
@@ -18,6 +19,9 @@ types: .venv/installed-dev
 
 unit: .venv/installed-dev
 	$(BIN)/python -m pytest
+
+bench-manager: .venv/installed-dev
+	$(BIN)/python -m benchmarks.manager_cpu $(BENCH_ARGS)
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .

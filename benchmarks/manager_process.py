@@ -1,0 +1,250 @@
+"""CPU time of a real manager process, between a server that replaces each finished request and an instant worker."""
+
+import fcntl
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, models
+
+from benchmarks.manager_load import (
+    EOS_ID,
+    MAX_SEQS_PER_FORWARD,
+    MAX_TOKENS_PER_FORWARD,
+    VOCAB_SIZE,
+    InstantWorker,
+    Load,
+    engine_options,
+)
+from benchmarks.manager_parts import FORWARD_SECONDS, make_load, num_outstanding, num_pool_tokens
+from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
+from tokasaurus.config import ServerConfig
+from tokasaurus.manager.loop import run_manager
+from tokasaurus.messages.channel import Channel, wait
+from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
+from tokasaurus.messages.generation import EngineUpdate
+from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready, Shutdown
+
+TIMEOUT_S = 60.0
+PIPE_BYTES = 1 << 20
+"""The manager reads requests once per turn; more of them finish in a turn than the usual pipe of 64 KiB holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What happened in a stretch of the run. CPU microseconds per decoded token, of all threads of a process."""
+
+    manager_us_per_token: float
+    worker_us_per_token: float
+    tokens_per_s: float
+    mean_running: float
+    mean_waiting: float
+    bytes_per_row: float
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessCost:
+    """Medians over windows, and the least and the most of the manager's. max_bytes_per_row: of any window.
+
+    torch_imported: by the manager or the worker.
+    """
+
+    num_sequences: int
+    is_known: bool
+    manager_us_per_token: float
+    least_us_per_token: float
+    most_us_per_token: float
+    worker_us_per_token: float
+    tokens_per_s: float
+    mean_running: float
+    mean_waiting: float
+    bytes_per_row: float
+    preemptions: int
+    torch_imported: bool
+    windows: list[Window]
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of all threads that the process has now. Linux alone says."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def write_checkpoint(directory: Path) -> Checkpoint:
+    """A model without weights. No request has stop strings, so that almost no token needs a text."""
+    tokenizer = Tokenizer(models.WordLevel({"<eos>": EOS_ID, "a": 1}, unk_token="a"))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    info = ModelInfo("llama", 1, 8, 1, 1, 8, 8, VOCAB_SIZE, 8192, 1e-5, RopeInfo(1e4), True, (EOS_ID,), "float32")
+    return Checkpoint("benchmark", directory, directory, info)
+
+
+def run_watched_manager(facts: Channel[bool], *arguments: Any) -> None:
+    """Process entry: `run_manager`, and then whether torch has been imported."""
+    run_manager(*arguments)
+    facts.send("torch" in sys.modules)
+
+
+def run_instant_worker(
+    facts: Channel[bool],
+    counts: Any,
+    limits: EngineLimits,
+    inputs: Channel[ForwardInput | EndOfInputs],
+    outputs: Channel[ForwardOutput | Ready],
+) -> None:
+    """Process entry. counts: shared; bytes received as pickles, and decoding rows."""
+    worker = InstantWorker(MAX_SEQS_PER_FORWARD, FORWARD_SECONDS)
+    outputs.send(Ready("worker", limits))
+    while isinstance(message := inputs.receive(), ForwardInput):
+        outputs.send(worker.forward(message))
+        counts[0] += len(ForkingPickler.dumps(message))
+        counts[1] += message.num_decode
+    outputs.abandon()  # nobody reads the last ones
+    facts.send("torch" in sys.modules)
+
+
+class ManagerUnderLoad:
+    """A manager, a worker, and this process as the server."""
+
+    def __init__(self, load: Load, limits: EngineLimits, checkpoint: Checkpoint) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._load = load
+        self._requests, self._updates, inputs, outputs, status = (Channel[Any](context) for _ in range(5))
+        self._facts = Channel[bool](context)
+        fcntl.fcntl(self._requests.reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self._requests.abandon()
+        self.counts = context.Array("q", 2, lock=False)
+        config = ServerConfig()
+        config.max_tokens_per_forward = MAX_TOKENS_PER_FORWARD
+        config.max_seqs_per_forward = MAX_SEQS_PER_FORWARD
+        channels = (self._requests, self._updates, [inputs], outputs, status)
+        self.manager: BaseProcess = context.Process(
+            target=run_watched_manager, args=(self._facts, config, checkpoint, *channels), daemon=True
+        )
+        self.worker: BaseProcess = context.Process(
+            target=run_instant_worker, args=(self._facts, self.counts, limits, inputs, outputs), daemon=True
+        )
+        self.manager.start()
+        self.worker.start()
+        assert isinstance(self._receive()[0], Ready)
+
+    def send_requests(self, num: int) -> None:
+        for _ in range(num):
+            self._requests.send(self._load.next())
+
+    def serve(self) -> list[EngineStats]:
+        """Wait for updates, and replace what has finished."""
+        updates: list[EngineUpdate] = self._receive()
+        self.send_requests(sum(len(update.deltas) for update in updates))
+        return [update.stats for update in updates]
+
+    def stop(self) -> bool:
+        """Whether manager or worker had torch. Raises RuntimeError where one of them failed."""
+        self._requests.send(Shutdown())
+        torch_imported = [self._facts.receive(TIMEOUT_S) for _ in range(2)]
+        for process in (self.manager, self.worker):
+            process.join(TIMEOUT_S)
+            if process.exitcode != 0:
+                raise RuntimeError(f"{process.name} ended with exit code {process.exitcode}")
+        return any(torch_imported)
+
+    def kill(self) -> None:
+        for process in (self.manager, self.worker):
+            process.kill()
+            process.join()
+
+    def _receive(self) -> list[Any]:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while True:
+            sentinels = [self.manager.sentinel, self.worker.sentinel]
+            ready = wait([self._updates.reader, *sentinels], deadline_s - time.monotonic())
+            if not ready or any(sentinel in ready for sentinel in sentinels):
+                raise RuntimeError("manager or worker died" if ready else "the manager is silent")
+            if messages := self._updates.drain():
+                return messages
+
+
+@contextmanager
+def manager_under_load(load: Load, limits: EngineLimits) -> Iterator[ManagerUnderLoad]:
+    with tempfile.TemporaryDirectory() as directory:
+        engine = ManagerUnderLoad(load, limits, write_checkpoint(Path(directory)))
+        try:
+            yield engine
+        finally:
+            engine.kill()
+
+
+def measure_process(
+    num_sequences: int,
+    is_known: bool,
+    num_warm_steps: int,
+    num_windows: int,
+    window_s: float,
+    advance: Callable[[float], None],
+) -> ProcessCost:
+    """About `num_sequences` run, and more wait. advance: called with the share of the work that is done."""
+    limits = engine_options(num_pool_tokens(num_sequences)).limits
+    num_warm_tokens = num_sequences * num_warm_steps
+    with manager_under_load(make_load(is_known), limits) as engine:
+        engine.send_requests(num_outstanding(num_sequences))
+        stats = engine.serve()[-1]
+        while stats.total_generation_tokens < num_warm_tokens:
+            stats = engine.serve()[-1]
+            advance(stats.total_generation_tokens / num_warm_tokens / 2)
+        windows = []
+        for index in range(num_windows):
+            windows.append(_measure_window(engine, stats, window_s))
+            stats = engine.serve()[-1]
+            advance(0.5 + (index + 1) / num_windows / 2)
+        torch_imported = engine.stop()
+    manager_us = [window.manager_us_per_token for window in windows]
+    return ProcessCost(
+        num_sequences=num_sequences,
+        is_known=is_known,
+        manager_us_per_token=statistics.median(manager_us),
+        least_us_per_token=min(manager_us),
+        most_us_per_token=max(manager_us),
+        worker_us_per_token=statistics.median(window.worker_us_per_token for window in windows),
+        tokens_per_s=statistics.median(window.tokens_per_s for window in windows),
+        mean_running=statistics.median(window.mean_running for window in windows),
+        mean_waiting=statistics.median(window.mean_waiting for window in windows),
+        bytes_per_row=statistics.median(window.bytes_per_row for window in windows),
+        preemptions=sum(window.preemptions for window in windows),
+        torch_imported=torch_imported,
+        windows=windows,
+    )
+
+
+def _measure_window(engine: ManagerUnderLoad, first: EngineStats, window_s: float) -> Window:
+    """first: newest stats when the window begins."""
+
+    def now() -> tuple[float, float, float, int, int]:
+        pids = engine.manager.pid, engine.worker.pid
+        manager_s, worker_s = (cpu_seconds(pid) for pid in pids if pid is not None)
+        return time.monotonic(), manager_s, worker_s, engine.counts[0], engine.counts[1]
+
+    before = now()
+    seen: list[EngineStats] = []
+    while time.monotonic() < before[0] + window_s:
+        seen += engine.serve()
+    last = seen[-1]
+    wall_s, manager_s, worker_s, num_bytes, num_rows = (b - a for a, b in zip(before, now(), strict=True))
+    num_tokens = last.total_generation_tokens - first.total_generation_tokens
+    return Window(
+        manager_us_per_token=manager_s * 1e6 / num_tokens,
+        worker_us_per_token=worker_s * 1e6 / num_tokens,
+        tokens_per_s=num_tokens / wall_s,
+        mean_running=statistics.fmean(stats.num_running for stats in seen),
+        mean_waiting=statistics.fmean(stats.num_waiting for stats in seen),
+        bytes_per_row=num_bytes / num_rows,
+        preemptions=last.total_preemptions - first.total_preemptions,
+    )
