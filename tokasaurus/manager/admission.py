@@ -16,6 +16,8 @@ Int64Array = NDArray[np.int64]
 MIN_DESCRIBED = 8
 """Candidates looked at together, at least."""
 
+_NOW = np.zeros(1, np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
@@ -115,31 +117,39 @@ def num_obviously_fitting(candidates: Candidates, num_blocks: int, page_size: in
 
 
 def num_fitting(
-    candidates: Candidates, num_certain: int, outlook: Outlook, num_blocks: int, page_size: int, batch: int
+    candidates: Candidates, num_certain: int, outlook: Outlook, num_blocks: int, page_size: int, batch: int, most: int
 ) -> int:
-    """How many candidates fit by simulation, of which the first `num_certain` are known to.
+    """How many candidates fit by simulation, of which the first `num_certain` are known to; at most `most` more.
 
-    Groups are added, the first of `batch` candidates, each twice as large as the one before until one does not fit, and
-    from then on half as large, down to one.
+    Groups are added, the first of `batch` candidates, each twice as large as the one before. Where one does not fit,
+    half of it is tried, and so on until it is known how many do.
     """
-    num, num_candidates, may_grow = num_certain, len(candidates.families), True
-    while num < num_candidates and batch > 0:
-        tried = min(num + batch, num_candidates)
+    num, limit = num_certain, min(len(candidates.families), num_certain + most) + 1
+    limit = min(limit, _num_prompts_with_room(candidates, num_blocks - int(outlook.curve.at(_NOW)[0]), page_size) + 1)
+    has_failed = False
+    while num + 1 < limit:
+        tried = num + (limit - num) // 2 if has_failed else min(num + batch, limit - 1)
         if fits_together(outlook.curve, simulate_candidates(candidates, tried, outlook, page_size), num_blocks):
-            num = tried
-            batch = batch * 2 if may_grow else batch // 2
+            num, batch = tried, 2 * batch
         else:
-            may_grow = False
-            batch = (tried - num) // 2
+            limit, has_failed = tried, True
     return num
+
+
+def _num_prompts_with_room(candidates: Candidates, num_blocks: int, page_size: int) -> int:
+    """How many candidates' prompts alone fit into `num_blocks`; more of them cannot run."""
+    num_prompt_blocks = -(-candidates.num_prompt_tokens // page_size)
+    num_new = num_prompt_blocks - (candidates.num_prompt_tokens - 1) // page_size
+    starts = candidates.family_starts
+    num_new[starts] = num_prompt_blocks[starts] - candidates.num_cached_blocks
+    return int(np.searchsorted(np.cumsum(num_new), num_blocks, side="right"))
 
 
 def admit_waiting(state: EngineState) -> None:
     """Admit all that may start, first come first served: one that does not fit holds back all behind it, or a long
     prompt would never get in."""
-    options, page_size = state.options, state.options.limits.page_size
-    num_blocks = int(state.blocks.num_blocks * options.target_utilization)
-    most_at_once = options.onboard_batch_size
+    page_size, most_at_once = state.options.limits.page_size, state.options.onboard_batch_size
+    num_blocks = int(state.blocks.num_blocks * state.options.target_utilization)
     while True:
         batch = state.onboard_batch
         sequences = state.queues.first_waiting(min(len(state.free_slots), max(MIN_DESCRIBED, 2 * batch)))
@@ -147,16 +157,36 @@ def admit_waiting(state: EngineState) -> None:
             return
         candidates = describe(state, sequences)
         num_unpromised = num_blocks - state.blocks.num_used - _num_blocks_to_come(state)
-        num = num_obviously_fitting(candidates, num_unpromised, page_size)
+        num_certain = num = num_obviously_fitting(candidates, num_unpromised, page_size)
         if num < len(sequences) and most_at_once is not None:
-            num = num_fitting(candidates, num, look_ahead(state), num_blocks, page_size, batch)
+            outlook = look_ahead(state)
+            num = num_fitting(candidates, num_certain, outlook, num_blocks, page_size, batch, most_at_once)
             state.onboard_batch = min(most_at_once, max(1, num))
         if num == 0 and not state.num_running:
             num = 1  # alone, each fits: the server has refused what does not
-        for _ in range(num):
-            admit(state, state.queues.take_first_waiting())
-        if num < len(sequences):
+        num_admitted = _admit_described(state, candidates, num_certain, num)
+        if num_admitted == num < len(sequences):
             return
+
+
+def _admit_described(state: EngineState, candidates: Candidates, num_certain: int, num: int) -> int:
+    """Admit the first `num` candidates, as long as they are what they were simulated to be. How many that was.
+
+    One that was admitted before may have brought the prefix of another into the tree, or have had it evicted: then that
+    one starts earlier, or later, than it was simulated to. Those that are certain to fit do so at any time.
+    """
+    tree, page_size = state.blocks.tree, state.options.limits.page_size
+    for place in range(num):
+        sequence = state.queues.take_first_waiting()
+        family = candidates.families[place]
+        if place >= num_certain and place == candidates.family_starts[family]:
+            most_blocks = (len(sequence.prompt) - 1) // page_size
+            match = tree.match(sequence.prompt.token_bytes, sequence.salt, most_blocks)
+            if match.num_blocks != candidates.num_cached_blocks[family]:
+                state.queues.add_waiting(sequence, first=True)
+                return place
+        admit(state, sequence)
+    return num
 
 
 def _num_blocks_to_come(state: EngineState) -> int:

@@ -10,7 +10,7 @@ left and censored on the right. Source: Kaplan and Meier, J. Amer. Statist. Asso
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, exp
 from typing import Protocol
 
 import numpy as np
@@ -19,15 +19,12 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-LEAST_SHARE_THAT_GOES_ON = 1e-15
-"""Where every sequence known has ended, this share of them goes on all the same: too few to matter in a sum, but a
-sequence that did go on can be compared with the others that did."""
+CERTAIN_HAZARD = 32.0
+"""Hazard of a token with which every sequence known has ended. Of 80 trillion one goes on all the same: too few to
+matter in a sum, but a sequence that did go on can be compared with the others that did."""
 
-LEAST_SURVIVAL = 1e-290
-"""Survival falls no further, so that quotients of two of them stay finite."""
-
-MOST_HAZARD = 16
-"""Cumulative hazard up to which lengths are told apart; one sequence in nine million gets past it."""
+MOST_HAZARD = 128.0
+"""Cumulative hazard up to which lengths are told apart: past four certain ends, nothing is known."""
 
 HAZARD_RESOLUTION = 256
 """Steps to a unit of cumulative hazard: lengths are right to a share of 1 / 256 of the sequences that got as far."""
@@ -129,29 +126,39 @@ class SurvivalForecast:
     lengths are spread over the distribution, by rank. Their mean is the expected one, and of many sequences as many end
     in each step to come as will.
 
-    hazards: cumulative, -log of the share of completions with more than l tokens, for l from 0 to K, the longest seen.
-    lengths: the least l that reaches the hazard (i + 1) / HAZARD_RESOLUTION, for each i; UNKNOWN where none does.
-    margins: standard deviations of the tokens left after l, times std_buffer_scale.
+    hazards: [K + 1], cumulative: -log of the share of completions with more than l tokens, for l from 0 to K, the
+    longest seen; at most MOST_HAZARD.
+    lengths: the least l that reaches the hazard (i + 1) / HAZARD_RESOLUTION, for each i up to the place of the last
+    hazard; UNKNOWN there, as none does.
+    margins: [K + 1], tokens added after l: the standard deviation of those left, times std_buffer_scale.
     """
 
     hazards: Floats
     lengths: Ints
-    margins: Floats
+    margins: Ints
 
     def expected(self, num_generated: Ints, max_new_tokens: Ints, ranks: Ints) -> Ints:
         """As Forecast says. A sequence that is past all that was seen, or whose rank makes it outlast all that, is
         expected to use max_new_tokens."""
         start = np.minimum(num_generated, len(self.hazards) - 1)
-        # The share of sequences that outlast this one; -log of a uniform variable is the hazard that a life spends.
-        outlasting = (ranks + 0.5) * GOLDEN_RATIO
-        outlasting -= np.floor(outlasting)
-        hazard = np.log(outlasting, out=outlasting)
+        # -log of the share of sequences that outlast one is the hazard that it lives through from here on.
+        hazard = np.log(outlasting_shares(ranks))
         np.subtract(self.hazards.take(start), hazard, out=hazard)
         hazard *= HAZARD_RESOLUTION
         places = np.minimum(hazard, len(self.lengths) - 1).astype(np.int64)
-        num_tokens: Ints = np.maximum(self.lengths.take(places), num_generated + 1)
-        num_tokens += np.ceil(self.margins.take(start) - ROUNDING_SLACK).astype(np.int64)
+        num_tokens: Ints = self.lengths.take(places)
+        num_tokens += self.margins.take(start)
         return np.minimum(num_tokens, max_new_tokens)
+
+
+def outlasting_shares(ranks: Ints) -> Floats:
+    """What share of sequences is expected to outlast the one of each rank: above 0, at most 1, spread evenly over any
+    number of ranks that follow each other."""
+    turns = (ranks + 0.5) * GOLDEN_RATIO
+    shares: Floats = np.floor(turns)
+    shares -= turns
+    shares += 1
+    return shares
 
 
 def prior_forecast(mean: float, std: float, std_buffer_scale: float) -> Forecast:
@@ -196,34 +203,32 @@ def fit_forecast(
         num_sampled = np.add.reduceat(num_sampled, edges)
         num_ended = np.add.reduceat(num_ended, edges)
     goes_on = 1 - num_ended / np.maximum(num_sampled, 1)
-    np.maximum(goes_on, LEAST_SHARE_THAT_GOES_ON, out=goes_on)
+    hazard = -np.log(np.maximum(goes_on, exp(-CERTAIN_HAZARD)))
     if width > 1:
-        goes_on = goes_on.repeat(width)[:num_known]
-    return _forecast_from(goes_on, std_buffer_scale)
+        hazard = hazard.repeat(width)[:num_known]
+    return _forecast_from(hazard, std_buffer_scale)
 
 
-def _forecast_from(goes_on: Floats, std_buffer_scale: float) -> SurvivalForecast:
-    """goes_on[l]: of the completions of more than l tokens, the share that have more than l + 1."""
-    num_entries = len(goes_on) + 1
-    survival = np.empty(num_entries)
-    survival[0] = 1
-    np.cumprod(goes_on, out=survival[1:])
-    np.maximum(survival, LEAST_SURVIVAL, out=survival)
-    hazards = -np.log(survival)
-    lengths = hazards.searchsorted(np.arange(1, MOST_HAZARD * HAZARD_RESOLUTION + 1) / HAZARD_RESOLUTION)
-    lengths[lengths == num_entries] = UNKNOWN
+def _forecast_from(hazard: Floats, std_buffer_scale: float) -> SurvivalForecast:
+    """hazard[l]: -log of the share that have more than l + 1 tokens, of the completions of more than l."""
+    hazards = np.zeros(len(hazard) + 1)
+    np.cumsum(hazard, out=hazards[1:])
+    np.minimum(hazards, MOST_HAZARD, out=hazards)
+    # As hazards never fall, the least l that reaches one is the number of those below it.
+    lengths = np.bincount((hazards * HAZARD_RESOLUTION).astype(np.int64)).cumsum()
+    lengths[-1] = UNKNOWN
 
     # Of those that go on after token l, a share survival[l + k] / survival[l] samples token l + k + 1. So these shares
     # for k from 0 sum up to the mean, and with the weights 2 k + 1 = (k + 1)^2 - k^2 to the mean square. Sums run from
     # the longest to the shortest: each is then as exact as the survival that it is divided by, however small that is.
-    mean = np.zeros(num_entries)
+    survival = np.exp(-hazards)
+    mean = np.zeros(len(survival))
     np.cumsum(survival[-2::-1], out=mean[-2::-1])
-    square = np.empty(num_entries)
-    np.cumsum(mean[::-1], out=square[::-1])
+    square = mean[::-1].cumsum()[::-1]
     square *= 2
     square -= mean
     mean /= survival
     square /= survival
-    margins = np.sqrt(np.maximum(square - mean * mean, 0))
-    margins *= std_buffer_scale
+    std = np.sqrt(np.maximum(square - mean * mean, 0))
+    margins = np.ceil(std * std_buffer_scale - ROUNDING_SLACK).astype(np.int64)
     return SurvivalForecast(hazards, lengths, margins)
