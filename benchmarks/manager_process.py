@@ -1,6 +1,5 @@
 """CPU time of a real manager process, between a server that replaces each finished request and an instant worker."""
 
-import fcntl
 import multiprocessing
 import statistics
 import sys
@@ -35,8 +34,6 @@ from tokasaurus.messages.generation import EngineUpdate
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready, Shutdown
 
 TIMEOUT_S = 60.0
-PIPE_BYTES = 1 << 20
-"""The manager reads requests once per turn; more of them finish in a turn than the usual pipe of 64 KiB holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +117,6 @@ class ManagerUnderLoad:
         self._load = load
         self._requests, self._updates, inputs, outputs, status = (Channel[Any](context) for _ in range(5))
         self._facts = Channel[bool](context)
-        fcntl.fcntl(self._requests.reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._requests.abandon()
         self.counts = context.Array("q", 2, lock=False)
         config = ServerConfig()

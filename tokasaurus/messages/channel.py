@@ -1,13 +1,20 @@
 """One-way typed channels between processes, and one wait over channels and process deaths."""
 
+import contextlib
+import fcntl
 import multiprocessing.connection
 import queue
+import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Generic, TypeVar, cast
 
 Message = TypeVar("Message")
+
+PIPE_BYTES = 1 << 20
+"""What a channel holds between two processes; the system's 64 KiB are 28 prompts of 500 tokens, or a step of 8,000
+sequences, and a reader that comes by once a turn would find no more than that."""
 
 
 class Channel(Generic[Message]):
@@ -18,6 +25,9 @@ class Channel(Generic[Message]):
 
     def __init__(self, context: BaseContext) -> None:
         self._queue = context.Queue()
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):  # where the user's share of pipe memory is used up
+                fcntl.fcntl(self.reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     @property
     def reader(self) -> Connection:
