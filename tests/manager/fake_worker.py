@@ -26,9 +26,12 @@ def decode_text(token_ids: list[int]) -> str:
 
 
 def draw(context: list[int], seed: int, sample_index: int) -> tuple[int, float]:
-    """The token that follows `context`, and its pretended log-probability."""
+    """The token that follows `context`, and its pretended log-probability. One in 48 is eos."""
     number = zlib.crc32(np.array([seed, sample_index, *context], np.uint64).tobytes())
-    return number % VOCAB_SIZE, -(number % 1024) / 1024
+    token_id = number % VOCAB_SIZE
+    if token_id == EOS_ID and number // VOCAB_SIZE % 4:
+        token_id = 1 + number // 1024 % (VOCAB_SIZE - 1)
+    return token_id, -(number % 1024) / 1024
 
 
 def simulate(request: GenerateRequest, index: int) -> tuple[list[int], list[float], FinishReason]:
@@ -73,11 +76,17 @@ class FakeSlot:
     sample_index: int
     want_logprobs: bool
     last_token: int | None = None
+    has_run: bool = False
     block_table: list[int] = field(default_factory=list)
 
 
 class FakeWorker:
-    """Computes one ForwardInput at a time. `opened` and `num_sampled` are by (seed, sample index)."""
+    """Computes one ForwardInput at a time.
+
+    opened: (seed, sample index) of each opening of a slot, in order. start_positions: where prefill began at each.
+    first_positions: that of the first opening of (seed, sample index). num_sampled: tokens drawn for it.
+    read_from: (seed of a sequence that started behind cached tokens, seed of one whose tokens they were).
+    """
 
     def __init__(self, limits: EngineLimits, max_tokens_per_forward: int, max_seqs_per_forward: int) -> None:
         self.limits = limits
@@ -86,6 +95,10 @@ class FakeWorker:
         self.memory = np.full((limits.num_kv_blocks + 1, limits.page_size), -1)
         self.slots: dict[int, FakeSlot] = {}
         self.opened: list[tuple[int, int]] = []
+        self.start_positions: list[int] = []
+        self.first_positions: dict[tuple[int, int], int] = {}
+        self.writers: dict[int, int] = {}
+        self.read_from: set[tuple[int, int]] = set()
         self.num_sampled: dict[tuple[int, int], int] = {}
         self.num_steps = 0
 
@@ -148,17 +161,29 @@ class FakeWorker:
                 )
                 self.slots[slot_id] = slot
                 self.opened.append((slot.seed, slot.sample_index))
+                self.start_positions.append(slot.position)
+                self.first_positions.setdefault((slot.seed, slot.sample_index), slot.position)
         for slot_id, block in zip(changes.block_slots.tolist(), changes.block_ids.tolist(), strict=True):
             assert 1 <= block <= self.limits.num_kv_blocks
-            owners = [owner for owner, slot in self.slots.items() if block in slot.block_table]
-            assert not owners, f"block {block} for slot {slot_id} belongs to slot {owners}"
+            assert block not in self.slots[slot_id].block_table
             self.slots[slot_id].block_table.append(block)
 
     def _write(self, slot: FakeSlot, tokens: list[int]) -> list[int]:
         """All tokens of the slot, these ones included, as the memory has them."""
         page_size = self.limits.page_size
         end = slot.position + len(tokens)
-        assert len(slot.block_table) == -(-end // page_size), "the table covers the step's tokens and no more"
+        num_covered = max(end, slot.num_prompt_tokens)
+        assert len(slot.block_table) == -(-num_covered // page_size), "the table covers the step's tokens and no more"
+        written = set(slot.block_table[slot.position // page_size : -(-end // page_size)])
+        for other in self.slots.values():
+            # Who shares a block reads it: it has not run before the one that writes the block is done.
+            if other is not slot and other.has_run:
+                assert not written & set(other.block_table), "a block is written that another sequence reads"
+        if not slot.has_run:
+            cached = slot.block_table[: slot.position // page_size]
+            self.read_from.update((slot.seed, self.writers[block]) for block in cached)
+            slot.has_run = True
+        self.writers.update(dict.fromkeys(written, slot.seed))
         for position, token in enumerate(tokens, slot.position):
             self.memory[slot.block_table[position // page_size], position % page_size] = token
         slot.position = end

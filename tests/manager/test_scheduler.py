@@ -1,46 +1,65 @@
-"""Plans of steps and the number of steps ahead, against slow and obvious versions."""
+"""Shares of a step and the number of steps ahead, against slow and obvious versions."""
 
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.manager.fake_worker import make_request
-from tokasaurus.manager.scheduler import SECONDS_QUEUED, average_step_seconds, num_steps_to_keep_in_flight, plan_step
-from tokasaurus.manager.sequence import Sequence, make_sequence
+from tokasaurus.manager.scheduler import (
+    SECONDS_QUEUED,
+    average_step_seconds,
+    num_steps_to_keep_in_flight,
+    prefill_rate,
+    split_prefill,
+)
 
 
-def make_prefilling(number: int, num_prompt_tokens: int, num_done: int = 0) -> Sequence:
-    sequence = make_sequence(make_request(number, num_prompt_tokens), 0, 4, frozenset(), None)
-    sequence.num_kv_tokens = num_done
-    return sequence
+@given(prompts=st.lists(st.integers(1, 12), max_size=6), budget=st.integers(-3, 40))
+def test_the_tokens_of_a_step_are_dealt_out_one_by_one(prompts, budget):
+    tokens = [number for number, num_tokens in enumerate(prompts) for _ in range(num_tokens)]
+    dealt = list(Counter(tokens[: max(0, budget)]).values())
+    num_read = 0
+
+    def read() -> Iterator[int]:
+        nonlocal num_read
+        for num_tokens in prompts:
+            num_read += 1
+            yield num_tokens
+
+    assert split_prefill(read(), budget) == dealt
+    assert num_read <= len(dealt) + (sum(dealt) < budget), "thousands may wait behind those that get a share"
 
 
 @given(
-    num_decoding=st.integers(0, 8),
-    prompts=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 11)), max_size=6),
-    max_tokens=st.integers(1, 30),
-    max_rows=st.integers(1, 12),
+    sequences=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 50)), min_size=1, max_size=8),
+    multiple=st.integers(1, 20),
 )
-def test_a_plan_deals_out_tokens_one_by_one(num_decoding, prompts, max_tokens, max_rows):
-    decoding = [make_prefilling(number, 3, 3) for number in range(num_decoding)]
-    prefilling = [make_prefilling(100 + row, max(size, done + 1), done) for row, (size, done) in enumerate(prompts)]
-    wanted = [(sequence, 1) for sequence in decoding]
-    wanted += [(sequence, sequence.num_prompt_tokens - sequence.num_kv_tokens) for sequence in prefilling]
-    dealt: dict[Sequence, int] = {}
-    for sequence, num_tokens in wanted:
-        for _ in range(num_tokens):
-            if sum(dealt.values()) < max_tokens and (sequence in dealt or len(dealt) < max_rows):
-                dealt[sequence] = dealt.get(sequence, 0) + 1
+def test_the_rate_is_the_lowest_that_replaces_what_ends(sequences, multiple):
+    """In as many steps as all sequences decode together, each of N that decode at once ends N times over."""
+    prefill_tokens, decode_steps = (np.array(column) for column in zip(*sequences, strict=True))
+    num_tokens_needed = len(sequences) * sum(num_tokens for num_tokens, _ in sequences)
+    num_steps = max(1, sum(steps for _, steps in sequences))
+    expected = multiple
+    while expected * num_steps < num_tokens_needed:
+        expected += multiple
+    assert prefill_rate(prefill_tokens, decode_steps, multiple) == expected
 
-    plan = plan_step(decoding, prefilling, max_tokens, max_rows)
 
-    if plan is None:
-        assert not dealt
-    else:
-        rows = [(sequence, 1) for sequence in plan.decode]
-        rows += [(chunk.sequence, chunk.num_tokens) for chunk in plan.prefill]
-        assert rows == list(dealt.items())
-        assert plan.decode == [sequence for sequence in decoding if sequence in dealt]
+def test_a_batch_fed_at_its_rate_keeps_its_size():
+    """Step by step: 20 sequences in all phases of 50 decode steps, whose prompts of 30 tokens come at the rate."""
+    num_left = [1 + 50 * number // 20 for number in range(20)]
+    num_ready, sizes = 0, []
+    rate = prefill_rate(np.full(20, 30), np.full(20, 50), 1)
+    for _ in range(500):
+        num_ready += rate
+        num_left = [steps - 1 for steps in num_left if steps > 1]
+        num_left += [50] * (num_ready // 30)
+        num_ready %= 30
+        sizes.append(len(num_left))
+    assert 19 <= min(sizes[100:]) <= max(sizes[100:]) <= 21
 
 
 @pytest.mark.parametrize("max_steps_ahead", [1, 2, 8, 100])

@@ -1,0 +1,85 @@
+"""Who has which block and which slot, from first principles."""
+
+from collections import Counter
+
+from tokasaurus.manager.prefix_tree import PrefixNode
+from tokasaurus.manager.sequence import Phase, Sequence
+from tokasaurus.manager.state import EngineState
+
+
+def block_table(state: EngineState, sequence: Sequence) -> list[int]:
+    """All blocks of a running sequence, in the order of its tokens."""
+    num_blocks, rest = divmod(int(state.slots.num_covered_tokens[sequence.slot]), state.options.limits.page_size)
+    assert rest == 0
+    table = state.slots.block_tables[sequence.slot].tolist()
+    assert not any(table[num_blocks:]), "nothing but padding behind the blocks"
+    return table[:num_blocks]
+
+
+def tree_nodes(state: EngineState) -> list[PrefixNode]:
+    """All nodes of the prefix tree below its root."""
+    nodes, stack = [], [state.blocks.tree.root]
+    while stack:
+        children = list(stack.pop().children.values())
+        nodes += children
+        stack += children
+    return nodes
+
+
+def path_of(state: EngineState, sequence: Sequence) -> list[PrefixNode]:
+    """The nodes that a running sequence uses, from the root (left out) to the one that it holds."""
+    node, path = sequence.node, []
+    assert node is not None
+    while node is not state.blocks.tree.root:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
+
+
+def assert_each_block_has_one_place(state: EngineState) -> None:
+    """Every block is free, or in the tree, or in the own part of one sequence; what is counted of them is right; and
+    every slot is free or runs one sequence."""
+    blocks, tree = state.blocks, state.blocks.tree
+    running = [sequence for sequence in state.sequences if sequence is not None]
+    nodes = tree_nodes(state)
+    users: Counter[int] = Counter()
+    own: list[int] = []
+    for sequence in running:
+        table, path = block_table(state, sequence), path_of(state, sequence)
+        assert table[: sequence.num_tree_blocks] == [block for node in path for block in node.blocks.tolist()]
+        own += table[sequence.num_tree_blocks :]
+        users.update(node.index for node in path)
+        assert state.sequences[sequence.slot] is sequence
+        assert state.slots.nodes[sequence.slot] == sequence.node.index
+    cached = [block for node in nodes for block in node.blocks.tolist()]
+    free = blocks.take(blocks.num_free)
+    blocks.give_back(free)
+    assert sorted([*free.tolist(), *own, *cached]) == list(range(1, blocks.num_blocks + 1))
+
+    num_cached_in_use = 0
+    for node in nodes:
+        assert node.num_sequences == tree.num_sequences[node.index] == users[node.index]
+        assert node.end_block == tree.end_blocks[node.index] == node.parent.end_block + len(node.blocks)
+        assert tree.parents[node.index] == node.parent.index
+        num_cached_in_use += len(node.blocks) if users[node.index] else 0
+    assert tree.num_blocks == len(cached)
+    assert blocks.num_used == len(own) + num_cached_in_use
+    assert blocks.num_available == blocks.num_blocks - blocks.num_used
+    _assert_each_sequence_has_one_place(state, running)
+
+
+def _assert_each_sequence_has_one_place(state: EngineState, running: list[Sequence]) -> None:
+    queues, slots = state.queues, state.slots
+    busy = [sequence.slot for sequence in running]
+    assert sorted([*busy, *state.free_slots]) == list(range(1, state.options.num_slots + 1))
+    assert slots.is_running.nonzero()[0].tolist() == sorted(busy)
+    waiting = queues.first_waiting(10**6)
+    assert len(waiting) == queues.num_waiting
+    assert all(sequence.phase is Phase.WAITING and sequence.slot == 0 for sequence in waiting)
+    by_phase = {phase: [sequence for sequence in running if sequence.phase is phase] for phase in Phase}
+    assert {id(sequence) for sequence in queues.prefilling} == {id(sequence) for sequence in by_phase[Phase.PREFILL]}
+    assert sorted(queues.decoding().tolist()) == sorted(sequence.slot for sequence in by_phase[Phase.DECODE])
+    assert not by_phase[Phase.WAITING] + by_phase[Phase.FINISHED]
+    unfinished = [sequence for sequences in state.unfinished.values() for sequence in sequences]
+    assert {id(sequence) for sequence in unfinished} == {id(sequence) for sequence in [*running, *waiting]}
+    assert len(unfinished) == len(running) + len(waiting)
