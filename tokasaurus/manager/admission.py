@@ -173,13 +173,14 @@ def _admit_described(state: EngineState, candidates: Candidates, num_certain: in
     """Admit the first `num` candidates, as long as they are what they were simulated to be. How many that was.
 
     One that was admitted before may have brought the prefix of another into the tree, or have had it evicted: then that
-    one starts earlier, or later, than it was simulated to. Those that are certain to fit do so at any time.
+    one starts earlier, or later, than it was simulated to, and so do those behind it. Where all are certain to fit, they
+    do so at any time.
     """
     tree, page_size = state.blocks.tree, state.options.limits.page_size
     for place in range(num):
         sequence = state.queues.take_first_waiting()
         family = candidates.families[place]
-        if place >= num_certain and place == candidates.family_starts[family]:
+        if num > num_certain and place == candidates.family_starts[family]:
             most_blocks = (len(sequence.prompt) - 1) // page_size
             match = tree.match(sequence.prompt.token_bytes, sequence.salt, most_blocks)
             if match.num_blocks != candidates.num_cached_blocks[family]:
