@@ -173,8 +173,8 @@ def _admit_described(state: EngineState, candidates: Candidates, num_certain: in
     """Admit the first `num` candidates, as long as they are what they were simulated to be. How many that was.
 
     One that was admitted before may have brought the prefix of another into the tree, or have had it evicted: then that
-    one starts earlier, or later, than it was simulated to, and so do those behind it. Where all are certain to fit, they
-    do so at any time.
+    one starts earlier, or later, than it was simulated to, and so do those behind it. Where all are certain to fit,
+    they do so at any time.
     """
     tree, page_size = state.blocks.tree, state.options.limits.page_size
     for place in range(num):
