@@ -27,6 +27,22 @@ class SharedBlocks:
     """Of `nodes`, in their order: the blocks of each, in use from now until its last step."""
 
 
+def deepest_shared_nodes(
+    node_of_sequence: NDArray[np.integer], parents: Int32Array, num_sequences: Int32Array
+) -> Int32Array:
+    """[N] the deepest node on the path of each sequence that another sequence holds too; the root, where none does.
+
+    Arguments as for find_shared_blocks. The climb doubles its stride, so that a deep tree takes few rounds.
+    """
+    assert num_sequences[0] >= 2, "climbing ends at the root only where that counts as shared"
+    toward_shared = np.where(num_sequences < 2, parents, np.arange(len(parents), dtype=parents.dtype))
+    deepest: Int32Array = toward_shared[node_of_sequence]
+    while num_sequences[deepest].min(initial=2) < 2:
+        toward_shared = toward_shared[toward_shared]
+        deepest = toward_shared[deepest]
+    return deepest
+
+
 def find_shared_blocks(
     node_of_sequence: NDArray[np.integer],
     end_steps: Int64Array,
@@ -40,14 +56,9 @@ def find_shared_blocks(
     parents, end_blocks, num_sequences: [T] the tree by node index, 0 being the root and its own parent: blocks from
     the root to the node's end (0 at the root), and sequences that hold it (at the root at least 2; 0 at free indices).
 
-    Both climbs double their strides, so that a deep tree takes few rounds.
+    The climb doubles its stride, so that a deep tree takes few rounds.
     """
-    assert num_sequences[0] >= 2, "climbing ends at the root only where that counts as shared"
-    toward_shared = np.where(num_sequences < 2, parents, np.arange(len(parents), dtype=parents.dtype))
-    deepest = toward_shared[node_of_sequence]
-    while num_sequences[deepest].min(initial=2) < 2:
-        toward_shared = toward_shared[toward_shared]
-        deepest = toward_shared[deepest]
+    deepest = deepest_shared_nodes(node_of_sequence, parents, num_sequences)
     num_shared_blocks = end_blocks[deepest].astype(np.int64)
 
     last_steps = np.full(len(parents), -1, np.int64)
