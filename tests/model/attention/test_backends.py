@@ -1,6 +1,6 @@
 """The batched backends against the reference, which takes one row at a time, and the reference against a formula."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -159,11 +159,45 @@ def test_parts_merged_by_their_lse_equal_attention_over_both(name: str) -> None:
     for part in (both, prefix, suffix):
         backend.plan(PagedLayout(torch.zeros(0, dtype=torch.int64), (part,)))
         results.append(backend.attend(query, 0, part))
-    (expected, expected_lse), (first, first_lse), (second, second_lse) = results
-    lse = torch.logaddexp(first_lse, second_lse)
-    merged = first * (first_lse - lse).exp().unsqueeze(-1) + second * (second_lse - lse).exp().unsqueeze(-1)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+    (expected, expected_lse), first, second = results
+    torch.testing.assert_close(torch.logaddexp(first[1], second[1]), expected_lse, atol=1e-5, rtol=1e-5)
+    merged = backend.merge(first, second, torch.float32)
     torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cpu", "torch", "reference"])
+def test_two_parts_of_one_layout_may_have_the_same_rows(name: str) -> None:
+    shape = KVShape(1, 2, 1, 16, 16, torch.float32, CPU)
+    backend = make_backend(name, shape, load_kernels())
+    backend.allocate(5)
+    table = [3, 1, 2, 4]
+    fill(backend, shape, [Segment(1, 60)], [table])
+    parts = tuple(make_part([Segment(3, 30)], [table[i : i + 2]], 0, causal=False) for i in (0, 2))
+    query = torch.randn(3, 2, 16)
+    alone = []
+    for part in parts:
+        backend.plan(PagedLayout(torch.zeros(0, dtype=torch.int64), (part,)))
+        alone.append(backend.attend(query, 0, part)[0])
+    backend.plan(PagedLayout(torch.zeros(0, dtype=torch.int64), parts))
+    together = [backend.attend(query, 0, part)[0] for part in parts]
+    torch.testing.assert_close(together, alone, atol=0, rtol=0)
+    assert not torch.allclose(alone[0], alone[1])
+
+
+@pytest.mark.parametrize("name", ["cpu", "torch", "reference"])
+def test_a_partial_part_keeps_its_output_in_float32(name: str) -> None:
+    shape = KVShape(1, 2, 1, 16, 16, torch.bfloat16, CPU)
+    backend = make_backend(name, shape, load_kernels())
+    backend.allocate(3)
+    fill(backend, shape, [Segment(1, 30)], [[2, 1]])
+    query = torch.randn(3, 2, 16).bfloat16()
+    outputs = []
+    for is_partial in (False, True):
+        part = replace(make_part([Segment(3, 30)], [[2, 1]], 0, causal=True), is_partial=is_partial)
+        backend.plan(PagedLayout(torch.zeros(0, dtype=torch.int64), (part,)))
+        outputs.append(backend.attend(query, 0, part)[0])
+    assert [output.dtype for output in outputs] == [torch.bfloat16, torch.float32]
+    torch.testing.assert_close(outputs[1].bfloat16(), outputs[0], atol=0, rtol=0)
 
 
 def test_a_named_backend_that_cannot_serve_the_model_is_refused() -> None:

@@ -43,6 +43,8 @@ class PagedPart:
     causal: a segment's last row sees all its kv_lengths tokens, the row before it one less, and so on; otherwise every
     row sees all of them (a shared prefix).
     max_query_rows, max_kv_length: the largest of any segment, known to the host.
+    is_partial: the part holds only some of what its rows attend to: its output stays float32, to be merged with the
+    others'.
     """
 
     first_row: int
@@ -53,6 +55,7 @@ class PagedPart:
     causal: bool
     max_query_rows: int
     max_kv_length: int
+    is_partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,5 +84,10 @@ class AttentionBackend(Protocol):
         """Store key and value [T, K, D] at the planned layout's token_places."""
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
-        """query [num_rows, H, D] of a planned part -> output [num_rows, H, D] and, for merging parts, the natural
-        logarithm of the sum of exponentiated scores, float32 [num_rows, H]. Scores are scaled by D ** -0.5."""
+        """query [num_rows, H, D] of a planned part -> output [num_rows, H, D], in the query's dtype or, of a partial
+        part, in float32; and the natural logarithm of the sum of exponentiated scores, float32 [num_rows, H]. Scores
+        are scaled by D ** -0.5."""
+
+    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+        """Output [R, H, D] and lse [R, H] of two partial parts of the same R rows -> attention over both, [R, H, D] in
+        dtype, computed in float32. An lse of -inf: the row sees nothing of that part."""

@@ -61,8 +61,12 @@ class CpuBackend:
             part.block_table,
             part.kv_lengths,
             part.causal,
+            part.is_partial,
             self._shape.page_size,
         )
+
+    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+        return self._kernels.merge(first, second, dtype)
 
 
 def _zeros_in_huge_pages(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:

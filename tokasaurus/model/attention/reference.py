@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
+from tokasaurus.model.attention.shared_prefix import merge_partial
 
 # T tokens, H query heads, K key/value heads, D head size, L tokens in a segment's blocks
 
@@ -28,7 +29,7 @@ class ReferenceBackend:
         self._values[layer_index, self._token_places] = value
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
-        output = torch.empty_like(query)
+        output = torch.empty(query.shape, dtype=torch.float32 if part.is_partial else query.dtype, device=query.device)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         for segment in range(part.block_table.shape[0]):
             start, end = part.query_starts[segment : segment + 2].tolist()
@@ -38,6 +39,9 @@ class ReferenceBackend:
                 visible = kv_length - (end - 1 - row) if part.causal else kv_length
                 output[row], lse[row] = self._attend_one(query[row], key[:visible], value[:visible])
         return output, lse
+
+    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+        return merge_partial(first, second, dtype)
 
     def _gather(self, layer_index: int, block_table: Tensor, kv_length: int) -> tuple[Tensor, Tensor]:
         """-> key and value [L, H, D] in float32, each KV head repeated for its query heads."""
@@ -51,7 +55,6 @@ class ReferenceBackend:
 
     @staticmethod
     def _attend_one(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """query [H, D], key and value [L, H, D] -> output [H, D], lse [H]."""
+        """query [H, D], key and value [L, H, D] -> output [H, D] and lse [H] in float32."""
         scores = torch.einsum("hd,lhd->hl", query.float(), key) * query.shape[-1] ** -0.5
-        output = torch.einsum("hl,lhd->hd", scores.softmax(dim=-1), value)
-        return output.to(query.dtype), scores.logsumexp(dim=-1)
+        return torch.einsum("hl,lhd->hd", scores.softmax(dim=-1), value), scores.logsumexp(dim=-1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
+from tokasaurus.model.attention.shared_prefix import merge_partial
 
 # T tokens, S segments in a bucket, H query heads, K key/value heads, G = H / K, D head size, B blocks, P page size,
 # L = B * P tokens of KV, Q query rows of a segment
@@ -50,7 +51,8 @@ class TorchBackend:
 
     def plan(self, layout: PagedLayout) -> None:
         self._token_places = layout.token_places
-        self._buckets = {part.first_row: self._make_buckets(part) for part in layout.parts}
+        self._layout = layout  # keeps the parts, and so their ids
+        self._buckets = {id(part): self._make_buckets(part) for part in layout.parts}
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
         shape = self._shape
@@ -59,14 +61,17 @@ class TorchBackend:
             tokens[:, self._token_places] = new.transpose(0, 1)
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
-        output = torch.empty_like(query)
+        output = torch.empty(query.shape, dtype=torch.float32 if part.is_partial else query.dtype, device=query.device)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        for bucket in self._buckets[part.first_row]:
+        for bucket in self._buckets[id(part)]:
             rows = bucket.rows.flatten()[bucket.places]
             bucket_output, bucket_lse = self._attend_bucket(query[bucket.rows], layer_index, bucket)
-            output[rows] = bucket_output.flatten(0, 1)[bucket.places]
+            output[rows] = bucket_output.flatten(0, 1)[bucket.places].to(output.dtype)
             lse[rows] = bucket_lse.flatten(0, 1)[bucket.places]
         return output, lse
+
+    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+        return merge_partial(first, second, dtype)
 
     def _attend_bucket(self, query: Tensor, layer_index: int, bucket: _Bucket) -> tuple[Tensor, Tensor]:
         """query [S, Q, H, D] -> output [S, Q, H, D], lse [S, Q, H]."""

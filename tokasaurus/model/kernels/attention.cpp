@@ -146,15 +146,15 @@ struct Problem {
   Shape shape;
   const Element* query;  // [rows, H, D], rows query_row_stride elements apart
   int64_t query_row_stride;
-  Element* output;  // [rows, H, D], contiguous
-  float* lse;       // [rows, H]
+  void* output;  // [rows, H, D], contiguous; floats if is_partial, otherwise Elements
+  float* lse;    // [rows, H]
   const Element* keys;
   const Element* values;
   const int32_t* query_starts;
   const int32_t* block_table;
   int64_t table_stride;
   const int32_t* kv_lengths;
-  bool causal;
+  bool causal, is_partial;
 };
 
 template <typename Element>
@@ -211,8 +211,13 @@ void attend_item(const Problem<Element>& problem, const Item& item, Scratch& scr
   for (int i = 0; i < num_queries; ++i) {
     const int64_t place = int64_t(item.first_row + i / group) * shape.num_heads + item.kv_head * group + i % group;
     const float inverse = 1.0f / scratch.sum[i];
-    for (int64_t d = 0; d < head_dim; ++d)
-      from_float(problem.output + place * head_dim + d, scratch.output[i][d] * inverse);
+    for (int64_t d = 0; d < head_dim; ++d) {
+      const float value = scratch.output[i][d] * inverse;
+      if (problem.is_partial)
+        ((float*)problem.output)[place * head_dim + d] = value;
+      else
+        from_float((Element*)problem.output + place * head_dim + d, value);
+    }
     problem.lse[place] = scratch.maximum[i] + std::log(scratch.sum[i]);
   }
 }
@@ -268,16 +273,16 @@ int64_t toka_max_group() { return kTileQueries; }
 void toka_attend(int64_t is_bfloat16, const void* query, int64_t query_row_stride, void* output, float* lse,
                  const void* keys, const void* values, const int32_t* query_starts, const int32_t* block_table,
                  int64_t table_stride, const int32_t* kv_lengths, int64_t num_segments, int64_t causal,
-                 int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t page_size) {
+                 int64_t is_partial, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t page_size) {
   const Shape shape{num_heads, num_kv_heads, head_dim, page_size};
   if (is_bfloat16)
-    attend(Problem<bfloat16>{shape, (const bfloat16*)query, query_row_stride, (bfloat16*)output, lse,
+    attend(Problem<bfloat16>{shape, (const bfloat16*)query, query_row_stride, output, lse,
                              (const bfloat16*)keys, (const bfloat16*)values, query_starts, block_table, table_stride,
-                             kv_lengths, causal != 0},
+                             kv_lengths, causal != 0, is_partial != 0},
            num_segments);
   else
-    attend(Problem<float>{shape, (const float*)query, query_row_stride, (float*)output, lse, (const float*)keys,
-                          (const float*)values, query_starts, block_table, table_stride, kv_lengths, causal != 0},
+    attend(Problem<float>{shape, (const float*)query, query_row_stride, output, lse, (const float*)keys,
+                          (const float*)values, query_starts, block_table, table_stride, kv_lengths, causal != 0, is_partial != 0},
            num_segments);
 }
 

@@ -23,7 +23,7 @@ from tokasaurus.checkpoint.cache import build_once
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = ("vectors.h", "attention.cpp", "sampling.cpp")
+_SOURCES = ("vectors.h", "attention.cpp", "merge.cpp", "sampling.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-Wno-psabi")
 _BUILD_TIMEOUT_S = 300
 
@@ -42,8 +42,9 @@ class Kernels:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         self._library.toka_attend.argtypes = [
             *(integer, pointer, integer, pointer, pointer, pointer, pointer, pointer, pointer, integer, pointer),
-            *(integer,) * 6,
+            *(integer,) * 7,
         ]
+        self._library.toka_merge.argtypes = [integer, *(pointer,) * 5, integer, integer]
         self._library.toka_write_kv.argtypes = [
             *(
                 integer,
@@ -72,21 +73,34 @@ class Kernels:
         block_table: Tensor,
         kv_lengths: Tensor,
         causal: bool,
+        is_partial: bool,
         page_size: int,
     ) -> tuple[Tensor, Tensor]:
         """query [rows, H, D] (rows may be apart), keys and values one layer's cache, the rest as in PagedPart
         -> output [rows, H, D], lse float32 [rows, H]."""
         num_rows, num_heads, head_dim = query.shape
         assert query.stride()[1:] == (head_dim, 1), "a row's heads lie together"
-        output = torch.empty((num_rows, num_heads, head_dim), dtype=query.dtype)
+        output_dtype = torch.float32 if is_partial else query.dtype
+        output = torch.empty((num_rows, num_heads, head_dim), dtype=output_dtype)
         lse = torch.empty((num_rows, num_heads), dtype=torch.float32)
         self._library.toka_attend(
             *(query.dtype == torch.bfloat16, query.data_ptr(), query.stride(0), output.data_ptr(), lse.data_ptr()),
             *(keys.data_ptr(), values.data_ptr(), query_starts.data_ptr(), block_table.data_ptr()),
-            *(block_table.stride(0), kv_lengths.data_ptr(), block_table.shape[0], causal),
+            *(block_table.stride(0), kv_lengths.data_ptr(), block_table.shape[0], causal, is_partial),
             *(num_heads, keys.shape[1], head_dim, page_size),
         )
         return output, lse
+
+    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+        """Each: output float32 [R, H, D], lse float32 [R, H], contiguous -> [R, H, D] in dtype."""
+        assert all(tensor.is_contiguous() for tensor in (*first, *second)), "parts as attend returned them"
+        num_rows, num_heads, head_dim = first[0].shape
+        output = torch.empty((num_rows, num_heads, head_dim), dtype=dtype)
+        self._library.toka_merge(
+            *(dtype == torch.bfloat16, first[0].data_ptr(), first[1].data_ptr()),
+            *(second[0].data_ptr(), second[1].data_ptr(), output.data_ptr(), num_rows * num_heads, head_dim),
+        )
+        return output
 
     def write_kv(
         self, key: Tensor, value: Tensor, token_places: Tensor, keys: Tensor, values: Tensor, page_size: int

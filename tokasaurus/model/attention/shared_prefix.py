@@ -1,0 +1,20 @@
+"""Merge what the same rows attended to in two parts, such as a shared prefix and their own suffixes.
+
+Source: Hydragen, arXiv 2402.05099, section 3.2.
+"""
+
+import torch
+from torch import Tensor
+
+# R rows, H query heads, D head size
+
+
+def merge_partial(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """AttentionBackend.merge with stock torch operations. 0 where a row sees nothing of either part."""
+    (first_output, first_lse), (second_output, second_lse) = first, second
+    # Two exponentials of differences from the larger: neither overflows, and -inf minus -inf never occurs.
+    largest = torch.maximum(first_lse, second_lse).clamp_min(torch.finfo(torch.float32).min)
+    first_weight = (first_lse - largest).exp_().unsqueeze(-1)
+    second_weight = (second_lse - largest).exp_().unsqueeze(-1)
+    total = (first_weight + second_weight).clamp_min_(torch.finfo(torch.float32).tiny)
+    return ((first_output * first_weight + second_output * second_weight) / total).to(dtype)
