@@ -163,10 +163,26 @@ class FakeWorker:
                 self.opened.append((slot.seed, slot.sample_index))
                 self.start_positions.append(slot.position)
                 self.first_positions.setdefault((slot.seed, slot.sample_index), slot.position)
+        appended: dict[int, list[int]] = {}
         for slot_id, block in zip(changes.block_slots.tolist(), changes.block_ids.tolist(), strict=True):
             assert 1 <= block <= self.limits.num_kv_blocks
-            assert block not in self.slots[slot_id].block_table
-            self.slots[slot_id].block_table.append(block)
+            appended.setdefault(slot_id, []).append(block)
+        copied: dict[int, tuple[int, int]] = {}
+        if changes.copies is not None:
+            assert changes.opened is not None
+            assert set(changes.copies.slots.tolist()) <= set(changes.opened.slots.tolist()), "only as a slot opens"
+            columns = (changes.copies.slots, changes.copies.source_slots, changes.copies.num_blocks)
+            for slot_id, source_id, num_blocks in zip(*(column.tolist() for column in columns), strict=True):
+                copied[slot_id] = source_id, num_blocks
+        for slot_id, blocks in appended.items():
+            self.slots[slot_id].block_table += blocks
+        for slot_id, (source_id, num_blocks) in copied.items():
+            source = self.slots[source_id].block_table[:num_blocks]
+            assert len(source) == num_blocks, "a table is copied that is shorter"
+            self.slots[slot_id].block_table[:0] = source
+        for slot_id in {*appended, *copied}:
+            table = self.slots[slot_id].block_table
+            assert len(set(table)) == len(table)
 
     def _write(self, slot: FakeSlot, tokens: list[int]) -> list[int]:
         """All tokens of the slot, these ones included, as the memory has them."""

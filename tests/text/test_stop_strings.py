@@ -65,7 +65,7 @@ def test_matcher_finds_the_token_at_which_the_whole_text_first_holds_a_stop(
 def test_token_by_token_checks_stop_where_one_late_check_stops(token_ids: list[int], stops: list[str]) -> None:
     matcher = StopMatcher(decode, stops, {SPECIAL_ID})
     ends = range(1, len(token_ids) + 1)
-    one_by_one = next((end for end in ends if matcher.just_completed(token_ids[:end])), None)
+    one_by_one = next((end for end in ends if matcher.first_completion(token_ids[:end], end - 1) is not None), None)
     assert matcher.first_completion(token_ids, 0) == one_by_one
 
 
@@ -124,6 +124,6 @@ def test_most_tokens_cannot_end_a_stop_and_stops_with_the_same_last_characters_s
 
 def test_the_number_of_rows_is_bounded() -> None:
     stop_tokens = StopTokens(TOKEN_TEXTS)
-    rows = {stop_tokens.row([chr(0x4E00 + number)]) for number in range(200)}
-    assert len(rows) == 65
-    assert len(stop_tokens.may_end) == 65
+    rows = {stop_tokens.row([chr(0x4E00 + number)]) for number in range(300)}
+    assert len(rows) == 257
+    assert len(stop_tokens.may_end) == 257

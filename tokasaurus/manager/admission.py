@@ -1,5 +1,6 @@
 """Which waiting sequences may start: what obviously fits, then what a simulation of every future step says fits."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,7 +8,8 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.block_usage import SequenceLoads, SharedLoads, UsageCurve, fits_together, simulate_usage
 from tokasaurus.manager.holdings import admit
-from tokasaurus.manager.outlook import Outlook, expected_decode_steps, look_ahead
+from tokasaurus.manager.outlook import Outlook, expected_decode_steps, look_ahead, wanted_prefill_rate
+from tokasaurus.manager.prefix_tree import PrefixMatch, PrefixNode, PrefixTree
 from tokasaurus.manager.sequence import Sequence
 from tokasaurus.manager.state import EngineState
 
@@ -16,97 +18,130 @@ Int64Array = NDArray[np.int64]
 MIN_DESCRIBED = 8
 """Candidates looked at together, at least."""
 
+MOST_ROUNDS = 4
+"""Groups admitted in one turn, at most; the worker waits meanwhile."""
+
 _NOW = np.zeros(1, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
-    """Waiting sequences, first come first. K of them, of F families: samples of one prompt that follow each other.
+class Family:
+    """Samples of one prompt that follow each other among the candidates.
 
-    num_prompt_tokens, decode_steps: int64 [K]. families: int64 [K], rising from 0.
-    family_starts: int64 [F], the first of each.
-    num_cached_blocks: int64 [F], blocks of the prompt that are in the prefix tree. paths: for each family the nodes
-    that these blocks are in, with the number of blocks in each.
+    start: place of the first of them. num_cached_blocks: blocks of the prompt that the prefix tree has, or will have
+    when the candidates before it are admitted.
+    path: where the whole blocks of the prompt are that the samples share: nodes, with the number of blocks in each.
+    Nodes of the tree by their index; nodes that candidates will bring into it by negative numbers.
+    last_node: the node of the block that is whole but that the first alone has, for it holds the prompt's last token;
+    None where there is none.
     """
+
+    start: int
+    num_cached_blocks: int
+    path: list[tuple[int, int]]
+    last_node: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """K waiting sequences, first come first. num_prompt_tokens, decode_steps: int64 [K]."""
 
     num_prompt_tokens: Int64Array
     decode_steps: Int64Array
-    families: Int64Array
-    family_starts: Int64Array
-    num_cached_blocks: Int64Array
-    paths: list[list[tuple[int, int]]]
+    families: list[Family]
 
 
 def describe(state: EngineState, sequences: list[Sequence]) -> Candidates:
     """What admission has to know of waiting `sequences`."""
-    tree, page_size = state.blocks.tree, state.options.limits.page_size
-    families: list[int] = []
-    family_starts: list[int] = []
-    num_cached_blocks: list[int] = []
-    paths: list[list[tuple[int, int]]] = []
-    prompt = None
-    for place, sequence in enumerate(sequences):
-        if sequence.prompt is not prompt:
-            prompt = sequence.prompt
-            match = tree.match(prompt.token_bytes, sequence.salt, (len(prompt) - 1) // page_size)
-            path, end, node = [], match.num_blocks, match.node
-            while node is not tree.root:
-                path.append((node.index, end - node.parent.end_block))
-                end, node = node.parent.end_block, node.parent
-            family_starts.append(place)
-            num_cached_blocks.append(match.num_blocks)
-            paths.append(path)
-        families.append(len(family_starts) - 1)
     num_kept = np.array([len(sequence.kept_token_ids) for sequence in sequences])
     max_new_tokens = np.array([sequence.request.max_new_tokens for sequence in sequences])
     decode_steps = max_new_tokens - num_kept - 1
     if state.forecast is not None:
         ranks = state.num_admissions + np.arange(len(sequences))
         expected = state.forecast.expected(num_kept, max_new_tokens, ranks) - num_kept - 1
-        decode_steps = np.where([sequence.request.ignore_eos for sequence in sequences], decode_steps, expected)
-    return Candidates(
-        num_prompt_tokens=np.array([len(sequence.prompt) for sequence in sequences]),
-        decode_steps=decode_steps,
-        families=np.array(families),
-        family_starts=np.array(family_starts),
-        num_cached_blocks=np.array(num_cached_blocks),
-        paths=paths,
-    )
+        decode_steps = np.where([sequence.may_stop for sequence in sequences], expected, decode_steps)
+    num_prompt_tokens = np.array([len(sequence.prompt) for sequence in sequences])
+    return Candidates(num_prompt_tokens, decode_steps, _families(state, sequences))
+
+
+def _families(state: EngineState, sequences: list[Sequence]) -> list[Family]:
+    """What of each prompt is cached, and what prompts share with those before them, found by putting them into a tree
+    of their own, in which a prompt begins where its cached part ends."""
+    tree, page_size = state.blocks.tree, state.options.limits.page_size
+    block_bytes = 4 * page_size
+    to_come = PrefixTree(page_size)
+    found: list[tuple[int, int, PrefixMatch, PrefixNode, int | None]] = []
+    prompt = None
+    for place, sequence in enumerate(sequences):
+        if sequence.prompt is prompt:
+            continue
+        prompt = sequence.prompt
+        num_whole, num_shared = len(prompt) // page_size, (len(prompt) - 1) // page_size
+        match = tree.match(prompt.token_bytes, sequence.salt, num_shared)
+        branch = b"%d %d" % (match.node.index, match.num_blocks)
+        rest = prompt.token_bytes[match.num_blocks * block_bytes : num_shared * block_bytes]
+        more = to_come.match(rest, branch)
+        node = to_come.hold(more)
+        num_new = num_shared - match.num_blocks - more.num_blocks
+        if num_new:
+            node = to_come.insert(node, rest[more.num_blocks * block_bytes :], np.zeros(num_new, np.int32), branch)
+        last_node = None
+        if num_whole > num_shared and tree.match(prompt.token_bytes, sequence.salt, num_whole).num_blocks < num_whole:
+            last_bytes = prompt.token_bytes[num_shared * block_bytes : num_whole * block_bytes]
+            last = to_come.insert(node, last_bytes, np.zeros(1, np.int32), branch)
+            last_node = None if last is node else -last.index
+        found.append((place, match.num_blocks + more.num_blocks, match, node, last_node))
+    families = []
+    for start, num_cached_blocks, match, node, last_node in found:
+        path = [(-ancestor.index, len(ancestor.blocks)) for ancestor in _ancestors(to_come, node)]
+        end = match.num_blocks
+        for ancestor in _ancestors(tree, match.node):
+            path.append((ancestor.index, end - ancestor.parent.end_block))
+            end = ancestor.parent.end_block
+        families.append(Family(start, num_cached_blocks, path, last_node))
+    return families
+
+
+def _ancestors(tree: PrefixTree, node: PrefixNode) -> Iterator[PrefixNode]:
+    """The node itself and those above it, without the root."""
+    while node is not tree.root:
+        yield node
+        node = node.parent
 
 
 def simulate_candidates(candidates: Candidates, num: int, outlook: Outlook, page_size: int) -> UsageCurve:
     """The blocks that the first `num` candidates, at least 1, need beyond those that run.
 
     The samples of a family share the whole blocks of their prompt. A cached block counts from when the last of those
-    that hold it now is gone; so does one that nobody holds, for it is free to be evicted until somebody does. Prefixes
-    that only candidates share, of different prompts, are counted more than once: too much, never too little.
+    that hold it now is gone; so does one that nobody holds, for it is free to be evicted until somebody does. Of a node
+    used to different depths, the larger counts until the later end.
     """
     num_tokens, num_steps = candidates.num_prompt_tokens[:num], candidates.decode_steps[:num]
-    families = candidates.families[:num]
-    num_families = int(families[-1]) + 1
-    starts = candidates.family_starts[:num_families]
+    families = [family for family in candidates.families if family.start < num]
+    starts = np.array([family.start for family in families])
     num_shared = (num_tokens - 1) // page_size  # the block of the last token is each one's own
     num_computed = num_shared.copy()
-    num_computed[starts] = candidates.num_cached_blocks[:num_families]
+    num_computed[starts] = [family.num_cached_blocks for family in families]
     prefill = outlook.prefill.extend(num_tokens - num_computed * page_size, num_steps)
     last_steps = prefill.start_steps + num_steps + outlook.hold_steps
-    family_last_steps = np.maximum.reduceat(last_steps, starts)
+    num_own_tokens = num_tokens - num_shared * page_size
 
     held: dict[int, tuple[int, int]] = {}
-    for path, last_step in zip(candidates.paths, family_last_steps.tolist(), strict=False):
-        for node, num_blocks in path:
+    for family, last_step in zip(families, np.maximum.reduceat(last_steps, starts).tolist(), strict=True):
+        for node, num_blocks in family.path:
             most, latest = held.get(node, (0, -1))
             held[node] = max(most, num_blocks), max(latest, last_step)
+    for family in families:
+        if family.last_node is not None:
+            _, latest = held.get(family.last_node, (1, -1))
+            held[family.last_node] = 1, max(latest, int(last_steps[family.start]))
+            num_own_tokens[family.start] = 0
     nodes = np.fromiter(held, np.int64, len(held))
-    cached = np.array(list(held.values()), np.int64).reshape(-1, 2)
-    first_steps = outlook.node_last_steps[nodes] + 1
-    is_longer = cached[:, 1] >= first_steps
-    shared = SharedLoads(
-        np.concatenate((num_shared[starts] - num_computed[starts], cached[is_longer, 0])),
-        np.concatenate((np.zeros(num_families, np.int64), first_steps[is_longer])),
-        np.concatenate((family_last_steps, cached[is_longer, 1])),
-    )
-    own = SequenceLoads(num_tokens - num_shared * page_size, prefill.start_steps, num_steps)
+    blocks_and_ends = np.array(list(held.values()), np.int64).reshape(-1, 2)
+    first_steps = np.where(nodes > 0, outlook.node_last_steps[np.maximum(nodes, 0)] + 1, 0)
+    is_longer = blocks_and_ends[:, 1] >= first_steps
+    shared = SharedLoads(blocks_and_ends[is_longer, 0], first_steps[is_longer], blocks_and_ends[is_longer, 1])
+    own = SequenceLoads(num_own_tokens, prefill.start_steps, num_steps)
     return simulate_usage(own, shared, page_size, outlook.hold_steps)
 
 
@@ -124,7 +159,7 @@ def num_fitting(
     Groups are added, the first of `batch` candidates, each twice as large as the one before. Where one does not fit,
     half of it is tried, and so on until it is known how many do.
     """
-    num, limit = num_certain, min(len(candidates.families), num_certain + most) + 1
+    num, limit = num_certain, min(len(candidates.decode_steps), num_certain + most) + 1
     limit = min(limit, _num_prompts_with_room(candidates, num_blocks - int(outlook.curve.at(_NOW)[0]), page_size) + 1)
     has_failed = False
     while num + 1 < limit:
@@ -140,50 +175,72 @@ def _num_prompts_with_room(candidates: Candidates, num_blocks: int, page_size: i
     """How many candidates' prompts alone fit into `num_blocks`; more of them cannot run."""
     num_prompt_blocks = -(-candidates.num_prompt_tokens // page_size)
     num_new = num_prompt_blocks - (candidates.num_prompt_tokens - 1) // page_size
-    starts = candidates.family_starts
-    num_new[starts] = num_prompt_blocks[starts] - candidates.num_cached_blocks
+    for family in candidates.families:
+        num_new[family.start] = num_prompt_blocks[family.start] - family.num_cached_blocks
     return int(np.searchsorted(np.cumsum(num_new), num_blocks, side="right"))
 
 
 def admit_waiting(state: EngineState) -> None:
     """Admit all that may start, first come first served: one that does not fit holds back all behind it, or a long
     prompt would never get in."""
-    page_size, most_at_once = state.options.limits.page_size, state.options.onboard_batch_size
-    num_blocks = int(state.blocks.num_blocks * state.options.target_utilization)
-    while True:
-        batch = state.onboard_batch
-        sequences = state.queues.first_waiting(min(len(state.free_slots), max(MIN_DESCRIBED, 2 * batch)))
+    for _ in range(MOST_ROUNDS):
+        num_described = max(MIN_DESCRIBED, 2 * state.onboard_batch)
+        sequences = state.queues.first_waiting(min(len(state.free_slots), num_described))
         if not sequences:
             return
         candidates = describe(state, sequences)
-        num_unpromised = num_blocks - state.blocks.num_used - _num_blocks_to_come(state)
-        num_certain = num = num_obviously_fitting(candidates, num_unpromised, page_size)
-        if num < len(sequences) and most_at_once is not None:
-            outlook = look_ahead(state)
-            num = num_fitting(candidates, num_certain, outlook, num_blocks, page_size, batch, most_at_once)
-            state.onboard_batch = min(most_at_once, max(1, num))
-        if num == 0 and not state.num_running:
-            num = 1  # alone, each fits: the server has refused what does not
-        num_admitted = _admit_described(state, candidates, num_certain, num)
-        if num_admitted == num < len(sequences):
+        num_admitted, is_all = _admit_fitting(state, candidates)
+        if is_all and num_admitted < len(sequences):
             return
+
+
+def _admit_fitting(state: EngineState, candidates: Candidates) -> tuple[int, bool]:
+    """Admit the first candidates that fit. How many were admitted, and whether that is all that fit."""
+    page_size, most_at_once = state.options.limits.page_size, state.options.onboard_batch_size
+    num_blocks = int(state.blocks.num_blocks * state.options.target_utilization)
+    rate = _prefill_rate(state, candidates)
+    num_unpromised = num_blocks - state.blocks.num_used - _num_blocks_to_come(state)
+    num_certain = num = num_obviously_fitting(candidates, num_unpromised, page_size)
+    if num < len(candidates.decode_steps) and most_at_once is not None:
+        outlook = look_ahead(state, rate)
+        if rate != state.prefill_rate and state.num_running and outlook.curve.peak > num_blocks:
+            # Those that run were admitted at another rate, at which they fit.
+            rate = state.prefill_rate
+            outlook = look_ahead(state, rate)
+        num = num_fitting(candidates, num_certain, outlook, num_blocks, page_size, state.onboard_batch, most_at_once)
+        state.onboard_batch = min(most_at_once, max(1, num))
+    if num == 0 and not state.num_running:
+        num = 1  # alone, each fits: the server has refused what does not
+    if num:
+        state.prefill_rate = rate
+    num_admitted = _admit_described(state, candidates, num_certain, num)
+    return num_admitted, num_admitted == num
+
+
+def _prefill_rate(state: EngineState, candidates: Candidates) -> int | None:
+    page_size = state.options.limits.page_size
+    num_tokens = candidates.num_prompt_tokens - (candidates.num_prompt_tokens - 1) // page_size * page_size
+    for family in candidates.families:
+        num_cached_tokens = family.num_cached_blocks * page_size
+        num_tokens[family.start] = candidates.num_prompt_tokens[family.start] - num_cached_tokens
+    return wanted_prefill_rate(state, num_tokens, candidates.decode_steps)
 
 
 def _admit_described(state: EngineState, candidates: Candidates, num_certain: int, num: int) -> int:
     """Admit the first `num` candidates, as long as they are what they were simulated to be. How many that was.
 
-    One that was admitted before may have brought the prefix of another into the tree, or have had it evicted: then that
-    one starts earlier, or later, than it was simulated to, and so do those behind it. Where all are certain to fit,
-    they do so at any time.
+    One that was admitted before may have had the cached prefix of another evicted: then that one starts later than it
+    was simulated to, and so do those behind it. Where all are certain to fit, they do so at any time.
     """
     tree, page_size = state.blocks.tree, state.options.limits.page_size
+    families = {family.start: family for family in candidates.families} if num > num_certain else {}
     for place in range(num):
         sequence = state.queues.take_first_waiting()
-        family = candidates.families[place]
-        if num > num_certain and place == candidates.family_starts[family]:
+        family = families.get(place)
+        if family is not None:
             most_blocks = (len(sequence.prompt) - 1) // page_size
             match = tree.match(sequence.prompt.token_bytes, sequence.salt, most_blocks)
-            if match.num_blocks != candidates.num_cached_blocks[family]:
+            if match.num_blocks != family.num_cached_blocks:
                 state.queues.add_waiting(sequence, first=True)
                 return place
         admit(state, sequence)

@@ -1,5 +1,5 @@
 """What a running sequence holds: a slot, blocks and a path in the prefix tree. Given when it is admitted, taken back
-when it ends or is put back."""
+when it ends or is preempted."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,9 +49,11 @@ def admit(state: EngineState, sequence: Sequence) -> None:
     slots.admitted_at[slot] = state.num_admissions
     slots.nodes[slot] = node.index
     slots.is_running[slot] = True
-    slots.can_stop[slot] = not request.ignore_eos
+    slots.ends_at_eos[slot] = not request.ignore_eos
+    slots.may_stop[slot] = sequence.may_stop
     slots.has_stops[slot] = sequence.stop_matcher is not None
     slots.want_logprobs[slot] = request.want_logprobs
+    slots.groups[slot] = 0
     slots.stop_rows[slot] = sequence.stop_row
     slots.may_have_stopped[slot] = False
     slots.num_counted_tokens[slot] = len(sequence.kept_token_ids)
@@ -63,9 +65,10 @@ def admit(state: EngineState, sequence: Sequence) -> None:
     state.queues.prefilling[sequence] = None
 
 
-def sampled_tokens(state: EngineState, sequence: Sequence) -> NDArray[np.int32]:
-    """What a running sequence has sampled since it was admitted, of the results that are back. int32 [G]."""
-    tokens = _per_sampled_token(state, sequence, state.blocks.tokens)
+def sampled_tokens(state: EngineState, sequence: Sequence, most: int | None = None) -> NDArray[np.int32]:
+    """What a running sequence has sampled since it was admitted, of the results that are back. int32 [G]; with `most`,
+    the last of it."""
+    tokens = _per_sampled_token(state, sequence, state.blocks.tokens, most)
     if len(tokens):
         tokens[-1] = state.slots.last_tokens[sequence.slot]
     return tokens
@@ -74,20 +77,22 @@ def sampled_tokens(state: EngineState, sequence: Sequence) -> NDArray[np.int32]:
 def sampled_logprobs(state: EngineState, sequence: Sequence) -> NDArray[np.float32]:
     """The log-probabilities of `sampled_tokens`, of a sequence that wants them."""
     assert state.block_logprobs is not None, "log-probabilities are wanted, and none are kept"
-    logprobs = _per_sampled_token(state, sequence, state.block_logprobs)
+    logprobs = _per_sampled_token(state, sequence, state.block_logprobs, None)
     if len(logprobs):
         logprobs[-1] = state.last_logprobs[sequence.slot]
     return logprobs
 
 
-def _per_sampled_token(state: EngineState, sequence: Sequence, by_block: NDArray) -> NDArray:  # type: ignore[type-arg]
-    """A copy of what `by_block` [blocks, page_size] has for the sampled tokens. The newest may have no block yet."""
+def _per_sampled_token(state: EngineState, sequence: Sequence, by_block: NDArray, most: int | None) -> NDArray:  # type: ignore[type-arg]
+    """A copy of what `by_block` [blocks, page_size] has for the last `most` sampled tokens, or all. The newest may have
+    no block yet."""
     slots, slot, page_size = state.slots, sequence.slot, state.options.limits.page_size
-    num_known = int(slots.num_known_tokens[slot])
-    first_block = sequence.num_tree_blocks
+    num_known, first = int(slots.num_known_tokens[slot]), int(slots.num_prefill_tokens[slot])
+    if most is not None:
+        first = max(first, num_known - most)
+    first_block = first // page_size
     table = slots.block_tables[slot, first_block : -(-num_known // page_size)]
-    first = int(slots.num_prefill_tokens[slot]) - first_block * page_size
-    return by_block[table].reshape(-1)[first : num_known - first_block * page_size]
+    return by_block[table].reshape(-1)[first - first_block * page_size : num_known - first_block * page_size]
 
 
 def release(state: EngineState, sequence: Sequence) -> None:
@@ -103,14 +108,15 @@ def release(state: EngineState, sequence: Sequence) -> None:
         del state.unfinished[sequence.request.request_id]
 
 
-def put_back(state: EngineState, sequence: Sequence) -> None:
-    """Preempt: a prefilling or decoding sequence waits again, first of all. What it has sampled becomes prefill.
+def preempt(state: EngineState, sequence: Sequence) -> None:
+    """A prefilling or decoding sequence waits again, first of all. What it has sampled becomes prefill.
 
     Results of steps in flight are lost; they come again, for the sampling noise depends on seed, sample and position
     alone.
     """
     token_ids = sampled_tokens(state, sequence)
-    sequence.num_kv_tokens_before = int(state.slots.num_kv_tokens[sequence.slot]) if sequence.is_open else 0
+    if sequence.is_open:
+        sequence.num_kv_tokens_before = int(state.slots.num_kv_tokens[sequence.slot])
     if len(token_ids):
         sequence.kept_token_ids += token_ids.tolist()
         if sequence.request.want_logprobs:
@@ -137,7 +143,8 @@ def _leave(state: EngineState, sequence: Sequence) -> None:
     state.free_slots.append(slot)
     if sequence.is_open:
         state.slots_to_close.append(slot)
-    sequence.slot, sequence.node, sequence.is_open = 0, None, False
+    sequence.slot, sequence.node = 0, None
+    sequence.is_open = sequence.table_is_sent = False
 
 
 def _give_back_prefill(state: EngineState, sequence: Sequence) -> None:

@@ -13,7 +13,7 @@ Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixGroups:
+class Grouping:
     """Disjoint groups of N sequences; G groups.
 
     group_of_sequence: int64 [N], 1 to G, or 0 for those in none.
@@ -31,7 +31,7 @@ def group_by_prefix(
     num_sequences: Int32Array,
     min_group_size: int,
     min_blocks: int,
-) -> PrefixGroups:
+) -> Grouping:
     """Groups of sequences that share a prefix of whole blocks, the longest prefixes first.
 
     node_of_sequence: [N] the deepest node of the prefix tree that a decoding sequence holds. parents, end_blocks,
@@ -71,4 +71,4 @@ def group_by_prefix(
     group_of_sequence = np.zeros(len(node_of_sequence), np.int64)
     groups = np.array([group_of_node.get(node, 0) for node in nodes.tolist()], np.int64)
     group_of_sequence[is_long] = groups[places]
-    return PrefixGroups(group_of_sequence, np.array(num_blocks))
+    return Grouping(group_of_sequence, np.array(num_blocks))

@@ -5,8 +5,11 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.sequence import Phase, Sequence
 from tokasaurus.manager.state import EngineState, StepInFlight
-from tokasaurus.messages.forward import ForwardInput
-from tokasaurus.messages.slots import SlotChanges, SlotOpens
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups
+from tokasaurus.messages.slots import SlotChanges, SlotOpens, TableCopies
+
+MIN_COPIED_BLOCKS = 4
+"""Fewer are sent as they are: a copy takes as many bytes as a block and a half."""
 
 
 def num_blocks_short(state: EngineState) -> int:
@@ -23,13 +26,18 @@ def start_step(state: EngineState, chunks: list[int]) -> ForwardInput:
     Something has to run; blocks have to be there.
     """
     step_id = state.next_step_id
-    decode = state.queues.decoding()
+    decode, groups = _in_groups(state, state.queues.decoding())
     block_slots, block_ids = _step_decoding(state, decode)
     prefill = [sequence for sequence, _ in zip(state.queues.prefilling, chunks, strict=False)]
     prompt_ids, opened, done = _step_prefilling(state, prefill, chunks)
+    copies: list[tuple[int, int, int]] = []
     for sequence in opened:
-        table = state.slots.block_tables[sequence.slot]
-        ids = table[: int(state.slots.num_covered_tokens[sequence.slot]) // state.options.limits.page_size]
+        source_slot, num_copied = _find_table_to_copy(state, sequence)
+        sequence.table_is_sent = True
+        if num_copied:
+            copies.append((sequence.slot, source_slot, num_copied))
+        num_blocks = int(state.slots.num_covered_tokens[sequence.slot]) // state.options.limits.page_size
+        ids = state.slots.block_tables[sequence.slot, num_copied:num_blocks]
         block_slots.append(np.full(len(ids), sequence.slot, np.int32))
         block_ids.append(ids.copy())
     prefill_slots = np.array([sequence.slot for sequence in prefill], np.int64)
@@ -44,7 +52,9 @@ def start_step(state: EngineState, chunks: list[int]) -> ForwardInput:
             opened=_build_opens(state, opened),
             block_slots=np.concatenate(block_slots),
             block_ids=np.concatenate(block_ids),
+            copies=TableCopies(*np.array(copies, np.int32).T) if copies else None,
         ),
+        groups=groups,
     )
     sampled = decode if not done else np.concatenate((decode, np.array(done, np.int64)))
     state.steps_in_flight.append(StepInFlight(step_id, sampled, len(message.slots), len(message.prompt_ids)))
@@ -52,6 +62,40 @@ def start_step(state: EngineState, chunks: list[int]) -> ForwardInput:
     state.slots_to_close = []
     state.next_step_id += 1
     return message
+
+
+def _find_table_to_copy(state: EngineState, sequence: Sequence) -> tuple[int, int]:
+    """A slot that the worker knows whose block table begins as the sequence's does, and for how many blocks; 0, 0 where
+    none is known. The slot that last opened with a node of the prefix tree is looked at; it may have changed hands."""
+    tables, slot_of_node = state.slots.block_tables, state.slot_of_node
+    found = (0, 0)
+    node = sequence.node
+    assert node is not None
+    while node is not state.blocks.tree.root:
+        source_slot = slot_of_node.get(node.index, 0)
+        source = state.sequences[source_slot]
+        if source is not None and source.table_is_sent and not found[1]:
+            end = min(node.end_block, sequence.num_tree_blocks)
+            if end >= MIN_COPIED_BLOCKS and (tables[source_slot, :end] == tables[sequence.slot, :end]).all():
+                found = (source_slot, end)
+        slot_of_node[node.index] = sequence.slot
+        node = node.parent
+    return found
+
+
+def _in_groups(state: EngineState, decode: NDArray[np.int64]) -> tuple[NDArray[np.int64], PrefixGroups | None]:
+    """`decode` with the members of each group next to each other, those of none behind them; and the groups."""
+    if len(state.group_num_blocks) == 1:
+        return decode, None
+    groups = state.slots.groups[decode]
+    sizes = np.bincount(groups, minlength=len(state.group_num_blocks))
+    sizes[0] = 0
+    kept = np.flatnonzero(sizes)
+    if not len(kept):
+        return decode, None
+    order = np.argsort(np.where(groups == 0, len(sizes), groups), kind="stable")
+    shared = PrefixGroups(sizes[kept].astype(np.int32), state.group_num_blocks[kept].astype(np.int32))
+    return decode[order], shared
 
 
 def _step_decoding(
@@ -108,11 +152,13 @@ def _open(state: EngineState, sequence: Sequence, start: int) -> None:
             state.totals.prompt_tokens += len(sequence.prompt)
     else:
         state.totals.preempted_tokens += max(0, sequence.num_kv_tokens_before - start)
+        sequence.num_kv_tokens_before = 0
 
 
 def _sort_by_phase(state: EngineState, decode: NDArray[np.int64], done: list[int]) -> None:
     """After the step: who has had the last of its steps drains, whose prompt is through decodes."""
     slots, queues = state.slots, state.queues
+    state.groups_are_old |= bool(done)
     has_all = slots.num_kv_tokens[decode] == slots.max_kv_tokens[decode]
     if has_all.any():
         drained = decode[has_all]

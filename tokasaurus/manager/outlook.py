@@ -42,7 +42,7 @@ def expected_decode_steps(state: EngineState, slots: Int64Array) -> Int64Array:
     # A step that computes the KV of g sampled tokens samples one more: so the sequence has got past g tokens.
     num_past = num_kv_tokens - num_prompt_tokens
     expected = state.forecast.expected(num_past, max_kv_tokens - num_prompt_tokens + 1, arrays.admitted_at[slots])
-    return np.where(arrays.can_stop[slots], expected - num_past - 1, num_steps)
+    return np.where(arrays.may_stop[slots], expected - num_past - 1, num_steps)
 
 
 def running_slots(state: EngineState) -> tuple[Int64Array, Int64Array]:
@@ -53,23 +53,28 @@ def running_slots(state: EngineState) -> tuple[Int64Array, Int64Array]:
     return np.flatnonzero(is_past), prefilling
 
 
-def current_prefill_rate(state: EngineState) -> int | None:
-    """Most prefill tokens of a step; None where prefill is greedy. Something has to run."""
+def wanted_prefill_rate(state: EngineState, num_tokens: Int64Array, num_steps: Int64Array) -> int | None:
+    """Most prefill tokens of a step for the running sequences and others, [K], that have num_tokens to prefill and
+    num_steps to decode; None where prefill is greedy. There must be one or the other."""
     if state.options.prefill_multiple is None:
         return None
-    slots = np.flatnonzero(state.slots.is_running)
-    num_steps = state.slots.num_kv_tokens[slots] - state.slots.num_prefill_tokens[slots]
-    num_steps = np.maximum(num_steps, 0) + expected_decode_steps(state, slots)
-    num_tokens = state.slots.num_prefill_tokens[slots] - state.slots.first_positions[slots]
-    return prefill_rate(num_tokens, num_steps, state.options.prefill_multiple)
+    arrays = state.slots
+    slots = np.flatnonzero(arrays.is_running)
+    num_past_steps = np.maximum(0, arrays.num_kv_tokens[slots] - arrays.num_prefill_tokens[slots])
+    return prefill_rate(
+        np.concatenate((arrays.num_prefill_tokens[slots] - arrays.first_positions[slots], num_tokens)),
+        np.concatenate((num_past_steps + expected_decode_steps(state, slots), num_steps)),
+        state.options.prefill_multiple,
+    )
 
 
-def look_ahead(state: EngineState) -> Outlook:
-    """Simulate the running sequences to their expected ends."""
+def look_ahead(state: EngineState, prefill_rate: int | None) -> Outlook:
+    """Simulate the running sequences to their expected ends, with at most `prefill_rate` prefill tokens a step."""
     arrays, tree, page_size = state.slots, state.blocks.tree, state.options.limits.page_size
     most_ahead = state.options.max_steps_ahead
     if state.step_seconds is not None:
-        most_ahead = num_steps_to_keep_in_flight(state.step_seconds, most_ahead)
+        wanted = num_steps_to_keep_in_flight(state.step_seconds, most_ahead)
+        most_ahead = max(wanted, len(state.steps_in_flight))
     hold_steps = most_ahead - 1
     past, prefilling = running_slots(state)
     slots = np.concatenate((past, prefilling))
@@ -79,8 +84,8 @@ def look_ahead(state: EngineState) -> Outlook:
     start_steps = np.zeros(len(slots), np.int64)
     counts = count_decoding(SequenceLoads(num_tokens[:num_past], start_steps[:num_past], num_steps[:num_past]))
     num_left = arrays.num_prefill_tokens[prefilling] - arrays.num_kv_tokens[prefilling]
-    rate = current_prefill_rate(state) if len(slots) else None
-    prefill = forecast_prefill(num_left, num_steps[num_past:], counts, state.options.max_tokens_per_forward, rate)
+    max_tokens = state.options.max_tokens_per_forward
+    prefill = forecast_prefill(num_left, num_steps[num_past:], counts, max_tokens, prefill_rate)
     start_steps[num_past:] = prefill.start_steps
     shared = find_shared_blocks(
         arrays.nodes[slots], start_steps + num_steps + hold_steps, tree.parents, tree.end_blocks, tree.num_sequences

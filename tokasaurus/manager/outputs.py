@@ -9,6 +9,10 @@ from tokasaurus.manager.sequence import Sequence
 from tokasaurus.manager.state import EngineState
 from tokasaurus.messages.forward import ForwardOutput
 from tokasaurus.messages.generation import FinishReason, SequenceDelta
+from tokasaurus.text.stop_strings import StopMatcher
+
+MOST_SPECIAL_TOKENS = 16
+"""Among the last tokens of a completion, beyond which all of it is read for stop strings."""
 
 
 def apply_output(state: EngineState, output: ForwardOutput) -> None:
@@ -36,7 +40,7 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     is_eos = np.zeros(len(slots), np.bool_)
     for eos_id in state.options.eos_ids:
         is_eos |= token_ids == eos_id
-    is_eos &= state.slots.can_stop[slots]
+    is_eos &= state.slots.ends_at_eos[slots]
     ends = np.flatnonzero(is_eos | (num_known > state.slots.max_kv_tokens[slots]))
     for slot, is_stop in zip(slots[ends].tolist(), is_eos[ends].tolist(), strict=True):
         _end(state, slot, is_stop)
@@ -67,9 +71,9 @@ def check_stop_strings(state: EngineState) -> None:
         sequence = state.sequences[slot]
         assert sequence is not None
         assert sequence.stop_matcher is not None
-        token_ids = sequence.kept_token_ids + sampled_tokens(state, sequence).tolist()
-        num_tokens = sequence.stop_matcher.first_completion(token_ids, int(arrays.num_counted_tokens[slot]))
+        num_tokens = _find_stop(state, sequence, sequence.stop_matcher)
         if num_tokens is not None:
+            token_ids = sequence.kept_token_ids + sampled_tokens(state, sequence).tolist()
             _finish(state, sequence, token_ids[:num_tokens], "stop")
     arrays.may_have_stopped[:] = False
     slots = np.flatnonzero(arrays.is_running & arrays.has_stops)
@@ -77,6 +81,25 @@ def check_stop_strings(state: EngineState) -> None:
     state.totals.generation_tokens += int((num_generated - arrays.num_counted_tokens[slots]).sum())
     arrays.num_counted_tokens[slots] = num_generated
     state.has_uncounted = False
+
+
+def _find_stop(state: EngineState, sequence: Sequence, matcher: StopMatcher) -> int | None:
+    """After how many sampled tokens a stop string is complete that was not before; None where none is."""
+    arrays, slot = state.slots, sequence.slot
+    num_generated = int(arrays.num_known_tokens[slot] - arrays.num_prompt_tokens[slot])
+    num_checked = int(arrays.num_counted_tokens[slot])
+    # A long completion is not copied for each look at its end; nor need it be, as few special tokens as there are.
+    num_read = num_generated - num_checked + matcher.lookback + MOST_SPECIAL_TOKENS
+    num_sampled = num_generated - len(sequence.kept_token_ids)
+    tail = sampled_tokens(state, sequence, min(num_read, num_sampled)).tolist()
+    if num_read > num_sampled:
+        tail = sequence.kept_token_ids[-(num_read - num_sampled) :] + tail
+    special_ids = state.options.special_ids
+    if matcher.needs_whole_text or sum(token_id in special_ids for token_id in tail) > MOST_SPECIAL_TOKENS:
+        tail = sequence.kept_token_ids + sampled_tokens(state, sequence).tolist()
+    num_before = num_generated - len(tail)
+    num_tokens = matcher.first_completion(tail, num_checked - num_before)
+    return None if num_tokens is None else num_tokens + num_before
 
 
 def _note_tokens(
@@ -122,7 +145,7 @@ def _finish(state: EngineState, sequence: Sequence, token_ids: list[int], reason
     logprobs = None
     if sequence.request.want_logprobs:
         logprobs = (sequence.kept_logprobs + sampled_logprobs(state, sequence).tolist())[: len(token_ids)]
-    if not sequence.request.ignore_eos:
+    if sequence.may_stop:
         state.ended.append((len(token_ids), reason == "stop"))
     release(state, sequence)
     assert sequence.num_cached_tokens is not None

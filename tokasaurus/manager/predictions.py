@@ -31,7 +31,7 @@ def update_forecast(state: EngineState) -> None:
     early, lengths, arrays = state.options.early_stopping, state.lengths, state.slots
     assert early is not None
     assert lengths is not None
-    slots = np.flatnonzero(arrays.is_running & arrays.can_stop)
+    slots = np.flatnonzero(arrays.is_running & arrays.may_stop)
     state.forecast = fit_forecast(
         lengths,
         running=arrays.num_known_tokens[slots] - arrays.num_prompt_tokens[slots],

@@ -1,4 +1,4 @@
-"""One sequence: what it was asked, what it holds while it runs, and what it keeps when it is put back."""
+"""One sequence: what it was asked, what it holds while it runs, and what it keeps when it is preempted."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -46,11 +46,12 @@ class Sequence:
     prompt: the request's prompt, and after a preemption the tokens sampled before it as well.
     stop_matcher: finds its stop strings; None where it has none. stop_row: of StopTokens, for them.
     kept_token_ids, kept_logprobs: sampled before its last preemption.
-    slot: the worker's batch slot, 0 while waiting. is_open: the worker has been told.
+    slot: the worker's batch slot, 0 while waiting. is_open: the worker has been told; table_is_sent:
+    with all blocks of its prompt.
     node: the deepest node of the prefix tree that it holds, None while waiting.
     num_tree_blocks: the first blocks of its table that belong to the prefix tree; the others are its own.
     num_cached_tokens: prompt tokens read from the cache when it first started; None before that.
-    num_kv_tokens_before: tokens whose KV it had when it was last put back.
+    num_kv_tokens_before: tokens whose KV it had when it was last preempted; 0 once they are there again.
     """
 
     request: GenerateRequest
@@ -62,12 +63,18 @@ class Sequence:
     phase: Phase = Phase.WAITING
     slot: int = 0
     is_open: bool = False
+    table_is_sent: bool = False
     node: PrefixNode | None = None
     num_tree_blocks: int = 0
     num_cached_tokens: int | None = None
     num_kv_tokens_before: int = 0
     kept_token_ids: list[int] = field(default_factory=list)
     kept_logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether it may end before it has max_new_tokens."""
+        return not self.request.ignore_eos or self.stop_matcher is not None
 
     @property
     def max_kv_tokens(self) -> int:

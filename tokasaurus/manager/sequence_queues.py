@@ -8,13 +8,16 @@ from numpy.typing import NDArray
 from tokasaurus.manager.sequence import Phase, Sequence
 from tokasaurus.manager.slot_arrays import SlotArrays
 
+MOST_DROPPED = 64
+"""Cancelled sequences that may stay in the queue however few wait."""
+
 
 class SequenceQueues:
     """Which sequences wait, which prefill, which decode; those that drain are in none of the three.
 
     prefilling is an ordered dict, because a cancelled sequence leaves from the middle, and because taking the first of
     a plain dict again and again walks over all that were deleted before it. A cancelled sequence stays in `_waiting`
-    until it comes to the front.
+    until it comes to the front, or until there are many.
     """
 
     def __init__(self, slots: SlotArrays) -> None:
@@ -37,6 +40,8 @@ class SequenceQueues:
         """It waits no more: it was cancelled."""
         sequence.phase = Phase.FINISHED
         self.num_waiting -= 1
+        if len(self._waiting) > 2 * self.num_waiting + MOST_DROPPED:
+            self._waiting = deque(sequence for sequence in self._waiting if sequence.phase is Phase.WAITING)
 
     def first_waiting(self, most: int) -> list[Sequence]:
         """Up to `most` of them, in the order in which they are to be admitted."""

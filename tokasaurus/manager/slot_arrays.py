@@ -24,9 +24,11 @@ class SlotArrays:
     first_positions: where its prefill begins: the tokens before are cached.
     nodes: index of the deepest node it holds in the prefix tree.
     is_running, is_decoding: of the running, those that decode in every step.
-    can_stop: eos may end it. has_stops: it has stop strings. want_logprobs: they were asked for.
+    ends_at_eos: eos ends it. may_stop: something may, before its last token.
+    has_stops: it has stop strings. want_logprobs: they were asked for.
     stop_rows: the row of StopTokens that is for its stop strings. may_have_stopped: a token that may end one has come
     since they were last looked for. num_counted_tokens: sampled tokens that are counted, of those with stop strings.
+    groups: which group of those that share a prefix it decodes in; 0 for none.
     block_tables: [slots, most blocks + 1]; 0, the padding block, beyond a sequence's blocks.
     """
 
@@ -50,10 +52,12 @@ class SlotArrays:
         self.nodes = zeros()
         self.is_running = false()
         self.is_decoding = false()
-        self.can_stop = false()
+        self.ends_at_eos = false()
+        self.may_stop = false()
         self.has_stops = false()
         self.want_logprobs = false()
         self.stop_rows = zeros()
+        self.groups = zeros()
         self.may_have_stopped = false()
         self.num_counted_tokens = zeros()
         self.block_tables: NDArray[np.int32] = np.zeros((num_slots + 1, max_blocks + 1), np.int32)

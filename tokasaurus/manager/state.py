@@ -32,6 +32,14 @@ class EarlyStoppingOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class HydragenOptions:
+    """Which shared prefixes are attended to in groups: those of so many sequences and blocks at least."""
+
+    min_group_size: int
+    min_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """What stays fixed while the manager runs.
 
@@ -44,6 +52,7 @@ class EngineOptions:
     onboard_batch_size: most sequences admitted by one simulation; None admits by worst cases alone, without simulating.
     early_stopping: None where every sequence is expected to use all its tokens.
     target_utilization: share of the KV pool that the expected lengths may fill.
+    hydragen: None where every sequence attends alone.
     optional_work: "always", "deferred", or None: put off while the worker's queue runs low.
     """
 
@@ -60,6 +69,7 @@ class EngineOptions:
     onboard_batch_size: int | None = 128
     early_stopping: EarlyStoppingOptions | None = EarlyStoppingOptions()
     target_utilization: float = 1.0
+    hydragen: HydragenOptions | None = None
     optional_work: str | None = None
 
     @property
@@ -102,6 +112,10 @@ class EngineState:
     num_with_stops: running sequences that have stop strings. has_uncounted: results of theirs have not been looked at,
     so are not counted.
     starts_are_stale: a prompt left that others may have relied on, and where they begin has to be found again.
+    slot_of_node: the slot that last opened with a node of the prefix tree, by the node's index.
+    prefill_rate: most prefill tokens of a step, as the last admission simulated it; None: as many as fit.
+    groups_are_old: who decodes has changed since the sequences were grouped. group_num_blocks: [groups + 1], blocks of
+    the prefix that a group shares, by the numbers in `SlotArrays.groups`.
     onboard_batch: how many sequences the next simulation tries to admit first.
     lengths: completions that ended; None where nothing is predicted. ended: those that `lengths` does not have yet,
     with their lengths and whether they ended by themselves.
@@ -133,6 +147,10 @@ class EngineState:
     num_with_stops: int = 0
     has_uncounted: bool = False
     starts_are_stale: bool = False
+    slot_of_node: dict[int, int] = field(default_factory=dict)
+    prefill_rate: int | None = None
+    groups_are_old: bool = False
+    group_num_blocks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
     ended: list[tuple[int, bool]] = field(default_factory=list)
     num_ends_in_forecast: int = 0
     step_totals: StepTotals = field(default_factory=StepTotals)

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from tokasaurus.manager.admission import admit_waiting
-from tokasaurus.manager.holdings import find_starts, put_back
+from tokasaurus.manager.holdings import find_starts, preempt
+from tokasaurus.manager.hydragen import group_by_prefix
 from tokasaurus.manager.input_building import num_blocks_short, start_step
 from tokasaurus.manager.intake import add_request, cancel_request
 from tokasaurus.manager.optional_work import OptionalTask, may_run
-from tokasaurus.manager.outlook import current_prefill_rate
 from tokasaurus.manager.outputs import apply_output, check_stop_strings
 from tokasaurus.manager.predictions import forecast_is_old, note_ends, update_forecast
 from tokasaurus.manager.preemption import choose_victims
 from tokasaurus.manager.scheduler import num_steps_to_keep_in_flight, split_prefill
-from tokasaurus.manager.sequence import Phase
+from tokasaurus.manager.sequence import Phase, Sequence
 from tokasaurus.manager.shared_blocks import find_shared_blocks
 from tokasaurus.manager.state import EngineState
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
@@ -38,6 +38,7 @@ class Turns:
         self.tasks = [
             OptionalTask("admission", lambda state: state.queues.num_waiting > 0, admit_waiting, most_turns=4),
             OptionalTask("stop strings", lambda state: state.has_uncounted, check_stop_strings, most_turns=8),
+            OptionalTask("grouping", _groups_are_old, regroup, most_turns=8),
             OptionalTask("predictions", forecast_is_old, update_forecast, most_turns=16),
         ]
 
@@ -90,28 +91,44 @@ class Turns:
         state = self.state
         num_steps = num_steps_to_keep_in_flight(state.step_seconds, state.options.max_steps_ahead)
         with self.timers.section("steps"):
-            while len(state.steps_in_flight) < num_steps and (message := plan_step(state)) is not None:
+            while len(state.steps_in_flight) < num_steps and (message := next_step(state)) is not None:
                 if len(state.steps_in_flight) == 1:
                     self._step_began_s = time.perf_counter()
                 with self.timers.section("sending"):
                     self._send(message)
 
 
-def plan_step(state: EngineState) -> ForwardInput | None:
-    """The next step; None where there is nothing to compute. Decoding sequences come first, for each of them holds
-    memory until it ends; prompts share what is left of the step's tokens."""
+def _groups_are_old(state: EngineState) -> bool:
+    return state.groups_are_old and state.options.hydragen is not None
+
+
+def regroup(state: EngineState) -> None:
+    """Find the groups of decoding sequences that attend to a shared prefix together."""
+    options, slots, tree = state.options.hydragen, state.slots, state.blocks.tree
+    assert options is not None
+    decode = state.queues.decoding()
+    grouping = group_by_prefix(
+        *(slots.nodes[decode], tree.parents, tree.end_blocks, tree.num_sequences),
+        *(options.min_group_size, options.min_blocks),
+    )
+    slots.groups[decode] = grouping.group_of_sequence
+    state.group_num_blocks = grouping.num_blocks
+    state.groups_are_old = False
+
+
+def next_step(state: EngineState) -> ForwardInput | None:
+    """Carry out the next step on our side; None where there is nothing to compute. Decoding sequences come first, for
+    each of them holds memory until it ends; prompts share what is left of the step's tokens."""
     if num_blocks_short(state) > 0:
         check_stop_strings(state)  # what a sequence has sampled is looked at before it becomes part of its prompt
-        num_short = num_blocks_short(state)
-        if num_short > 0:
-            preempt(state, num_short)
+        make_room(state)
     if state.starts_are_stale:
         find_starts(state)
     num_decoding = len(state.queues.decoding())
     chunks: list[int] = []
     if state.queues.prefilling:
         budget = state.options.max_tokens_per_forward - num_decoding
-        rate = current_prefill_rate(state)
+        rate = state.prefill_rate
         slots = state.slots
         num_left = (
             len(sequence.prompt) - int(slots.num_kv_tokens[sequence.slot]) for sequence in state.queues.prefilling
@@ -120,8 +137,16 @@ def plan_step(state: EngineState) -> ForwardInput | None:
     return start_step(state, chunks) if num_decoding or chunks else None
 
 
-def preempt(state: EngineState, num_short: int) -> None:
-    """Put back the sequences that lose least, so that `num_short` blocks come free."""
+def make_room(state: EngineState) -> None:
+    """Preempt the sequences that lose least, until every other that decodes finds the block that it needs."""
+    while (num_short := num_blocks_short(state)) > 0:
+        victims = _victims(state, num_short)
+        assert victims, f"{num_short} blocks short, and nobody to preempt"
+        for sequence in victims:
+            preempt(state, sequence)
+
+
+def _victims(state: EngineState, num_short: int) -> list[Sequence]:
     arrays, tree, page_size = state.slots, state.blocks.tree, state.options.limits.page_size
     slots = np.flatnonzero(arrays.is_running)
     shared = find_shared_blocks(
@@ -130,9 +155,9 @@ def preempt(state: EngineState, num_short: int) -> None:
     is_open = arrays.opened_at[slots] <= state.next_step_id
     num_lost = np.where(is_open, np.maximum(0, arrays.num_kv_tokens[slots] - shared * page_size), 0)
     num_freed = arrays.num_covered_tokens[slots] // page_size - shared
-    is_draining = [state.sequences[slot].phase is Phase.DRAINING for slot in slots.tolist()]
-    num_freed[is_draining] = 0
-    for victim in choose_victims(num_lost, num_freed, arrays.admitted_at[slots], num_short).tolist():
-        sequence = state.sequences[slots[victim]]
-        assert sequence is not None
-        put_back(state, sequence)
+    needs_block = arrays.is_decoding[slots] & (arrays.num_kv_tokens[slots] == arrays.num_covered_tokens[slots])
+    num_freed += needs_block
+    sequences = [state.sequences[slot] for slot in slots.tolist()]
+    num_freed[[sequence is None or sequence.phase is Phase.DRAINING for sequence in sequences]] = 0
+    victims = choose_victims(num_lost, num_freed, arrays.admitted_at[slots], num_short)
+    return [sequence for victim in victims.tolist() if (sequence := sequences[victim]) is not None]

@@ -9,6 +9,18 @@ from tokasaurus.messages.slots import SlotChanges
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixGroups:
+    """G groups of decode rows that share a prefix: attention over it is computed once for all rows of a group.
+
+    The first sum(sizes) decode rows, group after group. sizes: int32 [G], rows. num_blocks: int32 [G], whole blocks
+    with which the block table of every row of the group begins; each row has at least one token behind them.
+    """
+
+    sizes: NDArray[np.int32]
+    num_blocks: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardInput:
     """One step. Every rank of a replica receives the same.
 
@@ -17,6 +29,8 @@ class ForwardInput:
 
     slots: int32 [S]. num_tokens: int32 [S], tokens of each row in this step.
     prompt_ids: int32 [P], the prefill rows' tokens one after the other; P = sum(num_tokens[num_decode:]).
+
+    groups: None where no rows share a prefix that is worth it.
 
     A row samples a token if it decodes, or if its chunk ends at the slot's num_prompt_tokens.
 
@@ -30,6 +44,7 @@ class ForwardInput:
     num_decode: int
     prompt_ids: NDArray[np.int32]
     changes: SlotChanges
+    groups: PrefixGroups | None = None
 
 
 @dataclass(frozen=True, slots=True)

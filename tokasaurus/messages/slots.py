@@ -32,17 +32,31 @@ class SlotOpens:
 
 
 @dataclass(frozen=True, slots=True)
+class TableCopies:
+    """Block tables that begin as another's, C of them: those of slots[i] and source_slots[i] have the same first
+    num_blocks[i] blocks. All int32 [C]. A slot's long prompt is thereby sent once for all that share it.
+    """
+
+    slots: NDArray[np.int32]
+    source_slots: NDArray[np.int32]
+    num_blocks: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
 class SlotChanges:
-    """Applied before the forward, in this order: close, open, append blocks.
+    """Applied before the forward, in this order: close, open, append blocks, copy tables.
 
     closed: int32 [C], slots whose sequence is gone; one of them may be opened again by the same message.
     opened: None where no slot is opened, which is most steps.
     block_slots, block_ids: int32 [B], block `block_ids[i]` is appended to the block table of slot `block_slots[i]`.
     A table has the blocks that the step at hand needs, and may have more: a slot that opens gets those of its whole
     prompt, however many steps compute it. Several slots may have one block, which only one of them fills.
+    copies: for slots opened by this message, in the order in which to copy, for one may copy from another; blocks that
+    are appended to them come behind what is copied. None where nothing is.
     """
 
     closed: NDArray[np.int32]
     opened: SlotOpens | None
     block_slots: NDArray[np.int32]
     block_ids: NDArray[np.int32]
+    copies: TableCopies | None = None

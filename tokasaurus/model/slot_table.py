@@ -39,11 +39,14 @@ class SlotTable:
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
 
     def apply(self, changes: SlotChanges) -> None:
-        """Close, open, then append blocks in the order given."""
+        """Close, open, append blocks in the order given, then copy what tables begin with."""
         self.block_tables[changes.closed] = 0
         self.num_blocks[changes.closed] = 0
         if changes.opened is not None:
             self._open(changes.opened)
+        copies = changes.copies
+        if copies is not None:
+            self.num_blocks[copies.slots] = copies.num_blocks
         slots = changes.block_slots
         if len(slots):
             # A slot may get several blocks at once: the i-th of them goes i places further.
@@ -53,6 +56,9 @@ class SlotTable:
             rank = np.arange(len(ordered)) - first
             self.block_tables[ordered, self.num_blocks[ordered] + rank] = changes.block_ids[order]
             np.add.at(self.num_blocks, slots, 1)
+        if copies is not None:
+            for slot, source, num_blocks in zip(copies.slots, copies.source_slots, copies.num_blocks, strict=True):
+                self.block_tables[slot, :num_blocks] = self.block_tables[source, :num_blocks]
 
     def _open(self, opened: SlotOpens) -> None:
         slots = opened.slots

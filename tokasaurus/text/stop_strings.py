@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 _REPLACEMENT = "\ufffd"  # what incomplete UTF-8 decodes to
 
-_MOST_ROWS = 64
+_MOST_ROWS = 256
 """Sets of last characters that StopTokens keeps a table for; clients make up new ones at will."""
 
 
@@ -57,6 +57,8 @@ class StopMatcher:
 
     decode: token ids to text, special tokens left out. special_ids: those tokens, which do not interrupt a match.
     minimum_lookback: decode at least as many tokens, beyond what `stops` require.
+
+    lookback: so many tokens before the first new one are read, special ones not counted; needs_whole_text: all are.
     """
 
     def __init__(
@@ -69,9 +71,9 @@ class StopMatcher:
         self._decode = decode
         self._stops = tuple(stops)
         self._special_ids = special_ids
-        self._lookback = lookback_tokens(stops, minimum_lookback)
+        self.lookback = lookback_tokens(stops, minimum_lookback)
         # A tail that begins inside a character shows a replacement character that the whole text may not have.
-        self._needs_whole_text = any(_REPLACEMENT in stop for stop in stops)
+        self.needs_whole_text = any(_REPLACEMENT in stop for stop in stops)
 
     def first_completion(self, token_ids: Sequence[int], num_checked: int) -> int | None:
         """The smallest n > num_checked such that the text of token_ids[:n] holds a stop string; None without one.
@@ -85,10 +87,6 @@ class StopMatcher:
         ends = range(num_checked + 1, len(token_ids))
         return next((end for end in ends if self._completes(token_ids, end, end)), len(token_ids))
 
-    def just_completed(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last token completes a stop string; the tokens before it are known not to."""
-        return self.first_completion(token_ids, len(token_ids) - 1) is not None
-
     def _completes(self, token_ids: Sequence[int], first_end: int, end: int) -> bool:
         """Whether one of the tokens first_end - 1, …, end - 1 completes a stop string."""
         text = self._decode(token_ids[self._tail_start(token_ids, first_end) : end])
@@ -96,9 +94,9 @@ class StopMatcher:
 
     def _tail_start(self, token_ids: Sequence[int], end: int) -> int:
         """Where the last `lookback` tokens before `end` begin that are not special."""
-        if self._needs_whole_text:
+        if self.needs_whole_text:
             return 0
-        start, missing = end, self._lookback
+        start, missing = end, self.lookback
         while start > 0 and missing > 0:
             start -= 1
             missing -= token_ids[start] not in self._special_ids
