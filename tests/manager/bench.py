@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.manager.fake_worker import EOS_ID, VOCAB_SIZE, FakeWorker, decode_text, make_request, simulate
-from tests.manager.holdings_check import assert_each_block_has_one_place
+from tests.manager.holdings_check import assert_each_block_has_one_place, tree_nodes
 from tokasaurus.manager.early_stopping import Forecast
 from tokasaurus.manager.sequence import Sequence
 from tokasaurus.manager.state import EarlyStoppingOptions, EngineOptions, make_state
@@ -118,7 +118,8 @@ class Bench:
         return [sequence for sequence in self.state.sequences if sequence is not None]
 
     def assert_nothing_is_left(self) -> None:
-        """After all work: no trace of a sequence, every slot free, and every block to be had."""
+        """After all work: no trace of a sequence, every slot free, what is cached is what the worker has there, and
+        every block to be had."""
         assert not self.turn()
         state, num_slots = self.state, self.options.num_slots
         stats = state.stats()
@@ -134,6 +135,9 @@ class Bench:
         assert not state.queues.prefilling
         assert not len(state.queues.decoding())
         assert_each_block_has_one_place(state)
+        for node in tree_nodes(state):
+            assert state.blocks.is_computed[node.blocks].all()
+            assert self.worker.memory[node.blocks].astype(np.int32).tobytes() == node.tokens
         num_blocks = state.blocks.num_blocks
         assert sorted(state.blocks.take(num_blocks).tolist()) == list(range(1, num_blocks + 1))
         assert state.blocks.tree.num_blocks == 0

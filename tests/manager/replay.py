@@ -8,7 +8,7 @@ import numpy as np
 from tokasaurus.manager.input_building import num_blocks_short
 from tokasaurus.manager.outputs import apply_output
 from tokasaurus.manager.state import EngineState
-from tokasaurus.manager.turn import plan_step
+from tokasaurus.manager.turn import next_step
 from tokasaurus.messages.forward import ForwardOutput
 
 
@@ -44,7 +44,7 @@ def replay_usage(state: EngineState) -> list[int]:
         num_short = num_blocks_short(state)
         if num_short > 0:
             return [*used, state.blocks.num_blocks + num_short]
-        if plan_step(state) is not None:
+        if next_step(state) is not None:
             planned.append(step)
         used.append(state.blocks.num_used)
     assert used[-1] == 0

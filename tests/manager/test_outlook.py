@@ -37,14 +37,18 @@ shapes_strategy = st.lists(
     max_tokens=st.integers(1, 40),
     max_seqs=st.integers(1, 12),
     max_steps_ahead=st.sampled_from([1, 2, 3, 8]),
+    prefill_multiple=st.sampled_from([None, None, 1, 4]),
 )
-def test_the_curve_is_what_a_replay_uses(shapes, seed, page_size, max_tokens, max_seqs, max_steps_ahead):
+def test_the_curve_is_what_a_replay_uses(
+    shapes, seed, page_size, max_tokens, max_seqs, max_steps_ahead, prefill_multiple
+):
     options = make_options(
         40,
         page_size,
         max_tokens_per_forward=max_tokens,
         max_seqs_per_forward=max_seqs,
         max_steps_ahead=max_steps_ahead,
+        prefill_multiple=prefill_multiple,
     )
     rng = random.Random(seed)
     bench = Bench(options, (STEP_SECONDS,), rng=rng)
@@ -57,7 +61,7 @@ def test_the_curve_is_what_a_replay_uses(shapes, seed, page_size, max_tokens, ma
             continue
         usage = replay_usage(bench.state)
         num_hold = max_steps_ahead - 1
-        curve = look_ahead(bench.state).curve.at(np.arange(len(usage) + num_hold)).tolist()
+        curve = look_ahead(bench.state, bench.state.prefill_rate).curve.at(np.arange(len(usage) + num_hold)).tolist()
         assert curve[num_hold + 1 :] == [*usage, *[0] * num_hold][num_hold + 1 :]
         assert max(usage) <= options.limits.num_kv_blocks
         if any(sequence.phase is Phase.DRAINING for sequence in bench.running()):

@@ -42,7 +42,7 @@ def test_a_forecast_is_old_when_one_in_64_of_what_it_would_be_made_from_is_new(e
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), buffer_size=st.sampled_from([4, 100]), num_buckets=st.sampled_from([3, 1000]))
 def test_the_forecast_is_made_from_those_that_may_stop(seed, buffer_size, num_buckets):
-    """Sequences that ignore eos say nothing of the lengths of the others, whether they run or have ended."""
+    """Sequences that end by their length alone say nothing of the lengths of the others, running or ended."""
     rng = random.Random(seed)
     early = EarlyStoppingOptions(buffer_size=buffer_size, num_prediction_buckets=num_buckets, initial_wait=10**6)
     bench = Bench(make_options(60, max_seqs_per_forward=8, early_stopping=early, optional_work="always"), rng=rng)
@@ -51,7 +51,7 @@ def test_the_forecast_is_made_from_those_that_may_stop(seed, buffer_size, num_bu
         for _ in range(8)
     ]
     requests = make_requests(shapes, bench.options.limits)
-    may_stop = {request.request_id for request in requests if not request.ignore_eos}
+    may_stop = {request.request_id for request in requests if not request.ignore_eos or request.stop_strings}
     bench.turn(requests)
     lengths = CompletionLengths(buffer_size)
     for _ in range(rng.randint(5, 40)):
@@ -65,7 +65,7 @@ def test_the_forecast_is_made_from_those_that_may_stop(seed, buffer_size, num_bu
     running = [
         len(sequence.kept_token_ids) + len(sampled_tokens(bench.state, sequence))
         for sequence in bench.running()
-        if not sequence.request.ignore_eos
+        if sequence.request.request_id in may_stop
     ]
     expected = fit_forecast(lengths, np.array(running, np.int64), bench.state.last_result_id, num_buckets, 0.25)
     update_forecast(bench.state)

@@ -1,4 +1,4 @@
-"""Who is put back, against sorting and counting by hand; and how those who were come back."""
+"""Who is preempted, against sorting and counting by hand; and how those who were come back."""
 
 import random
 from collections import Counter
@@ -19,11 +19,13 @@ from tests.manager.bench import (
 )
 from tests.manager.fake_worker import make_request
 from tests.manager.holdings_check import assert_each_block_has_one_place, block_table
-from tokasaurus.manager.holdings import put_back, sampled_tokens
+from tokasaurus.manager.admission import admit_waiting
+from tokasaurus.manager.holdings import preempt, sampled_tokens
+from tokasaurus.manager.intake import add_request
+from tokasaurus.manager.outputs import apply_output
 from tokasaurus.manager.preemption import choose_victims
 from tokasaurus.manager.sequence import Phase, Sequence
-from tokasaurus.manager.turn import preempt
-from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.manager.turn import make_room, next_step
 
 
 def victims_by_hand(costs: list[tuple[int, int, int]], num_short: int) -> list[int]:
@@ -47,58 +49,81 @@ def test_the_cheapest_are_chosen_and_no_more_than_needed(costs, order, num_short
     assert choose_victims(*columns, num_short).tolist() == victims_by_hand(costs, num_short)
 
 
+def needs_block(bench: Bench, sequence: Sequence) -> bool:
+    """Whether the next step of a sequence begins a block that it does not have."""
+    num_kv_tokens = int(bench.state.slots.num_kv_tokens[sequence.slot])
+    num_covered = bench.options.limits.page_size * len(block_table(bench.state, sequence))
+    return sequence.phase is Phase.DECODE and num_kv_tokens == num_covered
+
+
 def cost_by_hand(bench: Bench, sequence: Sequence) -> tuple[int, int, int]:
-    """What is lost and what comes free when a sequence is put back, from the block tables of all."""
+    """What is lost and what is won when a sequence is preempted, from the block tables of all."""
     slots, page_size = bench.state.slots, bench.options.limits.page_size
     num_users = Counter(block for other in bench.running() for block in block_table(bench.state, other))
     alone = [place for place, block in enumerate(block_table(bench.state, sequence)) if num_users[block] == 1]
     positions = range(int(slots.num_kv_tokens[sequence.slot]) if sequence.is_open else 0)
     num_lost = sum(position // page_size in alone for position in positions)
-    num_freed = 0 if sequence.phase is Phase.DRAINING else len(alone)
-    return num_lost, num_freed, int(slots.admitted_at[sequence.slot])
+    num_won = 0 if sequence.phase is Phase.DRAINING else len(alone) + needs_block(bench, sequence)
+    return num_lost, num_won, int(slots.admitted_at[sequence.slot])
 
 
-def make_crowd(seed: int) -> tuple[Bench, list[GenerateRequest]]:
-    """An engine short of blocks, some steps after its start, and its requests."""
-    rng = random.Random(seed)
-    options = make_options(
-        rng.randint(16, 40),
-        max_tokens_per_forward=rng.randint(6, 30),
-        max_seqs_per_forward=rng.randint(3, 12),
-        max_steps_ahead=rng.choice([1, 3, 8]),
-        early_stopping=NEVER_LEARNS,
-    )
-    bench = Bench(options, forecast=EndsNext(), rng=rng)
-    shapes = [
-        Shape(rng.randint(0, 1), rng.randint(0, 16), rng.randint(0, 4), rng.randint(1, 3), 20, ignore_eos=False)
-        for _ in range(6)
-    ]
-    requests = make_requests(shapes, options.limits)
-    bench.turn(requests)
-    for _ in range(rng.randint(0, 25)):
-        bench.turn([], rng.randint(0, 2))
-    return bench, requests
+def num_short_by_hand(bench: Bench) -> int:
+    running = bench.running()
+    used = {block for sequence in running for block in block_table(bench.state, sequence)}
+    return sum(needs_block(bench, sequence) for sequence in running) - (bench.state.blocks.num_blocks - len(used))
 
 
-@settings(max_examples=250)
-@given(seed=st.integers(0, 2**32), num_short=st.integers(1, 8))
-def test_whoever_loses_least_is_put_back_in_front_of_all_that_wait(seed, num_short):
-    bench, requests = make_crowd(seed)
-    state, running = bench.state, bench.running()
-    costs = [cost_by_hand(bench, sequence) for sequence in running]
-    places = victims_by_hand(costs, num_short)
-    waiting, num_available = state.queues.first_waiting(100), state.blocks.num_available
-    num_before = state.totals.preemptions
-    preempt(state, num_short)
-    victims = [running[place] for place in reversed(places)]
-    assert state.queues.first_waiting(100) == [*victims, *waiting], "in the order in which they had been admitted"
-    assert state.totals.preemptions == num_before + len(victims)
-    assert state.blocks.num_available >= num_available + sum(costs[place][1] for place in places)
-    assert_each_block_has_one_place(state)
-    bench.turn()
-    bench.run_until_idle()
-    assert_equals_simulation(bench.deltas, requests)
-    assert len(bench.deltas) == sum(request.num_sequences for request in requests)
+def test_whoever_loses_least_is_preempted_and_waits_in_front_of_all():
+    num_checked = 0
+
+    @settings(max_examples=120)
+    @given(seed=st.integers(0, 2**32))
+    def check(seed):
+        nonlocal num_checked
+        rng = random.Random(seed)
+        options = make_options(
+            rng.randint(16, 40),
+            max_tokens_per_forward=rng.randint(6, 30),
+            max_seqs_per_forward=rng.randint(3, 12),
+            max_steps_ahead=rng.choice([1, 3, 8]),
+            early_stopping=NEVER_LEARNS,
+        )
+        bench = Bench(options, forecast=EndsNext(), rng=rng)
+        shapes = [
+            Shape(rng.randint(0, 1), rng.randint(0, 16), rng.randint(0, 4), rng.randint(1, 3), 30, ignore_eos=False)
+            for _ in range(6)
+        ]
+        requests = make_requests(shapes, options.limits)
+        state = bench.state
+        for request in requests:
+            add_request(state, request)
+        while state.unfinished:
+            for _ in range(max(rng.randint(0, 2), len(bench.queue) - options.max_steps_ahead + 1)):
+                if bench.queue:
+                    apply_output(state, bench.worker.forward(bench.queue.popleft()))
+            admit_waiting(state)
+            num_short = num_short_by_hand(bench)
+            if num_short > 0:
+                running, waiting = bench.running(), state.queues.first_waiting(100)
+                places = victims_by_hand([cost_by_hand(bench, sequence) for sequence in running], num_short)
+                num_before = state.totals.preemptions
+                make_room(state)
+                victims = [running[place] for place in reversed(places)]
+                assert state.queues.first_waiting(100) == [*victims, *waiting], "in the order of their admission"
+                assert state.totals.preemptions == num_before + len(victims)
+                assert num_short_by_hand(bench) <= 0
+                assert_each_block_has_one_place(state)
+                num_checked += 1
+            message = next_step(state)
+            if message is not None:
+                bench.send(message)
+        bench.run_until_idle()
+        bench.deltas += state.deltas
+        assert_equals_simulation(bench.deltas, requests)
+        assert len(bench.deltas) == sum(request.num_sequences for request in requests)
+
+    check()
+    assert num_checked > 100
 
 
 @pytest.mark.parametrize("num_turns", range(0, 28, 3))
@@ -113,7 +138,7 @@ def test_whoever_comes_back_finds_its_tokens_in_the_cache(num_turns):
     state = bench.state
     num_kv_tokens = int(state.slots.num_kv_tokens[sequence.slot])
     num_known = 45 + len(sampled_tokens(state, sequence))
-    put_back(state, sequence)
+    preempt(state, sequence)
     assert state.blocks.num_used == 0
     bench.turn()
     start = (min(num_kv_tokens, num_known - 1)) // 4 * 4
