@@ -78,7 +78,7 @@ def _families(state: EngineState, sequences: list[Sequence]) -> list[Family]:
         prompt = sequence.prompt
         num_whole, num_shared = len(prompt) // page_size, (len(prompt) - 1) // page_size
         match = tree.match(prompt.token_bytes, sequence.salt, num_shared)
-        branch = b"%d %d" % (match.node.index, match.num_blocks)
+        branch = b"%d %d " % (match.node.index, match.num_blocks) + sequence.salt
         rest = prompt.token_bytes[match.num_blocks * block_bytes : num_shared * block_bytes]
         more = to_come.match(rest, branch)
         node = to_come.hold(more)
