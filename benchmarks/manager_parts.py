@@ -143,7 +143,7 @@ def measure_simulation(num_sequences: int, num_calls: int, advance: Callable[[],
         name = f"{engine.state.num_running} sequences, " + (
             "no prompt shared" if num_samples == 1 else "16 of a prompt"
         )
-        timings.append(_timing(name, [partial(look_ahead, engine.state)] * num_calls))
+        timings.append(_timing(name, [partial(look_ahead, engine.state, None)] * num_calls))
     return timings
 
 

@@ -18,6 +18,7 @@ MAX_SIMULATION_MS = 10
 MAX_MATCH_MS = 1
 MIN_OCCUPANCY = 0.85
 MAX_PREEMPTED_SHARE = 0.02
+MIN_SHARE_RUNNING = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,10 @@ class Check:
     value: float
     limit: float
     is_met: bool
+
+
+def at_least(name: str, value: float, limit: float) -> Check:
+    return Check(name, value, limit, value >= limit)
 
 
 def at_most(name: str, value: float, limit: float) -> Check:
@@ -49,6 +54,8 @@ def check_costs(costs: Sequence[ProcessCost], shares: Sequence[Shares]) -> list[
     if least < most:
         name = f"CPU per token at {most:,} sequences over that at {least:,}"
         checks.append(at_most(name, us_per_token[most] / us_per_token[least], MAX_GROWTH))
+    least_running = min(cost.mean_running / cost.num_sequences for cost in costs)
+    checks.append(at_least("sequences that ran, of those asked for", least_running, MIN_SHARE_RUNNING))
     bytes_per_row = max([cost.bytes_per_row for cost in costs] + [one.bytes_per_row for one in shares])
     checks.append(at_most("bytes to the worker per decoding sequence and step", bytes_per_row, MAX_BYTES_PER_ROW))
     torch_imported = [cost.torch_imported for cost in costs] + [one.torch_imported for one in shares]
@@ -63,7 +70,7 @@ def check_timings(what: str, timings: Sequence[Timing], limit_ms: float) -> list
 def check_occupancy(result: OccupancyResult) -> list[Check]:
     name = f"running sequences, lengths predicted over known ({result.lengths})"
     return [
-        Check(name, result.ratio, MIN_OCCUPANCY, result.ratio >= MIN_OCCUPANCY),
+        at_least(name, result.ratio, MIN_OCCUPANCY),
         at_most("preempted share of tokens", result.predicted.preempted_share, MAX_PREEMPTED_SHARE),
     ]
 

@@ -183,7 +183,7 @@ SERVER_FLAGS = FlagTable(
         "scheduler": {
             "scheduling_steps_ahead": _count("steps sent to the model before their results are back"),
             "optional_work": Flag(
-                "when the manager does its optional work (admission, stop strings, predictions, statistics): auto puts "
+                "when the manager does its optional work (admission, stop strings, grouping, predictions): auto puts "
                 "it off while the model's queue runs low; always and deferred force one way",
                 choices=("always", "deferred"),
                 none_means="auto",

@@ -120,6 +120,7 @@ def engine_options(
 ) -> EngineOptions:
     """What `config` asks for. eos_ids: the model's. stop_tokens: which may end a stop string; None: all."""
     early_stopping = EarlyStoppingOptions(
+        learns=config.track_early_stopping,
         buffer_size=config.early_stopping_buffer_size,
         num_prediction_buckets=config.early_stopping_num_prediction_buckets,
         initial_wait=config.early_stopping_initial_wait,
@@ -139,7 +140,7 @@ def engine_options(
         stop_tokens=stop_tokens,
         prefill_multiple=None if config.greedy_prefill else config.prefill_round_up_multiple,
         onboard_batch_size=config.precise_onboard_batch_size if config.enable_precise_onboard else None,
-        early_stopping=early_stopping if config.track_early_stopping and config.use_spec_allocation else None,
+        early_stopping=early_stopping if config.use_spec_allocation else None,
         target_utilization=config.spec_allocation_target_kv_cache_utilization,
         optional_work=config.optional_work,
     )

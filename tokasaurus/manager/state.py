@@ -21,8 +21,12 @@ from tokasaurus.text.stop_strings import StopTokens
 
 @dataclass(frozen=True, slots=True)
 class EarlyStoppingOptions:
-    """How completion lengths are predicted; the flags `early_stopping_*` and `spec_allocation_*` of the same names."""
+    """How completion lengths are predicted; the flags `early_stopping_*` and `spec_allocation_*` of the same names.
 
+    learns: from sequences that end; otherwise the prior stays.
+    """
+
+    learns: bool = True
     buffer_size: int = 2048
     num_prediction_buckets: int = 1024
     initial_wait: int = 16
@@ -193,7 +197,7 @@ def make_state(options: EngineOptions) -> EngineState:
         free_slots=list(range(num_slots, 0, -1)),
         sequences=[None] * (num_slots + 1),
         onboard_batch=options.onboard_batch_size or 1,
-        lengths=None if early is None else CompletionLengths(early.buffer_size),
+        lengths=CompletionLengths(early.buffer_size) if early is not None and early.learns else None,
         forecast=forecast,
         last_logprobs=np.zeros(num_slots + 1, np.float32),
     )

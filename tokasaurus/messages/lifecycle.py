@@ -57,7 +57,7 @@ class EngineStats:
     total_prompt_tokens: each prompt once, however many samples it has.
     total_prefix_cache_hit_tokens: prompt tokens not computed because their KV was cached, over all sequences: the later
     samples of a prompt count, so it may exceed total_prompt_tokens.
-    total_preemptions: sequences put back to waiting for want of blocks.
+    total_preemptions: sequences that had to wait again for want of blocks.
     total_preempted_tokens: tokens that lost their KV to preemption and had to be computed again.
     manager_busy_fraction: share of the last completed second in which the manager worked, 0 to 1.
     """

@@ -60,7 +60,7 @@ _COUNTERS: list[tuple[str, str, Callable[[EngineStats], int]]] = [
     ),
     (
         "toka_preemptions",
-        "Sequences put back to waiting since KV blocks had run out.",
+        "Sequences that had to wait again since KV blocks had run out.",
         lambda stats: stats.total_preemptions,
     ),
     (
