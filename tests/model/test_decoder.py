@@ -22,11 +22,16 @@ from tokasaurus.model.weights import load_weights
 FAMILIES = ["llama", "qwen2", "qwen3"]
 
 
-def load(directory: Path, mesh: Mesh | None = None, device: torch.device = CPU) -> tuple[Decoder, ModelInfo]:
+def load(
+    directory: Path, mesh: Mesh | None = None, device: torch.device = CPU, packed: bool = False
+) -> tuple[Decoder, ModelInfo]:
+    """packed: for the kernels, as the server does; otherwise plain torch computes all but attention."""
     model_info = read_model_info(directory)
     model = build_decoder(model_info, mesh or Mesh(), torch.float32)
     model.materialize(device, model_info.context_length)
     load_weights(weight_files(directory), model.weight_pieces(), model.ignores, lambda _: None)
+    if packed:
+        model.pack()
     return model, model_info
 
 
@@ -67,7 +72,7 @@ def assert_equals_oracle(
 ) -> None:
     rng = random.Random(seed)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 15, 16, 17, 33, 90]))] for _ in range(6)]
-    model, model_info = load(directory, device=device)
+    model, model_info = load(directory, device=device, packed=backend == "cpu")
     driver = StepDriver(make_runner(model, model_info, backend, device=device), seed=seed)
     tokens, logprobs = greedy_in_a_mixed_batch(driver, prompts, 20, rng)
     for prompt, got_tokens, got_logprobs in zip(prompts, tokens, logprobs, strict=True):
@@ -83,18 +88,19 @@ def test_chunked_mixed_batches_give_the_tokens_of_transformers(family: str, back
     assert_equals_oracle(tmp_path, oracle, backend, seed=FAMILIES.index(family))
 
 
-def test_tied_embeddings_serve_as_the_lm_head(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_tied_embeddings_serve_as_the_lm_head(backend: str, tmp_path: Path) -> None:
     oracle = save_tiny_model(tmp_path, "llama", tied=True)
-    assert_equals_oracle(tmp_path, oracle, "torch", seed=7)
+    assert_equals_oracle(tmp_path, oracle, backend, seed=7)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_embedding_is_packed_only_where_it_is_the_lm_head_too(
     tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packing keeps a second copy of it, of a gigabyte in a large model."""
+    """One that only embeds is read by rows, which lie apart in packed weights."""
     packed: list[torch.nn.Module] = []
-    monkeypatch.setattr(Linear, "pack", lambda linear, **_: packed.append(linear))
+    monkeypatch.setattr(Linear, "pack", lambda linear, *_, **__: packed.append(linear))
     save_tiny_model(tmp_path, "llama", tied=tied)
     model, _ = load(tmp_path)
     model.pack()
@@ -154,7 +160,7 @@ def test_pipeline_stages_run_one_after_the_other_equal_the_whole(tied: bool, tmp
     num_layers = []
     for pp_rank in range(2):
         mesh = Mesh(pp_rank=pp_rank, pp_size=2)
-        stage, model_info = load(tmp_path, mesh)
+        stage, model_info = load(tmp_path, mesh, packed=True)
         num_layers.append(len(stage.layers))
         hidden = run_whole_prompt(stage, model_info, mesh, hidden, token_ids)
     assert num_layers == [2, 1]
@@ -168,7 +174,7 @@ def run_tensor_shard(rank: int, directory: Path, rendezvous: Path, token_ids: to
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     mesh = Mesh(tp_rank=rank, tp_size=2, tp_group=torch.distributed.group.WORLD)
-    model, model_info = load(directory, mesh)
+    model, model_info = load(directory, mesh, packed=True)
     logits = run_whole_prompt(model, model_info, mesh, None, token_ids)
     if rank == 0:
         torch.save(logits, directory / "logits.pt")

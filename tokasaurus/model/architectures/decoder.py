@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
+from tokasaurus.model.kernels.layer_kernels import LayerKernels
+from tokasaurus.model.kernels.library import load_kernels
 from tokasaurus.model.layers.attention import Attention
 from tokasaurus.model.layers.embedding import VocabShard
 from tokasaurus.model.layers.linear import Linear
@@ -29,7 +31,8 @@ class DecoderOptions:
 
 
 class DecoderLayer(nn.Module):
-    """hidden [T, E] -> [T, E]: attention, then feed-forward, each on the normed input and added to it."""
+    """hidden [T, E] -> [T, E]: attention, then feed-forward, each on the normed input and added to it. May overwrite
+    hidden."""
 
     def __init__(
         self, info: ModelInfo, options: DecoderOptions, mesh: Mesh, layer_index: int, dtype: torch.dtype
@@ -41,9 +44,9 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(info, mesh, dtype)
 
     def forward(self, hidden: Tensor, cos_sin: Tensor, backend: AttentionBackend, layout: PagedLayout) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), cos_sin, backend, layout)
-        fed: Tensor = self.mlp(self.mlp_norm(hidden))
-        return hidden + fed
+        hidden = self.attention(hidden, self.attention_norm, cos_sin, backend, layout)
+        fed: Tensor = self.mlp(hidden, self.mlp_norm)
+        return fed
 
     def weight_pieces(self, prefix: str) -> list[WeightPiece]:
         return [
@@ -81,14 +84,18 @@ class Decoder(nn.Module):
     def materialize(self, device: torch.device, num_positions: int) -> None:
         """Allocate the parameters on `device`, unfilled, and the rotary table for positions up to num_positions."""
         self.to_empty(device=device)
+        self._device = device
         self._rotary = RotaryTable(self._info.rope, self._info.head_dim, num_positions, device)
 
     def pack(self) -> None:
-        """Once the weights are loaded: lay them out for the device's matrix library."""
+        """Once the weights are loaded: lay them out for the device's matrix products, and use the CPU's kernels."""
+        kernels = _layer_kernels() if self._device.type == "cpu" else None
         embedding_multiplies = self._mesh.is_last_stage and self.lm_head is None
         for module in self.modules():
+            if isinstance(module, Attention):
+                module.pack(kernels)
             if isinstance(module, Linear) and (module is not self.embedding or embedding_multiplies):
-                module.pack(keep_weight=module is self.embedding)
+                module.pack(kernels, keep_weight=module is self.embedding)
 
     def forward(
         self,
@@ -99,7 +106,8 @@ class Decoder(nn.Module):
         backend: AttentionBackend,
         layout: PagedLayout,
     ) -> Tensor:
-        """One stage of one forward. The first stage reads token_ids int64 [T], later ones hidden [T, E].
+        """One stage of one forward. The first stage reads token_ids int64 [T], later ones hidden [T, E], which may be
+        overwritten.
 
         positions: int64 [T]. logit_rows: int64 [R], rows of T that pass the LM head.
         -> logits [R, vocab] from the last stage, hidden [T, E] from the others.
@@ -115,7 +123,7 @@ class Decoder(nn.Module):
             return hidden
         head = self.embedding if self.lm_head is None else self.lm_head
         assert head is not None, "the last stage has an LM head"
-        return head.logits(self.final_norm(hidden[logit_rows]))
+        return head.logits(hidden[logit_rows], self.final_norm)
 
     def weight_pieces(self) -> list[WeightPiece]:
         """Every tensor of the whole checkpoint, with a target where this stage holds it."""
@@ -154,3 +162,9 @@ def _held_elsewhere(piece: WeightPiece) -> WeightPiece:
 
 def _pieces_or_elsewhere(shard: VocabShard | None, source: str, shape: tuple[int, ...]) -> list[WeightPiece]:
     return [WeightPiece(source, shape, (), None)] if shard is None else shard.weight_pieces(source)
+
+
+def _layer_kernels() -> LayerKernels | None:
+    """None where they are not built, or where the processor has matrix units, which only the matrix library uses."""
+    kernels = None if torch.cpu._is_amx_tile_supported() else load_kernels()
+    return None if kernels is None else LayerKernels(kernels)

@@ -23,7 +23,7 @@ from tokasaurus.checkpoint.cache import build_once
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = ("vectors.h", "attention.cpp", "merge.cpp", "sampling.cpp")
+_SOURCES = ("vectors.h", "attention.cpp", "merge.cpp", "sampling.cpp", "rounding.h", "products.h", "layers.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-Wno-psabi")
 _BUILD_TIMEOUT_S = 300
 
@@ -113,6 +113,11 @@ class Kernels:
             *(token_places.data_ptr(), num_tokens, keys.data_ptr(), values.data_ptr()),
             *(num_kv_heads, head_dim, page_size),
         )
+
+    @property
+    def library(self) -> ctypes.CDLL:
+        """For modules that bind functions of their own."""
+        return self._library
 
     def draw(self, logits: Tensor, inverse_temperatures: Tensor, keys: Tensor) -> Tensor:
         """logits [R, V], contiguous; inverse_temperatures float32 [R], 0 for greedy; keys uint32 [R, 2]

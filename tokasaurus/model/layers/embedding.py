@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.model.layers.linear import Linear
+from tokasaurus.model.layers.norm import RMSNorm
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.tensor_parallel import gather_last_dim, sum_over_shards
 from tokasaurus.model.weights import WeightPiece
@@ -25,15 +26,18 @@ class VocabShard(Linear):
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> [T, E]."""
         if self._mesh.tp_size == 1:
-            return functional.embedding(token_ids, self.weight)
+            return self._rows(token_ids)
         local = token_ids - self._start
         elsewhere = (local < 0) | (local >= self._length)
-        rows = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        rows = self._rows(local.masked_fill(elsewhere, 0))
         return sum_over_shards(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self._mesh)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, E] -> [R, vocab], in the weights' dtype."""
-        return gather_last_dim(self(hidden), self._mesh)
+    def _rows(self, indices: Tensor) -> Tensor:
+        return functional.embedding(indices, self.weight) if self._packed is None else self._packed.rows(indices)
+
+    def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+        """hidden [R, E] -> [R, vocab], of the normed hidden states, in the weights' dtype."""
+        return gather_last_dim(self(hidden, norm), self._mesh)
 
     def weight_pieces(self, source: str) -> list[WeightPiece]:
         rows = slice(self._start, self._start + self._length)

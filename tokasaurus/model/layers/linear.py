@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tokasaurus.model.kernels.layer_kernels import LayerKernels, PackedWeights, takes
+from tokasaurus.model.layers.norm import RMSNorm
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.tensor_parallel import sum_over_shards
 from tokasaurus.model.weights import WeightPiece
@@ -26,31 +28,45 @@ class OutputShard:
 
 class Linear(nn.Module):
     """x [T, in] -> [T, out] with weight [out, in]. After loading, `pack` puts the weight into the layout that the CPU's
-    matrix library works in; otherwise it would be rearranged in every call."""
+    kernels or matrix library work in; otherwise it would be rearranged in every call, or read at half speed."""
 
     def __init__(self, in_size: int, out_size: int, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_size, in_size, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_size, dtype=dtype), requires_grad=False) if bias else None
-        self._packed: Tensor | None = None
+        self._packed: PackedWeights | None = None
+        self._onednn_packed: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self._packed is None:
+    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """norm: applied to x first."""
+        if self._packed is not None:
+            return self._packed.multiply(x, None if norm is None else (norm.weight, norm.eps))
+        if norm is not None:
+            x = norm(x)
+        if self._onednn_packed is None:
             return functional.linear(x, self.weight, self.bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._onednn_packed, self.bias, "none", [], "")
         return out
 
-    def pack(self, keep_weight: bool = False) -> None:
-        """Only bfloat16 on a CPU gains. keep_weight: the plain weight is read by others and stays."""
-        if self.weight.device.type != "cpu" or self.weight.dtype != torch.bfloat16 or not _onednn_packs():
+    def pack(self, kernels: LayerKernels | None, keep_weight: bool = False) -> None:
+        """kernels: None where they are not built. keep_weight: others read the plain weight, so that it stays where
+        they cannot read the packed one. Without kernels, only bfloat16 on a CPU gains."""
+        if kernels is not None and takes(self.weight):
+            self._packed = self._pack(kernels)
+        elif self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16 and _onednn_packs():
+            self._onednn_packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, _PACK_ROWS)
+            if keep_weight:
+                return
+        else:
             return
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, _PACK_ROWS)
-        if not keep_weight:
-            self.weight.data = self.weight.data.new_empty(0)
+        self.weight.data = self.weight.data.new_empty(0)
+
+    def _pack(self, kernels: LayerKernels) -> PackedWeights:
+        return PackedWeights(kernels, self.weight.data, self.bias)
 
 
 _PACK_ROWS = 64
-"""Rows of x that the layout is chosen for; measured as fast as any other for 1 to 512."""
+"""Rows of x that oneDNN's layout is chosen for; measured as fast as any other for 1 to 512."""
 
 
 def _onednn_packs() -> bool:
@@ -81,8 +97,25 @@ class FusedColumnLinear(Linear):
         return pieces
 
 
+class GatedLinear(FusedColumnLinear):
+    """x [T, in] -> silu(gate(x)) * up(x), [T, length]. Source: arXiv 2002.05202 (SwiGLU)."""
+
+    def __init__(self, in_size: int, gate: OutputShard, up: OutputShard, dtype: torch.dtype) -> None:
+        super().__init__(in_size, (gate, up), bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        product = super().forward(x, norm)
+        if self._packed is not None:
+            return product
+        gate, up = product.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    def _pack(self, kernels: LayerKernels) -> PackedWeights:
+        return PackedWeights(kernels, self.weight.data, None, is_gated=True)
+
+
 class RowLinear(Linear):
-    """x [T, in / tp_size] -> [T, out]: cut by input features, summed over the ranks."""
+    """x [T, in / tp_size] -> [T, out], this rank's share of a sum: cut by input features."""
 
     def __init__(
         self, source: str, in_size: int, shard: tuple[int, int], out_size: int, mesh: Mesh, dtype: torch.dtype
@@ -93,8 +126,11 @@ class RowLinear(Linear):
         self._start = shard[0]
         self._mesh = mesh
 
-    def forward(self, x: Tensor) -> Tensor:
-        return sum_over_shards(super().forward(x), self._mesh)
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual [T, out] + the product of x [T, in / tp_size]. May overwrite `residual`."""
+        if self._packed is not None and self._mesh.tp_size == 1:
+            return self._packed.multiply(x, add_to=residual)
+        return residual + sum_over_shards(self(x), self._mesh)
 
     def weight_pieces(self, prefix: str) -> list[WeightPiece]:
         out_size, length = self.weight.shape

@@ -2,29 +2,27 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from tokasaurus.checkpoint import ModelInfo
-from tokasaurus.model.layers.linear import FusedColumnLinear, OutputShard, RowLinear
+from tokasaurus.model.layers.linear import GatedLinear, OutputShard, RowLinear
+from tokasaurus.model.layers.norm import RMSNorm
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.weights import WeightPiece
 
 
 class GatedMLP(nn.Module):
-    """x [T, E] -> [T, E]: down(silu(gate(x)) * up(x)). Source: arXiv 2002.05202 (SwiGLU)."""
+    """hidden [T, E] -> hidden + down(silu(gate(x)) * up(x)), with x = norm(hidden). May overwrite hidden."""
 
     def __init__(self, info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
         size = info.intermediate_size
         start, length = mesh.shard(size, "intermediate_size")
-        outputs = [OutputShard(name, size, start, length) for name in ("gate_proj", "up_proj")]
-        self.gate_up = FusedColumnLinear(info.hidden_size, outputs, bias=False, dtype=dtype)
+        gate, up = (OutputShard(name, size, start, length) for name in ("gate_proj", "up_proj"))
+        self.gate_up = GatedLinear(info.hidden_size, gate, up, dtype)
         self.down = RowLinear("down_proj", size, (start, length), info.hidden_size, mesh, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        down: Tensor = self.down(functional.silu(gate) * up)
-        return down
+    def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+        return self.down.add_to(hidden, self.gate_up(hidden, norm))
 
     def weight_pieces(self, prefix: str) -> list[WeightPiece]:
         return self.gate_up.weight_pieces(prefix) + self.down.weight_pieces(prefix)

@@ -12,7 +12,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
         self._size = size
-        self._eps = eps
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, (self._size,), self.weight, self._eps)
+        return functional.rms_norm(x, (self._size,), self.weight, self.eps)
