@@ -8,7 +8,7 @@ import numpy as np
 
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.config import ServerConfig
-from tokasaurus.manager.state import EarlyStoppingOptions, EngineOptions, EngineState, make_state
+from tokasaurus.manager.state import EarlyStoppingOptions, EngineOptions, HydragenOptions, EngineState, make_state
 from tokasaurus.manager.turn import Turns
 from tokasaurus.messages.channel import Channel, wait
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
@@ -128,6 +128,10 @@ def engine_options(
         init_std=config.early_stopping_init_std,
         std_buffer_scale=config.spec_allocation_std_buffer_scale,
     )
+    hydragen = HydragenOptions(
+        min_group_size=config.hydragen_min_group_size,
+        min_blocks=-(-config.hydragen_min_prefix_len // limits.page_size),
+    )
     return EngineOptions(
         limits=limits,
         max_tokens_per_forward=config.max_tokens_per_forward,
@@ -142,6 +146,7 @@ def engine_options(
         onboard_batch_size=config.precise_onboard_batch_size if config.enable_precise_onboard else None,
         early_stopping=early_stopping if config.use_spec_allocation else None,
         target_utilization=config.spec_allocation_target_kv_cache_utilization,
+        hydragen=None if config.use_hydragen is False else hydragen,
         optional_work=config.optional_work,
     )
 

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.messages.forward import ForwardInput
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups
 from tokasaurus.model.attention.backend import PagedLayout, PagedPart
 from tokasaurus.model.sampling import SamplingRows
 from tokasaurus.model.sampling_noise import position_keys
@@ -85,14 +85,14 @@ def build_batch(step: ForwardInput, slots: SlotTable, page_size: int, device: to
     )
     logit_rows = starts[1:][samples].astype(np.int64) - 1
     logit_padding = np.zeros(padded_count(len(logit_rows)) - len(logit_rows), np.int64)
-    parts = _parts(step, slots, starts, kv_lengths, page_size)
+    parts, prefix = _parts(step, slots, starts, kv_lengths, page_size)
     return DeviceBatch(
         token_ids=token_ids,
         positions=to_device(np.concatenate((token_positions, padding))),
         logit_rows=to_device(np.concatenate((logit_rows, logit_padding))),
         num_sampled=len(logit_rows),
         sampled_slots=to_device(sampled_slots.astype(np.int64)),
-        layout=PagedLayout(to_device(np.concatenate((token_places, padding))), parts),
+        layout=PagedLayout(to_device(np.concatenate((token_places, padding))), parts, prefix),
         sampling=sampling,
         want_logprobs=want_logprobs,
     )
@@ -104,24 +104,61 @@ def _parts(
     starts: NDArray[np.int32],
     kv_lengths: NDArray[np.int32],
     page_size: int,
-) -> tuple[PagedPart, ...]:
-    """The decode rows, then the prefill rows, each left out if there are none."""
+) -> tuple[tuple[PagedPart, ...], PagedPart | None]:
+    """What rows attend to by themselves: decode rows in groups, behind their prefix; the other decode rows; the prefill
+    rows; each left out if there are none. And the prefixes of the groups."""
+    num_grouped, prefix = 0, None
+    skipped = np.zeros(len(step.slots), np.int32)  # blocks of each row that its group attends to for it
+    if step.groups is not None:
+        num_grouped = int(step.groups.sizes.sum())
+        skipped[:num_grouped] = np.repeat(step.groups.num_blocks, step.groups.sizes)
+        prefix = _prefix_part(step.slots, step.groups, slots.block_tables, page_size)
     parts = []
-    for begin, end in ((0, step.num_decode), (step.num_decode, len(step.slots))):
+    for begin, end in ((0, num_grouped), (num_grouped, step.num_decode), (step.num_decode, len(step.slots))):
         if begin == end:
             continue
-        longest = int(kv_lengths[begin:end].max())
-        tables = slots.block_tables[step.slots[begin:end], : -(-longest // page_size)]
+        is_partial = end == num_grouped
+        own_lengths = kv_lengths[begin:end] - skipped[begin:end] * np.int32(page_size)
+        longest = int(own_lengths.max())
+        num_columns = -(-longest // page_size)
+        if is_partial:
+            columns = skipped[begin:end, None] + np.arange(num_columns)
+            np.minimum(columns, slots.block_tables.shape[1] - 1, out=columns)
+            tables = slots.block_tables[step.slots[begin:end, None], columns]
+        else:
+            tables = slots.block_tables[step.slots[begin:end], :num_columns]
         parts.append(
             PagedPart(
                 first_row=int(starts[begin]),
                 num_rows=int(starts[end] - starts[begin]),
                 query_starts=torch.from_numpy(starts[begin : end + 1] - starts[begin]),
                 block_table=torch.from_numpy(tables),
-                kv_lengths=torch.from_numpy(kv_lengths[begin:end]),
+                kv_lengths=torch.from_numpy(own_lengths),
                 causal=True,
                 max_query_rows=int(step.num_tokens[begin:end].max()),
                 max_kv_length=longest,
+                is_partial=is_partial,
             )
         )
-    return tuple(parts)
+    return tuple(parts), prefix
+
+
+def _prefix_part(
+    row_slots: NDArray[np.int32], groups: PrefixGroups, block_tables: NDArray[np.int32], page_size: int
+) -> PagedPart:
+    """A segment for each group, with the blocks with which the table of its first row begins."""
+    query_starts = np.zeros(len(groups.sizes) + 1, np.int32)
+    np.cumsum(groups.sizes, out=query_starts[1:])
+    lengths = groups.num_blocks * np.int32(page_size)
+    tables = block_tables[row_slots[query_starts[:-1]], : int(groups.num_blocks.max())]
+    return PagedPart(
+        first_row=0,
+        num_rows=int(query_starts[-1]),
+        query_starts=torch.from_numpy(query_starts),
+        block_table=torch.from_numpy(tables),
+        kv_lengths=torch.from_numpy(lengths),
+        causal=False,
+        max_query_rows=int(groups.sizes.max()),
+        max_kv_length=int(lengths.max()),
+        is_partial=True,
+    )

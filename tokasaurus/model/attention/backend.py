@@ -64,10 +64,13 @@ class PagedLayout:
 
     token_places: int64 [T], the place of each token's key and value: block id * page_size + offset in the block.
     parts: cover the first rows of T in order; those behind them are padding.
+    prefix: of the rows of parts[0], a segment for each group of rows that share a prefix; parts[0] is then what each
+    row attends to behind it, and both are partial. None where no rows do.
     """
 
     token_places: Tensor
     parts: tuple[PagedPart, ...]
+    prefix: PagedPart | None = None
 
 
 class AttentionBackend(Protocol):

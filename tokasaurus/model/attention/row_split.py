@@ -3,19 +3,22 @@
 import torch
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
+from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout, PagedPart
 
 # T tokens in this forward, H query heads, D head size
 
 
 def attend_rows(backend: AttentionBackend, query: Tensor, layer_index: int, layout: PagedLayout) -> Tensor:
     """query [T, H, D] -> [T, H, D], each row by the part of the layout that it lies in; 0 for padding."""
-    outputs = []
-    for part in layout.parts:
-        rows = query[part.first_row : part.first_row + part.num_rows]
-        output, _ = backend.attend(rows, layer_index, part)
-        outputs.append(output)
+
+    def attend(part: PagedPart) -> tuple[Tensor, Tensor]:
+        return backend.attend(query[part.first_row : part.first_row + part.num_rows], layer_index, part)
+
+    outputs = [attend(part) for part in layout.parts]
+    results = [output for output, _ in outputs]
+    if layout.prefix is not None:
+        results[0] = backend.merge(attend(layout.prefix), outputs[0], query.dtype)
     num_padding = query.shape[0] - sum(part.num_rows for part in layout.parts)
     if num_padding:
-        outputs.append(query.new_zeros((num_padding, *query.shape[1:])))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        results.append(query.new_zeros((num_padding, *query.shape[1:])))
+    return results[0] if len(results) == 1 else torch.cat(results)
