@@ -20,7 +20,7 @@ from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest, SequenceDelta
 from tokasaurus.messages.lifecycle import EngineLimits
 
-NEVER_LEARNS = EarlyStoppingOptions(init_mean=0.01, initial_wait=10**6)
+NEVER_LEARNS = EarlyStoppingOptions(learns=False, init_mean=0.01)
 """A sequence is expected to end with its first tokens, and to use all it may once it has not."""
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,6 +114,30 @@ def test_nothing_is_put_back_where_lengths_are_known(shapes, options, seed, fore
         assert bench.state.blocks.num_used <= most
     assert bench.state.totals.preemptions == 0
     bench.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_tokens", "cached", "shapes"),
+    [
+        (21, 6, [(0, 30, 0), (1, 24, 0)], [(3, 18, 1, 2, 30), (0, 6, 3, 1, 6)]),
+        (22, 7, [(0, 30, 0), (1, 30, 0)], [(2, 6, 3, 1, 15), (3, 24, 1, 2, 30), (1, 6, 1, 1, 6)]),
+        (25, 13, [(0, 18, 0), (1, 30, 0)], [(3, 30, 3, 1, 15), (2, 30, 3, 1, 30), (1, 30, 1, 2, 6)]),
+    ],
+)
+def test_whose_cached_prompt_is_evicted_by_one_admitted_before_it_is_simulated_again(
+    num_blocks, max_tokens, cached, shapes
+):
+    """It starts later than it would have, which these cases bear only if it is admitted later, too."""
+    options = make_options(num_blocks, 3, max_tokens_per_forward=max_tokens, max_seqs_per_forward=12, max_steps_ahead=1)
+    bench = make_bench(options)
+    before = [Shape(*prompt, num_sequences=1, max_new_tokens=1) for prompt in cached]
+    requests = make_requests([*before, *(Shape(*shape) for shape in shapes)], options.limits)
+    for request in requests[: len(before)]:
+        bench.turn([request])
+        bench.run_until_idle(1)
+    bench.turn(requests[len(before) :])
+    bench.run_until_idle(1)
+    assert bench.state.totals.preemptions == 0
 
 
 @settings(max_examples=170)
