@@ -177,7 +177,6 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
         (".finalize", ".finalize: not understood, flags are written name=value"),
         ("tp_size=2", "tp_size=2: not built yet, it must be 1 or left out"),
         ("use_cudagraphs=false", "use_cudagraphs=F: not built yet, it must be T or left out"),
-        ("use_hydragen=F", "use_hydragen=F: not built yet, it must be None or left out"),
         ("rope_scaling={'factor':8}", "rope_scaling={'factor': 8}: not built yet, it must be None or left out"),
     ],
 )

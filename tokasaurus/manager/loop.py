@@ -8,7 +8,7 @@ import numpy as np
 
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.config import ServerConfig
-from tokasaurus.manager.state import EarlyStoppingOptions, EngineOptions, HydragenOptions, EngineState, make_state
+from tokasaurus.manager.state import EarlyStoppingOptions, EngineOptions, EngineState, HydragenOptions, make_state
 from tokasaurus.manager.turn import Turns
 from tokasaurus.messages.channel import Channel, wait
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
