@@ -140,7 +140,7 @@ def test_whose_cached_prompt_is_evicted_by_one_admitted_before_it_is_simulated_a
     assert bench.state.totals.preemptions == 0
 
 
-@settings(max_examples=170)
+@settings(max_examples=120)
 @given(
     shapes=shapes_strategy,
     options=options_strategy,
