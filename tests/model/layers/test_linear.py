@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from tokasaurus.model.kernels.layer_kernels import LayerKernels
 from tokasaurus.model.kernels.library import load_kernels
-from tokasaurus.model.layers.linear import GatedLinear, Linear, OutputShard, RowLinear
+from tokasaurus.model.layers.linear import GatedLinear, Linear, OutputShard
 from tokasaurus.model.layers.norm import RMSNorm
-from tokasaurus.model.parallel.mesh import Mesh
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Of the largest magnitude in the result, or of 1: the rounding of one bfloat16, and of a sum in float32.
@@ -157,16 +156,3 @@ def test_silu_of_the_largest_gates_is_finite_and_right() -> None:
     linear.pack(layer_kernels())
     expected = torch.nn.functional.silu(gates.double())
     torch.testing.assert_close(linear(torch.tensor([[1.0, 1.0]]))[0].double(), expected, atol=1e-34, rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("out_size", [64, 72])
-def test_a_row_product_is_added_to_the_residual(out_size: int, packed: bool, dtype: torch.dtype) -> None:
-    linear = RowLinear("down", 48, (0, 48), out_size, Mesh(), dtype)
-    fill(linear)
-    x, residual = random_rows(17, 48, dtype), random_rows(17, out_size, dtype)
-    expected = residual.double() + (x.double() @ linear.weight.double().T).to(dtype).double()
-    if packed:
-        linear.pack(layer_kernels())
-    assert_close(linear.add_to(residual, x), expected)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
-from tokasaurus.model.kernels.layer_kernels import LayerKernels
+from tokasaurus.model.kernels.layer_kernels import LayerKernels, PackedLayer
 from tokasaurus.model.kernels.library import load_kernels
 from tokasaurus.model.layers.attention import Attention
 from tokasaurus.model.layers.embedding import VocabShard
@@ -38,15 +38,43 @@ class DecoderLayer(nn.Module):
         self, info: ModelInfo, options: DecoderOptions, mesh: Mesh, layer_index: int, dtype: torch.dtype
     ) -> None:
         super().__init__()
+        self._info = info
+        self._mesh = mesh
+        self._packed: PackedLayer | None = None
         self.attention_norm = RMSNorm(info.hidden_size, info.norm_eps, dtype)
         self.attention = Attention(info, mesh, layer_index, options.qkv_bias, options.qk_norm, dtype)
         self.mlp_norm = RMSNorm(info.hidden_size, info.norm_eps, dtype)
         self.mlp = GatedMLP(info, mesh, dtype)
 
     def forward(self, hidden: Tensor, cos_sin: Tensor, backend: AttentionBackend, layout: PagedLayout) -> Tensor:
-        hidden = self.attention(hidden, self.attention_norm, cos_sin, backend, layout)
+        if self._packed is not None:
+            query, key, value = self._packed.before_attention(hidden, cos_sin)
+            attended = self.attention.attend(query, key, value, backend, layout)
+            self._packed.after_attention(attended, hidden)
+            return hidden
+        hidden = hidden + self.attention(hidden, self.attention_norm, cos_sin, backend, layout)
         fed: Tensor = self.mlp(hidden, self.mlp_norm)
-        return fed
+        return hidden + fed
+
+    def pack(self, kernels: LayerKernels) -> None:
+        """Compute by the kernels, once the products are packed. The ranks of tensor parallelism sum between products,
+        which the kernels do not."""
+        attention, mlp = self.attention, self.mlp
+        qkv, out, gate_up, down = (linear.packed for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down))
+        if self._mesh.tp_size > 1 or qkv is None or out is None or gate_up is None or down is None:
+            return
+        qk_norms = None
+        if attention.query_norm is not None and attention.key_norm is not None:
+            qk_norms = (attention.query_norm.weight, attention.key_norm.weight)
+        self._packed = PackedLayer(
+            kernels,
+            *(qkv, out, gate_up, down),
+            self.attention_norm.weight,
+            self.mlp_norm.weight,
+            qk_norms,
+            self._info.norm_eps,
+            (attention.num_heads, attention.num_kv_heads, self._info.head_dim),
+        )
 
     def weight_pieces(self, prefix: str) -> list[WeightPiece]:
         return [
@@ -92,10 +120,12 @@ class Decoder(nn.Module):
         kernels = _layer_kernels() if self._device.type == "cpu" else None
         embedding_multiplies = self._mesh.is_last_stage and self.lm_head is None
         for module in self.modules():
-            if isinstance(module, Attention):
-                module.pack(kernels)
             if isinstance(module, Linear) and (module is not self.embedding or embedding_multiplies):
                 module.pack(kernels, keep_weight=module is self.embedding)
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            if kernels is not None:
+                layer.pack(kernels)
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""Calls of kernels/layers.cpp with torch tensors: products by packed weights, rotary embedding, token embedding."""
+"""Calls of kernels/layers.cpp with torch tensors: weights and layers packed for it, and what they compute."""
 
 import ctypes
 
@@ -11,48 +11,43 @@ from tokasaurus.model.kernels.library import KERNEL_DTYPES, Kernels
 # T tokens, E input size, O output size, H query heads, K key/value heads, D head size
 
 _PANEL = 32
-"""Outputs of a panel: kPanel of products.h."""
+"""Outputs of a panel: kPanel of tiles.h."""
 
 
 class _PackedWeights(ctypes.Structure):
-    """PackedWeights of layers.cpp."""
+    """PackedWeights of products.h."""
 
     _fields_ = (
-        ("is_bfloat16", ctypes.c_int64),
-        ("in_size", ctypes.c_int64),
-        ("out_size", ctypes.c_int64),
-        ("is_gated", ctypes.c_int64),
-        ("panels", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("is_bfloat16", "in_size", "out_size", "is_gated")),
+        *((name, ctypes.c_void_p) for name in ("panels", "bias")),
+    )
+
+
+class _PackedLayer(ctypes.Structure):
+    """PackedLayer of layers.cpp."""
+
+    _fields_ = (
+        *((name, _PackedWeights) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, ctypes.c_int64) for name in ("num_query_heads", "num_kv_heads", "head_dim")),
+        ("eps", ctypes.c_double),
     )
 
 
 class LayerKernels:
-    """The functions of layers.cpp, bound. Tensors are on the CPU; shapes are the caller's to get right."""
+    """The functions of layers.cpp, bound."""
 
     def __init__(self, kernels: Kernels) -> None:
-        pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+        pointer, integer = ctypes.c_void_p, ctypes.c_int64
         library = kernels.library
         self.multiply = library.toka_multiply
-        self.multiply.argtypes = [pointer, pointer, integer, integer, pointer, number, pointer, pointer]
+        self.multiply.argtypes = [pointer, pointer, integer, integer, pointer, ctypes.c_double, pointer]
         self.embed = library.toka_embed
         self.embed.argtypes = [pointer, pointer, integer, pointer]
-        self._rotate = library.toka_rotate
-        self._rotate.argtypes = [integer, pointer, *(integer,) * 5, pointer, pointer, pointer, number]
-
-    def rotate(
-        self, heads: Tensor, num_query_heads: int, cos_sin: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float
-    ) -> None:
-        """heads [T, H + K, D], in place, rows may be apart; cos_sin float32 [T, 1, D], from RotaryTable.
-
-        norms: weights [D] of RMS norms over the queries and over the keys, applied before."""
-        num_rows, num_heads, head_dim = heads.shape
-        assert heads.stride()[1:] == (head_dim, 1), "a row's heads lie together"
-        query_norm, key_norm = (0, 0) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
-        self._rotate(
-            *(heads.dtype == torch.bfloat16, heads.data_ptr(), heads.stride(0), num_rows, num_heads, num_query_heads),
-            *(head_dim, cos_sin.data_ptr(), query_norm, key_norm, eps),
-        )
+        self.before_attention = library.toka_before_attention
+        self.before_attention.argtypes = [pointer, pointer, integer, pointer, pointer]
+        self.after_attention = library.toka_after_attention
+        self.after_attention.argtypes = [pointer, pointer, integer, pointer]
 
 
 class PackedWeights:
@@ -69,41 +64,79 @@ class PackedWeights:
         self._out_size = weight.shape[0] // 2 if is_gated else weight.shape[0]
         pair = 2 if weight.dtype == torch.bfloat16 else 1
         ordered = _in_panels(weight, is_gated)  # [panels, 32, E]
-        panels = ordered.view(len(ordered), _PANEL, -1, pair).transpose(1, 2)
-        self._panels = panels.contiguous()
+        self._panels = ordered.view(len(ordered), _PANEL, -1, pair).transpose(1, 2).contiguous()
         self._bias = None if bias is None else _in_panels(bias.unsqueeze(1), is_gated).contiguous()
-        self._struct = _PackedWeights(
+        self.struct = _PackedWeights(
             weight.dtype == torch.bfloat16,
             self._in_size,
             self._out_size,
             is_gated,
             self._panels.data_ptr(),
-            0 if self._bias is None else self._bias.data_ptr(),
+            _pointer(self._bias),
         )
-        self._address = ctypes.addressof(self._struct)
 
-    def multiply(self, x: Tensor, norm: tuple[Tensor, float] | None = None, add_to: Tensor | None = None) -> Tensor:
-        """x [T, E], rows may be apart -> [T, O].
-
-        norm: weight [E] and epsilon of an RMS norm that x passes first. add_to: [T, O], contiguous; the product is
-        added to it in place, and it is returned.
-        """
+    def multiply(self, x: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
+        """x [T, E], rows may be apart -> [T, O]. norm: weight [E] and epsilon of an RMS norm that x passes first."""
         assert x.stride(1) == 1
-        num_rows = x.shape[0]
-        out = torch.empty((num_rows, self._out_size), dtype=self._dtype) if add_to is None else add_to
-        norm_weight, eps = (0, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
-        place = out.data_ptr()
+        out = torch.empty((x.shape[0], self._out_size), dtype=self._dtype)
+        norm_weight, eps = (None, 0.0) if norm is None else norm
         self._kernels.multiply(
-            *(self._address, x.data_ptr(), x.stride(0), num_rows, norm_weight, eps),
-            *(0 if add_to is None else place, place),
+            *(ctypes.byref(self.struct), x.data_ptr(), x.stride(0), x.shape[0]),
+            *(_pointer(norm_weight), eps, out.data_ptr()),
         )
         return out
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows of the weight: indices int64 [T] -> [T, E]. Not for gated weights."""
         out = torch.empty((len(indices), self._in_size), dtype=self._dtype)
-        self._kernels.embed(self._address, indices.data_ptr(), len(indices), out.data_ptr())
+        self._kernels.embed(ctypes.byref(self.struct), indices.data_ptr(), len(indices), out.data_ptr())
         return out
+
+
+class PackedLayer:
+    """A decoder layer but for its attention, in two calls.
+
+    attention_norm, mlp_norm: weights [E]. qk_norms: weights [D] of the norms over queries and over keys, if the model
+    has them. heads: (H, K, D).
+    """
+
+    def __init__(
+        self,
+        kernels: LayerKernels,
+        qkv: PackedWeights,
+        out: PackedWeights,
+        gate_up: PackedWeights,
+        down: PackedWeights,
+        attention_norm: Tensor,
+        mlp_norm: Tensor,
+        qk_norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        heads: tuple[int, int, int],
+    ) -> None:
+        self._kernels = kernels
+        self._counts = (heads[0], heads[1], heads[1])
+        self._head_dim = heads[2]
+        query_norm, key_norm = (None, None) if qk_norms is None else qk_norms
+        self._owners = (qkv, out, gate_up, down, attention_norm, mlp_norm, query_norm, key_norm)
+        norms = (attention_norm, mlp_norm, query_norm, key_norm)
+        self._struct = _PackedLayer(
+            *(weights.struct for weights in (qkv, out, gate_up, down)), *map(_pointer, norms), *heads, eps
+        )
+        self._address = ctypes.addressof(self._struct)
+
+    def before_attention(self, hidden: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [T, E], contiguous; cos_sin float32 [T, 1, D], from RotaryTable -> query [T, H, D], key and value
+        [T, K, D] of the normed hidden states, rotated."""
+        num_rows = hidden.shape[0]
+        heads = torch.empty((num_rows, sum(self._counts), self._head_dim), dtype=hidden.dtype)
+        self._kernels.before_attention(self._address, hidden.data_ptr(), num_rows, cos_sin.data_ptr(), heads.data_ptr())
+        query, key, value = heads.split_with_sizes(self._counts, dim=1)
+        return query, key, value
+
+    def after_attention(self, attended: Tensor, hidden: Tensor) -> None:
+        """attended [T, H, D]: adds its projection to hidden [T, E], contiguous and in place, then the feed-forward."""
+        attended = attended.contiguous()
+        self._kernels.after_attention(self._address, attended.data_ptr(), attended.shape[0], hidden.data_ptr())
 
 
 def takes(weight: Tensor) -> bool:
@@ -118,3 +151,7 @@ def _in_panels(weight: Tensor, is_gated: bool) -> Tensor:
     width = _PANEL // len(halves)
     padded = functional.pad(halves, (0, 0, 0, -halves.shape[1] % width))
     return padded.view(len(halves), -1, width, weight.shape[1]).transpose(0, 1).reshape(-1, _PANEL, weight.shape[1])
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,167 +1,27 @@
-// What a decoder layer computes besides attention: products by packed weights (products.h) with the norm before and the
-// bias, gate or sum behind them, rotary embedding, and token embedding out of packed weights.
-
-#include <omp.h>
-
-#include <algorithm>
-#include <vector>
+// What a decoder layer computes before and behind its attention; token embedding, and single products.
 
 #include "products.h"
-#include "rounding.h"
 
-extern "C" {
-
-// Weights as layer_kernels.PackedWeights holds them. panels: see products.h; padded by outputs of zeros to whole panels.
-// is_gated: a panel holds the gates of 16 outputs, then their ups, and out_size counts the outputs.
-// bias: [panels * 32] in the order of the panels, or null.
-struct PackedWeights {
-  int64_t is_bfloat16, in_size, out_size, is_gated;
-  const void* panels;
-  const void* bias;
+// One layer as layer_kernels.PackedLayer holds it. Norms' weights are of the weights' type; the query and key norms,
+// [head_dim], are null where the model has none.
+struct PackedLayer {
+  PackedWeights qkv, out, gate_up, down;
+  const void *attention_norm, *mlp_norm, *query_norm, *key_norm;
+  int64_t num_query_heads, num_kv_heads, head_dim;
+  double eps;
 };
-}
 
 namespace {
 
-// A panel streams through for one tile of rows: far enough ahead that memory answers in time.
-constexpr int64_t kStreamAheadBytes = 8192;
-
-// Rows of x that pass while a panel is kept: as many as stay in the last-level cache until the next panel.
-constexpr int64_t kBlockBytes = 4 << 20;
-
-// Up to this many rows, each thread norms them all for itself, which is faster than waiting for the other threads.
-constexpr int64_t kOwnNormRows = 4;
-
 template <typename Element>
-struct Product {
-  const PackedWeights& weights;
-  const Element* x;  // [num_rows, in_size], rows x_stride elements apart
-  int64_t x_stride, num_rows;
-  const Element* residual;  // [num_rows, out_size], or null
-  Element* out;             // [num_rows, out_size]; may be the residual
-};
-
-// gate * sigmoid(gate) * up, each step rounded as it would be if it were stored.
-template <typename Element>
-inline f32x16 gated(f32x16 gate, f32x16 up) {
-  gate = rounded<Element>(gate);
-  const f32x16 small = exp_nonpositive(gate > 0.0f ? -gate : gate);  // e^-|gate|
-  const f32x16 sigmoid = (gate > 0.0f ? splat(1.0f) : small) / (1.0f + small);
-  return rounded<Element>(gate * sigmoid) * rounded<Element>(up);
+void multiply(const PackedWeights& weights, const Element* x, int64_t x_stride, int64_t num_rows,
+              const void* norm_weight, double eps, const Element* residual, Element* out) {
+  multiply(Product<Element>{weights, x, x_stride, num_rows, residual, out}, (const Element*)norm_weight, float(eps));
 }
 
+// cos_sin: [head_dim], cosines before sines.
 template <typename Element>
-inline f32x16 load_some(const Element* from, int64_t count) {
-  if (count >= 16) return load16(from);
-  f32x16 x = {};
-  for (int64_t lane = 0; lane < count; ++lane) x[lane] = to_float(from[lane]);
-  return x;
-}
-
-template <typename Element>
-inline void store_some(Element* to, f32x16 x, int64_t count) {
-  if (count >= 16) return store_rounded(to, x);
-  for (int64_t lane = 0; lane < count; ++lane) from_float(to + lane, x[lane]);
-}
-
-// One row's sums of one panel to its place in `out`.
-template <typename Element>
-inline void finish(const Product<Element>& product, int64_t row, int64_t panel, const f32x16* sums) {
-  const PackedWeights& weights = product.weights;
-  f32x16 total[2] = {sums[0], sums[1]};
-  if (weights.bias != nullptr)
-    for (int half = 0; half < 2; ++half)
-      total[half] += load16((const Element*)weights.bias + panel * kPanel + 16 * half);
-  const int64_t width = weights.is_gated ? 16 : 32;
-  const int64_t place = row * weights.out_size + panel * width;
-  const int64_t count = std::min(width, weights.out_size - panel * width);
-  if (weights.is_gated) return store_some(product.out + place, gated<Element>(total[0], total[1]), count);
-  for (int64_t first = 0; first < count; first += 16) {
-    f32x16 value = total[first / 16];
-    if (product.residual != nullptr)
-      value = rounded<Element>(value) + load_some(product.residual + place + first, count - first);
-    store_some(product.out + place + first, value, count - first);
-  }
-}
-
-template <typename Element>
-void multiply_panel(const Product<Element>& product, int64_t panel, int64_t first_row, int64_t end_row) {
-  const int64_t in_size = product.weights.in_size;
-  const Element* weights = (const Element*)product.weights.panels + panel * in_size * kPanel;
-  const int64_t num_rows = end_row - first_row;
-  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
-  f32x16 sums[kTileRows][2];
-  for (int64_t tile = 0; tile < num_tiles; ++tile) {
-    // With many tiles, the first one asks for the whole next panel, and the others have time to wait for it.
-    const int64_t ahead = num_tiles == 1 ? kStreamAheadBytes : tile == 0 ? in_size * kPanel * sizeof(Element) : 0;
-    const int64_t begin = first_row + num_rows * tile / num_tiles;
-    const int64_t end = first_row + num_rows * (tile + 1) / num_tiles;
-    multiply_rows(int(end - begin), product.x + begin * product.x_stride, product.x_stride, weights, in_size, ahead,
-                  sums);
-    for (int64_t row = begin; row < end; ++row) finish(product, row, panel, sums[row - begin]);
-  }
-}
-
-template <typename Element>
-Element* scratch(std::vector<Element>& memory, int64_t size) {
-  if (int64_t(memory.size()) < size) memory.resize(size);
-  return memory.data();
-}
-
-template <typename Element>
-void multiply(const Product<Element>& product, const Element* norm_weight, float eps) {
-  const PackedWeights& weights = product.weights;
-  const int64_t in_size = weights.in_size, num_rows = product.num_rows;
-  const int64_t width = weights.is_gated ? 16 : 32;
-  const int64_t num_panels = (weights.out_size + width - 1) / width;
-  const int64_t num_threads = omp_get_max_threads();
-  // Smaller blocks where there would be too few items for all threads to end at the same time.
-  const int64_t wanted_blocks = (4 * num_threads + num_panels - 1) / num_panels;
-  const int64_t cached_rows = kBlockBytes / int64_t(in_size * sizeof(Element));
-  const int64_t block_rows =
-      std::max<int64_t>(kTileRows, std::min(cached_rows, (num_rows + wanted_blocks - 1) / wanted_blocks));
-  const int64_t num_items = (num_rows + block_rows - 1) / block_rows * num_panels;
-  const int64_t chunk = std::max<int64_t>(1, num_items / (16 * num_threads));
-
-  static thread_local std::vector<Element> memory;
-  const bool is_shared = num_rows > kOwnNormRows;
-  Element* shared = norm_weight != nullptr && is_shared ? scratch(memory, num_rows * in_size) : nullptr;
-#pragma omp parallel
-  {
-    Product<Element> mine = product;
-    if (norm_weight != nullptr) {
-      Element* normed = is_shared ? shared : scratch(memory, num_rows * in_size);
-      if (is_shared) {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < num_rows; ++row)
-          rms_norm(product.x + row * product.x_stride, norm_weight, eps, in_size, normed + row * in_size);
-      } else {
-        for (int64_t row = 0; row < num_rows; ++row)
-          rms_norm(product.x + row * product.x_stride, norm_weight, eps, in_size, normed + row * in_size);
-      }
-      mine.x = normed;
-      mine.x_stride = in_size;
-    }
-#pragma omp for schedule(dynamic, chunk) nowait
-    for (int64_t item = 0; item < num_items; ++item) {
-      const int64_t first = item / num_panels * block_rows;
-      multiply_panel(mine, item % num_panels, first, std::min(first + block_rows, num_rows));
-    }
-  }
-}
-
-template <typename Element>
-struct Heads {
-  Element* heads;  // [num_rows, num_heads, head_dim], rows row_stride elements apart
-  int64_t row_stride, num_rows, num_heads, num_query_heads, head_dim;
-  const float* cos_sin;       // [num_rows, head_dim]
-  const Element* query_norm;  // [head_dim], or null for no norms
-  const Element* key_norm;
-  float eps;
-};
-
-template <typename Element>
-void rotate_head(Element* head, int64_t head_dim, const float* cos_sin) {
+void rotate(Element* head, int64_t head_dim, const float* cos_sin) {
   const int64_t half = head_dim / 2;
   int64_t i = 0;
   for (; i + 16 <= half; i += 16) {
@@ -177,23 +37,38 @@ void rotate_head(Element* head, int64_t head_dim, const float* cos_sin) {
   }
 }
 
+// heads [num_rows, query, key and value heads, head_dim]; cos_sin [num_rows, head_dim].
 template <typename Element>
-void rotate(const Heads<Element>& all) {
+void before_attention(const PackedLayer& layer, const Element* hidden, int64_t num_rows, const float* cos_sin,
+                      Element* heads) {
   constexpr int64_t kWorthThreads = 16384;  // elements
-#pragma omp parallel for schedule(static) if (all.num_rows * all.num_heads * all.head_dim > kWorthThreads)
-  for (int64_t row = 0; row < all.num_rows; ++row) {
-    for (int64_t index = 0; index < all.num_heads; ++index) {
-      Element* head = all.heads + row * all.row_stride + index * all.head_dim;
-      const Element* norm = index < all.num_query_heads ? all.query_norm : all.key_norm;
-      if (norm != nullptr) rms_norm(head, norm, all.eps, all.head_dim, head);
-      rotate_head(head, all.head_dim, all.cos_sin + row * all.head_dim);
+  multiply<Element>(layer.qkv, hidden, layer.qkv.in_size, num_rows, layer.attention_norm, layer.eps, nullptr, heads);
+  const int64_t num_rotated = layer.num_query_heads + layer.num_kv_heads, head_dim = layer.head_dim;
+#pragma omp parallel for schedule(static) if (num_rows * num_rotated * head_dim > kWorthThreads)
+  for (int64_t row = 0; row < num_rows; ++row) {
+    for (int64_t index = 0; index < num_rotated; ++index) {
+      Element* head = heads + row * layer.qkv.out_size + index * head_dim;
+      const void* norm = index < layer.num_query_heads ? layer.query_norm : layer.key_norm;
+      if (norm != nullptr) rms_norm(head, (const Element*)norm, float(layer.eps), head_dim, head);
+      rotate(head, head_dim, cos_sin + row * head_dim);
     }
   }
 }
 
+// attended [num_rows, query heads, head_dim], added by its projection to hidden, which then passes the feed-forward.
+template <typename Element>
+void after_attention(const PackedLayer& layer, const Element* attended, int64_t num_rows, Element* hidden) {
+  static std::vector<Element> memory;
+  const int64_t hidden_size = layer.out.out_size, inner_size = layer.gate_up.out_size;
+  Element* inner = scratch(memory, num_rows * inner_size);
+  multiply<Element>(layer.out, attended, layer.out.in_size, num_rows, nullptr, 0, hidden, hidden);
+  multiply<Element>(layer.gate_up, hidden, hidden_size, num_rows, layer.mlp_norm, layer.eps, nullptr, inner);
+  multiply<Element>(layer.down, inner, inner_size, num_rows, nullptr, 0, hidden, hidden);
+}
+
 template <typename Element>
 void embed(const PackedWeights& weights, const int64_t* token_ids, int64_t num_tokens, Element* out) {
-  constexpr int64_t kWorthThreads = 16;
+  constexpr int64_t kWorthThreads = 16;  // tokens
   const int64_t in_size = weights.in_size, pair = kPair<Element>;
 #pragma omp parallel for schedule(static) if (num_tokens > kWorthThreads)
   for (int64_t index = 0; index < num_tokens; ++index) {
@@ -210,29 +85,13 @@ void embed(const PackedWeights& weights, const int64_t* token_ids, int64_t num_t
 
 extern "C" {
 
-// out = x (normed first where norm_weight is not null) times weights, plus bias; gated, or added to residual if not null.
+// out = x, normed first where norm_weight is not null, times weights, plus bias; gated where the weights are.
 void toka_multiply(const PackedWeights* weights, const void* x, int64_t x_stride, int64_t num_rows,
-                   const void* norm_weight, double eps, const void* residual, void* out) {
-  if (num_rows == 0) return;
+                   const void* norm_weight, double eps, void* out) {
   if (weights->is_bfloat16)
-    multiply(Product<bfloat16>{*weights, (const bfloat16*)x, x_stride, num_rows, (const bfloat16*)residual,
-                               (bfloat16*)out},
-             (const bfloat16*)norm_weight, float(eps));
+    multiply<bfloat16>(*weights, (const bfloat16*)x, x_stride, num_rows, norm_weight, eps, nullptr, (bfloat16*)out);
   else
-    multiply(Product<float>{*weights, (const float*)x, x_stride, num_rows, (const float*)residual, (float*)out},
-             (const float*)norm_weight, float(eps));
-}
-
-// Norms where their weights are not null, then rotates, in place: see Heads.
-void toka_rotate(int64_t is_bfloat16, void* heads, int64_t row_stride, int64_t num_rows, int64_t num_heads,
-                 int64_t num_query_heads, int64_t head_dim, const float* cos_sin, const void* query_norm,
-                 const void* key_norm, double eps) {
-  if (is_bfloat16)
-    rotate(Heads<bfloat16>{(bfloat16*)heads, row_stride, num_rows, num_heads, num_query_heads, head_dim, cos_sin,
-                           (const bfloat16*)query_norm, (const bfloat16*)key_norm, float(eps)});
-  else
-    rotate(Heads<float>{(float*)heads, row_stride, num_rows, num_heads, num_query_heads, head_dim, cos_sin,
-                        (const float*)query_norm, (const float*)key_norm, float(eps)});
+    multiply<float>(*weights, (const float*)x, x_stride, num_rows, norm_weight, eps, nullptr, (float*)out);
 }
 
 // The rows `token_ids` of the weights that were packed -> out [num_tokens, in_size].
@@ -241,5 +100,20 @@ void toka_embed(const PackedWeights* weights, const int64_t* token_ids, int64_t 
     embed(*weights, token_ids, num_tokens, (bfloat16*)out);
   else
     embed(*weights, token_ids, num_tokens, (float*)out);
+}
+
+void toka_before_attention(const PackedLayer* layer, const void* hidden, int64_t num_rows, const float* cos_sin,
+                           void* heads) {
+  if (layer->qkv.is_bfloat16)
+    before_attention(*layer, (const bfloat16*)hidden, num_rows, cos_sin, (bfloat16*)heads);
+  else
+    before_attention(*layer, (const float*)hidden, num_rows, cos_sin, (float*)heads);
+}
+
+void toka_after_attention(const PackedLayer* layer, const void* attended, int64_t num_rows, void* hidden) {
+  if (layer->qkv.is_bfloat16)
+    after_attention(*layer, (const bfloat16*)attended, num_rows, (bfloat16*)hidden);
+  else
+    after_attention(*layer, (const float*)attended, num_rows, (float*)hidden);
 }
 }

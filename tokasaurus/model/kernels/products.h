@@ -1,105 +1,147 @@
-// One tile of a product x [rows, in] by packed weights [out, in].
-//
-// Weights lie in panels of 32 outputs: [out / 32][in / kPair][32][kPair], kPair elements of one output side by side: two
-// of bfloat16, which one dot-product instruction multiplies and adds, or one of float32. A panel is read from start to
-// end, while the sums of up to kTileRows rows stay in registers.
+// Products of any number of rows by packed weights, with a norm before, and a bias, gate or sum behind.
 #pragma once
 
-#include "vectors.h"
+#include <omp.h>
 
-constexpr int kPanel = 32;
-#ifdef __AVX512F__
-constexpr int kTileRows = 12;  // sums in 24 of 32 registers
-#else
-constexpr int kTileRows = 3;
-#endif
+#include <algorithm>
+#include <vector>
 
-template <typename Element>
-constexpr int kPair = 1;
-template <>
-constexpr int kPair<bfloat16> = 2;
+#include "rounding.h"
+#include "tiles.h"
 
-// One element of x, or a pair, for all outputs.
-struct SpreadPair {
-#ifdef __AVX512BF16__
-  __m512bh both;
-#else
-  f32x16 first, second;
-#endif
+// Weights as layer_kernels.PackedWeights holds them. panels: see tiles.h; padded by outputs of zeros to whole panels.
+// is_gated: a panel holds the gates of 16 outputs, then their ups, and out_size counts the outputs.
+// bias: [panels * 32] in the order of the panels, or null.
+struct PackedWeights {
+  int64_t is_bfloat16, in_size, out_size, is_gated;
+  const void* panels;
+  const void* bias;
 };
 
-static inline f32x16 spread(const float* x) { return splat(*x); }
+// A panel streams through for one tile of rows: far enough ahead that memory answers in time.
+constexpr int64_t kStreamAheadBytes = 8192;
 
-static inline SpreadPair spread(const bfloat16* x) {
-#ifdef __AVX512BF16__
-  int32_t both;
-  std::memcpy(&both, x, sizeof both);
-  return {(__m512bh)_mm512_set1_epi32(both)};
-#else
-  return {splat(to_float(x[0])), splat(to_float(x[1]))};
-#endif
-}
+// Rows of x that pass while a panel is kept: as many as stay in the last-level cache until the next panel.
+constexpr int64_t kBlockBytes = 4 << 20;
 
-// total += x * weights, for sixteen outputs.
-static inline void multiply_add(f32x16& total, f32x16 x, const float* weights) { total += x * load16(weights); }
+// Up to this many rows, each thread norms them all for itself, which is faster than waiting for the other threads.
+constexpr int64_t kOwnNormRows = 4;
 
-static inline void multiply_add(f32x16& total, SpreadPair x, const bfloat16* weights) {
-#ifdef __AVX512BF16__
-  total = (f32x16)_mm512_dpbf16_ps((__m512)total, x.both, (__m512bh)_mm512_loadu_si512(weights));
-#else
-  u32x16 pairs;
-  std::memcpy(&pairs, weights, sizeof pairs);
-  total += x.first * (f32x16)(pairs << 16);
-  total += x.second * (f32x16)(pairs & 0xFFFF0000u);
-#endif
-}
-
-// sums [M][32] = x [M rows] * panel. The memory `ahead` bytes behind what is read is asked for meanwhile.
-template <int M, typename Element>
-void multiply_tile(const Element* x, int64_t x_stride, const Element* panel, int64_t in_size, int64_t ahead,
-                   f32x16 (*sums)[2]) {
-  constexpr int kStep = kPanel * kPair<Element>;
-  constexpr int kReach = 3;  // rows that one pointer serves: x86 addresses add one register, or twice that
-  constexpr int kPointers = (M + kReach - 1) / kReach;
-  const Element* rows[kPointers];
-  for (int i = 0; i < kPointers; ++i) rows[i] = x + i * kReach * x_stride;
-  const Element* const end = panel + in_size * kPanel;
-  f32x16 total[M][2] = {};
-#pragma GCC unroll 1
-  for (; panel < end; panel += kStep) {
-    __builtin_prefetch((const char*)panel + ahead, 0, 2);
-    __builtin_prefetch((const char*)(panel + kStep / 2) + ahead, 0, 2);
-#pragma GCC unroll 12
-    for (int i = 0; i < M; ++i) {
-      const auto value = spread(rows[i / kReach] + i % kReach * x_stride);
-      multiply_add(total[i][0], value, panel);
-      multiply_add(total[i][1], value, panel + kStep / 2);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < kPointers; ++i) rows[i] += kPair<Element>;
-  }
-  for (int i = 0; i < M; ++i)
-    for (int half = 0; half < 2; ++half) sums[i][half] = total[i][half];
-}
-
-// The same for 1 to kTileRows rows.
 template <typename Element>
-void multiply_rows(int num_rows, const Element* x, int64_t x_stride, const Element* panel, int64_t in_size,
-                   int64_t ahead, f32x16 (*sums)[2]) {
-  switch (num_rows) {
-    case 1: return multiply_tile<1>(x, x_stride, panel, in_size, ahead, sums);
-    case 2: return multiply_tile<2>(x, x_stride, panel, in_size, ahead, sums);
-    case 3: return multiply_tile<3>(x, x_stride, panel, in_size, ahead, sums);
-#if __AVX512F__
-    case 4: return multiply_tile<4>(x, x_stride, panel, in_size, ahead, sums);
-    case 5: return multiply_tile<5>(x, x_stride, panel, in_size, ahead, sums);
-    case 6: return multiply_tile<6>(x, x_stride, panel, in_size, ahead, sums);
-    case 7: return multiply_tile<7>(x, x_stride, panel, in_size, ahead, sums);
-    case 8: return multiply_tile<8>(x, x_stride, panel, in_size, ahead, sums);
-    case 9: return multiply_tile<9>(x, x_stride, panel, in_size, ahead, sums);
-    case 10: return multiply_tile<10>(x, x_stride, panel, in_size, ahead, sums);
-    case 11: return multiply_tile<11>(x, x_stride, panel, in_size, ahead, sums);
-    case 12: return multiply_tile<12>(x, x_stride, panel, in_size, ahead, sums);
-#endif
+struct Product {
+  const PackedWeights& weights;
+  const Element* x;  // [num_rows, in_size], rows x_stride elements apart
+  int64_t x_stride, num_rows;
+  const Element* residual;  // [num_rows, out_size], or null
+  Element* out;             // [num_rows, out_size]; may be the residual
+};
+
+// gate * sigmoid(gate) * up, each step rounded as it would be if it were stored.
+template <typename Element>
+inline f32x16 gated(f32x16 gate, f32x16 up) {
+  gate = rounded<Element>(gate);
+  const f32x16 small = exp_nonpositive(gate > 0.0f ? -gate : gate);  // e^-|gate|
+  const f32x16 sigmoid = (gate > 0.0f ? splat(1.0f) : small) / (1.0f + small);
+  return rounded<Element>(gate * sigmoid) * rounded<Element>(up);
+}
+
+template <typename Element>
+inline f32x16 load_some(const Element* from, int64_t count) {
+  if (count >= 16) return load16(from);
+  f32x16 x = {};
+  for (int64_t lane = 0; lane < count; ++lane) x[lane] = to_float(from[lane]);
+  return x;
+}
+
+template <typename Element>
+inline void store_some(Element* to, f32x16 x, int64_t count) {
+  if (count >= 16) return store_rounded(to, x);
+  for (int64_t lane = 0; lane < count; ++lane) from_float(to + lane, x[lane]);
+}
+
+// One row's sums of one panel to its place in `out`.
+template <typename Element>
+inline void finish(const Product<Element>& product, int64_t row, int64_t panel, const f32x16* sums) {
+  const PackedWeights& weights = product.weights;
+  f32x16 total[2] = {sums[0], sums[1]};
+  if (weights.bias != nullptr)
+    for (int half = 0; half < 2; ++half)
+      total[half] += load16((const Element*)weights.bias + panel * kPanel + 16 * half);
+  const int64_t width = weights.is_gated ? 16 : 32;
+  const int64_t place = row * weights.out_size + panel * width;
+  const int64_t count = std::min(width, weights.out_size - panel * width);
+  if (weights.is_gated) return store_some(product.out + place, gated<Element>(total[0], total[1]), count);
+  for (int64_t first = 0; first < count; first += 16) {
+    f32x16 value = total[first / 16];
+    if (product.residual != nullptr)
+      value = rounded<Element>(value) + load_some(product.residual + place + first, count - first);
+    store_some(product.out + place + first, value, count - first);
+  }
+}
+
+template <typename Element>
+void multiply_panel(const Product<Element>& product, int64_t panel, int64_t first_row, int64_t end_row) {
+  const int64_t in_size = product.weights.in_size;
+  const Element* weights = (const Element*)product.weights.panels + panel * in_size * kPanel;
+  const int64_t num_rows = end_row - first_row;
+  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  f32x16 sums[kTileRows][2];
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    // With many tiles, the first one asks for the whole next panel, and the others have time to wait for it.
+    const int64_t ahead = num_tiles == 1 ? kStreamAheadBytes : tile == 0 ? in_size * kPanel * sizeof(Element) : 0;
+    const int64_t begin = first_row + num_rows * tile / num_tiles;
+    const int64_t end = first_row + num_rows * (tile + 1) / num_tiles;
+    multiply_rows(int(end - begin), product.x + begin * product.x_stride, product.x_stride, weights, in_size, ahead,
+                  sums);
+    for (int64_t row = begin; row < end; ++row) finish(product, row, panel, sums[row - begin]);
+  }
+}
+
+template <typename Element>
+Element* scratch(std::vector<Element>& memory, int64_t size) {
+  if (int64_t(memory.size()) < size) memory.resize(size);
+  return memory.data();
+}
+
+template <typename Element>
+void multiply(const Product<Element>& product, const Element* norm_weight, float eps) {
+  const PackedWeights& weights = product.weights;
+  const int64_t in_size = weights.in_size, num_rows = product.num_rows;
+  if (num_rows == 0) return;
+  const int64_t width = weights.is_gated ? 16 : 32;
+  const int64_t num_panels = (weights.out_size + width - 1) / width;
+  const int64_t num_threads = omp_get_max_threads();
+  // Smaller blocks where there would be too few items for all threads to end at the same time.
+  const int64_t wanted_blocks = (4 * num_threads + num_panels - 1) / num_panels;
+  const int64_t cached_rows = kBlockBytes / int64_t(in_size * sizeof(Element));
+  const int64_t block_rows =
+      std::max<int64_t>(kTileRows, std::min(cached_rows, (num_rows + wanted_blocks - 1) / wanted_blocks));
+  const int64_t num_items = (num_rows + block_rows - 1) / block_rows * num_panels;
+  const int64_t chunk = std::max<int64_t>(1, num_items / (16 * num_threads));
+
+  static thread_local std::vector<Element> memory;
+  const bool is_shared = num_rows > kOwnNormRows;
+  Element* shared = norm_weight != nullptr && is_shared ? scratch(memory, num_rows * in_size) : nullptr;
+#pragma omp parallel
+  {
+    Product<Element> mine = product;
+    if (norm_weight != nullptr) {
+      Element* normed = is_shared ? shared : scratch(memory, num_rows * in_size);
+      if (is_shared) {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < num_rows; ++row)
+          rms_norm(product.x + row * product.x_stride, norm_weight, eps, in_size, normed + row * in_size);
+      } else {
+        for (int64_t row = 0; row < num_rows; ++row)
+          rms_norm(product.x + row * product.x_stride, norm_weight, eps, in_size, normed + row * in_size);
+      }
+      mine.x = normed;
+      mine.x_stride = in_size;
+    }
+#pragma omp for schedule(dynamic, chunk) nowait
+    for (int64_t item = 0; item < num_items; ++item) {
+      const int64_t first = item / num_panels * block_rows;
+      multiply_panel(mine, item % num_panels, first, std::min(first + block_rows, num_rows));
+    }
   }
 }

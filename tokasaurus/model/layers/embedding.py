@@ -33,7 +33,7 @@ class VocabShard(Linear):
         return sum_over_shards(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self._mesh)
 
     def _rows(self, indices: Tensor) -> Tensor:
-        return functional.embedding(indices, self.weight) if self._packed is None else self._packed.rows(indices)
+        return functional.embedding(indices, self.weight) if self.packed is None else self.packed.rows(indices)
 
     def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden [R, E] -> [R, vocab], of the normed hidden states, in the weights' dtype."""

@@ -34,13 +34,13 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_size, in_size, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_size, dtype=dtype), requires_grad=False) if bias else None
-        self._packed: PackedWeights | None = None
+        self.packed: PackedWeights | None = None
         self._onednn_packed: Tensor | None = None
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """norm: applied to x first."""
-        if self._packed is not None:
-            return self._packed.multiply(x, None if norm is None else (norm.weight, norm.eps))
+        if self.packed is not None:
+            return self.packed.multiply(x, None if norm is None else (norm.weight, norm.eps))
         if norm is not None:
             x = norm(x)
         if self._onednn_packed is None:
@@ -52,7 +52,7 @@ class Linear(nn.Module):
         """kernels: None where they are not built. keep_weight: others read the plain weight, so that it stays where
         they cannot read the packed one. Without kernels, only bfloat16 on a CPU gains."""
         if kernels is not None and takes(self.weight):
-            self._packed = self._pack(kernels)
+            self.packed = self._pack(kernels)
         elif self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16 and _onednn_packs():
             self._onednn_packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, _PACK_ROWS)
             if keep_weight:
@@ -105,7 +105,7 @@ class GatedLinear(FusedColumnLinear):
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         product = super().forward(x, norm)
-        if self._packed is not None:
+        if self.packed is not None:
             return product
         gate, up = product.chunk(2, dim=-1)
         return functional.silu(gate) * up
@@ -115,7 +115,7 @@ class GatedLinear(FusedColumnLinear):
 
 
 class RowLinear(Linear):
-    """x [T, in / tp_size] -> [T, out], this rank's share of a sum: cut by input features."""
+    """x [T, in / tp_size] -> [T, out]: cut by input features, summed over the ranks."""
 
     def __init__(
         self, source: str, in_size: int, shard: tuple[int, int], out_size: int, mesh: Mesh, dtype: torch.dtype
@@ -126,11 +126,8 @@ class RowLinear(Linear):
         self._start = shard[0]
         self._mesh = mesh
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual [T, out] + the product of x [T, in / tp_size]. May overwrite `residual`."""
-        if self._packed is not None and self._mesh.tp_size == 1:
-            return self._packed.multiply(x, add_to=residual)
-        return residual + sum_over_shards(self(x), self._mesh)
+    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        return sum_over_shards(super().forward(x, norm), self._mesh)
 
     def weight_pieces(self, prefix: str) -> list[WeightPiece]:
         out_size, length = self.weight.shape

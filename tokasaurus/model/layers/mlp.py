@@ -11,7 +11,7 @@ from tokasaurus.model.weights import WeightPiece
 
 
 class GatedMLP(nn.Module):
-    """hidden [T, E] -> hidden + down(silu(gate(x)) * up(x)), with x = norm(hidden). May overwrite hidden."""
+    """x [T, E] -> [T, E]: down(silu(gate(x)) * up(x)). Source: arXiv 2002.05202 (SwiGLU)."""
 
     def __init__(self, info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
@@ -21,8 +21,10 @@ class GatedMLP(nn.Module):
         self.gate_up = GatedLinear(info.hidden_size, gate, up, dtype)
         self.down = RowLinear("down_proj", size, (start, length), info.hidden_size, mesh, dtype)
 
-    def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
-        return self.down.add_to(hidden, self.gate_up(hidden, norm))
+    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """norm: applied to x first."""
+        down: Tensor = self.down(self.gate_up(x, norm))
+        return down
 
     def weight_pieces(self, prefix: str) -> list[WeightPiece]:
         return self.gate_up.weight_pieces(prefix) + self.down.weight_pieces(prefix)
