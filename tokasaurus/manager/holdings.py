@@ -136,6 +136,7 @@ def _leave(state: EngineState, sequence: Sequence) -> None:
     else:
         _give_back_computed(state, sequence)
     slots.block_tables[slot, : slots.num_covered_tokens[slot] // state.options.limits.page_size] = 0
+    state.groups_are_old |= bool(slots.is_decoding[slot])
     slots.opened_at[slot] = NEVER
     slots.is_running[slot] = slots.is_decoding[slot] = False
     state.num_with_stops -= sequence.stop_matcher is not None

@@ -158,8 +158,8 @@ def _open(state: EngineState, sequence: Sequence, start: int) -> None:
 def _sort_by_phase(state: EngineState, decode: NDArray[np.int64], done: list[int]) -> None:
     """After the step: who has had the last of its steps drains, whose prompt is through decodes."""
     slots, queues = state.slots, state.queues
-    state.groups_are_old |= bool(done)
     has_all = slots.num_kv_tokens[decode] == slots.max_kv_tokens[decode]
+    state.groups_are_old |= bool(done) or bool(has_all.any())
     if has_all.any():
         drained = decode[has_all]
         slots.is_decoding[drained] = False

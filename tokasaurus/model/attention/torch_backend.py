@@ -52,7 +52,8 @@ class TorchBackend:
     def plan(self, layout: PagedLayout) -> None:
         self._token_places = layout.token_places
         self._layout = layout  # keeps the parts, and so their ids
-        self._buckets = {id(part): self._make_buckets(part) for part in layout.parts}
+        parts = layout.parts if layout.prefix is None else (*layout.parts, layout.prefix)
+        self._buckets = {id(part): self._make_buckets(part) for part in parts}
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
         shape = self._shape
