@@ -114,6 +114,20 @@ def test_ragged_batches_equal_the_reference(name: str, problem: tuple[KVShape, l
     torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "segments",
+    [[Segment(1, 3000)], [Segment(70, 1500), Segment(1, 16)], [Segment(1, 2500), *[Segment(2, 40)] * 30]],
+    ids=["one row", "a chunk", "many and one"],
+)
+def test_long_contexts_shared_out_to_threads_equal_the_reference(segments: list[Segment], causal: bool) -> None:
+    """So long that the CPU kernel cuts them into pieces, for its threads, and merges those."""
+    shape = KVShape(1, 6, 2, 64, 16, torch.float32, CPU)
+    result = attend_all("cpu", shape, segments, causal, layer=0, seed=5)
+    expected = attend_all("reference", shape, segments, causal, layer=0, seed=5)
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["cpu", "torch"])
 def test_bfloat16_stays_as_close_to_float32_as_its_rounding_allows(name: str) -> None:
     segments = [Segment(1, 600), Segment(1, 33), Segment(70, 200)]

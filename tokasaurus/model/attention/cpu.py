@@ -1,4 +1,4 @@
-"""Paged attention on the CPU by the kernels of kernels/attention.cpp, which fix the layout of the cache."""
+"""Paged attention on the CPU. The kernels (attention.cpp, kv_write.cpp) fix the layout of the cache."""
 
 import contextlib
 import math
@@ -29,7 +29,7 @@ def why_unfit(shape: KVShape, kernels: Kernels) -> str | None:
 
 
 class CpuBackend:
-    """Keys and values as [layers, blocks, K, P * D], the order within a block being the kernels' affair."""
+    """The cache is [layers, blocks, K, keys or values, P * D], the order within the last being the kernels' affair."""
 
     def __init__(self, shape: KVShape, kernels: Kernels) -> None:
         unfit = why_unfit(shape, kernels)
@@ -40,23 +40,19 @@ class CpuBackend:
 
     def allocate(self, num_blocks: int) -> None:
         shape = self._shape
-        size = (shape.num_layers, num_blocks, shape.num_kv_heads, shape.page_size * shape.head_dim)
-        self._keys = _zeros_in_huge_pages(size, shape.dtype)
-        self._values = _zeros_in_huge_pages(size, shape.dtype)
+        size = (shape.num_layers, num_blocks, shape.num_kv_heads, 2, shape.page_size * shape.head_dim)
+        self._cache = _zeros_in_huge_pages(size, shape.dtype)
 
     def plan(self, layout: PagedLayout) -> None:
         self._token_places = layout.token_places
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
-        self._kernels.write_kv(
-            *(key, value, self._token_places, self._keys[layer_index], self._values[layer_index], self._shape.page_size)
-        )
+        self._kernels.write_kv(key, value, self._token_places, self._cache[layer_index], self._shape.page_size)
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
         return self._kernels.attend(
             query,
-            self._keys[layer_index],
-            self._values[layer_index],
+            self._cache[layer_index],
             part.query_starts,
             part.block_table,
             part.kv_lengths,

@@ -23,7 +23,6 @@ from tokasaurus.checkpoint.cache import build_once
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = ("vectors.h", "attention.cpp", "merge.cpp", "sampling.cpp", "rounding.h", "products.h", "layers.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-Wno-psabi")
 _BUILD_TIMEOUT_S = 300
 
@@ -41,25 +40,12 @@ class Kernels:
         self.max_group: int = self._library.toka_max_group()
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         self._library.toka_attend.argtypes = [
-            *(integer, pointer, integer, pointer, pointer, pointer, pointer, pointer, pointer, integer, pointer),
+            *(integer, pointer, integer, pointer, pointer, pointer, pointer, pointer, integer, pointer),
             *(integer,) * 7,
         ]
         self._library.toka_merge.argtypes = [integer, *(pointer,) * 5, integer, integer]
         self._library.toka_write_kv.argtypes = [
-            *(
-                integer,
-                pointer,
-                pointer,
-                integer,
-                integer,
-                pointer,
-                integer,
-                pointer,
-                pointer,
-                integer,
-                integer,
-                integer,
-            )
+            *(integer, pointer, pointer, integer, integer, pointer, integer, pointer, integer, integer, integer)
         ]
         self._library.toka_draw.argtypes = [integer, pointer, integer, integer, pointer, pointer, pointer]
         self._library.toka_chosen_logprobs.argtypes = [integer, pointer, integer, integer, pointer, pointer]
@@ -67,8 +53,7 @@ class Kernels:
     def attend(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        cache: Tensor,
         query_starts: Tensor,
         block_table: Tensor,
         kv_lengths: Tensor,
@@ -76,7 +61,7 @@ class Kernels:
         is_partial: bool,
         page_size: int,
     ) -> tuple[Tensor, Tensor]:
-        """query [rows, H, D] (rows may be apart), keys and values one layer's cache, the rest as in PagedPart
+        """query [rows, H, D] (rows may be apart), cache one layer's [blocks, K, 2, P * D], the rest as in PagedPart
         -> output [rows, H, D], lse float32 [rows, H]."""
         num_rows, num_heads, head_dim = query.shape
         assert query.stride()[1:] == (head_dim, 1), "a row's heads lie together"
@@ -85,9 +70,9 @@ class Kernels:
         lse = torch.empty((num_rows, num_heads), dtype=torch.float32)
         self._library.toka_attend(
             *(query.dtype == torch.bfloat16, query.data_ptr(), query.stride(0), output.data_ptr(), lse.data_ptr()),
-            *(keys.data_ptr(), values.data_ptr(), query_starts.data_ptr(), block_table.data_ptr()),
-            *(block_table.stride(0), kv_lengths.data_ptr(), block_table.shape[0], causal, is_partial),
-            *(num_heads, keys.shape[1], head_dim, page_size),
+            *(cache.data_ptr(), query_starts.data_ptr(), block_table.data_ptr(), block_table.stride(0)),
+            *(kv_lengths.data_ptr(), block_table.shape[0], causal, is_partial),
+            *(num_heads, cache.shape[1], head_dim, page_size),
         )
         return output, lse
 
@@ -102,15 +87,13 @@ class Kernels:
         )
         return output
 
-    def write_kv(
-        self, key: Tensor, value: Tensor, token_places: Tensor, keys: Tensor, values: Tensor, page_size: int
-    ) -> None:
+    def write_kv(self, key: Tensor, value: Tensor, token_places: Tensor, cache: Tensor, page_size: int) -> None:
         """key and value [T, K, D] (rows may be apart) into one layer's cache."""
         num_tokens, num_kv_heads, head_dim = key.shape
         assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1), "a row's heads lie together"
         self._library.toka_write_kv(
             *(key.dtype == torch.bfloat16, key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)),
-            *(token_places.data_ptr(), num_tokens, keys.data_ptr(), values.data_ptr()),
+            *(token_places.data_ptr(), num_tokens, cache.data_ptr()),
             *(num_kv_heads, head_dim, page_size),
         )
 
@@ -167,7 +150,7 @@ def _build_key(compiler: list[str]) -> str:
     """Changes with the sources, the flags, the compiler, and the processor that -march=native means."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
     parts = [*_FLAGS, *compiler, version, platform.machine(), _processor_features()]
-    parts += [_source(name).read_text() for name in _SOURCES]
+    parts += [path.read_text() for path in _sources(".h", ".cpp")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -180,10 +163,9 @@ def _processor_features() -> str:
 
 
 def _build(compiler: list[str], destination: Path) -> None:
-    sources = [str(_source(name)) for name in _SOURCES if name.endswith(".cpp")]
-    command = [*compiler, *_FLAGS, *sources, "-o", str(destination / "kernels.so")]
+    command = [*compiler, *_FLAGS, *map(str, _sources(".cpp")), "-o", str(destination / "kernels.so")]
     subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_TIMEOUT_S)
 
 
-def _source(name: str) -> Path:
-    return Path(__file__).with_name(name)
+def _sources(*suffixes: str) -> list[Path]:
+    return sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in suffixes)

@@ -1,0 +1,203 @@
+// Attention of one tile: one KV head of one segment with up to kTileQueries of the queries that share that head, rows
+// in order and a row's heads in order. Its tokens are taken chunk by chunk (attention_tile.h), each for all queries
+// while it is in the processor's cache.
+// Sources: FlashAttention (arXiv 2205.14135) for softmax in chunks, PagedAttention (arXiv 2309.06180) for the blocks.
+#pragma once
+
+#include <algorithm>
+
+#include "attention_tile.h"
+
+constexpr int kTileQueries = 96;
+constexpr int kMaxHeadDim = 256;
+
+struct Shape {
+  int64_t num_heads, num_kv_heads, head_dim, page_size;
+};
+
+// The rows of a tile, and which of the segment's tokens this piece of it reads. partial: the place of its first query
+// in the partial results, -1 if the piece is the whole tile.
+struct Piece {
+  int32_t segment, kv_head, first_row, num_rows, kv_begin, kv_end;
+  int64_t partial;
+};
+
+template <typename Element>
+struct alignas(64) Scratch {
+  typename Words<Element>::Word query[kTileQueries * kMaxHeadDim];
+  typename Words<Element>::Word weights[kScoreQueries * kChunk];
+  float output[kTileQueries * kMaxHeadDim];
+  float scores[kScoreQueries * kChunk];
+  f32x16 sum[kTileQueries];
+  float reference[kTileQueries];
+};
+
+template <typename Element>
+struct Problem {
+  Shape shape;
+  const Element* query;  // [rows, H, D], rows query_row_stride elements apart
+  int64_t query_row_stride;
+  void* output;  // [rows, H, D], contiguous; floats if is_partial, otherwise Elements
+  float* lse;    // [rows, H]
+  const Element* cache;  // [blocks][kv heads][keys, values][page size][D]
+  const int32_t* query_starts;
+  const int32_t* block_table;
+  int64_t table_stride;
+  const int32_t* kv_lengths;
+  bool causal, is_partial;
+
+  int group() const { return int(shape.num_heads / shape.num_kv_heads); }
+
+  // Tokens of its segment that a row sees.
+  int visible_to(int segment, int row) const {
+    return causal ? kv_lengths[segment] - (query_starts[segment + 1] - 1 - row) : kv_lengths[segment];
+  }
+
+  // Of a tile's query, in the order of the output.
+  int64_t place(const Piece& piece, int query) const {
+    return int64_t(piece.first_row + query / group()) * shape.num_heads + piece.kv_head * group() + query % group();
+  }
+
+  // result [D] times factor to the output.
+  void store(int64_t place, const float* result, float factor) const {
+    for (int64_t d = 0; d < shape.head_dim; d += 16) {
+      if (is_partial)
+        store16((float*)output + place * shape.head_dim + d, load16(result + d) * factor);
+      else
+        store_rounded((Element*)output + place * shape.head_dim + d, load16(result + d) * factor);
+    }
+  }
+
+  ChunkWords<Element> chunk(const Piece& piece, int start, int num_tokens) const {
+    typedef const typename Words<Element>::Word* Pointer;
+    const int32_t* table = block_table + piece.segment * table_stride;
+    ChunkWords<Element> chunk;
+    chunk.num_groups = std::min(num_tokens, piece.kv_end - start + kGroup - 1) / kGroup;
+    for (int g = 0; g < chunk.num_groups; ++g) {
+      const int token = start + g * kGroup;
+      const int64_t block = table[token / shape.page_size];
+      const Element* head = cache + (block * shape.num_kv_heads + piece.kv_head) * 2 * shape.page_size * shape.head_dim;
+      const int64_t from = token % shape.page_size * shape.head_dim;
+      chunk.keys[g] = (Pointer)(head + from);
+      chunk.values[g] = (Pointer)(head + shape.page_size * shape.head_dim + from);
+    }
+    return chunk;
+  }
+};
+
+// scores[0..padded) of one query to weights 2^(scale * (score - reference)), rounded, and what was summed under another
+// reference rescaled. The reference need not be the largest score, as long as weights stay within 2^8.
+template <typename Element>
+static inline void soften(Scratch<Element>& scratch, int query, float* scores, int visible, int padded, float scale,
+                          int64_t head_dim, Element* weights) {
+  if (visible <= 0) {
+    std::memset(weights, 0, padded * sizeof(Element));
+    return;
+  }
+  for (int token = visible; token < padded; ++token) scores[token] = -1e30f;
+  f32x16 largest = load16(scores);
+  for (int token = 16; token < padded; token += 16) largest = greater(largest, load16(scores + token));
+  float reference = scratch.reference[query];
+  if (any_greater(largest, reference + 8.0f / scale)) {
+    const float rescale = std::exp2((reference - max16(largest)) * scale);
+    scratch.reference[query] = reference = max16(largest);
+    scratch.sum[query] *= rescale;
+    float* output = scratch.output + query * head_dim;
+    for (int64_t d = 0; d < head_dim; d += 16) store16(output + d, load16(output + d) * rescale);
+  }
+  f32x16 sum = scratch.sum[query];
+  for (int token = 0; token < padded; token += 16) {
+    const f32x16 weight = exp2_16(load16(scores + token) * scale - reference * scale);
+    sum += weight;
+    store_rounded(weights + token, weight);
+  }
+  scratch.sum[query] = sum;
+}
+
+// The queries of a tile as words, in sets of `at_once` (the last may be smaller): each [D / E][queries of the set].
+template <typename Element>
+static void load_queries(const Problem<Element>& problem, const Piece& piece, int num_queries, int at_once,
+                         Scratch<Element>& scratch) {
+  typedef typename Words<Element>::Word Word;
+  const int64_t head_dim = problem.shape.head_dim, num_words = head_dim / Words<Element>::kElements;
+  for (int query = 0; query < num_queries; ++query) {
+    const int first = query / at_once * at_once, set = std::min(at_once, num_queries - first);
+    const int row = piece.first_row + query / problem.group();
+    const int head = piece.kv_head * problem.group() + query % problem.group();
+    const Element* from = problem.query + row * problem.query_row_stride + head * head_dim;
+    Word* to = scratch.query + first * num_words + query - first;
+    for (int64_t word = 0; word < num_words; ++word)
+      std::memcpy(to + word * set, from + word * Words<Element>::kElements, sizeof(Word));
+    for (int64_t d = 0; d < head_dim; ++d) scratch.output[query * head_dim + d] = 0;
+    scratch.sum[query] = f32x16{};
+    scratch.reference[query] = -INFINITY;
+  }
+}
+
+template <typename Word>
+static inline void prefetch(const Word* from, int64_t num_words) {
+  for (int64_t word = 0; word < num_words; word += 16) __builtin_prefetch(from + word);
+}
+
+// One piece of work. next_piece: what this thread does next, or null: its first tokens are prefetched.
+// partial_output [queries][D], partial_lse [queries]: where the result goes if the piece is not the whole tile.
+template <typename Element>
+static void attend_piece(const Problem<Element>& problem, const Piece& piece, const Piece* next_piece,
+                         float* partial_output, float* partial_lse, Scratch<Element>& scratch) {
+  const int64_t head_dim = problem.shape.head_dim, num_words = head_dim / Words<Element>::kElements;
+  const int group = problem.group(), num_queries = piece.num_rows * group;
+  const int num_sets = (num_queries + kScoreQueries - 1) / kScoreQueries;
+  const int at_once = (num_queries + num_sets - 1) / num_sets;
+  const float scale = 1.44269504f / std::sqrt(float(head_dim));
+  // With few queries, reading memory takes longest: a chunk and the one prefetched meanwhile fit into the first cache.
+  const int chunk_tokens = num_sets == 1 ? kChunk / 2 : kChunk;
+
+  load_queries(problem, piece, num_queries, at_once, scratch);
+  ChunkWords<Element> chunk = problem.chunk(piece, piece.kv_begin, chunk_tokens);
+  for (int start = piece.kv_begin; start < piece.kv_end; start += chunk_tokens) {
+    ChunkWords<Element> next = chunk;
+    if (start + chunk_tokens < piece.kv_end)
+      next = problem.chunk(piece, start + chunk_tokens, chunk_tokens);
+    else if (next_piece)
+      next = problem.chunk(*next_piece, next_piece->kv_begin, chunk_tokens);
+    // What is prefetched for each group of this chunk.
+    ChunkWords<Element> ahead = next;
+    for (int g = next.num_groups; g < chunk.num_groups; ++g) ahead.keys[g] = ahead.values[g] = chunk.keys[g];
+    for (int g = chunk.num_groups; g < next.num_groups; ++g) {
+      prefetch(next.keys[g], num_words * kGroup);
+      prefetch(next.values[g], num_words * kGroup);
+    }
+    for (int first = 0; first < num_queries; first += at_once) {
+      const int set = std::min(at_once, num_queries - first);
+      const int most = problem.visible_to(piece.segment, piece.first_row + (first + set - 1) / group) - start;
+      const int num_groups = std::min(chunk.num_groups, (most + kGroup - 1) / kGroup);
+      if (num_groups <= 0) continue;
+      score_chunk<kScoreQueries, Element>(set, scratch.query + first * num_words, chunk, ahead, num_groups, num_words,
+                                          scratch.scores);
+      for (int i = 0; i < set; ++i) {
+        const int visible = problem.visible_to(piece.segment, piece.first_row + (first + i) / group) - start;
+        soften(scratch, first + i, scratch.scores + i * kChunk, visible, num_groups * kGroup, scale, head_dim,
+               (Element*)scratch.weights + i * kChunk);
+      }
+      for (int i = 0; i < set; i += kValueQueries)
+        add_chunk<kValueQueries, Element>(
+            std::min(kValueQueries, set - i), scratch.output + (first + i) * head_dim,
+            scratch.weights + i * kChunk / Words<Element>::kElements, chunk, ahead, num_groups, head_dim);
+    }
+    chunk = next;
+  }
+
+  for (int i = 0; i < num_queries; ++i) {
+    const float sum = sum16(scratch.sum[i]), inverse = sum == 0 ? 0.0f : 1.0f / sum;
+    const float lse = scratch.reference[i] * scale * 0.693147181f + std::log(sum);
+    float* output = scratch.output + i * head_dim;
+    if (piece.partial < 0) {
+      problem.store(problem.place(piece, i), output, inverse);
+      problem.lse[problem.place(piece, i)] = lse;
+    } else {
+      for (int64_t d = 0; d < head_dim; d += 16)
+        store16(partial_output + (piece.partial + i) * head_dim + d, load16(output + d) * inverse);
+      partial_lse[piece.partial + i] = lse;
+    }
+  }
+}
