@@ -128,16 +128,54 @@ def test_logprobs_are_of_the_plain_distribution(kernels: Kernels | None) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_draw_the_tokens_that_torch_draws(dtype: torch.dtype) -> None:
-    logits = (torch.randn(300, 4999) * 3).to(dtype)
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 1e-6])
+@pytest.mark.parametrize("vocab_size", [7, 4999])
+def test_kernels_draw_the_tokens_that_torch_draws(vocab_size: int, top_p: float, dtype: torch.dtype) -> None:
+    logits = (torch.randn(300, vocab_size) * 3).to(dtype)
     temperatures = [0.0, 0.6, 1.0, 1.7] * 75
     keys = noise_keys(list(range(300)), [index % 3 for index in range(300)], list(range(300)))
-    rows = make_rows(temperatures, [1.0] * 300, keys)
-    by_torch, _ = sample(logits, rows, None)
-    by_kernels, _ = sample(logits, rows, load_kernels())
+    rows = make_rows(temperatures, [top_p] * 300, keys)
+    by_torch, logprobs_by_torch = sample(logits, rows, None)
+    by_kernels, logprobs = sample(logits, rows, load_kernels())
     assert (by_torch == by_kernels).float().mean() >= 0.99  # a near tie may fall either way
+    same = by_torch == by_kernels
+    assert logprobs is not None
+    assert logprobs_by_torch is not None
+    torch.testing.assert_close(logprobs[same], logprobs_by_torch[same], atol=2e-5, rtol=1e-5)
     greedy = torch.tensor(temperatures) == 0
     assert torch.equal(logits.gather(1, by_kernels.unsqueeze(1))[greedy], logits.amax(dim=-1, keepdim=True)[greedy])
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 5.0])
+def test_no_token_that_the_kernel_passes_over_would_have_won(spread: float) -> None:
+    """It computes the noise only where a bound of it could win: in a flat distribution that is put to the test."""
+    logits = torch.randn(100, 50_000) * spread
+    keys = noise_keys(list(range(100)), [0] * 100, [8] * 100)
+    tokens, _ = sample(logits, make_rows([1.0] * 100, [1.0] * 100, keys), load_kernels())
+    scores = logits + gumbel_noise(keys, 50_000)
+    torch.testing.assert_close(scores.gather(1, tokens.unsqueeze(1)), scores.amax(dim=1, keepdim=True))
+
+
+def test_tokens_as_likely_as_the_last_one_inside_top_p_are_inside(kernels: Kernels | None) -> None:
+    logits = torch.zeros(2000, 300)
+    logits[:, :10] = 1.0
+    # Ten tokens hold 0.086 together; what is left is equal, so that all or nothing of it is inside.
+    keys = noise_keys(list(range(2000)), [0] * 2000, [1] * 2000)
+    few, _ = sample(logits, make_rows([1.0] * 2000, [0.05] * 2000, keys), kernels)
+    everything, _ = sample(logits, make_rows([1.0] * 2000, [0.2] * 2000, keys), kernels)
+    assert set(few.tolist()) == set(range(10))
+    assert len(set(everything.tolist())) > 250
+
+
+def test_a_row_that_is_no_number_harms_no_other(kernels: Kernels | None) -> None:
+    logits = torch.randn(3, 100)
+    logits[1] = torch.nan
+    keys = noise_keys([1, 2, 3], [0, 0, 0], [1, 1, 1])
+    tokens, _ = sample(logits, make_rows([1.0] * 3, [0.5] * 3, keys), kernels)
+    for row in (0, 2):
+        alone, _ = sample(logits[row : row + 1], make_rows([1.0], [0.5], keys[row : row + 1]), kernels)
+        assert alone.tolist() == tokens[row : row + 1].tolist()
+    assert 0 <= int(tokens[1]) < 100
 
 
 def test_noise_is_standard_gumbel() -> None:

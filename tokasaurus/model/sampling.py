@@ -41,11 +41,9 @@ def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -> tuple
     """
     if kernels is not None and (logits.device.type != "cpu" or logits.dtype not in KERNEL_DTYPES):
         kernels = None
-    candidates = _mask_unlikely(logits, rows) if rows.any_top_p else logits
     if kernels is not None:
-        inverse = torch.where(rows.temperatures > 0, 1 / rows.temperatures, 0)
-        tokens = kernels.draw(candidates, inverse, rows.noise_keys.to(torch.uint32))
-        return tokens, kernels.chosen_logprobs(logits, tokens) if rows.any_logprobs else None
+        return kernels.sample(logits, rows.temperatures, rows.top_ps, rows.noise_keys, rows.any_logprobs)
+    candidates = _mask_unlikely(logits, rows) if rows.any_top_p else logits
     tokens = _draw(candidates, rows) if rows.any_sampled else candidates.argmax(dim=-1)
     return tokens, _chosen_logprobs(logits, tokens) if rows.any_logprobs else None
 

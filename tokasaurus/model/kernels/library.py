@@ -47,8 +47,7 @@ class Kernels:
         self._library.toka_write_kv.argtypes = [
             *(integer, pointer, pointer, integer, integer, pointer, integer, pointer, integer, integer, integer)
         ]
-        self._library.toka_draw.argtypes = [integer, pointer, integer, integer, pointer, pointer, pointer]
-        self._library.toka_chosen_logprobs.argtypes = [integer, pointer, integer, integer, pointer, pointer]
+        self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 5]
 
     def attend(
         self,
@@ -102,26 +101,20 @@ class Kernels:
         """For modules that bind functions of their own."""
         return self._library
 
-    def draw(self, logits: Tensor, inverse_temperatures: Tensor, keys: Tensor) -> Tensor:
-        """logits [R, V], contiguous; inverse_temperatures float32 [R], 0 for greedy; keys uint32 [R, 2]
-        -> tokens int64 [R]."""
+    def sample(
+        self, logits: Tensor, temperatures: Tensor, top_ps: Tensor, noise_keys: Tensor, want_logprobs: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """logits [R, V], contiguous, the rest as in SamplingRows -> tokens int64 [R] and, if wanted, their
+        log-probabilities float32 [R]."""
         num_rows, vocab_size = logits.shape
         tokens = torch.empty(num_rows, dtype=torch.int64)
-        self._library.toka_draw(
+        logprobs = torch.empty(num_rows, dtype=torch.float32) if want_logprobs else None
+        self._library.toka_sample(
             *(logits.dtype == torch.bfloat16, logits.data_ptr(), num_rows, vocab_size),
-            *(inverse_temperatures.data_ptr(), keys.data_ptr(), tokens.data_ptr()),
+            *(temperatures.data_ptr(), top_ps.data_ptr(), noise_keys.data_ptr()),
+            *(tokens.data_ptr(), 0 if logprobs is None else logprobs.data_ptr()),
         )
-        return tokens
-
-    def chosen_logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """logits [R, V], contiguous; tokens int64 [R] -> their log-probabilities, float32 [R]."""
-        num_rows, vocab_size = logits.shape
-        logprobs = torch.empty(num_rows, dtype=torch.float32)
-        self._library.toka_chosen_logprobs(
-            *(logits.dtype == torch.bfloat16, logits.data_ptr(), num_rows, vocab_size),
-            *(tokens.data_ptr(), logprobs.data_ptr()),
-        )
-        return logprobs
+        return tokens, logprobs
 
 
 @functools.cache

@@ -1,7 +1,11 @@
-// One pass over each row of logits: temperature, hashed Gumbel noise, argmax; another for log-probabilities.
+// One pass over each row of logits: temperature, hashed Gumbel noise, argmax; another for log-probabilities; three before
+// them for top-p.
 // The noise is that of sampling_noise.gumbel_noise, which documents it.
 
+#include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <vector>
 
 #include "vectors.h"
 
@@ -15,15 +19,19 @@ static inline u32x16 mix32(u32x16 x) {
   return x ^ (x >> 16);
 }
 
+static inline f32x16 uniform(u32x16 token_ids, uint32_t first_key, uint32_t second_key) {
+  const u32x16 hashed = mix32(mix32(token_ids * 0x9E3779B1u + first_key) ^ second_key);
+  return (__builtin_convertvector(hashed, f32x16) + 0.5f) * 0x1p-32f;
+}
+
 static inline f32x16 gumbel(u32x16 token_ids, uint32_t first_key, uint32_t second_key) {
-  u32x16 hashed = mix32(mix32(token_ids * 0x9E3779B1u + first_key) ^ second_key);
-  f32x16 uniform = (__builtin_convertvector(hashed, f32x16) + 0.5f) * 0x1p-32f;
+  const f32x16 u = uniform(token_ids, first_key, second_key);
   // log1p(-u) from the log of the rounded 1 - u, corrected for that rounding (Kahan).
-  f32x16 rest = 1.0f - uniform;
+  f32x16 rest = 1.0f - u;
   f32x16 taken = 1.0f - rest;
   const f32x16 smallest = splat(0x1p-126f);
-  f32x16 exponential = -log_positive(greater(rest, smallest)) * uniform / greater(taken, smallest);
-  exponential = taken > 0.0f ? exponential : uniform;
+  f32x16 exponential = -log_positive(greater(rest, smallest)) * u / greater(taken, smallest);
+  exponential = taken > 0.0f ? exponential : u;
   return -log_positive(exponential);
 }
 
@@ -35,28 +43,51 @@ static inline f32x16 load_row(const Element* row, int64_t token, int64_t vocab_s
   return x;
 }
 
-// The winner, the lowest token id among equals.
+// At least the noise of each token, from the bits of its uniform u: the noise is at most -log(u), and what the bits say as
+// an integer falls short of log2(u).
+static inline f32x16 at_least_gumbel(u32x16 token_ids, uint32_t first_key, uint32_t second_key) {
+  const i32x16 bits = (i32x16)uniform(token_ids, first_key, second_key);
+  const float log_two = 0.693147180559945309f;
+  return (127 * log_two + 1e-3f) - __builtin_convertvector(bits, f32x16) * (log_two * 0x1p-23f);
+}
+
+struct Drawn {
+  int64_t token;
+  float largest;  // of logit * scale
+};
+
+// The token of the largest logit * scale + noise, the lowest id among equals. noise_keys: null for no noise.
 template <typename Element>
-int64_t draw(const Element* row, int64_t vocab_size, float inverse_temperature, const uint32_t* keys) {
-  const bool greedy = inverse_temperature == 0;
-  const f32x16 scale = splat(greedy ? 1.0f : inverse_temperature);
-  f32x16 best = splat(-INFINITY);
-  i32x16 best_token = {};
+Drawn draw(const Element* row, int64_t vocab_size, float scale, const int64_t* noise_keys) {
+  constexpr int kVectors = 4;
   const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const uint32_t first_key = noise_keys == nullptr ? 0 : uint32_t(noise_keys[0]);
+  const uint32_t second_key = noise_keys == nullptr ? 0 : uint32_t(noise_keys[1]);
+  f32x16 best = splat(-INFINITY), largest = best;
+  i32x16 best_token = {};
   float bar = -INFINITY;
-  for (int64_t first = 0; first < vocab_size; first += 64) {
-    f32x16 scores[4];
-    for (int i = 0; i < 4; ++i) scores[i] = load_row(row, first + 16 * i, vocab_size) * scale;
-    if (!greedy) {
-      // Where the model is sure, few tokens could be lifted above the best so far even by the largest noise.
-      const f32x16 largest = greater(greater(scores[0], scores[1]), greater(scores[2], scores[3]));
-      if (max16(largest) + kLargestNoise < bar) continue;
+  for (int64_t first = 0; first < vocab_size; first += 16 * kVectors) {
+    f32x16 scores[kVectors];
+    i32x16 tokens[kVectors];
+    for (int i = 0; i < kVectors; ++i) {
+      tokens[i] = lanes + int32_t(first + 16 * i);
+      scores[i] = load_row(row, first + 16 * i, vocab_size) * scale;
     }
-    for (int i = 0; i < 4; ++i) {
-      const i32x16 tokens = lanes + int32_t(first + 16 * i);
-      if (!greedy) scores[i] += gumbel((u32x16)tokens, keys[0], keys[1]);
+    const f32x16 here = greater(greater(scores[0], scores[1]), greater(scores[2], scores[3]));
+    largest = greater(largest, here);
+    if (noise_keys != nullptr) {
+      // Few tokens could be lifted above the best so far: where the model is sure, not even by the largest noise;
+      // elsewhere, hardly ever by their own.
+      if (max16(here) + kLargestNoise < bar) continue;
+      f32x16 most = splat(-INFINITY);
+      for (int i = 0; i < kVectors; ++i)
+        most = greater(most, scores[i] + at_least_gumbel((u32x16)tokens[i], first_key, second_key));
+      if (max16(most) < bar) continue;
+      for (int i = 0; i < kVectors; ++i) scores[i] += gumbel((u32x16)tokens[i], first_key, second_key);
+    }
+    for (int i = 0; i < kVectors; ++i) {
       const i32x16 wins = scores[i] > best;
-      best_token = (tokens & wins) | (best_token & ~wins);
+      best_token = (tokens[i] & wins) | (best_token & ~wins);
       best = greater(scores[i], best);
     }
     bar = max16(best);
@@ -65,35 +96,88 @@ int64_t draw(const Element* row, int64_t vocab_size, float inverse_temperature, 
   for (int lane = 1; lane < 16; ++lane)
     if (best[lane] > best[winner] || (best[lane] == best[winner] && best_token[lane] < best_token[winner]))
       winner = lane;
-  return best_token[winner];
+  return {best_token[winner], max16(largest)};
 }
 
+// The sum of e^(logit * scale - largest), whose terms go to `terms` where that is not null, padded to whole sixteens.
 template <typename Element>
-float log_sum_exp(const Element* row, int64_t vocab_size) {
-  f32x16 largest = splat(-INFINITY);
-  for (int64_t token = 0; token < vocab_size; token += 16) largest = greater(largest, load_row(row, token, vocab_size));
-  const float maximum = max16(largest);
+float sum_exp(const Element* row, int64_t vocab_size, float scale, float largest, float* terms) {
   f32x16 total = {};
-  for (int64_t token = 0; token < vocab_size; token += 16)
-    total += exp_nonpositive(load_row(row, token, vocab_size) - maximum);
-  return maximum + std::log(sum16(total));
+  for (int64_t token = 0; token < vocab_size; token += 16) {
+    const f32x16 term = exp_nonpositive(load_row(row, token, vocab_size) * scale - largest);
+    total += term;
+    if (terms != nullptr) store16(terms + token, term);
+  }
+  return sum16(total);
+}
+
+// The largest of `values` such that those no smaller reach `target` in sum: by quickselect, which reorders them.
+float smallest_inside(std::vector<float>& values, double target) {
+  auto begin = values.begin(), end = values.end();
+  double outside = 0;  // sum of those before `begin`: all larger than what follows
+  for (;;) {
+    const float pivot = begin[(end - begin) / 2];
+    const auto above = std::partition(begin, end, [=](float value) { return value > pivot; });
+    const double sum_above = std::accumulate(begin, above, outside);
+    if (above != begin && sum_above >= target) {
+      end = above;
+      continue;
+    }
+    const auto below = std::partition(above, end, [=](float value) { return value == pivot; });
+    outside = std::accumulate(above, below, sum_above);
+    if (outside >= target || below == end) return pivot;
+    begin = below;
+  }
+}
+
+// masked [vocab_size] = logit * scale, or -inf where top_p excludes the token. Source: arXiv 1904.09751.
+template <typename Element>
+void mask_unlikely(const Element* row, int64_t vocab_size, float scale, float top_p, std::vector<float>& masked) {
+  static thread_local std::vector<float> likely;
+  masked.resize((vocab_size + 15) / 16 * 16);
+  likely.resize(masked.size());
+  const float largest = draw(row, vocab_size, scale, nullptr).largest;
+  const double total = sum_exp(row, vocab_size, scale, largest, masked.data());
+  // Those below this do not make up what top_p leaves out, even if they were all of the vocabulary.
+  const float unlikely = float((1 - top_p) * total / double(vocab_size));
+  size_t num_likely = 0;
+  for (int64_t first = 0; first < vocab_size; first += 16) {
+    if (max16(load16(masked.data() + first)) < unlikely) continue;
+    for (int64_t token = first; token < first + 16; ++token) {
+      likely[num_likely] = masked[token];
+      num_likely += masked[token] >= unlikely;
+    }
+  }
+  likely.resize(num_likely);
+  const float smallest = likely.empty() ? 0 : smallest_inside(likely, top_p * total);  // empty: NaN
+  for (int64_t token = 0; token < vocab_size; token += 16) {
+    const f32x16 inside = load_row(row, token, vocab_size) * scale;
+    store16(masked.data() + token, load16(masked.data() + token) < smallest ? splat(-INFINITY) : inside);
+  }
 }
 
 template <typename Element>
-void draw_rows(const Element* logits, int64_t num_rows, int64_t vocab_size, const float* inverse_temperatures,
-               const uint32_t* keys, int64_t* tokens) {
-#pragma omp parallel for schedule(dynamic, 1)
-  for (int64_t index = 0; index < num_rows; ++index)
-    tokens[index] = draw(logits + index * vocab_size, vocab_size, inverse_temperatures[index], keys + 2 * index);
-}
-
-template <typename Element>
-void chosen_logprobs(const Element* logits, int64_t num_rows, int64_t vocab_size, const int64_t* tokens,
-                     float* logprobs) {
-#pragma omp parallel for schedule(dynamic, 1)
+void sample(const Element* logits, int64_t num_rows, int64_t vocab_size, const float* temperatures,
+            const float* top_ps, const int64_t* noise_keys, int64_t* tokens, float* logprobs) {
+#pragma omp parallel for schedule(dynamic, 1) if (num_rows > 1)
   for (int64_t index = 0; index < num_rows; ++index) {
+    static thread_local std::vector<float> masked;
     const Element* row = logits + index * vocab_size;
-    logprobs[index] = to_float(row[tokens[index]]) - log_sum_exp(row, vocab_size);
+    const int64_t* keys = noise_keys + 2 * index;
+    const float temperature = temperatures[index], scale = temperature > 0 ? 1 / temperature : 1;
+    Drawn drawn;
+    if (temperature > 0 && top_ps[index] < 1) {
+      mask_unlikely(row, vocab_size, scale, top_ps[index], masked);
+      drawn = draw(masked.data(), vocab_size, 1, keys);
+    } else {
+      drawn = draw(row, vocab_size, scale, temperature > 0 ? keys : nullptr);
+    }
+    tokens[index] = drawn.token;
+    if (logprobs != nullptr) {
+      const float largest = drawn.largest / scale;
+      const float chosen = to_float(row[drawn.token]);
+      logprobs[index] = chosen - largest - std::log(sum_exp(row, vocab_size, 1, largest, nullptr));
+    }
   }
 }
 
@@ -101,20 +185,14 @@ void chosen_logprobs(const Element* logits, int64_t num_rows, int64_t vocab_size
 
 extern "C" {
 
-// logits [num_rows, vocab_size]; inverse_temperatures [num_rows], 0 is greedy; keys [num_rows, 2]; tokens [num_rows].
-void toka_draw(int64_t is_bfloat16, const void* logits, int64_t num_rows, int64_t vocab_size,
-               const float* inverse_temperatures, const uint32_t* keys, int64_t* tokens) {
+// logits [num_rows, vocab_size]; temperatures, 0 for greedy, and top_ps [num_rows]; noise_keys [num_rows, 2]
+// -> tokens and, where not null, their log-probabilities at temperature 1 without top-p [num_rows].
+void toka_sample(int64_t is_bfloat16, const void* logits, int64_t num_rows, int64_t vocab_size,
+                 const float* temperatures, const float* top_ps, const int64_t* noise_keys, int64_t* tokens,
+                 float* logprobs) {
   if (is_bfloat16)
-    draw_rows((const bfloat16*)logits, num_rows, vocab_size, inverse_temperatures, keys, tokens);
+    sample((const bfloat16*)logits, num_rows, vocab_size, temperatures, top_ps, noise_keys, tokens, logprobs);
   else
-    draw_rows((const float*)logits, num_rows, vocab_size, inverse_temperatures, keys, tokens);
-}
-
-void toka_chosen_logprobs(int64_t is_bfloat16, const void* logits, int64_t num_rows, int64_t vocab_size,
-                          const int64_t* tokens, float* logprobs) {
-  if (is_bfloat16)
-    chosen_logprobs((const bfloat16*)logits, num_rows, vocab_size, tokens, logprobs);
-  else
-    chosen_logprobs((const float*)logits, num_rows, vocab_size, tokens, logprobs);
+    sample((const float*)logits, num_rows, vocab_size, temperatures, top_ps, noise_keys, tokens, logprobs);
 }
 }
