@@ -1,12 +1,14 @@
 """Drive a model runner as the manager would, for tests: one object hands out slots and blocks and builds steps."""
 
 import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 from tokasaurus.checkpoint import ModelInfo
-from tokasaurus.messages.forward import ForwardInput
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups
 from tokasaurus.messages.slots import SlotChanges, SlotOpens
 from tokasaurus.model.architectures.decoder import Decoder
 from tokasaurus.model.attention.backend import KVShape
@@ -35,6 +37,17 @@ def make_runner(
     chosen.allocate(num_blocks + 1)
     slots = SlotTable(SlotTableSize(num_slots + 1, -(-info.context_length // page_size)), device)
     return ModelRunner(model, chosen, slots, page_size, device, kernels)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Small torch operations take a hundred times as long where their threads have to wait for a core."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def open_greedy(slot: int, num_prompt_tokens: int) -> SlotOpens:
@@ -91,8 +104,11 @@ class StepDriver:
         """Prompt tokens not prefilled yet."""
         return max(0, len(self._prompts[slot]) - self._done[slot])
 
-    def run(self, decode: list[int], prefill: list[tuple[int, int]]) -> dict[int, tuple[int, float | None]]:
-        """decode: slots. prefill: (slot, tokens). -> the sampled (token, log-probability) by slot."""
+    def run(
+        self, decode: list[int], prefill: list[tuple[int, int]], groups: list[tuple[int, int]] | None = None
+    ) -> dict[int, tuple[int, float | None]]:
+        """decode: slots. prefill: (slot, tokens). groups: (slots, blocks that they share) of each group; its slots are
+        the next of `decode`. -> the sampled (token, log-probability) by slot."""
         prompt_ids: list[int] = []
         block_slots: list[int] = []
         blocks: list[int] = []
@@ -113,8 +129,22 @@ class StepDriver:
         changes = SlotChanges(NOTHING, opened, int32(block_slots), int32(blocks))
         slots = [*decode, *(slot for slot, _ in prefill)]
         counts = [1] * len(decode) + [count for _, count in prefill]
-        step = ForwardInput(next(self._step_ids), int32(slots), int32(counts), len(decode), int32(prompt_ids), changes)
+        step = ForwardInput(
+            step_id=next(self._step_ids),
+            slots=int32(slots),
+            num_tokens=int32(counts),
+            num_decode=len(decode),
+            prompt_ids=int32(prompt_ids),
+            changes=changes,
+            groups=None if groups is None else PrefixGroups(*map(int32, zip(*groups, strict=True))),
+        )
         return _by_slot(self._runner.run(step), sampled)
+
+    def num_shared_blocks(self, slots: list[int]) -> int:
+        """Whole blocks with which the tables of `slots` begin and behind which each of them has a token to decode."""
+        tables = [self._tables[slot][: self._done[slot] // self._page_size] for slot in slots]
+        same = itertools.takewhile(lambda blocks: len(set(blocks)) == 1, zip(*tables, strict=False))
+        return sum(1 for _ in same)
 
     def _extend_table(self, slot: int, num_tokens: int) -> None:
         table = self._tables[slot]
@@ -140,7 +170,7 @@ class StepDriver:
         )
 
 
-def int32(values: list[int]) -> np.ndarray:
+def int32(values: Sequence[int]) -> np.ndarray:
     return np.array(values, np.int32)
 
 
