@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tokasaurus.model.kernels.huge_pages import HugePageCopies
 from tokasaurus.model.kernels.library import KERNEL_DTYPES, Kernels
 
 # T tokens, E input size, O output size, H query heads, K key/value heads, D head size
@@ -35,9 +36,10 @@ class _PackedLayer(ctypes.Structure):
 
 
 class LayerKernels:
-    """The functions of layers.cpp, bound."""
+    """The functions of layers.cpp, bound, and the memory of the weights that are packed for them."""
 
     def __init__(self, kernels: Kernels) -> None:
+        self.weights = HugePageCopies()
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         library = kernels.library
         self.multiply = library.toka_multiply
@@ -64,7 +66,7 @@ class PackedWeights:
         self._out_size = weight.shape[0] // 2 if is_gated else weight.shape[0]
         pair = 2 if weight.dtype == torch.bfloat16 else 1
         ordered = _in_panels(weight, is_gated)  # [panels, 32, E]
-        self._panels = ordered.view(len(ordered), _PANEL, -1, pair).transpose(1, 2).contiguous()
+        self._panels = kernels.weights.copy(ordered.view(len(ordered), _PANEL, -1, pair).transpose(1, 2))
         self._bias = None if bias is None else _in_panels(bias.unsqueeze(1), is_gated).contiguous()
         self.struct = _PackedWeights(
             weight.dtype == torch.bfloat16,
@@ -75,10 +77,12 @@ class PackedWeights:
             _pointer(self._bias),
         )
 
-    def multiply(self, x: Tensor, norm: tuple[Tensor, float] | None = None) -> Tensor:
-        """x [T, E], rows may be apart -> [T, O]. norm: weight [E] and epsilon of an RMS norm that x passes first."""
+    def multiply(self, x: Tensor, norm: tuple[Tensor, float] | None = None, out: Tensor | None = None) -> Tensor:
+        """x [T, E], rows may be apart -> [T, O]. norm: weight [E] and epsilon of an RMS norm that x passes first.
+        out: a contiguous [T, O] to fill and return."""
         assert x.stride(1) == 1
-        out = torch.empty((x.shape[0], self._out_size), dtype=self._dtype)
+        if out is None:
+            out = torch.empty((x.shape[0], self._out_size), dtype=self._dtype)
         norm_weight, eps = (None, 0.0) if norm is None else norm
         self._kernels.multiply(
             *(ctypes.byref(self.struct), x.data_ptr(), x.stride(0), x.shape[0]),
