@@ -24,11 +24,11 @@ struct Piece {
 
 template <typename Element>
 struct alignas(64) Scratch {
-  typename Words<Element>::Word query[kTileQueries * kMaxHeadDim];
-  typename Words<Element>::Word weights[kScoreQueries * kChunk];
+  typename Words<Element>::Factor query[kTileQueries * kMaxHeadDim];
+  typename Words<Element>::Factor weights[kScoreQueries * kChunk];
   float output[kTileQueries * kMaxHeadDim];
   float scores[kScoreQueries * kChunk];
-  f32x16 sum[kTileQueries];
+  Floats sum[kTileQueries];
   float reference[kTileQueries];
 };
 
@@ -85,51 +85,52 @@ struct Problem {
   }
 };
 
-// scores[0..padded) of one query to weights 2^(scale * (score - reference)), rounded, and what was summed under another
+// scores[0..padded) of one query to weights 2^(scale * (score - reference)), and what was summed under another
 // reference rescaled. The reference need not be the largest score, as long as weights stay within 2^8.
 template <typename Element>
 static inline void soften(Scratch<Element>& scratch, int query, float* scores, int visible, int padded, float scale,
-                          int64_t head_dim, Element* weights) {
+                          int64_t head_dim, typename Words<Element>::Factor* weights) {
   if (visible <= 0) {
-    std::memset(weights, 0, padded * sizeof(Element));
+    std::memset(weights, 0, padded * sizeof *weights);
     return;
   }
   for (int token = visible; token < padded; ++token) scores[token] = -1e30f;
-  f32x16 largest = load16(scores);
-  for (int token = 16; token < padded; token += 16) largest = greater(largest, load16(scores + token));
+  Floats largest = load(scores);
+  for (int token = kLanes; token < padded; token += kLanes) largest = larger_of(largest, load(scores + token));
   float reference = scratch.reference[query];
   if (any_greater(largest, reference + 8.0f / scale)) {
-    const float rescale = std::exp2((reference - max16(largest)) * scale);
-    scratch.reference[query] = reference = max16(largest);
+    const float rescale = std::exp2((reference - largest_of(largest)) * scale);
+    scratch.reference[query] = reference = largest_of(largest);
     scratch.sum[query] *= rescale;
     float* output = scratch.output + query * head_dim;
-    for (int64_t d = 0; d < head_dim; d += 16) store16(output + d, load16(output + d) * rescale);
+    for (int64_t d = 0; d < head_dim; d += kLanes) store(output + d, load(output + d) * rescale);
   }
-  f32x16 sum = scratch.sum[query];
-  for (int token = 0; token < padded; token += 16) {
-    const f32x16 weight = exp2_16(load16(scores + token) * scale - reference * scale);
+  Floats sum = scratch.sum[query];
+  for (int token = 0; token < padded; token += kLanes) {
+    const Floats weight = exp2_of(load(scores + token) * scale - reference * scale);
     sum += weight;
-    store_rounded(weights + token, weight);
+    store_factors(weights + token, weight);
   }
   scratch.sum[query] = sum;
 }
 
-// The queries of a tile as words, in sets of `at_once` (the last may be smaller): each [D / E][queries of the set].
+// The queries of a tile as factors, in sets of `at_once` (the last may be smaller): each [D / E][queries of the set][E],
+// E being the elements of a word.
 template <typename Element>
 static void load_queries(const Problem<Element>& problem, const Piece& piece, int num_queries, int at_once,
                          Scratch<Element>& scratch) {
-  typedef typename Words<Element>::Word Word;
-  const int64_t head_dim = problem.shape.head_dim, num_words = head_dim / Words<Element>::kElements;
+  constexpr int E = Words<Element>::kElements;
+  const int64_t head_dim = problem.shape.head_dim;
   for (int query = 0; query < num_queries; ++query) {
     const int first = query / at_once * at_once, set = std::min(at_once, num_queries - first);
     const int row = piece.first_row + query / problem.group();
     const int head = piece.kv_head * problem.group() + query % problem.group();
     const Element* from = problem.query + row * problem.query_row_stride + head * head_dim;
-    Word* to = scratch.query + first * num_words + query - first;
-    for (int64_t word = 0; word < num_words; ++word)
-      std::memcpy(to + word * set, from + word * Words<Element>::kElements, sizeof(Word));
+    auto* to = scratch.query + first * head_dim + (query - first) * E;
+    for (int64_t word = 0; word < head_dim / E; ++word)
+      for (int i = 0; i < E; ++i) to_factor(to + word * set * E + i, from[word * E + i]);
     for (int64_t d = 0; d < head_dim; ++d) scratch.output[query * head_dim + d] = 0;
-    scratch.sum[query] = f32x16{};
+    scratch.sum[query] = Floats{};
     scratch.reference[query] = -INFINITY;
   }
 }
@@ -172,23 +173,23 @@ static void attend_piece(const Problem<Element>& problem, const Piece& piece, co
       const int most = problem.visible_to(piece.segment, piece.first_row + (first + set - 1) / group) - start;
       const int num_groups = std::min(chunk.num_groups, (most + kGroup - 1) / kGroup);
       if (num_groups <= 0) continue;
-      score_chunk<kScoreQueries, Element>(set, scratch.query + first * num_words, chunk, ahead, num_groups, num_words,
+      score_chunk<kScoreQueries, Element>(set, scratch.query + first * head_dim, chunk, ahead, num_groups, num_words,
                                           scratch.scores);
       for (int i = 0; i < set; ++i) {
         const int visible = problem.visible_to(piece.segment, piece.first_row + (first + i) / group) - start;
         soften(scratch, first + i, scratch.scores + i * kChunk, visible, num_groups * kGroup, scale, head_dim,
-               (Element*)scratch.weights + i * kChunk);
+               scratch.weights + i * kChunk);
       }
       for (int i = 0; i < set; i += kValueQueries)
         add_chunk<kValueQueries, Element>(
             std::min(kValueQueries, set - i), scratch.output + (first + i) * head_dim,
-            scratch.weights + i * kChunk / Words<Element>::kElements, chunk, ahead, num_groups, head_dim);
+            scratch.weights + i * kChunk, chunk, ahead, num_groups, head_dim);
     }
     chunk = next;
   }
 
   for (int i = 0; i < num_queries; ++i) {
-    const float sum = sum16(scratch.sum[i]), inverse = sum == 0 ? 0.0f : 1.0f / sum;
+    const float sum = sum_of(scratch.sum[i]), inverse = sum == 0 ? 0.0f : 1.0f / sum;
     const float lse = scratch.reference[i] * scale * 0.693147181f + std::log(sum);
     float* output = scratch.output + i * head_dim;
     if (piece.partial < 0) {

@@ -7,19 +7,21 @@
 
 #include "attention_words.h"
 
+// GCC inlines the inner loops into so large a function that it runs out of registers for their addresses.
+#define TOKA_OWN_FUNCTION __attribute__((noinline)) static
+
 constexpr int kGroup = 16;
+constexpr int kGroupVectors = kGroup / kLanes;
 constexpr int kChunkGroups = 8;
 constexpr int kChunk = kChunkGroups * kGroup;
 
-// Queries whose scores, or outputs, are summed at once: as many as registers hold.
-#ifdef __AVX512F__
-constexpr int kScoreQueries = 12;
-constexpr int kValueQueries = 6;
-constexpr int kValueColumns = 4;
+// Queries whose scores, or whose outputs in so many vectors of columns, are summed at once: what the registers hold.
+#if defined(__AVX512F__)
+constexpr int kScoreQueries = 12, kValueQueries = 6, kValueVectors = 4;
+#elif defined(__AVX__)
+constexpr int kScoreQueries = 4, kValueQueries = 4, kValueVectors = 2;
 #else
-constexpr int kScoreQueries = 4;
-constexpr int kValueQueries = 2;
-constexpr int kValueColumns = 2;
+constexpr int kScoreQueries = 2, kValueQueries = 4, kValueVectors = 2;
 #endif
 
 // Pointers to the words of a chunk's groups, and of those to be prefetched meanwhile.
@@ -31,11 +33,13 @@ struct ChunkWords {
   int num_groups;
 };
 
-// scores[0..N)[16 G) of N queries, as words [D / E][N], against G groups.
+// scores[0..N)[16 G) of N queries, as factors [D / E][N][E], against G groups.
 template <int N, int G, typename Element, typename Word = typename Words<Element>::Word>
-static inline void score_groups(const Word* query, const Word* const* keys, const Word* const* next_keys,
-                                int64_t num_words, float* scores) {
-  f32x16 total[N][G] = {};
+TOKA_OWN_FUNCTION void score_groups(const typename Words<Element>::Factor* query, const Word* const* keys,
+                                const Word* const* next_keys, int64_t num_words, float* scores) {
+  typedef typename Words<Element>::Vector Vector;
+  constexpr int E = Words<Element>::kElements, kVectors = G * kGroupVectors;
+  Floats total[N][kVectors] = {};
   const Word* from[G];
   for (int g = 0; g < G; ++g) from[g] = keys[g];
   // What is prefetched goes group by group: memory likes neighbouring lines.
@@ -43,35 +47,39 @@ static inline void score_groups(const Word* query, const Word* const* keys, cons
   for (int part = 0; part < G; ++part) {
     const Word* ahead = next_keys[part];
     for (const int64_t end = (part + 1) * num_words / G; word < end; ++word) {
-      typename Words<Element>::Vector key[G];
+      Vector key[kVectors];
 #pragma GCC unroll 8
       for (int g = 0; g < G; ++g) {
-        key[g] = load16(from[g] + word * kGroup);
+#pragma GCC unroll 4
+        for (int j = 0; j < kGroupVectors; ++j)
+          key[g * kGroupVectors + j] = load<Vector>(from[g] + word * kGroup + j * kLanes);
         __builtin_prefetch(ahead + g * kGroup);
       }
       ahead += G * kGroup;
 #pragma GCC unroll 16
       for (int i = 0; i < N; ++i)
 #pragma GCC unroll 8
-        for (int g = 0; g < G; ++g) total[i][g] = add_products(total[i][g], key[g], query[word * N + i]);
+        for (int j = 0; j < kVectors; ++j) total[i][j] = add_products(total[i][j], key[j], query + (word * N + i) * E);
     }
   }
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i)
 #pragma GCC unroll 8
-    for (int g = 0; g < G; ++g) store16(scores + i * kChunk + g * kGroup, total[i][g]);
+    for (int j = 0; j < kVectors; ++j) store(scores + i * kChunk + j * kLanes, total[i][j]);
 }
 
 // scores[0..num_queries)[kChunk]. Few queries take more groups at once: no multiply-add waits for the one before it.
-template <int N, typename Element, typename Word = typename Words<Element>::Word>
-static void score_chunk(int num_queries, const Word* query, const ChunkWords<Element>& chunk,
-                        const ChunkWords<Element>& next, int num_groups, int64_t num_words, float* scores) {
+template <int N, typename Element>
+static void score_chunk(int num_queries, const typename Words<Element>::Factor* query,
+                        const ChunkWords<Element>& chunk, const ChunkWords<Element>& next, int num_groups,
+                        int64_t num_words, float* scores) {
   if (num_queries < N) {
     if constexpr (N > 1)
       score_chunk<N - 1, Element>(num_queries, query, chunk, next, num_groups, num_words, scores);
     return;
   }
-  constexpr int kAtOnce = 2 * N <= kScoreQueries ? 4 : kScoreQueries > 4 ? 2 : 1;
+  constexpr int kMost = kScoreQueries * (kLanes < 16 ? 1 : 2);  // groups times queries
+  constexpr int kAtOnce = kMost / N >= 4 ? 4 : kMost / N >= 2 ? 2 : 1;
   int g = 0;
   for (; g + kAtOnce <= num_groups; g += kAtOnce)
     score_groups<N, kAtOnce, Element>(query, chunk.keys + g, next.keys + g, num_words, scores + g * kGroup);
@@ -79,51 +87,54 @@ static void score_chunk(int num_queries, const Word* query, const ChunkWords<Ele
     score_groups<N, 1, Element>(query, chunk.keys + g, next.keys + g, num_words, scores + g * kGroup);
 }
 
-// output[0..N)[column..column + 16 V) += weights[0..N) (words of a chunk's tokens) times values.
+// output[0..N)[column..column + kLanes V) += weights[0..N)[kChunk] times the chunk's values.
 template <int N, int V, typename Element, typename Word = typename Words<Element>::Word>
-static inline void add_columns(float* output, const Word* weights, const ChunkWords<Element>& chunk,
-                               const ChunkWords<Element>& next, int num_groups, int64_t head_dim, int64_t column) {
-  constexpr int kWords = kGroup / Words<Element>::kElements;
-  f32x16 total[N][V];
+TOKA_OWN_FUNCTION void add_columns(float* output, const typename Words<Element>::Factor* weights,
+                               const ChunkWords<Element>& chunk, const ChunkWords<Element>& next, int num_groups,
+                               int64_t head_dim, int64_t column) {
+  typedef typename Words<Element>::Vector Vector;
+  constexpr int E = Words<Element>::kElements, kWords = kGroup / E;
+  Floats total[N][V];
 #pragma GCC unroll 8
   for (int i = 0; i < N; ++i)
 #pragma GCC unroll 8
-    for (int j = 0; j < V; ++j) total[i][j] = load16(output + i * head_dim + column + 16 * j);
+    for (int j = 0; j < V; ++j) total[i][j] = load(output + i * head_dim + column + kLanes * j);
   for (int g = 0; g < num_groups; ++g) {
     const Word* values = chunk.values[g] + column;
     const Word* next_values = next.values[g] + column;
     for (int word = 0; word < kWords; ++word) {
-      typename Words<Element>::Vector value[V];
+      Vector value[V];
 #pragma GCC unroll 8
       for (int j = 0; j < V; ++j) {
-        value[j] = load16(values + word * head_dim + 16 * j);
-        __builtin_prefetch(next_values + word * head_dim + 16 * j);
+        value[j] = load<Vector>(values + word * head_dim + kLanes * j);
+        __builtin_prefetch(next_values + word * head_dim + kLanes * j);
       }
 #pragma GCC unroll 8
       for (int i = 0; i < N; ++i)
 #pragma GCC unroll 8
         for (int j = 0; j < V; ++j)
-          total[i][j] = add_products(total[i][j], value[j], weights[(i * kChunkGroups + g) * kWords + word]);
+          total[i][j] = add_products(total[i][j], value[j], weights + i * kChunk + g * kGroup + word * E);
     }
   }
 #pragma GCC unroll 8
   for (int i = 0; i < N; ++i)
 #pragma GCC unroll 8
-    for (int j = 0; j < V; ++j) store16(output + i * head_dim + column + 16 * j, total[i][j]);
+    for (int j = 0; j < V; ++j) store(output + i * head_dim + column + kLanes * j, total[i][j]);
 }
 
 // output[0..num_queries)[head_dim] += weights[0..num_queries)[kChunk] times the chunk's values.
-template <int N, typename Element, typename Word = typename Words<Element>::Word>
-static void add_chunk(int num_queries, float* output, const Word* weights, const ChunkWords<Element>& chunk,
-                      const ChunkWords<Element>& next, int num_groups, int64_t head_dim) {
+template <int N, typename Element>
+static void add_chunk(int num_queries, float* output, const typename Words<Element>::Factor* weights,
+                      const ChunkWords<Element>& chunk, const ChunkWords<Element>& next, int num_groups,
+                      int64_t head_dim) {
   if (num_queries < N) {
     if constexpr (N > 1)
       add_chunk<N - 1, Element>(num_queries, output, weights, chunk, next, num_groups, head_dim);
     return;
   }
   int64_t column = 0;
-  for (; column + 16 * kValueColumns <= head_dim; column += 16 * kValueColumns)
-    add_columns<N, kValueColumns, Element>(output, weights, chunk, next, num_groups, head_dim, column);
-  for (; column < head_dim; column += 16)
+  for (; column + kLanes * kValueVectors <= head_dim; column += kLanes * kValueVectors)
+    add_columns<N, kValueVectors, Element>(output, weights, chunk, next, num_groups, head_dim, column);
+  for (; column < head_dim; column += kLanes)
     add_columns<N, 1, Element>(output, weights, chunk, next, num_groups, head_dim, column);
 }

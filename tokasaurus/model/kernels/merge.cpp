@@ -7,7 +7,7 @@ namespace {
 template <typename Element>
 void merge(const float* first, const float* first_lse, const float* second, const float* second_lse, Element* output,
            int64_t count, int64_t head_dim) {
-  constexpr int64_t kFewest = 512;  // below, a second thread costs more than it saves
+  constexpr int64_t kFewest = 2048;  // below, a second thread costs more than it saves
 #pragma omp parallel for if (count >= kFewest)
   for (int64_t index = 0; index < count; ++index) {
     const int64_t place = index * head_dim;

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "attention_words.h"
+#include "rounding.h"
 
 // output [head_dim] over both parts, each an output [head_dim] and its lse, -inf where nothing is seen of it. Returns
 // the lse over both. The output may lie where an input does.

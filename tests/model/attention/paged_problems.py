@@ -1,0 +1,88 @@
+"""Segments over scattered blocks of a cache filled at random, the same for every backend."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
+from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.kernels.library import Kernels, load_kernels
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Segment:
+    num_rows: int
+    kv_length: int
+
+
+def make_part(segments: list[Segment], tables: list[list[int]], first_row: int, causal: bool) -> PagedPart:
+    starts = torch.tensor([0, *torch.tensor([s.num_rows for s in segments]).cumsum(0).tolist()], dtype=torch.int32)
+    width = max(len(table) for table in tables)
+    padded = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
+    return PagedPart(
+        first_row=first_row,
+        num_rows=int(starts[-1]),
+        query_starts=starts,
+        block_table=padded,
+        kv_lengths=torch.tensor([s.kv_length for s in segments], dtype=torch.int32),
+        causal=causal,
+        max_query_rows=max(s.num_rows for s in segments),
+        max_kv_length=max(s.kv_length for s in segments),
+    )
+
+
+def scattered_tables(segments: list[Segment], page_size: int, seed: int) -> tuple[list[list[int]], int]:
+    """Disjoint blocks in random order for each segment -> tables, number of blocks with the padding block."""
+    counts = [-(-segment.kv_length // page_size) for segment in segments]
+    order = (torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+    tables, taken = [], 0
+    for count in counts:
+        tables.append(order[taken : taken + count])
+        taken += count
+    return tables, sum(counts) + 1
+
+
+def fill(backend: AttentionBackend, shape: KVShape, segments: list[Segment], tables: list[list[int]]) -> None:
+    """The same random keys and values, by seed, in every token of every segment and layer."""
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(shape.num_layers):
+        for segment, table in zip(segments, tables, strict=True):
+            page_size, tokens = shape.page_size, range(segment.kv_length)
+            places = [table[token // page_size] * page_size + token % page_size for token in tokens]
+            size = (segment.kv_length, shape.num_kv_heads, shape.head_dim)
+            key, value = (torch.randn(size, generator=generator).to(shape.dtype) for _ in range(2))
+            backend.plan(PagedLayout(torch.tensor(places), ()))
+            backend.write(key, value, layer)
+
+
+def spoil(backend: AttentionBackend, shape: KVShape, num_blocks: int) -> None:
+    """What earlier sequences left in the blocks, and the padding block: read by mistake, it would outweigh the rest."""
+    num_tokens = num_blocks * shape.page_size
+    left = torch.full((num_tokens, shape.num_kv_heads, shape.head_dim), 100.0, dtype=shape.dtype)
+    backend.plan(PagedLayout(torch.arange(num_tokens), ()))
+    for layer in range(shape.num_layers):
+        backend.write(left, left, layer)
+
+
+def attend_all(
+    name: str,
+    shape: KVShape,
+    segments: list[Segment],
+    causal: bool,
+    layer: int,
+    seed: int,
+    kernels: Kernels | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of one part over random keys and values, by seed. kernels: None for those of this machine."""
+    backend = make_backend(name, shape, load_kernels() if kernels is None else kernels)
+    tables, num_blocks = scattered_tables(segments, shape.page_size, seed)
+    backend.allocate(num_blocks)
+    spoil(backend, shape, num_blocks)
+    fill(backend, shape, segments, tables)
+    part = make_part(segments, tables, first_row=0, causal=causal)
+    backend.plan(PagedLayout(torch.zeros(0, dtype=torch.int64), (part,)))
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn((part.num_rows, shape.num_heads, shape.head_dim), generator=generator).to(shape.dtype)
+    return backend.attend(query, layer, part)
