@@ -5,6 +5,7 @@ that it reads back through the block table. A block given to two sequences, a ta
 skipped or sent twice: each trips an assertion or changes the tokens.
 """
 
+import itertools
 import zlib
 from dataclasses import dataclass, field
 
@@ -85,6 +86,7 @@ class FakeWorker:
 
     opened: (seed, sample index) of each opening of a slot, in order. start_positions: where prefill began at each.
     first_positions: that of the first opening of (seed, sample index). num_sampled: tokens drawn for it.
+    grouped: of each step, the (slots, blocks of the prefix) of each group.
     read_from: (seed of a sequence that started behind cached tokens, seed of one whose tokens they were).
     """
 
@@ -100,12 +102,14 @@ class FakeWorker:
         self.writers: dict[int, int] = {}
         self.read_from: set[tuple[int, int]] = set()
         self.num_sampled: dict[tuple[int, int], int] = {}
+        self.grouped: list[list[tuple[list[int], int]]] = []
         self.num_steps = 0
 
     def forward(self, message: ForwardInput, forward_seconds: float = 0.01) -> ForwardOutput:
         assert message.step_id == self.num_steps
         self.num_steps += 1
         self._apply_changes(message)
+        self.grouped.append(self._read_groups(message))
         rows = list(zip(message.slots.tolist(), message.num_tokens.tolist(), strict=True))
         assert message.slots.dtype == message.num_tokens.dtype == message.prompt_ids.dtype == np.int32
         assert 0 < len(rows) <= self.max_seqs
@@ -183,6 +187,24 @@ class FakeWorker:
         for slot_id in {*appended, *copied}:
             table = self.slots[slot_id].block_table
             assert len(set(table)) == len(table)
+
+    def _read_groups(self, message: ForwardInput) -> list[tuple[list[int], int]]:
+        if message.groups is None:
+            return []
+        assert message.groups.sizes.dtype == message.groups.num_blocks.dtype == np.int32
+        sizes, num_blocks = message.groups.sizes.tolist(), message.groups.num_blocks.tolist()
+        assert min(sizes) > 0
+        assert min(num_blocks) > 0
+        assert sum(sizes) <= message.num_decode
+        rows = iter(message.slots.tolist())
+        groups = [(list(itertools.islice(rows, size)), count) for size, count in zip(sizes, num_blocks, strict=True)]
+        for slot_ids, count in groups:
+            prefix = self.slots[slot_ids[0]].block_table[:count]
+            for slot_id in slot_ids:
+                slot = self.slots[slot_id]
+                assert slot.block_table[:count] == prefix, "a group of rows that do not share its prefix"
+                assert slot.position >= count * self.limits.page_size, "a row has nothing behind the prefix"
+        return groups
 
     def _write(self, slot: FakeSlot, tokens: list[int]) -> list[int]:
         """All tokens of the slot, these ones included, as the memory has them."""

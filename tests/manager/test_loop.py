@@ -7,7 +7,7 @@ import pytest
 from tests.manager.fake_worker import decode_text
 from tokasaurus.config import ServerConfig
 from tokasaurus.manager.loop import engine_options, is_worth_an_update
-from tokasaurus.manager.state import EarlyStoppingOptions, EngineOptions
+from tokasaurus.manager.state import EarlyStoppingOptions, EngineOptions, HydragenOptions
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats
 
 
@@ -83,6 +83,14 @@ def test_every_flag_of_the_manager_has_its_effect():
     assert rated == dataclasses.replace(default, prefill_multiple=8)
     assert options_for(enable_precise_onboard=False) == dataclasses.replace(default, onboard_batch_size=None)
     assert options_for(use_spec_allocation=False) == dataclasses.replace(default, early_stopping=None)
+
+
+def test_a_prefix_to_share_is_asked_for_in_tokens_and_measured_in_whole_blocks():
+    assert options_for(hydragen_min_prefix_len=256).hydragen == HydragenOptions(32, 64)
+    for num_tokens, num_blocks in ((1, 1), (4, 1), (5, 2), (17, 5)):
+        options = options_for(use_hydragen=True, hydragen_min_prefix_len=num_tokens, hydragen_min_group_size=3)
+        assert options.hydragen == HydragenOptions(min_group_size=3, min_blocks=num_blocks)
+    assert options_for(use_hydragen=False).hydragen is None
 
 
 def test_flags_at_their_defaults_are_the_options_at_theirs():

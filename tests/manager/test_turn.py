@@ -21,7 +21,7 @@ from tests.manager.holdings_check import assert_each_block_has_one_place, block_
 from tokasaurus.manager.early_stopping import Forecast
 from tokasaurus.manager.holdings import sampled_tokens
 from tokasaurus.manager.sequence import Phase, Sequence
-from tokasaurus.manager.state import EarlyStoppingOptions, EngineOptions
+from tokasaurus.manager.state import EarlyStoppingOptions, EngineOptions, HydragenOptions
 from tokasaurus.messages.generation import CancelRequest
 from tokasaurus.text.stop_strings import StopTokens
 
@@ -68,6 +68,7 @@ varied_options = {
     "onboard_batch_size": st.sampled_from([None, 1, 2, 128]),
     "optional_work": st.sampled_from([None, "always", "deferred"]),
     "stop_tokens": st.sampled_from([None, STOP_TOKENS]),
+    "hydragen": st.sampled_from([None, HydragenOptions(2, 1), HydragenOptions(3, 2)]),
 }
 
 options_strategy = st.builds(
@@ -143,7 +144,7 @@ def test_every_sequence_equals_its_simulation_and_nothing_is_left(shapes, option
 
 
 def test_every_sequence_equals_its_simulation_under_constant_preemption():
-    num_preemptions = 0
+    num_preemptions = num_groups = 0
 
     @settings(max_examples=250)
     @given(
@@ -153,11 +154,14 @@ def test_every_sequence_equals_its_simulation_under_constant_preemption():
         cancel_share=st.sampled_from([0.0, 0.3]),
     )
     def check(shapes, options, seed, cancel_share):
-        nonlocal num_preemptions
-        num_preemptions += check_run(shapes, options, seed, cancel_share, EndsNext()).state.totals.preemptions
+        nonlocal num_preemptions, num_groups
+        bench = check_run(shapes, options, seed, cancel_share, EndsNext())
+        num_preemptions += bench.state.totals.preemptions
+        num_groups += sum(map(len, bench.worker.grouped))
 
     check()
-    assert num_preemptions > 1000
+    assert num_preemptions > 500
+    assert num_groups > 500
 
 
 def shares_with_one_to_come(bench: Bench, sequence: Sequence) -> bool:
