@@ -41,18 +41,17 @@ void rotate(Element* head, int64_t head_dim, const float* cos_sin) {
 template <typename Element>
 void before_attention(const PackedLayer& layer, const Element* hidden, int64_t num_rows, const float* cos_sin,
                       Element* heads) {
-  constexpr int64_t kWorthThreads = 16384;  // elements
+  constexpr int64_t kRows = 16;  // of one thread at a time
   multiply<Element>(layer.qkv, hidden, layer.qkv.in_size, num_rows, layer.attention_norm, layer.eps, nullptr, heads);
   const int64_t num_rotated = layer.num_query_heads + layer.num_kv_heads, head_dim = layer.head_dim;
-#pragma omp parallel for schedule(static) if (num_rows * num_rotated * head_dim > kWorthThreads)
-  for (int64_t row = 0; row < num_rows; ++row) {
+  Team::get().share(num_rows, kRows, [&](int64_t row) {
     for (int64_t index = 0; index < num_rotated; ++index) {
       Element* head = heads + row * layer.qkv.out_size + index * head_dim;
       const void* norm = index < layer.num_query_heads ? layer.query_norm : layer.key_norm;
       if (norm != nullptr) rms_norm(head, (const Element*)norm, float(layer.eps), head_dim, head);
       rotate(head, head_dim, cos_sin + row * head_dim);
     }
-  }
+  });
 }
 
 // attended [num_rows, query heads, head_dim], added by its projection to hidden, which then passes the feed-forward.
@@ -68,17 +67,16 @@ void after_attention(const PackedLayer& layer, const Element* attended, int64_t 
 
 template <typename Element>
 void embed(const PackedWeights& weights, const int64_t* token_ids, int64_t num_tokens, Element* out) {
-  constexpr int64_t kWorthThreads = 16;  // tokens
+  constexpr int64_t kTokens = 16;  // of one thread at a time
   const int64_t in_size = weights.in_size, pair = kPair<Element>;
-#pragma omp parallel for schedule(static) if (num_tokens > kWorthThreads)
-  for (int64_t index = 0; index < num_tokens; ++index) {
+  Team::get().share(num_tokens, kTokens, [&](int64_t index) {
     const int64_t token = token_ids[index];
     const Element* from =
         (const Element*)weights.panels + token / kPanel * in_size * kPanel + token % kPanel * pair;
     Element* to = out + index * in_size;
     for (int64_t i = 0; i < in_size; i += pair, from += kPanel * pair)
       for (int64_t j = 0; j < pair; ++j) to[i + j] = from[j];
-  }
+  });
 }
 
 }  // namespace

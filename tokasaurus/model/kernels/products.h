@@ -1,12 +1,11 @@
 // Products of any number of rows by packed weights, with a norm before, and a bias, gate or sum behind.
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <vector>
 
 #include "rounding.h"
+#include "threads.h"
 #include "tiles.h"
 
 // Weights as layer_kernels.PackedWeights holds them. panels: see tiles.h; padded by outputs of zeros to whole panels.
@@ -24,8 +23,8 @@ constexpr int64_t kStreamAheadBytes = 8192;
 // Rows of x that pass while a panel is kept: as many as stay in the last-level cache until the next panel.
 constexpr int64_t kBlockBytes = 4 << 20;
 
-// Up to this many rows, each thread norms them all for itself, which is faster than waiting for the other threads.
-constexpr int64_t kOwnNormRows = 4;
+// Rows that one thread norms at a time: fewer are done before another thread has come.
+constexpr int64_t kNormRows = 32;
 
 template <typename Element>
 struct Product {
@@ -110,7 +109,7 @@ void multiply(const Product<Element>& product, const Element* norm_weight, float
   if (num_rows == 0) return;
   const int64_t width = weights.is_gated ? 16 : 32;
   const int64_t num_panels = (weights.out_size + width - 1) / width;
-  const int64_t num_threads = omp_get_max_threads();
+  const int64_t num_threads = Team::size();
   // Smaller blocks where there would be too few items for all threads to end at the same time.
   const int64_t wanted_blocks = (4 * num_threads + num_panels - 1) / num_panels;
   const int64_t cached_rows = kBlockBytes / int64_t(in_size * sizeof(Element));
@@ -119,29 +118,18 @@ void multiply(const Product<Element>& product, const Element* norm_weight, float
   const int64_t num_items = (num_rows + block_rows - 1) / block_rows * num_panels;
   const int64_t chunk = std::max<int64_t>(1, num_items / (16 * num_threads));
 
-  static thread_local std::vector<Element> memory;
-  const bool is_shared = num_rows > kOwnNormRows;
-  Element* shared = norm_weight != nullptr && is_shared ? scratch(memory, num_rows * in_size) : nullptr;
-#pragma omp parallel
-  {
-    Product<Element> mine = product;
-    if (norm_weight != nullptr) {
-      Element* normed = is_shared ? shared : scratch(memory, num_rows * in_size);
-      if (is_shared) {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < num_rows; ++row)
-          rms_norm(product.x + row * product.x_stride, norm_weight, eps, in_size, normed + row * in_size);
-      } else {
-        for (int64_t row = 0; row < num_rows; ++row)
-          rms_norm(product.x + row * product.x_stride, norm_weight, eps, in_size, normed + row * in_size);
-      }
-      mine.x = normed;
-      mine.x_stride = in_size;
-    }
-#pragma omp for schedule(dynamic, chunk) nowait
-    for (int64_t item = 0; item < num_items; ++item) {
-      const int64_t first = item / num_panels * block_rows;
-      multiply_panel(mine, item % num_panels, first, std::min(first + block_rows, num_rows));
-    }
+  Product<Element> normed = product;
+  if (norm_weight != nullptr) {
+    static std::vector<Element> memory;
+    Element* rows = scratch(memory, num_rows * in_size);
+    Team::get().share(num_rows, kNormRows, [&](int64_t row) {
+      rms_norm(product.x + row * product.x_stride, norm_weight, eps, in_size, rows + row * in_size);
+    });
+    normed.x = rows;
+    normed.x_stride = in_size;
   }
+  Team::get().share(num_items, chunk, [&](int64_t item) {
+    const int64_t first = item / num_panels * block_rows;
+    multiply_panel(normed, item % num_panels, first, std::min(first + block_rows, num_rows));
+  });
 }

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <vector>
 
+#include "threads.h"
 #include "vectors.h"
 
 namespace {
@@ -159,8 +160,7 @@ void mask_unlikely(const Element* row, int64_t vocab_size, float scale, float to
 template <typename Element>
 void sample(const Element* logits, int64_t num_rows, int64_t vocab_size, const float* temperatures,
             const float* top_ps, const int64_t* noise_keys, int64_t* tokens, float* logprobs) {
-#pragma omp parallel for schedule(dynamic, 1) if (num_rows > 1)
-  for (int64_t index = 0; index < num_rows; ++index) {
+  Team::get().share(num_rows, 1, [&](int64_t index) {
     static thread_local std::vector<float> masked;
     const Element* row = logits + index * vocab_size;
     const int64_t* keys = noise_keys + 2 * index;
@@ -178,7 +178,7 @@ void sample(const Element* logits, int64_t num_rows, int64_t vocab_size, const f
       const float chosen = to_float(row[drawn.token]);
       logprobs[index] = chosen - largest - std::log(sum_exp(row, vocab_size, 1, largest, nullptr));
     }
-  }
+  });
 }
 
 }  // namespace
