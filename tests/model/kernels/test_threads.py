@@ -29,3 +29,18 @@ def test_all_of_the_work_is_done_when_a_call_returns() -> None:
         result = linear(x, norm)
         x.zero_()
         assert_close(result, norm(random_rows(num_rows, 64, torch.float32)).double() @ weight.T)
+
+
+@pytest.mark.usefixtures("num_threads")
+def test_a_call_waits_for_a_thread_that_is_still_at_work() -> None:
+    """Nine long pieces for two threads or more: some end with the last."""
+    linear = Linear(512, 9 * 32, bias=False, dtype=torch.float32)
+    fill(linear)
+    weight = linear.weight.clone()
+    linear.pack(layer_kernels())
+    x = random_rows(1000, 512, torch.float32)
+    expected = x @ weight.T
+    for factor in range(1, 31):
+        scaled = x * factor
+        result = linear(scaled).clone()
+        torch.testing.assert_close(result, expected * factor, atol=1e-3 * factor, rtol=1e-4)
