@@ -1,5 +1,6 @@
 """The decoder that every family shares; a family is a `DecoderOptions` (see registry)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,9 @@ from torch import Tensor, nn
 
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
-from tokasaurus.model.kernels.layer_kernels import LayerKernels, PackedLayer
+from tokasaurus.model.attention.cpu import CpuBackend
+from tokasaurus.model.kernels.forward_kernels import PackedLayer, PackedLayers
+from tokasaurus.model.kernels.layer_kernels import LayerKernels
 from tokasaurus.model.kernels.library import load_kernels
 from tokasaurus.model.layers.attention import Attention
 from tokasaurus.model.layers.embedding import VocabShard
@@ -31,50 +34,33 @@ class DecoderOptions:
 
 
 class DecoderLayer(nn.Module):
-    """hidden [T, E] -> [T, E]: attention, then feed-forward, each on the normed input and added to it. May overwrite
-    hidden."""
+    """hidden [T, E] -> [T, E]: attention, then feed-forward, each on the normed input and added to it."""
 
     def __init__(
         self, info: ModelInfo, options: DecoderOptions, mesh: Mesh, layer_index: int, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self._info = info
-        self._mesh = mesh
-        self._packed: PackedLayer | None = None
         self.attention_norm = RMSNorm(info.hidden_size, info.norm_eps, dtype)
         self.attention = Attention(info, mesh, layer_index, options.qkv_bias, options.qk_norm, dtype)
         self.mlp_norm = RMSNorm(info.hidden_size, info.norm_eps, dtype)
         self.mlp = GatedMLP(info, mesh, dtype)
 
     def forward(self, hidden: Tensor, cos_sin: Tensor, backend: AttentionBackend, layout: PagedLayout) -> Tensor:
-        if self._packed is not None:
-            query, key, value = self._packed.before_attention(hidden, cos_sin)
-            attended = self.attention.attend(query, key, value, backend, layout)
-            self._packed.after_attention(attended, hidden)
-            return hidden
         hidden = hidden + self.attention(hidden, self.attention_norm, cos_sin, backend, layout)
         fed: Tensor = self.mlp(hidden, self.mlp_norm)
         return hidden + fed
 
-    def pack(self, kernels: LayerKernels) -> None:
-        """Compute by the kernels, once the products are packed. The ranks of tensor parallelism sum between products,
-        which the kernels do not."""
+    def packed(self) -> PackedLayer | None:
+        """This layer for the kernels, once its products are packed for them."""
         attention, mlp = self.attention, self.mlp
         qkv, out, gate_up, down = (linear.packed for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down))
-        if self._mesh.tp_size > 1 or qkv is None or out is None or gate_up is None or down is None:
-            return
-        qk_norms = None
-        if attention.query_norm is not None and attention.key_norm is not None:
-            qk_norms = (attention.query_norm.weight, attention.key_norm.weight)
-        self._packed = PackedLayer(
-            kernels,
-            *(qkv, out, gate_up, down),
-            self.attention_norm.weight,
-            self.mlp_norm.weight,
-            qk_norms,
-            self._info.norm_eps,
-            (attention.num_heads, attention.num_kv_heads, self._info.head_dim),
+        if qkv is None or out is None or gate_up is None or down is None:
+            return None
+        query_norm, key_norm = (
+            None if norm is None else norm.weight for norm in (attention.query_norm, attention.key_norm)
         )
+        norms = (self.attention_norm.weight, self.mlp_norm.weight, query_norm, key_norm)
+        return PackedLayer(qkv, out, gate_up, down, *norms)
 
     def weight_pieces(self, prefix: str) -> list[WeightPiece]:
         return [
@@ -98,6 +84,7 @@ class Decoder(nn.Module):
         self._mesh = mesh
         self._dtype = dtype
         self._rotary: RotaryTable | None = None
+        self._packed: PackedLayers | None = None
         stage = mesh.stage_layers(info.num_layers)
         with torch.device("meta"):
             needs_embedding = mesh.is_first_stage or (mesh.is_last_stage and info.tie_embeddings)
@@ -122,10 +109,21 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear) and (module is not self.embedding or embedding_multiplies):
                 module.pack(kernels, keep_weight=module is self.embedding)
+        if kernels is not None and self._mesh.tp_size == 1:
+            self._packed = self._pack_layers(kernels)
+
+    def _pack_layers(self, kernels: LayerKernels) -> PackedLayers | None:
+        packed = [layer.packed() for layer in self._decoder_layers()]
+        whole_layers = [layer for layer in packed if layer is not None]
+        if not packed or len(whole_layers) < len(packed):
+            return None
+        info = self._info
+        return PackedLayers(kernels, whole_layers, info.num_heads, info.num_kv_heads, info.head_dim, info.norm_eps)
+
+    def _decoder_layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
-            if kernels is not None:
-                layer.pack(kernels)
+            yield layer
 
     def forward(
         self,
@@ -147,8 +145,11 @@ class Decoder(nn.Module):
             assert self.embedding is not None, "only the first stage embeds"
             hidden = self.embedding.embed(token_ids)
         cos_sin = self._rotary.at(positions)
-        for layer in self.layers:
-            hidden = layer(hidden, cos_sin, backend, layout)
+        if self._packed is not None and isinstance(backend, CpuBackend):
+            self._packed.run(hidden, cos_sin, backend.planned)
+        else:
+            for layer in self.layers:
+                hidden = layer(hidden, cos_sin, backend, layout)
         if self.final_norm is None:
             return hidden
         head = self.embedding if self.lm_head is None else self.lm_head

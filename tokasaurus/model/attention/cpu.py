@@ -1,6 +1,7 @@
 """Paged attention on the CPU. The kernels (attention.cpp, kv_write.cpp) fix the layout of the cache."""
 
 import contextlib
+import ctypes
 import math
 import mmap
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
+from tokasaurus.model.kernels.forward_kernels import PagedForwardStruct, PagedPartStruct
 from tokasaurus.model.kernels.library import KERNEL_DTYPES, Kernels
 
 _HUGE_PAGE = 2 * 1024 * 1024
@@ -44,25 +46,36 @@ class CpuBackend:
         self._cache = _zeros_in_huge_pages(size, shape.dtype)
 
     def plan(self, layout: PagedLayout) -> None:
-        self._token_places = layout.token_places
+        self._layout = layout  # owns what the structs point to
+        parts = (PagedPartStruct * len(layout.parts))(*map(_struct, layout.parts))
+        prefix = None if layout.prefix is None else ctypes.pointer(_struct(layout.prefix))
+        self._paged = PagedForwardStruct(
+            *(self._cache.data_ptr(), self._cache[0].numel(), self._shape.page_size, layout.token_places.data_ptr()),
+            *(parts, len(parts), prefix),
+        )
+
+    @property
+    def planned(self) -> PagedForwardStruct:
+        """The cache and the planned layout, for kernels that run whole layers."""
+        return self._paged
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
-        self._kernels.write_kv(key, value, self._token_places, self._cache[layer_index], self._shape.page_size)
+        self._kernels.write_kv(key, value, self._layout.token_places, self._cache[layer_index], self._shape.page_size)
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
-        return self._kernels.attend(
-            query,
-            self._cache[layer_index],
-            part.query_starts,
-            part.block_table,
-            part.kv_lengths,
-            part.causal,
-            part.is_partial,
-            self._shape.page_size,
-        )
+        cache = self._cache[layer_index]
+        return self._kernels.attend(query, cache, _struct(part), part.is_partial, self._shape.page_size)
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
         return self._kernels.merge(first, second, dtype)
+
+
+def _struct(part: PagedPart) -> PagedPartStruct:
+    table = part.block_table
+    return PagedPartStruct(
+        *(part.first_row, part.num_rows, table.shape[0], part.query_starts.data_ptr()),
+        *(table.data_ptr(), table.stride(0), part.kv_lengths.data_ptr(), part.causal, part.is_partial),
+    )
 
 
 def _zeros_in_huge_pages(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "attention_tile.h"
+#include "merge.h"
 
 constexpr int kTileQueries = 96;
 constexpr int kMaxHeadDim = 256;
@@ -32,25 +33,34 @@ struct alignas(64) Scratch {
   float reference[kTileQueries];
 };
 
+// Segments of query rows, each against its own blocks: backend.PagedPart.
+struct PagedPart {
+  int64_t first_row, num_rows, num_segments;
+  const int32_t *query_starts, *block_table;
+  int64_t table_stride;
+  const int32_t* kv_lengths;
+  int64_t is_causal, is_partial;
+};
+
 template <typename Element>
 struct Problem {
   Shape shape;
+  PagedPart part;
   const Element* query;  // [rows, H, D], rows query_row_stride elements apart
   int64_t query_row_stride;
-  void* output;  // [rows, H, D], contiguous; floats if is_partial, otherwise Elements
+  void* output;  // [rows, H, D], contiguous; floats if is_partial and there is nothing beside, otherwise Elements
   float* lse;    // [rows, H]
   const Element* cache;  // [blocks][kv heads][keys, values][page size][D]
-  const int32_t* query_starts;
-  const int32_t* block_table;
-  int64_t table_stride;
-  const int32_t* kv_lengths;
-  bool causal, is_partial;
+  // What the same queries found in another part, [rows, H, D] and [rows, H], to be merged with this one; or null.
+  const float* beside_output = nullptr;
+  const float* beside_lse = nullptr;
 
   int group() const { return int(shape.num_heads / shape.num_kv_heads); }
 
   // Tokens of its segment that a row sees.
   int visible_to(int segment, int row) const {
-    return causal ? kv_lengths[segment] - (query_starts[segment + 1] - 1 - row) : kv_lengths[segment];
+    const int32_t length = part.kv_lengths[segment];
+    return part.is_causal ? length - (part.query_starts[segment + 1] - 1 - row) : length;
   }
 
   // Of a tile's query, in the order of the output.
@@ -58,19 +68,25 @@ struct Problem {
     return int64_t(piece.first_row + query / group()) * shape.num_heads + piece.kv_head * group() + query % group();
   }
 
-  // result [D] times factor to the output.
-  void store(int64_t place, const float* result, float factor) const {
-    for (int64_t d = 0; d < shape.head_dim; d += 16) {
-      if (is_partial)
-        store16((float*)output + place * shape.head_dim + d, load16(result + d) * factor);
+  // A query's output [D] and its lse, to where they belong.
+  void finish(int64_t place, const float* result, float result_lse) const {
+    const int64_t head_dim = shape.head_dim, from = place * head_dim;
+    if (beside_output != nullptr) {
+      merge_parts(beside_output + from, beside_lse[place], result, result_lse, (Element*)output + from, head_dim);
+      return;
+    }
+    lse[place] = result_lse;
+    for (int64_t d = 0; d < head_dim; d += 16) {
+      if (part.is_partial)
+        store16((float*)output + from + d, load16(result + d));
       else
-        store_rounded((Element*)output + place * shape.head_dim + d, load16(result + d) * factor);
+        store_rounded((Element*)output + from + d, load16(result + d));
     }
   }
 
   ChunkWords<Element> chunk(const Piece& piece, int start, int num_tokens) const {
     typedef const typename Words<Element>::Word* Pointer;
-    const int32_t* table = block_table + piece.segment * table_stride;
+    const int32_t* table = part.block_table + piece.segment * part.table_stride;
     ChunkWords<Element> chunk;
     chunk.num_groups = std::min(num_tokens, piece.kv_end - start + kGroup - 1) / kGroup;
     for (int g = 0; g < chunk.num_groups; ++g) {
@@ -192,12 +208,11 @@ static void attend_piece(const Problem<Element>& problem, const Piece& piece, co
     const float sum = sum_of(scratch.sum[i]), inverse = sum == 0 ? 0.0f : 1.0f / sum;
     const float lse = scratch.reference[i] * scale * 0.693147181f + std::log(sum);
     float* output = scratch.output + i * head_dim;
+    for (int64_t d = 0; d < head_dim; d += 16) store16(output + d, load16(output + d) * inverse);
     if (piece.partial < 0) {
-      problem.store(problem.place(piece, i), output, inverse);
-      problem.lse[problem.place(piece, i)] = lse;
+      problem.finish(problem.place(piece, i), output, lse);
     } else {
-      for (int64_t d = 0; d < head_dim; d += 16)
-        store16(partial_output + (piece.partial + i) * head_dim + d, load16(output + d) * inverse);
+      std::memcpy(partial_output + (piece.partial + i) * head_dim, output, head_dim * sizeof(float));
       partial_lse[piece.partial + i] = lse;
     }
   }

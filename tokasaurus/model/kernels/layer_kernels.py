@@ -1,4 +1,4 @@
-"""Calls of kernels/layers.cpp with torch tensors: weights and layers packed for it, and what they compute."""
+"""Weights packed for the kernels, and products with them (kernels/linear.cpp)."""
 
 import ctypes
 
@@ -9,13 +9,13 @@ from torch.nn import functional
 from tokasaurus.model.kernels.huge_pages import HugePageCopies
 from tokasaurus.model.kernels.library import KERNEL_DTYPES, Kernels
 
-# T tokens, E input size, O output size, H query heads, K key/value heads, D head size
+# T tokens, E input size, O output size
 
 _PANEL = 32
 """Outputs of a panel: kPanel of tiles.h."""
 
 
-class _PackedWeights(ctypes.Structure):
+class PackedWeightsStruct(ctypes.Structure):
     """PackedWeights of products.h."""
 
     _fields_ = (
@@ -24,19 +24,8 @@ class _PackedWeights(ctypes.Structure):
     )
 
 
-class _PackedLayer(ctypes.Structure):
-    """PackedLayer of layers.cpp."""
-
-    _fields_ = (
-        *((name, _PackedWeights) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
-        *((name, ctypes.c_int64) for name in ("num_query_heads", "num_kv_heads", "head_dim")),
-        ("eps", ctypes.c_double),
-    )
-
-
 class LayerKernels:
-    """The functions of layers.cpp, bound, and the memory of the weights that are packed for them."""
+    """The functions over packed weights, bound, and the memory of these."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.weights = HugePageCopies()
@@ -46,10 +35,8 @@ class LayerKernels:
         self.multiply.argtypes = [pointer, pointer, integer, integer, pointer, ctypes.c_double, pointer]
         self.embed = library.toka_embed
         self.embed.argtypes = [pointer, pointer, integer, pointer]
-        self.before_attention = library.toka_before_attention
-        self.before_attention.argtypes = [pointer, pointer, integer, pointer, pointer]
-        self.after_attention = library.toka_after_attention
-        self.after_attention.argtypes = [pointer, pointer, integer, pointer]
+        self.run_layers = library.toka_run_layers
+        self.run_layers.argtypes = [pointer, integer, pointer, integer, pointer, pointer]
 
 
 class PackedWeights:
@@ -68,7 +55,7 @@ class PackedWeights:
         ordered = _in_panels(weight, is_gated)  # [panels, 32, E]
         self._panels = kernels.weights.copy(ordered.view(len(ordered), _PANEL, -1, pair).transpose(1, 2))
         self._bias = None if bias is None else _in_panels(bias.unsqueeze(1), is_gated).contiguous()
-        self.struct = _PackedWeights(
+        self.struct = PackedWeightsStruct(
             weight.dtype == torch.bfloat16,
             self._in_size,
             self._out_size,
@@ -95,52 +82,6 @@ class PackedWeights:
         out = torch.empty((len(indices), self._in_size), dtype=self._dtype)
         self._kernels.embed(ctypes.byref(self.struct), indices.data_ptr(), len(indices), out.data_ptr())
         return out
-
-
-class PackedLayer:
-    """A decoder layer but for its attention, in two calls.
-
-    attention_norm, mlp_norm: weights [E]. qk_norms: weights [D] of the norms over queries and over keys, if the model
-    has them. heads: (H, K, D).
-    """
-
-    def __init__(
-        self,
-        kernels: LayerKernels,
-        qkv: PackedWeights,
-        out: PackedWeights,
-        gate_up: PackedWeights,
-        down: PackedWeights,
-        attention_norm: Tensor,
-        mlp_norm: Tensor,
-        qk_norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        heads: tuple[int, int, int],
-    ) -> None:
-        self._kernels = kernels
-        self._counts = (heads[0], heads[1], heads[1])
-        self._head_dim = heads[2]
-        query_norm, key_norm = (None, None) if qk_norms is None else qk_norms
-        self._owners = (qkv, out, gate_up, down, attention_norm, mlp_norm, query_norm, key_norm)
-        norms = (attention_norm, mlp_norm, query_norm, key_norm)
-        self._struct = _PackedLayer(
-            *(weights.struct for weights in (qkv, out, gate_up, down)), *map(_pointer, norms), *heads, eps
-        )
-        self._address = ctypes.addressof(self._struct)
-
-    def before_attention(self, hidden: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [T, E], contiguous; cos_sin float32 [T, 1, D], from RotaryTable -> query [T, H, D], key and value
-        [T, K, D] of the normed hidden states, rotated."""
-        num_rows = hidden.shape[0]
-        heads = torch.empty((num_rows, sum(self._counts), self._head_dim), dtype=hidden.dtype)
-        self._kernels.before_attention(self._address, hidden.data_ptr(), num_rows, cos_sin.data_ptr(), heads.data_ptr())
-        query, key, value = heads.split_with_sizes(self._counts, dim=1)
-        return query, key, value
-
-    def after_attention(self, attended: Tensor, hidden: Tensor) -> None:
-        """attended [T, H, D]: adds its projection to hidden [T, E], contiguous and in place, then the feed-forward."""
-        attended = attended.contiguous()
-        self._kernels.after_attention(self._address, attended.data_ptr(), attended.shape[0], hidden.data_ptr())
 
 
 def takes(weight: Tensor) -> bool:

@@ -28,6 +28,10 @@ _BUILD_TIMEOUT_S = 300
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
+PHASES = ("products", "heads", "prefix_attention", "attention", "sampling")
+"""Parts of a forward whose time is counted, in the order of phases.h: matrix products with norms, gates and sums;
+rotary and the writing of keys and values; shared prefixes; all other attention; sampling."""
+
 
 class Kernels:
     """The functions of the built library. Tensors are on the CPU; shapes are the caller's to get right."""
@@ -40,8 +44,7 @@ class Kernels:
         self.max_group: int = self._library.toka_max_group()
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         self._library.toka_attend.argtypes = [
-            *(integer, pointer, integer, pointer, pointer, pointer, pointer, pointer, integer, pointer),
-            *(integer,) * 7,
+            *(integer, pointer, integer, pointer, pointer, pointer, pointer, *(integer,) * 4)
         ]
         self._library.toka_merge.argtypes = [integer, *(pointer,) * 5, integer, integer]
         self._library.toka_write_kv.argtypes = [
@@ -50,18 +53,10 @@ class Kernels:
         self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 5]
 
     def attend(
-        self,
-        query: Tensor,
-        cache: Tensor,
-        query_starts: Tensor,
-        block_table: Tensor,
-        kv_lengths: Tensor,
-        causal: bool,
-        is_partial: bool,
-        page_size: int,
+        self, query: Tensor, cache: Tensor, part: ctypes.Structure, is_partial: bool, page_size: int
     ) -> tuple[Tensor, Tensor]:
-        """query [rows, H, D] (rows may be apart), cache one layer's [blocks, K, 2, P * D], the rest as in PagedPart
-        -> output [rows, H, D], lse float32 [rows, H]."""
+        """query [rows, H, D] (rows may be apart), cache one layer's [blocks, K, 2, P * D], part: PagedPart of
+        attention_piece.h -> output [rows, H, D], float32 if partial, and lse float32 [rows, H]."""
         num_rows, num_heads, head_dim = query.shape
         assert query.stride()[1:] == (head_dim, 1), "a row's heads lie together"
         output_dtype = torch.float32 if is_partial else query.dtype
@@ -69,9 +64,7 @@ class Kernels:
         lse = torch.empty((num_rows, num_heads), dtype=torch.float32)
         self._library.toka_attend(
             *(query.dtype == torch.bfloat16, query.data_ptr(), query.stride(0), output.data_ptr(), lse.data_ptr()),
-            *(cache.data_ptr(), query_starts.data_ptr(), block_table.data_ptr(), block_table.stride(0)),
-            *(kv_lengths.data_ptr(), block_table.shape[0], causal, is_partial),
-            *(num_heads, cache.shape[1], head_dim, page_size),
+            *(cache.data_ptr(), ctypes.addressof(part), num_heads, cache.shape[1], head_dim, page_size),
         )
         return output, lse
 
@@ -95,6 +88,12 @@ class Kernels:
             *(token_places.data_ptr(), num_tokens, cache.data_ptr()),
             *(num_kv_heads, head_dim, page_size),
         )
+
+    def phase_seconds(self) -> tuple[float, ...]:
+        """Seconds that each of PHASES has taken since the process began."""
+        seconds = (ctypes.c_double * len(PHASES))()
+        self._library.toka_phase_seconds(seconds)
+        return tuple(seconds)
 
     @property
     def library(self) -> ctypes.CDLL:

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "phases.h"
 #include "rounding.h"
 #include "threads.h"
 #include "tiles.h"
@@ -102,11 +103,13 @@ Element* scratch(std::vector<Element>& memory, int64_t size) {
   return memory.data();
 }
 
+// norm_weight: of a norm that x passes first, or null.
 template <typename Element>
-void multiply(const Product<Element>& product, const Element* norm_weight, float eps) {
+void multiply(const Product<Element>& product, const void* norm_weight, double eps) {
   const PackedWeights& weights = product.weights;
   const int64_t in_size = weights.in_size, num_rows = product.num_rows;
   if (num_rows == 0) return;
+  const PhaseTimer timer(kProducts);
   const int64_t width = weights.is_gated ? 16 : 32;
   const int64_t num_panels = (weights.out_size + width - 1) / width;
   const int64_t num_threads = Team::size();
@@ -123,7 +126,7 @@ void multiply(const Product<Element>& product, const Element* norm_weight, float
     static std::vector<Element> memory;
     Element* rows = scratch(memory, num_rows * in_size);
     Team::get().share(num_rows, kNormRows, [&](int64_t row) {
-      rms_norm(product.x + row * product.x_stride, norm_weight, eps, in_size, rows + row * in_size);
+      rms_norm(product.x + row * product.x_stride, (const Element*)norm_weight, float(eps), in_size, rows + row * in_size);
     });
     normed.x = rows;
     normed.x_stride = in_size;

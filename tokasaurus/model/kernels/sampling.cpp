@@ -7,6 +7,7 @@
 #include <numeric>
 #include <vector>
 
+#include "phases.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -190,6 +191,7 @@ extern "C" {
 void toka_sample(int64_t is_bfloat16, const void* logits, int64_t num_rows, int64_t vocab_size,
                  const float* temperatures, const float* top_ps, const int64_t* noise_keys, int64_t* tokens,
                  float* logprobs) {
+  const PhaseTimer timer(kSampling);
   if (is_bfloat16)
     sample((const bfloat16*)logits, num_rows, vocab_size, temperatures, top_ps, noise_keys, tokens, logprobs);
   else

@@ -1,0 +1,23 @@
+// Where the time of a forward goes, summed over the life of the process. Calls come from one thread, which works along in
+// each of them: its clock is the time that the call took.
+#pragma once
+
+#include <chrono>
+
+// Of which library.PHASES has the names.
+enum Phase { kProducts, kHeads, kPrefixAttention, kAttention, kSampling, kNumPhases };
+
+inline double phase_seconds[kNumPhases] = {};
+
+// Counts the time from here to the end of the block.
+class PhaseTimer {
+ public:
+  explicit PhaseTimer(Phase phase) : phase_(phase), start_(std::chrono::steady_clock::now()) {}
+  ~PhaseTimer() {
+    phase_seconds[phase_] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  Phase phase_;
+  std::chrono::steady_clock::time_point start_;
+};
