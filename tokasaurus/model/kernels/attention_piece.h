@@ -1,6 +1,6 @@
-// Attention of one tile: one KV head of one segment with up to kTileQueries of the queries that share that head, rows
-// in order and a row's heads in order. Its tokens are taken chunk by chunk (attention_tile.h), each for all queries
-// while it is in the processor's cache.
+// Attention of one tile: some rows of one segment, and one KV head or several, with up to kTileQueries queries: KV heads in
+// order, then rows, then a row's heads of that KV head. Its tokens are taken chunk by chunk (attention_tile.h), each for
+// all queries while it is in the processor's cache.
 // Sources: FlashAttention (arXiv 2205.14135) for softmax in chunks, PagedAttention (arXiv 2309.06180) for the blocks.
 #pragma once
 
@@ -19,7 +19,7 @@ struct Shape {
 // The rows of a tile, and which of the segment's tokens this piece of it reads. partial: the place of its first query
 // in the partial results, -1 if the piece is the whole tile.
 struct Piece {
-  int32_t segment, kv_head, first_row, num_rows, kv_begin, kv_end;
+  int32_t segment, kv_head, num_kv_heads, first_row, num_rows, kv_begin, kv_end;
   int64_t partial;
 };
 
@@ -63,9 +63,17 @@ struct Problem {
     return part.is_causal ? length - (part.query_starts[segment + 1] - 1 - row) : length;
   }
 
-  // Of a tile's query, in the order of the output.
+  // Of a piece.
+  int queries_per_head(const Piece& piece) const { return piece.num_rows * group(); }
+  int num_queries(const Piece& piece) const { return piece.num_kv_heads * queries_per_head(piece); }
+  int row_of(const Piece& piece, int query) const {
+    return piece.first_row + query % queries_per_head(piece) / group();
+  }
+  int head_of(const Piece& piece, int query) const {
+    return (piece.kv_head + query / queries_per_head(piece)) * group() + query % group();
+  }
   int64_t place(const Piece& piece, int query) const {
-    return int64_t(piece.first_row + query / group()) * shape.num_heads + piece.kv_head * group() + query % group();
+    return int64_t(row_of(piece, query)) * shape.num_heads + head_of(piece, query);
   }
 
   // A query's output [D] and its lse, to where they belong.
@@ -84,6 +92,7 @@ struct Problem {
     }
   }
 
+  // The chunk at token `start`, of the piece's first KV head.
   ChunkWords<Element> chunk(const Piece& piece, int start, int num_tokens) const {
     typedef const typename Words<Element>::Word* Pointer;
     const int32_t* table = part.block_table + piece.segment * part.table_stride;
@@ -92,13 +101,18 @@ struct Problem {
     for (int g = 0; g < chunk.num_groups; ++g) {
       const int token = start + g * kGroup;
       const int64_t block = table[token / shape.page_size];
-      const Element* head = cache + (block * shape.num_kv_heads + piece.kv_head) * 2 * shape.page_size * shape.head_dim;
-      const int64_t from = token % shape.page_size * shape.head_dim;
-      chunk.keys[g] = (Pointer)(head + from);
-      chunk.values[g] = (Pointer)(head + shape.page_size * shape.head_dim + from);
+      const Element* head = cache + (block * shape.num_kv_heads + piece.kv_head) * head_size();
+      chunk.keys[g] = (Pointer)(head + token % shape.page_size * shape.head_dim);
+      chunk.values[g] = chunk.keys[g] + head_size() / 2 / Words<Element>::kElements;
     }
     return chunk;
   }
+
+  // Of scores, before 2 is raised to them.
+  float scale() const { return 1.44269504f / std::sqrt(float(shape.head_dim)); }
+
+  // Elements of a block that one KV head has.
+  int64_t head_size() const { return 2 * shape.page_size * shape.head_dim; }
 };
 
 // scores[0..padded) of one query to weights 2^(scale * (score - reference)), and what was summed under another
@@ -130,19 +144,19 @@ static inline void soften(Scratch<Element>& scratch, int query, float* scores, i
   scratch.sum[query] = sum;
 }
 
-// The queries of a tile as factors, in sets of `at_once` (the last may be smaller): each [D / E][queries of the set][E],
-// E being the elements of a word.
+// The queries of a piece as factors, in sets of `at_once` of each KV head (the last may be smaller): each
+// [D / E][queries of the set][E], E being the elements of a word.
 template <typename Element>
-static void load_queries(const Problem<Element>& problem, const Piece& piece, int num_queries, int at_once,
-                         Scratch<Element>& scratch) {
+static void load_queries(const Problem<Element>& problem, const Piece& piece, int at_once, Scratch<Element>& scratch) {
   constexpr int E = Words<Element>::kElements;
   const int64_t head_dim = problem.shape.head_dim;
-  for (int query = 0; query < num_queries; ++query) {
-    const int first = query / at_once * at_once, set = std::min(at_once, num_queries - first);
-    const int row = piece.first_row + query / problem.group();
-    const int head = piece.kv_head * problem.group() + query % problem.group();
-    const Element* from = problem.query + row * problem.query_row_stride + head * head_dim;
-    auto* to = scratch.query + first * head_dim + (query - first) * E;
+  const int per_head = problem.queries_per_head(piece);
+  for (int query = 0; query < problem.num_queries(piece); ++query) {
+    const int in_head = query % per_head, in_set = in_head % at_once;
+    const int set = std::min(at_once, per_head - in_head + in_set);
+    const Element* from = problem.query + problem.row_of(piece, query) * problem.query_row_stride +
+                          problem.head_of(piece, query) * head_dim;
+    auto* to = scratch.query + (query - in_set) * head_dim + in_set * E;
     for (int64_t word = 0; word < head_dim / E; ++word)
       for (int i = 0; i < E; ++i) to_factor(to + word * set * E + i, from[word * E + i]);
     for (int64_t d = 0; d < head_dim; ++d) scratch.output[query * head_dim + d] = 0;
@@ -156,20 +170,37 @@ static inline void prefetch(const Word* from, int64_t num_words) {
   for (int64_t word = 0; word < num_words; word += 16) __builtin_prefetch(from + word);
 }
 
-// One piece of work. next_piece: what this thread does next, or null: its first tokens are prefetched.
-// partial_output [queries][D], partial_lse [queries]: where the result goes if the piece is not the whole tile.
+// What a piece found, to the output or, if it is not the whole tile, to partial_output [queries][D] and partial_lse.
 template <typename Element>
-static void attend_piece(const Problem<Element>& problem, const Piece& piece, const Piece* next_piece,
-                         float* partial_output, float* partial_lse, Scratch<Element>& scratch) {
+static void finish_piece(const Problem<Element>& problem, const Piece& piece, float* partial_output, float* partial_lse,
+                         Scratch<Element>& scratch) {
+  const int64_t head_dim = problem.shape.head_dim;
+  for (int i = 0; i < problem.num_queries(piece); ++i) {
+    const float sum = sum_of(scratch.sum[i]), inverse = sum == 0 ? 0.0f : 1.0f / sum;
+    const float lse = scratch.reference[i] * problem.scale() * 0.693147181f + std::log(sum);
+    float* output = scratch.output + i * head_dim;
+    for (int64_t d = 0; d < head_dim; d += 16) store16(output + d, load16(output + d) * inverse);
+    if (piece.partial < 0) {
+      problem.finish(problem.place(piece, i), output, lse);
+    } else {
+      std::memcpy(partial_output + (piece.partial + i) * head_dim, output, head_dim * sizeof(float));
+      partial_lse[piece.partial + i] = lse;
+    }
+  }
+}
+
+// A piece of one KV head. next_piece: what this thread does next, or null: its first tokens are prefetched.
+template <typename Element>
+static void attend_rows(const Problem<Element>& problem, const Piece& piece, const Piece* next_piece,
+                        Scratch<Element>& scratch) {
   const int64_t head_dim = problem.shape.head_dim, num_words = head_dim / Words<Element>::kElements;
-  const int group = problem.group(), num_queries = piece.num_rows * group;
+  const int num_queries = problem.num_queries(piece);
   const int num_sets = (num_queries + kScoreQueries - 1) / kScoreQueries;
   const int at_once = (num_queries + num_sets - 1) / num_sets;
-  const float scale = 1.44269504f / std::sqrt(float(head_dim));
   // With few queries, reading memory takes longest: a chunk and the one prefetched meanwhile fit into the first cache.
   const int chunk_tokens = num_sets == 1 ? kChunk / 2 : kChunk;
 
-  load_queries(problem, piece, num_queries, at_once, scratch);
+  load_queries(problem, piece, at_once, scratch);
   ChunkWords<Element> chunk = problem.chunk(piece, piece.kv_begin, chunk_tokens);
   for (int start = piece.kv_begin; start < piece.kv_end; start += chunk_tokens) {
     ChunkWords<Element> next = chunk;
@@ -186,14 +217,14 @@ static void attend_piece(const Problem<Element>& problem, const Piece& piece, co
     }
     for (int first = 0; first < num_queries; first += at_once) {
       const int set = std::min(at_once, num_queries - first);
-      const int most = problem.visible_to(piece.segment, piece.first_row + (first + set - 1) / group) - start;
+      const int most = problem.visible_to(piece.segment, problem.row_of(piece, first + set - 1)) - start;
       const int num_groups = std::min(chunk.num_groups, (most + kGroup - 1) / kGroup);
       if (num_groups <= 0) continue;
       score_chunk<kScoreQueries, Element>(set, scratch.query + first * head_dim, chunk, ahead, num_groups, num_words,
                                           scratch.scores);
       for (int i = 0; i < set; ++i) {
-        const int visible = problem.visible_to(piece.segment, piece.first_row + (first + i) / group) - start;
-        soften(scratch, first + i, scratch.scores + i * kChunk, visible, num_groups * kGroup, scale, head_dim,
+        const int visible = problem.visible_to(piece.segment, problem.row_of(piece, first + i)) - start;
+        soften(scratch, first + i, scratch.scores + i * kChunk, visible, num_groups * kGroup, problem.scale(), head_dim,
                scratch.weights + i * kChunk);
       }
       for (int i = 0; i < set; i += kValueQueries)
@@ -202,18 +233,5 @@ static void attend_piece(const Problem<Element>& problem, const Piece& piece, co
             scratch.weights + i * kChunk, chunk, ahead, num_groups, head_dim);
     }
     chunk = next;
-  }
-
-  for (int i = 0; i < num_queries; ++i) {
-    const float sum = sum_of(scratch.sum[i]), inverse = sum == 0 ? 0.0f : 1.0f / sum;
-    const float lse = scratch.reference[i] * scale * 0.693147181f + std::log(sum);
-    float* output = scratch.output + i * head_dim;
-    for (int64_t d = 0; d < head_dim; d += 16) store16(output + d, load16(output + d) * inverse);
-    if (piece.partial < 0) {
-      problem.finish(problem.place(piece, i), output, lse);
-    } else {
-      std::memcpy(partial_output + (piece.partial + i) * head_dim, output, head_dim * sizeof(float));
-      partial_lse[piece.partial + i] = lse;
-    }
   }
 }

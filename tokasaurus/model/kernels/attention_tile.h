@@ -33,39 +33,49 @@ struct ChunkWords {
   int num_groups;
 };
 
-// scores[0..N)[16 G) of N queries, as factors [D / E][N][E], against G groups.
-template <int N, int G, typename Element, typename Word = typename Words<Element>::Word>
+// scores[0..N)[16 G) of N queries, as factors [D / E][N][E], against G groups. Sums are kept in S parts, so that no
+// multiply-add waits for the one before it; S divides the words of a key.
+template <int N, int G, int S, typename Element, typename Word = typename Words<Element>::Word>
 TOKA_OWN_FUNCTION void score_groups(const typename Words<Element>::Factor* query, const Word* const* keys,
-                                const Word* const* next_keys, int64_t num_words, float* scores) {
+                                    const Word* const* next_keys, int64_t num_words, float* scores) {
   typedef typename Words<Element>::Vector Vector;
   constexpr int E = Words<Element>::kElements, kVectors = G * kGroupVectors;
-  Floats total[N][kVectors] = {};
+  Floats total[S][N][kVectors] = {};
   const Word* from[G];
   for (int g = 0; g < G; ++g) from[g] = keys[g];
   // What is prefetched goes group by group: memory likes neighbouring lines.
   int64_t word = 0;
   for (int part = 0; part < G; ++part) {
     const Word* ahead = next_keys[part];
-    for (const int64_t end = (part + 1) * num_words / G; word < end; ++word) {
-      Vector key[kVectors];
-#pragma GCC unroll 8
-      for (int g = 0; g < G; ++g) {
+    for (const int64_t end = (part + 1) * num_words / G; word < end; word += S) {
 #pragma GCC unroll 4
-        for (int j = 0; j < kGroupVectors; ++j)
-          key[g * kGroupVectors + j] = load<Vector>(from[g] + word * kGroup + j * kLanes);
-        __builtin_prefetch(ahead + g * kGroup);
-      }
-      ahead += G * kGroup;
-#pragma GCC unroll 16
-      for (int i = 0; i < N; ++i)
+      for (int s = 0; s < S; ++s) {
+        Vector key[kVectors];
 #pragma GCC unroll 8
-        for (int j = 0; j < kVectors; ++j) total[i][j] = add_products(total[i][j], key[j], query + (word * N + i) * E);
+        for (int g = 0; g < G; ++g) {
+#pragma GCC unroll 4
+          for (int j = 0; j < kGroupVectors; ++j)
+            key[g * kGroupVectors + j] = load<Vector>(from[g] + (word + s) * kGroup + j * kLanes);
+          __builtin_prefetch(ahead + (s * G + g) * kGroup);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < N; ++i)
+#pragma GCC unroll 8
+          for (int j = 0; j < kVectors; ++j)
+            total[s][i][j] = add_products(total[s][i][j], key[j], query + ((word + s) * N + i) * E);
+      }
+      ahead += S * G * kGroup;
     }
   }
 #pragma GCC unroll 16
   for (int i = 0; i < N; ++i)
 #pragma GCC unroll 8
-    for (int j = 0; j < kVectors; ++j) store(scores + i * kChunk + j * kLanes, total[i][j]);
+    for (int j = 0; j < kVectors; ++j) {
+      Floats sum = total[0][i][j];
+#pragma GCC unroll 4
+      for (int s = 1; s < S; ++s) sum += total[s][i][j];
+      store(scores + i * kChunk + j * kLanes, sum);
+    }
 }
 
 // scores[0..num_queries)[kChunk]. Few queries take more groups at once: no multiply-add waits for the one before it.
@@ -82,9 +92,9 @@ static void score_chunk(int num_queries, const typename Words<Element>::Factor* 
   constexpr int kAtOnce = kMost / N >= 4 ? 4 : kMost / N >= 2 ? 2 : 1;
   int g = 0;
   for (; g + kAtOnce <= num_groups; g += kAtOnce)
-    score_groups<N, kAtOnce, Element>(query, chunk.keys + g, next.keys + g, num_words, scores + g * kGroup);
+    score_groups<N, kAtOnce, 1, Element>(query, chunk.keys + g, next.keys + g, num_words, scores + g * kGroup);
   for (; g < num_groups; ++g)
-    score_groups<N, 1, Element>(query, chunk.keys + g, next.keys + g, num_words, scores + g * kGroup);
+    score_groups<N, 1, 1, Element>(query, chunk.keys + g, next.keys + g, num_words, scores + g * kGroup);
 }
 
 // output[0..N)[column..column + kLanes V) += weights[0..N)[kChunk] times the chunk's values.

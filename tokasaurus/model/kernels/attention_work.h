@@ -8,14 +8,17 @@
 #include <atomic>
 #include <vector>
 
-#include "attention_piece.h"
+#include "attention_row.h"
 #include "threads.h"
 
 constexpr int kMaxGroup = 32;
 
 // A piece reads at least so many tokens (fewer do not repay the merge), and is one of at least so many of a thread's.
-constexpr int kFewestTokens = 256;
+constexpr int kFewestTokens = 128;
 constexpr int kPiecesPerThread = 8;
+
+// A row by itself takes so many KV heads at a time that at least so many bytes lie together.
+constexpr int64_t kRunBytes = 16 << 10;
 
 // Below this cost, about five microseconds, other threads are not woken.
 constexpr int64_t kFewestForThreads = 1 << 19;
@@ -36,13 +39,15 @@ struct Work {
 // Time that a tile takes, roughly: reading a token from memory takes as long as multiplying it with a few queries.
 static inline int64_t cost(const Piece& tile, const Shape& shape) {
   const int64_t num_queries = tile.num_rows * shape.num_heads / shape.num_kv_heads;
-  return int64_t(tile.kv_end) * (num_queries + 8) * shape.head_dim;
+  return int64_t(tile.kv_end) * (num_queries + 8) * tile.num_kv_heads * shape.head_dim;
 }
 
 // How the threads share a problem's segments; the queries, the cache and the output may change.
 template <typename Element>
 static Work share_out(const Problem<Element>& problem) {
-  const int group = problem.group(), tile_rows = kTileQueries / group;
+  const int group = problem.group(), tile_rows = kTileQueries / group, num_kv_heads = int(problem.shape.num_kv_heads);
+  const int64_t run_heads = kRunBytes / int64_t(problem.head_size() * sizeof(Element));
+  const int row_heads = group > kScoreQueries ? 1 : std::max(1, std::min({int(run_heads), num_kv_heads, tile_rows}));
   std::vector<Piece> tiles;
   int64_t total = 0;
   for (int segment = 0; segment < problem.part.num_segments; ++segment) {
@@ -51,8 +56,10 @@ static Work share_out(const Problem<Element>& problem) {
     for (int32_t tile_end = end; tile_end > begin; tile_end -= tile_rows) {
       const int32_t first = std::max(begin, tile_end - tile_rows);
       const int32_t num_tokens = problem.visible_to(segment, tile_end - 1);
-      for (int32_t head = 0; head < problem.shape.num_kv_heads; ++head) {
-        tiles.push_back({segment, head, first, tile_end - first, 0, num_tokens, -1});
+      const int heads = tile_end - first == 1 ? row_heads : 1;
+      for (int32_t head = 0; head < num_kv_heads; head += heads) {
+        tiles.push_back(
+            {segment, head, std::min(heads, num_kv_heads - head), first, tile_end - first, 0, num_tokens, -1});
         total += cost(tiles.back(), problem.shape);
       }
     }
@@ -68,12 +75,12 @@ static Work share_out(const Problem<Element>& problem) {
       continue;
     }
     const int num_tokens = ((tile.kv_end + num_pieces - 1) / num_pieces + kChunk - 1) / kChunk * kChunk;
-    work.splits.push_back({work.pieces.size(), 0, tile.num_rows * group});
+    work.splits.push_back({work.pieces.size(), 0, problem.num_queries(tile)});
     for (Piece piece = tile; piece.kv_begin < tile.kv_end; piece.kv_begin += num_tokens) {
       piece.kv_end = std::min(tile.kv_end, piece.kv_begin + num_tokens);
       piece.partial = work.num_partial;
       work.pieces.push_back(piece);
-      work.num_partial += tile.num_rows * group;
+      work.num_partial += problem.num_queries(tile);
       ++work.splits.back().num_pieces;
     }
   }
@@ -83,7 +90,7 @@ static Work share_out(const Problem<Element>& problem) {
 // Merges the pieces of a tile into the first one's partial results, and that into the output.
 template <typename Element>
 static void merge_split(const Problem<Element>& problem, const Work& work, const Split& split, float* partial_output,
-                 float* partial_lse) {
+                        float* partial_lse) {
   const int64_t head_dim = problem.shape.head_dim;
   const Piece& piece = work.pieces[split.first_piece];
   for (int i = 0; i < split.num_queries; ++i) {
