@@ -108,7 +108,6 @@ NOT_BUILT = frozenset(
         "tp_size",
         "pp_num_buffer_stages",
         "async_tp_threshold",
-        "torch_compile",
         "use_cudagraphs",
         "cudagraph_max_size",
         "cudagraph_step",
@@ -159,7 +158,9 @@ SERVER_FLAGS = FlagTable(
             ),
         },
         "compile": {
-            "torch_compile": Flag("compile the model with torch.compile"),
+            "torch_compile": Flag(
+                "compile the layers with torch.compile; on the CPU, in place of our own kernels, which are faster"
+            ),
             "use_cudagraphs": Flag("decode with CUDA graphs, on CUDA"),
             "cudagraph_max_size": _count("largest graph, in sequences", none_means="max_seqs_per_forward"),
             "cudagraph_step": _count("sequences between one graph size and the next"),

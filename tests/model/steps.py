@@ -13,6 +13,7 @@ from tokasaurus.messages.slots import SlotChanges, SlotOpens
 from tokasaurus.model.architectures.decoder import Decoder
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.compile import Compiler
 from tokasaurus.model.kernels.library import load_kernels
 from tokasaurus.model.runner import ModelRunner, StepResult
 from tokasaurus.model.slot_table import SlotTable, SlotTableSize
@@ -30,13 +31,14 @@ def make_runner(
     num_slots: int = 20,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
+    compiler: Compiler | None = None,
 ) -> ModelRunner:
     shape = KVShape(info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim, page_size, dtype, device)
     kernels = load_kernels()
     chosen = make_backend(backend, shape, kernels)
     chosen.allocate(num_blocks + 1)
     slots = SlotTable(SlotTableSize(num_slots + 1, -(-info.context_length // page_size)), device)
-    return ModelRunner(model, chosen, slots, page_size, device, kernels)
+    return ModelRunner(model, chosen, slots, page_size, device, kernels, compiler)
 
 
 @contextmanager

@@ -58,9 +58,11 @@ class ForwardOutput:
 
     token_ids: int32 [R]. logprobs: float32 [R], NaN where not asked; None where no row of the step asked.
     forward_seconds: how long the worker was busy with this step.
+    num_recompiles: compilations that it waited for in this step; warm-up is to leave none.
     """
 
     step_id: int
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32] | None
     forward_seconds: float
+    num_recompiles: int = 0

@@ -33,7 +33,8 @@ def run_steps(
         seconds = now - max(started, busy_until)
         busy_until = now
         if outputs is not None:
-            outputs.send(ForwardOutput(result.step_id, token_ids, result.host_logprobs(), seconds))
+            logprobs = result.host_logprobs()
+            outputs.send(ForwardOutput(result.step_id, token_ids, logprobs, seconds, result.num_recompiles))
 
     while True:
         waiting.extend(inputs.drain())

@@ -10,6 +10,7 @@ from torch import Tensor
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.model.architectures.decoder import Decoder
 from tokasaurus.model.attention.backend import AttentionBackend
+from tokasaurus.model.compile import Compiler
 from tokasaurus.model.device_batch import build_batch
 from tokasaurus.model.kernels.library import Kernels
 from tokasaurus.model.sampling import sample
@@ -24,6 +25,7 @@ class StepResult:
 
     token_ids: int32 [R]. logprobs: float32 [R], or None where no row asked. want_logprobs: bool [R].
     arrived: recorded behind the copies on a device that computes on its own; None where they are there already.
+    num_recompiles: compilations after warm-up that the step waited for.
     """
 
     step_id: int
@@ -31,6 +33,7 @@ class StepResult:
     logprobs: Tensor | None
     want_logprobs: NDArray[np.bool_]
     arrived: torch.cuda.Event | None
+    num_recompiles: int = 0
 
     def host_token_ids(self) -> NDArray[np.int32]:
         """Waits for this step, not for those behind it."""
@@ -65,13 +68,17 @@ class ModelRunner:
         page_size: int,
         device: torch.device,
         kernels: Kernels | None,
+        compiler: Compiler | None = None,
     ) -> None:
+        """compiler: the one that compiles parts of the model, if any."""
         self._model = model
         self._backend = backend
         self._slots = slots
         self._page_size = page_size
         self._device = device
         self._kernels = kernels
+        self._compiler = compiler
+        self._num_recompiles = 0
 
     @torch.inference_mode()
     def run(self, step: ForwardInput) -> StepResult:
@@ -89,4 +96,11 @@ class ModelRunner:
         if self._device.type == "cuda":
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        return StepResult(step.step_id, host_tokens, host_logprobs, batch.want_logprobs, arrived)
+        num_recompiles = self._new_recompiles()
+        return StepResult(step.step_id, host_tokens, host_logprobs, batch.want_logprobs, arrived, num_recompiles)
+
+    def _new_recompiles(self) -> int:
+        if self._compiler is None:
+            return 0
+        before, self._num_recompiles = self._num_recompiles, self._compiler.num_recompiles
+        return self._num_recompiles - before

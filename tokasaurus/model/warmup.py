@@ -1,4 +1,4 @@
-"""The largest forwards, run at start-up: if they fit, every later one does."""
+"""The largest forwards, run at start-up: if they fit, every later one does. They compile what is compiled, too."""
 
 from dataclasses import dataclass
 
@@ -50,9 +50,14 @@ def decode_after(step: ForwardInput) -> ForwardInput:
     return ForwardInput(0, step.slots, np.ones_like(step.num_tokens), len(step.slots), _NOTHING, changes)
 
 
+def single_token() -> ForwardInput:
+    """The smallest forward."""
+    return _first_step(np.ones(1, np.int32), np.zeros(1, np.int32))
+
+
 def warm_up(runner: ModelRunner, limits: ForwardLimits, is_context_costly: bool) -> None:
-    """Run the widest prefill and a decode after it; and the longest ones, where attention's memory grows with the
-    context. Waits for them.
+    """Run the widest prefill and a decode after it; the longest ones, where attention's memory grows with the context;
+    and the smallest forward, lest a size of 1 be special to a compiler. Waits for them.
 
     The slots stay open at the worker, which does no harm: the manager opens a slot before it uses it.
     """
@@ -62,7 +67,7 @@ def warm_up(runner: ModelRunner, limits: ForwardLimits, is_context_costly: bool)
         steps.append(decode_after(widest))
     if is_context_costly:
         steps += [longest_prefill(limits), longest_last_tokens(limits)]
-    for step in steps:
+    for step in (*steps, single_token()):
         runner.run(step).host_token_ids()
 
 

@@ -18,6 +18,7 @@ from tokasaurus.model.architectures.decoder import Decoder
 from tokasaurus.model.architectures.registry import build_decoder
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.compile import Compiler
 from tokasaurus.model.device import choose_device, choose_dtype
 from tokasaurus.model.kernels.library import load_kernels
 from tokasaurus.model.kv_cache import (
@@ -67,7 +68,8 @@ class StartedWorker:
 def start_worker(
     config: ServerConfig, checkpoint: Checkpoint, mesh: Mesh, report: Callable[[PhaseDone], None]
 ) -> StartedWorker:
-    """Load the model, size and fill the KV cache, and run the largest forward. Raises UserError."""
+    """Load the model, size and fill the KV cache, run the largest forward, and compile what is to be compiled. Raises
+    UserError."""
 
     console = Console(stderr=True)
 
@@ -87,8 +89,9 @@ def start_worker(
         dtype = choose_dtype(config.dtype, device)
         kernels = load_kernels() if device.type == "cpu" else None
         details.append(f"{device.type}, {str(dtype).removeprefix('torch.')}")
+    compiler = Compiler() if config.torch_compile else None
     with phase("weights", has_progress_bar=True):
-        model = _load_model(checkpoint, mesh, device, dtype, context_length, console)
+        model = _load_model(checkpoint, mesh, device, dtype, context_length, compiler, console)
     shape = KVShape(
         num_layers=len(mesh.stage_layers(info.num_layers)),
         num_heads=mesh.shard(info.num_heads, "attention heads")[1],
@@ -104,7 +107,7 @@ def start_worker(
         raise UserError(str(error)) from error
     max_blocks = -(-context_length // config.page_size)
     slots = SlotTable(SlotTableSize(config.max_seqs_per_forward + 1, max_blocks), device)
-    runner = ModelRunner(model, backend, slots, config.page_size, device, kernels)
+    runner = ModelRunner(model, backend, slots, config.page_size, device, kernels, compiler)
 
     limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length)
 
@@ -116,8 +119,11 @@ def start_worker(
         plan = _plan_kv_cache(config, shape, backend, run_largest)
         backend.allocate(plan.num_blocks + 1)
         details.append(plan.arithmetic)
-    with phase("warm-up"):
+    with phase("warm-up") as details:
         run_largest()
+        if compiler is not None:
+            compiler.end_warm_up()
+            details.append(f"{compiler.num_compilations} functions compiled")
     max_tokens = min(context_length, plan.num_blocks * config.page_size)
     return StartedWorker(runner, EngineLimits(plan.num_blocks, config.page_size, max_tokens), device)
 
@@ -128,6 +134,7 @@ def _load_model(
     device: torch.device,
     dtype: torch.dtype,
     num_positions: int,
+    compiler: Compiler | None,
     console: Console,
 ) -> Decoder:
     try:
@@ -140,7 +147,7 @@ def _load_model(
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("weights", total=sum(file.stat().st_size for file in files))
         load_weights(files, model.weight_pieces(), model.ignores, lambda size: progress.advance(task, size))
-    model.pack()
+    model.pack(compiler)
     return model
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
 from tokasaurus.model.attention.cpu import CpuBackend
+from tokasaurus.model.compile import Compiler
 from tokasaurus.model.kernels.forward_kernels import PackedLayer, PackedLayers
 from tokasaurus.model.kernels.layer_kernels import LayerKernels
 from tokasaurus.model.kernels.library import load_kernels
@@ -34,7 +35,8 @@ class DecoderOptions:
 
 
 class DecoderLayer(nn.Module):
-    """hidden [T, E] -> [T, E]: attention, then feed-forward, each on the normed input and added to it."""
+    """hidden [T, E] -> [T, E]: attention, then feed-forward, each on the normed input and added to it. In two methods:
+    between them the attention backend is called, which is never compiled."""
 
     def __init__(
         self, info: ModelInfo, options: DecoderOptions, mesh: Mesh, layer_index: int, dtype: torch.dtype
@@ -45,8 +47,14 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(info.hidden_size, info.norm_eps, dtype)
         self.mlp = GatedMLP(info, mesh, dtype)
 
-    def forward(self, hidden: Tensor, cos_sin: Tensor, backend: AttentionBackend, layout: PagedLayout) -> Tensor:
-        hidden = hidden + self.attention(hidden, self.attention_norm, cos_sin, backend, layout)
+    def before_attention(self, hidden: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [T, E] -> query [T, H, D], key and value [T, K, D], rotated."""
+        return self.attention.project(hidden, self.attention_norm, cos_sin)
+
+    def after_attention(self, attended: Tensor, hidden: Tensor) -> Tensor:
+        """attended [T, H, D], and hidden [T, E] as before_attention had it -> hidden [T, E] for the next layer."""
+        attention_out: Tensor = self.attention.out(attended.flatten(1))
+        hidden = hidden + attention_out
         fed: Tensor = self.mlp(hidden, self.mlp_norm)
         return hidden + fed
 
@@ -85,6 +93,8 @@ class Decoder(nn.Module):
         self._dtype = dtype
         self._rotary: RotaryTable | None = None
         self._packed: PackedLayers | None = None
+        self._before_attention = DecoderLayer.before_attention
+        self._after_attention = DecoderLayer.after_attention
         stage = mesh.stage_layers(info.num_layers)
         with torch.device("meta"):
             needs_embedding = mesh.is_first_stage or (mesh.is_last_stage and info.tie_embeddings)
@@ -102,13 +112,22 @@ class Decoder(nn.Module):
         self._device = device
         self._rotary = RotaryTable(self._info.rope, self._info.head_dim, num_positions, device)
 
-    def pack(self) -> None:
-        """Once the weights are loaded: lay them out for the device's matrix products, and use the CPU's kernels."""
+    def pack(self, compiler: Compiler | None = None) -> None:
+        """Once the weights are loaded: lay them out for the device's matrix products, and use the CPU's kernels.
+
+        compiler: compiles the layers instead; inductor takes weights as they are.
+        """
         kernels = _layer_kernels() if self._device.type == "cpu" else None
-        embedding_multiplies = self._mesh.is_last_stage and self.lm_head is None
-        for module in self.modules():
-            if isinstance(module, Linear) and (module is not self.embedding or embedding_multiplies):
-                module.pack(kernels, keep_weight=module is self.embedding)
+        head = self._head
+        if head is not None:
+            head.pack(kernels, keep_weight=head is self.embedding)
+        if compiler is not None:
+            self._before_attention = compiler.compile(DecoderLayer.before_attention)
+            self._after_attention = compiler.compile(DecoderLayer.after_attention)
+            return
+        for module in self.layers.modules():
+            if isinstance(module, Linear):
+                module.pack(kernels)
         if kernels is not None and self._mesh.tp_size == 1:
             self._packed = self._pack_layers(kernels)
 
@@ -119,6 +138,13 @@ class Decoder(nn.Module):
             return None
         info = self._info
         return PackedLayers(kernels, whole_layers, info.num_heads, info.num_kv_heads, info.head_dim, info.norm_eps)
+
+    @property
+    def _head(self) -> VocabShard | None:
+        """The last stage's LM head."""
+        if not self._mesh.is_last_stage:
+            return None
+        return self.embedding if self.lm_head is None else self.lm_head
 
     def _decoder_layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:
@@ -148,11 +174,13 @@ class Decoder(nn.Module):
         if self._packed is not None and isinstance(backend, CpuBackend):
             self._packed.run(hidden, cos_sin, backend.planned)
         else:
-            for layer in self.layers:
-                hidden = layer(hidden, cos_sin, backend, layout)
+            for layer in self._decoder_layers():
+                query, key, value = self._before_attention(layer, hidden, cos_sin)
+                attended = layer.attention.attend(query, key, value, backend, layout)
+                hidden = self._after_attention(layer, attended, hidden)
         if self.final_norm is None:
             return hidden
-        head = self.embedding if self.lm_head is None else self.lm_head
+        head = self._head
         assert head is not None, "the last stage has an LM head"
         return head.logits(hidden[logit_rows], self.final_norm)
 

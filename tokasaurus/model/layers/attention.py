@@ -16,7 +16,8 @@ from tokasaurus.model.weights import WeightPiece, whole
 
 
 class Attention(nn.Module):
-    """x [T, E] -> [T, E]. layer_index counts within this pipeline stage, as the KV cache does."""
+    """x [T, E] -> [T, E]: project, attend, then `out`. layer_index counts within this pipeline stage, as the KV cache
+    does."""
 
     def __init__(
         self, info: ModelInfo, mesh: Mesh, layer_index: int, qkv_bias: bool, qk_norm: bool, dtype: torch.dtype
@@ -40,21 +41,16 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(info.head_dim, info.norm_eps, dtype) if qk_norm else None
         self.key_norm = RMSNorm(info.head_dim, info.norm_eps, dtype) if qk_norm else None
 
-    def forward(
-        self, x: Tensor, norm: RMSNorm, cos_sin: Tensor, backend: AttentionBackend, layout: PagedLayout
-    ) -> Tensor:
-        """norm: applied to x first."""
-        heads = self.qkv(x, norm).view(x.shape[0], -1, self._head_dim)  # [T, H + 2K, D]
+    def project(self, x: Tensor, norm: RMSNorm, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """query [T, H, D], key and value [T, K, D] of the normed x, rotated."""
+        heads = self.qkv(x, norm).unflatten(-1, (-1, self._head_dim))  # [T, H + 2K, D]
         num_rotated = self.num_heads + self.num_kv_heads
         rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
             rotated = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
         rotated = rotate(rotated, cos_sin)
-        query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
-        attended = self.attend(query, key, value, backend, layout)
-        out: Tensor = self.out(attended.reshape(x.shape[0], -1))
-        return out
+        return rotated[:, : self.num_heads], rotated[:, self.num_heads :], value
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, backend: AttentionBackend, layout: PagedLayout
