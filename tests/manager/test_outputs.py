@@ -65,6 +65,15 @@ def test_tokens_behind_a_stop_string_or_of_a_cancelled_request_count_nowhere(mod
     assert bench.state.stats().total_generation_tokens == num_kept + num_before
 
 
+def test_recompiles_of_every_step_are_counted():
+    bench = Bench()
+    bench.turn([make_request(1)])
+    for step, num_recompiles in zip(list(bench.state.steps_in_flight), (2, 1), strict=True):
+        tokens = np.ones(len(step.sampled), np.int32)
+        apply_output(bench.state, ForwardOutput(step.step_id, tokens, None, 0.01, num_recompiles))
+    assert bench.state.stats().total_recompiles == 3
+
+
 @pytest.mark.parametrize(("step_id", "num_tokens"), [(1, 1), (0, 2)])
 def test_a_result_of_another_step_or_of_other_rows_is_an_error(step_id, num_tokens):
     bench = Bench()

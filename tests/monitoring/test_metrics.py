@@ -10,9 +10,9 @@ METRICS_PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 def test_every_stat_of_every_replica_that_is_up_is_one_sample() -> None:
     stats = [
-        EngineStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0.5),
+        EngineStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0.5, 11),
         None,
-        EngineStats(10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 5.0),
+        EngineStats(10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 5.0, 110),
     ]
     families = list(text_string_to_metric_families(render_metrics(EngineCollector(lambda: stats)).decode()))
     samples = {
@@ -29,6 +29,7 @@ def test_every_stat_of_every_replica_that_is_up_is_one_sample() -> None:
         "toka_prefix_cache_hit_tokens_total": 8,
         "toka_preemptions_total": 9,
         "toka_preempted_tokens_total": 10,
+        "toka_recompiles_total": 11,
         "toka_manager_busy_fraction": 0.5,
     }
     assert samples == {
@@ -41,6 +42,7 @@ def test_every_stat_of_every_replica_that_is_up_is_one_sample() -> None:
         "toka_prefix_cache_hit_tokens",
         "toka_preemptions",
         "toka_preempted_tokens",
+        "toka_recompiles",
     }
     assert len({family.documentation for family in families}) == len(expected)
 

@@ -29,6 +29,7 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     state.step_totals.num_rows += step.num_rows
     state.step_totals.num_prefill_tokens += step.num_prefill_tokens
     state.step_totals.busy_seconds += output.forward_seconds
+    state.totals.recompiles += output.num_recompiles
     slots, token_ids, logprobs = step.sampled, output.token_ids, output.logprobs
     is_valid = state.slots.opened_at[slots] <= step.step_id
     if not is_valid.all():

@@ -100,6 +100,7 @@ class Totals:
     generation_tokens: int = 0
     prefix_cache_hit_tokens: int = 0
     preemptions: int = 0
+    recompiles: int = 0
     preempted_tokens: int = 0
 
 
@@ -178,6 +179,7 @@ class EngineState:
             total_preemptions=self.totals.preemptions,
             total_preempted_tokens=self.totals.preempted_tokens,
             manager_busy_fraction=manager_busy_fraction,
+            total_recompiles=self.totals.recompiles,
         )
 
 

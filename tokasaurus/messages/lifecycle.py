@@ -60,6 +60,7 @@ class EngineStats:
     total_preemptions: sequences that had to wait again for want of blocks.
     total_preempted_tokens: tokens that lost their KV to preemption and had to be computed again.
     manager_busy_fraction: share of the last completed second in which the manager worked, 0 to 1.
+    total_recompiles: compilations of the model after its warm-up, each of which a step waited for.
     """
 
     num_running: int
@@ -73,6 +74,7 @@ class EngineStats:
     total_preemptions: int = 0
     total_preempted_tokens: int = 0
     manager_busy_fraction: float = 0.0
+    total_recompiles: int = 0
 
 
 class UserError(Exception):

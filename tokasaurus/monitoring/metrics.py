@@ -68,6 +68,11 @@ _COUNTERS: list[tuple[str, str, Callable[[EngineStats], int]]] = [
         "Tokens that lost their KV to preemption and had to be computed again.",
         lambda stats: stats.total_preempted_tokens,
     ),
+    (
+        "toka_recompiles",
+        "Compilations of the model after its warm-up (torch_compile=T), each of which a step waited for.",
+        lambda stats: stats.total_recompiles,
+    ),
 ]
 
 
