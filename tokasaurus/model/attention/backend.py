@@ -5,7 +5,7 @@ rows of a `PagedPart` to the blocks of that part. Cutting a forward into parts i
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -94,3 +94,11 @@ class AttentionBackend(Protocol):
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
         """Output [R, H, D] and lse [R, H] of two partial parts of the same R rows -> attention over both, [R, H, D] in
         dtype, computed in float32. An lse of -inf: the row sees nothing of that part."""
+
+
+@runtime_checkable
+class LayoutBackend(Protocol):
+    """A backend that puts the parts of a layout together itself, faster than shared code could."""
+
+    def attend_layout(self, query: Tensor, layer_index: int, layout: PagedLayout) -> Tensor:
+        """query [T, H, D] of the planned layout -> [T, H, D]; 0 for padding."""

@@ -66,6 +66,10 @@ class CpuBackend:
         cache = self._cache[layer_index]
         return self._kernels.attend(query, cache, _struct(part), part.is_partial, self._shape.page_size)
 
+    def attend_layout(self, query: Tensor, layer_index: int, layout: PagedLayout) -> Tensor:
+        assert layout is self._layout, "plan comes first"
+        return self._kernels.attend_layout(query, layer_index, self._paged, self._shape.num_kv_heads)
+
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
         return self._kernels.merge(first, second, dtype)
 

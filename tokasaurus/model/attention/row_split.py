@@ -3,13 +3,16 @@
 import torch
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout, PagedPart
+from tokasaurus.model.attention.backend import AttentionBackend, LayoutBackend, PagedLayout, PagedPart
 
 # T tokens in this forward, H query heads, D head size
 
 
 def attend_rows(backend: AttentionBackend, query: Tensor, layer_index: int, layout: PagedLayout) -> Tensor:
     """query [T, H, D] -> [T, H, D], each row by the part of the layout that it lies in; 0 for padding."""
+
+    if isinstance(backend, LayoutBackend):
+        return backend.attend_layout(query, layer_index, layout)
 
     def attend(part: PagedPart) -> tuple[Tensor, Tensor]:
         return backend.attend(query[part.first_row : part.first_row + part.num_rows], layer_index, part)

@@ -1,9 +1,8 @@
 // All decoder layers of one forward in one call: calling each part of each layer from Python takes as long as computing
 // it where rows are few.
 
-#include "attention_work.h"
+#include "attention_layout.h"
 #include "kv_write.h"
-#include "phases.h"
 #include "products.h"
 
 // One layer as forward_kernels.PackedLayers holds it. Norms' weights are of the weights' type; the query and key norms,
@@ -13,16 +12,6 @@ struct PackedLayer {
   const void *attention_norm, *mlp_norm, *query_norm, *key_norm;
   int64_t num_query_heads, num_kv_heads, head_dim;
   double eps;
-};
-
-// The cache, and where the tokens of a forward live in it: backend.PagedLayout.
-struct PagedForward {
-  void* cache;  // [layers][blocks]..., layers layer_size elements apart
-  int64_t layer_size, page_size;
-  const int64_t* token_places;
-  const PagedPart* parts;
-  int64_t num_parts;
-  const PagedPart* prefix;  // null where no rows share one
 };
 
 namespace {
@@ -44,52 +33,6 @@ void rotate(Element* head, int64_t head_dim, const float* cos_sin) {
     from_float(head + half + i, second * cos_sin[i] + first * cos_sin[half + i]);
   }
 }
-
-// The attention of one forward, whose layers differ in the cache alone.
-template <typename Element>
-class Attention {
- public:
-  // heads: rows of row_size elements, queries first. attended [rows, query heads, head_dim].
-  Attention(const PagedForward& forward, const Shape& shape, const Element* heads, int64_t row_size, Element* attended)
-      : forward_(forward) {
-    const int64_t query_size = shape.num_heads * shape.head_dim;
-    int64_t num_rows = 0;
-    for (int64_t i = 0; i < forward.num_parts; ++i) num_rows += forward.parts[i].num_rows;
-    lse_.resize(num_rows * shape.num_heads);
-    const auto plan = [&](const PagedPart& part, void* output, float* lse) {
-      problems_.push_back({shape, part, heads + part.first_row * row_size, row_size, output, lse, nullptr});
-      work_.push_back(share_out(problems_.back()));
-    };
-    if (forward.prefix != nullptr) {
-      prefix_output_.resize(forward.prefix->num_rows * query_size);
-      prefix_lse_.resize(forward.prefix->num_rows * shape.num_heads);
-      plan(*forward.prefix, prefix_output_.data(), prefix_lse_.data());
-    }
-    for (int64_t i = 0; i < forward.num_parts; ++i) {
-      const PagedPart& part = forward.parts[i];
-      plan(part, attended + part.first_row * query_size, lse_.data() + part.first_row * shape.num_heads);
-    }
-    if (forward.prefix != nullptr) {  // of the rows of the first part
-      problems_[1].beside_output = prefix_output_.data();
-      problems_[1].beside_lse = prefix_lse_.data();
-    }
-  }
-
-  void run(int64_t layer) {
-    for (size_t i = 0; i < problems_.size(); ++i) {
-      const PhaseTimer timer(i == 0 && forward_.prefix != nullptr ? kPrefixAttention : kAttention);
-      problems_[i].cache = (const Element*)forward_.cache + layer * forward_.layer_size;
-      attend(problems_[i], work_[i], partial_);
-    }
-  }
-
- private:
-  const PagedForward& forward_;
-  std::vector<Problem<Element>> problems_;  // the prefix first
-  std::vector<Work> work_;
-  std::vector<float> lse_, prefix_output_, prefix_lse_;
-  Partial partial_;
-};
 
 // Norms and rotates queries and keys, and stores keys and values. heads [num_rows, query, key and value heads, head_dim];
 // cos_sin [num_rows, head_dim].
@@ -123,7 +66,7 @@ void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForwar
   Element* heads = scratch(memory, num_rows * (first.qkv.out_size + query_size + inner_size));
   Element* attended = heads + num_rows * first.qkv.out_size;
   Element* inner = attended + num_rows * query_size;
-  Attention<Element> attention(forward, shape, heads, first.qkv.out_size, attended);
+  LayoutAttention<Element> attention(forward, shape, heads, first.qkv.out_size, attended);
   std::fill(attended, inner, Element{});  // rows of padding are in no part
   for (int64_t index = 0; index < num_layers; ++index) {
     const PackedLayer& layer = layers[index];

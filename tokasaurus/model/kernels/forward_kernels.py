@@ -24,7 +24,7 @@ class PagedPartStruct(ctypes.Structure):
 
 
 class PagedForwardStruct(ctypes.Structure):
-    """PagedForward of forward.cpp."""
+    """PagedForward of attention_layout.h."""
 
     _fields_ = (
         ("cache", ctypes.c_void_p),

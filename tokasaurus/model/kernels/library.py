@@ -46,6 +46,9 @@ class Kernels:
         self._library.toka_attend.argtypes = [
             *(integer, pointer, integer, pointer, pointer, pointer, pointer, *(integer,) * 4)
         ]
+        self._library.toka_attend_layout.argtypes = [
+            *(integer, pointer, integer, pointer, pointer, integer, integer, integer, integer, integer)
+        ]
         self._library.toka_merge.argtypes = [integer, *(pointer,) * 5, integer, integer]
         self._library.toka_write_kv.argtypes = [
             *(integer, pointer, pointer, integer, integer, pointer, integer, pointer, integer, integer, integer)
@@ -67,6 +70,18 @@ class Kernels:
             *(cache.data_ptr(), ctypes.addressof(part), num_heads, cache.shape[1], head_dim, page_size),
         )
         return output, lse
+
+    def attend_layout(self, query: Tensor, layer_index: int, forward: ctypes.Structure, num_kv_heads: int) -> Tensor:
+        """query [T, H, D] (rows may be apart), forward: PagedForward of attention_layout.h -> [T, H, D]; 0 for
+        padding."""
+        num_rows, num_heads, head_dim = query.shape
+        assert query.stride()[1:] == (head_dim, 1), "a row's heads lie together"
+        output = torch.empty((num_rows, num_heads, head_dim), dtype=query.dtype)
+        self._library.toka_attend_layout(
+            *(query.dtype == torch.bfloat16, query.data_ptr(), query.stride(0), output.data_ptr()),
+            *(ctypes.addressof(forward), layer_index, num_rows, num_heads, num_kv_heads, head_dim),
+        )
+        return output
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
         """Each: output float32 [R, H, D], lse float32 [R, H], contiguous -> [R, H, D] in dtype."""
