@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.kernels.library import load_kernels
 
 # S sequences, R query rows, H query heads, K key/value heads, D head size, L tokens of context
@@ -59,12 +61,13 @@ def products(num_rows: int) -> tuple[Calls, int]:
 
 
 def make_filled(name: str, num_layers: int, num_blocks: int) -> AttentionBackend:
-    """A backend with random keys and values everywhere, the same in each layer."""
+    """A backend with random keys and values everywhere, the same in each layer and of each backend."""
     shape = KVShape(num_layers, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, DTYPE, torch.device("cpu"))
     backend = make_backend(name, shape, load_kernels())
     backend.allocate(num_blocks)
     num_tokens = num_blocks * PAGE_SIZE
-    key, value = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_DIM).to(DTYPE)
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_DIM, generator=generator).to(DTYPE)
     backend.plan(PagedLayout(torch.arange(num_tokens), ()))
     for layer in range(num_layers):
         backend.write(key, value, layer)
@@ -133,24 +136,20 @@ def group(name: str, num_rows: int, num_prefix_tokens: int, num_suffix_tokens: i
     """num_prefix_tokens: a multiple of the page size. The sequences share those blocks in either case."""
     prefix_blocks, own_blocks = num_prefix_tokens // PAGE_SIZE, -(-num_suffix_tokens // PAGE_SIZE)
     blocks = scattered_blocks(prefix_blocks + num_rows * own_blocks)
-    backend = make_filled(name, 8, len(blocks) + 1)
     shared, own = blocks[:prefix_blocks], blocks[prefix_blocks:].view(num_rows, own_blocks)
     length = num_prefix_tokens + num_suffix_tokens
     whole = make_part([torch.cat((shared, one)) for one in own], 1, length, causal=True, is_partial=False)
     suffix = make_part(own.unbind(), 1, num_suffix_tokens, causal=True, is_partial=True)
     prefix = make_part([shared], num_rows, num_prefix_tokens, causal=False, is_partial=True)
-    backend.plan(PagedLayout(torch.zeros(0, dtype=torch.int64), (whole, suffix), prefix))
     query = torch.randn(num_rows, NUM_HEADS, HEAD_DIM).to(DTYPE)
 
-    def attend_whole(layer: int) -> Callable[[], Tensor]:
-        return lambda: backend.attend(query, layer, whole)[0]
+    def calls(layout: PagedLayout) -> Calls:
+        backend = make_filled(name, NUM_LAYERS, len(blocks) + 1)
+        backend.plan(layout)
+        return [partial(attend_rows, backend, query, layer, layout) for layer in range(NUM_LAYERS)]
 
-    def attend_split(layer: int) -> Callable[[], Tensor]:
-        return lambda: backend.merge(
-            backend.attend(query, layer, prefix), backend.attend(query, layer, suffix), query.dtype
-        )
-
-    return Group([attend_whole(layer) for layer in range(8)], [attend_split(layer) for layer in range(8)])
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return Group(calls(PagedLayout(nothing, (whole,))), calls(PagedLayout(nothing, (suffix,), prefix)))
 
 
 def flex_decode(num_sequences: int, num_tokens: int) -> tuple[Calls, int]:
