@@ -33,6 +33,7 @@ from tokasaurus.model.loop import run_steps
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.runner import ModelRunner
 from tokasaurus.model.slot_table import SlotTable, SlotTableSize
+from tokasaurus.model.thread_count import set_worker_threads
 from tokasaurus.model.warmup import ForwardLimits, warm_up
 from tokasaurus.model.weights import load_weights
 
@@ -89,6 +90,8 @@ def start_worker(
         dtype = choose_dtype(config.dtype, device)
         kernels = load_kernels() if device.type == "cpu" else None
         details.append(f"{device.type}, {str(dtype).removeprefix('torch.')}")
+        if device.type == "cpu":
+            details.append(f"{set_worker_threads(config.dp_size * config.pp_size * config.tp_size)} threads")
     compiler = Compiler() if config.torch_compile else None
     with phase("weights", has_progress_bar=True):
         model = _load_model(checkpoint, mesh, device, dtype, context_length, compiler, console)

@@ -1,0 +1,63 @@
+"""Threads of a worker, by the cores that it may use."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tokasaurus.model.thread_count import available_cores, cgroup_cores, worker_threads
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "most", "num_workers", "expected"),
+    [
+        (1, 1, 1, 1),
+        (2, 2, 1, 2),
+        (3, 3, 1, 3),
+        (4, 4, 1, 3),  # one for server and manager
+        (64, 64, 1, 63),
+        (64, 32, 1, 32),  # hyper-threads
+        (16, 16, 4, 3),
+        (2, 2, 4, 1),
+    ],
+)
+def test_threads_of_a_worker(num_cores: int, most: int, num_workers: int, expected: int) -> None:
+    assert worker_threads(num_cores, most, num_workers) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "max 100000\n"}, math.inf),
+        ({"cpu.cfs_quota_us": "400000\n", "cpu.cfs_period_us": "100000\n"}, 4.0),
+        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, math.inf),
+        ({}, math.inf),
+        ({"cpu.max": "nonsense"}, math.inf),
+    ],
+)
+def test_time_that_a_control_group_allows(files: dict[str, str], expected: float, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert cgroup_cores(tmp_path / "cpu.max", tmp_path / "cpu.cfs_quota_us") == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone pins processes to cores")
+@pytest.mark.parametrize(("environment", "expected"), [({}, 1), ({"OMP_NUM_THREADS": "3"}, 3)])
+def test_a_process_pinned_to_one_core_computes_on_it_alone(environment: dict[str, str], expected: int) -> None:
+    script = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+        "from tokasaurus.model.thread_count import set_worker_threads; print(set_worker_threads(1))"
+    )
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    result = subprocess.run(
+        [sys.executable, "-c", script], env={**inherited, **environment}, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == str(expected)
+
+
+def test_cores_are_counted_here() -> None:
+    assert 1 <= available_cores() <= (os.cpu_count() or 1)
