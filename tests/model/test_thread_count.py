@@ -46,7 +46,9 @@ def test_time_that_a_control_group_allows(files: dict[str, str], expected: float
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone pins processes to cores")
-@pytest.mark.parametrize(("environment", "expected"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, min(2, os.cpu_count() or 1))])
+@pytest.mark.parametrize(
+    ("environment", "expected"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, min(2, os.cpu_count() or 1))]
+)
 def test_a_process_pinned_to_one_core_computes_on_it_alone(environment: dict[str, str], expected: int) -> None:
     script = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "

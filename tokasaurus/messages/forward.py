@@ -7,6 +7,10 @@ from numpy.typing import NDArray
 
 from tokasaurus.messages.slots import SlotChanges
 
+FORWARD_PHASES = ("products", "heads", "prefix_attention", "attention", "sampling")
+"""Parts of a forward whose time is counted: matrix products with norms, gates and sums; rotary and the writing of keys
+and values; shared prefixes; all other attention; sampling."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroups:
@@ -59,6 +63,7 @@ class ForwardOutput:
     token_ids: int32 [R]. logprobs: float32 [R], NaN where not asked; None where no row of the step asked.
     forward_seconds: how long the worker was busy with this step.
     num_recompiles: compilations that it waited for in this step; warm-up is to leave none.
+    phase_seconds: of each of FORWARD_PHASES since the worker started, where it counts them, else empty.
     """
 
     step_id: int
@@ -66,3 +71,4 @@ class ForwardOutput:
     logprobs: NDArray[np.float32] | None
     forward_seconds: float
     num_recompiles: int = 0
+    phase_seconds: tuple[float, ...] = ()

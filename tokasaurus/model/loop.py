@@ -34,7 +34,9 @@ def run_steps(
         busy_until = now
         if outputs is not None:
             logprobs = result.host_logprobs()
-            outputs.send(ForwardOutput(result.step_id, token_ids, logprobs, seconds, result.num_recompiles))
+            outputs.send(
+                ForwardOutput(result.step_id, token_ids, logprobs, seconds, result.num_recompiles, result.phase_seconds)
+            )
 
     while True:
         waiting.extend(inputs.drain())

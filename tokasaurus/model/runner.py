@@ -26,6 +26,7 @@ class StepResult:
     token_ids: int32 [R]. logprobs: float32 [R], or None where no row asked. want_logprobs: bool [R].
     arrived: recorded behind the copies on a device that computes on its own; None where they are there already.
     num_recompiles: compilations after warm-up that the step waited for.
+    phase_seconds: as in ForwardOutput.
     """
 
     step_id: int
@@ -34,6 +35,7 @@ class StepResult:
     want_logprobs: NDArray[np.bool_]
     arrived: torch.cuda.Event | None
     num_recompiles: int = 0
+    phase_seconds: tuple[float, ...] = ()
 
     def host_token_ids(self) -> NDArray[np.int32]:
         """Waits for this step, not for those behind it."""
@@ -96,8 +98,15 @@ class ModelRunner:
         if self._device.type == "cuda":
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        num_recompiles = self._new_recompiles()
-        return StepResult(step.step_id, host_tokens, host_logprobs, batch.want_logprobs, arrived, num_recompiles)
+        return StepResult(
+            step.step_id,
+            host_tokens,
+            host_logprobs,
+            batch.want_logprobs,
+            arrived,
+            self._new_recompiles(),
+            () if self._kernels is None else self._kernels.phase_seconds(),
+        )
 
     def _new_recompiles(self) -> int:
         if self._compiler is None:

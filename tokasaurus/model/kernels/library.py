@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tokasaurus.checkpoint import CheckpointError, cache_directory
 from tokasaurus.checkpoint.cache import build_once
+from tokasaurus.messages.forward import FORWARD_PHASES
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +28,6 @@ _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", 
 _BUILD_TIMEOUT_S = 300
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
-
-PHASES = ("products", "heads", "prefix_attention", "attention", "sampling")
-"""Parts of a forward whose time is counted, in the order of phases.h: matrix products with norms, gates and sums;
-rotary and the writing of keys and values; shared prefixes; all other attention; sampling."""
 
 
 class Kernels:
@@ -105,8 +102,8 @@ class Kernels:
         )
 
     def phase_seconds(self) -> tuple[float, ...]:
-        """Seconds that each of PHASES has taken since the process began."""
-        seconds = (ctypes.c_double * len(PHASES))()
+        """Seconds that each of FORWARD_PHASES has taken since the process began."""
+        seconds = (ctypes.c_double * len(FORWARD_PHASES))()
         self._library.toka_phase_seconds(seconds)
         return tuple(seconds)
 

@@ -4,7 +4,7 @@
 
 #include <chrono>
 
-// Of which library.PHASES has the names.
+// Of which FORWARD_PHASES of messages/forward.py has the names.
 enum Phase { kProducts, kHeads, kPrefixAttention, kAttention, kSampling, kNumPhases };
 
 inline double phase_seconds[kNumPhases] = {};
