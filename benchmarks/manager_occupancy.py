@@ -86,7 +86,7 @@ def run(
         mean_running=counts.sum_running / counts.num_turns,
         mean_running_warm=later.sum_running / later.num_turns,
         num_preemptions=totals.preemptions,
-        preempted_share=totals.preempted_tokens / (end.num_prefill_tokens + end.num_decode_tokens),
+        preempted_share=totals.tokens.recomputed / (end.num_prefill_tokens + end.num_decode_tokens),
     )
 
 

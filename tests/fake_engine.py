@@ -24,6 +24,9 @@ class Reply:
     logprobs: list[float] | None = None
     finish_reason: FinishReason = "stop"
     num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_shared_tokens: int = 0
 
 
 # The reply for one sequence of a request; None: no answer, ever.
@@ -96,6 +99,9 @@ class FakeEngine:
                 logprobs=reply.logprobs,
                 finish_reason=reply.finish_reason,
                 num_cached_tokens=reply.num_cached_tokens,
+                num_computed_tokens=reply.num_computed_tokens,
+                num_recomputed_tokens=reply.num_recomputed_tokens,
+                num_shared_tokens=reply.num_shared_tokens,
             )
             for index, reply in enumerate(replies)
             if reply is not None

@@ -232,7 +232,7 @@ def test_a_cache_that_is_far_too_small_changes_no_token(expected: Expected, mode
         answers = ask_all_at_once(toka, [samples[0].body for samples in expected.samples])
         assert_all_done_and_counted(toka, answers)
         assert toka.gauge("toka_preemptions_total") >= num_sequences / 3
-        assert toka.gauge("toka_preempted_tokens_total") > 0
+        assert toka.gauge("toka_recomputed_tokens_total") > 0
         assert toka.stop() == 0
     assert num_parted(expected, answers) <= 2, "ties are rare"
 

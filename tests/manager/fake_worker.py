@@ -80,13 +80,20 @@ class FakeSlot:
     has_run: bool = False
     block_table: list[int] = field(default_factory=list)
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """(seed, sample index)."""
+        return self.seed, self.sample_index
+
 
 class FakeWorker:
     """Computes one ForwardInput at a time.
 
     opened: (seed, sample index) of each opening of a slot, in order. start_positions: where prefill began at each.
     first_positions: that of the first opening of (seed, sample index). num_sampled: tokens drawn for it.
-    grouped: of each step, the (slots, blocks of the prefix) of each group.
+    stays: of each (seed, sample index), for each opening of a slot the [first, end) of the positions that it ran.
+    grouped: of each step, the (slots, blocks of the prefix) of each group. longest_prefixes: most blocks of a prefix
+    that (seed, sample index) attended to in a group.
     read_from: (seed of a sequence that started behind cached tokens, seed of one whose tokens they were).
     """
 
@@ -102,6 +109,8 @@ class FakeWorker:
         self.writers: dict[int, int] = {}
         self.read_from: set[tuple[int, int]] = set()
         self.num_sampled: dict[tuple[int, int], int] = {}
+        self.stays: dict[tuple[int, int], list[list[int]]] = {}
+        self.longest_prefixes: dict[tuple[int, int], int] = {}
         self.grouped: list[list[tuple[list[int], int]]] = []
         self.num_steps = 0
 
@@ -136,8 +145,7 @@ class FakeWorker:
             token_ids.append(token_id)
             logprobs.append(logprob if slot.want_logprobs else np.nan)
             asked |= slot.want_logprobs
-            key = slot.seed, slot.sample_index
-            self.num_sampled[key] = self.num_sampled.get(key, 0) + 1
+            self.num_sampled[slot.key] = self.num_sampled.get(slot.key, 0) + 1
         return ForwardOutput(
             message.step_id,
             np.array(token_ids, np.int32),
@@ -164,9 +172,10 @@ class FakeWorker:
                     bool(opens.want_logprobs[row]),
                 )
                 self.slots[slot_id] = slot
-                self.opened.append((slot.seed, slot.sample_index))
+                self.opened.append(slot.key)
                 self.start_positions.append(slot.position)
-                self.first_positions.setdefault((slot.seed, slot.sample_index), slot.position)
+                self.first_positions.setdefault(slot.key, slot.position)
+                self.stays.setdefault(slot.key, []).append([slot.position, slot.position])
         appended: dict[int, list[int]] = {}
         for slot_id, block in zip(changes.block_slots.tolist(), changes.block_ids.tolist(), strict=True):
             assert 1 <= block <= self.limits.num_kv_blocks
@@ -204,6 +213,7 @@ class FakeWorker:
                 slot = self.slots[slot_id]
                 assert slot.block_table[:count] == prefix, "a group of rows that do not share its prefix"
                 assert slot.position >= count * self.limits.page_size, "a row has nothing behind the prefix"
+                self.longest_prefixes[slot.key] = max(count, self.longest_prefixes.get(slot.key, 0))
         return groups
 
     def _write(self, slot: FakeSlot, tokens: list[int]) -> list[int]:
@@ -224,7 +234,7 @@ class FakeWorker:
         self.writers.update(dict.fromkeys(written, slot.seed))
         for position, token in enumerate(tokens, slot.position):
             self.memory[slot.block_table[position // page_size], position % page_size] = token
-        slot.position = end
+        slot.position = self.stays[slot.key][-1][1] = end
         return self.memory[slot.block_table].reshape(-1)[:end].tolist()
 
 

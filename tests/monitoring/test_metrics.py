@@ -10,9 +10,9 @@ METRICS_PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 def test_every_stat_of_every_replica_that_is_up_is_one_sample() -> None:
     stats = [
-        EngineStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0.5, 11),
+        EngineStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0.5, 11, 12, 13, 14),
         None,
-        EngineStats(10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 5.0, 110),
+        EngineStats(10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 5.0, 110, 120, 130, 140),
     ]
     families = list(text_string_to_metric_families(render_metrics(EngineCollector(lambda: stats)).decode()))
     samples = {
@@ -28,8 +28,11 @@ def test_every_stat_of_every_replica_that_is_up_is_one_sample() -> None:
         "toka_worker_queue_depth": 7,
         "toka_prefix_cache_hit_tokens_total": 8,
         "toka_preemptions_total": 9,
-        "toka_preempted_tokens_total": 10,
-        "toka_recompiles_total": 11,
+        "toka_recomputed_tokens_total": 10,
+        "toka_asked_prompt_tokens_total": 11,
+        "toka_computed_prompt_tokens_total": 12,
+        "toka_shared_prompt_tokens_total": 13,
+        "toka_recompiles_total": 14,
         "toka_manager_busy_fraction": 0.5,
     }
     assert samples == {
@@ -41,7 +44,10 @@ def test_every_stat_of_every_replica_that_is_up_is_one_sample() -> None:
         "toka_generation_tokens",
         "toka_prefix_cache_hit_tokens",
         "toka_preemptions",
-        "toka_preempted_tokens",
+        "toka_recomputed_tokens",
+        "toka_asked_prompt_tokens",
+        "toka_computed_prompt_tokens",
+        "toka_shared_prompt_tokens",
         "toka_recompiles",
     }
     assert len({family.documentation for family in families}) == len(expected)

@@ -37,26 +37,34 @@ def test_a_line_comes_at_the_end_of_a_window_with_the_rates_of_that_window_alone
     assert step_stats.report(2030.0, totals, make_stats(300)) is None
 
 
-def test_cache_hits_and_preemptions_are_those_of_the_window():
-    """Per window: prompt tokens computed, prompt tokens read from the cache, preemptions, busy share of the manager."""
-    windows = [(300, 100, 0, 0.25), (0, 50, 1500, 1.0), (0, 0, 0, 0.004), (1000, 0, 1, 0.0)]
+def test_cache_hits_sharing_and_preemptions_are_those_of_the_window():
+    """Per window: prompt tokens computed, read from the cache and shared, preemptions, tokens computed again, busy
+    share of the manager."""
+    windows = [
+        (300, 100, 0, 0, 0, 0.25),
+        (0, 50, 2000, 1500, 12000, 1.0),
+        (0, 0, 0, 0, 1, 0.004),
+        (1000, 0, 1, 1, 0, 0.0),
+    ]
     shown = [
         ("25%", "25%", ""),
-        ("100%", "100%", ", 1,500 preemptions"),
-        ("0%", "0%", ""),
-        ("0%", "0%", ", 1 preemption"),
+        ("100%", "100%", ", 2,000 prompt tokens newly shared, 1,500 preemptions, 12,000 tokens computed again"),
+        ("0%", "0%", ", 1 token computed again"),
+        ("0%", "0%", ", 1 prompt token newly shared, 1 preemption"),
     ]
     step_stats = StepStats(report_seconds=5.0)
     totals, stats = StepTotals(), make_stats(0)
     for number, (window, (hits, busy, preemptions)) in enumerate(zip(windows, shown, strict=True), start=1):
-        num_computed, num_cached, num_preemptions, busy_fraction = window
+        num_computed, num_cached, num_shared, num_preemptions, num_recomputed, busy_fraction = window
         totals.num_steps += 1
         totals.num_prefill_tokens += num_computed
         totals.busy_seconds += 5.0
         stats = replace(
             stats,
             total_prefix_cache_hit_tokens=stats.total_prefix_cache_hit_tokens + num_cached,
+            total_shared_prompt_tokens=stats.total_shared_prompt_tokens + num_shared,
             total_preemptions=stats.total_preemptions + num_preemptions,
+            total_recomputed_tokens=stats.total_recomputed_tokens + num_recomputed,
             manager_busy_fraction=busy_fraction,
         )
         line = step_stats.report(1000.0 + 5 * number, totals, stats)

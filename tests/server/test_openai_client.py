@@ -23,14 +23,17 @@ def sync_client(server: LiveServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
+OUR_FIELDS = {"PromptTokensDetails": {"computed_tokens", "shared_tokens", "recomputed_tokens"}}
+
+
 def assert_exactly_openai_shaped(content: bytes, model: type[pydantic.BaseModel]) -> None:
-    """No wrong type, no field that OpenAI does not have, at any depth."""
+    """No wrong type, no field that OpenAI does not have and that is not one of ours, at any depth."""
     assert_no_extra_fields(model.model_validate_json(content, strict=True))
 
 
 def assert_no_extra_fields(value: Any) -> None:
     if isinstance(value, pydantic.BaseModel):
-        assert not value.model_extra, f"{type(value).__name__}: {value.model_extra}"
+        assert set(value.model_extra or {}) == OUR_FIELDS.get(type(value).__name__, set())
         for name in type(value).model_fields:
             assert_no_extra_fields(getattr(value, name))
     elif isinstance(value, list):
@@ -40,7 +43,8 @@ def assert_no_extra_fields(value: Any) -> None:
 
 def say_hello(request: GenerateRequest, index: int) -> Reply:
     token_ids = [259, ord("0") + index, *"€".encode(), IM_END]
-    return Reply(token_ids, [-0.5] * len(token_ids) if request.want_logprobs else None, "stop", 1)
+    logprobs = [-0.5] * len(token_ids) if request.want_logprobs else None
+    return Reply(token_ids, logprobs, "stop", 1, num_computed_tokens=2, num_recomputed_tokens=30, num_shared_tokens=400)
 
 
 def test_completion(server: LiveServer) -> None:
@@ -69,6 +73,8 @@ def test_completion(server: LiveServer) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 24, 29)
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 2
+    ours = {"computed_tokens": 4 * 2, "shared_tokens": 4 * 400, "recomputed_tokens": 4 * 30}
+    assert answer.usage.prompt_tokens_details.model_extra == ours
 
 
 def test_chat_completion(server: LiveServer) -> None:
@@ -197,14 +203,18 @@ def test_metrics_are_exact_once_an_answer_is_out(server: LiveServer) -> None:
         "toka_generation_tokens_total": 0,
         "toka_prefix_cache_hit_tokens_total": 0,
         "toka_preemptions_total": 0,
-        "toka_preempted_tokens_total": 0,
+        "toka_recomputed_tokens_total": 0,
+        "toka_asked_prompt_tokens_total": 0,
+        "toka_computed_prompt_tokens_total": 0,
+        "toka_shared_prompt_tokens_total": 0,
+        "toka_recompiles_total": 0,
         "toka_manager_busy_fraction": 0,
     }
     server.engine.script = lambda request, index: replace(echo(request, index), num_cached_tokens=index)
     server.engine.stats = replace(
-        server.engine.stats, total_preemptions=2, total_preempted_tokens=70, manager_busy_fraction=0.125
+        server.engine.stats, total_preemptions=2, total_recomputed_tokens=70, manager_busy_fraction=0.125
     )
-    at_start |= {"toka_preemptions_total": 2, "toka_preempted_tokens_total": 70, "toka_manager_busy_fraction": 0.125}
+    at_start |= {"toka_preemptions_total": 2, "toka_recomputed_tokens_total": 70, "toka_manager_busy_fraction": 0.125}
     client = sync_client(server)
     for number in range(1, 10):
         client.completions.create(model="default", prompt=[1, 2, 3], n=3, max_tokens=2)

@@ -10,6 +10,7 @@ from tokasaurus.messages.generation import FinishReason, GenerateRequest, Sampli
 from tokasaurus.server.engine_client import FinishedSequence
 from tokasaurus.server.prepare import Prepared
 from tokasaurus.server.protocol.completions import CompletionChoice
+from tokasaurus.server.protocol.usage import PromptTokensDetails
 from tokasaurus.server.respond import build_chat_completion, build_completion, build_usage
 from tokasaurus.server.served_model import ServedModel
 
@@ -155,6 +156,18 @@ def test_cached_tokens_are_the_prompt_tokens_that_no_sequence_computed(prompts: 
     usage = build_usage(Prepared("cmpl-1", requests), results)
     assert usage.prompt_tokens_details.cached_tokens == expected
     assert usage.prompt_tokens == sum(num_tokens for num_tokens, _ in prompts)
+
+
+def test_what_was_done_for_the_prompts_is_summed_over_all_sequences(served_model: ServedModel) -> None:
+    prepared = Prepared("cmpl-1", [make_request(5, num_sequences=2), make_request(7)])
+    results = [
+        [FinishedSequence([1], None, "stop", 0, 5, 0, 1), FinishedSequence([1], None, "stop", 4, 1, 20, 4)],
+        [FinishedSequence([1], None, "stop", 6, 1, 300, 6)],
+    ]
+    for build in (build_completion, build_chat_completion):
+        assert build(prepared, results, served_model).usage.prompt_tokens_details == PromptTokensDetails(
+            cached_tokens=0 + 6, computed_tokens=5 + 1 + 1, shared_tokens=1 + 4 + 6, recomputed_tokens=0 + 20 + 300
+        )
 
 
 def test_chat_choice_holds_the_same_text_and_logprobs_as_bytes(served_model: ServedModel) -> None:

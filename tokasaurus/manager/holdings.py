@@ -4,6 +4,7 @@ when it ends or is preempted."""
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.manager.accounting import count_leaving
 from tokasaurus.manager.sequence import Phase, Sequence, make_prompt
 from tokasaurus.manager.slot_arrays import NEVER
 from tokasaurus.manager.state import EngineState
@@ -54,6 +55,7 @@ def admit(state: EngineState, sequence: Sequence) -> None:
     slots.has_stops[slot] = sequence.stop_matcher is not None
     slots.want_logprobs[slot] = request.want_logprobs
     slots.groups[slot] = 0
+    slots.num_shared_tokens[slot] = sequence.counts.shared
     slots.stop_rows[slot] = sequence.stop_row
     slots.may_have_stopped[slot] = False
     slots.num_counted_tokens[slot] = len(sequence.kept_token_ids)
@@ -115,8 +117,6 @@ def preempt(state: EngineState, sequence: Sequence) -> None:
     alone.
     """
     token_ids = sampled_tokens(state, sequence)
-    if sequence.is_open:
-        sequence.num_kv_tokens_before = int(state.slots.num_kv_tokens[sequence.slot])
     if len(token_ids):
         sequence.kept_token_ids += token_ids.tolist()
         if sequence.request.want_logprobs:
@@ -130,6 +130,8 @@ def preempt(state: EngineState, sequence: Sequence) -> None:
 def _leave(state: EngineState, sequence: Sequence) -> None:
     """Give back slot and blocks; whole blocks of computed tokens stay in the tree."""
     slots, slot = state.slots, sequence.slot
+    if sequence.is_open:
+        count_leaving(state, sequence)
     if sequence.phase is Phase.PREFILL:
         del state.queues.prefilling[sequence]
         _give_back_prefill(state, sequence)

@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.manager.accounting import count_computed, count_shared, count_start
 from tokasaurus.manager.sequence import Phase, Sequence
 from tokasaurus.manager.state import EngineState, StepInFlight
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups
@@ -88,6 +89,9 @@ def _in_groups(state: EngineState, decode: NDArray[np.int64]) -> tuple[NDArray[n
     if len(state.group_num_blocks) == 1:
         return decode, None
     groups = state.slots.groups[decode]
+    if state.groups_are_new:
+        count_shared(state, decode, groups)
+        state.groups_are_new = False
     sizes = np.bincount(groups, minlength=len(state.group_num_blocks))
     sizes[0] = 0
     kept = np.flatnonzero(sizes)
@@ -133,6 +137,7 @@ def _step_prefilling(
         if not sequence.is_open:
             opened.append(sequence)
             _open(state, sequence, start)
+        count_computed(state, sequence, start, end)
         prompt_ids.append(sequence.prompt.token_ids[start:end])
         slots.num_kv_tokens[slot] = end
         is_computed[slots.block_tables[slot, start // page_size : end // page_size]] = True
@@ -145,14 +150,7 @@ def _open(state: EngineState, sequence: Sequence, start: int) -> None:
     """The step at hand gives the sequence's slot to the worker: its first `start` tokens are cached."""
     sequence.is_open = True
     state.slots.opened_at[sequence.slot] = state.next_step_id
-    if sequence.num_cached_tokens is None:
-        sequence.num_cached_tokens = start
-        state.totals.prefix_cache_hit_tokens += start
-        if sequence.index == 0:
-            state.totals.prompt_tokens += len(sequence.prompt)
-    else:
-        state.totals.preempted_tokens += max(0, sequence.num_kv_tokens_before - start)
-        sequence.num_kv_tokens_before = 0
+    count_start(state, sequence, start)
 
 
 def _sort_by_phase(state: EngineState, decode: NDArray[np.int64], done: list[int]) -> None:

@@ -30,6 +30,7 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     state.step_totals.num_prefill_tokens += step.num_prefill_tokens
     state.step_totals.busy_seconds += output.forward_seconds
     state.totals.recompiles += output.num_recompiles
+    state.totals.phase_seconds = output.phase_seconds
     slots, token_ids, logprobs = step.sampled, output.token_ids, output.logprobs
     is_valid = state.slots.opened_at[slots] <= step.step_id
     if not is_valid.all():
@@ -158,5 +159,8 @@ def _finish(state: EngineState, sequence: Sequence, token_ids: list[int], reason
             logprobs=logprobs,
             finish_reason=reason,
             num_cached_tokens=sequence.num_cached_tokens,
+            num_computed_tokens=sequence.counts.computed,
+            num_recomputed_tokens=sequence.counts.recomputed,
+            num_shared_tokens=sequence.counts.shared,
         )
     )

@@ -39,6 +39,25 @@ def make_prompt(token_ids: NDArray[np.int32]) -> Prompt:
     return Prompt(token_ids, token_ids.tobytes())
 
 
+@dataclass(slots=True)
+class TokenCounts:
+    """What became of tokens: of one sequence, or of all since start.
+
+    asked: prompt tokens, from when the sequence first starts; so asked = cached + computed where nobody was cancelled.
+    cached: of them, those that it read before it had computed them itself, when it first started or when it came back.
+    computed: of them, those that it computed, each once.
+    recomputed: of the prompt or sampled, those that it computed again: it had had their KV before it was preempted.
+    shared: of the prompt, the longest prefix that it attended to in a group. Counted when it leaves its slot, as are
+    those that decode steps compute again; in the totals it is counted at once.
+    """
+
+    asked: int = 0
+    cached: int = 0
+    computed: int = 0
+    recomputed: int = 0
+    shared: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One of the completions that a request asks for. What changes with every step is in SlotArrays.
@@ -51,7 +70,7 @@ class Sequence:
     node: the deepest node of the prefix tree that it holds, None while waiting.
     num_tree_blocks: the first blocks of its table that belong to the prefix tree; the others are its own.
     num_cached_tokens: prompt tokens read from the cache when it first started; None before that.
-    num_kv_tokens_before: tokens whose KV it had when it was last preempted; 0 once they are there again.
+    num_kv_tokens_before: most tokens whose KV it had had when it left a slot.
     """
 
     request: GenerateRequest
@@ -68,6 +87,7 @@ class Sequence:
     num_tree_blocks: int = 0
     num_cached_tokens: int | None = None
     num_kv_tokens_before: int = 0
+    counts: TokenCounts = field(default_factory=TokenCounts)
     kept_token_ids: list[int] = field(default_factory=list)
     kept_logprobs: list[float] = field(default_factory=list)
 

@@ -28,7 +28,8 @@ class SlotArrays:
     has_stops: it has stop strings. want_logprobs: they were asked for.
     stop_rows: the row of StopTokens that is for its stop strings. may_have_stopped: a token that may end one has come
     since they were last looked for. num_counted_tokens: sampled tokens that are counted, of those with stop strings.
-    groups: which group of those that share a prefix it decodes in; 0 for none.
+    groups: which group of those that share a prefix it decodes in; 0 for none. num_shared_tokens: of its prompt, the
+    longest prefix that it has attended to in a group.
     block_tables: [slots, most blocks + 1]; 0, the padding block, beyond a sequence's blocks.
     """
 
@@ -58,6 +59,7 @@ class SlotArrays:
         self.want_logprobs = false()
         self.stop_rows = zeros()
         self.groups = zeros()
+        self.num_shared_tokens = zeros()
         self.may_have_stopped = false()
         self.num_counted_tokens = zeros()
         self.block_tables: NDArray[np.int32] = np.zeros((num_slots + 1, max_blocks + 1), np.int32)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.block_allocator import BlockAllocator
 from tokasaurus.manager.early_stopping import CompletionLengths, Forecast, prior_forecast
-from tokasaurus.manager.sequence import Sequence
+from tokasaurus.manager.sequence import Sequence, TokenCounts
 from tokasaurus.manager.sequence_queues import SequenceQueues
 from tokasaurus.manager.slot_arrays import SlotArrays
 from tokasaurus.messages.generation import SequenceDelta
@@ -98,10 +98,10 @@ class Totals:
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    prefix_cache_hit_tokens: int = 0
     preemptions: int = 0
     recompiles: int = 0
-    preempted_tokens: int = 0
+    phase_seconds: tuple[float, ...] = ()
+    tokens: TokenCounts = field(default_factory=TokenCounts)
 
 
 @dataclass(slots=True)
@@ -119,8 +119,8 @@ class EngineState:
     starts_are_stale: a prompt left that others may have relied on, and where they begin has to be found again.
     slot_of_node: the slot that last opened with a node of the prefix tree, by the node's index.
     prefill_rate: most prefill tokens of a step, as the last admission simulated it; None: as many as fit.
-    groups_are_old: who decodes has changed since the sequences were grouped. group_num_blocks: [groups + 1], blocks of
-    the prefix that a group shares, by the numbers in `SlotArrays.groups`.
+    groups_are_old: who decodes has changed since the sequences were grouped. groups_are_new: no step has had the groups
+    yet. group_num_blocks: [groups + 1], blocks of the prefix that a group shares, by the numbers in SlotArrays.groups.
     onboard_batch: how many sequences the next simulation tries to admit first.
     lengths: completions that ended; None where nothing is predicted. ended: those that `lengths` does not have yet,
     with their lengths and whether they ended by themselves.
@@ -155,6 +155,7 @@ class EngineState:
     slot_of_node: dict[int, int] = field(default_factory=dict)
     prefill_rate: int | None = None
     groups_are_old: bool = False
+    groups_are_new: bool = False
     group_num_blocks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
     ended: list[tuple[int, bool]] = field(default_factory=list)
     num_ends_in_forecast: int = 0
@@ -166,7 +167,8 @@ class EngineState:
         """Sequences that have a slot."""
         return self.options.num_slots - len(self.free_slots)
 
-    def stats(self, manager_busy_fraction: float = 0.0) -> EngineStats:
+    def stats(self, manager_busy_fraction: float = 0.0, manager_cpu_seconds: float = 0.0) -> EngineStats:
+        tokens = self.totals.tokens
         return EngineStats(
             num_running=self.num_running,
             num_waiting=self.queues.num_waiting,
@@ -175,11 +177,17 @@ class EngineState:
             total_prompt_tokens=self.totals.prompt_tokens,
             total_generation_tokens=self.totals.generation_tokens,
             worker_queue_depth=len(self.steps_in_flight),
-            total_prefix_cache_hit_tokens=self.totals.prefix_cache_hit_tokens,
+            total_prefix_cache_hit_tokens=tokens.cached,
             total_preemptions=self.totals.preemptions,
-            total_preempted_tokens=self.totals.preempted_tokens,
+            total_recomputed_tokens=tokens.recomputed,
             manager_busy_fraction=manager_busy_fraction,
             total_recompiles=self.totals.recompiles,
+            total_forward_seconds=self.step_totals.busy_seconds,
+            phase_seconds=self.totals.phase_seconds,
+            manager_cpu_seconds=manager_cpu_seconds,
+            total_asked_prompt_tokens=tokens.asked,
+            total_computed_prompt_tokens=tokens.computed,
+            total_shared_prompt_tokens=tokens.shared,
         )
 
 

@@ -113,7 +113,7 @@ def regroup(state: EngineState) -> None:
     )
     slots.groups[decode] = grouping.group_of_sequence
     state.group_num_blocks = grouping.num_blocks
-    state.groups_are_old = False
+    state.groups_are_old, state.groups_are_new = False, True
 
 
 def next_step(state: EngineState) -> ForwardInput | None:

@@ -63,6 +63,12 @@ class SequenceDelta:
     logprobs: natural log, before temperature, one per token; None where not asked.
     finish_reason: set on the last delta of a sequence alone.
     num_cached_tokens: prompt tokens whose KV was there when the sequence first started, so that it read them.
+    num_computed_tokens: prompt tokens that the sequence computed, each counted once. All others it read: the cached
+    ones, and where it was preempted before its prompt was through, what it found cached when it came back.
+    num_recomputed_tokens: tokens, of the prompt or sampled, that it computed again: it had had their KV before it was
+    preempted.
+    num_shared_tokens: of the prompt, the longest prefix that it attended to in a group (PrefixGroups) in any step.
+    The last three are complete on the last delta alone.
     """
 
     request_id: str
@@ -71,6 +77,9 @@ class SequenceDelta:
     logprobs: list[float] | None
     finish_reason: FinishReason | None
     num_cached_tokens: int
+    num_computed_tokens: int
+    num_recomputed_tokens: int
+    num_shared_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

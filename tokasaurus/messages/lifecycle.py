@@ -1,6 +1,6 @@
 """Start, health and end of processes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +50,26 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of one manager. Totals count since start.
+    """A snapshot of one manager. Totals count since start; those of prompt tokens and of recomputed tokens count what
+    is sent to the worker, when it is sent, over all sequences: of cancelled ones, what was done for them.
 
     num_kv_blocks_used: owned by sequences; cached blocks that nobody references are not counted.
     worker_queue_depth: steps sent to the worker whose results are not back.
     total_prompt_tokens: each prompt once, however many samples it has.
-    total_prefix_cache_hit_tokens: prompt tokens not computed because their KV was cached, over all sequences: the later
-    samples of a prompt count, so it may exceed total_prompt_tokens.
+    total_asked_prompt_tokens: of all sequences that have started: each sample of a prompt counts.
+    total_prefix_cache_hit_tokens: of those, the ones that were not computed because their KV was cached, or was being
+    computed for another sequence; so it may exceed total_prompt_tokens.
+    total_computed_prompt_tokens: of those asked, the ones that were computed, each counted once. Asked are the hits and
+    these, but for what was not begun of prompts that prefill or were cancelled.
+    total_shared_prompt_tokens: of those asked, the ones that were attended to in a group (PrefixGroups) in any step.
     total_preemptions: sequences that had to wait again for want of blocks.
-    total_preempted_tokens: tokens that lost their KV to preemption and had to be computed again.
+    total_recomputed_tokens: tokens, of prompts or sampled, that were computed again after preemption. Those of decode
+    steps count when the sequence leaves its slot.
     manager_busy_fraction: share of the last completed second in which the manager worked, 0 to 1.
     total_recompiles: compilations of the model after its warm-up, each of which a step waited for.
+    total_forward_seconds: that the worker was busy with steps. phase_seconds: of them and of its warm-up, what each of
+    FORWARD_PHASES took, where the worker counts it, else empty.
+    manager_cpu_seconds: CPU time of the manager's process. Two snapshots that differ in it alone are equal.
     """
 
     num_running: int
@@ -72,9 +81,15 @@ class EngineStats:
     worker_queue_depth: int
     total_prefix_cache_hit_tokens: int = 0
     total_preemptions: int = 0
-    total_preempted_tokens: int = 0
+    total_recomputed_tokens: int = 0
     manager_busy_fraction: float = 0.0
+    total_asked_prompt_tokens: int = 0
+    total_computed_prompt_tokens: int = 0
+    total_shared_prompt_tokens: int = 0
     total_recompiles: int = 0
+    total_forward_seconds: float = 0.0
+    phase_seconds: tuple[float, ...] = ()
+    manager_cpu_seconds: float = field(default=0.0, compare=False)
 
 
 class UserError(Exception):

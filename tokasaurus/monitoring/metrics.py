@@ -1,5 +1,6 @@
 """Prometheus metrics: the only list of their names, with units in the help texts."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry
@@ -8,6 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from tokasaurus.messages.forward import FORWARD_PHASES
 from tokasaurus.messages.lifecycle import EngineStats
 
 __all__ = ["CONTENT_TYPE_LATEST", "EngineCollector", "render_metrics"]
@@ -42,7 +44,7 @@ _GAUGES: list[tuple[str, str, Callable[[EngineStats], float]]] = [
     ),
 ]
 # The exposition appends "_total" to a counter's name.
-_COUNTERS: list[tuple[str, str, Callable[[EngineStats], int]]] = [
+_COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
     (
         "toka_prompt_tokens",
         "Prompt tokens since start; a prompt counts once, however many samples it has.",
@@ -54,9 +56,24 @@ _COUNTERS: list[tuple[str, str, Callable[[EngineStats], int]]] = [
         lambda stats: stats.total_generation_tokens,
     ),
     (
+        "toka_asked_prompt_tokens",
+        "Prompt tokens of all sequences that have started: each sample of a prompt counts.",
+        lambda stats: stats.total_asked_prompt_tokens,
+    ),
+    (
         "toka_prefix_cache_hit_tokens",
         "Prompt tokens not computed since their KV was cached, over all sequences: each sample of a prompt counts.",
         lambda stats: stats.total_prefix_cache_hit_tokens,
+    ),
+    (
+        "toka_computed_prompt_tokens",
+        "Prompt tokens computed, over all sequences; those computed again after preemption count once.",
+        lambda stats: stats.total_computed_prompt_tokens,
+    ),
+    (
+        "toka_shared_prompt_tokens",
+        "Prompt tokens attended to in a group with other sequences, over all sequences; each once, however many steps.",
+        lambda stats: stats.total_shared_prompt_tokens,
     ),
     (
         "toka_preemptions",
@@ -64,14 +81,24 @@ _COUNTERS: list[tuple[str, str, Callable[[EngineStats], int]]] = [
         lambda stats: stats.total_preemptions,
     ),
     (
-        "toka_preempted_tokens",
-        "Tokens that lost their KV to preemption and had to be computed again.",
-        lambda stats: stats.total_preempted_tokens,
+        "toka_recomputed_tokens",
+        "Tokens, of prompts or sampled, that were computed again since they had lost their KV to preemption.",
+        lambda stats: stats.total_recomputed_tokens,
     ),
     (
         "toka_recompiles",
         "Compilations of the model after its warm-up (torch_compile=T), each of which a step waited for.",
         lambda stats: stats.total_recompiles,
+    ),
+    (
+        "toka_forward_seconds",
+        "Seconds that the model worker was busy with steps.",
+        lambda stats: stats.total_forward_seconds,
+    ),
+    (
+        "toka_manager_cpu_seconds",
+        "CPU time of the manager process, in seconds.",
+        lambda stats: stats.manager_cpu_seconds,
     ),
 ]
 
@@ -97,6 +124,18 @@ class EngineCollector(Collector):
             for replica, stats in stats_by_replica.items():
                 counter.add_metric([replica], value(stats))
             yield counter
+        phases = CounterMetricFamily(
+            "toka_forward_phase_seconds",
+            "Seconds of forwards by phase, warm-up included, where the worker counts them (CPU kernels).",
+            labels=["replica", "phase"],
+        )
+        for replica, stats in stats_by_replica.items():
+            for phase, seconds in zip(FORWARD_PHASES, stats.phase_seconds, strict=False):
+                phases.add_metric([replica, phase], seconds)
+        yield phases
+        yield CounterMetricFamily(
+            "toka_server_cpu_seconds", "CPU time of the server process, in seconds.", value=time.process_time()
+        )
 
 
 def render_metrics(collector: Collector) -> bytes:

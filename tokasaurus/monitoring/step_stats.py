@@ -32,6 +32,8 @@ class StepStats:
         self._num_generated = 0
         self._num_cache_hit_tokens = 0
         self._num_preemptions = 0
+        self._num_recomputed = 0
+        self._num_shared = 0
 
     def seconds_to_report(self, now_s: float) -> float | None:
         """When `report` should be called again even if nothing happens; None where there is nothing to report."""
@@ -62,6 +64,8 @@ class StepStats:
         # Not of stats.total_prompt_tokens, in which a prompt counts once although each of its samples may hit.
         cache_hit_fraction = num_cache_hit_tokens / max(1, num_cache_hit_tokens + num_prefill_tokens)
         num_preemptions = stats.total_preemptions - self._num_preemptions
+        num_recomputed = stats.total_recomputed_tokens - self._num_recomputed
+        num_shared = stats.total_shared_prompt_tokens - self._num_shared
         line = (
             f"{(stats.total_generation_tokens - self._num_generated) / seconds:,.0f} output tokens/s, "
             f"{num_prefill_tokens / seconds:,.0f} prompt tokens/s, prefix cache hits {cache_hit_fraction:.0%}, "
@@ -72,10 +76,16 @@ class StepStats:
             f"KV {stats.num_kv_blocks_used:,} of {stats.num_kv_blocks_total:,} blocks "
             f"({stats.num_kv_blocks_used / stats.num_kv_blocks_total:.0%})"
         )
+        if num_shared > 0:
+            line += f", {num_shared:,} prompt token{'s' if num_shared > 1 else ''} newly shared"
         if num_preemptions > 0:
             line += f", {num_preemptions:,} preemption{'s' if num_preemptions > 1 else ''}"
+        if num_recomputed > 0:
+            line += f", {num_recomputed:,} token{'s' if num_recomputed > 1 else ''} computed again"
         self._start_s, self._is_empty = now_s, True
         self._totals, self._num_generated = replace(totals), stats.total_generation_tokens
         self._num_cache_hit_tokens = stats.total_prefix_cache_hit_tokens
         self._num_preemptions = stats.total_preemptions
+        self._num_recomputed = stats.total_recomputed_tokens
+        self._num_shared = stats.total_shared_prompt_tokens
         return line

@@ -22,13 +22,16 @@ from tokasaurus.server.load_balancer import choose_replica
 class FinishedSequence:
     """All tokens of one sequence, as sampled: the eos or stop string's tokens included.
 
-    logprobs: one per token; None where not asked. num_cached_tokens: prompt tokens that it read instead of computing.
+    logprobs: one per token; None where not asked. The numbers of tokens are SequenceDelta's.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None
     finish_reason: FinishReason = "length"
     num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_shared_tokens: int = 0
 
 
 class _Submission:
@@ -59,6 +62,9 @@ class _PendingRequest:
                 sequence.logprobs = []
             sequence.logprobs += delta.logprobs
         sequence.num_cached_tokens = delta.num_cached_tokens
+        sequence.num_computed_tokens = delta.num_computed_tokens
+        sequence.num_recomputed_tokens = delta.num_recomputed_tokens
+        sequence.num_shared_tokens = delta.num_shared_tokens
         if delta.finish_reason is not None:
             sequence.finish_reason = delta.finish_reason
             self.num_unfinished -= 1

@@ -70,13 +70,18 @@ def build_chat_completion(
 
 def build_usage(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]]) -> Usage:
     prompt_tokens = sum(len(request.prompt_ids) for request in prepared.requests)
-    completion_tokens = sum(len(sequence.token_ids) for sequences in results for sequence in sequences)
+    all_sequences = [sequence for sequences in results for sequence in sequences]
+    completion_tokens = sum(len(sequence.token_ids) for sequence in all_sequences)
     # Each sequence computes its prompt from its first token that is not cached: the one that read the fewest computed
     # all that had to be, and what its siblings read of that was no saving of an earlier request's.
     cached_tokens = sum(min(sequence.num_cached_tokens for sequence in sequences) for sequences in results)
-    return Usage(
-        prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(cached_tokens)
+    details = PromptTokensDetails(
+        cached_tokens,
+        computed_tokens=sum(sequence.num_computed_tokens for sequence in all_sequences),
+        shared_tokens=sum(sequence.num_shared_tokens for sequence in all_sequences),
+        recomputed_tokens=sum(sequence.num_recomputed_tokens for sequence in all_sequences),
     )
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 
 def _all_answers(

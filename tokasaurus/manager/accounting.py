@@ -1,0 +1,55 @@
+"""What becomes of tokens is counted, for each sequence and in total: when a slot opens, when a chunk of a prompt is
+sent, when groups are new, and when a slot is left; never for each token that is decoded."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokasaurus.manager.sequence import Sequence
+from tokasaurus.manager.state import EngineState
+
+
+def count_start(state: EngineState, sequence: Sequence, start: int) -> None:
+    """The worker is told of the sequence, whose first `start` tokens it reads."""
+    counts, totals = sequence.counts, state.totals.tokens
+    num_prompt_tokens = len(sequence.request.prompt_ids)
+    if sequence.num_cached_tokens is None:
+        sequence.num_cached_tokens = start
+        counts.asked = num_prompt_tokens
+        totals.asked += num_prompt_tokens
+        if sequence.index == 0:
+            state.totals.prompt_tokens += num_prompt_tokens
+    # Not more than the prompt: where tokens of it were sampled, it has had the KV of all but the last of those.
+    num_cached = max(0, start - sequence.num_kv_tokens_before)
+    counts.cached += num_cached
+    totals.cached += num_cached
+
+
+def count_computed(state: EngineState, sequence: Sequence, start: int, end: int) -> None:
+    """Steps that have been sent compute its tokens from `start` to before `end`, if there are any."""
+    counts, totals = sequence.counts, state.totals.tokens
+    num_before = sequence.num_kv_tokens_before
+    num_computed = max(0, min(end, len(sequence.request.prompt_ids)) - max(start, num_before))
+    counts.computed += num_computed
+    totals.computed += num_computed
+    num_recomputed = max(0, min(end, num_before) - start)
+    counts.recomputed += num_recomputed
+    totals.recomputed += num_recomputed
+
+
+def count_shared(state: EngineState, decode: NDArray[np.int64], groups: NDArray[np.int64]) -> None:
+    """The step at hand is the first with these groups: of each slot in `decode`, as in SlotArrays.groups."""
+    slots = state.slots
+    num_tokens = state.group_num_blocks[groups] * state.options.limits.page_size
+    before = slots.num_shared_tokens[decode]
+    after = np.maximum(before, np.minimum(num_tokens, slots.num_prompt_tokens[decode]))
+    slots.num_shared_tokens[decode] = after
+    state.totals.tokens.shared += int((after - before).sum())
+
+
+def count_leaving(state: EngineState, sequence: Sequence) -> None:
+    """The sequence leaves the slot that the worker knows: what its decode steps did is counted."""
+    slots, slot = state.slots, sequence.slot
+    num_kv_tokens = int(slots.num_kv_tokens[slot])
+    count_computed(state, sequence, int(slots.num_prefill_tokens[slot]), num_kv_tokens)
+    sequence.num_kv_tokens_before = max(sequence.num_kv_tokens_before, num_kv_tokens)
+    sequence.counts.shared = int(slots.num_shared_tokens[slot])
