@@ -98,7 +98,7 @@ def _serve(
         turns.take(messages, [message for message in outputs.drain() if isinstance(message, ForwardOutput)])
         now_s = time.monotonic()
         busy.add_busy(start_s, now_s)
-        stats = state.stats(busy.read(now_s))
+        stats = state.stats(busy.read(now_s), time.process_time())
         if state.deltas or is_worth_an_update(stats, last_stats, now_s - last_update_s):
             updates.send(EngineUpdate(state.deltas, stats))
             state.deltas = []
