@@ -32,14 +32,18 @@ def toka() -> Iterator[TokaProcess]:
         assert process.stop() == 0
 
 
-def read_questions() -> list[str]:
-    return [json.loads(line)["question"] for line in QUESTIONS.read_text().splitlines()[:NUM_PROMPTS]]
+def read_questions(num_questions: int) -> list[str]:
+    return [json.loads(line)["question"] for line in QUESTIONS.read_text().splitlines()[:num_questions]]
 
 
 def test_greedy_text_and_logprobs_equal_those_of_transformers(toka: TokaProcess) -> None:
-    questions = read_questions()
+    assert_greedy_text_and_logprobs_equal_those_of_transformers(toka, NUM_PROMPTS)
+
+
+def assert_greedy_text_and_logprobs_equal_those_of_transformers(toka: TokaProcess, num_prompts: int) -> None:
+    questions = read_questions(num_prompts)
     client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0, timeout=300)
-    # One request with a list of prompts puts all forty in flight together.
+    # One request with a list of prompts puts all of them in flight together.
     answer = client.completions.create(
         model="default",
         prompt=questions,
