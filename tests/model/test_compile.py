@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import multiprocessing
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +17,11 @@ from tests.model.test_hydragen import Samples
 from tests.tiny_model import VOCAB_SIZE, save_tiny_model
 from tokasaurus.checkpoint import cache_directory, resolve_checkpoint
 from tokasaurus.config import parse_server_config
-from tokasaurus.messages.lifecycle import PhaseDone, UserError
+from tokasaurus.messages.channel import Channel
+from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
+from tokasaurus.messages.lifecycle import PhaseDone, Ready, UserError
 from tokasaurus.model.compile import Compiler
+from tokasaurus.model.loop import run_steps
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.runner import ModelRunner
 from tokasaurus.model.warmup import ForwardLimits, single_token, warm_up, widest_prefill
@@ -122,16 +126,19 @@ def test_sizes_that_are_not_marked_are_compiled_again_and_that_is_noticed(
     assert compiler.num_recompiles > 0
 
 
-def test_a_recompile_is_logged_and_told_with_its_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_recompile_is_logged_and_sent_with_its_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_tiny_model(tmp_path, "llama")
     runner, compiler = compiled_runner(tmp_path, "cpu")
-    num_threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(num_threads + 1)  # which compiled code has a fixed number of
-        first, second = runner.run(single_token()), runner.run(single_token())
-    finally:
-        torch.set_num_threads(num_threads)
-    assert (first.num_recompiles, second.num_recompiles, compiler.num_recompiles) == (2, 0, 2)
+    context = multiprocessing.get_context("spawn")
+    inputs: Channel[ForwardInput | EndOfInputs] = Channel(context)
+    outputs: Channel[ForwardOutput | Ready] = Channel(context)
+    for message in (single_token(), single_token(), EndOfInputs()):
+        inputs.send(message)
+    torch.set_num_threads(2)  # of which compiled code has a fixed number
+    run_steps(runner, inputs, outputs, steps_behind=0)
+    answers = [outputs.receive(timeout_s=60) for _ in range(2)]
+    assert [answer.num_recompiles for answer in answers] == [2, 0]
+    assert compiler.num_recompiles == 2
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 2
     assert "compiled again after warm-up" in errors[0].getMessage()
@@ -142,7 +149,7 @@ def test_a_worker_compiles_before_it_is_ready(tmp_path: Path) -> None:
     phases: list[PhaseDone] = []
     config = parse_server_config([*FLAGS, "torch_compile=T"])
     worker = start_worker(config, resolve_checkpoint(str(tmp_path)), Mesh(), phases.append)
-    assert phases[-1].detail == "2 functions compiled"
+    assert {done.phase: done.detail for done in phases}["warm-up"] == "2 functions compiled"
     with torch.compiler.set_stance("fail_on_recompile"):
         assert worker.runner.run(single_token()).num_recompiles == 0
 
