@@ -17,7 +17,7 @@ dp_size=1 pp_size=1 tp_size=1 pp_num_buffer_stages=1 async_tp_threshold=None
 kv_cache_num_tokens=None page_size=16 max_tokens_per_forward=8192 max_seqs_per_forward=1024
 max_num_tokens_per_request=None
 torch_compile=F use_cudagraphs=T cudagraph_max_size=None cudagraph_step=16 attention_backend=None
-use_hydragen=None
+use_hydragen=None hydragen_min_group_size=None hydragen_min_prefix_len=None
 scheduling_steps_ahead=8 optional_work=None prefill_round_up_multiple=16 greedy_prefill=T enable_precise_onboard=T
 precise_onboard_batch_size=128 track_early_stopping=T early_stopping_buffer_size=2048
 early_stopping_num_prediction_buckets=1024 early_stopping_initial_wait=16 early_stopping_init_mean=None

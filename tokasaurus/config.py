@@ -46,8 +46,8 @@ class ServerConfig(Config):
     attention_backend: str | None = None
 
     use_hydragen: bool | None = None
-    hydragen_min_group_size: int = 32
-    hydragen_min_prefix_len: int = 256
+    hydragen_min_group_size: int | None = None
+    hydragen_min_prefix_len: int | None = None
 
     scheduling_steps_ahead: int = 8
     optional_work: str | None = None
@@ -175,8 +175,12 @@ SERVER_FLAGS = FlagTable(
                 "compute attention over a shared prefix once for its sequences; auto is on where it pays",
                 none_means="auto",
             ),
-            "hydragen_min_group_size": _count("fewest sequences that share a prefix", minimum=2),
-            "hydragen_min_prefix_len": _count("fewest tokens of a shared prefix"),
+            "hydragen_min_group_size": _count(
+                "fewest sequences that share a prefix", minimum=2, none_means="what pays, measured at start-up"
+            ),
+            "hydragen_min_prefix_len": _count(
+                "fewest tokens of a shared prefix", none_means="what pays, measured at start-up"
+            ),
         },
         "scheduler": {
             "scheduling_steps_ahead": _count("steps sent to the model before their results are back"),

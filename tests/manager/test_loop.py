@@ -8,7 +8,7 @@ from tests.manager.fake_worker import decode_text
 from tokasaurus.config import ServerConfig
 from tokasaurus.manager.loop import engine_options, is_worth_an_update
 from tokasaurus.manager.state import EarlyStoppingOptions, EngineOptions, HydragenOptions
-from tokasaurus.messages.lifecycle import EngineLimits, EngineStats
+from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, HydragenThresholds
 
 
 def make_stats(**changed: int) -> EngineStats:
@@ -40,12 +40,12 @@ class Decoder:
     decode = staticmethod(decode_text)
 
 
-def options_for(**flags: object) -> EngineOptions:
+def options_for(limits: EngineLimits = LIMITS, **flags: object) -> EngineOptions:
     config = ServerConfig()
     for name, value in flags.items():
         assert hasattr(config, name)
         setattr(config, name, value)
-    return engine_options(config, (1, 2), LIMITS, Decoder(), None)
+    return engine_options(config, (1, 2), limits, Decoder(), None)
 
 
 def test_every_flag_of_the_manager_has_its_effect():
@@ -91,6 +91,23 @@ def test_a_prefix_to_share_is_asked_for_in_tokens_and_measured_in_whole_blocks()
         options = options_for(use_hydragen=True, hydragen_min_prefix_len=num_tokens, hydragen_min_group_size=3)
         assert options.hydragen == HydragenOptions(min_group_size=3, min_blocks=num_blocks)
     assert options_for(use_hydragen=False).hydragen is None
+
+
+@pytest.mark.parametrize(
+    ("measured", "flags", "expected"),
+    [
+        (HydragenThresholds(4, 128), {}, HydragenOptions(4, 32)),
+        (HydragenThresholds(4, 128), {"use_hydragen": True, "hydragen_min_group_size": 2}, HydragenOptions(2, 32)),
+        (HydragenThresholds(4, 128), {"hydragen_min_prefix_len": 8}, HydragenOptions(4, 2)),
+        (HydragenThresholds(4, 128), {"use_hydragen": False, "hydragen_min_group_size": 2}, None),
+        (None, {}, None),
+        (None, {"use_hydragen": True}, HydragenOptions(32, 64)),
+        (None, {"hydragen_min_group_size": 2}, HydragenOptions(2, 64)),
+    ],
+)
+def test_groups_are_made_where_the_worker_found_that_they_pay_or_where_they_are_asked_for(measured, flags, expected):
+    limits = dataclasses.replace(LIMITS, hydragen=measured)
+    assert options_for(limits, **flags).hydragen == expected
 
 
 def test_flags_at_their_defaults_are_the_options_at_theirs():

@@ -13,7 +13,15 @@ from tokasaurus.manager.turn import Turns
 from tokasaurus.messages.channel import Channel, wait
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
-from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Failed, PhaseDone, Ready, Shutdown
+from tokasaurus.messages.lifecycle import (
+    DEFAULT_HYDRAGEN,
+    EngineLimits,
+    EngineStats,
+    Failed,
+    PhaseDone,
+    Ready,
+    Shutdown,
+)
 from tokasaurus.monitoring.step_stats import StepStats
 from tokasaurus.monitoring.timing import BusyFraction
 from tokasaurus.text.stop_strings import StopTokens
@@ -128,10 +136,6 @@ def engine_options(
         init_std=config.early_stopping_init_std,
         std_buffer_scale=config.spec_allocation_std_buffer_scale,
     )
-    hydragen = HydragenOptions(
-        min_group_size=config.hydragen_min_group_size,
-        min_blocks=-(-config.hydragen_min_prefix_len // limits.page_size),
-    )
     return EngineOptions(
         limits=limits,
         max_tokens_per_forward=config.max_tokens_per_forward,
@@ -146,8 +150,23 @@ def engine_options(
         onboard_batch_size=config.precise_onboard_batch_size if config.enable_precise_onboard else None,
         early_stopping=early_stopping if config.use_spec_allocation else None,
         target_utilization=config.spec_allocation_target_kv_cache_utilization,
-        hydragen=None if config.use_hydragen is False else hydragen,
+        hydragen=_hydragen_options(config, limits),
         optional_work=config.optional_work,
+    )
+
+
+def _hydragen_options(config: ServerConfig, limits: EngineLimits) -> HydragenOptions | None:
+    """The flags, and where they are not set what the worker has measured. Where it has found that nothing pays, groups
+    are made only if they are asked for."""
+    asked = (config.use_hydragen, config.hydragen_min_group_size, config.hydragen_min_prefix_len) != (None, None, None)
+    if config.use_hydragen is False or (limits.hydragen is None and not asked):
+        return None
+    found = limits.hydragen or DEFAULT_HYDRAGEN
+    size, length = config.hydragen_min_group_size, config.hydragen_min_prefix_len
+    min_prefix_len = found.min_prefix_len if length is None else length
+    return HydragenOptions(
+        min_group_size=found.min_group_size if size is None else size,
+        min_blocks=-(-min_prefix_len // limits.page_size),
     )
 
 

@@ -4,17 +4,31 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
+class HydragenThresholds:
+    """From where on attention over a shared prefix pays. min_group_size: sequences. min_prefix_len: tokens."""
+
+    min_group_size: int
+    min_prefix_len: int
+
+
+DEFAULT_HYDRAGEN = HydragenThresholds(min_group_size=32, min_prefix_len=256)
+"""Where nothing was measured."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the engine can hold, known once the worker has sized its KV pool.
+    """What the engine can hold, known once the worker has sized its KV pool, and what pays on its device.
 
     num_kv_blocks: blocks that sequences may use (the padding block is not counted).
     page_size: tokens per block.
     max_tokens_per_sequence: prompt and completion of one sequence; the smallest of model context, KV pool and flag.
+    hydragen: None where no group pays.
     """
 
     num_kv_blocks: int
     page_size: int
     max_tokens_per_sequence: int
+    hydragen: HydragenThresholds | None = DEFAULT_HYDRAGEN
 
 
 @dataclass(frozen=True, slots=True)

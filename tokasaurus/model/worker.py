@@ -13,13 +13,22 @@ from tokasaurus.checkpoint import Checkpoint, weight_files
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
-from tokasaurus.messages.lifecycle import EngineLimits, Failed, PhaseDone, Ready, UserError
+from tokasaurus.messages.lifecycle import (
+    DEFAULT_HYDRAGEN,
+    EngineLimits,
+    Failed,
+    HydragenThresholds,
+    PhaseDone,
+    Ready,
+    UserError,
+)
 from tokasaurus.model.architectures.decoder import Decoder
 from tokasaurus.model.architectures.registry import build_decoder
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.compile import Compiler
 from tokasaurus.model.device import choose_device, choose_dtype
+from tokasaurus.model.hydragen_thresholds import measure_thresholds
 from tokasaurus.model.kernels.library import load_kernels
 from tokasaurus.model.kv_cache import (
     CPU_FRACTION,
@@ -127,8 +136,17 @@ def start_worker(
         if compiler is not None:
             compiler.end_warm_up()
             details.append(f"{compiler.num_compilations} functions compiled")
+    hydragen: HydragenThresholds | None = DEFAULT_HYDRAGEN
+    if config.use_hydragen is not False and None in (config.hydragen_min_group_size, config.hydragen_min_prefix_len):
+        with phase("shared prefixes") as details, torch.inference_mode():
+            hydragen = measure_thresholds(backend, shape, plan.num_blocks, config.max_seqs_per_forward)
+            details.append(
+                "of no use here"
+                if hydragen is None
+                else f"pay from {hydragen.min_group_size} sequences and {hydragen.min_prefix_len} tokens on"
+            )
     max_tokens = min(context_length, plan.num_blocks * config.page_size)
-    return StartedWorker(runner, EngineLimits(plan.num_blocks, config.page_size, max_tokens), device)
+    return StartedWorker(runner, EngineLimits(plan.num_blocks, config.page_size, max_tokens, hydragen), device)
 
 
 def _load_model(

@@ -1,0 +1,138 @@
+"""From which group size and prefix length on a shared prefix pays on this device, found by trying."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokasaurus.messages.lifecycle import DEFAULT_HYDRAGEN, HydragenThresholds
+from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
+from tokasaurus.model.attention.row_split import attend_rows
+
+_GROUP_SIZES = (2, 4, 8, 16, 32, 64)
+_PREFIX_LENGTHS = (64, 128, 256, 512, 1024)
+_NUM_OWN_TOKENS = 32
+_NUM_ROUNDS = 7
+
+_MOST_OF_LARGEST = 1.5
+"""A group is large enough if a row takes at most so many times as long as in the largest group. Smaller ones still gain
+over rows alone, but they would take rows out of large groups with a shorter prefix, and lose more there."""
+
+_LEAST_GAIN = 1.1
+"""Times as fast as alone: less would not repay what the manager does for it."""
+
+
+_LEAST_LENGTH = 256
+"""Of the longest prefix tried: with a cache too small for it, nothing is tried."""
+
+
+def measure_thresholds(
+    backend: AttentionBackend, shape: KVShape, num_blocks: int, max_rows: int
+) -> HydragenThresholds | None:
+    """None where no group pays; DEFAULT_HYDRAGEN where the cache is too small to tell. The backend's cache is
+    allocated, with num_blocks besides the padding block; what it holds does not matter, as long as it is finite.
+
+    max_rows: of a forward. Takes a tenth of a second on a CPU with the kernels, seconds without them.
+    """
+    trial = _Trial(backend, shape, num_blocks)
+    for largest in reversed([size for size in _GROUP_SIZES if size <= max_rows]):
+        lengths = [length for length in _PREFIX_LENGTHS if trial.fits(largest, length)]
+        if lengths and lengths[-1] >= _LEAST_LENGTH:
+            return _find_thresholds(trial, largest, lengths)
+    return DEFAULT_HYDRAGEN
+
+
+def _find_thresholds(trial: "_Trial", largest: int, lengths: Sequence[int]) -> HydragenThresholds | None:
+    sizes = [size for size in _GROUP_SIZES if size <= largest]
+    times = {size: trial.times(size, largest, lengths[-1]) for size in sizes}
+    for size in sizes:
+        is_large = times[size].together_s <= _MOST_OF_LARGEST * times[largest].together_s
+        if is_large and times[size].gain >= _LEAST_GAIN:
+            # The longest pays, by the measurement that brought us here.
+            pays = (length for length in lengths[:-1] if trial.times(size, largest, length).gain >= _LEAST_GAIN)
+            return HydragenThresholds(size, next(pays, lengths[-1]))
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Seconds of one layer's attention."""
+
+    alone_s: float
+    together_s: float
+
+    @property
+    def gain(self) -> float:
+        return self.alone_s / self.together_s
+
+
+class _Trial:
+    """Decode rows behind shared prefixes, each with few tokens of its own."""
+
+    def __init__(self, backend: AttentionBackend, shape: KVShape, num_blocks: int) -> None:
+        self._backend = backend
+        self._shape = shape
+        self._num_blocks = num_blocks
+        self._layer = 0
+        self._own_blocks = -(-_NUM_OWN_TOKENS // shape.page_size)
+
+    def fits(self, num_rows: int, prefix_length: int) -> bool:
+        """Whether the cache has the blocks of the smallest groups."""
+        prefix_blocks = prefix_length // self._shape.page_size
+        num_prefixes = num_rows // _GROUP_SIZES[0]
+        return prefix_blocks >= 1 and num_prefixes * prefix_blocks + num_rows * self._own_blocks <= self._num_blocks
+
+    def times(self, group_size: int, num_rows: int, prefix_length: int) -> _Times:
+        """The shortest times of num_rows rows in groups, by turns with the same rows alone."""
+        layouts = self._layouts(group_size, num_rows, prefix_length)
+        shape = self._shape
+        query = torch.zeros((num_rows, shape.num_heads, shape.head_dim), dtype=shape.dtype, device=shape.device)
+        shortest = [float("inf"), float("inf")]
+        for _ in range(_NUM_ROUNDS):
+            for which, layout in enumerate(layouts):
+                # Another layer each time, as in a forward: what the one before read is in the processor's cache.
+                self._layer = (self._layer + 1) % shape.num_layers
+                shortest[which] = min(shortest[which], self._time(query, self._layer, layout))
+        return _Times(*shortest)
+
+    def _time(self, query: Tensor, layer: int, layout: PagedLayout) -> float:
+        self._backend.plan(layout)
+        self._wait()
+        started = time.perf_counter()
+        attend_rows(self._backend, query, layer, layout)
+        self._wait()
+        return time.perf_counter() - started
+
+    def _wait(self) -> None:
+        if self._shape.device.type == "cuda":
+            torch.cuda.synchronize(self._shape.device)
+
+    def _layouts(self, group_size: int, num_rows: int, prefix_length: int) -> tuple[PagedLayout, PagedLayout]:
+        """Each row alone; and in groups."""
+        prefix_blocks, num_groups = prefix_length // self._shape.page_size, num_rows // group_size
+        shared = 1 + torch.arange(num_groups * prefix_blocks, dtype=torch.int32).view(num_groups, -1)
+        own = 1 + shared.numel() + torch.arange(num_rows * self._own_blocks, dtype=torch.int32).view(num_rows, -1)
+        whole = torch.cat((shared.repeat_interleave(group_size, dim=0), own), dim=1)
+        prefix_tokens = prefix_blocks * self._shape.page_size
+        nothing = torch.zeros(0, dtype=torch.int64, device=self._shape.device)
+        alone = PagedLayout(nothing, (_part(whole, 1, prefix_tokens + _NUM_OWN_TOKENS, is_partial=False),))
+        prefix = _part(shared, group_size, prefix_tokens, is_partial=True)
+        return alone, PagedLayout(nothing, (_part(own, 1, _NUM_OWN_TOKENS, is_partial=True),), prefix)
+
+
+def _part(block_table: Tensor, num_rows: int, num_tokens: int, is_partial: bool) -> PagedPart:
+    """num_rows query rows for each row of the block table."""
+    num_segments = len(block_table)
+    return PagedPart(
+        first_row=0,
+        num_rows=num_segments * num_rows,
+        query_starts=torch.arange(0, num_segments * num_rows + 1, num_rows, dtype=torch.int32),
+        block_table=block_table.contiguous(),
+        kv_lengths=torch.full((num_segments,), num_tokens, dtype=torch.int32),
+        causal=num_rows == 1,
+        max_query_rows=num_rows,
+        max_kv_length=num_tokens,
+        is_partial=is_partial,
+    )
