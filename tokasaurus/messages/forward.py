@@ -63,7 +63,7 @@ class ForwardOutput:
     token_ids: int32 [R]. logprobs: float32 [R], NaN where not asked; None where no row of the step asked.
     forward_seconds: how long the worker was busy with this step.
     num_recompiles: compilations that it waited for in this step; warm-up is to leave none.
-    phase_seconds: of each of FORWARD_PHASES since the worker started, where it counts them, else empty.
+    phase_seconds: of each of FORWARD_PHASES since the worker's start-up, where it counts them, else empty.
     """
 
     step_id: int

@@ -81,8 +81,8 @@ class EngineStats:
     steps count when the sequence leaves its slot.
     manager_busy_fraction: share of the last completed second in which the manager worked, 0 to 1.
     total_recompiles: compilations of the model after its warm-up, each of which a step waited for.
-    total_forward_seconds: that the worker was busy with steps. phase_seconds: of them and of its warm-up, what each of
-    FORWARD_PHASES took, where the worker counts it, else empty.
+    total_forward_seconds: that the worker was busy with steps. phase_seconds: of them, what each of FORWARD_PHASES
+    took, where the worker counts it, else empty.
     manager_cpu_seconds: CPU time of the manager's process. Two snapshots that differ in it alone are equal.
     """
 

@@ -145,6 +145,8 @@ def start_worker(
                 if hydragen is None
                 else f"pay from {hydragen.min_group_size} sequences and {hydragen.min_prefix_len} tokens on"
             )
+    if kernels is not None:
+        kernels.reset_phases()
     max_tokens = min(context_length, plan.num_blocks * config.page_size)
     return StartedWorker(runner, EngineLimits(plan.num_blocks, config.page_size, max_tokens, hydragen), device)
 

@@ -126,7 +126,7 @@ class EngineCollector(Collector):
             yield counter
         phases = CounterMetricFamily(
             "toka_forward_phase_seconds",
-            "Seconds of forwards by phase, warm-up included, where the worker counts them (CPU kernels).",
+            "Seconds of forwards by phase, where the worker counts them (CPU kernels).",
             labels=["replica", "phase"],
         )
         for replica, stats in stats_by_replica.items():

@@ -102,10 +102,13 @@ class Kernels:
         )
 
     def phase_seconds(self) -> tuple[float, ...]:
-        """Seconds that each of FORWARD_PHASES has taken since the process began."""
+        """Seconds that each of FORWARD_PHASES has taken since `reset_phases`."""
         seconds = (ctypes.c_double * len(FORWARD_PHASES))()
         self._library.toka_phase_seconds(seconds)
         return tuple(seconds)
+
+    def reset_phases(self) -> None:
+        self._library.toka_reset_phases()
 
     @property
     def library(self) -> ctypes.CDLL:

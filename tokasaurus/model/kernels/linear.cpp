@@ -39,6 +39,7 @@ void toka_embed(const PackedWeights* weights, const int64_t* token_ids, int64_t 
     embed(*weights, token_ids, num_tokens, (float*)out);
 }
 
-// Seconds by phase (phases.h) since the process began -> out [kNumPhases].
+// Seconds by phase (phases.h) -> out [kNumPhases].
 void toka_phase_seconds(double* out) { std::copy(phase_seconds, phase_seconds + kNumPhases, out); }
+void toka_reset_phases() { std::fill(phase_seconds, phase_seconds + kNumPhases, 0.0); }
 }

@@ -1,4 +1,4 @@
-// Where the time of a forward goes, summed over the life of the process. Calls come from one thread, which works along in
+// Where the time of forwards goes, summed since start-up ended. Calls come from one thread, which works along in
 // each of them: its clock is the time that the call took.
 #pragma once
 

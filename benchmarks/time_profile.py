@@ -1,0 +1,123 @@
+"""Where the wall time of a load goes, by the server's own counters: `python -m benchmarks.time_profile monkeys`.
+
+Takes the arguments of benchmarks.throughput, for a server of this project with nothing else to do.
+"""
+
+import asyncio
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import throughput
+from benchmarks.client import ServerError
+from benchmarks.report import Report, print_summary
+
+PHASES = {
+    "products": "matrix products, with norms, gates and sums",
+    "prefix_attention": "attention to shared prefixes",
+    "attention": "attention to everything else",
+    "heads": "rotary, writing of keys and values",
+    "sampling": "sampling",
+}
+OVERHEAD = "worker, outside its kernels"
+WAITING = "worker between steps: no input, or nothing to do"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """seconds: parts of the wall time, which they add up to. beside_cpu_s: CPU time of processes that run beside the
+    worker."""
+
+    wall_s: float
+    seconds: dict[str, float]
+    beside_cpu_s: dict[str, float]
+
+    @property
+    def share_outside_kernels(self) -> float:
+        return (self.seconds[OVERHEAD] + self.seconds[WAITING]) / self.wall_s
+
+
+def read_counters(base_url: str) -> dict[tuple[str, str], float]:
+    """Values of the server's metrics by name and phase ("" where it has none), summed over replicas. Raises
+    ServerError."""
+    url = base_url.removesuffix("/v1") + "/metrics"
+    try:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            text = answer.read().decode()
+    except (urllib.error.URLError, TimeoutError) as error:
+        raise ServerError(f"{url}: {error}") from error
+    counters: dict[tuple[str, str], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = (sample.name, sample.labels.get("phase", ""))
+            counters[key] = counters.get(key, 0.0) + sample.value
+    return counters
+
+
+def make_profile(
+    before: Mapping[tuple[str, str], float], after: Mapping[tuple[str, str], float], wall_s: float, client_cpu_s: float
+) -> Profile:
+    """Raises ServerError where the server does not count what is needed."""
+
+    def spent(name: str, phase: str = "") -> float:
+        if (name, phase) not in after:
+            raise ServerError(f"the server counts no {name}{f' of {phase}' if phase else ''}")
+        return after[name, phase] - before.get((name, phase), 0.0)
+
+    seconds = {label: spent("toka_forward_phase_seconds_total", phase) for phase, label in PHASES.items()}
+    forward_s = spent("toka_forward_seconds_total")
+    seconds[OVERHEAD] = forward_s - sum(seconds.values())
+    seconds[WAITING] = wall_s - forward_s
+    beside = {name: spent(f"toka_{name}_cpu_seconds_total") for name in ("manager", "server")}
+    return Profile(wall_s, seconds, {**beside, "this client": client_cpu_s})
+
+
+def print_profile(profile: Profile, console: Console) -> None:
+    table = Table("part", "s", "%", title="Where the wall time goes", title_justify="left")
+    for name, spent in profile.seconds.items():
+        table.add_row(name, f"{spent:.2f}", f"{100 * spent / profile.wall_s:.1f}")
+    table.add_section()
+    table.add_row("wall time", f"{profile.wall_s:.2f}", "100.0")
+    table.add_row("of it outside kernels", "", f"{100 * profile.share_outside_kernels:.1f}")
+    table.add_section()
+    for name, spent in profile.beside_cpu_s.items():
+        table.add_row(f"beside the worker: CPU time of {name}", f"{spent:.2f}", f"{100 * spent / profile.wall_s:.1f}")
+    console.print(table)
+
+
+async def measure(argv: Sequence[str]) -> tuple[Report, Profile]:
+    """Raises ServerError."""
+    args, requests = throughput.parse(argv)
+    args.warmup = 0  # its steps would be counted
+    before = await asyncio.to_thread(read_counters, args.base_url)
+    report = await throughput.measure(args, requests)
+    await asyncio.sleep(_SECONDS_TO_COUNT)
+    after = await asyncio.to_thread(read_counters, args.base_url)
+    return report, make_profile(before, after, report.summary.wall_s, report.client_cpu_s)
+
+
+_SECONDS_TO_COUNT = 2.0
+"""Counters reach the server a second after they last changed."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code: 1 where a request failed, or no server of this project answered."""
+    try:
+        report, profile = asyncio.run(measure(argv))
+    except ServerError as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    print_summary(" ".join(argv), report.summary, console)
+    print_profile(profile, console)
+    return 1 if report.summary.num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
