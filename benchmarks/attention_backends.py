@@ -68,6 +68,8 @@ def measure_decode(args: argparse.Namespace) -> list[Rate]:
         candidates[name], num_bytes = cases.decode(name, args.sequences, args.tokens)
     if args.flex:
         candidates[FLEX], num_bytes = cases.flex_decode(args.sequences, args.tokens)
+    if args.numba:
+        candidates["numba"], num_bytes = cases.numba_decode(args.sequences, args.tokens)
     seconds = cases.in_turns(candidates, args.rounds)
     best = read_bytes / seconds.pop("read")
     rates = [Rate("decode", "read", 0, 0, 0, best / 1e9, 1.0)]
@@ -161,6 +163,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("part", nargs="?", default="all", choices=[*PARTS, "all"])
     parser.add_argument("--backends", nargs="+", default=["cpu", "torch"], choices=["cpu", "torch"])
     parser.add_argument("--flex", action="store_true", help="compiled flex_attention too, for decode and prefix")
+    parser.add_argument("--numba", action="store_true", help="a kernel of numba's too, for decode (pip install numba)")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="of torch and the kernels (its default)")
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="measured, in turns (10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")

@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
+from benchmarks.attention_numba import make_decode
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.row_split import attend_rows
@@ -156,6 +157,17 @@ def flex_decode(num_sequences: int, num_tokens: int) -> tuple[Calls, int]:
     """As `decode`, by compiled flex_attention. Its keys and values are contiguous, which flatters it."""
     num_bytes = 2 * num_sequences * num_tokens * NUM_KV_HEADS * HEAD_DIM * DTYPE.itemsize
     return _flex(num_sequences, 1, num_tokens, NUM_LAYERS), num_bytes
+
+
+def numba_decode(num_sequences: int, num_tokens: int) -> tuple[Calls, int]:
+    """As `decode`, by numba. Raises ImportError where that is not installed."""
+    blocks_each = -(-num_tokens // PAGE_SIZE)
+    tables = scattered_blocks(num_sequences * blocks_each).view(num_sequences, -1).int()
+    query = torch.randn(num_sequences, NUM_HEADS, HEAD_DIM).to(DTYPE)
+    size = (tables.numel() + 1, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM)
+    caches = [(torch.randn(size).to(DTYPE), torch.randn(size).to(DTYPE)) for _ in range(NUM_LAYERS)]
+    num_bytes = 2 * num_sequences * num_tokens * NUM_KV_HEADS * HEAD_DIM * DTYPE.itemsize
+    return list(make_decode(query, caches, tables, num_tokens)), num_bytes
 
 
 def flex_prefix_part(num_rows: int, num_tokens: int) -> tuple[Calls, int]:

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks import attention_backends, attention_cases
+from benchmarks import attention_backends, attention_cases, attention_numba
 from benchmarks.line_plot import write_line_plot
 
 SMALL = ["--sequences", "3", "--tokens", "40", "--rows", "2", "5", "--prefix", "64", "--groups", "2", "3"]
@@ -95,3 +95,19 @@ def test_a_plot_puts_larger_values_further_up_and_right(tmp_path: Path) -> None:
     assert points[1][0] - points[0][0] == pytest.approx(points[2][0] - points[1][0], abs=0.2)
     heights = {text.text: float(text.get("y", "")) - 4 for text in tree.iter(f"{SVG}text") if text.text in "124"}
     assert heights["1"] > points[1][1] > heights["2"] > points[2][1] > heights["4"]
+
+
+def test_the_kernel_of_numba_attends_as_plain_torch_does() -> None:
+    pytest.importorskip("numba", reason="numba, which only a comparison needs, is not installed")
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 6, 16, generator=generator).bfloat16()
+    keys, values = (torch.randn(10, 2, 16, 16, generator=generator).bfloat16() for _ in range(2))
+    tables = torch.tensor([[3, 1, 9], [2, 4, 5], [8, 7, 6]], dtype=torch.int32)
+    (call,) = attention_numba.make_decode(query, [(keys, values)], tables, num_tokens=37)
+    by_sequence = []
+    for row, table in zip(query, tables, strict=True):
+        key, value = (cache[table].transpose(0, 1).reshape(2, -1, 16)[:, :37].float() for cache in (keys, values))
+        by_sequence.append(
+            torch.nn.functional.scaled_dot_product_attention(row.float().view(2, 3, 16), key, value).reshape(6, 16)
+        )
+    torch.testing.assert_close(torch.from_numpy(call()), torch.stack(by_sequence), atol=1e-5, rtol=1e-4)
