@@ -14,7 +14,7 @@ def make_decode(
     query: Tensor, caches: list[tuple[Tensor, Tensor]], block_table: Tensor, num_tokens: int
 ) -> list[Callable[[], NDArray[np.float32]]]:
     """query bfloat16 [S, H, D]; each cache: keys, values bfloat16 [blocks, K, P, D]; block_table int32 [S, B] -> a call
-    for each cache, which attends each row to the first num_tokens of its blocks, float32 [S, H, D]. Compiles at the first.
+    for each cache, which attends each row to the first num_tokens of its blocks: float32 [S, H, D]. The first compiles.
 
     numba knows no bfloat16: numbers are widened from their bits.
     """
