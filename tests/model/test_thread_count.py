@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tokasaurus.model.thread_count import available_cores, cgroup_cores, worker_threads
+from tokasaurus.model.kernels.layer_kernels import LayerKernels
+from tokasaurus.model.kernels.library import load_kernels
+from tokasaurus.model.layers.linear import Linear
+from tokasaurus.model.thread_count import available_cores, cgroup_cores, leave_threads_to, worker_threads
 
 
 @pytest.mark.parametrize(
@@ -63,3 +67,23 @@ def test_a_process_pinned_to_one_core_computes_on_it_alone(environment: dict[str
 
 def test_cores_are_counted_here() -> None:
     assert 1 <= available_cores() <= (os.cpu_count() or 1)
+
+
+def test_kernels_take_the_threads_of_torch_and_give_them_back() -> None:
+    kernels = load_kernels()
+    assert kernels is not None
+    before = torch.get_num_threads()
+    linear = Linear(64, 256, bias=False, dtype=torch.float32)
+    torch.nn.init.normal_(linear.weight)
+    weight = linear.weight.clone()
+    linear.pack(LayerKernels(kernels))
+    torch.set_num_threads(3)  # so that some of the kernels' threads are new
+    try:
+        with leave_threads_to(kernels):
+            assert torch.get_num_threads() == 1
+            for num_rows in (1, 200, 70):
+                x = torch.randn(num_rows, 64)
+                torch.testing.assert_close(linear(x), x @ weight.T, atol=1e-4, rtol=1e-4)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -2,9 +2,13 @@
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+from tokasaurus.model.kernels.library import Kernels
 
 _CGROUP_QUOTAS = (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
 
@@ -19,6 +23,21 @@ def set_worker_threads(num_workers: int) -> int:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(worker_threads(available_cores(), torch.get_num_threads(), num_workers))
     return torch.get_num_threads()
+
+
+@contextmanager
+def leave_threads_to(kernels: Kernels) -> Iterator[None]:
+    """Inside, the kernels compute with as many threads as torch did, and torch with one: what it still does in their
+    forwards is small, but an OpenMP region waits for each of its threads, even for one that sleeps or whose core another
+    process has."""
+    num_threads = torch.get_num_threads()
+    kernels.library.toka_set_num_threads(num_threads)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+        kernels.library.toka_set_num_threads(0)
 
 
 def worker_threads(num_cores: int, most: int, num_workers: int) -> int:

@@ -29,7 +29,7 @@ from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.compile import Compiler
 from tokasaurus.model.device import choose_device, choose_dtype
 from tokasaurus.model.hydragen_thresholds import measure_thresholds
-from tokasaurus.model.kernels.library import load_kernels
+from tokasaurus.model.kernels.library import Kernels, load_kernels
 from tokasaurus.model.kv_cache import (
     CPU_FRACTION,
     CUDA_FRACTION,
@@ -42,7 +42,7 @@ from tokasaurus.model.loop import run_steps
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.runner import ModelRunner
 from tokasaurus.model.slot_table import SlotTable, SlotTableSize
-from tokasaurus.model.thread_count import set_worker_threads
+from tokasaurus.model.thread_count import leave_threads_to, set_worker_threads
 from tokasaurus.model.warmup import ForwardLimits, warm_up
 from tokasaurus.model.weights import load_weights
 
@@ -65,14 +65,19 @@ def run_worker(
     status.send(Ready(PROCESS, worker.limits))
     # A CUDA device computes on its own; a CPU step is done when the call returns.
     steps_behind = 0 if worker.device.type == "cpu" else 1
-    run_steps(worker.runner, inputs, outputs if mesh.replies else None, steps_behind)
+    threads = nullcontext() if worker.kernels is None else leave_threads_to(worker.kernels)
+    with threads:
+        run_steps(worker.runner, inputs, outputs if mesh.replies else None, steps_behind)
 
 
 @dataclass(frozen=True, slots=True)
 class StartedWorker:
+    """kernels: those that whole forwards run on, if they do."""
+
     runner: ModelRunner
     limits: EngineLimits
     device: torch.device
+    kernels: Kernels | None
 
 
 def start_worker(
@@ -119,6 +124,7 @@ def start_worker(
         raise UserError(str(error)) from error
     max_blocks = -(-context_length // config.page_size)
     slots = SlotTable(SlotTableSize(config.max_seqs_per_forward + 1, max_blocks), device)
+    slots.rules.allocate(config.page_size)  # the padding block, all that the first forwards write to
     runner = ModelRunner(model, backend, slots, config.page_size, device, kernels, compiler)
 
     limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length)
@@ -130,6 +136,7 @@ def start_worker(
     with phase("KV cache") as details:
         plan = _plan_kv_cache(config, shape, backend, run_largest)
         backend.allocate(plan.num_blocks + 1)
+        slots.rules.allocate((plan.num_blocks + 1) * config.page_size)
         details.append(plan.arithmetic)
     with phase("warm-up") as details:
         run_largest()
@@ -148,7 +155,8 @@ def start_worker(
     if kernels is not None:
         kernels.reset_phases()
     max_tokens = min(context_length, plan.num_blocks * config.page_size)
-    return StartedWorker(runner, EngineLimits(plan.num_blocks, config.page_size, max_tokens, hydragen), device)
+    limits_found = EngineLimits(plan.num_blocks, config.page_size, max_tokens, hydragen)
+    return StartedWorker(runner, limits_found, device, kernels if model.runs_on_kernels(backend) else None)
 
 
 def _load_model(

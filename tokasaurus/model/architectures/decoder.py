@@ -131,6 +131,10 @@ class Decoder(nn.Module):
         if kernels is not None and self._mesh.tp_size == 1:
             self._packed = self._pack_layers(kernels)
 
+    def runs_on_kernels(self, backend: AttentionBackend) -> bool:
+        """Whether all layers of a forward are one call of the CPU's kernels."""
+        return self._packed is not None and isinstance(backend, CpuBackend)
+
     def _pack_layers(self, kernels: LayerKernels) -> PackedLayers | None:
         packed = [layer.packed() for layer in self._decoder_layers()]
         whole_layers = [layer for layer in packed if layer is not None]

@@ -39,6 +39,9 @@ void toka_embed(const PackedWeights* weights, const int64_t* token_ids, int64_t 
     embed(*weights, token_ids, num_tokens, (float*)out);
 }
 
+// Threads of all kernels from now on; 0: as many as torch has.
+void toka_set_num_threads(int64_t num_threads) { Team::set_size(int(num_threads)); }
+
 // Seconds by phase (phases.h) -> out [kNumPhases].
 void toka_phase_seconds(double* out) { std::copy(phase_seconds, phase_seconds + kNumPhases, out); }
 void toka_reset_phases() { std::fill(phase_seconds, phase_seconds + kNumPhases, 0.0); }

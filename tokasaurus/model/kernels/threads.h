@@ -22,8 +22,11 @@ class Team {
     return *team;
   }
 
-  // As many as torch's OpenMP threads.
-  static int size() { return omp_get_max_threads(); }
+  // As many as were asked for, else as torch's OpenMP threads.
+  static int size() { return num_threads_ > 0 ? num_threads_ : omp_get_max_threads(); }
+
+  // 0: as torch.
+  static void set_size(int num_threads) { num_threads_ = num_threads; }
 
   // Runs body() in the caller and, meanwhile, in those of num_threads - 1 others that are there; ends when all have
   // returned. The bodies share out the work: a body that starts late finds none. One caller at a time.
@@ -59,6 +62,8 @@ class Team {
   }
 
  private:
+  static inline int num_threads_ = 0;
+
   // Before a thread sleeps: some 20 microseconds, which cover the caller's way from one loop to the next.
   static constexpr int kSpins = 2000;
 
