@@ -126,7 +126,8 @@ class Bench:
         assert (stats.num_running, stats.num_waiting, stats.num_kv_blocks_used, stats.worker_queue_depth) == (0,) * 4
         assert not state.unfinished
         assert not state.has_uncounted
-        assert state.num_with_stops == 0
+        assert state.num_with_stops == state.num_with_stop_tokens == 0
+        assert (state.slots.stop_token_ids == -1).all()
         assert state.sequences == [None] * (num_slots + 1)
         assert sorted(state.free_slots) == list(range(1, num_slots + 1))
         assert not state.slots.is_running.any()
@@ -160,6 +161,8 @@ class Shape:
     ignore_eos: bool = True
     want_logprobs: bool = False
     cache_salt: str = ""
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
 
 
 def make_requests(shapes: Iterable[Shape], limits: EngineLimits) -> list[GenerateRequest]:
@@ -184,7 +187,13 @@ def make_requests(shapes: Iterable[Shape], limits: EngineLimits) -> list[Generat
             shape.want_logprobs,
         )
         requests.append(
-            dataclasses.replace(request, prompt_ids=np.array(prompt_ids, np.int32), cache_salt=shape.cache_salt)
+            dataclasses.replace(
+                request,
+                prompt_ids=np.array(prompt_ids, np.int32),
+                cache_salt=shape.cache_salt,
+                stop_token_ids=shape.stop_token_ids,
+                min_tokens=min(shape.min_tokens, shape.max_new_tokens),
+            )
         )
     return requests
 

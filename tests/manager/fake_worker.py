@@ -7,6 +7,7 @@ skipped or sent twice: each trips an assertion or changes the tokens.
 
 import itertools
 import zlib
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,7 @@ from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SamplingParams
 from tokasaurus.messages.lifecycle import EngineLimits, Ready
+from tokasaurus.messages.slots import LogitRules
 
 EOS_ID = 0
 TOKEN_BYTES = [b"", b"a", b"b", b"ab", b"\xc3", b"\xa9", b"\xc3\xa9a", b"c", b"bc", b"d", b"f", b"g"]
@@ -26,12 +28,14 @@ def decode_text(token_ids: list[int]) -> str:
     return b"".join(TOKEN_BYTES[token_id] for token_id in token_ids).decode("utf-8", "replace")
 
 
-def draw(context: list[int], seed: int, sample_index: int) -> tuple[int, float]:
+def draw(context: list[int], seed: int, sample_index: int, forbidden: Container[int] = ()) -> tuple[int, float]:
     """The token that follows `context`, and its pretended log-probability. One in 48 is eos."""
     number = zlib.crc32(np.array([seed, sample_index, *context], np.uint64).tobytes())
     token_id = number % VOCAB_SIZE
     if token_id == EOS_ID and number // VOCAB_SIZE % 4:
         token_id = 1 + number // 1024 % (VOCAB_SIZE - 1)
+    while token_id in forbidden:
+        token_id = (token_id + 1) % VOCAB_SIZE
     return token_id, -(number % 1024) / 1024
 
 
@@ -41,12 +45,16 @@ def simulate(request: GenerateRequest, index: int) -> tuple[list[int], list[floa
     logprobs: list[float] = []
     while True:
         context = [*request.prompt_ids.tolist(), *token_ids]
-        token_id, logprob = draw(context, request.sampling.seed, index)
+        enders = {*request.stop_token_ids, *([] if request.ignore_eos else [EOS_ID])}
+        forbidden = enders if len(token_ids) < request.min_tokens else ()
+        token_id, logprob = draw(context, request.sampling.seed, index, forbidden)
         token_ids.append(token_id)
         logprobs.append(logprob)
-        if token_id == EOS_ID and not request.ignore_eos:
+        if token_id in enders:
             return token_ids, logprobs, "stop"
-        if any(stop in decode_text(token_ids) for stop in request.stop_strings):
+        text, exempt_text = decode_text(token_ids), decode_text(token_ids[: request.min_tokens])
+        places = [(start, stop) for stop in request.stop_strings for start in range(len(text))]
+        if any(text.startswith(stop, start) and start + len(stop) > len(exempt_text) for start, stop in places):
             return token_ids, logprobs, "stop"
         if len(token_ids) == request.max_new_tokens:
             return token_ids, logprobs, "length"
@@ -76,6 +84,7 @@ class FakeSlot:
     seed: int
     sample_index: int
     want_logprobs: bool
+    forbidden: dict[int, int] = field(default_factory=dict)  # token -> while there are fewer tokens than this
     last_token: int | None = None
     has_run: bool = False
     block_table: list[int] = field(default_factory=list)
@@ -140,7 +149,8 @@ class FakeWorker:
             context = self._write(slot, tokens)
             if slot.position < slot.num_prompt_tokens:
                 continue
-            token_id, logprob = draw(context, slot.seed, slot.sample_index)
+            forbidden = {token for token, end in slot.forbidden.items() if len(context) < end}
+            token_id, logprob = draw(context, slot.seed, slot.sample_index, forbidden)
             slot.last_token = token_id
             token_ids.append(token_id)
             logprobs.append(logprob if slot.want_logprobs else np.nan)
@@ -176,6 +186,8 @@ class FakeWorker:
                 self.start_positions.append(slot.position)
                 self.first_positions.setdefault(slot.key, slot.position)
                 self.stays.setdefault(slot.key, []).append([slot.position, slot.position])
+            if opens.rules is not None:
+                self._note_forbidden(opens.rules)
         appended: dict[int, list[int]] = {}
         for slot_id, block in zip(changes.block_slots.tolist(), changes.block_ids.tolist(), strict=True):
             assert 1 <= block <= self.limits.num_kv_blocks
@@ -196,6 +208,13 @@ class FakeWorker:
         for slot_id in {*appended, *copied}:
             table = self.slots[slot_id].block_table
             assert len(set(table)) == len(table)
+
+    def _note_forbidden(self, rules: LogitRules) -> None:
+        biases = iter(zip(rules.bias_ids.tolist(), rules.bias_values.tolist(), rules.bias_ends.tolist(), strict=True))
+        for slot_id, count in zip(rules.slots.tolist(), rules.bias_counts.tolist(), strict=True):
+            own = list(itertools.islice(biases, count))
+            self.slots[slot_id].forbidden = {token: end for token, value, end in own if value == -np.inf}
+        assert next(biases, None) is None
 
     def _read_groups(self, message: ForwardInput) -> list[tuple[list[int], int]]:
         if message.groups is None:

@@ -28,6 +28,13 @@ from tokasaurus.text.stop_strings import StopTokens
 STOP_TOKENS = StopTokens([decode_text([token_id]) for token_id in range(VOCAB_SIZE)])
 STOP_STRINGS = [(), (), ("ab",), ("éa", "cc"), ("abc", "bcab", "é"), ("abababab", "b")]
 
+varied_fields = {
+    "want_logprobs": st.booleans(),
+    "cache_salt": st.sampled_from(["", "", "x"]),
+    "stop_token_ids": st.sampled_from([(), (), (3,), (9, 2, 5)]),
+    "min_tokens": st.sampled_from([0, 0, 1, 6, 30]),
+}
+
 shapes_strategy = st.lists(
     st.builds(
         Shape,
@@ -38,8 +45,7 @@ shapes_strategy = st.lists(
         max_new_tokens=st.integers(1, 24),
         stop_strings=st.sampled_from(STOP_STRINGS),
         ignore_eos=st.booleans(),
-        want_logprobs=st.booleans(),
-        cache_salt=st.sampled_from(["", "", "x"]),
+        **varied_fields,
     ),
     min_size=1,
     max_size=10,
@@ -55,8 +61,7 @@ crowding_shapes_strategy = st.lists(
         max_new_tokens=st.integers(8, 36),
         stop_strings=st.sampled_from([(), *STOP_STRINGS]),
         ignore_eos=st.just(False),
-        want_logprobs=st.booleans(),
-        cache_salt=st.sampled_from(["", "", "x"]),
+        **varied_fields,
     ),
     min_size=3,
     max_size=8,

@@ -9,7 +9,7 @@ import torch
 
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups
-from tokasaurus.messages.slots import SlotChanges, SlotOpens
+from tokasaurus.messages.slots import LogitRules, SlotChanges, SlotOpens
 from tokasaurus.model.architectures.decoder import Decoder
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
@@ -38,6 +38,7 @@ def make_runner(
     chosen = make_backend(backend, shape, kernels)
     chosen.allocate(num_blocks + 1)
     slots = SlotTable(SlotTableSize(num_slots + 1, -(-info.context_length // page_size)), device)
+    slots.rules.allocate((num_blocks + 1) * page_size)
     return ModelRunner(model, chosen, slots, page_size, device, kernels, compiler)
 
 
@@ -60,6 +61,8 @@ def open_greedy(slot: int, num_prompt_tokens: int) -> SlotOpens:
         first_positions=int32([0]),
         temperatures=np.zeros(1, np.float32),
         top_ps=np.ones(1, np.float32),
+        top_ks=np.zeros(1, np.int32),
+        min_ps=np.zeros(1, np.float32),
         seeds=np.zeros(1, np.uint64),
         sample_indices=np.zeros(1, np.uint32),
         want_logprobs=np.zeros(1, np.bool_),
@@ -80,7 +83,8 @@ class StepDriver:
         self._tables: dict[int, list[int]] = {}
         self._num_sent: dict[int, int] = {}
         self._to_open: list[int] = []
-        self._options: dict[int, tuple[float, float, int, int]] = {}
+        self._options: dict[int, tuple[float, float, int, float, int, int]] = {}
+        self._rules: dict[int, LogitRules | None] = {}
 
     def open(
         self,
@@ -91,15 +95,20 @@ class StepDriver:
         seed: int = 0,
         sample: int = 0,
         shares: tuple[int, int] | None = None,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        rules: LogitRules | None = None,
     ) -> None:
-        """shares: (other slot, blocks): the first blocks of that slot are this one's too, and it starts behind them."""
+        """shares: (other slot, blocks): the first blocks of that slot are this one's too, and it starts behind them.
+        rules: of this slot; such slots first run in steps of their own."""
         other, num_shared = (slot, 0) if shares is None else shares
         table = [] if shares is None else self._tables[other][:num_shared]
         assert len(table) == num_shared
         self._prompts[slot], self._done[slot] = prompt, num_shared * self._page_size
         self._tables[slot], self._num_sent[slot] = table, 0
         self._extend_table(slot, len(prompt))
-        self._options[slot] = (temperature, top_p, seed, sample)
+        self._options[slot] = (temperature, top_p, top_k, min_p, seed, sample)
+        self._rules[slot] = rules
         self._to_open.append(slot)
 
     def remaining(self, slot: int) -> int:
@@ -159,16 +168,22 @@ class StepDriver:
         self._to_open = [slot for slot in self._to_open if slot not in running]
         if not slots:
             return None
-        temperatures, top_ps, seeds, samples = zip(*(self._options[slot] for slot in slots), strict=True)
+        options = zip(*(self._options[slot] for slot in slots), strict=True)
+        temperatures, top_ps, top_ks, min_ps, seeds, samples = options
+        rules = [self._rules[slot] for slot in slots if self._rules[slot] is not None]
+        assert len(rules) <= 1
         return SlotOpens(
             slots=int32(slots),
             num_prompt_tokens=int32([len(self._prompts[slot]) for slot in slots]),
             first_positions=int32([self._done[slot] for slot in slots]),
             temperatures=np.array(temperatures, np.float32),
             top_ps=np.array(top_ps, np.float32),
+            top_ks=np.array(top_ks, np.int32),
+            min_ps=np.array(min_ps, np.float32),
             seeds=np.array(seeds, np.uint64),
             sample_indices=np.array(samples, np.uint32),
             want_logprobs=np.ones(len(slots), np.bool_),
+            rules=rules[0] if rules else None,
         )
 
 

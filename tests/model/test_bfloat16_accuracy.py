@@ -62,6 +62,7 @@ class Scorer:
         self.backend = make_backend(backend, shape, load_kernels())
         self.backend.allocate(MAX_TOKENS // PAGE_SIZE + 1)
         self.slots = SlotTable(SlotTableSize(2, MAX_TOKENS // PAGE_SIZE), CPU)
+        self.slots.rules.allocate(MAX_TOKENS + PAGE_SIZE)
 
     def score(self, prompt: list[int], continuation: list[int]) -> np.ndarray:
         rows = [self._forward(prompt, first=True)]

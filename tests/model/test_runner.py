@@ -60,6 +60,8 @@ def open_slot(num_prompt_tokens: int, first_position: int, temperature: float) -
         first_positions=int32([first_position]),
         temperatures=np.array([temperature], np.float32),
         top_ps=np.ones(1, np.float32),
+        top_ks=np.zeros(1, np.int32),
+        min_ps=np.zeros(1, np.float32),
         seeds=np.array([3], np.uint64),
         sample_indices=np.zeros(1, np.uint32),
         want_logprobs=np.ones(1, np.bool_),

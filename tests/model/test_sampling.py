@@ -1,5 +1,7 @@
 """Sampling against distributions computed the plain way, and the kernels against torch."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tokasaurus.model.kernels.library import Kernels, load_kernels
-from tokasaurus.model.sampling import SamplingRows, outside_top_p, sample
+from tokasaurus.model.sampling import SamplingRows, outside_limits, sample
 from tokasaurus.model.sampling_noise import gumbel_noise, position_keys, sequence_keys
 
 
@@ -18,13 +20,19 @@ def noise_keys(seeds: list[int], samples: list[int], positions: list[int]) -> to
     return torch.from_numpy(keys.astype(np.int64))
 
 
-def make_rows(temperatures: list[float], top_ps: list[float], keys: torch.Tensor) -> SamplingRows:
+def make_rows(
+    temperatures: list[float], top_ps: list[float], keys: torch.Tensor, top_k: int = 0, min_p: float = 0.0
+) -> SamplingRows:
+    """top_k, min_p: of all rows."""
+    is_limited = top_k > 0 or min_p > 0
     return SamplingRows(
         temperatures=torch.tensor(temperatures),
         top_ps=torch.tensor(top_ps),
+        top_ks=torch.full((len(temperatures),), top_k, dtype=torch.int32),
+        min_ps=torch.full((len(temperatures),), min_p),
         noise_keys=keys,
         any_sampled=any(t > 0 for t in temperatures),
-        any_top_p=any(p < 1 and t > 0 for p, t in zip(top_ps, temperatures, strict=True)),
+        any_limited=any((p < 1 or is_limited) and t > 0 for p, t in zip(top_ps, temperatures, strict=True)),
         any_logprobs=True,
     )
 
@@ -38,13 +46,22 @@ def kernels(request: pytest.FixtureRequest) -> Kernels | None:
     return loaded
 
 
-def count_draws(logits: list[float], temperature: float, top_p: float, kernels: Kernels | None) -> np.ndarray:
+def count_draws(
+    logits: list[float],
+    temperature: float,
+    top_p: float,
+    kernels: Kernels | None,
+    top_k: int = 0,
+    min_p: float = 0.0,
+) -> np.ndarray:
     """How often each token is drawn in 40,000 draws of one sequence's consecutive positions."""
     num_draws = 40_000
     rows = make_rows(
         [temperature] * num_draws,
         [top_p] * num_draws,
         noise_keys([7] * num_draws, [0] * num_draws, list(range(num_draws))),
+        top_k,
+        min_p,
     )
     tokens, _ = sample(torch.tensor(logits).repeat(num_draws, 1), rows, kernels)
     return np.bincount(tokens.numpy(), minlength=len(logits))
@@ -55,6 +72,7 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
+NO_TOP_K, NO_MIN_P = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
 LOGITS = [2.0, 1.5, 0.3, 0.0, -1.0, -2.5, 1.0]
 
 
@@ -66,15 +84,71 @@ def test_draws_follow_the_softmax_at_the_temperature(temperature: float, kernels
     assert chi_square(count_draws(LOGITS, temperature, 1.0, kernels), probabilities) < 27.9
 
 
-def test_draws_under_top_p_follow_the_renormalised_rest(kernels: Kernels | None) -> None:
+# Probabilities at temperature 1, in falling order: 0.42, 0.26, 0.16, 0.08, 0.06, 0.02, 0.005.
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "min_p", "num_inside"),
+    [
+        (0.8, 0, 0.0, 3),
+        (1.0, 4, 0.0, 4),
+        (1.0, 1000, 0.0, 7),
+        (1.0, 0, 0.15, 4),  # a sixth of the likeliest's is 0.07
+        (0.6, 2, 0.0, 1),  # 0.42 of 0.68 is 0.62: more than asked
+        (0.7, 2, 0.0, 2),
+        (0.9, 5, 0.15, 3),  # of 0.92, that min_p leaves, 0.84 is 0.91
+        (0.8, 0, 0.001, 3),
+    ],
+)
+def test_draws_under_limits_follow_the_renormalised_rest(
+    top_p: float, top_k: int, min_p: float, num_inside: int, kernels: Kernels | None
+) -> None:
     probabilities = np.exp(LOGITS) / np.exp(LOGITS).sum()
-    # 0.42, 0.26, 0.16, 0.08, ...: 0.8 is crossed by the third token.
-    order = np.argsort(-probabilities)
-    inside = order[: int((np.cumsum(probabilities[order]) < 0.8).sum()) + 1]
-    assert len(inside) == 3
-    counts = count_draws(LOGITS, 1.0, 0.8, kernels)
+    inside = np.argsort(-probabilities)[:num_inside]
+    counts = count_draws(LOGITS, 1.0, top_p, kernels, top_k, min_p)
     assert counts.sum() == counts[inside].sum()
-    assert chi_square(counts[inside], probabilities[inside] / probabilities[inside].sum()) < 18.5
+    # Up to 6 degrees of freedom: above 27.9 once in 10,000 honest runs.
+    assert chi_square(counts[inside], probabilities[inside] / probabilities[inside].sum()) < 27.9
+
+
+def inside_by_hand(logits: np.ndarray, top_p: float, top_k: int, min_p: float) -> np.ndarray:
+    """What is left of float64 [V] probabilities after min_p, top_k and top_p, one after the other; bool [V]."""
+    left = np.exp(logits - logits.max())
+    left[left < min_p] = 0
+    if top_k:
+        left[left < np.sort(left)[::-1][min(top_k, len(left)) - 1]] = 0
+    left /= left.sum()
+    order = np.argsort(-left, kind="stable")
+    before = np.cumsum(left[order]) - left[order]
+    if top_p < 1:
+        left[left < left[order][before < top_p][-1]] = 0
+    return left > 0
+
+
+@pytest.mark.parametrize("vocab_size", [5, 16, 50, 5000])
+@pytest.mark.parametrize("seed", range(6))
+def test_only_tokens_inside_all_limits_are_drawn_and_all_of_them_are(
+    seed: int, vocab_size: int, kernels: Kernels | None
+) -> None:
+    """Tokens outside have logits near those inside: each noise is tried on the whole row, with what is outside, and
+    what wins must be what wins among those inside."""
+    rng = np.random.default_rng(seed)
+    num_rows = 80
+    # Few values, so that many tie at the borders.
+    logits = rng.integers(-12, 12, (num_rows, vocab_size)) * rng.choice([0.01, 0.3, 1.0])
+    top_ks = rng.choice([0, 1, 3, 17, 400, 1500, 6000], num_rows)
+    min_ps = rng.choice([0.0, 0.013, 0.31, 1.0], num_rows)
+    top_ps = rng.choice([1.0, 0.987, 0.513, 0.0123], num_rows)
+    keys = noise_keys(list(range(num_rows)), [0] * num_rows, [3] * num_rows)
+    rows = dataclasses.replace(
+        make_rows([1.0] * num_rows, top_ps.tolist(), keys, top_k=1),
+        top_ks=torch.tensor(top_ks, dtype=torch.int32),
+        min_ps=torch.tensor(min_ps, dtype=torch.float32),
+    )
+    tokens, _ = sample(torch.tensor(logits, dtype=torch.float32), rows, kernels)
+    limits = zip(logits, top_ps, top_ks, min_ps, strict=True)
+    inside = np.stack([inside_by_hand(*row) for row in limits])
+    scores = np.where(inside, logits + gumbel_noise(keys, vocab_size).numpy(), -np.inf)
+    assert (inside.sum(axis=1) < vocab_size).mean() > 0.4
+    assert (tokens.numpy() == scores.argmax(axis=1)).mean() >= 0.98  # sums of many may cross top_p one token apart
 
 
 @pytest.mark.parametrize(("position", "token"), [(213, 31642), (264, 41734)])
@@ -95,7 +169,7 @@ def test_the_only_token_that_top_p_leaves_is_drawn_whatever_its_noise(
 )
 def test_top_p_keeps_the_fewest_likely_tokens_that_reach_it(scores: list[float], top_p: float) -> None:
     probabilities = torch.tensor(scores).softmax(dim=-1)
-    excluded = outside_top_p(torch.tensor([scores]), torch.tensor([top_p]))[0]
+    excluded = outside_limits(torch.tensor([scores]), torch.tensor([top_p]), NO_TOP_K, NO_MIN_P)[0]
     kept = probabilities[~excluded]
     assert kept.sum() >= min(top_p, 1) - 1e-5
     assert excluded.sum() == 0 or probabilities[excluded].max() < kept.min()
@@ -105,7 +179,7 @@ def test_top_p_keeps_the_fewest_likely_tokens_that_reach_it(scores: list[float],
 
 def test_top_p_reaches_past_the_candidates_of_a_flat_distribution() -> None:
     scores = torch.linspace(0, 0.01, 5000).unsqueeze(0)
-    excluded = outside_top_p(scores, torch.tensor([0.9]))[0]
+    excluded = outside_limits(scores, torch.tensor([0.9]), NO_TOP_K, NO_MIN_P)[0]
     ordered = scores[0].softmax(dim=-1).sort(descending=True).values
     expected = int((ordered.cumsum(0) < 0.9).sum()) + 1
     assert abs(int((~excluded).sum()) - expected) <= 1

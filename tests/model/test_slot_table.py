@@ -20,6 +20,8 @@ def opens(slots: list[int], positions: list[int]) -> SlotOpens | None:
         first_positions=np.array(positions, np.int32),
         temperatures=np.ones(count, np.float32),
         top_ps=np.ones(count, np.float32),
+        top_ks=np.zeros(count, np.int32),
+        min_ps=np.zeros(count, np.float32),
         seeds=np.arange(count, dtype=np.uint64),
         sample_indices=np.zeros(count, np.uint32),
         want_logprobs=np.zeros(count, np.bool_),

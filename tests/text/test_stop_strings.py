@@ -19,16 +19,18 @@ def decode(token_ids: list[int]) -> str:
 
 
 @settings(max_examples=400)
-@given(TEXTS, STOPS)
-def test_first_stop_is_the_one_seen_first_when_text_grows_by_characters(text: str, stops: list[str]) -> None:
+@given(TEXTS, STOPS, st.just(0) | st.integers(0, 12))
+def test_first_stop_is_the_one_seen_first_when_text_grows_by_characters(
+    text: str, stops: list[str], num_exempt: int
+) -> None:
     expected = None
-    for end in range(len(text) + 1):
+    for end in range(num_exempt + 1, len(text) + 1):
         ending_here = [stop for stop in stops if text[:end].endswith(stop)]
         if ending_here:
             longest = max(ending_here, key=len)
             expected = (end - len(longest), longest)
             break
-    assert find_first_stop(text, stops) == expected
+    assert find_first_stop(text, stops, num_exempt) == expected
 
 
 @settings(max_examples=400)
@@ -58,6 +60,30 @@ def test_matcher_finds_the_token_at_which_the_whole_text_first_holds_a_stop(
     if expected is not None:
         num_checked = min(num_checked, expected - 1)  # the caller has checked no token that completes a stop
     assert matcher.first_completion(token_ids, num_checked) == (expected if num_checked < len(token_ids) else None)
+
+
+@settings(max_examples=400)
+@given(TOKEN_IDS, STOPS, st.integers(0, 20), st.integers(0, 12), st.integers(0, 3))
+@example([0, 1, 0, 1], ["ab"], 0, 2, 0)
+@example([0, 1, 1], ["bb"], 0, 2, 0)
+def test_matcher_passes_over_stops_within_the_exempt_tokens_text(
+    token_ids: list[int], stops: list[str], num_checked: int, num_exempt: int, minimum: int
+) -> None:
+    num_exempt_characters = len(decode(token_ids[:num_exempt]))
+    expected = None
+    for end in range(len(token_ids), num_exempt, -1):
+        text = decode(token_ids[:end])
+        counting = [
+            place
+            for place in range(len(text))
+            for stop in stops
+            if text.startswith(stop, place) and place + len(stop) > num_exempt_characters
+        ]
+        expected = end if counting else expected
+    if expected is not None:
+        num_checked = min(num_checked, expected - 1)
+    found = StopMatcher(decode, stops, {SPECIAL_ID}, minimum).first_completion(token_ids, num_checked, num_exempt)
+    assert found == (expected if num_checked < len(token_ids) else None)
 
 
 @settings(max_examples=400)

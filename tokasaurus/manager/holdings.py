@@ -51,6 +51,9 @@ def admit(state: EngineState, sequence: Sequence) -> None:
     slots.nodes[slot] = node.index
     slots.is_running[slot] = True
     slots.ends_at_eos[slot] = not request.ignore_eos
+    if request.stop_token_ids:
+        slots.stop_token_ids[slot, : len(request.stop_token_ids)] = request.stop_token_ids
+        state.num_with_stop_tokens += 1
     slots.may_stop[slot] = sequence.may_stop
     slots.has_stops[slot] = sequence.stop_matcher is not None
     slots.want_logprobs[slot] = request.want_logprobs
@@ -142,6 +145,9 @@ def _leave(state: EngineState, sequence: Sequence) -> None:
     slots.opened_at[slot] = NEVER
     slots.is_running[slot] = slots.is_decoding[slot] = False
     state.num_with_stops -= sequence.stop_matcher is not None
+    if sequence.request.stop_token_ids:
+        slots.stop_token_ids[slot] = -1
+        state.num_with_stop_tokens -= 1
     state.sequences[slot] = None
     state.free_slots.append(slot)
     if sequence.is_open:

@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.accounting import count_computed, count_shared, count_start
+from tokasaurus.manager.logit_rules import build_logit_rules
 from tokasaurus.manager.sequence import Phase, Sequence
 from tokasaurus.manager.state import EngineState, StepInFlight
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups
@@ -190,7 +191,10 @@ def _build_opens(state: EngineState, sequences: list[Sequence]) -> SlotOpens | N
         first_positions=state.slots.first_positions[slots].astype(np.int32),
         temperatures=np.array([params.temperature for params in sampling], np.float32),
         top_ps=np.array([params.top_p for params in sampling], np.float32),
+        top_ks=np.array([params.top_k for params in sampling], np.int32),
+        min_ps=np.array([params.min_p for params in sampling], np.float32),
         seeds=np.array([params.seed for params in sampling], np.uint64),
         sample_indices=np.array([sequence.index for sequence in sequences], np.uint32),
         want_logprobs=state.slots.want_logprobs[slots],
+        rules=build_logit_rules(sequences, state.options.eos_ids),
     )

@@ -39,12 +39,14 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     num_known = _note_tokens(state, slots, token_ids, logprobs)
     num_with_stops = _mark_for_stop_check(state, slots, token_ids) if state.num_with_stops else 0
     state.totals.generation_tokens += len(slots) - num_with_stops
-    is_eos = np.zeros(len(slots), np.bool_)
+    stops = np.zeros(len(slots), np.bool_)
     for eos_id in state.options.eos_ids:
-        is_eos |= token_ids == eos_id
-    is_eos &= state.slots.ends_at_eos[slots]
-    ends = np.flatnonzero(is_eos | (num_known > state.slots.max_kv_tokens[slots]))
-    for slot, is_stop in zip(slots[ends].tolist(), is_eos[ends].tolist(), strict=True):
+        stops |= token_ids == eos_id
+    stops &= state.slots.ends_at_eos[slots]
+    if state.num_with_stop_tokens:
+        stops |= (state.slots.stop_token_ids[slots] == token_ids[:, None]).any(axis=1)
+    ends = np.flatnonzero(stops | (num_known > state.slots.max_kv_tokens[slots]))
+    for slot, is_stop in zip(slots[ends].tolist(), stops[ends].tolist(), strict=True):
         _end(state, slot, is_stop)
     state.last_result_id = step.step_id
 
@@ -100,7 +102,8 @@ def _find_stop(state: EngineState, sequence: Sequence, matcher: StopMatcher) -> 
     if matcher.needs_whole_text or sum(token_id in special_ids for token_id in tail) > MOST_SPECIAL_TOKENS:
         tail = sequence.kept_token_ids + sampled_tokens(state, sequence).tolist()
     num_before = num_generated - len(tail)
-    num_tokens = matcher.first_completion(tail, num_checked - num_before)
+    num_exempt = sequence.request.min_tokens - num_before
+    num_tokens = matcher.first_completion(tail, num_checked - num_before, num_exempt)
     return None if num_tokens is None else num_tokens + num_before
 
 
@@ -125,16 +128,16 @@ def _note_tokens(
     return positions
 
 
-def _end(state: EngineState, slot: int, is_eos: bool) -> None:
+def _end(state: EngineState, slot: int, is_stop: bool) -> None:
     """The last token of a sequence is known, unless a stop string ended it before. A stop at the last allowed token is
     a stop."""
     sequence = state.sequences[slot]
     assert sequence is not None
     token_ids = sequence.kept_token_ids + sampled_tokens(state, sequence).tolist()
-    reason: FinishReason = "stop" if is_eos else "length"
+    reason: FinishReason = "stop" if is_stop else "length"
     if sequence.stop_matcher is not None:
         num_checked = int(state.slots.num_counted_tokens[slot])
-        num_tokens = sequence.stop_matcher.first_completion(token_ids, num_checked)
+        num_tokens = sequence.stop_matcher.first_completion(token_ids, num_checked, sequence.request.min_tokens)
         if num_tokens is not None:
             token_ids, reason = token_ids[:num_tokens], "stop"
     _finish(state, sequence, token_ids, reason)

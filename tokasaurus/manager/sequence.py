@@ -94,7 +94,8 @@ class Sequence:
     @property
     def may_stop(self) -> bool:
         """Whether it may end before it has max_new_tokens."""
-        return not self.request.ignore_eos or self.stop_matcher is not None
+        request = self.request
+        return not request.ignore_eos or self.stop_matcher is not None or len(request.stop_token_ids) > 0
 
     @property
     def max_kv_tokens(self) -> int:

@@ -3,6 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.messages.generation import MAX_STOP_TOKEN_IDS
+
 NEVER = np.iinfo(np.int64).max
 
 
@@ -24,7 +26,8 @@ class SlotArrays:
     first_positions: where its prefill begins: the tokens before are cached.
     nodes: index of the deepest node it holds in the prefix tree.
     is_running, is_decoding: of the running, those that decode in every step.
-    ends_at_eos: eos ends it. may_stop: something may, before its last token.
+    ends_at_eos: eos ends it. stop_token_ids: [slots, MAX_STOP_TOKEN_IDS], others that do; -1 for none.
+    may_stop: something may end it before its last token.
     has_stops: it has stop strings. want_logprobs: they were asked for.
     stop_rows: the row of StopTokens that is for its stop strings. may_have_stopped: a token that may end one has come
     since they were last looked for. num_counted_tokens: sampled tokens that are counted, of those with stop strings.
@@ -54,6 +57,7 @@ class SlotArrays:
         self.is_running = false()
         self.is_decoding = false()
         self.ends_at_eos = false()
+        self.stop_token_ids = np.full((num_slots + 1, MAX_STOP_TOKEN_IDS), -1)
         self.may_stop = false()
         self.has_stops = false()
         self.want_logprobs = false()

@@ -116,6 +116,7 @@ class EngineState:
     last_result_id: the newest step whose results are back; -1 before the first.
     num_with_stops: running sequences that have stop strings. has_uncounted: results of theirs have not been looked at,
     so are not counted.
+    num_with_stop_tokens: running sequences that have stop token ids.
     starts_are_stale: a prompt left that others may have relied on, and where they begin has to be found again.
     slot_of_node: the slot that last opened with a node of the prefix tree, by the node's index.
     prefill_rate: most prefill tokens of a step, as the last admission simulated it; None: as many as fit.
@@ -151,6 +152,7 @@ class EngineState:
     num_admissions: int = 0
     num_with_stops: int = 0
     has_uncounted: bool = False
+    num_with_stop_tokens: int = 0
     starts_are_stale: bool = False
     slot_of_node: dict[int, int] = field(default_factory=dict)
     prefill_rate: int | None = None

@@ -10,19 +10,36 @@ from tokasaurus.messages.lifecycle import EngineStats
 
 FinishReason = Literal["stop", "length"]
 
+MAX_STOP_TOKEN_IDS = 16
+"""Of one request."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn from the model's distribution.
 
     temperature: 0 is greedy.
-    top_p: only the most likely tokens that together reach this probability may be drawn; 1 allows all.
+    min_p: only tokens at least so likely as this times the likeliest may be drawn; 0 allows all.
+    top_k: of those, only the so many most likely; 0 allows all.
+    top_p: of those, only the most likely that together reach this share of their probability; 1 allows all.
     seed: unsigned 64 bits; the server draws one where the client gave none.
+    presence_penalty, frequency_penalty, repetition_penalty, logit_bias: see LogitRules; greedy rows have them too.
     """
 
     temperature: float
     top_p: float
     seed: int
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def changes_logits(self) -> bool:
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0.0, 0.0, 1.0) or len(self.logit_bias) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +52,9 @@ class GenerateRequest:
     ignore_eos: eos does not end a sequence.
     want_logprobs: the log-probability of each chosen token is returned.
     cache_salt: KV is shared only with requests of the same salt; "" is a salt like any other.
+    stop_token_ids: at most MAX_STOP_TOKEN_IDS, each of which ends a sequence as eos does, ignore_eos or not.
+    min_tokens: so many are generated before eos or one of these can be. The text of the first so many ends nothing, if
+    it holds a stop string; one that goes beyond it does.
     """
 
     request_id: str
@@ -46,6 +66,8 @@ class GenerateRequest:
     ignore_eos: bool
     want_logprobs: bool
     cache_salt: str = ""
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,40 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
+class LogitRules:
+    """How the logits of some slots change before a token is drawn, A of those that are opened: first by biases, then by
+    penalties, in the way and order of vLLM. Log-probabilities are of the unchanged logits.
+
+    slots: int32 [A]. num_request_tokens: int32 [A], of the request's own prompt; all behind them was generated, though
+    it may be prefilled again.
+    presence, frequency: float32 [A], subtracted for each token generated so far: once, and as often as it was.
+    repetition: float32 [A], logits of tokens in the prompt or generated are divided by it, negative ones multiplied.
+    bias_counts: int32 [A], how many of the biases are for each. bias_ids: int32 [B], tokens. bias_values: float32 [B],
+    added; -inf forbids. bias_ends: int32 [B], a bias acts while the sequence, its prompt included, has fewer tokens.
+    """
+
+    slots: NDArray[np.int32]
+    num_request_tokens: NDArray[np.int32]
+    presence: NDArray[np.float32]
+    frequency: NDArray[np.float32]
+    repetition: NDArray[np.float32]
+    bias_counts: NDArray[np.int32]
+    bias_ids: NDArray[np.int32]
+    bias_values: NDArray[np.float32]
+    bias_ends: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
 class SlotOpens:
     """Slots given to sequences, O of them, as arrays of one length.
 
     slots: int32 [O]. num_prompt_tokens: int32 [O], tokens to prefill before the first is sampled, cached ones included.
     first_positions: int32 [O], where prefill starts: the number of tokens whose KV earlier steps, or earlier rows of
     the same step, have computed. The slot's table gets their blocks like all others.
-    temperatures, top_ps: float32 [O]. seeds: uint64 [O]. sample_indices: uint32 [O], which of the n samples it is.
+    temperatures, top_ps, min_ps: float32 [O]. top_ks: int32 [O], 0 for no limit. See SamplingParams.
+    seeds: uint64 [O]. sample_indices: uint32 [O], which of the n samples it is.
     want_logprobs: bool [O].
+    rules: None where the logits of none of them change, which is most steps.
     """
 
     slots: NDArray[np.int32]
@@ -26,9 +52,12 @@ class SlotOpens:
     first_positions: NDArray[np.int32]
     temperatures: NDArray[np.float32]
     top_ps: NDArray[np.float32]
+    top_ks: NDArray[np.int32]
+    min_ps: NDArray[np.float32]
     seeds: NDArray[np.uint64]
     sample_indices: NDArray[np.uint32]
     want_logprobs: NDArray[np.bool_]
+    rules: LogitRules | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,20 +68,28 @@ def build_batch(step: ForwardInput, slots: SlotTable, page_size: int, device: to
     padding = np.zeros(num_padding, np.int64)  # token 0 at position 0, its key and value in the padding block
     token_ids = torch.cat((decoded, to_device(np.concatenate((step.prompt_ids, padding)))))
 
+    all_places = to_device(np.concatenate((token_places, padding)))
+    slots.rules.tokens[all_places] = token_ids.int()
+
     # A decode row is past its prompt, a prefill row samples when its chunk ends it.
     samples = kv_lengths >= slots.num_prompt_tokens[step.slots]
     sampled_slots = step.slots[samples]
     temperatures = slots.temperatures[sampled_slots]
     top_ps = slots.top_ps[sampled_slots]
+    top_ks = slots.top_ks[sampled_slots]
+    min_ps = slots.min_ps[sampled_slots]
     want_logprobs = slots.want_logprobs[sampled_slots]
     keys = position_keys(slots.noise_keys[sampled_slots], kv_lengths[samples])
     sampling = SamplingRows(
         temperatures=to_device(temperatures),
         top_ps=to_device(top_ps),
+        top_ks=to_device(top_ks),
+        min_ps=to_device(min_ps),
         noise_keys=to_device(keys.astype(np.int64)),
         any_sampled=bool((temperatures > 0).any()),
-        any_top_p=bool(((top_ps < 1) & (temperatures > 0)).any()),
+        any_limited=bool((((top_ps < 1) | (top_ks > 0) | (min_ps > 0)) & (temperatures > 0)).any()),
         any_logprobs=bool(want_logprobs.any()),
+        rules=slots.rules.select(sampled_slots, kv_lengths[samples], slots.block_tables, page_size),
     )
     logit_rows = starts[1:][samples].astype(np.int64) - 1
     logit_padding = np.zeros(padded_count(len(logit_rows)) - len(logit_rows), np.int64)
@@ -92,7 +100,7 @@ def build_batch(step: ForwardInput, slots: SlotTable, page_size: int, device: to
         logit_rows=to_device(np.concatenate((logit_rows, logit_padding))),
         num_sampled=len(logit_rows),
         sampled_slots=to_device(sampled_slots.astype(np.int64)),
-        layout=PagedLayout(to_device(np.concatenate((token_places, padding))), parts, prefix),
+        layout=PagedLayout(all_places, parts, prefix),
         sampling=sampling,
         want_logprobs=want_logprobs,
     )

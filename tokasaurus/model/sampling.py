@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokasaurus.model.kernels.library import KERNEL_DTYPES, Kernels
+from tokasaurus.model.kernels.library import KERNEL_DTYPES, Kernels, LogitRulesStruct
+from tokasaurus.model.logit_rules import RuledRows, change_logits
 from tokasaurus.model.sampling_noise import gumbel_noise
 
 # R rows that sample, V vocabulary
@@ -13,49 +14,90 @@ from tokasaurus.model.sampling_noise import gumbel_noise
 _ROWS_AT_ONCE = 64
 """Bounds the memory of intermediate results: hashing noise takes 64-bit integers, 8 bytes a logit."""
 
-_TOP_P_CANDIDATES = 1024
-"""Tokens looked at before a row's whole vocabulary is sorted for top-p."""
+_MOST_CANDIDATES = 1024
+"""Tokens looked at before a row's whole vocabulary is sorted for its limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
     """How each of the R rows of logits is sampled.
 
-    temperatures: float32 [R], 0 is greedy. top_ps: float32 [R]. noise_keys: int64 [R, 2], from position_keys.
-    any_sampled, any_top_p, any_logprobs: whether some row needs it, known to the host.
+    temperatures: float32 [R], 0 is greedy. noise_keys: int64 [R, 2], from position_keys.
+    top_ps, min_ps: float32 [R], top_ks: int32 [R], 0 for no limit: of rows that are not greedy. See SamplingParams.
+    any_sampled, any_limited (by top_p, top_k or min_p), any_logprobs: whether some row is, known to the host.
+    rules: None where no row's logits are changed.
     """
 
     temperatures: Tensor
     top_ps: Tensor
+    top_ks: Tensor
+    min_ps: Tensor
     noise_keys: Tensor
     any_sampled: bool
-    any_top_p: bool
+    any_limited: bool
     any_logprobs: bool
+    rules: RuledRows | None = None
 
 
 def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -> tuple[Tensor, Tensor | None]:
     """logits [R, V] -> token ids int64 [R], and their log-probabilities float32 [R] where some row wants them.
 
-    Log-probabilities are of the model's own distribution, before temperature and top-p.
+    Log-probabilities are of the model's own distribution, before rules, temperature and limits.
     kernels: does the same on the CPU, faster.
     """
-    if kernels is not None and (logits.device.type != "cpu" or logits.dtype not in KERNEL_DTYPES):
-        kernels = None
-    if kernels is not None:
-        return kernels.sample(logits, rows.temperatures, rows.top_ps, rows.noise_keys, rows.any_logprobs)
-    candidates = _mask_unlikely(logits, rows) if rows.any_top_p else logits
-    tokens = _draw(candidates, rows) if rows.any_sampled else candidates.argmax(dim=-1)
+    if kernels is not None and logits.device.type == "cpu" and logits.dtype in KERNEL_DTYPES:
+        return _sample_by_kernels(logits, rows, kernels)
+    tokens = _draw(logits, rows) if rows.any_sampled or rows.rules is not None else logits.argmax(dim=-1)
     return tokens, _chosen_logprobs(logits, tokens) if rows.any_logprobs else None
+
+
+def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    logprobs = torch.empty(len(logits), dtype=torch.float32) if rows.any_logprobs else None
+    rules = None
+    if rows.rules is not None:
+        ruled = rows.rules
+        rule_of_row = torch.full((len(logits),), -1, dtype=torch.int32)
+        rule_of_row[torch.from_numpy(ruled.rows)] = torch.arange(len(ruled.rows), dtype=torch.int32)
+        tensors = (
+            *(rule_of_row, ruled.tokens, ruled.block_tables, ruled.lengths, ruled.num_request_tokens),
+            *(ruled.penalties, torch.from_numpy(ruled.bias_starts), ruled.bias_ids, ruled.bias_values),
+        )
+        assert all(tensor.is_contiguous() for tensor in tensors), "read as they lie"
+        rules = LogitRulesStruct(
+            *(tensor.data_ptr() for tensor in tensors), len(ruled.rows), ruled.page_size, ruled.block_tables.shape[1]
+        )
+    kernels.sample(
+        logits, (rows.temperatures, rows.top_ps, rows.top_ks, rows.min_ps), rows.noise_keys, rules, tokens, logprobs
+    )
+    return tokens, logprobs
 
 
 def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     for chunk in _chunks(logits.shape[0]):
         temperatures = rows.temperatures[chunk].unsqueeze(1)
-        noise = gumbel_noise(rows.noise_keys[chunk], logits.shape[1])
-        scores = logits[chunk].float() / torch.where(temperatures > 0, temperatures, 1)
-        tokens[chunk] = scores.add_(noise.masked_fill_(temperatures == 0, 0)).argmax(dim=-1)
+        scores = logits[chunk].to(torch.float32, copy=True)
+        if rows.rules is not None:
+            change_logits(scores, rows.rules, chunk.start)
+        scores /= torch.where(temperatures > 0, temperatures, 1)
+        if rows.any_limited:
+            _mask_outside(scores, rows, chunk)
+        if rows.any_sampled:
+            scores += gumbel_noise(rows.noise_keys[chunk], logits.shape[1]).masked_fill_(temperatures == 0, 0)
+        tokens[chunk] = scores.argmax(dim=-1)
     return tokens
+
+
+def _mask_outside(scores: Tensor, rows: SamplingRows, chunk: slice) -> None:
+    """-inf for the tokens that the limits of the chunk's rows exclude; scores [r, V], at their temperatures."""
+    top_ps, top_ks, min_ps = rows.top_ps[chunk], rows.top_ks[chunk], rows.min_ps[chunk]
+    is_limited = ((top_ps < 1) | (top_ks > 0) | (min_ps > 0)) & (rows.temperatures[chunk] > 0)
+    limited = is_limited.nonzero().squeeze(1)
+    if len(limited):
+        some = scores[limited]
+        outside = outside_limits(some, top_ps[limited], top_ks[limited], min_ps[limited])
+        scores[limited] = some.masked_fill_(outside, -torch.inf)
 
 
 def _chosen_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -67,32 +109,43 @@ def _chosen_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     return logprobs
 
 
-def _mask_unlikely(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """A copy of logits [R, V] with -inf for the tokens that a row's top-p excludes at its temperature."""
-    masked = logits.clone()
-    for chunk in _chunks(logits.shape[0]):
-        temperatures = rows.temperatures[chunk]
-        top_ps = torch.where(temperatures > 0, rows.top_ps[chunk], 1)
-        limited = (top_ps < 1).nonzero().squeeze(1)
-        if len(limited):
-            some = logits[chunk][limited]
-            unlikely = outside_top_p(some.float() / temperatures[limited].unsqueeze(1), top_ps[limited])
-            masked[chunk][limited] = some.masked_fill(unlikely, -torch.inf)
-    return masked
+def outside_limits(scores: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor) -> Tensor:
+    """All tokens but those inside min_p, top_k and then top_p, each of what the one before it leaves, as in vLLM.
 
-
-def outside_top_p(scores: Tensor, top_ps: Tensor) -> Tensor:
-    """All but the most likely tokens that together reach top_p; the token that crosses it is inside.
-
-    scores: float32 [R, V]. top_ps: float32 [R] -> bool [R, V]. Source: arXiv 1904.09751.
+    Tokens as likely as the last one inside are inside, and so is the token that crosses top_p.
+    scores: float32 [R, V]. top_ps, min_ps: float32 [R], top_ks: int32 [R] -> bool [R, V].
+    Sources: arXiv 1904.09751 (top_p), 2407.01082 (min_p).
     """
     probabilities = scores.softmax(dim=-1)
-    ordered = probabilities.topk(min(_TOP_P_CANDIDATES, scores.shape[1]), dim=-1).values
-    if bool((ordered.sum(dim=-1) < top_ps).any()):
+    vocab_size = scores.shape[1]
+    ordered = probabilities.topk(min(_MOST_CANDIDATES, vocab_size), dim=-1).values
+    smallest = _smallest_inside(ordered, top_ps, top_ks, min_ps, is_whole=ordered.shape[1] == vocab_size)
+    if smallest is None:
         ordered = probabilities.sort(dim=-1, descending=True).values
-    before = ordered.cumsum(dim=-1) - ordered
-    num_inside = (before < top_ps.unsqueeze(1)).sum(dim=-1, keepdim=True)
-    return probabilities < ordered.gather(1, (num_inside - 1).clamp(min=0))
+        smallest = _smallest_inside(ordered, top_ps, top_ks, min_ps, is_whole=True)
+        assert smallest is not None, "with the whole vocabulary there is nothing to miss"
+    return probabilities < smallest
+
+
+def _smallest_inside(ordered: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor, is_whole: bool) -> Tensor | None:
+    """The least probability inside the limits, [R, 1]; ordered: float32 [R, C], the largest, in falling order. None
+    where the C tokens do not show it for every row; is_whole: there are no more."""
+    last = ordered.shape[1] - 1
+    smallest = ordered[:, :1] * min_ps.unsqueeze(1)
+    kth = ordered.gather(1, (top_ks.long() - 1).clamp(0, last).unsqueeze(1))
+    smallest = torch.where(top_ks.unsqueeze(1) > 0, smallest.maximum(kth), smallest)
+    by_top_p_alone = smallest == 0  # of all tokens, which are 1 in sum: the least likely need not be looked at
+    left = torch.where(ordered >= smallest, ordered, 0)
+    sums = left.cumsum(dim=-1)
+    targets = top_ps.unsqueeze(1) * torch.where(by_top_p_alone, 1, sums[:, -1:])
+    has_top_p = top_ps.unsqueeze(1) < 1
+    if not is_whole:
+        reaches_on = torch.where(by_top_p_alone, sums[:, -1:] < targets, ordered[:, -1:] >= smallest)
+        if bool((reaches_on | (top_ks.unsqueeze(1) > last)).any()):
+            return None
+    num_inside = ((sums - left < targets) & (left > 0)).sum(dim=-1, keepdim=True)
+    crossing = ordered.gather(1, (num_inside - 1).clamp(min=0))
+    return torch.where(has_top_p, smallest.maximum(crossing), smallest)
 
 
 def _chunks(num_rows: int) -> list[slice]:

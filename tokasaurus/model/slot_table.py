@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from tokasaurus.messages.slots import SlotChanges, SlotOpens
+from tokasaurus.model.logit_rules import SlotRules
 from tokasaurus.model.sampling_noise import sequence_keys
 
 
@@ -19,11 +20,12 @@ class SlotTableSize:
 
 
 class SlotTable:
-    """State per slot, on the host; only the last sampled tokens live on the device, since no one waits for them.
+    """State per slot, on the host; only tokens live on the device, since no one waits for them.
 
     positions: int32 [slots], tokens of the slot that earlier steps have computed.
     block_tables: int32 [slots, max_blocks], 0 behind a slot's num_blocks, int32 [slots]. A table may be ahead of the
     position: the blocks of a whole prompt come when its slot opens.
+    rules: of their logits.
     """
 
     def __init__(self, size: SlotTableSize, device: torch.device) -> None:
@@ -34,14 +36,18 @@ class SlotTable:
         self.num_blocks: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.temperatures: NDArray[np.float32] = np.zeros(slots, np.float32)
         self.top_ps: NDArray[np.float32] = np.ones(slots, np.float32)
+        self.top_ks: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.min_ps: NDArray[np.float32] = np.zeros(slots, np.float32)
         self.noise_keys: NDArray[np.uint64] = np.zeros(slots, np.uint64)
         self.want_logprobs: NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        self.rules = SlotRules(slots, device)
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
 
     def apply(self, changes: SlotChanges) -> None:
         """Close, open, append blocks in the order given, then copy what tables begin with."""
         self.block_tables[changes.closed] = 0
         self.num_blocks[changes.closed] = 0
+        self.rules.close(changes.closed)
         if changes.opened is not None:
             self._open(changes.opened)
         copies = changes.copies
@@ -66,5 +72,8 @@ class SlotTable:
         self.num_prompt_tokens[slots] = opened.num_prompt_tokens
         self.temperatures[slots] = opened.temperatures
         self.top_ps[slots] = opened.top_ps
+        self.top_ks[slots] = opened.top_ks
+        self.min_ps[slots] = opened.min_ps
         self.noise_keys[slots] = sequence_keys(opened.seeds, opened.sample_indices)
         self.want_logprobs[slots] = opened.want_logprobs
+        self.rules.open(slots, opened.rules)

@@ -6,11 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.messages.forward import ForwardInput
-from tokasaurus.messages.slots import SlotChanges, SlotOpens
+from tokasaurus.messages.slots import LogitRules, SlotChanges, SlotOpens
 from tokasaurus.model.runner import ModelRunner
 
-_NUM_TOP_P_ROWS = 64
-"""Sampling works through rows in chunks, so that a chunk is enough; top-p is slow on a made-up prompt's flat logits."""
+_NUM_LIMITED_ROWS = 64
+"""Sampling goes through rows in chunks, so a chunk is enough; limits are slow on flat logits of a made-up prompt."""
 
 _NOTHING = np.zeros(0, np.int32)
 
@@ -76,15 +76,30 @@ def _first_step(num_tokens: NDArray[np.int32], first_positions: NDArray[np.int32
     block. The first row is greedy, the others have every sampling feature on."""
     num_rows = len(num_tokens)
     slots = np.arange(1, num_rows + 1, dtype=np.int32)
+    ruled = slots[:_NUM_LIMITED_ROWS]
+    rules = LogitRules(
+        slots=ruled,
+        num_request_tokens=np.zeros(len(ruled), np.int32),
+        presence=np.full(len(ruled), 0.5, np.float32),
+        frequency=np.full(len(ruled), 0.5, np.float32),
+        repetition=np.full(len(ruled), 1.5, np.float32),
+        bias_counts=np.ones(len(ruled), np.int32),
+        bias_ids=np.zeros(len(ruled), np.int32),
+        bias_values=np.full(len(ruled), -1.0, np.float32),
+        bias_ends=np.full(len(ruled), np.iinfo(np.int32).max, np.int32),
+    )
     opened = SlotOpens(
         slots=slots,
         num_prompt_tokens=first_positions + num_tokens,
         first_positions=first_positions,
         temperatures=np.minimum(np.arange(num_rows), 1).astype(np.float32),
-        top_ps=np.where(np.arange(num_rows) < _NUM_TOP_P_ROWS, 0.9, 1.0).astype(np.float32),
+        top_ps=np.where(np.arange(num_rows) < _NUM_LIMITED_ROWS, 0.9, 1.0).astype(np.float32),
+        top_ks=np.where(np.arange(num_rows) < _NUM_LIMITED_ROWS, 2000, 0).astype(np.int32),
+        min_ps=np.where(np.arange(num_rows) < _NUM_LIMITED_ROWS, 0.01, 0.0).astype(np.float32),
         seeds=np.arange(num_rows, dtype=np.uint64),
         sample_indices=np.zeros(num_rows, np.uint32),
         want_logprobs=np.ones(num_rows, np.bool_),
+        rules=rules,
     )
     changes = SlotChanges(closed=_NOTHING, opened=opened, block_slots=_NOTHING, block_ids=_NOTHING)
     return ForwardInput(0, slots, num_tokens, 0, np.zeros(int(num_tokens.sum()), np.int32), changes)

@@ -15,17 +15,23 @@ _MOST_ROWS = 256
 """Sets of last characters that StopTokens keeps a table for; clients make up new ones at will."""
 
 
-def find_first_stop(text: str, stops: Iterable[str]) -> tuple[int, str] | None:
+def find_first_stop(text: str, stops: Iterable[str], num_exempt: int = 0) -> tuple[int, str] | None:
     """Start and stop string of the occurrence that ends first; of those ending there, the longest. None without any.
 
-    No stop string may be empty. `text[:start]` holds no stop string.
+    No stop string may be empty. `text[:start]` holds no stop string, other than those that end within the first
+    `num_exempt` characters: they do not count.
     """
-    found = [(text.find(stop), stop) for stop in stops]
+    found = [(_find_beyond(text, stop, num_exempt), stop) for stop in stops]
     ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
     if not ends:
         return None
     _, start, stop = min(ends)
     return start, stop
+
+
+def _find_beyond(text: str, stop: str, num_exempt: int) -> int:
+    """Where `stop` first occurs so that it ends behind the first `num_exempt` characters; -1 where it does not."""
+    return text.find(stop, max(0, num_exempt + 1 - len(stop)))
 
 
 def held_back_length(text: str, stops: Iterable[str]) -> int:
@@ -75,22 +81,26 @@ class StopMatcher:
         # A tail that begins inside a character shows a replacement character that the whole text may not have.
         self.needs_whole_text = any(_REPLACEMENT in stop for stop in stops)
 
-    def first_completion(self, token_ids: Sequence[int], num_checked: int) -> int | None:
+    def first_completion(self, token_ids: Sequence[int], num_checked: int, num_exempt: int = 0) -> int | None:
         """The smallest n > num_checked such that the text of token_ids[:n] holds a stop string; None without one.
 
         token_ids: the sequence's generated tokens. num_checked: how many are known not to complete a stop string.
+        num_exempt: a stop string within the text of the first so many does not count.
         """
+        num_checked = max(num_checked, num_exempt)
         if not self._stops or num_checked >= len(token_ids):
             return None
-        if not self._completes(token_ids, num_checked + 1, len(token_ids)):
+        if not self._completes(token_ids, num_checked + 1, len(token_ids), num_exempt):
             return None
         ends = range(num_checked + 1, len(token_ids))
-        return next((end for end in ends if self._completes(token_ids, end, end)), len(token_ids))
+        return next((end for end in ends if self._completes(token_ids, end, end, num_exempt)), len(token_ids))
 
-    def _completes(self, token_ids: Sequence[int], first_end: int, end: int) -> bool:
+    def _completes(self, token_ids: Sequence[int], first_end: int, end: int, num_exempt: int) -> bool:
         """Whether one of the tokens first_end - 1, …, end - 1 completes a stop string."""
-        text = self._decode(token_ids[self._tail_start(token_ids, first_end) : end])
-        return any(stop in text for stop in self._stops)
+        start = self._tail_start(token_ids, first_end)
+        text = self._decode(token_ids[start:end])
+        exempt = len(self._decode(token_ids[start:num_exempt])) if start < num_exempt else 0
+        return any(_find_beyond(text, stop, exempt) >= 0 for stop in self._stops)
 
     def _tail_start(self, token_ids: Sequence[int], end: int) -> int:
         """Where the last `lookback` tokens before `end` begin that are not special."""

@@ -106,6 +106,8 @@ class CaseStep:
             first_positions=num_cached,
             temperatures=np.zeros(len(rows), np.float32),
             top_ps=np.ones(len(rows), np.float32),
+            top_ks=np.zeros(len(rows), np.int32),
+            min_ps=np.zeros(len(rows), np.float32),
             seeds=np.zeros(len(rows), np.uint64),
             sample_indices=np.zeros(len(rows), np.uint32),
             want_logprobs=np.zeros(len(rows), np.bool_),
@@ -120,6 +122,7 @@ class CaseStep:
         self.slots.apply(changes)
         self.step = ForwardInput(0, slots, num_tokens, num_decode, prompt_ids, changes, groups)
         self.num_blocks = next(self._ids)
+        self.slots.rules.allocate(self.num_blocks * case.page_size)
         is_read = torch.zeros(self.num_blocks * case.page_size, dtype=torch.bool)
         for table, cached, count in rows:
             tokens = torch.arange(cached + count)

@@ -30,6 +30,17 @@ _BUILD_TIMEOUT_S = 300
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
+class LogitRulesStruct(ctypes.Structure):
+    """LogitRules of logit_rules.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rule_of_row", "tokens", "block_tables", "lengths")),
+        *((name, ctypes.c_void_p) for name in ("num_request_tokens", "penalties")),
+        *((name, ctypes.c_void_p) for name in ("bias_starts", "bias_ids", "bias_values")),
+        *((name, ctypes.c_int64) for name in ("num_rules", "page_size", "table_width")),
+    )
+
+
 class Kernels:
     """The functions of the built library. Tensors are on the CPU; shapes are the caller's to get right."""
 
@@ -50,7 +61,7 @@ class Kernels:
         self._library.toka_write_kv.argtypes = [
             *(integer, pointer, pointer, integer, integer, pointer, integer, pointer, integer, integer, integer)
         ]
-        self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 5]
+        self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 8]
 
     def attend(
         self, query: Tensor, cache: Tensor, part: ctypes.Structure, is_partial: bool, page_size: int
@@ -116,19 +127,23 @@ class Kernels:
         return self._library
 
     def sample(
-        self, logits: Tensor, temperatures: Tensor, top_ps: Tensor, noise_keys: Tensor, want_logprobs: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """logits [R, V], contiguous, the rest as in SamplingRows -> tokens int64 [R] and, if wanted, their
-        log-probabilities float32 [R]."""
+        self,
+        logits: Tensor,
+        limits: tuple[Tensor, Tensor, Tensor, Tensor],
+        noise_keys: Tensor,
+        rules: LogitRulesStruct | None,
+        tokens: Tensor,
+        logprobs: Tensor | None,
+    ) -> None:
+        """logits [R, V], contiguous; limits: temperatures, top_ps, top_ks, min_ps, these and noise_keys as in
+        SamplingRows -> tokens int64 [R] and, where wanted, their log-probabilities float32 [R]."""
         num_rows, vocab_size = logits.shape
-        tokens = torch.empty(num_rows, dtype=torch.int64)
-        logprobs = torch.empty(num_rows, dtype=torch.float32) if want_logprobs else None
         self._library.toka_sample(
             *(logits.dtype == torch.bfloat16, logits.data_ptr(), num_rows, vocab_size),
-            *(temperatures.data_ptr(), top_ps.data_ptr(), noise_keys.data_ptr()),
+            *(tensor.data_ptr() for tensor in (*limits, noise_keys)),
+            None if rules is None else ctypes.addressof(rules),
             *(tokens.data_ptr(), 0 if logprobs is None else logprobs.data_ptr()),
         )
-        return tokens, logprobs
 
 
 @functools.cache

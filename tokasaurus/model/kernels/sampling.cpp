@@ -1,12 +1,14 @@
-// One pass over each row of logits: temperature, hashed Gumbel noise, argmax; another for log-probabilities; three before
-// them for top-p.
+// One pass over each row of logits: temperature, hashed Gumbel noise, argmax; another for log-probabilities; before them,
+// three for top-p, top-k or min-p, and one for biases and penalties.
 // The noise is that of sampling_noise.gumbel_noise, which documents it.
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <numeric>
 #include <vector>
 
+#include "logit_rules.h"
 #include "phases.h"
 #include "threads.h"
 #include "vectors.h"
@@ -132,16 +134,39 @@ float smallest_inside(std::vector<float>& values, double target) {
   }
 }
 
-// masked [vocab_size] = logit * scale, or -inf where top_p excludes the token. Source: arXiv 1904.09751.
+// What may be drawn from a row that is not greedy. See messages/generation.py, SamplingParams.
+struct Limits {
+  float top_p, min_p;
+  int32_t top_k;
+};
+
+// No more than the k-th largest of values: the k-th largest among the largest of each sixteen.
+float at_most_kth(const std::vector<float>& values, int64_t k) {
+  static thread_local std::vector<float> largest;
+  largest.clear();
+  for (size_t first = 0; first < values.size(); first += 16) {
+    const float here = max16(load16(values.data() + first));
+    if (here >= 0) largest.push_back(here);  // not of sixteen that are no numbers
+  }
+  if (int64_t(largest.size()) < k) return 0;
+  std::nth_element(largest.begin(), largest.begin() + (k - 1), largest.end(), std::greater<float>());
+  return largest[k - 1];
+}
+
+// masked [vocab_size] = logit * scale, or -inf where the limits exclude the token: by min_p, then by top_k, then by top_p
+// of what is left. Gives the largest. Sources: arXiv 2407.01082 (min_p), 1904.09751 (top_p).
 template <typename Element>
-void mask_unlikely(const Element* row, int64_t vocab_size, float scale, float top_p, std::vector<float>& masked) {
+float mask_outside(const Element* row, int64_t vocab_size, float scale, const Limits& limits,
+                   std::vector<float>& masked) {
   static thread_local std::vector<float> likely;
   masked.resize((vocab_size + 15) / 16 * 16);
   likely.resize(masked.size());
   const float largest = draw(row, vocab_size, scale, nullptr).largest;
-  const double total = sum_exp(row, vocab_size, scale, largest, masked.data());
-  // Those below this do not make up what top_p leaves out, even if they were all of the vocabulary.
-  const float unlikely = float((1 - top_p) * total / double(vocab_size));
+  double total = sum_exp(row, vocab_size, scale, largest, masked.data());
+  const bool by_top_p_alone = limits.top_k <= 0 && limits.min_p <= 0;
+  // By top_p alone, those below this do not make up what it leaves out, even if they were all of the vocabulary.
+  float unlikely = by_top_p_alone ? float((1 - limits.top_p) * total / double(vocab_size)) : limits.min_p;
+  if (limits.top_k > 0) unlikely = larger(unlikely, at_most_kth(masked, limits.top_k));
   size_t num_likely = 0;
   for (int64_t first = 0; first < vocab_size; first += 16) {
     if (max16(load16(masked.data() + first)) < unlikely) continue;
@@ -151,33 +176,72 @@ void mask_unlikely(const Element* row, int64_t vocab_size, float scale, float to
     }
   }
   likely.resize(num_likely);
-  const float smallest = likely.empty() ? 0 : smallest_inside(likely, top_p * total);  // empty: NaN
+  float smallest = unlikely;
+  if (limits.top_k > 0 && num_likely > size_t(limits.top_k)) {
+    const auto kth = likely.begin() + (limits.top_k - 1);
+    std::nth_element(likely.begin(), kth, likely.end(), std::greater<float>());
+    smallest = *kth;
+    likely.erase(std::partition(kth, likely.end(), [=](float value) { return value == smallest; }), likely.end());
+  }
+  if (limits.top_p < 1) {
+    if (!by_top_p_alone) total = std::accumulate(likely.begin(), likely.end(), 0.0);
+    smallest = likely.empty() ? 0 : smallest_inside(likely, limits.top_p * total);  // empty: NaN
+  }
   for (int64_t token = 0; token < vocab_size; token += 16) {
     const f32x16 inside = load_row(row, token, vocab_size) * scale;
     store16(masked.data() + token, load16(masked.data() + token) < smallest ? splat(-INFINITY) : inside);
   }
+  return largest;
 }
 
+// temperature: 0 for greedy. drawn.largest is of the row's logits.
 template <typename Element>
-void sample(const Element* logits, int64_t num_rows, int64_t vocab_size, const float* temperatures,
-            const float* top_ps, const int64_t* noise_keys, int64_t* tokens, float* logprobs) {
-  Team::get().share(num_rows, 1, [&](int64_t index) {
-    static thread_local std::vector<float> masked;
+Drawn choose(const Element* row, int64_t vocab_size, float temperature, const Limits& limits, const int64_t* keys) {
+  static thread_local std::vector<float> masked;
+  if (temperature <= 0) return draw(row, vocab_size, 1, nullptr);
+  const float scale = 1 / temperature;
+  Drawn drawn;
+  if (limits.top_p < 1 || limits.top_k > 0 || limits.min_p > 0) {
+    drawn.largest = mask_outside(row, vocab_size, scale, limits, masked);
+    drawn.token = draw(masked.data(), vocab_size, 1, keys).token;
+  } else {
+    drawn = draw(row, vocab_size, scale, keys);
+  }
+  drawn.largest /= scale;
+  return drawn;
+}
+
+// What toka_sample is given.
+struct Rows {
+  int64_t num_rows, vocab_size;
+  const float *temperatures, *top_ps;
+  const int32_t* top_ks;
+  const float* min_ps;
+  const int64_t* noise_keys;
+  const LogitRules* rules;
+};
+
+template <typename Element>
+void sample(const Element* logits, const Rows& rows, int64_t* tokens, float* logprobs) {
+  Team::get().share(rows.num_rows, 1, [&](int64_t index) {
+    static thread_local std::vector<float> changed;
+    const int64_t vocab_size = rows.vocab_size;
     const Element* row = logits + index * vocab_size;
-    const int64_t* keys = noise_keys + 2 * index;
-    const float temperature = temperatures[index], scale = temperature > 0 ? 1 / temperature : 1;
+    const int64_t* keys = rows.noise_keys + 2 * index;
+    const Limits limits = {rows.top_ps[index], rows.min_ps[index], rows.top_ks[index]};
+    const int64_t rule = rows.rules == nullptr ? -1 : rows.rules->rule_of_row[index];
     Drawn drawn;
-    if (temperature > 0 && top_ps[index] < 1) {
-      mask_unlikely(row, vocab_size, scale, top_ps[index], masked);
-      drawn = draw(masked.data(), vocab_size, 1, keys);
+    if (rule < 0) {
+      drawn = choose(row, vocab_size, rows.temperatures[index], limits, keys);
     } else {
-      drawn = draw(row, vocab_size, scale, temperature > 0 ? keys : nullptr);
+      change_logits(*rows.rules, rule, row, vocab_size, changed);
+      drawn = choose(changed.data(), vocab_size, rows.temperatures[index], limits, keys);
+      if (logprobs != nullptr) drawn.largest = draw(row, vocab_size, 1, nullptr).largest;
     }
     tokens[index] = drawn.token;
     if (logprobs != nullptr) {
-      const float largest = drawn.largest / scale;
       const float chosen = to_float(row[drawn.token]);
-      logprobs[index] = chosen - largest - std::log(sum_exp(row, vocab_size, 1, largest, nullptr));
+      logprobs[index] = chosen - drawn.largest - std::log(sum_exp(row, vocab_size, 1, drawn.largest, nullptr));
     }
   });
 }
@@ -186,15 +250,17 @@ void sample(const Element* logits, int64_t num_rows, int64_t vocab_size, const f
 
 extern "C" {
 
-// logits [num_rows, vocab_size]; temperatures, 0 for greedy, and top_ps [num_rows]; noise_keys [num_rows, 2]
-// -> tokens and, where not null, their log-probabilities at temperature 1 without top-p [num_rows].
+// logits [num_rows, vocab_size]; temperatures, 0 for greedy, top_ps, top_ks, 0 for none, and min_ps [num_rows];
+// noise_keys [num_rows, 2]; rules, or null
+// -> tokens and, where not null, their log-probabilities before rules, temperature and limits [num_rows].
 void toka_sample(int64_t is_bfloat16, const void* logits, int64_t num_rows, int64_t vocab_size,
-                 const float* temperatures, const float* top_ps, const int64_t* noise_keys, int64_t* tokens,
-                 float* logprobs) {
+                 const float* temperatures, const float* top_ps, const int32_t* top_ks, const float* min_ps,
+                 const int64_t* noise_keys, const LogitRules* rules, int64_t* tokens, float* logprobs) {
   const PhaseTimer timer(kSampling);
+  const Rows rows = {num_rows, vocab_size, temperatures, top_ps, top_ks, min_ps, noise_keys, rules};
   if (is_bfloat16)
-    sample((const bfloat16*)logits, num_rows, vocab_size, temperatures, top_ps, noise_keys, tokens, logprobs);
+    sample((const bfloat16*)logits, rows, tokens, logprobs);
   else
-    sample((const float*)logits, num_rows, vocab_size, temperatures, top_ps, noise_keys, tokens, logprobs);
+    sample((const float*)logits, rows, tokens, logprobs);
 }
 }

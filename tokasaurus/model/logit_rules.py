@@ -1,0 +1,147 @@
+"""Logit biases and penalties: which slots have them, and what they do to rows of logits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokasaurus.messages.slots import LogitRules
+
+# R rows that sample, V vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class RuledRows:
+    """Those of the R rows that sample whose logits change before they are drawn from, A of them. See LogitRules.
+
+    rows: int64 [A], which of the R, ascending, on the host.
+    tokens: int32 [places], the token at each place of the KV cache, of `page_size` places to a block.
+    block_tables: int32 [A, B]. lengths: int32 [A], tokens of its context that a row's penalties look at: 0 without any.
+    num_request_tokens: int32 [A]. penalties: float32 [3, A], presence, frequency, repetition.
+    bias_starts: int64 [A + 1], where each row's biases begin in bias_ids, int32, and bias_values, float32; on the host.
+    """
+
+    rows: NDArray[np.int64]
+    tokens: Tensor
+    page_size: int
+    block_tables: Tensor
+    lengths: Tensor
+    num_request_tokens: Tensor
+    penalties: Tensor
+    bias_starts: NDArray[np.int64]
+    bias_ids: Tensor
+    bias_values: Tensor
+
+
+class SlotRules:
+    """The rules of each slot, and the token at each place of the KV cache, of which penalties know a context's tokens.
+
+    Those of a prefix that other sequences have computed are there too, and those generated before a preemption.
+    tokens: int32 [places], on the device.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._device = device
+        self._penalties = np.zeros((3, num_slots), np.float32)
+        self._has_penalties = np.zeros(num_slots, np.bool_)
+        self._num_request_tokens = np.zeros(num_slots, np.int32)
+        self._last_bias_ends = np.zeros(num_slots, np.int32)
+        self._biases: dict[int, tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]] = {}
+        self.allocate(0)
+
+    def allocate(self, num_places: int) -> None:
+        """For a KV cache of so many tokens, the padding block's included."""
+        self.tokens = torch.zeros(num_places, dtype=torch.int32, device=self._device)
+
+    def close(self, slots: NDArray[np.int32]) -> None:
+        if self._biases:
+            for slot in slots.tolist():
+                self._biases.pop(slot, None)
+
+    def open(self, slots: NDArray[np.int32], rules: LogitRules | None) -> None:
+        """rules: of some of the slots; the others have none."""
+        self._has_penalties[slots] = False
+        self._last_bias_ends[slots] = 0
+        if rules is None:
+            return
+        slots = rules.slots
+        self._num_request_tokens[slots] = rules.num_request_tokens
+        self._penalties[:, slots] = np.stack((rules.presence, rules.frequency, rules.repetition))
+        self._has_penalties[slots] = (rules.presence != 0) | (rules.frequency != 0) | (rules.repetition != 1)
+        ends = np.cumsum(rules.bias_counts)
+        for slot, count, end in zip(slots.tolist(), rules.bias_counts.tolist(), ends.tolist(), strict=True):
+            own = slice(end - count, end)
+            if count:
+                self._biases[slot] = rules.bias_ids[own], rules.bias_values[own], rules.bias_ends[own]
+                self._last_bias_ends[slot] = rules.bias_ends[own].max()
+
+    def select(
+        self,
+        slots: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+        block_tables: NDArray[np.int32],
+        page_size: int,
+    ) -> RuledRows | None:
+        """For rows that sample: slots, num_tokens int32 [R], what their sequences have so far; block_tables of all
+        slots. None where the rules of no row act now."""
+        rows = np.flatnonzero(self._has_penalties[slots] | (num_tokens < self._last_bias_ends[slots]))
+        if not len(rows):
+            return None
+        slots, num_tokens = slots[rows], num_tokens[rows]
+        lengths = np.where(self._has_penalties[slots], num_tokens, 0).astype(np.int32)
+        biases = [
+            (ids[num < ends], values[num < ends])
+            for num, (ids, values, ends) in zip(
+                num_tokens.tolist(), (self._biases.get(slot, _NO_BIAS) for slot in slots.tolist()), strict=True
+            )
+        ]
+        starts = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(ids) for ids, _ in biases], out=starts[1:])
+        return RuledRows(
+            rows=rows,
+            tokens=self.tokens,
+            page_size=page_size,
+            block_tables=self._to_device(block_tables[slots, : -(-int(lengths.max()) // page_size)]),
+            lengths=self._to_device(lengths),
+            num_request_tokens=self._to_device(self._num_request_tokens[slots]),
+            penalties=self._to_device(self._penalties[:, slots]),
+            bias_starts=starts,
+            bias_ids=self._to_device(np.concatenate([ids for ids, _ in biases])),
+            bias_values=self._to_device(np.concatenate([values for _, values in biases])),
+        )
+
+    def _to_device(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+_NO_BIAS = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32)
+
+
+def change_logits(logits: Tensor, rules: RuledRows, first_row: int) -> None:
+    """Change logits, float32 [r, V], the rows of a step from `first_row` on, by the rules that are for them."""
+    begin, end = np.searchsorted(rules.rows, (first_row, first_row + len(logits))).tolist()
+    if begin == end:
+        return
+    device, own = logits.device, slice(begin, end)
+    rows = torch.from_numpy(rules.rows[own] - first_row).to(device)
+    changed = logits[rows]
+    starts = rules.bias_starts[begin : end + 1]
+    biased = torch.from_numpy(np.repeat(np.arange(end - begin), np.diff(starts))).to(device)
+    some = slice(int(starts[0]), int(starts[-1]))
+    changed.index_put_((biased, rules.bias_ids[some].long()), rules.bias_values[some], accumulate=True)
+
+    places = rules.block_tables[own].long().unsqueeze(2) * rules.page_size + torch.arange(
+        rules.page_size, device=device
+    )
+    tokens = rules.tokens[places.flatten(1)].long()
+    positions = torch.arange(tokens.shape[1], device=device)
+    is_there = positions < rules.lengths[own].unsqueeze(1)
+    is_generated = is_there & (positions >= rules.num_request_tokens[own].unsqueeze(1))
+    counts = torch.zeros_like(changed).scatter_add_(1, tokens, is_generated.float())
+    is_seen = torch.zeros_like(changed).scatter_add_(1, tokens, is_there.float()) > 0
+    presence, frequency, repetition = rules.penalties[:, own].unsqueeze(2)
+    changed = torch.where(is_seen, torch.where(changed > 0, changed / repetition, changed * repetition), changed)
+    logits[rows] = changed - frequency * counts - presence * (counts > 0)
