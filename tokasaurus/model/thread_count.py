@@ -28,8 +28,8 @@ def set_worker_threads(num_workers: int) -> int:
 @contextmanager
 def leave_threads_to(kernels: Kernels) -> Iterator[None]:
     """Inside, the kernels compute with as many threads as torch did, and torch with one: what it still does in their
-    forwards is small, but an OpenMP region waits for each of its threads, even for one that sleeps or whose core another
-    process has."""
+    forwards is small, but an OpenMP region waits for each of its threads, even for one that sleeps or whose core
+    another process has."""
     num_threads = torch.get_num_threads()
     kernels.library.toka_set_num_threads(num_threads)
     torch.set_num_threads(1)
