@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer as BaseTokenizer
 
 from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.text.special_text import SpecialText
+from tokasaurus.text.token_bounds import TokenBounds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -24,6 +26,18 @@ class TokenizerError(UserError):
 
 class ChatTemplateError(ValueError):
     """The model has no chat template, or its template refuses these messages; the message says why."""
+
+
+class TemplateVariableError(ChatTemplateError):
+    """The name of a template variable is one of the renderer's own."""
+
+
+class TextTooLong(ValueError):
+    """A text has more tokens than are allowed, by its length alone. fewest_tokens: it has at least so many."""
+
+    def __init__(self, fewest_tokens: int) -> None:
+        super().__init__(f"at least {fewest_tokens} tokens")
+        self.fewest_tokens = fewest_tokens
 
 
 class TokenDecoder:
@@ -54,6 +68,8 @@ class Tokenizer(TokenDecoder):
         self.vocab_size = max(base.get_vocab(with_added_tokens=True).values()) + 1
         self._added_texts = {token_id: token.content for token_id, token in base.get_added_tokens_decoder().items()}
         self._is_byte_level = _is_byte_level(base)
+        self._bounds = TokenBounds(base, _BYTE_OF_CHARACTER)
+        self._special_text = SpecialText(base)
         self._directory = directory
         self._chat_tokenizer: PreTrainedTokenizerFast | None = None
         self._chat_tokenizer_lock = threading.Lock()
@@ -67,8 +83,14 @@ class Tokenizer(TokenDecoder):
         """add_special_tokens: what tokenizer.json adds around a text, such as bos. Special tokens in `text` count."""
         return self.encode_batch([text], add_special_tokens)[0]
 
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """As `encode` for each, on several cores, and other threads run meanwhile."""
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool, max_tokens: int | None = None
+    ) -> list[list[int]]:
+        """As `encode` for each, on several cores, and other threads run meanwhile.
+
+        max_tokens: raises TextTooLong at once for a text that must have more; one that has more need not raise.
+        """
+        self._check_lengths(texts, max_tokens)
         # The library's `encode` of a single text would keep the GIL, and so stop the server's event loop.
         encoded = self._base.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [list(one.ids) for one in encoded]
@@ -85,12 +107,54 @@ class Tokenizer(TokenDecoder):
 
         template_variables: further names for the template, such as enable_thinking. Raises ChatTemplateError.
         """
+        return self._render(messages, tools, template_variables or {}, add_generation_prompt, continue_final_message)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """The rendered prompt's ids. A template writes bos itself, so none is added. Raises ChatTemplateError.
+
+        Special tokens are those of the template: their text in messages, tools and variables stays text.
+        max_tokens: raises TextTooLong at once for a prompt that must have more; one that has more need not raise.
+        """
+        try:
+            (given, given_tools, variables), mark = self._special_text.mark(
+                list(messages), tools, template_variables or {}
+            )
+        except RecursionError:
+            raise ChatTemplateError("messages or variables are nested too deeply") from None
+        text = self._render(given, given_tools, variables, add_generation_prompt, continue_final_message)
+        if not mark:
+            return self.encode_batch([text], add_special_tokens=False, max_tokens=max_tokens)[0]
+        self._check_lengths([text.replace(mark, "")], max_tokens)
+        return self._special_text.encode(text, mark)
+
+    def _check_lengths(self, texts: Iterable[str], max_tokens: int | None) -> None:
+        if max_tokens is not None:
+            for text in texts:
+                # no token is empty: most texts are told by their length
+                if len(text) > max_tokens and (fewest := self._bounds.fewest_tokens(text)) > max_tokens:
+                    raise TextTooLong(fewest)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+    ) -> str:
         from jinja2 import TemplateError
 
         chat_tokenizer = self._load_chat_tokenizer()
         if not chat_tokenizer.chat_template:
             raise ChatTemplateError("this model has no chat template; use completions")
-        variables = dict(template_variables or {})
         _check_variables(variables, inspect.signature(chat_tokenizer.apply_chat_template).parameters)
         try:
             return str(
@@ -106,18 +170,8 @@ class Tokenizer(TokenDecoder):
         # A template is a program: content that it does not expect may raise any of these.
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        continue_final_message: bool = False,
-        template_variables: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """The rendered prompt's ids. A template writes bos itself, so none is added. Raises ChatTemplateError."""
-        text = self.render_chat(messages, add_generation_prompt, tools, continue_final_message, template_variables)
-        return self.encode(text, add_special_tokens=False)
+        except RecursionError:
+            raise ChatTemplateError("messages or variables are nested too deeply") from None
 
     @property
     def bos_token(self) -> str | None:
@@ -128,6 +182,23 @@ class Tokenizer(TokenDecoder):
     def eos_token(self) -> str | None:
         token: str | None = self._load_chat_tokenizer().eos_token
         return token
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template that is used, where the model has several by name the one called default."""
+        loaded = self._load_chat_tokenizer()
+        template: str | None = loaded.get_chat_template() if loaded.chat_template else None
+        return template
+
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """As tokenizer_config.json names them: eos_token, bos_token, pad_token, ... → text."""
+        names: dict[str, str] = self._load_chat_tokenizer().special_tokens_map
+        return {name: text for name, text in names.items() if isinstance(text, str)}
+
+    def vocabulary_entry(self, token_id: int) -> str:
+        """As tokenizer.json spells it, such as "Ġworld"; empty for an id without a token."""
+        return self._base.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes this token adds to the text; empty for an id without a token. Special tokens give their name.
@@ -171,7 +242,7 @@ def _check_variables(variables: Iterable[str], parameters: Container[str]) -> No
     """Variables come from the client: none may be a parameter of the renderer, least of all a template of its own."""
     for name in variables:
         if name in parameters:
-            raise ChatTemplateError(f"{name} is not a variable of a chat template")
+            raise TemplateVariableError(f"{name} is not a variable of a chat template")
 
 
 def _load_base(directory: Path) -> BaseTokenizer:

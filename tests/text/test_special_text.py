@@ -1,0 +1,113 @@
+"""What a client writes is text, even where it reads like a special token; what the template writes is not."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as BaseTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tests.server.small_tokenizer import IM_END, IM_START, save_small_tokenizer
+from tokasaurus.text.special_text import SpecialText
+from tokasaurus.text.tokenizer import ChatTemplateError, Tokenizer
+
+PIECES = ["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", "|", "hello", " world", "\n", "7", "é"]
+CONTENTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=2), max_size=8).map("".join)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.load(directory)
+
+
+@pytest.fixture(scope="module")
+def reference(directory: Path) -> PreTrainedTokenizerBase:
+    loaded = AutoTokenizer.from_pretrained(directory)
+    if "sanitize_control_tokens" not in inspect.signature(loaded.apply_chat_template).parameters:
+        pytest.skip("this version of transformers does not keep text and special tokens apart")
+    return loaded
+
+
+def conversation(*contents: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content} for content in contents]
+
+
+@given(contents=st.lists(CONTENTS, min_size=1, max_size=3))
+@settings(deadline=None)
+def test_no_content_makes_a_special_token(tokenizer: Tokenizer, contents: list[str]) -> None:
+    messages = conversation(*contents)
+    ids = tokenizer.encode_chat(messages)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.render_chat(messages)
+    assert [i for i in ids if i in (IM_START, IM_END)] == [IM_START, IM_END] * len(contents) + [IM_START]
+
+
+@given(contents=st.lists(CONTENTS.filter(str.strip), min_size=1, max_size=3))
+@settings(deadline=None)
+def test_the_ids_are_those_of_transformers(
+    tokenizer: Tokenizer, reference: PreTrainedTokenizerBase, contents: list[str]
+) -> None:
+    messages = conversation(*contents)
+    expected = reference.apply_chat_template(
+        messages, add_generation_prompt=True, sanitize_control_tokens=True, return_dict=False
+    )
+    assert tokenizer.encode_chat(messages) == expected
+
+
+def test_a_continued_message_may_hold_such_text(tokenizer: Tokenizer) -> None:
+    messages = conversation("a<|im_end|>b")
+    ids = tokenizer.encode_chat(messages, add_generation_prompt=False, continue_final_message=True)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>user\na<|im_end|>b"
+    assert [i for i in ids if i in (IM_START, IM_END)] == [IM_START]
+
+
+def test_variables_and_tools_are_the_clients_text_too(tmp_path: Path) -> None:
+    save_small_tokenizer(tmp_path)
+    template = "{{ note }}{{ tools | tojson }}{{ messages[0].content | upper }}<|im_end|>"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.load(tmp_path)
+    tools: list[dict[str, Any]] = [{"<|im_start|>": ["<|im_end|>"]}]
+    ids = tokenizer.encode_chat(conversation("<|im_end|>"), tools=tools, template_variables={"note": "<|im_start|>"})
+    text = '<|im_start|>[{"<|im_start|>": ["<|im_end|>"]}]<|IM_END|><|im_end|>'
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert [i for i in ids if i in (IM_START, IM_END)] == [IM_END]
+
+
+def test_a_special_token_takes_the_spaces_of_the_template_along_as_ever() -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    base = BaseTokenizer(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
+    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    base.decoder = decoders.ByteLevel()
+    base.add_special_tokens([AddedToken("<a>", lstrip=True), AddedToken("<a><b>", rstrip=True), AddedToken("<c>")])
+    special_text = SpecialText(base)
+    (content,), mark = special_text.mark("x <a> y")
+    text = f"p  <a> q<a><b>  r <c> s{content}"
+    expected = [*base.encode("p  <a> q<a><b>  r <c> s", add_special_tokens=False).ids]
+    ids = special_text.encode(text, mark)
+    assert ids[: len(expected)] == expected
+    assert (
+        bytes(ord(base.id_to_token(i)) if base.id_to_token(i) != "Ġ" else 32 for i in ids[len(expected) :])
+        == b"x <a> y"
+    )
+
+
+def test_text_without_special_tokens_is_left_as_it_is(tokenizer: Tokenizer) -> None:
+    special_text = SpecialText(BaseTokenizer.from_str(tokenizer._base.to_str()))
+    values = ["<|im_", {"a": ["b", 1, None]}]
+    assert special_text.mark(*values) == (values, "")
+
+
+def test_data_nested_too_deeply_is_refused(tokenizer: Tokenizer) -> None:
+    deep: Any = []
+    for _ in range(1020):
+        deep = [deep]
+    with pytest.raises(ChatTemplateError):
+        tokenizer.encode_chat(conversation("a"), template_variables={"deep": deep})

@@ -1,0 +1,102 @@
+"""The bound on the number of tokens against the number that the tokenizer makes."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as BaseTokenizer
+
+from tokasaurus.text.token_bounds import TokenBounds
+from tokasaurus.text.tokenizer import _BYTE_OF_CHARACTER
+
+WORDS = [
+    "hello",
+    " the",
+    "日本語",
+    "e\u0301",
+    "\u1112\u1161\u11ab",
+    "\u03b1\u0313\u0301\u0345",
+    "  ",
+    "\n",
+    "----",
+    "<|end|>",
+    "7",
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    base: BaseTokenizer
+    bounds: TokenBounds
+
+
+def make(normalizer: normalizers.Normalizer | None, special: AddedToken, split: bool = True) -> Case:
+    base = BaseTokenizer(models.BPE())
+    if normalizer is not None:
+        base.normalizer = normalizer
+    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
+    base.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    base.train_from_iterator(["hello the hello the", "日本語 éé ----------- 한한            "] * 3, trainer)
+    base.add_special_tokens([special])
+    return Case(base, TokenBounds(base, _BYTE_OF_CHARACTER))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        (None, AddedToken("<|end|>", special=True), True),
+        (None, AddedToken("<|end|>", special=True), False),
+        (normalizers.NFC(), AddedToken("<|end|>", special=True, normalized=False), True),
+        (None, AddedToken("<|end|>", special=True, rstrip=True, lstrip=True), True),
+    ],
+    ids=["plain", "tokens over words", "NFC", "special tokens take spaces along"],
+)
+def case(request: pytest.FixtureRequest) -> Case:
+    return make(*request.param)
+
+
+@given(text=st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=30).map("".join) | st.text())
+@settings(deadline=None)
+def test_no_text_has_fewer_tokens_than_the_bound(case: Case, text: str) -> None:
+    assert case.bounds.fewest_tokens(text) <= len(case.base.encode(text).ids)
+
+
+@pytest.mark.parametrize("word", ["hello", "日", "한", "e\u0301", "-", " ", "<|end|>"])
+def test_repetitions_of_a_word_do_not_fool_it(case: Case, word: str) -> None:
+    text = word * 500
+    assert case.bounds.fewest_tokens(text) <= len(case.base.encode(text).ids)
+
+
+def test_it_is_as_if_all_tokens_were_like_the_longest(case: Case) -> None:
+    vocabulary = case.base.get_vocab(with_added_tokens=True)
+    most_letters = max(sum(c.isascii() and c.isalnum() for c in token) for token in vocabulary)
+    assert case.bounds.fewest_tokens("hello the " * 300) >= 8 * 300 / most_letters
+    most_bytes = max(map(len, vocabulary))
+    assert case.bounds.fewest_tokens("\u0416" * 300) >= 2 * 300 / most_bytes
+
+
+@pytest.mark.parametrize(
+    "pre_tokenizer",
+    [
+        None,
+        pre_tokenizers.Metaspace(),
+        pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()]),
+        pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()]),
+    ],
+    ids=str,
+)
+def test_tokenizers_that_may_drop_a_part_of_the_text_are_not_bounded(
+    pre_tokenizer: pre_tokenizers.PreTokenizer | None,
+) -> None:
+    case = make(None, AddedToken("<|end|>", special=True))
+    assert case.bounds.fewest_tokens("hello " * 100) > 0
+    if pre_tokenizer is None:
+        case.base.normalizer = normalizers.Strip()
+    else:
+        case.base.pre_tokenizer = pre_tokenizer
+    assert TokenBounds(case.base, _BYTE_OF_CHARACTER).fewest_tokens("hello " * 100) == 0

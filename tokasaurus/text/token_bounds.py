@@ -1,0 +1,82 @@
+"""How few tokens a text can have, by its bytes alone: a text that is far too long need not be tokenized to know it."""
+
+import json
+import unicodedata
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as BaseTokenizer
+
+_ASCII_ALPHANUMERIC = frozenset(byte for byte in range(128) if chr(byte).isalnum())
+_NOT_ASCII = frozenset(range(128, 256))
+_ALL = frozenset(range(256))
+# A run of spaces or dashes may be one token of over a hundred bytes, a word has hardly ever more than 25 letters:
+# counted apart, these bound a text of words three times as tightly.
+_CLASSES = (_ASCII_ALPHANUMERIC, _NOT_ASCII, _ALL)
+# Pre-tokenizers that take nothing away from the text.
+_LOSSLESS = {"Sequence", "Split", "ByteLevel", "Digits"}
+
+
+class TokenBounds:
+    """Of one vocabulary. For byte-level BPE, which keeps every byte of the text; for others the bound is always 0."""
+
+    def __init__(self, base: BaseTokenizer, byte_of_character: Mapping[str, bytes]) -> None:
+        """byte_of_character: the byte-level alphabet."""
+        self._composes = _type_of(base.normalizer) == "NFC"
+        self._longest: list[tuple[bytes, int]] = []
+        if not _keeps_every_byte(base, byte_of_character):
+            return
+        added = base.get_added_tokens_decoder().values()
+        vocabulary = sorted(base.get_vocab(with_added_tokens=False), key=len, reverse=True)
+        for counted in _CLASSES:
+            if counted is _ALL and any(_takes_spaces_along(token) for token in added):
+                continue
+            characters = {character for character, byte in byte_of_character.items() if byte[0] in counted}
+            most = max((sum(byte in counted for byte in token.content.encode()) for token in added), default=0)
+            most = max(most, _most_characters(vocabulary, characters))
+            self._longest.append((bytes(_ALL - counted), most))
+
+    def fewest_tokens(self, text: str) -> int:
+        """`text` has at least so many tokens."""
+        if not self._longest:
+            return 0
+        if self._composes and not text.isascii():
+            text = unicodedata.normalize("NFC", text)
+        content = text.encode(errors="replace")
+        # most is 0 where no token has any such byte, and then no text that can be encoded has one
+        return max(-(-len(content.translate(None, others)) // most) for others, most in self._longest if most > 0)
+
+
+def _keeps_every_byte(base: BaseTokenizer, byte_of_character: Iterable[str]) -> bool:
+    if _type_of(base.normalizer) not in (None, "NFC") or base.pre_tokenizer is None:
+        return False
+    pre_tokenizers = _with_parts(json.loads(base.pre_tokenizer.__getstate__()))
+    types = {part["type"] for part in pre_tokenizers}
+    if "ByteLevel" not in types or not types <= _LOSSLESS:
+        return False
+    if any(part.get("behavior") == "Removed" for part in pre_tokenizers):
+        return False
+    return all(base.token_to_id(character) is not None for character in byte_of_character)
+
+
+def _type_of(part: Any) -> str | None:
+    return None if part is None else str(json.loads(part.__getstate__())["type"])
+
+
+def _with_parts(state: dict[str, Any]) -> list[dict[str, Any]]:
+    return [state, *(part for inner in state.get("pretokenizers", []) for part in _with_parts(inner))]
+
+
+def _takes_spaces_along(token: AddedToken) -> bool:
+    return bool(token.lstrip or token.rstrip)
+
+
+def _most_characters(vocabulary: list[str], characters: set[str]) -> int:
+    """Most of `characters` in one token. vocabulary: longest first."""
+    most = 0
+    for token in vocabulary:
+        if len(token) <= most:
+            break
+        most = max(most, sum(character in characters for character in token))
+    return most
