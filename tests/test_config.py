@@ -213,9 +213,21 @@ def test_config_made_in_python_is_checked_too() -> None:
         config.finalize()
 
 
-def test_a_key_in_the_environment_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKA_API_KEY", "secret")
-    assert refusal().startswith("TOKA_API_KEY is set: ")
+def test_the_key_comes_from_the_flag_or_else_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_server_config([]).api_key is None
+    monkeypatch.setenv("TOKA_API_KEY", "")
+    assert parse_server_config([]).api_key is None
+    monkeypatch.setenv("TOKA_API_KEY", "from-outside")
+    assert parse_server_config([]).api_key == "from-outside"
+    assert parse_server_config(["api_key=1e5"]).api_key == "1e5"
+
+
+@pytest.mark.parametrize("key", ["two words", "schlüssel", " padded", "line\n"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "api_key (or TOKA_API_KEY): must be printable ASCII without spaces, as a header carries it"
+    assert refusal(f"api_key={key}") == line
+    monkeypatch.setenv("TOKA_API_KEY", key)
+    assert refusal() == line
 
 
 def test_config_crosses_to_another_process() -> None:

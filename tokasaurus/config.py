@@ -4,6 +4,7 @@ Pydra reads the annotations at run time: real annotations, no Literal, unions on
 """
 
 import os
+import re
 from typing import TYPE_CHECKING
 
 from tokasaurus.flags import MAX_INT32, Flag, FlagError, FlagTable, assign_flags, check_flags
@@ -92,6 +93,9 @@ class ServerConfig(Config):
             raise FlagError(
                 f"early_stopping_init_std={self.early_stopping_init_std}: needs early_stopping_init_mean beside it"
             )
+        if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
+            # not shown: it is a secret
+            raise FlagError("api_key (or TOKA_API_KEY): must be printable ASCII without spaces, as a header carries it")
 
 
 def _count(meaning: str, minimum: int = 1, none_means: str = "none") -> Flag:
@@ -112,11 +116,8 @@ NOT_BUILT = frozenset(
         "cudagraph_max_size",
         "cudagraph_step",
         "max_topk_logprobs",
-        "api_key",
         "statsd_server_url",
         "data_dir",
-        "max_queued_requests",
-        "max_request_bytes",
     }
 )
 
@@ -235,7 +236,10 @@ SERVER_FLAGS = FlagTable(
         "server": {
             "host": Flag("address to listen on; 0.0.0.0 opens it to the network"),
             "port": Flag("TCP port to listen on; 0 is any free one", minimum=0, maximum=65535),
-            "api_key": Flag("key that clients must send"),
+            "api_key": Flag(
+                "key that clients must send; rather set TOKA_API_KEY, since others can see the command line",
+                none_means="TOKA_API_KEY",
+            ),
             "uvicorn_log_level": Flag(
                 "how much the HTTP server logs", choices=("critical", "error", "warning", "info", "debug", "trace")
             ),
@@ -243,7 +247,10 @@ SERVER_FLAGS = FlagTable(
             "stats_report_seconds": Flag("seconds between log lines with throughput", minimum=0.1, maximum=86400),
             "statsd_server_url": Flag("statsd server that gets the metrics, as host:port"),
             "data_dir": Flag("directory of uploaded files and batches", none_means="user's data"),
-            "max_queued_requests": _count("requests waiting above which new ones are refused", none_means="no limit"),
+            "max_queued_requests": _count(
+                "requests that may wait; a list of prompts counts as many, and is taken whole if there is room for one",
+                none_means="no limit",
+            ),
             "max_request_bytes": _count("largest body of a request, in bytes", none_means="no limit"),
         },
     },
@@ -254,10 +261,9 @@ SERVER_FLAGS = FlagTable(
 
 def parse_server_config(args: list[str]) -> ServerConfig:
     """The checked config that `name=value` words ask for. Raises FlagError, whose message is one line."""
-    if "api_key" in NOT_BUILT and os.environ.get("TOKA_API_KEY"):
-        # Who sets a key means the server to be guarded: serving unguarded would be worse than not serving.
-        raise FlagError("TOKA_API_KEY is set: api_key is not built yet, unset it")
     config = ServerConfig()
     assign_flags(config, SERVER_FLAGS, args)
+    if config.api_key is None:
+        config.api_key = os.environ.get("TOKA_API_KEY") or None  # an empty variable holds no key
     config.finalize()
     return config

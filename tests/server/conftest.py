@@ -66,11 +66,20 @@ def served_model(tokenizer_directory: Path) -> ServedModel:
 
 
 @contextmanager
-def live_server(model: ServedModel, engine: FakeEngine, start_engine: bool = True) -> Iterator[LiveServer]:
-    client = EngineClient([engine.request_channel], [engine.update_channel])
+def live_server(
+    model: ServedModel,
+    engine: FakeEngine,
+    start_engine: bool = True,
+    api_key: str | None = None,
+    max_request_bytes: int | None = None,
+    max_queued_requests: int | None = None,
+) -> Iterator[LiveServer]:
+    client = EngineClient([engine.request_channel], [engine.update_channel], max_queued_requests=max_queued_requests)
+    app = create_app(model, client, api_key, max_request_bytes)
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     if start_engine:
         engine.start()
-    with http_server(create_app(model, client)) as url, httpx.Client(base_url=url, timeout=20) as http:
+    with http_server(app) as url, httpx.Client(base_url=url, timeout=20, headers=headers) as http:
         if start_engine:
             wait_until_ready(http)
         try:

@@ -11,6 +11,7 @@ EOS_IDS = (IM_END,)
 
 _MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w"), ("Ġw", "o"), ("r", "l"), ("rl", "d")]
 _CHAT_TEMPLATE = (
+    "{% if opening is defined %}{{ opening }}{% endif %}"
     "{% for message in messages %}"
     "{% if message['content'] == 'refuse me' %}{{ raise_exception('told to refuse') }}{% endif %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"

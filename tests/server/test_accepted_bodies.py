@@ -47,6 +47,10 @@ NEUTRAL_CHAT: dict[str, list[object]] = {
     "modalities": [["text"], None],
     "max_completion_tokens": [2, None],
     "parallel_tool_calls": [True, None],
+    "add_generation_prompt": [True, False, None],
+    "continue_final_message": [True, False, None],
+    "chat_template_kwargs": [None, {}, {"enable_thinking": False}],
+    "apply_chat_template_overrides": [None, {}, {"add_generation_prompt": False}],
 }
 
 

@@ -21,6 +21,7 @@ from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
 from tokasaurus.server.app import run_server
 
+KEY = "some-key"
 INFO = ModelInfo(
     family="llama",
     num_layers=1,
@@ -47,6 +48,8 @@ class ServerProcess:
         checkpoint = Checkpoint("org/small", tokenizer_directory, tokenizer_directory, INFO)
         config = ServerConfig()
         config.served_model_name = "nickname"
+        config.api_key = KEY
+        config.max_request_bytes = 10_000
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -85,9 +88,11 @@ def test_process_reports_ready_serves_and_ends_with_0_on_sigterm(server_process:
     engine = server_process.engine
     engine.script = lambda request, index: None if request.prompt_ids[0] == ord("z") else echo(request, index)
     assert isinstance(server_process.status.receive(30), PhaseDone)
-    with httpx.Client(base_url=server_process.url, timeout=20) as http:
+    with httpx.Client(base_url=server_process.url, timeout=20, headers={"Authorization": f"Bearer {KEY}"}) as http:
         assert http.get("/health").status_code == 200
         assert http.get("/ready").status_code == 503
+        assert http.get("/ready", headers={"Authorization": "Bearer x"}).status_code == 401
+        assert http.post("/v1/completions", content=b" " * 10_001).status_code == 413
         engine.start()
         assert server_process.wait_ready()[-1] == Ready("server")
         assert http.get("/ready").status_code == 200
@@ -99,7 +104,8 @@ def test_process_reports_ready_serves_and_ends_with_0_on_sigterm(server_process:
 
     with socket.create_connection(("127.0.0.1", int(server_process.url.rpartition(":")[2]))) as connection:
         content = b'{"model": "default", "prompt": "zzz"}'
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        headers = f"Host: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(content)}"
+        head = f"POST /v1/completions HTTP/1.1\r\n{headers}\r\n\r\n"
         connection.sendall(head.encode() + content)
         engine.wait_until(lambda engine: engine.requests[-1].prompt_ids[0] == ord("z"))
         stopped = time.monotonic()

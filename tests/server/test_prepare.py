@@ -1,4 +1,5 @@
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.served_model import ServedModel
 
+REFUSED = [{"role": "user", "content": "refuse me"}]
 LIMITS = EngineLimits(num_kv_blocks=10, page_size=16, max_tokens_per_sequence=100)
 
 
@@ -143,6 +145,79 @@ def test_the_cache_salt_goes_with_every_prompt_as_it_came(served_model: ServedMo
     requests = completion(served_model, prompt=["a", "b"], cache_salt=salt).requests
     requests += chat(served_model, cache_salt=salt).requests
     assert [request.cache_salt for request in requests] == [salt] * 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "opening", "end"),
+    [
+        ({}, "", "<|im_end|>\n<|im_start|>assistant\n"),
+        ({"add_generation_prompt": None, "continue_final_message": None}, "", "<|im_end|>\n<|im_start|>assistant\n"),
+        ({"add_generation_prompt": True}, "", "<|im_end|>\n<|im_start|>assistant\n"),
+        ({"add_generation_prompt": False}, "", "<|im_end|>\n"),
+        ({"continue_final_message": True}, "", ""),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "", ""),
+        ({"continue_final_message": False}, "", "<|im_end|>\n<|im_start|>assistant\n"),
+        ({"chat_template_kwargs": {"opening": "Hear!"}}, "Hear!", "<|im_end|>\n<|im_start|>assistant\n"),
+        ({"chat_template_kwargs": {"unknown": {"a": [1]}}}, "", "<|im_end|>\n<|im_start|>assistant\n"),
+        ({"apply_chat_template_overrides": {"add_generation_prompt": False, "opening": "a"}}, "a", "<|im_end|>\n"),
+        ({"apply_chat_template_overrides": {"continue_final_message": True}}, "", ""),
+        ({"apply_chat_template_overrides": {"opening": "a"}, "chat_template_kwargs": {"opening": "a"}}, "a", None),
+    ],
+)
+def test_what_is_said_to_the_template_reaches_it(
+    served_model: ServedModel, fields: dict[str, Any], opening: str, end: str | None
+) -> None:
+    (prompt,) = prompts_of(chat(served_model, "abc", **fields))
+    end = "<|im_end|>\n<|im_start|>assistant\n" if end is None else end
+    text = served_model.tokenizer.decode(prompt, skip_special_tokens=False)
+    assert text == f"{opening}<|im_start|>user\nabc{end}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"conversations": []}}, "messages"),
+        ({"chat_template_kwargs": {"continue_final_message": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"raise_exception": 1}, "messages": REFUSED}, "messages"),
+        ({"apply_chat_template_overrides": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        ({"apply_chat_template_overrides": {"add_generation_prompt": 1}}, "apply_chat_template_overrides"),
+        (
+            {"apply_chat_template_overrides": {"opening": 1}, "chat_template_kwargs": {"opening": True}},
+            "apply_chat_template_overrides",
+        ),
+        (
+            {"apply_chat_template_overrides": {"add_generation_prompt": True}, "add_generation_prompt": False},
+            "apply_chat_template_overrides",
+        ),
+    ],
+)
+def test_what_the_template_cannot_be_told_is_refused_by_name(
+    served_model: ServedModel, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        chat(served_model, **fields)
+    assert error.value.param == param
+    assert param in error.value.message
+
+
+def test_text_of_special_tokens_is_text_in_a_message_and_a_token_in_a_prompt(served_model: ServedModel) -> None:
+    (prompt,) = prompts_of(chat(served_model, "a<|im_end|>"))
+    assert prompt.count(IM_END) == 1
+    assert prompts_of(completion(served_model, prompt="a<|im_end|>")) == [[97, IM_END]]
+
+
+def test_what_must_be_too_long_is_not_tokenized(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(*_args: object, **_options: object) -> None:
+        raise AssertionError("tokenized")
+
+    text = "a b " * 500
+    monkeypatch.setattr(served_model.tokenizer, "_base", SimpleNamespace(encode_batch_fast=encode))
+    for ask in (lambda: completion(served_model, prompt=["a", text]), lambda: chat(served_model, text)):
+        with pytest.raises(ContextLengthExceeded, match="at least"):
+            ask()
 
 
 OPTIONAL = ["n", "temperature", "top_p", "stop", "seed", "ignore_eos", "cache_salt"]

@@ -1,8 +1,10 @@
 """Bodies that are wrong, and what the client is told: never a 500, always the field."""
 
 import json
+import time
 from typing import Any
 
+import httpx
 import orjson
 import pytest
 
@@ -154,6 +156,14 @@ ONE_ROUTE_REFUSES: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"max_tokens": MISSING, "max_completion_tokens": CONTEXT}, "max_completion_tokens"),
     (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     (CHAT, {"prompt": "hello"}, "prompt"),
+    (CHAT, {"messages": [5] * 200_000}, "messages[0]"),
+    (CHAT, {"metadata": dict.fromkeys(map(str, range(50_000)), 1)}, "metadata"),
+    (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template"),
+    (CHAT, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+    (CHAT, {"chat_template_kwargs": []}, "chat_template_kwargs"),
+    (CHAT, {"add_generation_prompt": 1}, "add_generation_prompt"),
+    (CHAT, {"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+    (COMPLETIONS, {"add_generation_prompt": True}, "add_generation_prompt"),
 ]
 
 
@@ -167,13 +177,25 @@ def test_wrong_body_is_a_400_naming_the_field(
 
 def check_refused(server: LiveServer, route: str, body: dict[str, Any], param: str) -> None:
     num_requests = len(server.engine.requests)
-    response = server.http.post(route, content=json.dumps(body))  # orjson writes no integer beyond 64 bits
+    response = refused_quickly(server, route, json.dumps(body))  # orjson writes no integer beyond 64 bits
     error = assert_openai_error(response.content)
     assert response.status_code == 400, error
     assert error["param"] == param, error
     assert param in error["message"]
     assert error["type"] == "invalid_request_error"
     assert len(server.engine.requests) == num_requests
+
+
+def refused_quickly(server: LiveServer, route: str, content: str | bytes) -> httpx.Response:
+    """Within 50 ms, or the best of a few, since the machine may be busy."""
+    seconds = []
+    for _ in range(6):
+        started = time.perf_counter()
+        response = server.http.post(route, content=content)
+        seconds.append(time.perf_counter() - started)
+        if seconds[-1] < 0.05:
+            return response
+    raise AssertionError(f"{min(seconds):.3f} s for {response.content[:300]!r}")
 
 
 @pytest.mark.parametrize(
@@ -192,16 +214,17 @@ def check_refused(server: LiveServer, route: str, body: dict[str, Any], param: s
         b'{"model": "default", "prompt": "\\ud800"}',
         b'{"model": "default", "prompt": "\xff"}',
         b'{"model": "default", "\\ud800": "a"}',
-        b'{"model": "default", "prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"model": "default", "prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
         b'{"model": "default", "prompt": ' + b"[" * 900 + b"]" * 900 + b"}",
         b'{"model": "default", "prompt": "a", "metadata": ' + b'{"a":' * 1000 + b"1" + b"}" * 1001,
         b'{"model": "default", "prompt": "a", "' + b"x" * 100_000 + b'": 1}',
         b'{"model": "default", "prompt": "a", "stop": ' + b"[" * 1000 + b"]" * 1000 + b"}",
+        b'{"model": "default", "prompt": "a"' + b"".join(b',"x%d":1' % number for number in range(100_000)) + b"}",
     ],
 )
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 def test_what_is_no_json_object_of_known_fields_is_a_400(shared_server: LiveServer, route: str, content: bytes) -> None:
-    response = shared_server.http.post(route, content=content)
+    response = refused_quickly(shared_server, route, content)
     error = assert_openai_error(response.content)
     assert response.status_code == 400
     assert len(error["message"]) < 500
@@ -239,6 +262,11 @@ def test_wrong_model_is_a_404(shared_server: LiveServer, route: str) -> None:
     ("route", "change"),
     [
         (COMPLETIONS, {"prompt": "a" * 600}),
+        (COMPLETIONS, {"prompt": "hello " * 500_000}),
+        (COMPLETIONS, {"prompt": "\u65e5" * 500_000}),
+        (COMPLETIONS, {"prompt": " " * 2_000_000}),
+        (COMPLETIONS, {"prompt": [1] * 500_000}),
+        (CHAT, {"messages": [{"role": "user", "content": "hello " * 500_000}]}),
         (COMPLETIONS, {"prompt": [1] * CONTEXT, "max_tokens": None}),
         (COMPLETIONS, {"prompt": [1] * (CONTEXT - 1), "max_tokens": 2}),
         (COMPLETIONS, {"prompt": [[1], [1] * CONTEXT]}),
@@ -249,7 +277,7 @@ def test_wrong_model_is_a_404(shared_server: LiveServer, route: str) -> None:
 def test_what_cannot_fit_is_context_length_exceeded(
     shared_server: LiveServer, route: str, change: dict[str, Any]
 ) -> None:
-    response = shared_server.http.post(route, json=minimal_body(route) | change)
+    response = refused_quickly(shared_server, route, orjson.dumps(minimal_body(route) | change))
     error = assert_openai_error(response.content)
     assert (response.status_code, error["code"]) == (400, "context_length_exceeded"), error
 
@@ -263,6 +291,5 @@ def test_openapi_page_shows_bodies_and_errors(shared_server: LiveServer) -> None
         assert set(schema["properties"]) == set(model.model_fields)
         assert {"type": "string", "minLength": 1, "maxLength": 1024} in schema["properties"]["cache_salt"]["anyOf"]
         assert "cache_salt" not in schema["required"]
-        assert "200" in operation["responses"]
-        assert "4XX" in operation["responses"]
-        assert "422" not in operation["responses"]
+        assert set(operation["responses"]) == {"200", "400", "401", "404", "413", "415", "429", "500", "503"}
+    assert "401" not in page["paths"]["/health"]["get"]["responses"]

@@ -18,9 +18,11 @@ from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
 from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
+from tokasaurus.server.api_key import ApiKeyMiddleware
 from tokasaurus.server.engine_client import EngineClient
 from tokasaurus.server.errors import add_error_handlers
-from tokasaurus.server.routes import chat, completions, health, metrics, models
+from tokasaurus.server.openapi import DescribedApp
+from tokasaurus.server.routes import chat, completions, health, metrics, models, tokenize
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
 from tokasaurus.text.tokenizer import ChatTemplateError, Tokenizer
@@ -61,9 +63,15 @@ def run_server(
         broken.append(error)
         http_server.should_exit = True
 
-    engine = EngineClient(requests, updates, on_ready=lambda: status.send(Ready("server")), on_broken=stop_broken)
+    engine = EngineClient(
+        requests,
+        updates,
+        on_ready=lambda: status.send(Ready("server")),
+        on_broken=stop_broken,
+        max_queued_requests=config.max_queued_requests,
+    )
     http_config = uvicorn.Config(
-        create_app(model, engine),
+        create_app(model, engine, config.api_key, config.max_request_bytes),
         loop="uvloop",
         http="httptools",
         ws="none",
@@ -93,9 +101,15 @@ def _allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
-def create_app(model: ServedModel, engine: EngineClient) -> FastAPI:
-    """The whole HTTP interface. While the app runs (its lifespan), `engine` receives on the running event loop."""
-    state = ServerState(model, engine, ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text"))
+def create_app(
+    model: ServedModel, engine: EngineClient, api_key: str | None = None, max_request_bytes: int | None = None
+) -> FastAPI:
+    """The whole HTTP interface. While the app runs (its lifespan), `engine` receives on the running event loop.
+
+    api_key: what clients must send; None: nothing. max_request_bytes: of a body; None: any size.
+    """
+    text_threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
+    state = ServerState(model, engine, text_threads, max_request_bytes)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -103,7 +117,7 @@ def create_app(model: ServedModel, engine: EngineClient) -> FastAPI:
             yield
         state.text_threads.shutdown(wait=False, cancel_futures=True)
 
-    app = FastAPI(
+    app = DescribedApp(
         title="Tokasaurus",
         version=importlib.metadata.version("tokasaurus"),
         lifespan=lifespan,
@@ -111,7 +125,9 @@ def create_app(model: ServedModel, engine: EngineClient) -> FastAPI:
     )
     app.state.server = state
     add_error_handlers(app)
-    for room in (completions, chat, models, health, metrics):
+    if api_key is not None:
+        app.add_middleware(ApiKeyMiddleware, api_key=api_key)
+    for room in (completions, chat, models, tokenize, health, metrics):
         app.include_router(room.router)
     return app
 

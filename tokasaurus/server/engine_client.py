@@ -15,7 +15,8 @@ from tokasaurus.messages.generation import (
     SequenceDelta,
 )
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
-from tokasaurus.server.load_balancer import choose_replica
+from tokasaurus.server.errors import QueueFull
+from tokasaurus.server.load_balancer import choose_replica, is_queue_full
 
 
 @dataclass(slots=True)
@@ -80,7 +81,8 @@ class EngineClient:
     """One per server. All methods run on the event loop's thread.
 
     requests, updates: one channel per replica. on_ready: called once, when every replica is up. on_broken: called when
-    what a manager sent cannot be read; answers are lost from then on.
+    what a manager sent cannot be read; answers are lost from then on. max_queued_requests: that may wait; None: any
+    number.
     """
 
     def __init__(
@@ -89,12 +91,14 @@ class EngineClient:
         updates: Sequence[Channel[EngineUpdate | Ready]],
         on_ready: Callable[[], None] = lambda: None,
         on_broken: Callable[[Exception], None] = _raise,
+        max_queued_requests: int | None = None,
     ) -> None:
         assert len(requests) == len(updates) > 0, "one channel each way per replica"
         self._requests = requests
         self._updates = updates
         self._on_ready = on_ready
         self._on_broken = on_broken
+        self._max_queued_requests = max_queued_requests
         self._limits: list[EngineLimits | None] = [None] * len(updates)
         self._stats: list[EngineStats | None] = [None] * len(updates)
         self._num_unfinished_sequences = [0] * len(updates)
@@ -133,11 +137,23 @@ class EngineClient:
         """Requests that a `generate` call is waiting for or has not yet cleaned up."""
         return len(self._pending)
 
+    def check_queue(self) -> None:
+        """Raises QueueFull if so many requests wait that no further one may join them."""
+        if self._max_queued_requests is None or len(self._pending) < self._max_queued_requests:
+            return
+        num_running = sum(stats.num_running for stats in self._stats if stats is not None)
+        num_waiting = sum(self._num_unfinished_sequences) - num_running
+        newest_first = (pending.num_unfinished for pending in reversed(self._pending.values()))
+        if is_queue_full(newest_first, num_waiting, self._max_queued_requests):
+            raise QueueFull(f"{self._max_queued_requests} requests are waiting already (max_queued_requests)")
+
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[FinishedSequence]]:
         """The finished sequences of each request, in order of `sequence_index`. At least one request.
 
-        Request ids must be new. If the caller is cancelled, what is unfinished is cancelled at the managers.
+        Request ids must be new. If the caller is cancelled, what is unfinished is cancelled at the managers. Raises
+        QueueFull.
         """
+        self.check_queue()
         submission = _Submission(len(requests))
         with ExitStack() as stack:
             pending = [stack.enter_context(self._submitted(request, submission)) for request in requests]

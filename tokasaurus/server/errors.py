@@ -1,5 +1,6 @@
 """User mistakes and server states as exceptions, and their one way out: OpenAI's error object."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import orjson
@@ -29,11 +30,12 @@ class ErrorResponse:
 
 
 class ApiError(Exception):
-    """Answered with `status` and an OpenAI error object. param: the request field at fault."""
+    """Answered with `status`, `headers` and an OpenAI error object. param: the request field at fault."""
 
     status = 500
     type = "server_error"
     code: str | None = None
+    headers: Mapping[str, str] = {}
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -66,6 +68,32 @@ class ModelNotFound(InvalidRequest):
         super().__init__(f"the model {shorten(name)!r} does not exist; GET /v1/models lists what is served", "model")
 
 
+class WrongApiKey(InvalidRequest):
+    status = 401
+    code = "invalid_api_key"
+    headers: Mapping[str, str] = {"WWW-Authenticate": "Bearer"}
+
+
+class BodyTooLarge(InvalidRequest):
+    """The rest of the body is not read, so the connection cannot be used again."""
+
+    status = 413
+    code = "request_too_large"
+    headers: Mapping[str, str] = {"Connection": "close"}
+
+
+class UnsupportedMediaType(InvalidRequest):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class QueueFull(ApiError):
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+    headers: Mapping[str, str] = {"Retry-After": "1"}
+
+
 class EngineNotReady(ApiError):
     status = 503
     type = "service_unavailable"
@@ -91,8 +119,13 @@ def invalid_body(error: ValidationError) -> InvalidRequest:
     return _from_details(error.errors(include_url=False, include_context=False, include_input=False)[0])
 
 
-def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
-    return _respond(error.status, ErrorObject(error.message, error.type, error.param, error.code), headers)
+def unknown_field(name: str) -> InvalidRequest:
+    name = shorten(name)
+    return InvalidRequest(f"unknown field {name!r}", name)
+
+
+def error_response(error: ApiError) -> Response:
+    return _respond(error.status, ErrorObject(error.message, error.type, error.param, error.code), error.headers)
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -108,7 +141,7 @@ def add_error_handlers(app: FastAPI) -> None:
         route = f"{request.method} {shorten(request.url.path)}"
         message = {404: f"unknown route: {route}", 405: f"method not allowed: {route}"}.get(error.status_code)
         body = ErrorObject(message or str(error.detail), "invalid_request_error", None, None)
-        return _respond(error.status_code, body, dict(error.headers or {}))
+        return _respond(error.status_code, body, error.headers)
 
     async def on_validation_error(_request: Request, error: Exception) -> Response:
         """Of path and query parameters; bodies are parsed by `json_body`."""
@@ -129,7 +162,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, on_internal_error)
 
 
-def _respond(status: int, error: ErrorObject, headers: dict[str, str] | None) -> Response:
+def _respond(status: int, error: ErrorObject, headers: Mapping[str, str] | None) -> Response:
     content = orjson.dumps(ErrorResponse(error))
     return Response(content, status_code=status, headers=headers, media_type="application/json")
 
@@ -138,7 +171,7 @@ def _from_details(details: ErrorDetails) -> InvalidRequest:
     param = _field_name(details["loc"])
     match details["type"]:
         case "extra_forbidden":
-            return InvalidRequest(f"unknown field {param!r}", param)
+            return unknown_field(str(param))
         case "missing":
             return InvalidRequest(f"{param} is required", param)
         case "not_implemented":

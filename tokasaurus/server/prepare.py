@@ -8,12 +8,13 @@ import numpy as np
 
 from tokasaurus.messages.generation import GenerateRequest, SamplingParams
 from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.server.chat_prompt import encode_messages, too_long
 from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest, Prompt
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.text.tokenizer import ChatTemplateError
+from tokasaurus.text.tokenizer import TextTooLong
 
 # Of one body: n times its prompts.
 MAX_SEQUENCES = 65_536
@@ -41,7 +42,7 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, limits: Engi
     want_logprobs = body.logprobs is not None
     response_id = f"cmpl-{uuid.uuid4().hex}"
     requests = []
-    for index, prompt_ids in enumerate(_tokenize(body.prompt, model)):
+    for index, prompt_ids in enumerate(_tokenize(body.prompt, model, limits)):
         room = _room(prompt_ids, limits, "prompt")
         max_new_tokens = min(DEFAULT_COMPLETION_TOKENS, room)
         if body.max_tokens is not None:
@@ -54,11 +55,7 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, limits: Engi
 def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:
     """Tokenizes, so not for the event loop. Raises InvalidRequest."""
     _check_num_sequences(1, body.n)
-    try:
-        messages = [{"role": message.role, "content": message.content} for message in body.messages]
-        prompt_ids = model.tokenizer.encode_chat(messages)
-    except ChatTemplateError as error:
-        raise InvalidRequest(str(error), "messages") from error
+    prompt_ids = encode_messages(body.messages, body, model, limits.max_tokens_per_sequence)
     _check_vocabulary(prompt_ids, model, "messages")
     room = _room(prompt_ids, limits, "messages")
     max_new_tokens = room
@@ -75,9 +72,13 @@ def _check_num_sequences(num_prompts: int, n: int) -> None:
         raise InvalidRequest(f"n times the number of prompts may be at most {MAX_SEQUENCES}", "n")
 
 
-def _tokenize(prompts: list[Prompt], model: ServedModel) -> list[list[int]]:
+def _tokenize(prompts: list[Prompt], model: ServedModel, limits: EngineLimits) -> list[list[int]]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    encoded = iter(model.tokenizer.encode_batch(texts, add_special_tokens=True))
+    max_tokens = limits.max_tokens_per_sequence
+    try:
+        encoded = iter(model.tokenizer.encode_batch(texts, add_special_tokens=True, max_tokens=max_tokens))
+    except TextTooLong as error:
+        raise too_long("prompt", error, max_tokens) from None
     prompts_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
     for prompt_ids in prompts_ids:
         if not prompt_ids:

@@ -19,11 +19,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """text_threads: for work on text and ids, which would block the event loop; the tokenizer frees the GIL."""
+    """text_threads: for work on text and ids, which would block the event loop; the tokenizer frees the GIL.
+
+    max_request_bytes: of a body; None: any size.
+    """
 
     model: ServedModel
     engine: EngineClient
     text_threads: ThreadPoolExecutor
+    max_request_bytes: int | None
 
     def ready_limits(self) -> EngineLimits:
         """Raises EngineNotReady until the engine is up."""

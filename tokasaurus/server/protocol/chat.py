@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 from pydantic_core import PydanticCustomError
 
 from tokasaurus.server.protocol.sampling_fields import Only, SamplingFields, null_means, value_error
+from tokasaurus.server.protocol.template_fields import TemplateFields
 from tokasaurus.server.protocol.usage import Usage
 
 
@@ -72,13 +73,13 @@ class ChatMessage(BaseModel):
     tool_calls: Annotated[Any, Only(None, [])] = None
 
 
-class ChatCompletionRequest(SamplingFields):
+class ChatCompletionRequest(SamplingFields, TemplateFields):
     """logprobs: the log-probability of each chosen token. max_tokens: the older name of max_completion_tokens.
 
     ignore_eos (an extension of ours): generate max_completion_tokens tokens whatever the model says.
     """
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     logprobs: Annotated[bool, null_means(False)] = False
     top_logprobs: Annotated[Any, Only(None, 0)] = None

@@ -19,7 +19,7 @@ def _parse_prompts(value: object) -> list[Prompt]:
         prompts = [value]
     elif not isinstance(value, list):
         raise _wrong_prompt()
-    elif all(type(item) is int for item in value):  # not bool, which is an int too
+    elif set(map(type, value)) <= {int}:  # not bool, which is an int too
         prompts = [value]
     elif all(isinstance(item, str) for item in value) or all(_is_token_ids(item) for item in value):
         prompts = value
@@ -31,7 +31,7 @@ def _parse_prompts(value: object) -> list[Prompt]:
 
 
 def _is_token_ids(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 def _wrong_prompt() -> PydanticCustomError:

@@ -106,6 +106,20 @@ CacheSalt = Annotated[
 ]
 
 
+def _parse_metadata(value: object) -> object:
+    """Not by pydantic, which would make an error of every wrong value: there may be a million."""
+    if value is not None and not (isinstance(value, dict) and set(map(type, value.values())) <= {str}):
+        raise value_error("must be an object whose values are strings")
+    return value
+
+
+Metadata = Annotated[
+    dict[str, str] | None,
+    PlainValidator(_parse_metadata),
+    WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": {"type": "string"}}, {"type": "null"}]}),
+]
+
+
 class SamplingFields(BaseModel):
     """What /v1/completions and /v1/chat/completions both take.
 
@@ -129,7 +143,7 @@ class SamplingFields(BaseModel):
     cache_salt: CacheSalt = ""
 
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata = None
     store: Annotated[Any, Only(None, False)] = None
     service_tier: Annotated[Any, Only(None, "auto", "default")] = None
     safety_identifier: str | None = None

@@ -5,7 +5,7 @@ import importlib.metadata
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from tokasaurus.server.errors import ErrorResponse
+from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.state import state_of
 
 router = APIRouter(tags=["health"])
@@ -17,7 +17,7 @@ async def health() -> JSONResponse:
     return JSONResponse({"status": "ok"})
 
 
-@router.get("/ready", responses={503: {"model": ErrorResponse}})
+@router.get("/ready", responses=error_responses(503))
 async def ready(request: Request) -> JSONResponse:
     """The engine takes requests; 503 until then."""
     state_of(request).ready_limits()

@@ -13,7 +13,15 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from tokasaurus.server.errors import ClientGone, InvalidRequest, invalid_body
+from tokasaurus.server.errors import (
+    BodyTooLarge,
+    ClientGone,
+    InvalidRequest,
+    UnsupportedMediaType,
+    invalid_body,
+    shorten,
+    unknown_field,
+)
 from tokasaurus.server.state import state_of
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -28,6 +36,11 @@ def parse_body(content: bytes, body_model: type[Body]) -> Body:
         value = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error.msg} (character {error.pos})") from None
+    if isinstance(value, dict):
+        # Here and not by pydantic, which would make an error of each: a body may hold a million.
+        for name in value:
+            if name not in body_model.model_fields:
+                raise unknown_field(name)
     try:
         return body_model.model_validate(value)
     except ValidationError as error:
@@ -42,10 +55,8 @@ class JsonBodyRoute(APIRoute):
         body_model: type[BaseModel] = get_type_hints(self.endpoint)["body"]
 
         async def handle(request: Request) -> Response:
-            try:
-                content = await request.body()
-            except ClientDisconnect:
-                raise ClientGone from None
+            _check_type(request)
+            content = await _read(request, state_of(request).max_request_bytes)
             if len(content) <= _MAX_INLINE_BYTES:
                 body = parse_body(content, body_model)
             else:
@@ -53,3 +64,36 @@ class JsonBodyRoute(APIRoute):
             return await endpoint(request, body)
 
         return handle
+
+
+def _check_type(request: Request) -> None:
+    """A client that names no type is believed to send JSON. Raises UnsupportedMediaType."""
+    named = request.headers.get("content-type", "application/json")
+    media_type = named.partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise UnsupportedMediaType(f"the body must be application/json, not {shorten(named)!r}")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise UnsupportedMediaType(f"the body may not be compressed ({shorten(encoding)!r})")
+
+
+async def _read(request: Request, max_bytes: int | None) -> bytes:
+    """The whole body. Raises BodyTooLarge as soon as it is known, ClientGone."""
+    try:
+        if max_bytes is None:
+            return await request.body()
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > max_bytes:
+            raise _too_large(max_bytes)
+        content = bytearray()
+        async for chunk in request.stream():
+            content += chunk
+            if len(content) > max_bytes:
+                raise _too_large(max_bytes)
+        return bytes(content)
+    except ClientDisconnect:
+        raise ClientGone from None
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body may have at most {max_bytes} bytes (max_request_bytes)")

@@ -1,6 +1,7 @@
 """GET /metrics"""
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 
 from tokasaurus.monitoring.metrics import CONTENT_TYPE_LATEST, EngineCollector, render_metrics
 from tokasaurus.server.state import state_of
@@ -8,7 +9,7 @@ from tokasaurus.server.state import state_of
 router = APIRouter(tags=["health"])
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus text; no samples until the engine is up."""
     engine = state_of(request).engine

@@ -3,7 +3,7 @@
 import orjson
 from fastapi import APIRouter, Request, Response
 
-from tokasaurus.server.errors import ErrorResponse
+from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.protocol.models import ModelList, ModelObject
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import state_of
@@ -18,7 +18,7 @@ async def list_models(request: Request) -> Response:
 
 
 # a path, since names such as org/name hold slashes
-@router.get("/v1/models/{name:path}", responses={200: {"model": ModelObject}, "4XX": {"model": ErrorResponse}})
+@router.get("/v1/models/{name:path}", responses={200: {"model": ModelObject}, **error_responses(404)})
 async def retrieve_model(request: Request, name: str) -> Response:
     """The model of that name; "default" is another name of the one that is served."""
     model = state_of(request).model

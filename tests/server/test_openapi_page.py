@@ -1,0 +1,66 @@
+"""Requests that schemathesis makes up from our OpenAPI page, right ones and wrong ones: the answers are as it says."""
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.server.conftest import LiveServer
+
+schemathesis = pytest.importorskip("schemathesis")
+openapi_checks = pytest.importorskip("schemathesis.specs.openapi.checks")
+checks = pytest.importorskip("schemathesis.checks")
+
+CHECKS = [
+    checks.not_a_server_error,
+    openapi_checks.status_code_conformance,
+    openapi_checks.content_type_conformance,
+    openapi_checks.response_schema_conformance,
+    openapi_checks.negative_data_rejection,
+]
+OPERATIONS = [
+    ("GET", "/health"),
+    ("GET", "/metrics"),
+    ("GET", "/ping"),
+    ("GET", "/ready"),
+    ("GET", "/tokenizer_info"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{name}"),
+    ("GET", "/version"),
+    ("POST", "/detokenize"),
+    ("POST", "/tokenize"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+]
+
+
+@pytest.fixture(scope="module")
+def page(shared_server: LiveServer) -> Any:
+    return schemathesis.openapi.from_url(f"{shared_server.url}/openapi.json")
+
+
+def test_all_operations_are_tried(page: Any) -> None:
+    operations = [result.ok() for result in page.get_all_operations()]
+    assert sorted((operation.method.upper(), operation.path) for operation in operations) == sorted(OPERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "mode"),
+    [
+        (method, path, mode)
+        for method, path in OPERATIONS
+        for mode in schemathesis.GenerationMode
+        if method == "POST" or mode == schemathesis.GenerationMode.POSITIVE  # without a body nothing can be wrong
+    ],
+)
+def test_every_answer_is_declared_and_none_is_a_fault(page: Any, method: str, path: str, mode: Any) -> None:
+    operation = page[path][method]
+
+    @given(case=operation.as_strategy(generation_mode=mode))
+    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    def ask(case: Any) -> None:
+        if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+            case.body["model"] = "default"  # nobody would guess it, and nothing behind it would be tried
+        case.call_and_validate(checks=CHECKS)
+
+    ask()

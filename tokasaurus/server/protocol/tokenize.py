@@ -1,0 +1,48 @@
+"""Bodies of /tokenize, /detokenize and /tokenizer_info, as vLLM has them and its clients expect."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tokasaurus.server.protocol.chat import ChatMessage
+from tokasaurus.server.protocol.sampling_fields import Only, null_means
+from tokasaurus.server.protocol.template_fields import TemplateFields
+
+
+class TokenizeRequest(TemplateFields):
+    """Just one of prompt and messages. model: not needed, but if it is given it must be the served one.
+
+    add_special_tokens: what the tokenizer adds around a prompt, such as bos; a chat template writes them itself.
+    return_token_strs: also each token as the vocabulary spells it.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage] | None, Field(min_length=1, fail_fast=True)] = None
+    add_special_tokens: bool | None = None
+    return_token_strs: Annotated[bool, null_means(False)] = False
+    tools: Annotated[Any, Only(None, [])] = None
+    chat_template: Annotated[Any, Only(None)] = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeResponse:
+    """max_model_len: most tokens of prompt and answer together."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizeResponse:
+    prompt: str

@@ -1,0 +1,82 @@
+"""POST /tokenize, POST /detokenize, GET /tokenizer_info"""
+
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from tokasaurus.server.chat_prompt import encode_messages
+from tokasaurus.server.errors import InvalidRequest
+from tokasaurus.server.openapi import BODY_ERRORS, error_responses
+from tokasaurus.server.protocol.tokenize import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from tokasaurus.server.routes.json_body import JsonBodyRoute
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.state import state_of
+
+router = APIRouter(tags=["tokenizer"])
+_body_router = APIRouter(route_class=JsonBodyRoute, tags=["tokenizer"])
+
+
+@_body_router.post("/tokenize", responses={200: {"model": TokenizeResponse}, **error_responses(*BODY_ERRORS, 404, 503)})
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+    """The token ids of a prompt, or of messages through the model's chat template."""
+    state = state_of(request)
+    if body.model is not None:
+        state.model.check_name(body.model)
+    limits = state.ready_limits()
+    content = await state.in_text_thread(_tokenize, body, state.model, limits.max_tokens_per_sequence)
+    return Response(content, media_type="application/json")
+
+
+@_body_router.post("/detokenize", responses={200: {"model": DetokenizeResponse}, **error_responses(*BODY_ERRORS, 404)})
+async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
+    """The text of token ids, special tokens by their names."""
+    state = state_of(request)
+    if body.model is not None:
+        state.model.check_name(body.model)
+    content = await state.in_text_thread(_detokenize, body, state.model)
+    return Response(content, media_type="application/json")
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    """The tokens that have a role, by its name such as eos_token, and the chat template."""
+    tokenizer = state_of(request).model.tokenizer
+    info: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.named_tokens}
+    return info | {"chat_template": tokenizer.chat_template}
+
+
+router.include_router(_body_router)
+
+
+def _tokenize(body: TokenizeRequest, model: ServedModel, max_model_len: int) -> bytes:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("just one of prompt and messages is needed", "prompt")
+    if body.messages is not None:
+        if body.add_special_tokens:
+            raise InvalidRequest(
+                "add_special_tokens goes with prompt: a chat template writes them itself", "add_special_tokens"
+            )
+        token_ids = encode_messages(body.messages, body, model)
+    else:
+        assert body.prompt is not None, "one of the two is there"
+        add_special_tokens = True if body.add_special_tokens is None else body.add_special_tokens
+        token_ids = model.tokenizer.encode(body.prompt, add_special_tokens)
+    token_strs = None
+    if body.return_token_strs:
+        token_strs = [model.tokenizer.vocabulary_entry(token_id) for token_id in token_ids]
+    return orjson.dumps(TokenizeResponse(len(token_ids), max_model_len, token_ids, token_strs))
+
+
+def _detokenize(body: DetokenizeRequest, model: ServedModel) -> bytes:
+    highest = max(body.tokens, default=0)
+    if highest >= model.vocab_size:
+        raise InvalidRequest(
+            f"tokens holds the token id {highest}; the model's go from 0 to {model.vocab_size - 1}", "tokens"
+        )
+    return orjson.dumps(DetokenizeResponse(model.tokenizer.decode(body.tokens, skip_special_tokens=False)))
