@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.end_to_end.expected_texts import COUNTERS
 from tests.end_to_end.toka_process import TokaProcess, running_toka
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.text.tokenizer import Tokenizer
@@ -85,14 +86,13 @@ def test_counters_are_exact_after_each_request(toka: TokaProcess) -> None:
         ("chat/completions", {**story, "temperature": 0}),
         ("chat/completions", {**story, "n": 4, "seed": 3}),
     ]
-    names = {"toka_prompt_tokens_total": "prompt_tokens", "toka_generation_tokens_total": "completion_tokens"}
-    totals = {name: toka.gauge(name) for name in names}
+    totals = {name: toka.gauge(name) for name in COUNTERS}
     finish_reasons: set[str] = set()
     for route, fields in bodies:
         answer = ask(toka, route, **fields)
         finish_reasons |= {choice["finish_reason"] for choice in answer["choices"]}
-        for name, usage in names.items():
-            totals[name] += answer["usage"][usage]
+        for name, count in COUNTERS.items():
+            totals[name] += count(answer["usage"], fields.get("n", 1))
             assert toka.gauge(name) == totals[name], (name, fields)
         for name in ("toka_kv_blocks_used", "toka_requests_running", "toka_requests_waiting"):
             assert toka.gauge(name) == 0, (name, fields)
