@@ -11,7 +11,10 @@ from tokasaurus.messages.lifecycle import DEFAULT_HYDRAGEN, HydragenThresholds
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.row_split import attend_rows
 
-_GROUP_SIZES = (2, 4, 8, 16, 32, 64)
+_NUM_ROWS = (64, 32, 16, 8, 4, 2)
+"""Of a trial: the most for which there is room."""
+
+_GROUP_SIZES = (2, 4, 8, 16, 32)
 _PREFIX_LENGTHS = (64, 128, 256, 512, 1024)
 _NUM_OWN_TOKENS = 32
 _NUM_ROUNDS = 7
@@ -37,21 +40,24 @@ def measure_thresholds(
     max_rows: of a forward. Takes a tenth of a second on a CPU with the kernels, seconds without them.
     """
     trial = _Trial(backend, shape, num_blocks)
-    for largest in reversed([size for size in _GROUP_SIZES if size <= max_rows]):
-        lengths = [length for length in _PREFIX_LENGTHS if trial.fits(largest, length)]
-        if lengths and lengths[-1] >= _LEAST_LENGTH:
-            return _find_thresholds(trial, largest, lengths)
+    for num_rows in _NUM_ROWS:
+        lengths = [length for length in _PREFIX_LENGTHS if trial.fits(num_rows, length)]
+        if num_rows <= max_rows and lengths and lengths[-1] >= _LEAST_LENGTH:
+            # That nothing pays is said after a second look: other processes start at the same time.
+            return _find_thresholds(trial, num_rows, lengths) or _find_thresholds(trial, num_rows, lengths)
     return DEFAULT_HYDRAGEN
 
 
-def _find_thresholds(trial: "_Trial", largest: int, lengths: Sequence[int]) -> HydragenThresholds | None:
-    sizes = [size for size in _GROUP_SIZES if size <= largest]
-    times = {size: trial.times(size, largest, lengths[-1]) for size in sizes}
+def _find_thresholds(trial: "_Trial", num_rows: int, lengths: Sequence[int]) -> HydragenThresholds | None:
+    sizes = [size for size in _GROUP_SIZES if size <= num_rows]
+    times = trial.times(sizes, num_rows, lengths[-1])
     for size in sizes:
-        is_large = times[size].together_s <= _MOST_OF_LARGEST * times[largest].together_s
+        is_large = times[size].together_s <= _MOST_OF_LARGEST * times[sizes[-1]].together_s
         if is_large and times[size].gain >= _LEAST_GAIN:
             # The longest pays, by the measurement that brought us here.
-            pays = (length for length in lengths[:-1] if trial.times(size, largest, length).gain >= _LEAST_GAIN)
+            pays = (
+                length for length in lengths[:-1] if trial.times([size], num_rows, length)[size].gain >= _LEAST_GAIN
+            )
             return HydragenThresholds(size, next(pays, lengths[-1]))
     return None
 
@@ -84,18 +90,19 @@ class _Trial:
         num_prefixes = num_rows // _GROUP_SIZES[0]
         return prefix_blocks >= 1 and num_prefixes * prefix_blocks + num_rows * self._own_blocks <= self._num_blocks
 
-    def times(self, group_size: int, num_rows: int, prefix_length: int) -> _Times:
-        """The shortest times of num_rows rows in groups, by turns with the same rows alone."""
-        layouts = self._layouts(group_size, num_rows, prefix_length)
+    def times(self, group_sizes: Sequence[int], num_rows: int, prefix_length: int) -> dict[int, _Times]:
+        """The shortest times of num_rows rows in groups, by turns with the same rows alone and with other groups."""
+        layouts = {size: self._layouts(size, num_rows, prefix_length) for size in group_sizes}
         shape = self._shape
         query = torch.zeros((num_rows, shape.num_heads, shape.head_dim), dtype=shape.dtype, device=shape.device)
-        shortest = [float("inf"), float("inf")]
+        shortest = {size: [float("inf"), float("inf")] for size in group_sizes}
         for _ in range(_NUM_ROUNDS):
-            for which, layout in enumerate(layouts):
-                # Another layer each time, as in a forward: what the one before read is in the processor's cache.
-                self._layer = (self._layer + 1) % shape.num_layers
-                shortest[which] = min(shortest[which], self._time(query, self._layer, layout))
-        return _Times(*shortest)
+            for size, both in layouts.items():
+                for which, layout in enumerate(both):
+                    # Another layer each time, as in a forward: what the one before read is in the processor's cache.
+                    self._layer = (self._layer + 1) % shape.num_layers
+                    shortest[size][which] = min(shortest[size][which], self._time(query, self._layer, layout))
+        return {size: _Times(alone_s, together_s) for size, (alone_s, together_s) in shortest.items()}
 
     def _time(self, query: Tensor, layer: int, layout: PagedLayout) -> float:
         self._backend.plan(layout)

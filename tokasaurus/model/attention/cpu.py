@@ -1,18 +1,15 @@
 """Paged attention on the CPU. The kernels (attention.cpp, kv_write.cpp) fix the layout of the cache."""
 
-import contextlib
 import ctypes
 import math
-import mmap
 
 import torch
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
+from tokasaurus.model.kernels import huge_pages
 from tokasaurus.model.kernels.forward_kernels import PagedForwardStruct, PagedPartStruct
 from tokasaurus.model.kernels.library import KERNEL_DTYPES, Kernels
-
-_HUGE_PAGE = 2 * 1024 * 1024
 
 # T tokens, H query heads, K key/value heads, D head size
 
@@ -43,7 +40,9 @@ class CpuBackend:
     def allocate(self, num_blocks: int) -> None:
         shape = self._shape
         size = (shape.num_layers, num_blocks, shape.num_kv_heads, 2, shape.page_size * shape.head_dim)
-        self._cache = _zeros_in_huge_pages(size, shape.dtype)
+        # Blocks are read in any order: with pages of 4 KiB, address translation alone would miss on nearly each.
+        memory = huge_pages.allocate(math.prod(size) * shape.dtype.itemsize)
+        self._cache = memory.view(shape.dtype).view(size).zero_()
 
     def plan(self, layout: PagedLayout) -> None:
         self._layout = layout  # owns what the structs point to
@@ -80,15 +79,3 @@ def _struct(part: PagedPart) -> PagedPartStruct:
         *(part.first_row, part.num_rows, table.shape[0], part.query_starts.data_ptr()),
         *(table.data_ptr(), table.stride(0), part.kv_lengths.data_ptr(), part.causal, part.is_partial),
     )
-
-
-def _zeros_in_huge_pages(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Blocks are read in any order: with pages of 4 KiB, address translation alone would miss on nearly each."""
-    num_elements = math.prod(size)
-    # Memory is handed out in huge pages where it spans whole ones.
-    num_bytes = (num_elements * dtype.itemsize // _HUGE_PAGE + 2) * _HUGE_PAGE
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=num_elements).view(size).zero_()

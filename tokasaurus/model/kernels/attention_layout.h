@@ -23,9 +23,8 @@ class LayoutAttention {
   LayoutAttention(const PagedForward& forward, const Shape& shape, const Element* heads, int64_t row_size, Element* attended)
       : forward_(forward) {
     const int64_t query_size = shape.num_heads * shape.head_dim;
-    int64_t num_rows = 0;
-    for (int64_t i = 0; i < forward.num_parts; ++i) num_rows += forward.parts[i].num_rows;
-    lse_.resize(num_rows * shape.num_heads);
+    for (int64_t i = 0; i < forward.num_parts; ++i) num_rows_ += forward.parts[i].num_rows;
+    lse_.resize(num_rows_ * shape.num_heads);
     const auto plan = [&](const PagedPart& part, void* output, float* lse) {
       problems_.push_back({shape, part, heads + part.first_row * row_size, row_size, output, lse, nullptr});
       work_.push_back(share_out(problems_.back()));
@@ -45,6 +44,9 @@ class LayoutAttention {
     }
   }
 
+  // Rows that lie in parts; those behind them are padding.
+  int64_t num_rows() const { return num_rows_; }
+
   void run(int64_t layer) {
     for (size_t i = 0; i < problems_.size(); ++i) {
       const PhaseTimer timer(i == 0 && forward_.prefix != nullptr ? kPrefixAttention : kAttention);
@@ -55,6 +57,7 @@ class LayoutAttention {
 
  private:
   const PagedForward& forward_;
+  int64_t num_rows_ = 0;
   std::vector<Problem<Element>> problems_;  // the prefix first
   std::vector<Work> work_;
   std::vector<float> lse_, prefix_output_, prefix_lse_;

@@ -34,7 +34,7 @@ void rotate(Element* head, int64_t head_dim, const float* cos_sin) {
   }
 }
 
-// Norms and rotates queries and keys, and stores keys and values. heads [num_rows, query, key and value heads, head_dim];
+// Norms and rotates queries and keys, and stores keys and values, of the rows that are no padding. heads [num_rows, query, key and value heads, head_dim];
 // cos_sin [num_rows, head_dim].
 template <typename Element>
 void place_heads(const PackedLayer& layer, const CacheLayer<Element>& cache, const int64_t* token_places,
@@ -74,7 +74,7 @@ void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForwar
                                     shape.head_dim, shape.page_size};
     multiply<Element>({layer.qkv, hidden, hidden_size, num_rows, nullptr, heads}, layer.attention_norm, layer.eps);
     // Every row's keys and values, before any row attends: a row may read blocks that another row of this forward fills.
-    place_heads(layer, cache, forward.token_places, num_rows, cos_sin, heads);
+    place_heads(layer, cache, forward.token_places, attention.num_rows(), cos_sin, heads);
     attention.run(index);
     multiply<Element>({layer.out, attended, query_size, num_rows, hidden, hidden}, nullptr, 0);
     multiply<Element>({layer.gate_up, hidden, hidden_size, num_rows, nullptr, inner}, layer.mlp_norm, layer.eps);
