@@ -112,6 +112,53 @@ def test_a_seeded_request_gives_the_same_text_alone_and_in_a_crowd(toka: TokaPro
     assert len({text for texts in others for text in texts}) == 24, "unseeded requests differ"
 
 
+def test_penalised_and_limited_requests_give_the_same_text_alone_and_in_a_crowd(toka: TokaProcess) -> None:
+    common = {"model": "default", "prompt": "The sun is", "max_tokens": 24, "seed": 7, "n": 2, "ignore_eos": True}
+    bodies = [
+        {**common, "top_k": 20, "min_p": 0.02},
+        {**common, "presence_penalty": 1.5, "frequency_penalty": 1.0},
+        {**common, "repetition_penalty": 1.3, "top_p": 0.9, "temperature": 0.8},
+        {**common, "logit_bias": {"260": 8, "28": -100}},
+    ]
+
+    async def ask_all(client: httpx.AsyncClient, asked: list[dict[str, object]]) -> list[list[str]]:
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in asked))
+        return [[choice["text"] for choice in answer.raise_for_status().json()["choices"]] for answer in answers]
+
+    async def ask() -> tuple[list[list[str]], list[list[str]]]:
+        async with httpx.AsyncClient(base_url=toka.url, timeout=120) as client:
+            alone = [(await ask_all(client, [body]))[0] for body in bodies]
+            return alone, await ask_all(client, bodies * 3)
+
+    alone, in_crowd = asyncio.run(ask())
+    assert in_crowd == alone * 3
+    assert len({text for texts in alone for text in texts}) == 2 * len(bodies)
+
+
+def test_biases_stop_tokens_and_the_fewest_tokens_do_what_they_say(toka: TokaProcess) -> None:
+    tokenizer = Tokenizer.load(resolve_checkpoint(None).tokenizer_directory)
+    (the,), (dot,) = (tokenizer.encode(text, add_special_tokens=False) for text in (" the", "."))
+    client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0, timeout=300)
+
+    def complete(logit_bias: dict[str, int], **extra: object) -> tuple[str, str, int]:
+        answer = client.completions.create(
+            model="default",
+            prompt="Once upon",
+            max_tokens=12,
+            temperature=0,
+            logit_bias=logit_bias,
+            extra_body=extra,
+        )
+        assert answer.usage is not None
+        return answer.choices[0].text, answer.choices[0].finish_reason, answer.usage.completion_tokens
+
+    assert complete({str(the): 100}) == (" the" * 12, "length", 12)
+    text, reason, count = complete({str(the): 100, str(dot): 60}, min_tokens=3, stop_token_ids=[the])
+    assert (text, reason, count) == ("...", "stop", 4)
+    assert complete({str(the): 100}, stop_token_ids=[the]) == ("", "stop", 1)
+    assert complete({str(the): 100}, stop=["the the"], min_tokens=2) == (" the ", "stop", 3)
+
+
 def test_a_client_that_goes_away_frees_its_blocks(toka: TokaProcess) -> None:
     body = {"model": "default", "prompt": "Count:", "max_tokens": 4000, "n": 2, "ignore_eos": True}
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.server.small_tokenizer import IM_END, IM_START
+from tests.server.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest
 from tokasaurus.server.prepare import Prepared, prepare_chat, prepare_completion
@@ -140,6 +140,31 @@ def test_fields_reach_the_engine(served_model: ServedModel) -> None:
         assert request.want_logprobs
 
 
+def test_what_changes_and_limits_the_distribution_reaches_the_engine(served_model: ServedModel) -> None:
+    fields = {"top_k": 5, "min_p": 0.25, "presence_penalty": 1.5, "frequency_penalty": -0.5, "repetition_penalty": 2}
+    fields |= {"logit_bias": {"7": -100, "3": 0.5}, "stop_token_ids": [4, 9], "min_tokens": 2}
+    for prepared in (completion(served_model, **fields), chat(served_model, **fields)):
+        (request,) = prepared.requests
+        sampling = request.sampling
+        assert (sampling.top_k, sampling.min_p, sampling.logit_bias) == (5, 0.25, ((7, -100.0), (3, 0.5)))
+        penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
+        assert penalties == (1.5, -0.5, 2.0)
+        assert (request.stop_token_ids, request.min_tokens) == ((4, 9), 2)
+
+
+@pytest.mark.parametrize("top_k", [None, -1, 0, VOCAB_SIZE, 2**70])
+def test_a_top_k_that_excludes_nothing_is_none(served_model: ServedModel, top_k: int | None) -> None:
+    assert completion(served_model, top_k=top_k).requests[0].sampling.top_k == 0
+    assert completion(served_model, top_k=VOCAB_SIZE - 1).requests[0].sampling.top_k == VOCAB_SIZE - 1
+
+
+def test_no_repetition_penalty_takes_a_logit_out_of_float32(served_model: ServedModel) -> None:
+    for penalty in (1e-300, 1e300):
+        taken = np.float32(completion(served_model, repetition_penalty=penalty).requests[0].sampling.repetition_penalty)
+        assert np.isfinite(np.float32(1e3) * taken)
+        assert np.isfinite(np.float32(1e3) / taken)
+
+
 def test_the_cache_salt_goes_with_every_prompt_as_it_came(served_model: ServedModel) -> None:
     salt = " Tenant \U0001f99c\0"
     requests = completion(served_model, prompt=["a", "b"], cache_salt=salt).requests
@@ -220,7 +245,8 @@ def test_what_must_be_too_long_is_not_tokenized(served_model: ServedModel, monke
             ask()
 
 
-OPTIONAL = ["n", "temperature", "top_p", "stop", "seed", "ignore_eos", "cache_salt"]
+OPTIONAL = ["n", "temperature", "top_p", "stop", "seed", "ignore_eos", "cache_salt", "top_k", "min_p", "logit_bias"]
+OPTIONAL += ["presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "min_tokens"]
 
 
 @pytest.mark.parametrize("fields", [{}, dict.fromkeys(OPTIONAL)])
@@ -231,6 +257,9 @@ def test_absent_and_null_fields_are_the_defaults(served_model: ServedModel, fiel
         assert (request.sampling.temperature, request.sampling.top_p) == (1.0, 1.0)
         assert not request.want_logprobs
         assert request.cache_salt == ""
+        assert (request.stop_token_ids, request.min_tokens) == ((), 0)
+        assert not request.sampling.changes_logits
+        assert (request.sampling.top_k, request.sampling.min_p) == (0, 0.0)
 
 
 def test_temperatures_and_top_ps_that_float32_cannot_divide_by_are_greedy(served_model: ServedModel) -> None:

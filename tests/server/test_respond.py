@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,6 +47,28 @@ def finished(
 def only_choice(model: ServedModel, sequence: FinishedSequence, request: GenerateRequest) -> CompletionChoice:
     (choice,) = build_completion(Prepared("cmpl-1", [request]), [[sequence]], model).choices
     return choice
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_final_stop_token_is_not_text(served_model: ServedModel, ignore_eos: bool) -> None:
+    request = replace(make_request(want_logprobs=True, ignore_eos=ignore_eos), stop_token_ids=(7, HELLO))
+    choice = only_choice(served_model, finished([HELLO, SPACE_WORLD, HELLO]), request)
+    assert (choice.text, choice.finish_reason) == ("hello wo", "stop")
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == ["hello", " wo"]
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "text"), [(0, ""), (1, "hello"), (2, "hello"), (3, "hellohellox"), (4, "hellohellox")]
+)
+def test_stop_strings_within_the_text_of_the_first_tokens_do_not_cut_it(
+    served_model: ServedModel, min_tokens: int, text: str
+) -> None:
+    hell, o, x = 258, 111, 120
+    ids = [HELLO, hell, o, x]
+    request = replace(make_request(stop=("hello",)), min_tokens=min_tokens)
+    choice = only_choice(served_model, finished(ids, "length"), request)
+    assert (choice.text, choice.finish_reason) == (text, "length" if min_tokens > 2 else "stop")
 
 
 def test_final_eos_is_not_text_unless_ignored(served_model: ServedModel) -> None:

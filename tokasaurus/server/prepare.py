@@ -2,6 +2,7 @@
 
 import secrets
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 # between tokens that tie to within float32; dividing by less would overflow.
 _MIN_TEMPERATURE = 1e-5
 _MIN_TOP_P = 1e-6
+# Within these no logit, divided or multiplied by it, leaves float32.
+_REPETITION_PENALTIES = (1e-30, 1e30)
 _UINT64_MASK = 2**64 - 1
 
 
@@ -38,7 +41,7 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, limits: Engi
     """Tokenizes, so not for the event loop. Raises InvalidRequest."""
     if body.best_of is not None and body.best_of != body.n:
         raise Unsupported("best_of other than n is not implemented", "best_of")
-    _check_num_sequences(len(body.prompt), body.n)
+    _check_fields(len(body.prompt), body, model)
     want_logprobs = body.logprobs is not None
     response_id = f"cmpl-{uuid.uuid4().hex}"
     requests = []
@@ -54,7 +57,7 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, limits: Engi
 
 def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:
     """Tokenizes, so not for the event loop. Raises InvalidRequest."""
-    _check_num_sequences(1, body.n)
+    _check_fields(1, body, model)
     prompt_ids = encode_messages(body.messages, body, model, limits.max_tokens_per_sequence)
     _check_vocabulary(prompt_ids, model, "messages")
     room = _room(prompt_ids, limits, "messages")
@@ -67,9 +70,11 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: Engine
     return Prepared(response_id, [request])
 
 
-def _check_num_sequences(num_prompts: int, n: int) -> None:
-    if num_prompts * n > MAX_SEQUENCES:
+def _check_fields(num_prompts: int, body: SamplingFields, model: ServedModel) -> None:
+    if num_prompts * body.n > MAX_SEQUENCES:
         raise InvalidRequest(f"n times the number of prompts may be at most {MAX_SEQUENCES}", "n")
+    _check_vocabulary([token_id for token_id, _ in body.logit_bias], model, "logit_bias")
+    _check_vocabulary(body.stop_token_ids, model, "stop_token_ids")
 
 
 def _tokenize(prompts: list[Prompt], model: ServedModel, limits: EngineLimits) -> list[list[int]]:
@@ -87,8 +92,8 @@ def _tokenize(prompts: list[Prompt], model: ServedModel, limits: EngineLimits) -
     return prompts_ids
 
 
-def _check_vocabulary(prompt_ids: list[int], model: ServedModel, param: str) -> None:
-    for outlier in (min(prompt_ids), max(prompt_ids)):
+def _check_vocabulary(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
+    for outlier in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= outlier < model.vocab_size:
             raise InvalidRequest(
                 f"{param} holds the token id {outlier}; the model's go from 0 to {model.vocab_size - 1}", param
@@ -136,10 +141,18 @@ def _request(
 ) -> GenerateRequest:
     if want_logprobs and not model.allow_logprobs:
         raise InvalidRequest("logprobs are switched off at this server (enable_chosen_logprobs)", "logprobs")
+    if body.min_tokens > max_new_tokens:
+        raise InvalidRequest(f"min_tokens is {body.min_tokens}, and there are {max_new_tokens} at most", "min_tokens")
     sampling = SamplingParams(
         temperature=body.temperature if body.temperature >= _MIN_TEMPERATURE else 0.0,
         top_p=max(body.top_p, _MIN_TOP_P),
         seed=secrets.randbits(64) if body.seed is None else body.seed & _UINT64_MASK,
+        top_k=body.top_k if 0 < body.top_k < model.vocab_size else 0,
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=min(max(body.repetition_penalty, _REPETITION_PENALTIES[0]), _REPETITION_PENALTIES[1]),
+        logit_bias=body.logit_bias,
     )
     return GenerateRequest(
         request_id=request_id,
@@ -151,4 +164,6 @@ def _request(
         ignore_eos=body.ignore_eos,
         want_logprobs=want_logprobs,
         cache_salt=body.cache_salt,
+        stop_token_ids=body.stop_token_ids,
+        min_tokens=body.min_tokens,
     )

@@ -84,6 +84,17 @@ def build_usage(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 
+def without_end_token(token_ids: list[int], request: GenerateRequest, model: ServedModel) -> list[int]:
+    """token_ids: the last of a sequence that has ended, without the eos or stop token id that ended it: no text."""
+    ends = request.stop_token_ids if request.ignore_eos else (*request.stop_token_ids, *model.eos_ids)
+    return token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
+
+
+def num_exempt_characters(token_ids: list[int], request: GenerateRequest, model: ServedModel) -> int:
+    """Of the text of a sequence's tokens, those in which no stop string counts."""
+    return len(model.tokenizer.decode(token_ids[: request.min_tokens])) if request.min_tokens else 0
+
+
 def _all_answers(
     prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel
 ) -> list[_Answer]:
@@ -95,12 +106,13 @@ def _all_answers(
 
 
 def _answer(sequence: FinishedSequence, request: GenerateRequest, model: ServedModel) -> _Answer:
-    token_ids = sequence.token_ids
-    if not request.ignore_eos and token_ids and token_ids[-1] in model.eos_ids:
-        token_ids = token_ids[:-1]
+    token_ids = without_end_token(sequence.token_ids, request, model)
     text = model.tokenizer.decode(token_ids)
     finish_reason = sequence.finish_reason
-    stop = find_first_stop(text, request.stop_strings) if request.stop_strings else None
+    stop = None
+    if request.stop_strings:
+        num_exempt = num_exempt_characters(token_ids, request, model)
+        stop = find_first_stop(text, request.stop_strings, num_exempt)
     if stop is not None:
         text = text[: stop[0]]
         finish_reason = "stop"

@@ -20,6 +20,8 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from tokasaurus.server.protocol.token_fields import LogitBias, StopTokenIds
+
 MAX_STOP_STRINGS = 16
 MAX_CACHE_SALT_BYTES = 1024  # of UTF-8
 
@@ -120,9 +122,13 @@ Metadata = Annotated[
 ]
 
 
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False), null_means(0.0)]
+
+
 class SamplingFields(BaseModel):
     """What /v1/completions and /v1/chat/completions both take.
 
+    top_k, min_p, repetition_penalty, min_tokens, stop_token_ids: extensions of vLLM's.
     cache_salt (an extension of ours): cached KV is shared only between requests of the same salt.
 
     Accepted and without effect, since they ask nothing of the generated text: user, metadata, store=false,
@@ -135,8 +141,16 @@ class SamplingFields(BaseModel):
     n: Annotated[int, Field(ge=1), null_means(1)] = 1
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False), null_means(1.0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), null_means(1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1), null_means(-1)] = -1  # -1 and 0: all
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), null_means(0.0)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False), null_means(1.0)] = 1.0
+    logit_bias: LogitBias = ()
     max_tokens: Annotated[int | None, Field(ge=1)] = None
+    min_tokens: Annotated[int, Field(ge=0), null_means(0)] = 0
     stop: StopStrings = ()
+    stop_token_ids: StopTokenIds = ()
     # signed or unsigned: both are read as 64 bits
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
     ignore_eos: Annotated[bool, null_means(False)] = False
@@ -151,7 +165,4 @@ class SamplingFields(BaseModel):
 
     stream: Annotated[Any, Only(None, False)] = None
     stream_options: Annotated[Any, Only(None)] = None
-    presence_penalty: Annotated[Any, Only(None, 0, 0.0)] = None
-    frequency_penalty: Annotated[Any, Only(None, 0, 0.0)] = None
-    logit_bias: Annotated[Any, Only(None, {})] = None
     response_format: Annotated[Any, Only(None, {"type": "text"})] = None
