@@ -2,6 +2,7 @@
 
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -18,11 +19,11 @@ from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready, Shut
 
 @dataclass(frozen=True)
 class Reply:
-    """One sequence as the engine returns it."""
+    """One sequence as the engine returns it. finish_reason None: it falls silent after these tokens."""
 
     token_ids: list[int]
     logprobs: list[float] | None = None
-    finish_reason: FinishReason = "stop"
+    finish_reason: FinishReason | None = "stop"
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
     num_recomputed_tokens: int = 0
@@ -46,14 +47,17 @@ def echo(request: GenerateRequest, _sequence_index: int) -> Reply:
 class FakeEngine:
     """Runs in a thread between `start` and `stop`. `script` may be replaced at any time.
 
-    requests, cancelled: what came in, in order. Every sequence of a request is answered in one update, whose stats
-    count it. Wait with `wait_until`.
+    requests, cancelled: what came in, in order. Wait with `wait_until`.
+    Every sequence of a request is answered in one update, whose stats count it; of one that is streamed, in an update
+    for each `delta_size` tokens, `pause_s` apart.
     """
 
     script: Script = echo
     limits: EngineLimits = LIMITS
     requests: list[GenerateRequest] = field(default_factory=list, repr=False)
     cancelled: list[str] = field(default_factory=list)
+    delta_size: int = 1
+    pause_s: float = 0.0
 
     def __post_init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -113,5 +117,22 @@ class FakeEngine:
             total_prefix_cache_hit_tokens=self.stats.total_prefix_cache_hit_tokens
             + sum(delta.num_cached_tokens for delta in deltas),
         )
-        # last first: the order in which sequences finish is nobody's promise
-        self.update_channel.send(EngineUpdate(deltas[::-1], self.stats))
+        num_updates = 1
+        if request.is_streamed:
+            num_updates = max((-(-len(delta.token_ids) // self.delta_size) for delta in deltas), default=0)
+        for number in range(num_updates):
+            time.sleep(self.pause_s if number > 0 else 0)
+            now = [self._part(delta, number) for delta in deltas] if request.is_streamed else deltas
+            # last first: the order in which sequences finish is nobody's promise
+            self.update_channel.send(EngineUpdate([delta for delta in now[::-1] if delta is not None], self.stats))
+
+    def _part(self, delta: SequenceDelta, number: int) -> SequenceDelta | None:
+        start, end = number * self.delta_size, (number + 1) * self.delta_size
+        if start >= len(delta.token_ids):
+            return None
+        return replace(
+            delta,
+            token_ids=delta.token_ids[start:end],
+            logprobs=None if delta.logprobs is None else delta.logprobs[start:end],
+            finish_reason=delta.finish_reason if end >= len(delta.token_ids) else None,
+        )

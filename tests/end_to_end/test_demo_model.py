@@ -5,11 +5,13 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 import torch
+from openai.types.chat.chat_completion import Choice
 from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.toka_process import TokaProcess, running_toka, wait_for
@@ -110,6 +112,37 @@ def test_a_seeded_request_gives_the_same_text_alone_and_in_a_crowd(toka: TokaPro
     assert in_crowd == alone
     assert len(set(alone)) == 4, "samples of one request differ"
     assert len({text for texts in others for text in texts}) == 24, "unseeded requests differ"
+
+
+@pytest.mark.parametrize(("stop", "logprobs"), [(None, True), ([" the", "s a"], False), ([" and", "\n"], True)])
+def test_a_stream_is_the_answer_that_is_not_streamed(toka: TokaProcess, stop: list[str] | None, logprobs: bool) -> None:
+    client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0, timeout=120)
+    asked: dict[str, Any] = {
+        "model": "default",
+        "messages": [{"role": "user", "content": "Write emoji like 😀🎉 and 日本語, then explain them."}],
+        "seed": 7,
+        "n": 2,
+        "stop": stop,
+        "logprobs": logprobs,
+        "max_tokens": 40,
+    }
+    client.chat.completions.create(**asked | {"max_tokens": 1})  # then both find the same tokens cached
+    whole = client.chat.completions.create(**asked)
+    with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+        num_chunks = sum(event.type == "chunk" for event in stream)
+        collected = stream.get_final_completion()
+    assert len(collected.choices) == 2
+    for choice, expected in zip(collected.choices, whole.choices, strict=True):
+        assert choice.finish_reason == expected.finish_reason
+        assert choice.message.content == expected.message.content
+        assert logprobs_of(choice) == pytest.approx(logprobs_of(expected), abs=1e-4)
+    assert collected.usage is not None
+    assert collected.usage == whole.usage
+    assert num_chunks > collected.usage.completion_tokens / 4, "tokens come while others are still to come"
+
+
+def logprobs_of(choice: Choice) -> list[float]:
+    return [] if choice.logprobs is None else [entry.logprob for entry in choice.logprobs.content or []]
 
 
 def test_penalised_and_limited_requests_give_the_same_text_alone_and_in_a_crowd(toka: TokaProcess) -> None:

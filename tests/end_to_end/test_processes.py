@@ -1,5 +1,6 @@
 """Start and end of a whole `toka` with a tiny model."""
 
+import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -74,10 +75,16 @@ def test_a_local_checkpoint_is_served_as_transformers_runs_it(tmp_path: Path) ->
 def test_a_request_that_is_open_when_the_engine_dies_is_answered(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     with running_toka(f"model={tmp_path}", *SMALL) as toka, ThreadPoolExecutor() as pool:
-        body = {"model": "default", "prompt": "A", "n": 8, "max_tokens": 500, "ignore_eos": True}
-        request = pool.submit(httpx.post, f"{toka.url}/v1/completions", json=body, timeout=30)
-        wait_for(lambda: toka.gauge("toka_requests_running") == 8, timeout_s=10)
-        os.kill(toka.children()["toka-manager"], signal.SIGKILL)
+        url = f"{toka.url}/v1/completions"
+        body = {"model": "default", "prompt": "A", "n": 4, "max_tokens": 500, "ignore_eos": True}
+        request = pool.submit(httpx.post, url, json=body, timeout=30)
+        with httpx.stream("POST", url, json=body | {"stream": True}, timeout=30) as stream:
+            lines = stream.iter_lines()
+            assert json.loads(next(lines).removeprefix("data: "))["choices"]
+            wait_for(lambda: toka.gauge("toka_requests_running") == 8, timeout_s=10)
+            os.kill(toka.children()["toka-manager"], signal.SIGKILL)
+            *_, last = (line for line in lines if line)
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "server_stopping"
         answer = request.result()
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "server_stopping"

@@ -20,7 +20,7 @@ NEUTRAL: dict[str, list[object]] = {
     "seed": [None, 0, -1, 2**64 - 1, -(2**63)],
     "ignore_eos": [None, False, True],
     "cache_salt": [None, "x", " ", "tenant \U0001f99c", "s" * 1024, "é" * 512],
-    "stream": [False, None],
+    "stream": [False, True, None],
     "stream_options": [None],
     "top_k": [None, -1, 0, 1, 2**60],
     "min_p": [None, 0, 0.5, 1],

@@ -203,8 +203,8 @@ def test_deltas_of_one_sequence_add_up() -> None:
         call = asyncio.create_task(client.generate([make_request("a", [1])]))
         await asyncio.sleep(0)
         pending: _PendingRequest = client._pending["a"]
-        pending.append(SequenceDelta("a", 0, [1, 2], [-1.0, -2.0], None, 3, 1, 0, 0))
-        pending.append(SequenceDelta("a", 0, [5], [-5.0], "stop", 3, 4, 5, 6))
+        pending.add(SequenceDelta("a", 0, [1, 2], [-1.0, -2.0], None, 3, 1, 0, 0))
+        pending.add(SequenceDelta("a", 0, [5], [-5.0], "stop", 3, 4, 5, 6))
         (sequence,) = (await asyncio.wait_for(call, 5))[0]
         assert (sequence.token_ids, sequence.logprobs) == ([1, 2, 5], [-1.0, -2.0, -5.0])
         assert (sequence.finish_reason, sequence.num_cached_tokens) == ("stop", 3)

@@ -78,8 +78,6 @@ BOTH_ROUTES_REFUSE: list[tuple[str, object]] = [
     ("model", MISSING),
     ("model", None),
     ("model", 3),
-    ("stream", True),
-    ("stream_options", {"include_usage": True}),
     ("presence_penalty", 2.1),
     ("frequency_penalty", -2.1),
     ("frequency_penalty", "1"),

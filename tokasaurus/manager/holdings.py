@@ -64,6 +64,8 @@ def admit(state: EngineState, sequence: Sequence) -> None:
     slots.num_counted_tokens[slot] = len(sequence.kept_token_ids)
     state.num_admissions += 1
     state.num_with_stops += sequence.stop_matcher is not None
+    if request.is_streamed:
+        state.streaming[sequence] = None
     state.sequences[slot] = sequence
     sequence.slot, sequence.node, sequence.num_tree_blocks = slot, node, num_tree_blocks
     sequence.phase = Phase.PREFILL
@@ -79,10 +81,10 @@ def sampled_tokens(state: EngineState, sequence: Sequence, most: int | None = No
     return tokens
 
 
-def sampled_logprobs(state: EngineState, sequence: Sequence) -> NDArray[np.float32]:
+def sampled_logprobs(state: EngineState, sequence: Sequence, most: int | None = None) -> NDArray[np.float32]:
     """The log-probabilities of `sampled_tokens`, of a sequence that wants them."""
     assert state.block_logprobs is not None, "log-probabilities are wanted, and none are kept"
-    logprobs = _per_sampled_token(state, sequence, state.block_logprobs, None)
+    logprobs = _per_sampled_token(state, sequence, state.block_logprobs, most)
     if len(logprobs):
         logprobs[-1] = state.last_logprobs[sequence.slot]
     return logprobs
@@ -148,6 +150,8 @@ def _leave(state: EngineState, sequence: Sequence) -> None:
     if sequence.request.stop_token_ids:
         slots.stop_token_ids[slot] = -1
         state.num_with_stop_tokens -= 1
+    if sequence.request.is_streamed:
+        del state.streaming[sequence]
     state.sequences[slot] = None
     state.free_slots.append(slot)
     if sequence.is_open:

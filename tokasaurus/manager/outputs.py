@@ -150,20 +150,58 @@ def _finish(state: EngineState, sequence: Sequence, token_ids: list[int], reason
     logprobs = None
     if sequence.request.want_logprobs:
         logprobs = (sequence.kept_logprobs + sampled_logprobs(state, sequence).tolist())[: len(token_ids)]
+        logprobs = logprobs[sequence.num_streamed_tokens :]
     if sequence.may_stop:
         state.ended.append((len(token_ids), reason == "stop"))
     release(state, sequence)
+    state.deltas.append(_delta(sequence, token_ids[sequence.num_streamed_tokens :], logprobs, reason))
+
+
+def stream_new_tokens(state: EngineState) -> None:
+    """Deltas of the running sequences that are streamed and have new tokens.
+
+    Of those with stop strings, only what is known not to follow one: nothing that has been sent is taken back.
+    """
+    arrays = state.slots
+    slots = np.array([sequence.slot for sequence in state.streaming], np.int64)
+    num_generated = arrays.num_known_tokens[slots] - arrays.num_prompt_tokens[slots]
+    num_final = np.where(arrays.has_stops[slots], arrays.num_counted_tokens[slots], num_generated)
+    columns = (num_generated, num_final, arrays.last_tokens[slots], state.last_logprobs[slots])
+    for sequence, generated, final, last_token, last_logprob in zip(
+        state.streaming, *(column.tolist() for column in columns), strict=True
+    ):
+        num_new = final - sequence.num_streamed_tokens
+        if num_new <= 0:
+            continue
+        logprobs: list[float] | None = None
+        # The usual case, without a look at the blocks. A token kept over a preemption is not the slot's last.
+        if num_new == 1 and final == generated > len(sequence.kept_token_ids):
+            token_ids = [last_token]
+            if sequence.request.want_logprobs:
+                logprobs = [last_logprob]
+        else:
+            most = generated - max(sequence.num_streamed_tokens, len(sequence.kept_token_ids))
+            new_ids = sampled_tokens(state, sequence, most).tolist()
+            token_ids = (sequence.kept_token_ids[sequence.num_streamed_tokens :] + new_ids)[:num_new]
+            if sequence.request.want_logprobs:
+                new_logprobs = sampled_logprobs(state, sequence, most).tolist()
+                logprobs = (sequence.kept_logprobs[sequence.num_streamed_tokens :] + new_logprobs)[:num_new]
+        state.deltas.append(_delta(sequence, token_ids, logprobs, None))
+        sequence.num_streamed_tokens = final
+
+
+def _delta(
+    sequence: Sequence, token_ids: list[int], logprobs: list[float] | None, reason: FinishReason | None
+) -> SequenceDelta:
     assert sequence.num_cached_tokens is not None
-    state.deltas.append(
-        SequenceDelta(
-            request_id=sequence.request.request_id,
-            sequence_index=sequence.index,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            finish_reason=reason,
-            num_cached_tokens=sequence.num_cached_tokens,
-            num_computed_tokens=sequence.counts.computed,
-            num_recomputed_tokens=sequence.counts.recomputed,
-            num_shared_tokens=sequence.counts.shared,
-        )
+    return SequenceDelta(
+        request_id=sequence.request.request_id,
+        sequence_index=sequence.index,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=reason,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_computed_tokens=sequence.counts.computed,
+        num_recomputed_tokens=sequence.counts.recomputed,
+        num_shared_tokens=sequence.counts.shared,
     )

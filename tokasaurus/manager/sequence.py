@@ -71,6 +71,7 @@ class Sequence:
     num_tree_blocks: the first blocks of its table that belong to the prefix tree; the others are its own.
     num_cached_tokens: prompt tokens read from the cache when it first started; None before that.
     num_kv_tokens_before: most tokens whose KV it had had when it left a slot.
+    num_streamed_tokens: sampled tokens that are in deltas already; 0 where it is not streamed.
     """
 
     request: GenerateRequest
@@ -87,6 +88,7 @@ class Sequence:
     num_tree_blocks: int = 0
     num_cached_tokens: int | None = None
     num_kv_tokens_before: int = 0
+    num_streamed_tokens: int = 0
     counts: TokenCounts = field(default_factory=TokenCounts)
     kept_token_ids: list[int] = field(default_factory=list)
     kept_logprobs: list[float] = field(default_factory=list)

@@ -109,7 +109,7 @@ class EngineState:
     """sequences: by slot, None where no sequence runs.
 
     unfinished: the sequences of each request that still run or wait, for cancellation.
-    deltas: of the sequences that have ended and that the server has not heard of.
+    deltas: what the server has not heard of: sequences that have ended, and new tokens of those that are streamed.
     slots_to_close: slots that have lost their sequence since the last step was sent. They are in `free_slots` already:
     the next step's message carries their closing, and the worker closes before it opens.
     step_seconds: moving average of what the worker needs for a step; None before the first result.
@@ -117,6 +117,7 @@ class EngineState:
     num_with_stops: running sequences that have stop strings. has_uncounted: results of theirs have not been looked at,
     so are not counted.
     num_with_stop_tokens: running sequences that have stop token ids.
+    streaming: running sequences whose tokens are sent as they come.
     starts_are_stale: a prompt left that others may have relied on, and where they begin has to be found again.
     slot_of_node: the slot that last opened with a node of the prefix tree, by the node's index.
     prefill_rate: most prefill tokens of a step, as the last admission simulated it; None: as many as fit.
@@ -153,6 +154,7 @@ class EngineState:
     num_with_stops: int = 0
     has_uncounted: bool = False
     num_with_stop_tokens: int = 0
+    streaming: dict[Sequence, None] = field(default_factory=dict)
     starts_are_stale: bool = False
     slot_of_node: dict[int, int] = field(default_factory=dict)
     prefill_rate: int | None = None

@@ -11,7 +11,7 @@ from tokasaurus.manager.hydragen import group_by_prefix
 from tokasaurus.manager.input_building import num_blocks_short, start_step
 from tokasaurus.manager.intake import add_request, cancel_request
 from tokasaurus.manager.optional_work import OptionalTask, may_run
-from tokasaurus.manager.outputs import apply_output, check_stop_strings
+from tokasaurus.manager.outputs import apply_output, check_stop_strings, stream_new_tokens
 from tokasaurus.manager.predictions import forecast_is_old, note_ends, update_forecast
 from tokasaurus.manager.preemption import choose_victims
 from tokasaurus.manager.scheduler import num_steps_to_keep_in_flight, split_prefill
@@ -38,6 +38,7 @@ class Turns:
         self.tasks = [
             OptionalTask("admission", lambda state: state.queues.num_waiting > 0, admit_waiting, most_turns=4),
             OptionalTask("stop strings", lambda state: state.has_uncounted, check_stop_strings, most_turns=8),
+            OptionalTask("streams", lambda state: bool(state.streaming), stream_new_tokens, most_turns=4),
             OptionalTask("grouping", _groups_are_old, regroup, most_turns=8),
             OptionalTask("predictions", forecast_is_old, update_forecast, most_turns=16),
         ]
@@ -47,7 +48,7 @@ class Turns:
         messages: Iterable[GenerateRequest | CancelRequest | Shutdown],
         results: Iterable[ForwardOutput],
     ) -> None:
-        """Everything that can be done now. What ended is in `state.deltas` afterwards."""
+        """Everything that can be done now. What ended, and what is streamed, is in `state.deltas` afterwards."""
         state, timers = self.state, self.timers
         with timers.section("requests"):
             for message in messages:

@@ -55,6 +55,7 @@ class GenerateRequest:
     stop_token_ids: at most MAX_STOP_TOKEN_IDS, each of which ends a sequence as eos does, ignore_eos or not.
     min_tokens: so many are generated before eos or one of these can be. The text of the first so many ends nothing, if
     it holds a stop string; one that goes beyond it does.
+    is_streamed: its tokens are returned as they come, in any number of deltas.
     """
 
     request_id: str
@@ -68,6 +69,7 @@ class GenerateRequest:
     cache_salt: str = ""
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    is_streamed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class CancelRequest:
 class SequenceDelta:
     """New tokens of one sequence since its last delta; a sequence that is not streamed has one delta, its last.
 
-    token_ids: as sampled, the eos or stop string's tokens included.
+    token_ids: as sampled, the eos or stop string's tokens included; none that follows these is in any delta.
     logprobs: natural log, before temperature, one per token; None where not asked.
     finish_reason: set on the last delta of a sequence alone.
     num_cached_tokens: prompt tokens whose KV was there when the sequence first started, so that it read them.

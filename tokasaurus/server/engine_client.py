@@ -1,10 +1,11 @@
-"""The server's end of the channels to the managers: submit requests, await their sequences, cancel."""
+"""The server's end of the channels to the managers: submit requests, await or follow their sequences, cancel."""
 
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.generation import (
@@ -21,7 +22,8 @@ from tokasaurus.server.load_balancer import choose_replica, is_queue_full
 
 @dataclass(slots=True)
 class FinishedSequence:
-    """All tokens of one sequence, as sampled: the eos or stop string's tokens included.
+    """All tokens of one sequence, as sampled: the eos or stop string's tokens included. While deltas still come, what
+    they add up to so far.
 
     logprobs: one per token; None where not asked. The numbers of tokens are SequenceDelta's.
     """
@@ -34,43 +36,76 @@ class FinishedSequence:
     num_recomputed_tokens: int = 0
     num_shared_tokens: int = 0
 
+    def append(self, delta: SequenceDelta) -> None:
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += delta.logprobs
+        self.num_cached_tokens = delta.num_cached_tokens
+        self.num_computed_tokens = delta.num_computed_tokens
+        self.num_recomputed_tokens = delta.num_recomputed_tokens
+        self.num_shared_tokens = delta.num_shared_tokens
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
 
-class _Submission:
-    """The requests of one `generate` call. `finished` is set when the last sequence of the last request is there."""
 
-    def __init__(self, num_requests: int) -> None:
-        self.num_unfinished_requests = num_requests
+class _Results:
+    """The sequences of one `generate` call. `finished` is set when all of them are whole."""
+
+    def __init__(self, requests: Sequence[GenerateRequest]) -> None:
+        self.sequences = [[FinishedSequence() for _ in range(request.num_sequences)] for request in requests]
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_unfinished = sum(request.num_sequences for request in requests)
 
-    def on_request_finished(self) -> None:
-        self.num_unfinished_requests -= 1
-        if self.num_unfinished_requests == 0 and not self.finished.done():
-            self.finished.set_result(None)
+    def add(self, request_index: int, delta: SequenceDelta) -> None:
+        self.sequences[request_index][delta.sequence_index].append(delta)
+        if delta.finish_reason is not None:
+            self._num_unfinished -= 1
+            if self._num_unfinished == 0 and not self.finished.done():
+                self.finished.set_result(None)
+
+
+class Arrivals:
+    """What has come of one `stream` call and has not been read. A reader who is slow gets fewer and longer deltas."""
+
+    def __init__(self, requests: Sequence[GenerateRequest]) -> None:
+        self._num_unread_ends = sum(request.num_sequences for request in requests)
+        self._unread: dict[tuple[int, int], SequenceDelta] = {}
+        self._has_unread = asyncio.Event()
+
+    def add(self, request_index: int, delta: SequenceDelta) -> None:
+        """request_index: in the requests of the call."""
+        place = (request_index, delta.sequence_index)
+        before = self._unread.get(place)
+        if before is not None:
+            before.token_ids.extend(delta.token_ids)
+            if before.logprobs is not None and delta.logprobs is not None:
+                before.logprobs.extend(delta.logprobs)
+            delta = replace(delta, token_ids=before.token_ids, logprobs=before.logprobs)
+        self._unread[place] = delta
+        self._has_unread.set()
+
+    async def read(self) -> list[tuple[int, SequenceDelta]]:
+        """(index of the request, delta) of each sequence that has anything new, of which there is at least one, for
+        which it waits; none once every sequence's last delta has been read."""
+        if self._num_unread_ends == 0:
+            return []
+        await self._has_unread.wait()
+        self._has_unread.clear()
+        deltas = [(request_index, delta) for (request_index, _), delta in self._unread.items()]
+        self._unread = {}
+        self._num_unread_ends -= sum(delta.finish_reason is not None for _, delta in deltas)
+        return deltas
 
 
 @dataclass(slots=True)
 class _PendingRequest:
-    submission: _Submission
-    replica: int
-    sequences: list[FinishedSequence]
-    num_unfinished: int
+    """add: takes its deltas."""
 
-    def append(self, delta: SequenceDelta) -> None:
-        sequence = self.sequences[delta.sequence_index]
-        sequence.token_ids += delta.token_ids
-        if delta.logprobs is not None:
-            if sequence.logprobs is None:
-                sequence.logprobs = []
-            sequence.logprobs += delta.logprobs
-        sequence.num_cached_tokens = delta.num_cached_tokens
-        sequence.num_computed_tokens = delta.num_computed_tokens
-        sequence.num_recomputed_tokens = delta.num_recomputed_tokens
-        sequence.num_shared_tokens = delta.num_shared_tokens
-        if delta.finish_reason is not None:
-            sequence.finish_reason = delta.finish_reason
-            self.num_unfinished -= 1
-            if self.num_unfinished == 0:
-                self.submission.on_request_finished()
+    replica: int
+    num_unfinished: int
+    add: Callable[[SequenceDelta], None]
 
 
 def _raise(error: Exception) -> None:
@@ -134,7 +169,7 @@ class EngineClient:
 
     @property
     def num_pending_requests(self) -> int:
-        """Requests that a `generate` call is waiting for or has not yet cleaned up."""
+        """Requests that a `generate` or `stream` call is waiting for or has not yet cleaned up."""
         return len(self._pending)
 
     def check_queue(self) -> None:
@@ -153,24 +188,43 @@ class EngineClient:
         Request ids must be new. If the caller is cancelled, what is unfinished is cancelled at the managers. Raises
         QueueFull.
         """
-        self.check_queue()
-        submission = _Submission(len(requests))
-        with ExitStack() as stack:
-            pending = [stack.enter_context(self._submitted(request, submission)) for request in requests]
-            await submission.finished
-            return [request.sequences for request in pending]
+        results = _Results(requests)
+        with self._submitted(requests, results.add):
+            await results.finished
+        return results.sequences
 
     @contextmanager
-    def _submitted(self, request: GenerateRequest, submission: _Submission) -> Iterator[_PendingRequest]:
+    def stream(self, requests: Sequence[GenerateRequest]) -> Iterator[Arrivals]:
+        """Inside, the requests run, and what has come of them can be read; at least one request, all `is_streamed`.
+
+        Request ids must be new. At the end, what is unfinished is cancelled at the managers. Raises QueueFull.
+        """
+        arrivals = Arrivals(requests)
+        with self._submitted(requests, arrivals.add):
+            yield arrivals
+
+    @contextmanager
+    def _submitted(
+        self, requests: Sequence[GenerateRequest], add: Callable[[int, SequenceDelta], None]
+    ) -> Iterator[None]:
+        """Inside, the requests run, and `add` gets the index of the request and the delta of all that comes. Raises
+        QueueFull."""
+        self.check_queue()
+        with ExitStack() as stack:
+            for index, request in enumerate(requests):
+                stack.enter_context(self._one_submitted(request, partial(add, index)))
+            yield
+
+    @contextmanager
+    def _one_submitted(self, request: GenerateRequest, add: Callable[[SequenceDelta], None]) -> Iterator[None]:
         assert request.request_id not in self._pending, f"request id {request.request_id} used twice"
         replica = choose_replica(self._num_unfinished_sequences)
-        sequences = [FinishedSequence() for _ in range(request.num_sequences)]
-        pending = _PendingRequest(submission, replica, sequences, request.num_sequences)
+        pending = _PendingRequest(replica, request.num_sequences, add)
         self._pending[request.request_id] = pending
         self._num_unfinished_sequences[replica] += request.num_sequences
         self._requests[replica].send(request)
         try:
-            yield pending
+            yield
         finally:
             del self._pending[request.request_id]
             self._num_unfinished_sequences[replica] -= pending.num_unfinished
@@ -194,8 +248,9 @@ class EngineClient:
                 pending = self._pending.get(delta.request_id)
                 if pending is None:  # cancelled while the delta was on its way
                     continue
-                pending.append(delta)
+                pending.add(delta)
                 if delta.finish_reason is not None:
+                    pending.num_unfinished -= 1
                     self._num_unfinished_sequences[replica] -= 1
 
     def _start_replica(self, replica: int, ready: Ready) -> None:

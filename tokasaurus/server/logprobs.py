@@ -8,20 +8,30 @@ from tokasaurus.server.protocol.completions import CompletionLogprobs
 from tokasaurus.text.tokenizer import Tokenizer
 
 
-def token_offsets(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Where each token's text starts in `tokenizer.decode(token_ids)`, in characters; never falls.
+class TokenOffsets:
+    """Where each token's text starts in `tokenizer.decode` of all, in characters; never falls.
 
     A token that continues a character which an earlier one began starts where that character is. A special token,
     which is not part of the text, starts where the next one does.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    offsets: list[int] = []
-    num_characters = 0
-    for token_id in token_ids:
-        offsets.append(num_characters)
-        if token_id not in tokenizer.special_ids:
-            num_characters += len(decoder.decode(tokenizer.token_bytes(token_id)))
-    return offsets
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_characters = 0
+
+    def next(self, token_id: int) -> int:
+        """Of the next token."""
+        offset = self._num_characters
+        if token_id not in self._tokenizer.special_ids:
+            self._num_characters += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        return offset
+
+
+def token_offsets(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """TokenOffsets of each."""
+    offsets = TokenOffsets(tokenizer)
+    return [offsets.next(token_id) for token_id in token_ids]
 
 
 def build_completion_logprobs(

@@ -166,4 +166,5 @@ def _request(
         cache_salt=body.cache_salt,
         stop_token_ids=body.stop_token_ids,
         min_tokens=body.min_tokens,
+        is_streamed=body.stream,
     )

@@ -58,6 +58,8 @@ class Tokenizer(TokenDecoder):
 
     vocab_size: one more than the highest token id; the model's own may be higher, for padding.
     special_ids: tokens that `decode` leaves out. bos_token, eos_token: as tokenizer_config.json names them.
+    is_byte_level: the text is the UTF-8 of the tokens' bytes, one after the other; other decoders may, for instance,
+    drop the first space.
     """
 
     def __init__(self, base: BaseTokenizer, directory: Path) -> None:
@@ -67,7 +69,7 @@ class Tokenizer(TokenDecoder):
         base.no_padding()
         self.vocab_size = max(base.get_vocab(with_added_tokens=True).values()) + 1
         self._added_texts = {token_id: token.content for token_id, token in base.get_added_tokens_decoder().items()}
-        self._is_byte_level = _is_byte_level(base)
+        self.is_byte_level = _is_byte_level(base)
         self._bounds = TokenBounds(base, _BYTE_OF_CHARACTER)
         self._special_text = SpecialText(base)
         self._directory = directory
@@ -210,11 +212,15 @@ class Tokenizer(TokenDecoder):
         token = self._base.id_to_token(token_id)
         if token is None:
             return b""
-        if self._is_byte_level:
+        if self.is_byte_level:
             return b"".join(_BYTE_OF_CHARACTER.get(character, character.encode()) for character in token)
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        if _is_byte_token(token):
             return bytes([int(token[3:5], 16)])
         return token.replace("▁", " ").encode()
+
+    def is_byte_token(self, token_id: int) -> bool:
+        """Whether it is one of SentencePiece's "<0xNN>", of which a decoder reads a whole run at once."""
+        return not self.is_byte_level and _is_byte_token(self._base.id_to_token(token_id) or "")
 
     def token_text(self, token_id: int) -> str:
         """`token_bytes` as text; a part of a character becomes U+FFFD."""
@@ -253,6 +259,10 @@ def _load_base(directory: Path) -> BaseTokenizer:
         return BaseTokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise TokenizerError(f"cannot read {path}: {error}") from None
+
+
+def _is_byte_token(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
 
 def _is_byte_level(base: BaseTokenizer) -> bool:

@@ -108,6 +108,18 @@ CacheSalt = Annotated[
 ]
 
 
+class StreamOptions(BaseModel):
+    """include_usage: a last chunk has the usage. continuous_usage_stats (an extension of vLLM's): every chunk has that
+    of the answer so far.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    include_usage: Annotated[bool, null_means(False)] = False
+    continuous_usage_stats: Annotated[bool, null_means(False)] = False
+    include_obfuscation: Annotated[Any, Only(None, False)] = None
+
+
 def _parse_metadata(value: object) -> object:
     """Not by pydantic, which would make an error of every wrong value: there may be a million."""
     if value is not None and not (isinstance(value, dict) and set(map(type, value.values())) <= {str}):
@@ -163,6 +175,6 @@ class SamplingFields(BaseModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    stream: Annotated[Any, Only(None, False)] = None
-    stream_options: Annotated[Any, Only(None)] = None
+    stream: Annotated[bool, null_means(False)] = False
+    stream_options: StreamOptions | None = None
     response_format: Annotated[Any, Only(None, {"type": "text"})] = None

@@ -5,13 +5,14 @@ from fastapi import APIRouter, Request, Response
 from tokasaurus.server.prepare import prepare_chat
 from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from tokasaurus.server.respond import build_chat_completion
-from tokasaurus.server.routes.generation import ERROR_RESPONSES, answer_generation
+from tokasaurus.server.routes.generation import ERROR_RESPONSES, STREAMED, answer_generation
 from tokasaurus.server.routes.json_body import JsonBodyRoute
+from tokasaurus.server.streaming import ChatStream
 
 router = APIRouter(route_class=JsonBodyRoute, tags=["generation"])
 
 
-@router.post("/v1/chat/completions", responses={200: {"model": ChatCompletion}, **ERROR_RESPONSES})
+@router.post("/v1/chat/completions", responses={200: {"model": ChatCompletion, "content": STREAMED}, **ERROR_RESPONSES})
 async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
     """Answer a conversation `n` times, through the model's chat template."""
-    return await answer_generation(request, body, prepare_chat, build_chat_completion)
+    return await answer_generation(request, body, prepare_chat, build_chat_completion, ChatStream)

@@ -1,6 +1,6 @@
 """The way that every body takes that asks for text: prepare, generate, build; all of it ends if the client leaves."""
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import TypeVar
 
 import orjson
@@ -9,16 +9,24 @@ from fastapi import Request, Response
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.server.disconnect import run_while_connected
 from tokasaurus.server.engine_client import FinishedSequence
+from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
 from tokasaurus.server.prepare import Prepared
-from tokasaurus.server.protocol.sampling_fields import SamplingFields
+from tokasaurus.server.protocol.sampling_fields import SamplingFields, StreamOptions
+from tokasaurus.server.routes.event_stream import EventStream
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.state import state_of
+from tokasaurus.server.state import ServerState, state_of
+from tokasaurus.server.streaming import AnswerStream
 
 Body = TypeVar("Body", bound=SamplingFields)
 
 # For the OpenAPI page.
 ERROR_RESPONSES = error_responses(*BODY_ERRORS, 404, 429, 503)
+# Of an answer's 200: what it is with stream=true.
+STREAMED = {"text/event-stream": {"schema": {"type": "string", "description": "Chunks as server-sent events."}}}
+
+# What a stream makes of so many deltas is sent before other work has its turn: some milliseconds.
+MAX_DELTAS_AT_ONCE = 64
 
 
 async def answer_generation(
@@ -26,12 +34,22 @@ async def answer_generation(
     body: Body,
     prepare: Callable[[Body, ServedModel, EngineLimits], Prepared],
     build: Callable[[Prepared, list[list[FinishedSequence]], ServedModel], object],
+    stream: Callable[[Prepared, ServedModel, StreamOptions], AnswerStream],
 ) -> Response:
-    """Raises ApiError; ClientGone when the client disconnects, after the engine was told to drop the request."""
+    """build: the whole answer. stream: its events, where the body asks for those.
+
+    Raises ApiError; ClientGone when the client disconnects, after the engine was told to drop the request."""
     state = state_of(request)
     state.model.check_name(body.model)
     limits = state.ready_limits()
     state.engine.check_queue()  # it is checked again when the request is submitted, but this spares the work until then
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options goes with stream=true", "stream_options")
+    if body.stream:
+        preparing = state.in_text_thread(prepare, body, state.model, limits)
+        prepared = await run_while_connected(request.receive, preparing)
+        answer = stream(prepared, state.model, body.stream_options or StreamOptions())
+        return EventStream(_events(state, prepared, answer))
 
     async def work() -> bytes:
         prepared = await state.in_text_thread(prepare, body, state.model, limits)
@@ -39,3 +57,13 @@ async def answer_generation(
         return await state.in_text_thread(lambda: orjson.dumps(build(prepared, results, state.model)))
 
     return Response(await run_while_connected(request.receive, work()), media_type="application/json")
+
+
+async def _events(state: ServerState, prepared: Prepared, answer: AnswerStream) -> AsyncGenerator[bytes, None]:
+    """The engine is told to drop the requests if this is closed before its end."""
+    with state.engine.stream(prepared.requests) as arrivals:
+        while deltas := await arrivals.read():
+            for start in range(0, len(deltas), MAX_DELTAS_AT_ONCE):
+                if events := answer.events(deltas[start : start + MAX_DELTAS_AT_ONCE]):
+                    yield events
+    yield answer.end()

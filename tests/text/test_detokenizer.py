@@ -1,0 +1,94 @@
+"""Text while ids still come, against the decoding of all of them."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as BaseTokenizer
+
+from tests.server.small_tokenizer import IM_END, IM_START, save_small_tokenizer
+from tokasaurus.text.detokenizer import make_detokenizer
+from tokasaurus.text.tokenizer import Tokenizer
+
+EURO = list("€".encode())
+# Halves of characters, bytes that no UTF-8 has, words, special tokens, ids without a token.
+BYTE_LEVEL_IDS = st.lists(
+    st.sampled_from([*EURO, *"é😀".encode(), 0xFF, 97, 259, 261, IM_START, IM_END, 5000]), max_size=14
+)
+
+PIECES = ["<unk>", "▁the", "t", "▁", "▁▁", *(f"<0x{byte:02X}>" for byte in EURO), "<0xFF>", "é"]
+SPECIAL_ID = len(PIECES)
+SENTENCEPIECE_IDS = st.lists(st.sampled_from([*range(len(PIECES)), SPECIAL_ID, 5000]), max_size=14)
+CUTS = st.lists(st.integers(0, 3), max_size=14)
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(save_small_tokenizer(tmp_path_factory.mktemp("byte level")))
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """As Llama 2 has it."""
+    directory: Path = tmp_path_factory.mktemp("sentencepiece")
+    vocabulary = {piece: index for index, piece in enumerate(PIECES)}
+    base = BaseTokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    base.add_special_tokens([AddedToken("</s>", special=True)])
+    base.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    base.save(str(directory / "tokenizer.json"))
+    return Tokenizer.load(directory)
+
+
+def cut(token_ids: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Pieces of the given lengths, then the rest one by one."""
+    ends = [0, *itertools.accumulate(lengths)]
+    ends = [*ends, *range(ends[-1] + 1, len(token_ids) + 1)]
+    return [list(token_ids[start:end]) for start, end in itertools.pairwise(ends)]
+
+
+@given(BYTE_LEVEL_IDS, CUTS)
+@example([*EURO[:2], IM_END, EURO[2]], [])
+@example(EURO[:2], [1, 1])
+def test_byte_level_text_joins_to_the_whole_and_comes_as_soon_as_it_is_certain(
+    byte_level: Tokenizer, token_ids: list[int], lengths: list[int]
+) -> None:
+    detokenizer, text, num_read = make_detokenizer(byte_level), "", 0
+    whole = byte_level.decode(token_ids)
+    for piece in cut(token_ids, lengths):
+        text += detokenizer.add(piece)
+        num_read += len(piece)
+        so_far = byte_level.decode(token_ids[:num_read])
+        assert whole.startswith(text)
+        assert text == so_far or (text == so_far[:-1] and so_far[-1] == "\ufffd"), "at most one character is held back"
+    assert text + detokenizer.finish() == whole
+
+
+def test_nothing_of_a_character_is_shown_before_its_last_byte(byte_level: Tokenizer) -> None:
+    detokenizer = make_detokenizer(byte_level)
+    assert [detokenizer.add([token_id]) for token_id in [97, *EURO, 97]] == ["a", "", "", "€", "a"]
+    assert detokenizer.add(EURO[:1]) == ""
+    assert detokenizer.finish() == "\ufffd"
+
+
+@given(SENTENCEPIECE_IDS, CUTS)
+@example([3, 1, 3, 3, 2], [])
+@example([5, 6, 7, 8, 2], [])
+@example([1, 5, SPECIAL_ID, 6, 5000, 7], [])
+def test_other_text_joins_to_the_whole(sentencepiece: Tokenizer, token_ids: list[int], lengths: list[int]) -> None:
+    detokenizer, text = make_detokenizer(sentencepiece), ""
+    whole = sentencepiece.decode(token_ids)
+    for piece in cut(token_ids, lengths):
+        text += detokenizer.add(piece)
+        assert whole.startswith(text)
+    assert text + detokenizer.finish() == whole
+
+
+def test_other_text_comes_token_by_token_but_for_runs_of_bytes(sentencepiece: Tokenizer) -> None:
+    detokenizer = make_detokenizer(sentencepiece)
+    assert [detokenizer.add([token_id]) for token_id in [1, 1, 2, 5, 6, 7, 2]] == ["the", " the", "t", "", "", "", "€t"]

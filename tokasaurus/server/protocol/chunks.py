@@ -1,0 +1,41 @@
+"""Choices in the chunks of a streamed answer, as OpenAI's reference documents them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tokasaurus.server.protocol.chat import ChatLogprobs
+from tokasaurus.server.protocol.completions import CompletionLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionChunkChoice:
+    """text, logprobs: what is new. finish_reason: on the last chunk of the choice alone."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class RoleDelta:
+    """The first of each choice."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    refusal: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatChunkChoice:
+    """delta, logprobs: what is new. finish_reason: on the last chunk of the choice alone."""
+
+    index: int
+    delta: RoleDelta | ContentDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None

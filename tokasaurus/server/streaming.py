@@ -1,0 +1,203 @@
+"""Deltas of sequences → the events of a streamed answer. No server here; they detokenize.
+
+Put together, the chunks of a choice are the choice of the answer that is not streamed.
+"""
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta
+from tokasaurus.server.engine_client import FinishedSequence
+from tokasaurus.server.errors import ApiError, error_response
+from tokasaurus.server.logprobs import TokenOffsets, build_chat_logprobs, build_completion_logprobs
+from tokasaurus.server.prepare import Prepared
+from tokasaurus.server.protocol.chunks import ChatChunkChoice, CompletionChunkChoice, ContentDelta, RoleDelta
+from tokasaurus.server.protocol.sampling_fields import StreamOptions
+from tokasaurus.server.protocol.usage import Usage
+from tokasaurus.server.respond import build_usage, num_exempt_characters, without_end_token
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.text.detokenizer import make_detokenizer
+from tokasaurus.text.stop_strings import find_first_stop, held_back_length
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What is new of one choice.
+
+    token_ids: whose log-probabilities are new. logprobs, offsets: one each; None where not asked.
+    """
+
+    text: str
+    finish_reason: FinishReason | None
+    token_ids: list[int]
+    logprobs: list[float] | None
+    offsets: list[int] | None
+
+
+class _StreamedSequence:
+    """One sequence, of which deltas come: text and tokens that may still turn out to be a stop string are held back."""
+
+    def __init__(self, request: GenerateRequest, model: ServedModel) -> None:
+        self.so_far = FinishedSequence()
+        self._request = request
+        self._model = model
+        self._detokenizer = make_detokenizer(model.tokenizer)
+        self._offsets = TokenOffsets(model.tokenizer)
+        self._held_text = ""
+        self._held_tokens: deque[tuple[int, float, int]] = deque()
+        self._num_characters = 0
+        self._num_exempt = 0 if request.min_tokens == 0 else None
+        self._has_stopped = False
+
+    def add(self, delta: SequenceDelta) -> _Piece:
+        self.so_far.append(delta)
+        is_last = delta.finish_reason is not None
+        token_ids = without_end_token(delta.token_ids, self._request, self._model) if is_last else delta.token_ids
+        text = self._detokenizer.add(token_ids)
+        if is_last:
+            text += self._detokenizer.finish()
+        text = self._take_text(text, is_last)
+        self._num_characters += len(text)
+        finish_reason: FinishReason | None = "stop" if is_last and self._has_stopped else delta.finish_reason
+        if not self._request.want_logprobs:
+            return _Piece(text, finish_reason, [], None, None)
+        assert delta.logprobs is not None, "the engine returns log-probabilities where they are asked"
+        for token_id, logprob in zip(token_ids, delta.logprobs[: len(token_ids)], strict=True):
+            self._held_tokens.append((token_id, logprob, self._offsets.next(token_id)))
+        return self._with_tokens(text, finish_reason)
+
+    def _take_text(self, new_text: str, is_last: bool) -> str:
+        """What of the text held back and the new text can be shown. Whatever follows a stop string never is."""
+        if self._has_stopped:
+            return ""
+        stops, text = self._request.stop_strings, self._held_text + new_text
+        stop = find_first_stop(text, stops, self._exempt_characters() - self._num_characters) if stops else None
+        if stop is not None:
+            self._has_stopped = True
+            return text[: stop[0]]
+        num_shown = len(text) - (held_back_length(text, stops) if stops and not is_last else 0)
+        self._held_text = text[num_shown:]
+        return text[:num_shown]
+
+    def _exempt_characters(self) -> int:
+        """At the start of the whole text, in which no stop string counts: all, until the fewest tokens are there."""
+        token_ids = self.so_far.token_ids
+        if self._num_exempt is None and len(token_ids) >= self._request.min_tokens:
+            self._num_exempt = num_exempt_characters(token_ids, self._request, self._model)
+        return sys.maxsize if self._num_exempt is None else self._num_exempt
+
+    def _with_tokens(self, text: str, finish_reason: FinishReason | None) -> _Piece:
+        """With the tokens whose text has begun to be shown; at the end, unless a stop string cut it, with all."""
+        shows_all = finish_reason is not None and not self._has_stopped
+        piece = _Piece(text, finish_reason, [], logprobs := [], offsets := [])
+        while self._held_tokens and (shows_all or self._held_tokens[0][2] < self._num_characters):
+            token_id, logprob, offset = self._held_tokens.popleft()
+            piece.token_ids.append(token_id)
+            logprobs.append(logprob)
+            offsets.append(offset)
+        return piece
+
+
+class AnswerStream(ABC):
+    """Makes server-sent events of one body's deltas.
+
+    With `include_usage` every chunk has a usage, which is null but in a last one without choices; with
+    `continuous_usage_stats` each chunk has that of the answer so far.
+    """
+
+    object_name: str
+
+    def __init__(self, prepared: Prepared, model: ServedModel, options: StreamOptions) -> None:
+        self._prepared = prepared
+        self._model = model
+        self._options = options
+        self._head: dict[str, Any] = {
+            "id": prepared.response_id,
+            "object": self.object_name,
+            "created": int(time.time()),
+            "model": model.name,
+            "system_fingerprint": model.system_fingerprint,
+        }
+        self._sequences = [
+            [_StreamedSequence(request, model) for _ in range(request.num_sequences)] for request in prepared.requests
+        ]
+        self._has_begun = False
+
+    def events(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> bytes:
+        """deltas: with the index of each one's request. Empty where nothing can be shown yet."""
+        pieces = [
+            (self._choice_index(request_index, delta), self._sequences[request_index][delta.sequence_index].add(delta))
+            for request_index, delta in deltas
+        ]
+        usage = self._usage() if self._options.continuous_usage_stats else None
+        events = []
+        if not self._has_begun:
+            self._has_begun = True
+            events += [self._event([choice], usage) for choice in self._first_choices()]
+        for index, piece in pieces:
+            if piece.text or piece.token_ids or piece.finish_reason is not None:
+                events.append(self._event([self._choice(index, piece)], usage))
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        """Behind the last delta."""
+        events = [self._event([], self._usage())] if self._options.include_usage else []
+        return b"".join([*events, b"data: [DONE]\n\n"])
+
+    def _choice_index(self, request_index: int, delta: SequenceDelta) -> int:
+        return request_index * self._prepared.requests[0].num_sequences + delta.sequence_index  # n is the body's
+
+    def _usage(self) -> Usage:
+        return build_usage(self._prepared, [[sequence.so_far for sequence in row] for row in self._sequences])
+
+    def _event(self, choices: list[object], usage: Usage | None) -> bytes:
+        chunk = {**self._head, "choices": choices}
+        if self._options.include_usage or self._options.continuous_usage_stats:
+            chunk["usage"] = usage
+        return b"data: %b\n\n" % orjson.dumps(chunk)
+
+    @abstractmethod
+    def _first_choices(self) -> list[object]:
+        """What comes before all text, each in a chunk of its own."""
+
+    @abstractmethod
+    def _choice(self, index: int, piece: _Piece) -> object: ...
+
+
+class CompletionStream(AnswerStream):
+    object_name = "text_completion"
+
+    def _first_choices(self) -> list[object]:
+        return []
+
+    def _choice(self, index: int, piece: _Piece) -> CompletionChunkChoice:
+        logprobs = None
+        if piece.logprobs is not None and piece.offsets is not None:
+            logprobs = build_completion_logprobs(piece.token_ids, piece.logprobs, piece.offsets, self._model.tokenizer)
+        return CompletionChunkChoice(index, piece.text, logprobs, piece.finish_reason)
+
+
+class ChatStream(AnswerStream):
+    object_name = "chat.completion.chunk"
+
+    def _first_choices(self) -> list[object]:
+        # Of all, in order: the OpenAI client can collect no choice before those of smaller index.
+        return [ChatChunkChoice(index, RoleDelta(), None, None) for index in range(len(self._sequences[0]))]
+
+    def _choice(self, index: int, piece: _Piece) -> ChatChunkChoice:
+        logprobs = None
+        if piece.logprobs is not None:
+            logprobs = build_chat_logprobs(piece.token_ids, piece.logprobs, self._model.tokenizer)
+        return ChatChunkChoice(index, ContentDelta(piece.text), logprobs, piece.finish_reason)
+
+
+def error_event(error: ApiError) -> bytes:
+    """The last event of a stream that breaks off; no [DONE] follows."""
+    return b"data: %b\n\n" % bytes(error_response(error).body)
