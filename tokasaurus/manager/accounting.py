@@ -27,13 +27,15 @@ def count_start(state: EngineState, sequence: Sequence, start: int) -> None:
 def count_computed(state: EngineState, sequence: Sequence, start: int, end: int) -> None:
     """Steps that have been sent compute its tokens from `start` to before `end`, if there are any."""
     counts, totals = sequence.counts, state.totals.tokens
-    num_before = sequence.num_kv_tokens_before
-    num_computed = max(0, min(end, len(sequence.request.prompt_ids)) - max(start, num_before))
-    counts.computed += num_computed
-    totals.computed += num_computed
-    num_recomputed = max(0, min(end, num_before) - start)
-    counts.recomputed += num_recomputed
-    totals.recomputed += num_recomputed
+    if start < sequence.num_kv_tokens_before:
+        first_time = max(start, min(end, sequence.num_kv_tokens_before))
+        counts.recomputed += first_time - start
+        totals.recomputed += first_time - start
+        start = first_time
+    num_computed = min(end, len(sequence.request.prompt_ids)) - start
+    if num_computed > 0:
+        counts.computed += num_computed
+        totals.computed += num_computed
 
 
 def count_shared(state: EngineState, decode: NDArray[np.int64], groups: NDArray[np.int64]) -> None:
@@ -50,6 +52,7 @@ def count_leaving(state: EngineState, sequence: Sequence) -> None:
     """The sequence leaves the slot that the worker knows: what its decode steps did is counted."""
     slots, slot = state.slots, sequence.slot
     num_kv_tokens = int(slots.num_kv_tokens[slot])
-    count_computed(state, sequence, int(slots.num_prefill_tokens[slot]), num_kv_tokens)
+    if sequence.num_kv_tokens_before:  # else it has decoded each token once
+        count_computed(state, sequence, int(slots.num_prefill_tokens[slot]), num_kv_tokens)
     sequence.num_kv_tokens_before = max(sequence.num_kv_tokens_before, num_kv_tokens)
     sequence.counts.shared = int(slots.num_shared_tokens[slot])
