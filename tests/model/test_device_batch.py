@@ -2,11 +2,16 @@
 
 import random
 from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
 
 from tests.model.steps import StepDriver, make_runner
 from tests.model.test_decoder import load
 from tests.tiny_model import save_tiny_model
 from tokasaurus.model.device_batch import padded_count
+from tokasaurus.model.kernels.forward_kernels import PackedLayers
 
 
 def test_padding_adds_at_most_a_sixteenth_and_leaves_few_counts() -> None:
@@ -37,3 +42,24 @@ def test_matrix_products_see_padded_counts_alone(tmp_path: Path) -> None:
         driver.run(list(range(1, slot + 1)), [])
     assert counts <= {padded_count(count) for count in range(1, 401)}
     assert not asked <= counts, "most prompts are no padded count"
+
+
+def test_forwards_of_the_kernels_have_the_tokens_asked_for_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_model(tmp_path, "llama")
+    model, info = load(tmp_path)
+    model.pack()
+    counts: list[int] = []
+    run = PackedLayers.run
+
+    def run_counted(layers: PackedLayers, hidden: Tensor, *others: Any) -> None:
+        counts.append(len(hidden))
+        run(layers, hidden, *others)
+
+    monkeypatch.setattr(PackedLayers, "run", run_counted)
+    driver = StepDriver(make_runner(model, info, "cpu", num_blocks=600), num_blocks=600)
+    for slot, length in enumerate((17, 1, 35, 129), start=1):
+        driver.open(slot, [1] * length)
+        driver.run([], [(slot, length)])
+    assert counts == [17, 1, 35, 129]

@@ -14,12 +14,12 @@ from tokasaurus.model.sampling import SamplingRows
 from tokasaurus.model.sampling_noise import position_keys
 from tokasaurus.model.slot_table import SlotTable
 
-# T tokens, S rows of the batch (one per running slot), R rows that sample; T and R with padding
+# T tokens, S rows of the batch (one per running slot), R rows that sample; T and R with padding, if any
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """One forward on the device. Tokens, and rows that pass the LM head, are padded to one of few counts.
+    """One forward on the device. Tokens, and rows that pass the LM head, may be padded to one of few counts.
 
     token_ids, positions: int64 [T]. logit_rows: int64 [R], rows of T that pass the LM head; the first num_sampled of
     them are sampled, and only those have sampled_slots (int64, whose last token that becomes), sampling parameters, and
@@ -46,8 +46,13 @@ def padded_count(count: int) -> int:
     return -(-count // step) * step
 
 
-def build_batch(step: ForwardInput, slots: SlotTable, page_size: int, device: torch.device) -> DeviceBatch:
-    """The batch of `step`, whose changes are already applied to `slots`; moves the slots' positions past it."""
+def build_batch(
+    step: ForwardInput, slots: SlotTable, page_size: int, device: torch.device, is_padded: bool = True
+) -> DeviceBatch:
+    """The batch of `step`, whose changes are already applied to `slots`; moves the slots' positions past it.
+
+    is_padded: tokens and logit rows come in one of few counts.
+    """
 
     def to_device(array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -64,8 +69,11 @@ def build_batch(step: ForwardInput, slots: SlotTable, page_size: int, device: to
     token_places = blocks.astype(np.int64) * page_size + token_positions % page_size
 
     decoded = slots.last_tokens[to_device(step.slots[: step.num_decode].astype(np.int64))]
-    num_padding = padded_count(int(starts[-1])) - int(starts[-1])
-    padding = np.zeros(num_padding, np.int64)  # token 0 at position 0, its key and value in the padding block
+
+    def pad(count: int) -> NDArray[np.int64]:
+        return np.zeros(padded_count(count) - count if is_padded else 0, np.int64)
+
+    padding = pad(int(starts[-1]))  # token 0 at position 0, its key and value in the padding block
     token_ids = torch.cat((decoded, to_device(np.concatenate((step.prompt_ids, padding)))))
 
     all_places = to_device(np.concatenate((token_places, padding)))
@@ -92,12 +100,11 @@ def build_batch(step: ForwardInput, slots: SlotTable, page_size: int, device: to
         rules=slots.rules.select(sampled_slots, kv_lengths[samples], slots.block_tables, page_size),
     )
     logit_rows = starts[1:][samples].astype(np.int64) - 1
-    logit_padding = np.zeros(padded_count(len(logit_rows)) - len(logit_rows), np.int64)
     parts, prefix = _parts(step, slots, starts, kv_lengths, page_size)
     return DeviceBatch(
         token_ids=token_ids,
         positions=to_device(np.concatenate((token_positions, padding))),
-        logit_rows=to_device(np.concatenate((logit_rows, logit_padding))),
+        logit_rows=to_device(np.concatenate((logit_rows, pad(len(logit_rows))))),
         num_sampled=len(logit_rows),
         sampled_slots=to_device(sampled_slots.astype(np.int64)),
         layout=PagedLayout(all_places, parts, prefix),

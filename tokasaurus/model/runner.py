@@ -80,13 +80,14 @@ class ModelRunner:
         self._device = device
         self._kernels = kernels
         self._compiler = compiler
+        self._is_padded = not model.runs_on_kernels(backend)  # they take any count alike
         self._num_recompiles = 0
 
     @torch.inference_mode()
     def run(self, step: ForwardInput) -> StepResult:
         """Compute one step. On an asynchronous device it returns before the result is there."""
         self._slots.apply(step.changes)
-        batch = build_batch(step, self._slots, self._page_size, self._device)
+        batch = build_batch(step, self._slots, self._page_size, self._device, self._is_padded)
         self._backend.plan(batch.layout)
         logits = self._model(batch.token_ids, None, batch.positions, batch.logit_rows, self._backend, batch.layout)
         logits = logits[: batch.num_sampled]

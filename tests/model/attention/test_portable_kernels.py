@@ -1,6 +1,7 @@
-"""The attention kernels as other processors get them: built without this machine's instructions, they still agree with
-the reference."""
+"""The kernels as other processors get them: built without this machine's instructions, they still agree with the
+reference, in attention by itself and in whole layers."""
 
+import dataclasses
 import platform
 import shutil
 from pathlib import Path
@@ -9,6 +10,11 @@ import pytest
 import torch
 
 from tests.model.attention.paged_problems import CPU, Segment, attend_all
+from tests.model.attention.test_row_split import NAMED_CASES, Case
+from tests.model.kernels import test_forward_kernels
+from tests.model.kernels.test_forward_kernels import check_stage
+from tokasaurus.model.architectures import decoder
+from tokasaurus.model.architectures.decoder import DecoderOptions
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.kernels import library
 from tokasaurus.model.kernels.library import Kernels
@@ -42,3 +48,13 @@ def test_kernels_for_other_processors_equal_the_reference(
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-5, "rtol": 2**-7}
     torch.testing.assert_close(output, expected, **tolerance)
     torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", NAMED_CASES[2:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_for_other_processors_equal_those_of_torch(
+    kernels: Kernels, dtype: torch.dtype, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "load_kernels", lambda: kernels)
+    monkeypatch.setattr(test_forward_kernels, "load_kernels", lambda: kernels)
+    check_stage(dataclasses.replace(case, dtype=dtype), DecoderOptions(qk_norm=True))
