@@ -110,19 +110,15 @@ def prefix_part(name: str, num_rows: int, num_tokens: int) -> tuple[Calls, int]:
     """The rows of one group against its shared prefix -> calls, operations of each."""
     blocks = scattered_blocks(-(-num_tokens // PAGE_SIZE))
     backend = make_filled(name, 8, len(blocks) + 1)
-    part = make_part([blocks], num_rows, num_tokens, causal=False, is_partial=True)
+    part = make_part([blocks], num_rows, num_tokens, causal=False, is_partial=False)
     return _through_layers(backend, part), 4 * num_rows * num_tokens * NUM_HEADS * HEAD_DIM
 
 
 def _through_layers(backend: AttentionBackend, part: PagedPart) -> Calls:
-    backend.plan(PagedLayout(torch.zeros(0, dtype=torch.int64), (part,)))
+    layout = PagedLayout(torch.zeros(0, dtype=torch.int64), (part,))
+    backend.plan(layout)
     query = torch.randn(part.num_rows, NUM_HEADS, HEAD_DIM).to(DTYPE)
-    num_layers = NUM_LAYERS if part.causal else 8
-
-    def attend(layer: int) -> Callable[[], object]:
-        return lambda: backend.attend(query, layer, part)
-
-    return [attend(layer) for layer in range(num_layers)]
+    return [partial(attend_rows, backend, query, layer, layout) for layer in range(NUM_LAYERS if part.causal else 8)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,15 +27,13 @@ def test_decode_goes_through_all_layers_with_blocks_of_each_sequence(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    real = attention_cases.make_filled
+    real = attention_cases.attend_rows
 
-    def make_spied(*args):
-        made = real(*args)
-        attend = made.attend
-        made.attend = lambda query, layer, part: (seen.append((layer, part)), attend(query, layer, part))
-        return made
+    def attend_spied(made, query, layer, layout):
+        seen.append((layer, layout.parts[0]))
+        return real(made, query, layer, layout)
 
-    monkeypatch.setattr(attention_cases, "make_filled", make_spied)
+    monkeypatch.setattr(attention_cases, "attend_rows", attend_spied)
     calls, num_bytes = attention_cases.decode(backend, num_sequences=3, num_tokens=40)
     for call in calls:
         call()
