@@ -182,6 +182,21 @@ def test_what_a_decode_step_in_flight_had_computed_is_computed_again():
     assert check_counts(bench) == TokenCounts(asked=7, computed=7, recomputed=4)
 
 
+def test_who_is_preempted_again_before_its_prompt_is_through_counts_what_it_did():
+    """A prompt of 7 tokens in steps of 2: it loses the result of the first decode step, comes back for one step, and
+    again. Each time it keeps one block of 4."""
+    bench = CountingBench(make_options(60, max_tokens_per_forward=2, max_steps_ahead=2))
+    bench.turn([make_request(1, 7, 1, 20, ignore_eos=True)])
+    (sequence,) = bench.running()
+    for num_kv_tokens in (8, 6):
+        while not sequence.is_open or bench.state.slots.num_kv_tokens[sequence.slot] < num_kv_tokens:
+            bench.turn([], 1)
+        preempt(bench.state, sequence)
+    bench.run_until_idle()
+    assert bench.worker.stays[1, 0] == [[0, 8], [4, 6], [4, 26]]
+    assert check_counts(bench) == TokenCounts(asked=7, computed=7, recomputed=2 + 4)
+
+
 def test_what_is_found_cached_on_return_to_a_prompt_half_way_is_read():
     """A prompt of 26 tokens begins with the 6 and the answer of one that still decodes: it reads one block of 4,
     computes a chunk of 9, and is preempted. When it comes back the other has left 6 blocks."""
