@@ -41,8 +41,8 @@ class _ByteDetokenizer:
 class _ContextDetokenizer:
     """For any other tokenizer: decodes new ids together with those before them.
 
-    A decoder may drop the space before the first text; so the ids before the new ones are always enough to have text.
-    It reads a run of byte tokens ("<0xNN>") as a whole, so such a run is held back until it ends.
+    A decoder may drop the space before the first text; with ids before them, the new ones are not the first. It reads a
+    run of byte tokens ("<0xNN>") as a whole, so such a run is held back until it ends.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -65,6 +65,5 @@ class _ContextDetokenizer:
     def _decode_pending(self) -> str:
         decode = self._tokenizer.decode
         text = decode(self._context + self._pending)[len(decode(self._context)) :]
-        self._context = self._pending if decode(self._pending) else self._context + self._pending
-        self._pending = []
+        self._context, self._pending = self._pending, []
         return text
