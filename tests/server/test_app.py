@@ -50,6 +50,7 @@ class ServerProcess:
         config.served_model_name = "nickname"
         config.api_key = KEY
         config.max_request_bytes = 10_000
+        config.max_queued_requests = 1
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -108,6 +109,8 @@ def test_process_reports_ready_serves_and_ends_with_0_on_sigterm(server_process:
         head = f"POST /v1/completions HTTP/1.1\r\n{headers}\r\n\r\n"
         connection.sendall(head.encode() + content)
         engine.wait_until(lambda engine: engine.requests[-1].prompt_ids[0] == ord("z"))
+        full = httpx.post(f"{server_process.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"})
+        assert full.status_code == 429
         stopped = time.monotonic()
         server_process.process.terminate()
         # The request gets its time, and then an orderly error.

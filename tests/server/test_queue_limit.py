@@ -51,17 +51,19 @@ def leave_open(server: LiveServer, **fields: object) -> socket.socket:
     return connection
 
 
-def test_beyond_it_requests_are_refused_until_one_is_gone(busy: LiveServer) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_beyond_it_requests_are_refused_until_one_is_gone(busy: LiveServer, stream: bool) -> None:
     with ExitStack() as stack:
-        running = [stack.enter_context(leave_open(busy)), stack.enter_context(leave_open(busy))]
-        waiting = [stack.enter_context(leave_open(busy, n=3)), stack.enter_context(leave_open(busy))]
+        running = [stack.enter_context(leave_open(busy)), stack.enter_context(leave_open(busy, stream=stream))]
+        waiting = [stack.enter_context(leave_open(busy, n=3)), stack.enter_context(leave_open(busy, stream=stream))]
         num_requests = len(busy.engine.requests)
         client = openai.OpenAI(base_url=f"{busy.url}/v1", api_key="none", max_retries=0)
         with pytest.raises(openai.RateLimitError) as refused:
-            client.completions.create(model="default", prompt=["a", "b"])
+            client.completions.create(model="default", prompt=["a", "b"], stream=stream)
         assert (refused.value.code, refused.value.response.headers["Retry-After"]) == ("queue_full", "1")
-        response = busy.http.post(CHAT, json=minimal_body(CHAT))
-        assert (response.status_code, assert_openai_error(response.content)["param"]) == (429, None)
+        for body in ({}, {"stream": stream}):
+            response = busy.http.post(CHAT, json=minimal_body(CHAT) | body)
+            assert (response.status_code, assert_openai_error(response.content)["param"]) == (429, None)
         assert len(busy.engine.requests) == num_requests
         assert busy.http.get("/v1/models").status_code == 200
 

@@ -41,7 +41,7 @@ def make(normalizer: normalizers.Normalizer | None, special: AddedToken, split: 
     trainer = trainers.BpeTrainer(
         vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    base.train_from_iterator(["hello the hello the", "日本語 éé ----------- 한한            "] * 3, trainer)
+    base.train_from_iterator(["hello the hello the", "日本語 éé ----------- 한한한한            "] * 3, trainer)
     base.add_special_tokens([special])
     return Case(base, TokenBounds(base, _BYTE_OF_CHARACTER))
 
@@ -66,7 +66,10 @@ def test_no_text_has_fewer_tokens_than_the_bound(case: Case, text: str) -> None:
     assert case.bounds.fewest_tokens(text) <= len(case.base.encode(text).ids)
 
 
-@pytest.mark.parametrize("word", ["hello", "日", "한", "e\u0301", "-", " ", "<|end|>"])
+@pytest.mark.parametrize(
+    "word",
+    ["hello", "日", "한", "\u1112\u1161\u11ab", "e\u0301", "-", " ", "<|end|>", "<|end|>" + " " * 50],
+)
 def test_repetitions_of_a_word_do_not_fool_it(case: Case, word: str) -> None:
     text = word * 500
     assert case.bounds.fewest_tokens(text) <= len(case.base.encode(text).ids)

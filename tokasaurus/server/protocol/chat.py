@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from tokasaurus.server.protocol.sampling_fields import Only, SamplingFields, null_means, value_error
@@ -71,6 +71,15 @@ class ChatMessage(BaseModel):
     audio: Annotated[Any, Only(None)] = None
     function_call: Annotated[Any, Only(None)] = None
     tool_calls: Annotated[Any, Only(None, [])] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown_field(cls, value: object) -> object:
+        """It is refused by its name; pydantic would make an error of each, and there may be a million."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        unknown = next(name for name in value if name not in cls.model_fields)
+        return {name: value[name] for name in (*cls.model_fields, unknown) if name in value}
 
 
 class ChatCompletionRequest(SamplingFields, TemplateFields):

@@ -23,7 +23,7 @@ Body = TypeVar("Body", bound=SamplingFields)
 # For the OpenAPI page.
 ERROR_RESPONSES = error_responses(*BODY_ERRORS, 404, 429, 503)
 # Of an answer's 200: what it is with stream=true.
-STREAMED = {"text/event-stream": {"schema": {"type": "string", "description": "Chunks as server-sent events."}}}
+STREAMED = {"text/event-stream": {"schema": {"description": "Chunks as server-sent events."}}}
 
 # What a stream makes of so many deltas is sent before other work has its turn: some milliseconds.
 MAX_DELTAS_AT_ONCE = 64
