@@ -85,8 +85,6 @@ def make_part(tables: Sequence[Tensor], num_rows: int, num_tokens: int, causal: 
         block_table=torch.stack(list(tables)).int(),
         kv_lengths=torch.full((count,), num_tokens, dtype=torch.int32),
         causal=causal,
-        max_query_rows=num_rows,
-        max_kv_length=num_tokens,
         is_partial=is_partial,
     )
 

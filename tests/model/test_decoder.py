@@ -141,8 +141,6 @@ def run_whole_prompt(
         block_table=torch.arange(1, num_blocks + 1, dtype=torch.int32).unsqueeze(0),
         kv_lengths=torch.tensor([num_tokens], dtype=torch.int32),
         causal=True,
-        max_query_rows=num_tokens,
-        max_kv_length=num_tokens,
     )
     positions = torch.arange(num_tokens)
     layout = PagedLayout(positions + 16, (everything,))

@@ -150,8 +150,6 @@ def _parts(
                 block_table=torch.from_numpy(tables),
                 kv_lengths=torch.from_numpy(own_lengths),
                 causal=True,
-                max_query_rows=int(step.num_tokens[begin:end].max()),
-                max_kv_length=longest,
                 is_partial=is_partial,
             )
         )
@@ -173,7 +171,5 @@ def _prefix_part(
         block_table=torch.from_numpy(tables),
         kv_lengths=torch.from_numpy(lengths),
         causal=False,
-        max_query_rows=int(groups.sizes.max()),
-        max_kv_length=int(lengths.max()),
         is_partial=True,
     )

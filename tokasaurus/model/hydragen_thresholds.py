@@ -139,7 +139,5 @@ def _part(block_table: Tensor, num_rows: int, num_tokens: int, is_partial: bool)
         block_table=block_table.contiguous(),
         kv_lengths=torch.full((num_segments,), num_tokens, dtype=torch.int32),
         causal=num_rows == 1,
-        max_query_rows=num_rows,
-        max_kv_length=num_tokens,
         is_partial=is_partial,
     )

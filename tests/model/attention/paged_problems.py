@@ -28,8 +28,6 @@ def make_part(segments: list[Segment], tables: list[list[int]], first_row: int, 
         block_table=padded,
         kv_lengths=torch.tensor([s.kv_length for s in segments], dtype=torch.int32),
         causal=causal,
-        max_query_rows=max(s.num_rows for s in segments),
-        max_kv_length=max(s.kv_length for s in segments),
     )
 
 

@@ -42,7 +42,6 @@ class PagedPart:
     may be anything finite, and a block behind them may be one that is not filled yet, or 0. Segments may share blocks.
     causal: a segment's last row sees all its kv_lengths tokens, the row before it one less, and so on; otherwise every
     row sees all of them (a shared prefix).
-    max_query_rows, max_kv_length: the largest of any segment, known to the host.
     is_partial: the part holds only some of what its rows attend to: its output stays float32, to be merged with the
     others'.
     """
@@ -53,8 +52,6 @@ class PagedPart:
     block_table: Tensor
     kv_lengths: Tensor
     causal: bool
-    max_query_rows: int
-    max_kv_length: int
     is_partial: bool = False
 
 
