@@ -71,6 +71,8 @@ def test_tokenizer_info_names_the_end_token_and_the_template(shared_server: Live
         ("/tokenize", {"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
         ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
         ("/tokenize", {"prompt": "a", "speed": 1}, "speed"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+        ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/detokenize", {"tokens": [1.0]}, "tokens[0]"),

@@ -320,4 +320,6 @@ def test_openapi_page_shows_bodies_and_errors(shared_server: LiveServer) -> None
         assert {"type": "string", "minLength": 1, "maxLength": 1024} in schema["properties"]["cache_salt"]["anyOf"]
         assert "cache_salt" not in schema["required"]
         assert set(operation["responses"]) == {"200", "400", "401", "404", "413", "415", "429", "500", "503"}
+        for name in ("n", "temperature", "stream", "cache_salt", "stop"):
+            assert {"type": "null"} in schema["properties"][name]["anyOf"]
     assert "401" not in page["paths"]["/health"]["get"]["responses"]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from tokasaurus.server.protocol.sampling_fields import Only, SamplingFields, null_means, value_error
+from tokasaurus.server.protocol.sampling_fields import NullMeans, Only, SamplingFields, value_error
 from tokasaurus.server.protocol.template_fields import TemplateFields
 from tokasaurus.server.protocol.usage import Usage
 
@@ -90,7 +90,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
-    logprobs: Annotated[bool, null_means(False)] = False
+    logprobs: Annotated[bool, NullMeans(False)] = False
     top_logprobs: Annotated[Any, Only(None, 0)] = None
 
     tools: Annotated[Any, Only(None, [])] = None

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import orjson
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
@@ -52,9 +51,19 @@ class Only:
         raise PydanticCustomError("not_implemented", message, {"allowed": allowed})
 
 
-def null_means(default: object) -> BeforeValidator:
-    """Reads an explicit null as the default."""
-    return BeforeValidator(lambda value: default if value is None else value)
+class NullMeans:
+    """Metadata of a field, behind all other: reads an explicit null as the default, and says so on the OpenAPI page."""
+
+    def __init__(self, default: object) -> None:
+        self._default = default
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(
+            lambda value: self._default if value is None else value, handler(source)
+        )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [handler(schema), {"type": "null"}]}
 
 
 def _parse_stop(value: object) -> tuple[str, ...]:
@@ -115,8 +124,8 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    include_usage: Annotated[bool, null_means(False)] = False
-    continuous_usage_stats: Annotated[bool, null_means(False)] = False
+    include_usage: Annotated[bool, NullMeans(False)] = False
+    continuous_usage_stats: Annotated[bool, NullMeans(False)] = False
     include_obfuscation: Annotated[Any, Only(None, False)] = None
 
 
@@ -134,7 +143,7 @@ Metadata = Annotated[
 ]
 
 
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False), null_means(0.0)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False), NullMeans(0.0)]
 
 
 class SamplingFields(BaseModel):
@@ -150,22 +159,22 @@ class SamplingFields(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     model: str
-    n: Annotated[int, Field(ge=1), null_means(1)] = 1
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False), null_means(1.0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), null_means(1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=-1), null_means(-1)] = -1  # -1 and 0: all
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), null_means(0.0)] = 0.0
+    n: Annotated[int, Field(ge=1), NullMeans(1)] = 1
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False), NullMeans(1.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), NullMeans(1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1), NullMeans(-1)] = -1  # -1 and 0: all
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), NullMeans(0.0)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False), null_means(1.0)] = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False), NullMeans(1.0)] = 1.0
     logit_bias: LogitBias = ()
     max_tokens: Annotated[int | None, Field(ge=1)] = None
-    min_tokens: Annotated[int, Field(ge=0), null_means(0)] = 0
+    min_tokens: Annotated[int, Field(ge=0), NullMeans(0)] = 0
     stop: StopStrings = ()
     stop_token_ids: StopTokenIds = ()
     # signed or unsigned: both are read as 64 bits
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
-    ignore_eos: Annotated[bool, null_means(False)] = False
+    ignore_eos: Annotated[bool, NullMeans(False)] = False
     cache_salt: CacheSalt = ""
 
     user: str | None = None
@@ -175,6 +184,6 @@ class SamplingFields(BaseModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    stream: Annotated[bool, null_means(False)] = False
+    stream: Annotated[bool, NullMeans(False)] = False
     stream_options: StreamOptions | None = None
     response_format: Annotated[Any, Only(None, {"type": "text"})] = None

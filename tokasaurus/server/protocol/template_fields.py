@@ -4,9 +4,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tokasaurus.server.protocol.sampling_fields import null_means
+from tokasaurus.server.protocol.sampling_fields import NullMeans
 
-TemplateVariables = Annotated[dict[str, Any], null_means({})]
+TemplateVariables = Annotated[dict[str, Any], NullMeans({})]
 
 
 class TemplateFields(BaseModel):

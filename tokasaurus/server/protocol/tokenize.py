@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from tokasaurus.server.protocol.chat import ChatMessage
-from tokasaurus.server.protocol.sampling_fields import Only, null_means
+from tokasaurus.server.protocol.sampling_fields import NullMeans, Only
 from tokasaurus.server.protocol.template_fields import TemplateFields
 
 
@@ -21,7 +21,7 @@ class TokenizeRequest(TemplateFields):
     prompt: str | None = None
     messages: Annotated[list[ChatMessage] | None, Field(min_length=1, fail_fast=True)] = None
     add_special_tokens: bool | None = None
-    return_token_strs: Annotated[bool, null_means(False)] = False
+    return_token_strs: Annotated[bool, NullMeans(False)] = False
     tools: Annotated[Any, Only(None, [])] = None
     chat_template: Annotated[Any, Only(None)] = None
 

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 from tokasaurus.server.chat_prompt import encode_messages
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
+from tokasaurus.server.protocol.template_fields import TemplateFields
 from tokasaurus.server.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -65,6 +66,9 @@ def _tokenize(body: TokenizeRequest, model: ServedModel, max_model_len: int) -> 
         token_ids = encode_messages(body.messages, body, model)
     else:
         assert body.prompt is not None, "one of the two is there"
+        for name in TemplateFields.model_fields:
+            if getattr(body, name) not in (None, {}):
+                raise InvalidRequest(f"{name} goes with messages: a prompt has no template", name)
         add_special_tokens = True if body.add_special_tokens is None else body.add_special_tokens
         token_ids = model.tokenizer.encode(body.prompt, add_special_tokens)
     token_strs = None
