@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tokasaurus.messages.channel import Channel
-from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
-from tokasaurus.messages.generation import FinishReason, GenerateRequest, SamplingParams
+from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput, TopOfRows
+from tokasaurus.messages.generation import FinishReason, GenerateRequest, SamplingParams, TopLogprobs
 from tokasaurus.messages.lifecycle import EngineLimits, Ready
 from tokasaurus.messages.slots import LogitRules
 
@@ -37,6 +37,14 @@ def draw(context: list[int], seed: int, sample_index: int, forbidden: Container[
     while token_id in forbidden:
         token_id = (token_id + 1) % VOCAB_SIZE
     return token_id, -(number % 1024) / 1024
+
+
+def likeliest(token_ids: list[int], logprobs: list[float], count: int) -> TopLogprobs:
+    """The pretended likeliest tokens at the places of those drawn, which are the first of them."""
+    shape = len(token_ids), 1
+    ids = (np.array(token_ids, np.int32).reshape(shape) + np.arange(count, dtype=np.int32)) % VOCAB_SIZE
+    values = np.array(logprobs, np.float32).reshape(shape) - np.arange(count, dtype=np.float32)
+    return TopLogprobs(ids.astype(np.int32), values)
 
 
 def simulate(request: GenerateRequest, index: int) -> tuple[list[int], list[float], FinishReason]:
@@ -84,6 +92,7 @@ class FakeSlot:
     seed: int
     sample_index: int
     want_logprobs: bool
+    num_top: int
     forbidden: dict[int, int] = field(default_factory=dict)  # token -> while there are fewer tokens than this
     last_token: int | None = None
     has_run: bool = False
@@ -136,6 +145,7 @@ class FakeWorker:
         prompt_ids = message.prompt_ids.tolist()
         assert len(prompt_ids) == sum(num_tokens for _, num_tokens in rows[message.num_decode :])
         token_ids, logprobs, asked = [], [], False
+        counts = []
         for row, (slot_id, num_tokens) in enumerate(rows):
             slot = self.slots[slot_id]
             if row < message.num_decode:
@@ -155,12 +165,15 @@ class FakeWorker:
             token_ids.append(token_id)
             logprobs.append(logprob if slot.want_logprobs else np.nan)
             asked |= slot.want_logprobs
+            counts.append(slot.num_top)
+            assert slot.want_logprobs or not slot.num_top
             self.num_sampled[slot.key] = self.num_sampled.get(slot.key, 0) + 1
         return ForwardOutput(
             message.step_id,
             np.array(token_ids, np.int32),
             np.array(logprobs, np.float32) if asked else None,
             forward_seconds,
+            top=top_of_rows(token_ids, logprobs, counts),
         )
 
     def _apply_changes(self, message: ForwardInput) -> None:
@@ -180,6 +193,7 @@ class FakeWorker:
                     int(opens.seeds[row]),
                     int(opens.sample_indices[row]),
                     bool(opens.want_logprobs[row]),
+                    0 if opens.num_top_logprobs is None else int(opens.num_top_logprobs[row]),
                 )
                 self.slots[slot_id] = slot
                 self.opened.append(slot.key)
@@ -255,6 +269,15 @@ class FakeWorker:
             self.memory[slot.block_table[position // page_size], position % page_size] = token
         slot.position = self.stays[slot.key][-1][1] = end
         return self.memory[slot.block_table].reshape(-1)[:end].tolist()
+
+
+def top_of_rows(token_ids: list[int], logprobs: list[float], counts: list[int]) -> TopOfRows | None:
+    """Of the rows that ask for any, as many for each as one of them asks for."""
+    rows = np.flatnonzero(counts)
+    if not len(rows):
+        return None
+    top = likeliest([token_ids[row] for row in rows], [logprobs[row] for row in rows], max(counts))
+    return TopOfRows(rows, top.token_ids, top.logprobs)
 
 
 def run_fake_worker(

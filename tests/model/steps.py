@@ -85,6 +85,8 @@ class StepDriver:
         self._to_open: list[int] = []
         self._options: dict[int, tuple[float, float, int, float, int, int]] = {}
         self._rules: dict[int, LogitRules | None] = {}
+        self._num_top: dict[int, int] = {}
+        self.top: dict[int, list[tuple[int, float]]] = {}
 
     def open(
         self,
@@ -98,8 +100,10 @@ class StepDriver:
         top_k: int = 0,
         min_p: float = 0.0,
         rules: LogitRules | None = None,
+        num_top: int = 0,
     ) -> None:
         """shares: (other slot, blocks): the first blocks of that slot are this one's too, and it starts behind them.
+        num_top: so many of its likeliest tokens are in `top` after each step that samples for it.
         rules: of this slot; such slots first run in steps of their own."""
         other, num_shared = (slot, 0) if shares is None else shares
         table = [] if shares is None else self._tables[other][:num_shared]
@@ -109,6 +113,7 @@ class StepDriver:
         self._extend_table(slot, len(prompt))
         self._options[slot] = (temperature, top_p, top_k, min_p, seed, sample)
         self._rules[slot] = rules
+        self._num_top[slot] = num_top
         self._to_open.append(slot)
 
     def remaining(self, slot: int) -> int:
@@ -149,7 +154,14 @@ class StepDriver:
             changes=changes,
             groups=None if groups is None else PrefixGroups(*map(int32, zip(*groups, strict=True))),
         )
-        return _by_slot(self._runner.run(step), sampled)
+        result = self._runner.run(step)
+        top = result.host_top()
+        self.top = {}
+        if top is not None:
+            for row, ids, logprobs in zip(top.rows, top.token_ids.tolist(), top.logprobs.tolist(), strict=True):
+                pairs = list(zip(ids, logprobs, strict=True))
+                self.top[sampled[row]] = pairs[: self._num_top[sampled[row]]]
+        return _by_slot(result, sampled)
 
     def num_shared_blocks(self, slots: list[int]) -> int:
         """Whole blocks with which the tables of `slots` begin and behind which each of them has a token to decode."""
@@ -184,6 +196,7 @@ class StepDriver:
             sample_indices=np.array(samples, np.uint32),
             want_logprobs=np.ones(len(slots), np.bool_),
             rules=rules[0] if rules else None,
+            num_top_logprobs=int32([self._num_top[slot] for slot in slots]),
         )
 
 

@@ -120,7 +120,7 @@ def test_logits_are_changed_as_by_hand_and_logprobs_are_of_the_plain_ones(
     slots = rng.sample(sorted(contexts), num_rows)
     logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(num_rows, vocab_size))).to(dtype)
     rows = make_rows([0.0] * num_rows, [1.0] * num_rows, noise_keys([0] * num_rows, [0] * num_rows, [1] * num_rows))
-    tokens, logprobs = sample(logits, dataclasses.replace(rows, rules=state.select(slots)), kernels)
+    tokens, logprobs, *_ = sample(logits, dataclasses.replace(rows, rules=state.select(slots)), kernels)
     expected = np.array(
         [
             change_by_hand(row, by_slot.get(slot, Rule()), contexts[slot])
@@ -158,7 +158,7 @@ def test_draws_follow_the_softmax_of_the_changed_logits(
     keys = noise_keys([7] * num_draws, [0] * num_draws, list(range(num_draws)))
     rows = make_rows([temperature] * num_draws, [1.0] * num_draws, keys)
     rules = state.select([1] * num_draws)
-    tokens, _ = sample(torch.tensor(logits).repeat(num_draws, 1), dataclasses.replace(rows, rules=rules), kernels)
+    tokens, _, *_ = sample(torch.tensor(logits).repeat(num_draws, 1), dataclasses.replace(rows, rules=rules), kernels)
     counts = np.bincount(tokens.numpy(), minlength=len(logits))
     weights = np.exp(np.array(change_by_hand(logits, rule, context)) / temperature)
     drawn = weights > 0

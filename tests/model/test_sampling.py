@@ -63,7 +63,7 @@ def count_draws(
         top_k,
         min_p,
     )
-    tokens, _ = sample(torch.tensor(logits).repeat(num_draws, 1), rows, kernels)
+    tokens, _, *_ = sample(torch.tensor(logits).repeat(num_draws, 1), rows, kernels)
     return np.bincount(tokens.numpy(), minlength=len(logits))
 
 
@@ -143,7 +143,7 @@ def test_only_tokens_inside_all_limits_are_drawn_and_all_of_them_are(
         top_ks=torch.tensor(top_ks, dtype=torch.int32),
         min_ps=torch.tensor(min_ps, dtype=torch.float32),
     )
-    tokens, _ = sample(torch.tensor(logits, dtype=torch.float32), rows, kernels)
+    tokens, _, *_ = sample(torch.tensor(logits, dtype=torch.float32), rows, kernels)
     limits = zip(logits, top_ps, top_ks, min_ps, strict=True)
     inside = np.stack([inside_by_hand(*row) for row in limits])
     scores = np.where(inside, logits + gumbel_noise(keys, vocab_size).numpy(), -np.inf)
@@ -158,7 +158,7 @@ def test_the_only_token_that_top_p_leaves_is_drawn_whatever_its_noise(
     """Found by search: the hashes of these tokens are so close to 2^32 that the uniform would round to 1."""
     logits = torch.zeros(1, 50_000)
     logits[0, token] = 30
-    tokens, _ = sample(logits, make_rows([1.0], [0.9], noise_keys([0], [0], [position])), kernels)
+    tokens, _, *_ = sample(logits, make_rows([1.0], [0.9], noise_keys([0], [0], [position])), kernels)
     assert tokens.tolist() == [token]
 
 
@@ -188,7 +188,7 @@ def test_top_p_reaches_past_the_candidates_of_a_flat_distribution() -> None:
 def test_greedy_rows_take_the_maximum_beside_sampled_ones(kernels: Kernels | None) -> None:
     logits = torch.randn(6, 1003)
     rows = make_rows([0, 1, 0, 0.7, 0, 1], [0.1, 1, 1, 0.5, 1, 1], noise_keys([1] * 6, [0] * 6, [5] * 6))
-    tokens, _ = sample(logits, rows, kernels)
+    tokens, _, *_ = sample(logits, rows, kernels)
     assert tokens[[0, 2, 4]].tolist() == logits.argmax(dim=-1)[[0, 2, 4]].tolist()
 
 
@@ -203,7 +203,7 @@ def test_the_lowest_token_id_among_equal_maxima_is_taken(kernels: Kernels | None
 def test_logprobs_are_of_the_plain_distribution(scale: float, kernels: Kernels | None) -> None:
     logits = torch.randn(5, 1003) * scale
     rows = make_rows([0, 1, 2, 0.1, 1], [1, 1, 0.5, 0.5, 1], noise_keys([1] * 5, [0] * 5, [5] * 5))
-    tokens, logprobs = sample(logits, rows, kernels)
+    tokens, logprobs, *_ = sample(logits, rows, kernels)
     expected = logits.double().log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
     assert logprobs is not None
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-6 * scale, rtol=1e-5)
@@ -217,8 +217,8 @@ def test_kernels_draw_the_tokens_that_torch_draws(vocab_size: int, top_p: float,
     temperatures = [0.0, 0.6, 1.0, 1.7] * 75
     keys = noise_keys(list(range(300)), [index % 3 for index in range(300)], list(range(300)))
     rows = make_rows(temperatures, [top_p] * 300, keys)
-    by_torch, logprobs_by_torch = sample(logits, rows, None)
-    by_kernels, logprobs = sample(logits, rows, load_kernels())
+    by_torch, logprobs_by_torch, *_ = sample(logits, rows, None)
+    by_kernels, logprobs, *_ = sample(logits, rows, load_kernels())
     assert (by_torch == by_kernels).float().mean() >= 0.99  # a near tie may fall either way
     same = by_torch == by_kernels
     assert logprobs is not None
@@ -233,7 +233,7 @@ def test_no_token_that_the_kernel_passes_over_would_have_won(spread: float) -> N
     """It computes the noise only where a bound of it could win: in a flat distribution that is put to the test."""
     logits = torch.randn(100, 50_000) * spread
     keys = noise_keys(list(range(100)), [0] * 100, [8] * 100)
-    tokens, _ = sample(logits, make_rows([1.0] * 100, [1.0] * 100, keys), load_kernels())
+    tokens, _, *_ = sample(logits, make_rows([1.0] * 100, [1.0] * 100, keys), load_kernels())
     scores = logits + gumbel_noise(keys, 50_000)
     torch.testing.assert_close(scores.gather(1, tokens.unsqueeze(1)), scores.amax(dim=1, keepdim=True))
 
@@ -257,7 +257,7 @@ def test_only_tokens_inside_top_p_are_drawn_and_the_last_of_them_is(
     keys = noise_keys([3] * num_draws, [0] * num_draws, list(range(num_draws)))
     rows = make_rows([1.0] * num_draws, [top_p] * num_draws, keys)
     repeated = torch.tensor(logits, dtype=torch.float32).repeat(num_draws, 1)
-    tokens, _ = sample(repeated, rows, load_kernels() if by_kernels else None)
+    tokens, _, *_ = sample(repeated, rows, load_kernels() if by_kernels else None)
     drawn = set(tokens.tolist())
     assert drawn <= set(inside.tolist())
     if probabilities[inside[-1]] / probabilities[inside].sum() > 0.05:  # missed once in 10^11 runs
@@ -269,8 +269,8 @@ def test_tokens_as_likely_as_the_last_one_inside_top_p_are_inside(kernels: Kerne
     logits[:, :10] = 1.0
     # Ten tokens hold 0.086 together; what is left is equal, so that all or nothing of it is inside.
     keys = noise_keys(list(range(2000)), [0] * 2000, [1] * 2000)
-    few, _ = sample(logits, make_rows([1.0] * 2000, [0.05] * 2000, keys), kernels)
-    everything, _ = sample(logits, make_rows([1.0] * 2000, [0.2] * 2000, keys), kernels)
+    few, _, *_ = sample(logits, make_rows([1.0] * 2000, [0.05] * 2000, keys), kernels)
+    everything, _, *_ = sample(logits, make_rows([1.0] * 2000, [0.2] * 2000, keys), kernels)
     assert set(few.tolist()) == set(range(10))
     assert len(set(everything.tolist())) > 250
 
@@ -279,9 +279,9 @@ def test_a_row_that_is_no_number_harms_no_other(kernels: Kernels | None) -> None
     logits = torch.randn(3, 100)
     logits[1] = torch.nan
     keys = noise_keys([1, 2, 3], [0, 0, 0], [1, 1, 1])
-    tokens, _ = sample(logits, make_rows([1.0] * 3, [0.5] * 3, keys), kernels)
+    tokens, _, *_ = sample(logits, make_rows([1.0] * 3, [0.5] * 3, keys), kernels)
     for row in (0, 2):
-        alone, _ = sample(logits[row : row + 1], make_rows([1.0], [0.5], keys[row : row + 1]), kernels)
+        alone, _, *_ = sample(logits[row : row + 1], make_rows([1.0], [0.5], keys[row : row + 1]), kernels)
         assert alone.tolist() == tokens[row : row + 1].tolist()
     assert 0 <= int(tokens[1]) < 100
 
@@ -289,7 +289,7 @@ def test_a_row_that_is_no_number_harms_no_other(kernels: Kernels | None) -> None
 def test_a_row_is_drawn_alike_whatever_else_is_in_the_batch(kernels: Kernels | None) -> None:
     logits = torch.randn(130, 3000)
     keys = noise_keys(list(range(130)), [0] * 130, [4] * 130)
-    together, _ = sample(logits, make_rows([1.0] * 130, [1.0] * 130, keys), kernels)
+    together, _, *_ = sample(logits, make_rows([1.0] * 130, [1.0] * 130, keys), kernels)
     for row in (0, 63, 64, 129):
-        alone, _ = sample(logits[row : row + 1], make_rows([1.0], [1.0], keys[row : row + 1]), kernels)
+        alone, _, *_ = sample(logits[row : row + 1], make_rows([1.0], [1.0], keys[row : row + 1]), kernels)
         assert alone.tolist() == together[row : row + 1].tolist()

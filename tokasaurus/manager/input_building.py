@@ -185,6 +185,7 @@ def _build_opens(state: EngineState, sequences: list[Sequence]) -> SlotOpens | N
         return None
     slots = np.array([sequence.slot for sequence in sequences], np.int32)
     sampling = [sequence.request.sampling for sequence in sequences]
+    num_top = np.array([sequence.request.num_top_logprobs for sequence in sequences], np.int32)
     return SlotOpens(
         slots=slots,
         num_prompt_tokens=state.slots.num_prefill_tokens[slots].astype(np.int32),
@@ -197,4 +198,5 @@ def _build_opens(state: EngineState, sequences: list[Sequence]) -> SlotOpens | N
         sample_indices=np.array([sequence.index for sequence in sequences], np.uint32),
         want_logprobs=state.slots.want_logprobs[slots],
         rules=build_logit_rules(sequences, state.options.eos_ids),
+        num_top_logprobs=num_top if num_top.any() else None,
     )

@@ -3,6 +3,7 @@
 from tokasaurus.manager.holdings import release
 from tokasaurus.manager.sequence import Sequence, make_prompt
 from tokasaurus.manager.state import EngineState
+from tokasaurus.manager.top_logprobs import KeptTop
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.text.stop_strings import StopMatcher
 
@@ -22,6 +23,9 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
     sequences = [
         Sequence(request, index, prompt, salt, stop_matcher, stop_row) for index in range(request.num_sequences)
     ]
+    if request.num_top_logprobs:
+        for sequence in sequences:
+            sequence.kept_top = KeptTop(request.num_top_logprobs)
     # One that can never be admitted would hold back all behind it for ever.
     max_kv_tokens = sequences[0].max_kv_tokens
     limits = options.limits

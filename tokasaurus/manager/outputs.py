@@ -7,7 +7,7 @@ from tokasaurus.manager.holdings import release, sampled_logprobs, sampled_token
 from tokasaurus.manager.scheduler import average_step_seconds
 from tokasaurus.manager.sequence import Sequence
 from tokasaurus.manager.state import EngineState
-from tokasaurus.messages.forward import ForwardOutput
+from tokasaurus.messages.forward import ForwardOutput, TopOfRows
 from tokasaurus.messages.generation import FinishReason, SequenceDelta
 from tokasaurus.text.stop_strings import StopMatcher
 
@@ -33,6 +33,8 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     state.totals.phase_seconds = output.phase_seconds
     slots, token_ids, logprobs = step.sampled, output.token_ids, output.logprobs
     is_valid = state.slots.opened_at[slots] <= step.step_id
+    if output.top is not None:
+        _note_top(state, slots, is_valid, output.top)
     if not is_valid.all():
         slots, token_ids = slots[is_valid], token_ids[is_valid]
         logprobs = None if logprobs is None else logprobs[is_valid]
@@ -128,6 +130,18 @@ def _note_tokens(
     return positions
 
 
+def _note_top(state: EngineState, slots: NDArray[np.int64], is_valid: NDArray[np.bool_], top: TopOfRows) -> None:
+    """slots, is_valid: [R], of all rows, and whether their sequences are still there."""
+    for slot, is_there, token_ids, logprobs in zip(
+        slots[top.rows].tolist(), is_valid[top.rows].tolist(), top.token_ids, top.logprobs, strict=True
+    ):
+        if is_there:
+            sequence = state.sequences[slot]
+            assert sequence is not None
+            assert sequence.kept_top is not None, "likeliest tokens come where they were asked for"
+            sequence.kept_top.append(token_ids, logprobs)
+
+
 def _end(state: EngineState, slot: int, is_stop: bool) -> None:
     """The last token of a sequence is known, unless a stop string ended it before. A stop at the last allowed token is
     a stop."""
@@ -193,7 +207,9 @@ def stream_new_tokens(state: EngineState) -> None:
 def _delta(
     sequence: Sequence, token_ids: list[int], logprobs: list[float] | None, reason: FinishReason | None
 ) -> SequenceDelta:
+    """The next tokens of a sequence, behind those that are in deltas already."""
     assert sequence.num_cached_tokens is not None
+    start = sequence.num_streamed_tokens
     return SequenceDelta(
         request_id=sequence.request.request_id,
         sequence_index=sequence.index,
@@ -204,4 +220,5 @@ def _delta(
         num_computed_tokens=sequence.counts.computed,
         num_recomputed_tokens=sequence.counts.recomputed,
         num_shared_tokens=sequence.counts.shared,
+        top=None if sequence.kept_top is None else sequence.kept_top.part(start, start + len(token_ids)),
     )

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.prefix_tree import PrefixNode
+from tokasaurus.manager.top_logprobs import KeptTop
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.text.stop_strings import StopMatcher
 
@@ -65,6 +66,7 @@ class Sequence:
     prompt: the request's prompt, and after a preemption the tokens sampled before it as well.
     stop_matcher: finds its stop strings; None where it has none. stop_row: of StopTokens, for them.
     kept_token_ids, kept_logprobs: sampled before its last preemption.
+    kept_top: of all that it has sampled; None where not asked.
     slot: the worker's batch slot, 0 while waiting. is_open: the worker has been told; table_is_sent:
     with all blocks of its prompt.
     node: the deepest node of the prefix tree that it holds, None while waiting.
@@ -92,6 +94,7 @@ class Sequence:
     counts: TokenCounts = field(default_factory=TokenCounts)
     kept_token_ids: list[int] = field(default_factory=list)
     kept_logprobs: list[float] = field(default_factory=list)
+    kept_top: KeptTop | None = None
 
     @property
     def may_stop(self) -> bool:

@@ -57,10 +57,23 @@ class EndOfInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class TopOfRows:
+    """The K likeliest tokens of A of the rows that sampled: those that asked; K is the most that one of them asked for.
+
+    rows: int64 [A], which of the R, ascending. token_ids: int32 [A, K], the likeliest first. logprobs: float32 [A, K].
+    """
+
+    rows: NDArray[np.int64]
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardOutput:
     """The R tokens sampled in one step, in the order of the rows that sampled.
 
     token_ids: int32 [R]. logprobs: float32 [R], NaN where not asked; None where no row of the step asked.
+    top: None where no row asked for likeliest tokens.
     forward_seconds: how long the worker was busy with this step.
     num_recompiles: compilations that it waited for in this step; warm-up is to leave none.
     phase_seconds: of each of FORWARD_PHASES since the worker's start-up, where it counts them, else empty.
@@ -72,3 +85,4 @@ class ForwardOutput:
     forward_seconds: float
     num_recompiles: int = 0
     phase_seconds: tuple[float, ...] = ()
+    top: TopOfRows | None = None

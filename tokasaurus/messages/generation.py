@@ -50,7 +50,8 @@ class GenerateRequest:
     max_new_tokens: at least 1, the eos token included.
     stop_strings: generation ends at the token whose text completes one of these.
     ignore_eos: eos does not end a sequence.
-    want_logprobs: the log-probability of each chosen token is returned.
+    want_logprobs: the log-probability of each chosen token is returned. num_top_logprobs: as well as those of the so
+    many likeliest tokens at its place; at most the vocabulary, and 0 without want_logprobs.
     cache_salt: KV is shared only with requests of the same salt; "" is a salt like any other.
     stop_token_ids: at most MAX_STOP_TOKEN_IDS, each of which ends a sequence as eos does, ignore_eos or not.
     min_tokens: so many are generated before eos or one of these can be. The text of the first so many ends nothing, if
@@ -70,6 +71,7 @@ class GenerateRequest:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     is_streamed: bool = False
+    num_top_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +82,24 @@ class CancelRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """The K likeliest tokens at the places of G sampled ones, whether these are among them or not.
+
+    token_ids: int32 [G, K], the likeliest first. logprobs: float32 [G, K]; where the sampled token is among them, its
+    value is the very one in SequenceDelta.logprobs.
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceDelta:
     """New tokens of one sequence since its last delta; a sequence that is not streamed has one delta, its last.
 
     token_ids: as sampled, the eos or stop string's tokens included; none that follows these is in any delta.
     logprobs: natural log, before temperature, one per token; None where not asked.
+    top: of as many tokens; None without num_top_logprobs.
     finish_reason: set on the last delta of a sequence alone.
     num_cached_tokens: prompt tokens whose KV was there when the sequence first started, so that it read them.
     num_computed_tokens: prompt tokens that the sequence computed, each counted once. All others it read: the cached
@@ -104,6 +119,7 @@ class SequenceDelta:
     num_computed_tokens: int
     num_recomputed_tokens: int
     num_shared_tokens: int
+    top: TopLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

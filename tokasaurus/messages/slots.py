@@ -43,7 +43,8 @@ class SlotOpens:
     the same step, have computed. The slot's table gets their blocks like all others.
     temperatures, top_ps, min_ps: float32 [O]. top_ks: int32 [O], 0 for no limit. See SamplingParams.
     seeds: uint64 [O]. sample_indices: uint32 [O], which of the n samples it is.
-    want_logprobs: bool [O].
+    want_logprobs: bool [O]. num_top_logprobs: int32 [O], how many of the likeliest tokens are wanted with theirs; None
+    where no slot wants any.
     rules: None where the logits of none of them change, which is most steps.
     """
 
@@ -58,6 +59,7 @@ class SlotOpens:
     sample_indices: NDArray[np.uint32]
     want_logprobs: NDArray[np.bool_]
     rules: LogitRules | None = None
+    num_top_logprobs: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups
 from tokasaurus.model.attention.backend import PagedLayout, PagedPart
-from tokasaurus.model.sampling import SamplingRows
+from tokasaurus.model.sampling import SamplingRows, TopRows
 from tokasaurus.model.sampling_noise import position_keys
 from tokasaurus.model.slot_table import SlotTable
 
@@ -87,6 +87,7 @@ def build_batch(
     top_ks = slots.top_ks[sampled_slots]
     min_ps = slots.min_ps[sampled_slots]
     want_logprobs = slots.want_logprobs[sampled_slots]
+    any_logprobs = bool(want_logprobs.any())
     keys = position_keys(slots.noise_keys[sampled_slots], kv_lengths[samples])
     sampling = SamplingRows(
         temperatures=to_device(temperatures),
@@ -96,8 +97,9 @@ def build_batch(
         noise_keys=to_device(keys.astype(np.int64)),
         any_sampled=bool((temperatures > 0).any()),
         any_limited=bool((((top_ps < 1) | (top_ks > 0) | (min_ps > 0)) & (temperatures > 0)).any()),
-        any_logprobs=bool(want_logprobs.any()),
+        any_logprobs=any_logprobs,
         rules=slots.rules.select(sampled_slots, kv_lengths[samples], slots.block_tables, page_size),
+        top=_top_rows(slots.num_top_logprobs[sampled_slots]) if any_logprobs else None,
     )
     logit_rows = starts[1:][samples].astype(np.int64) - 1
     parts, prefix = _parts(step, slots, starts, kv_lengths, page_size)
@@ -111,6 +113,12 @@ def build_batch(
         sampling=sampling,
         want_logprobs=want_logprobs,
     )
+
+
+def _top_rows(counts: NDArray[np.int32]) -> TopRows | None:
+    """counts: [R], likeliest tokens that each row asked for."""
+    rows = np.flatnonzero(counts)
+    return TopRows(rows, int(counts.max())) if len(rows) else None
 
 
 def _parts(

@@ -33,9 +33,16 @@ def run_steps(
         seconds = now - max(started, busy_until)
         busy_until = now
         if outputs is not None:
-            logprobs = result.host_logprobs()
             outputs.send(
-                ForwardOutput(result.step_id, token_ids, logprobs, seconds, result.num_recompiles, result.phase_seconds)
+                ForwardOutput(
+                    result.step_id,
+                    token_ids,
+                    result.host_logprobs(),
+                    seconds,
+                    result.num_recompiles,
+                    result.phase_seconds,
+                    result.host_top(),
+                )
             )
 
     while True:

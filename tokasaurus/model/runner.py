@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.messages.forward import ForwardInput
+from tokasaurus.messages.forward import ForwardInput, TopOfRows
 from tokasaurus.model.architectures.decoder import Decoder
 from tokasaurus.model.attention.backend import AttentionBackend
 from tokasaurus.model.compile import Compiler
@@ -24,6 +24,7 @@ class StepResult:
     """What one step sampled, on its way to the host.
 
     token_ids: int32 [R]. logprobs: float32 [R], or None where no row asked. want_logprobs: bool [R].
+    top: the rows that asked for their likeliest tokens, int64 [A], with top_ids and top_logprobs of Sampled; or None.
     arrived: recorded behind the copies on a device that computes on its own; None where they are there already.
     num_recompiles: compilations after warm-up that the step waited for.
     phase_seconds: as in ForwardOutput.
@@ -36,6 +37,7 @@ class StepResult:
     arrived: torch.cuda.Event | None
     num_recompiles: int = 0
     phase_seconds: tuple[float, ...] = ()
+    top: tuple[NDArray[np.int64], Tensor, Tensor] | None = None
 
     def host_token_ids(self) -> NDArray[np.int32]:
         """Waits for this step, not for those behind it."""
@@ -50,6 +52,15 @@ class StepResult:
         if self.arrived is not None:
             self.arrived.synchronize()
         return np.where(self.want_logprobs, self.logprobs.numpy(), np.float32(np.nan))
+
+    def host_top(self) -> TopOfRows | None:
+        """Waits likewise."""
+        if self.top is None:
+            return None
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        rows, token_ids, logprobs = self.top
+        return TopOfRows(rows, token_ids.numpy(), logprobs.numpy())
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
@@ -91,10 +102,13 @@ class ModelRunner:
         self._backend.plan(batch.layout)
         logits = self._model(batch.token_ids, None, batch.positions, batch.logit_rows, self._backend, batch.layout)
         logits = logits[: batch.num_sampled]
-        tokens, logprobs = sample(logits, batch.sampling, self._kernels)
-        self._slots.last_tokens[batch.sampled_slots] = tokens
-        host_tokens = _copy_to_host(tokens.int())
-        host_logprobs = None if logprobs is None else _copy_to_host(logprobs)
+        sampled = sample(logits, batch.sampling, self._kernels)
+        self._slots.last_tokens[batch.sampled_slots] = sampled.tokens
+        host_tokens = _copy_to_host(sampled.tokens.int())
+        host_logprobs = None if sampled.logprobs is None else _copy_to_host(sampled.logprobs)
+        top = None
+        if batch.sampling.top is not None and sampled.top_ids is not None and sampled.top_logprobs is not None:
+            top = batch.sampling.top.rows, _copy_to_host(sampled.top_ids), _copy_to_host(sampled.top_logprobs)
         arrived = None
         if self._device.type == "cuda":
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -107,6 +121,7 @@ class ModelRunner:
             arrived,
             self._new_recompiles(),
             () if self._kernels is None else self._kernels.phase_seconds(),
+            top,
         )
 
     def _new_recompiles(self) -> int:

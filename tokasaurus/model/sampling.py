@@ -1,8 +1,11 @@
 """Logits to tokens and log-probabilities."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.model.kernels.library import KERNEL_DTYPES, Kernels, LogitRulesStruct
@@ -19,6 +22,14 @@ _MOST_CANDIDATES = 1024
 
 
 @dataclass(frozen=True, slots=True)
+class TopRows:
+    """Those of the R rows whose `count` likeliest tokens are wanted: int64 [A], ascending, on the host."""
+
+    rows: NDArray[np.int64]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingRows:
     """How each of the R rows of logits is sampled.
 
@@ -26,6 +37,7 @@ class SamplingRows:
     top_ps, min_ps: float32 [R], top_ks: int32 [R], 0 for no limit: of rows that are not greedy. See SamplingParams.
     any_sampled, any_limited (by top_p, top_k or min_p), any_logprobs: whether some row is, known to the host.
     rules: None where no row's logits are changed.
+    top: None where no row's likeliest tokens are wanted; else any_logprobs is true.
     """
 
     temperatures: Tensor
@@ -37,21 +49,37 @@ class SamplingRows:
     any_limited: bool
     any_logprobs: bool
     rules: RuledRows | None = None
+    top: TopRows | None = None
 
 
-def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -> tuple[Tensor, Tensor | None]:
-    """logits [R, V] -> token ids int64 [R], and their log-probabilities float32 [R] where some row wants them.
+class Sampled(NamedTuple):
+    """tokens: int64 [R]. The others are of the model's own distribution, before rules, temperature and limits.
 
-    Log-probabilities are of the model's own distribution, before rules, temperature and limits.
-    kernels: does the same on the CPU, faster.
+    logprobs: float32 [R], of the tokens; None where no row wants them.
+    top_ids, top_logprobs: int32 and float32 [A, K], of the K likeliest tokens of `SamplingRows.top`, falling; None
+    without. A token's value is the same float in both. Which of equals are among them is open.
     """
+
+    tokens: Tensor
+    logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+
+def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -> Sampled:
+    """logits [R, V]. kernels: does the same on the CPU, faster."""
     if kernels is not None and logits.device.type == "cpu" and logits.dtype in KERNEL_DTYPES:
         return _sample_by_kernels(logits, rows, kernels)
     tokens = _draw(logits, rows) if rows.any_sampled or rows.rules is not None else logits.argmax(dim=-1)
-    return tokens, _chosen_logprobs(logits, tokens) if rows.any_logprobs else None
+    if not rows.any_logprobs:
+        return Sampled(tokens)
+    normalizers = _normalizers(logits)
+    chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1).float()
+    top = () if rows.top is None else _top_logprobs(logits, rows.top, normalizers)
+    return Sampled(tokens, chosen - normalizers, *top)
 
 
-def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
+def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> Sampled:
     tokens = torch.empty(len(logits), dtype=torch.int64)
     logprobs = torch.empty(len(logits), dtype=torch.float32) if rows.any_logprobs else None
     rules = None
@@ -67,10 +95,15 @@ def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> 
         rules = LogitRulesStruct(
             *(tensor.data_ptr() for tensor in tensors), len(ruled.rows), ruled.page_size, ruled.block_tables.shape[1]
         )
-    kernels.sample(
-        logits, (rows.temperatures, rows.top_ps, rows.top_ks, rows.min_ps), rows.noise_keys, rules, tokens, logprobs
-    )
-    return tokens, logprobs
+    top = None
+    if rows.top is not None:
+        place_of_row = torch.full((len(logits),), -1, dtype=torch.int32)
+        place_of_row[torch.from_numpy(rows.top.rows)] = torch.arange(len(rows.top.rows), dtype=torch.int32)
+        shape = len(rows.top.rows), rows.top.count
+        top = place_of_row, torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32)
+    limits = rows.temperatures, rows.top_ps, rows.top_ks, rows.min_ps
+    kernels.sample(logits, limits, rows.noise_keys, rules, tokens, logprobs, top)
+    return Sampled(tokens, logprobs, *(() if top is None else top[1:]))
 
 
 def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -100,13 +133,17 @@ def _mask_outside(scores: Tensor, rows: SamplingRows, chunk: slice) -> None:
         scores[limited] = some.masked_fill_(outside, -torch.inf)
 
 
-def _chosen_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    logprobs = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    for chunk in _chunks(logits.shape[0]):
-        scores = logits[chunk].float()
-        chosen = scores.gather(1, tokens[chunk].unsqueeze(1)).squeeze(1)
-        logprobs[chunk] = chosen - scores.logsumexp(dim=-1)
-    return logprobs
+def _normalizers(logits: Tensor) -> Tensor:
+    """What log-probabilities are less than logits, float32 [R]."""
+    return torch.cat([logits[chunk].float().logsumexp(dim=-1) for chunk in _chunks(logits.shape[0])])
+
+
+def _top_logprobs(logits: Tensor, top: TopRows, normalizers: Tensor) -> tuple[Tensor, Tensor]:
+    """top_ids and top_logprobs of Sampled."""
+    rows = torch.from_numpy(top.rows).to(logits.device)
+    likeliest = [logits[rows[chunk]].float().topk(top.count, dim=-1) for chunk in _chunks(len(rows))]
+    values = torch.cat([part.values for part in likeliest])
+    return torch.cat([part.indices for part in likeliest]).int(), values - normalizers[rows].unsqueeze(1)
 
 
 def outside_limits(scores: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor) -> Tensor:

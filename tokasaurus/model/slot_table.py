@@ -40,6 +40,7 @@ class SlotTable:
         self.min_ps: NDArray[np.float32] = np.zeros(slots, np.float32)
         self.noise_keys: NDArray[np.uint64] = np.zeros(slots, np.uint64)
         self.want_logprobs: NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        self.num_top_logprobs: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.rules = SlotRules(slots, device)
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
 
@@ -76,4 +77,5 @@ class SlotTable:
         self.min_ps[slots] = opened.min_ps
         self.noise_keys[slots] = sequence_keys(opened.seeds, opened.sample_indices)
         self.want_logprobs[slots] = opened.want_logprobs
+        self.num_top_logprobs[slots] = 0 if opened.num_top_logprobs is None else opened.num_top_logprobs
         self.rules.open(slots, opened.rules)

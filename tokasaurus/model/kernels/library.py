@@ -41,6 +41,12 @@ class LogitRulesStruct(ctypes.Structure):
     )
 
 
+class TopLogprobsStruct(ctypes.Structure):
+    """TopLogprobs of sampling.cpp."""
+
+    _fields_ = (("count", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("place_of_row", "ids", "logprobs")))
+
+
 class Kernels:
     """The functions of the built library. Tensors are on the CPU; shapes are the caller's to get right."""
 
@@ -61,7 +67,7 @@ class Kernels:
         self._library.toka_write_kv.argtypes = [
             *(integer, pointer, pointer, integer, integer, pointer, integer, pointer, integer, integer, integer)
         ]
-        self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 8]
+        self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 9]
 
     def attend(
         self, query: Tensor, cache: Tensor, part: ctypes.Structure, is_partial: bool, page_size: int
@@ -134,15 +140,24 @@ class Kernels:
         rules: LogitRulesStruct | None,
         tokens: Tensor,
         logprobs: Tensor | None,
+        top: tuple[Tensor, Tensor, Tensor] | None,
     ) -> None:
         """logits [R, V], contiguous; limits: temperatures, top_ps, top_ks, min_ps, these and noise_keys as in
-        SamplingRows -> tokens int64 [R] and, where wanted, their log-probabilities float32 [R]."""
+        SamplingRows -> tokens int64 [R] and, where wanted, their log-probabilities float32 [R].
+        top: place_of_row int32 [R], a row's place among those that want their likeliest tokens, or -1; whose
+        ids, int32, and log-probabilities, float32, go to the others, [A, K]; only with logprobs."""
         num_rows, vocab_size = logits.shape
+        top_struct = None
+        if top is not None:
+            assert logprobs is not None, "the likeliest tokens go with the log-probabilities of the chosen"
+            assert top[1].shape[1] <= vocab_size, "so many tokens there are"
+            top_struct = TopLogprobsStruct(top[1].shape[1], *(tensor.data_ptr() for tensor in top))
         self._library.toka_sample(
             *(logits.dtype == torch.bfloat16, logits.data_ptr(), num_rows, vocab_size),
             *(tensor.data_ptr() for tensor in (*limits, noise_keys)),
             None if rules is None else ctypes.addressof(rules),
             *(tokens.data_ptr(), 0 if logprobs is None else logprobs.data_ptr()),
+            None if top_struct is None else ctypes.addressof(top_struct),
         )
 
 

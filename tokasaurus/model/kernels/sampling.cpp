@@ -1,5 +1,5 @@
-// One pass over each row of logits: temperature, hashed Gumbel noise, argmax; another for log-probabilities; before them,
-// three for top-p, top-k or min-p, and one for biases and penalties.
+// One pass over each row of logits: temperature, hashed Gumbel noise, argmax; another for log-probabilities and a
+// third for the likeliest tokens; before them, three for top-p, top-k or min-p, and one for biases and penalties.
 // The noise is that of sampling_noise.gumbel_noise, which documents it.
 
 #include <algorithm>
@@ -211,6 +211,43 @@ Drawn choose(const Element* row, int64_t vocab_size, float temperature, const Li
   return drawn;
 }
 
+// Where the `count` likeliest tokens of some rows go, the likeliest first: to [places, count]. place_of_row: -1 for rows
+// that do not want them.
+struct TopLogprobs {
+  int64_t count;
+  const int32_t* place_of_row;
+  int32_t* ids;
+  float* logprobs;
+};
+
+// The tokens of the `count` largest of row, and their values, in falling order; the lowest ids among equals. Where fewer
+// are larger than -inf (or numbers at all), the rest is token 0 with -inf. A heap holds those found so far, the least of
+// them on top, and most sixteens have none that is larger.
+template <typename Element>
+void find_largest(const Element* row, int64_t vocab_size, int64_t count, int32_t* ids, float* values) {
+  using Found = std::pair<float, int32_t>;
+  static thread_local std::vector<Found> found;
+  const auto precedes = [](const Found& one, const Found& other) {
+    return one.first > other.first || (one.first == other.first && one.second < other.second);
+  };
+  found.assign(count, {-INFINITY, 0});
+  for (int64_t first = 0; first < vocab_size; first += 16) {
+    const f32x16 here = load_row(row, first, vocab_size);
+    if (!(max16(here) > found.front().first)) continue;
+    for (int lane = 0; lane < 16; ++lane) {
+      if (!(here[lane] > found.front().first)) continue;
+      std::pop_heap(found.begin(), found.end(), precedes);
+      found.back() = {here[lane], int32_t(first + lane)};
+      std::push_heap(found.begin(), found.end(), precedes);
+    }
+  }
+  std::sort_heap(found.begin(), found.end(), precedes);
+  for (int64_t place = 0; place < count; ++place) {
+    values[place] = found[place].first;
+    ids[place] = found[place].second;
+  }
+}
+
 // What toka_sample is given.
 struct Rows {
   int64_t num_rows, vocab_size;
@@ -222,7 +259,7 @@ struct Rows {
 };
 
 template <typename Element>
-void sample(const Element* logits, const Rows& rows, int64_t* tokens, float* logprobs) {
+void sample(const Element* logits, const Rows& rows, int64_t* tokens, float* logprobs, const TopLogprobs* top) {
   Team::get().share(rows.num_rows, 1, [&](int64_t index) {
     static thread_local std::vector<float> changed;
     const int64_t vocab_size = rows.vocab_size;
@@ -240,8 +277,14 @@ void sample(const Element* logits, const Rows& rows, int64_t* tokens, float* log
     }
     tokens[index] = drawn.token;
     if (logprobs != nullptr) {
-      const float chosen = to_float(row[drawn.token]);
-      logprobs[index] = chosen - drawn.largest - std::log(sum_exp(row, vocab_size, 1, drawn.largest, nullptr));
+      const float log_sum = std::log(sum_exp(row, vocab_size, 1, drawn.largest, nullptr));
+      logprobs[index] = to_float(row[drawn.token]) - drawn.largest - log_sum;
+      const int64_t top_place = top == nullptr ? -1 : top->place_of_row[index];
+      if (top_place >= 0) {
+        float* values = top->logprobs + top_place * top->count;
+        find_largest(row, vocab_size, top->count, top->ids + top_place * top->count, values);
+        for (int64_t place = 0; place < top->count; ++place) values[place] = values[place] - drawn.largest - log_sum;
+      }
     }
   });
 }
@@ -252,15 +295,17 @@ extern "C" {
 
 // logits [num_rows, vocab_size]; temperatures, 0 for greedy, top_ps, top_ks, 0 for none, and min_ps [num_rows];
 // noise_keys [num_rows, 2]; rules, or null
-// -> tokens and, where not null, their log-probabilities before rules, temperature and limits [num_rows].
+// -> tokens and, where not null, their log-probabilities before rules, temperature and limits [num_rows], and with these
+// those of the likeliest tokens.
 void toka_sample(int64_t is_bfloat16, const void* logits, int64_t num_rows, int64_t vocab_size,
                  const float* temperatures, const float* top_ps, const int32_t* top_ks, const float* min_ps,
-                 const int64_t* noise_keys, const LogitRules* rules, int64_t* tokens, float* logprobs) {
+                 const int64_t* noise_keys, const LogitRules* rules, int64_t* tokens, float* logprobs,
+                 const TopLogprobs* top) {
   const PhaseTimer timer(kSampling);
   const Rows rows = {num_rows, vocab_size, temperatures, top_ps, top_ks, min_ps, noise_keys, rules};
   if (is_bfloat16)
-    sample((const bfloat16*)logits, rows, tokens, logprobs);
+    sample((const bfloat16*)logits, rows, tokens, logprobs, top);
   else
-    sample((const float*)logits, rows, tokens, logprobs);
+    sample((const float*)logits, rows, tokens, logprobs, top);
 }
 }
