@@ -13,6 +13,7 @@ from tokasaurus.messages.generation import (
     FinishReason,
     GenerateRequest,
     SequenceDelta,
+    TopLogprobs,
 )
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready, Shutdown
 
@@ -28,6 +29,7 @@ class Reply:
     num_computed_tokens: int = 0
     num_recomputed_tokens: int = 0
     num_shared_tokens: int = 0
+    top: TopLogprobs | None = None
 
 
 # The reply for one sequence of a request; None: no answer, ever.
@@ -106,6 +108,7 @@ class FakeEngine:
                 num_computed_tokens=reply.num_computed_tokens,
                 num_recomputed_tokens=reply.num_recomputed_tokens,
                 num_shared_tokens=reply.num_shared_tokens,
+                top=reply.top,
             )
             for index, reply in enumerate(replies)
             if reply is not None
@@ -134,5 +137,8 @@ class FakeEngine:
             delta,
             token_ids=delta.token_ids[start:end],
             logprobs=None if delta.logprobs is None else delta.logprobs[start:end],
+            top=None
+            if delta.top is None
+            else TopLogprobs(delta.top.token_ids[start:end], delta.top.logprobs[start:end]),
             finish_reason=delta.finish_reason if end >= len(delta.token_ids) else None,
         )

@@ -115,7 +115,6 @@ NOT_BUILT = frozenset(
         "use_cudagraphs",
         "cudagraph_max_size",
         "cudagraph_step",
-        "max_topk_logprobs",
         "statsd_server_url",
         "data_dir",
     }

@@ -51,7 +51,7 @@ def assert_greedy_text_and_logprobs_equal_those_of_transformers(toka: TokaProces
         prompt=questions,
         max_tokens=NUM_TOKENS,
         temperature=0,
-        logprobs=0,
+        logprobs=2,
         extra_body={"ignore_eos": True},
     )
     checkpoint = resolve_checkpoint(None)
@@ -67,6 +67,13 @@ def assert_greedy_text_and_logprobs_equal_those_of_transformers(toka: TokaProces
         logprobs = row.log_softmax(dim=-1)
         chosen = logprobs[range(agreed), ids[:agreed]].tolist()
         assert choice.logprobs.token_logprobs[:agreed] == pytest.approx(chosen, abs=1e-4)
+        assert choice.logprobs.top_logprobs is not None
+        for value, top, best in zip(
+            choice.logprobs.token_logprobs[:agreed], choice.logprobs.top_logprobs, logprobs, strict=False
+        ):
+            assert value == max(top.values()), "greedy, and the very same float"
+            if len(top) == 2:  # else both read alike
+                assert sorted(top.values(), reverse=True) == pytest.approx(best.topk(2).values.tolist(), abs=1e-4)
         if agreed < NUM_TOKENS:
             best = row[agreed].topk(2).values
             assert best[0] - best[1] < TIE, f"texts part at token {agreed}, which is no tie"

@@ -62,6 +62,7 @@ def served_model(tokenizer_directory: Path) -> ServedModel:
         created=1_700_000_000,
         system_fingerprint="fp_test",
         allow_logprobs=True,
+        max_top_logprobs=20,
     )
 
 

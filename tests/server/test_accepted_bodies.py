@@ -30,6 +30,8 @@ NEUTRAL: dict[str, list[object]] = {
     "logit_bias": [None, {}, {"0": -100, "5": 100, "17": 0.5}],
     "stop_token_ids": [None, [], [0, 5]],
     "min_tokens": [None, 0, 2],
+    "logprobs_in_fingerprint": [None, False, True],
+    "return_token_ids": [None, False, True],
     "response_format": [None, {"type": "text"}],
     "user": ["me", None],
     "metadata": [{"a": "b"}, None],
@@ -42,7 +44,7 @@ NEUTRAL_COMPLETIONS: dict[str, list[object]] = {
     "echo": [False, None],
     "best_of": [1, None],
     "suffix": [None],
-    "logprobs": [None, 0],
+    "logprobs": [None, 0, 1, 20],
 }
 NEUTRAL_CHAT: dict[str, list[object]] = {
     "tools": [None, []],

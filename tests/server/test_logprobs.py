@@ -4,8 +4,14 @@ import random
 import pytest
 
 from tests.server.small_tokenizer import IM_END, VOCAB_SIZE
-from tokasaurus.server.logprobs import token_offsets
+from tokasaurus.server.logprobs import TokenOffsets
 from tokasaurus.server.served_model import ServedModel
+from tokasaurus.text.tokenizer import Tokenizer
+
+
+def token_offsets(token_ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    offsets = TokenOffsets(tokenizer)
+    return [offsets.next(token_id) for token_id in token_ids]
 
 
 def bytes_before(token_ids: list[int], model: ServedModel) -> list[bytes]:

@@ -147,6 +147,7 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
         created=int(time.time()),
         system_fingerprint=f"fp_{hashlib.sha256(repr(identity).encode()).hexdigest()[:10]}",
         allow_logprobs=config.enable_chosen_logprobs,
+        max_top_logprobs=config.max_topk_logprobs,
     )
 
 

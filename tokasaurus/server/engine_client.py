@@ -7,6 +7,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
+
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.generation import (
     CancelRequest,
@@ -14,10 +16,17 @@ from tokasaurus.messages.generation import (
     FinishReason,
     GenerateRequest,
     SequenceDelta,
+    TopLogprobs,
 )
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
 from tokasaurus.server.errors import QueueFull
 from tokasaurus.server.load_balancer import choose_replica, is_queue_full
+
+
+def _join(parts: Sequence[TopLogprobs]) -> TopLogprobs:
+    """Those of one sequence's tokens, in order; at least one."""
+    ids, logprobs = [part.token_ids for part in parts], [part.logprobs for part in parts]
+    return TopLogprobs(np.concatenate(ids), np.concatenate(logprobs))
 
 
 @dataclass(slots=True)
@@ -25,7 +34,8 @@ class FinishedSequence:
     """All tokens of one sequence, as sampled: the eos or stop string's tokens included. While deltas still come, what
     they add up to so far.
 
-    logprobs: one per token; None where not asked. The numbers of tokens are SequenceDelta's.
+    logprobs: one per token; None where not asked. top_parts: likewise, as they came; empty where not asked. The numbers
+    of tokens are SequenceDelta's.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -35,6 +45,7 @@ class FinishedSequence:
     num_computed_tokens: int = 0
     num_recomputed_tokens: int = 0
     num_shared_tokens: int = 0
+    top_parts: list[TopLogprobs] = field(default_factory=list)
 
     def append(self, delta: SequenceDelta) -> None:
         self.token_ids += delta.token_ids
@@ -42,12 +53,19 @@ class FinishedSequence:
             if self.logprobs is None:
                 self.logprobs = []
             self.logprobs += delta.logprobs
+        if delta.top is not None:
+            self.top_parts.append(delta.top)
         self.num_cached_tokens = delta.num_cached_tokens
         self.num_computed_tokens = delta.num_computed_tokens
         self.num_recomputed_tokens = delta.num_recomputed_tokens
         self.num_shared_tokens = delta.num_shared_tokens
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
+
+    @property
+    def top(self) -> TopLogprobs | None:
+        """Of all tokens; None where not asked."""
+        return _join(self.top_parts) if self.top_parts else None
 
 
 class _Results:
@@ -82,7 +100,8 @@ class Arrivals:
             before.token_ids.extend(delta.token_ids)
             if before.logprobs is not None and delta.logprobs is not None:
                 before.logprobs.extend(delta.logprobs)
-            delta = replace(delta, token_ids=before.token_ids, logprobs=before.logprobs)
+            top = None if before.top is None or delta.top is None else _join((before.top, delta.top))
+            delta = replace(delta, token_ids=before.token_ids, logprobs=before.logprobs, top=top)
         self._unread[place] = delta
         self._has_unread.set()
 

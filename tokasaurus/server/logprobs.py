@@ -1,11 +1,24 @@
-"""Log-probabilities of the chosen tokens in OpenAI's two shapes."""
+"""Log-probabilities of the chosen and the likeliest tokens in OpenAI's two shapes."""
 
 import codecs
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from tokasaurus.server.protocol.chat import ChatLogprobs, ChatTokenLogprob
+from tokasaurus.messages.generation import TopLogprobs
+from tokasaurus.server.protocol.chat import ChatLogprobs, ChatTokenLogprob, ChatTopLogprob
 from tokasaurus.server.protocol.completions import CompletionLogprobs
 from tokasaurus.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """One token of a choice. offset: see TokenOffsets. top: (id, log-probability) of the likeliest tokens at its place,
+    falling; None where not asked."""
+
+    token_id: int
+    logprob: float
+    offset: int
+    top: list[tuple[int, float]] | None
 
 
 class TokenOffsets:
@@ -28,34 +41,52 @@ class TokenOffsets:
         return offset
 
 
-def token_offsets(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """TokenOffsets of each."""
-    offsets = TokenOffsets(tokenizer)
-    return [offsets.next(token_id) for token_id in token_ids]
+def score_tokens(
+    token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs | None, offsets: TokenOffsets
+) -> list[ScoredToken]:
+    """The next tokens of a choice, whose earlier ones `offsets` knows. logprobs and top may be of more tokens, which
+    follow these."""
+    count = len(token_ids)
+    tops: Sequence[list[tuple[int, float]] | None] = [None] * count
+    if top is not None:
+        pairs = zip(top.token_ids.tolist(), top.logprobs.tolist(), strict=True)
+        tops = [list(zip(ids, values, strict=True)) for ids, values in pairs]
+    return [
+        ScoredToken(token_id, logprob, offsets.next(token_id), likeliest)
+        for token_id, logprob, likeliest in zip(token_ids, logprobs[:count], tops[:count], strict=True)
+    ]
 
 
 def build_completion_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[float], offsets: Sequence[int], tokenizer: Tokenizer
+    scored: Sequence[ScoredToken], asks_top: bool, tokenizer: Tokenizer
 ) -> CompletionLogprobs:
-    """All three sequences of one length."""
     return CompletionLogprobs(
-        tokens=[tokenizer.token_text(token_id) for token_id in token_ids],
-        token_logprobs=list(logprobs),
-        top_logprobs=None,
-        text_offset=list(offsets),
+        tokens=[tokenizer.token_text(token.token_id) for token in scored],
+        token_logprobs=[token.logprob for token in scored],
+        top_logprobs=[_by_text(token, tokenizer) for token in scored] if asks_top else None,
+        text_offset=[token.offset for token in scored],
     )
 
 
-def build_chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[float], tokenizer: Tokenizer) -> ChatLogprobs:
-    """Both sequences of one length."""
+def _by_text(token: ScoredToken, tokenizer: Tokenizer) -> dict[str, float]:
+    """The likeliest tokens and, as OpenAI has it, the chosen one; of several that read alike, the likeliest."""
+    by_text: dict[str, float] = {}
+    for token_id, logprob in [*(token.top or ()), (token.token_id, token.logprob)]:
+        text = tokenizer.token_text(token_id)
+        by_text[text] = max(logprob, by_text.get(text, logprob))
+    return by_text
+
+
+def build_chat_logprobs(scored: Sequence[ScoredToken], tokenizer: Tokenizer) -> ChatLogprobs:
     return ChatLogprobs(
         content=[
             ChatTokenLogprob(
-                token=tokenizer.token_text(token_id),
-                logprob=logprob,
-                bytes=list(tokenizer.token_bytes(token_id)),
-                top_logprobs=[],
+                *(tokenizer.token_text(token.token_id), token.logprob, list(tokenizer.token_bytes(token.token_id))),
+                top_logprobs=[
+                    ChatTopLogprob(tokenizer.token_text(token_id), logprob, list(tokenizer.token_bytes(token_id)))
+                    for token_id, logprob in token.top or ()
+                ],
             )
-            for token_id, logprob in zip(token_ids, logprobs, strict=True)
+            for token in scored
         ]
     )

@@ -31,10 +31,13 @@ _UINT64_MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One body, ready for the engine. response_id: of the answer. requests: one per prompt, in order."""
+    """One body, ready for the engine. response_id: of the answer. requests: one per prompt, in order. The others: how
+    the answer is written, see SamplingFields."""
 
     response_id: str
     requests: list[GenerateRequest]
+    logprobs_in_fingerprint: bool = False
+    return_token_ids: bool = False
 
 
 def prepare_completion(body: CompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:
@@ -42,7 +45,7 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, limits: Engi
     if body.best_of is not None and body.best_of != body.n:
         raise Unsupported("best_of other than n is not implemented", "best_of")
     _check_fields(len(body.prompt), body, model)
-    want_logprobs = body.logprobs is not None
+    num_top = None if body.logprobs is None else _checked_top(body.logprobs, "logprobs", model)
     response_id = f"cmpl-{uuid.uuid4().hex}"
     requests = []
     for index, prompt_ids in enumerate(_tokenize(body.prompt, model, limits)):
@@ -51,8 +54,8 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, limits: Engi
         if body.max_tokens is not None:
             max_new_tokens = _checked_max_tokens(body.max_tokens, "max_tokens", prompt_ids, room)
         request_id = f"{response_id}-{index}"
-        requests.append(_request(request_id, body, prompt_ids, max_new_tokens, want_logprobs, model))
-    return Prepared(response_id, requests)
+        requests.append(_request(request_id, body, prompt_ids, max_new_tokens, num_top, model))
+    return Prepared(response_id, requests, body.logprobs_in_fingerprint, body.return_token_ids)
 
 
 def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:
@@ -65,16 +68,28 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: Engine
     asked = _asked_chat_tokens(body)
     if asked is not None:
         max_new_tokens = _checked_max_tokens(*asked, prompt_ids, room)
+    num_top = _checked_top(body.top_logprobs or 0, "top_logprobs", model)
+    if num_top and not body.logprobs:
+        raise InvalidRequest("top_logprobs goes with logprobs=true", "top_logprobs")
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
-    request = _request(f"{response_id}-0", body, prompt_ids, max_new_tokens, body.logprobs, model)
-    return Prepared(response_id, [request])
+    request = _request(f"{response_id}-0", body, prompt_ids, max_new_tokens, num_top if body.logprobs else None, model)
+    return Prepared(response_id, [request], body.logprobs_in_fingerprint, body.return_token_ids)
 
 
 def _check_fields(num_prompts: int, body: SamplingFields, model: ServedModel) -> None:
     if num_prompts * body.n > MAX_SEQUENCES:
         raise InvalidRequest(f"n times the number of prompts may be at most {MAX_SEQUENCES}", "n")
+    if body.logprobs_in_fingerprint and body.stream:
+        raise InvalidRequest("logprobs_in_fingerprint is for answers that are not streamed", "logprobs_in_fingerprint")
     _check_vocabulary([token_id for token_id, _ in body.logit_bias], model, "logit_bias")
     _check_vocabulary(body.stop_token_ids, model, "stop_token_ids")
+
+
+def _checked_top(asked: int, param: str, model: ServedModel) -> int:
+    """How many of the likeliest tokens the engine is asked for."""
+    if asked > model.max_top_logprobs:
+        raise InvalidRequest(f"{param} may be at most {model.max_top_logprobs} (max_topk_logprobs)", param)
+    return min(asked, model.vocab_size)
 
 
 def _tokenize(prompts: list[Prompt], model: ServedModel, limits: EngineLimits) -> list[list[int]]:
@@ -136,10 +151,11 @@ def _request(
     body: SamplingFields,
     prompt_ids: list[int],
     max_new_tokens: int,
-    want_logprobs: bool,
+    num_top_logprobs: int | None,
     model: ServedModel,
 ) -> GenerateRequest:
-    if want_logprobs and not model.allow_logprobs:
+    """num_top_logprobs: None for no log-probabilities, 0 for those of the chosen tokens alone."""
+    if num_top_logprobs is not None and not model.allow_logprobs:
         raise InvalidRequest("logprobs are switched off at this server (enable_chosen_logprobs)", "logprobs")
     if body.min_tokens > max_new_tokens:
         raise InvalidRequest(f"min_tokens is {body.min_tokens}, and there are {max_new_tokens} at most", "min_tokens")
@@ -162,9 +178,10 @@ def _request(
         sampling=sampling,
         stop_strings=body.stop,
         ignore_eos=body.ignore_eos,
-        want_logprobs=want_logprobs,
+        want_logprobs=num_top_logprobs is not None,
         cache_salt=body.cache_salt,
         stop_token_ids=body.stop_token_ids,
         min_tokens=body.min_tokens,
         is_streamed=body.stream,
+        num_top_logprobs=num_top_logprobs or 0,
     )

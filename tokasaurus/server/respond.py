@@ -3,13 +3,30 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tokasaurus.messages.generation import FinishReason, GenerateRequest
 from tokasaurus.server.engine_client import FinishedSequence
-from tokasaurus.server.logprobs import build_chat_logprobs, build_completion_logprobs, token_offsets
+from tokasaurus.server.fingerprint import build_fingerprint
+from tokasaurus.server.logprobs import (
+    ScoredToken,
+    TokenOffsets,
+    build_chat_logprobs,
+    build_completion_logprobs,
+    score_tokens,
+)
 from tokasaurus.server.prepare import Prepared
-from tokasaurus.server.protocol.chat import AssistantMessage, ChatChoice, ChatCompletion, ChatLogprobs
-from tokasaurus.server.protocol.completions import Completion, CompletionChoice, CompletionLogprobs
+from tokasaurus.server.protocol.chat import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChoiceWithIds,
+    ChatCompletion,
+    ChatCompletionWithIds,
+)
+from tokasaurus.server.protocol.completions import Completion, CompletionChoice, CompletionChoiceWithIds
 from tokasaurus.server.protocol.usage import PromptTokensDetails, Usage
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.stop_strings import find_first_stop
@@ -19,15 +36,16 @@ from tokasaurus.text.stop_strings import find_first_stop
 class _Answer:
     """What the client sees of one sequence.
 
-    token_ids: those whose text is returned, at least in part; neither eos nor what follows a stop string's start.
-    logprobs, offsets: one per token; None where log-probabilities were not asked.
+    scored: the tokens whose text is returned, at least in part; neither eos nor what follows a stop string's start.
+    None where log-probabilities were not asked, or are in the fingerprint.
+    token_ids: as sampled. prompt_ids: what they follow.
     """
 
     text: str
     finish_reason: FinishReason
+    scored: list[ScoredToken] | None
     token_ids: list[int]
-    logprobs: list[float] | None
-    offsets: list[int] | None
+    prompt_ids: NDArray[np.int32]
 
 
 def build_completion(
@@ -35,16 +53,24 @@ def build_completion(
 ) -> Completion:
     """results: the sequences of each of `prepared.requests`."""
     answers = _all_answers(prepared, results, model)
+    asks_top = prepared.requests[0].num_top_logprobs > 0
+    choices: list[CompletionChoice] = []
+    for index, answer in enumerate(answers):
+        logprobs = None
+        if answer.scored is not None:
+            logprobs = build_completion_logprobs(answer.scored, asks_top, model.tokenizer)
+        choice = (index, answer.text, logprobs, answer.finish_reason)
+        if prepared.return_token_ids:
+            choices.append(CompletionChoiceWithIds(*choice, answer.token_ids, answer.prompt_ids.tolist()))
+        else:
+            choices.append(CompletionChoice(*choice))
     return Completion(
         id=prepared.response_id,
         object="text_completion",
         created=int(time.time()),
         model=model.name,
-        system_fingerprint=model.system_fingerprint,
-        choices=[
-            CompletionChoice(index, answer.text, _completion_logprobs(answer, model), answer.finish_reason)
-            for index, answer in enumerate(answers)
-        ],
+        system_fingerprint=_fingerprint(prepared, results, model),
+        choices=choices,
         usage=build_usage(prepared, results),
     )
 
@@ -54,18 +80,20 @@ def build_chat_completion(
 ) -> ChatCompletion:
     """results: the sequences of each of `prepared.requests`."""
     answers = _all_answers(prepared, results, model)
-    return ChatCompletion(
-        id=prepared.response_id,
-        object="chat.completion",
-        created=int(time.time()),
-        model=model.name,
-        system_fingerprint=model.system_fingerprint,
-        choices=[
-            ChatChoice(index, AssistantMessage(answer.text), _chat_logprobs(answer, model), answer.finish_reason)
-            for index, answer in enumerate(answers)
-        ],
-        usage=build_usage(prepared, results),
-    )
+    choices: list[ChatChoice] = []
+    for index, answer in enumerate(answers):
+        logprobs = None if answer.scored is None else build_chat_logprobs(answer.scored, model.tokenizer)
+        choice = (index, AssistantMessage(answer.text), logprobs, answer.finish_reason)
+        if prepared.return_token_ids:
+            choices.append(ChatChoiceWithIds(*choice, answer.token_ids))
+        else:
+            choices.append(ChatChoice(*choice))
+    object_name: Literal["chat.completion"] = "chat.completion"
+    fingerprint, usage = _fingerprint(prepared, results, model), build_usage(prepared, results)
+    fields = (prepared.response_id, object_name, int(time.time()), model.name, fingerprint, choices, usage)
+    if prepared.return_token_ids:
+        return ChatCompletionWithIds(*fields, answers[0].prompt_ids.tolist())
+    return ChatCompletion(*fields)
 
 
 def build_usage(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]]) -> Usage:
@@ -95,17 +123,23 @@ def num_exempt_characters(token_ids: list[int], request: GenerateRequest, model:
     return len(model.tokenizer.decode(token_ids[: request.min_tokens])) if request.min_tokens else 0
 
 
+def _fingerprint(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel) -> str:
+    if not prepared.logprobs_in_fingerprint:
+        return model.system_fingerprint
+    return build_fingerprint([sequence for sequences in results for sequence in sequences])
+
+
 def _all_answers(
     prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel
 ) -> list[_Answer]:
     return [
-        _answer(sequence, request, model)
+        _answer(sequence, request, prepared.logprobs_in_fingerprint, model)
         for request, sequences in zip(prepared.requests, results, strict=True)
         for sequence in sequences
     ]
 
 
-def _answer(sequence: FinishedSequence, request: GenerateRequest, model: ServedModel) -> _Answer:
+def _answer(sequence: FinishedSequence, request: GenerateRequest, has_fingerprint: bool, model: ServedModel) -> _Answer:
     token_ids = without_end_token(sequence.token_ids, request, model)
     text = model.tokenizer.decode(token_ids)
     finish_reason = sequence.finish_reason
@@ -116,23 +150,10 @@ def _answer(sequence: FinishedSequence, request: GenerateRequest, model: ServedM
     if stop is not None:
         text = text[: stop[0]]
         finish_reason = "stop"
-    if not request.want_logprobs:
-        return _Answer(text, finish_reason, token_ids, None, None)
-    assert sequence.logprobs is not None, "the engine returns log-probabilities where they are asked"
-    offsets = token_offsets(token_ids, model.tokenizer)
-    if stop is not None:
-        offsets = [offset for offset in offsets if offset < stop[0]]  # offsets never fall
-        token_ids = token_ids[: len(offsets)]
-    return _Answer(text, finish_reason, token_ids, sequence.logprobs[: len(token_ids)], offsets)
-
-
-def _completion_logprobs(answer: _Answer, model: ServedModel) -> CompletionLogprobs | None:
-    if answer.logprobs is None or answer.offsets is None:
-        return None
-    return build_completion_logprobs(answer.token_ids, answer.logprobs, answer.offsets, model.tokenizer)
-
-
-def _chat_logprobs(answer: _Answer, model: ServedModel) -> ChatLogprobs | None:
-    if answer.logprobs is None:
-        return None
-    return build_chat_logprobs(answer.token_ids, answer.logprobs, model.tokenizer)
+    scored = None
+    if request.want_logprobs and not has_fingerprint:
+        assert sequence.logprobs is not None, "the engine returns log-probabilities where they are asked"
+        scored = score_tokens(token_ids, sequence.logprobs, sequence.top, TokenOffsets(model.tokenizer))
+        if stop is not None:
+            scored = [token for token in scored if token.offset < stop[0]]  # offsets never fall
+    return _Answer(text, finish_reason, scored, sequence.token_ids, request.prompt_ids)

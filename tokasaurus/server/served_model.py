@@ -14,7 +14,7 @@ class ServedModel:
     """name: in the API. created: Unix time in seconds at which the server started.
 
     system_fingerprint: the same as long as equal seeds are meant to give equal answers.
-    allow_logprobs: the flag enable_chosen_logprobs.
+    allow_logprobs, max_top_logprobs: the flags enable_chosen_logprobs and max_topk_logprobs.
     """
 
     name: str
@@ -24,6 +24,7 @@ class ServedModel:
     created: int
     system_fingerprint: str
     allow_logprobs: bool
+    max_top_logprobs: int
 
     def check_name(self, name: str) -> None:
         """Raises ModelNotFound."""

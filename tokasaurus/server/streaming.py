@@ -7,8 +7,9 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -16,9 +17,22 @@ import orjson
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta
 from tokasaurus.server.engine_client import FinishedSequence
 from tokasaurus.server.errors import ApiError, error_response
-from tokasaurus.server.logprobs import TokenOffsets, build_chat_logprobs, build_completion_logprobs
+from tokasaurus.server.logprobs import (
+    ScoredToken,
+    TokenOffsets,
+    build_chat_logprobs,
+    build_completion_logprobs,
+    score_tokens,
+)
 from tokasaurus.server.prepare import Prepared
-from tokasaurus.server.protocol.chunks import ChatChunkChoice, CompletionChunkChoice, ContentDelta, RoleDelta
+from tokasaurus.server.protocol.chunks import (
+    ChatChunkChoice,
+    ChatChunkChoiceWithIds,
+    CompletionChunkChoice,
+    CompletionChunkChoiceWithIds,
+    ContentDelta,
+    RoleDelta,
+)
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.protocol.usage import Usage
 from tokasaurus.server.respond import build_usage, num_exempt_characters, without_end_token
@@ -31,14 +45,14 @@ from tokasaurus.text.stop_strings import find_first_stop, held_back_length
 class _Piece:
     """What is new of one choice.
 
-    token_ids: whose log-probabilities are new. logprobs, offsets: one each; None where not asked.
+    token_ids: as sampled, though their text may be held back. scored: tokens whose text begins to be shown; None where
+    log-probabilities were not asked.
     """
 
     text: str
     finish_reason: FinishReason | None
     token_ids: list[int]
-    logprobs: list[float] | None
-    offsets: list[int] | None
+    scored: list[ScoredToken] | None
 
 
 class _StreamedSequence:
@@ -51,7 +65,7 @@ class _StreamedSequence:
         self._detokenizer = make_detokenizer(model.tokenizer)
         self._offsets = TokenOffsets(model.tokenizer)
         self._held_text = ""
-        self._held_tokens: deque[tuple[int, float, int]] = deque()
+        self._held_tokens: deque[ScoredToken] = deque()
         self._num_characters = 0
         self._num_exempt = 0 if request.min_tokens == 0 else None
         self._has_stopped = False
@@ -67,11 +81,10 @@ class _StreamedSequence:
         self._num_characters += len(text)
         finish_reason: FinishReason | None = "stop" if is_last and self._has_stopped else delta.finish_reason
         if not self._request.want_logprobs:
-            return _Piece(text, finish_reason, [], None, None)
+            return _Piece(text, finish_reason, delta.token_ids, None)
         assert delta.logprobs is not None, "the engine returns log-probabilities where they are asked"
-        for token_id, logprob in zip(token_ids, delta.logprobs[: len(token_ids)], strict=True):
-            self._held_tokens.append((token_id, logprob, self._offsets.next(token_id)))
-        return self._with_tokens(text, finish_reason)
+        self._held_tokens += score_tokens(token_ids, delta.logprobs, delta.top, self._offsets)
+        return _Piece(text, finish_reason, delta.token_ids, self._take_tokens(finish_reason))
 
     def _take_text(self, new_text: str, is_last: bool) -> str:
         """What of the text held back and the new text can be shown. Whatever follows a stop string never is."""
@@ -93,16 +106,13 @@ class _StreamedSequence:
             self._num_exempt = num_exempt_characters(token_ids, self._request, self._model)
         return sys.maxsize if self._num_exempt is None else self._num_exempt
 
-    def _with_tokens(self, text: str, finish_reason: FinishReason | None) -> _Piece:
-        """With the tokens whose text has begun to be shown; at the end, unless a stop string cut it, with all."""
+    def _take_tokens(self, finish_reason: FinishReason | None) -> list[ScoredToken]:
+        """The tokens whose text has begun to be shown; at the end, unless a stop string cut it, all."""
         shows_all = finish_reason is not None and not self._has_stopped
-        piece = _Piece(text, finish_reason, [], logprobs := [], offsets := [])
-        while self._held_tokens and (shows_all or self._held_tokens[0][2] < self._num_characters):
-            token_id, logprob, offset = self._held_tokens.popleft()
-            piece.token_ids.append(token_id)
-            logprobs.append(logprob)
-            offsets.append(offset)
-        return piece
+        taken = []
+        while self._held_tokens and (shows_all or self._held_tokens[0].offset < self._num_characters):
+            taken.append(self._held_tokens.popleft())
+        return taken
 
 
 class AnswerStream(ABC):
@@ -140,9 +150,11 @@ class AnswerStream(ABC):
         events = []
         if not self._has_begun:
             self._has_begun = True
-            events += [self._event([choice], usage) for choice in self._first_choices()]
+            extra = self._first_fields()
+            events += [self._event([choice], usage, extra) for choice in self._first_choices()]
+        shows_ids = self._prepared.return_token_ids
         for index, piece in pieces:
-            if piece.text or piece.token_ids or piece.finish_reason is not None:
+            if piece.text or piece.scored or piece.finish_reason is not None or (shows_ids and piece.token_ids):
                 events.append(self._event([self._choice(index, piece)], usage))
         return b"".join(events)
 
@@ -157,8 +169,10 @@ class AnswerStream(ABC):
     def _usage(self) -> Usage:
         return build_usage(self._prepared, [[sequence.so_far for sequence in row] for row in self._sequences])
 
-    def _event(self, choices: list[object], usage: Usage | None) -> bytes:
-        chunk = {**self._head, "choices": choices}
+    def _event(
+        self, choices: list[object], usage: Usage | None, extra: Mapping[str, object] = MappingProxyType({})
+    ) -> bytes:
+        chunk = {**self._head, "choices": choices, **extra}
         if self._options.include_usage or self._options.continuous_usage_stats:
             chunk["usage"] = usage
         return b"data: %b\n\n" % orjson.dumps(chunk)
@@ -167,6 +181,10 @@ class AnswerStream(ABC):
     def _first_choices(self) -> list[object]:
         """What comes before all text, each in a chunk of its own."""
 
+    def _first_fields(self) -> Mapping[str, object]:
+        """What the chunks of `_first_choices` have beside them."""
+        return {}
+
     @abstractmethod
     def _choice(self, index: int, piece: _Piece) -> object: ...
 
@@ -174,14 +192,28 @@ class AnswerStream(ABC):
 class CompletionStream(AnswerStream):
     object_name = "text_completion"
 
+    def __init__(self, prepared: Prepared, model: ServedModel, options: StreamOptions) -> None:
+        super().__init__(prepared, model, options)
+        self._begun: set[int] = set()  # choices whose prompt's ids have been sent
+
     def _first_choices(self) -> list[object]:
         return []
 
     def _choice(self, index: int, piece: _Piece) -> CompletionChunkChoice:
         logprobs = None
-        if piece.logprobs is not None and piece.offsets is not None:
-            logprobs = build_completion_logprobs(piece.token_ids, piece.logprobs, piece.offsets, self._model.tokenizer)
-        return CompletionChunkChoice(index, piece.text, logprobs, piece.finish_reason)
+        if piece.scored is not None:
+            asks_top = self._prepared.requests[0].num_top_logprobs > 0
+            logprobs = build_completion_logprobs(piece.scored, asks_top, self._model.tokenizer)
+        if not self._prepared.return_token_ids:
+            return CompletionChunkChoice(index, piece.text, logprobs, piece.finish_reason)
+        prompt_ids = None
+        if index not in self._begun:
+            self._begun.add(index)
+            requests = self._prepared.requests
+            prompt_ids = requests[index // requests[0].num_sequences].prompt_ids.tolist()
+        return CompletionChunkChoiceWithIds(
+            index, piece.text, logprobs, piece.finish_reason, piece.token_ids, prompt_ids
+        )
 
 
 class ChatStream(AnswerStream):
@@ -191,11 +223,17 @@ class ChatStream(AnswerStream):
         # Of all, in order: the OpenAI client can collect no choice before those of smaller index.
         return [ChatChunkChoice(index, RoleDelta(), None, None) for index in range(len(self._sequences[0]))]
 
+    def _first_fields(self) -> Mapping[str, object]:
+        if not self._prepared.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self._prepared.requests[0].prompt_ids.tolist()}
+
     def _choice(self, index: int, piece: _Piece) -> ChatChunkChoice:
-        logprobs = None
-        if piece.logprobs is not None:
-            logprobs = build_chat_logprobs(piece.token_ids, piece.logprobs, self._model.tokenizer)
-        return ChatChunkChoice(index, ContentDelta(piece.text), logprobs, piece.finish_reason)
+        logprobs = None if piece.scored is None else build_chat_logprobs(piece.scored, self._model.tokenizer)
+        delta = ContentDelta(piece.text)
+        if self._prepared.return_token_ids:
+            return ChatChunkChoiceWithIds(index, delta, logprobs, piece.finish_reason, piece.token_ids)
+        return ChatChunkChoice(index, delta, logprobs, piece.finish_reason)
 
 
 def error_event(error: ApiError) -> bytes:

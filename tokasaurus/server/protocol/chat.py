@@ -1,5 +1,6 @@
 """Bodies of /v1/chat/completions, as OpenAI's reference documents them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -83,7 +84,8 @@ class ChatMessage(BaseModel):
 
 
 class ChatCompletionRequest(SamplingFields, TemplateFields):
-    """logprobs: the log-probability of each chosen token. max_tokens: the older name of max_completion_tokens.
+    """logprobs: the log-probability of each chosen token. top_logprobs: those of so many of the likeliest as well.
+    max_tokens: the older name of max_completion_tokens.
 
     ignore_eos (an extension of ours): generate max_completion_tokens tokens whatever the model says.
     """
@@ -91,7 +93,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     logprobs: Annotated[bool, NullMeans(False)] = False
-    top_logprobs: Annotated[Any, Only(None, 0)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0)] = None
 
     tools: Annotated[Any, Only(None, [])] = None
     tool_choice: Annotated[Any, Only(None, "none", "auto")] = None
@@ -148,11 +150,25 @@ class ChatChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatChoiceWithIds(ChatChoice):
+    """With return_token_ids. token_ids: as sampled."""
+
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class ChatCompletion:
     id: str
     object: Literal["chat.completion"]
     created: int
     model: str
     system_fingerprint: str
-    choices: list[ChatChoice]
+    choices: Sequence[ChatChoice | ChatChoiceWithIds]
     usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCompletionWithIds(ChatCompletion):
+    """With return_token_ids."""
+
+    prompt_token_ids: list[int]

@@ -18,6 +18,14 @@ class CompletionChunkChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class CompletionChunkChoiceWithIds(CompletionChunkChoice):
+    """With return_token_ids. token_ids: what is new. prompt_token_ids: on the first chunk of the choice alone."""
+
+    token_ids: list[int]
+    prompt_token_ids: list[int] | None
+
+
+@dataclass(frozen=True, slots=True)
 class RoleDelta:
     """The first of each choice."""
 
@@ -39,3 +47,10 @@ class ChatChunkChoice:
     delta: RoleDelta | ContentDelta
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatChunkChoiceWithIds(ChatChunkChoice):
+    """With return_token_ids. token_ids: what is new."""
+
+    token_ids: list[int]

@@ -1,5 +1,6 @@
 """Bodies of /v1/completions, as OpenAI's reference documents them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -57,13 +58,13 @@ Prompts = Annotated[
 
 
 class CompletionRequest(SamplingFields):
-    """prompt: one or more prompts. logprobs: 0 gives the log-probability of each chosen token.
+    """prompt: one or more prompts. logprobs: those of each chosen token and of so many of the likeliest.
 
     ignore_eos (an extension of ours): generate max_tokens tokens whatever the model says.
     """
 
     prompt: Prompts
-    logprobs: Annotated[Any, Only(None, 0)] = None
+    logprobs: Annotated[int | None, Field(ge=0)] = None
 
     best_of: Annotated[int | None, Field(ge=1)] = None  # must equal n
     echo: Annotated[Any, Only(None, False)] = None
@@ -72,7 +73,8 @@ class CompletionRequest(SamplingFields):
 
 @dataclass(frozen=True, slots=True)
 class CompletionLogprobs:
-    """Four lists of one length, one entry per token. text_offset: in characters of the choice's `text`."""
+    """Four lists of one length, one entry per token. text_offset: in characters of the choice's `text`.
+    top_logprobs: by the tokens' texts, the chosen token's included; None where only chosen ones were asked for."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -89,6 +91,14 @@ class CompletionChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class CompletionChoiceWithIds(CompletionChoice):
+    """With return_token_ids. token_ids: as sampled."""
+
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """choices: by prompt, then by sample."""
 
@@ -97,5 +107,5 @@ class Completion:
     created: int
     model: str
     system_fingerprint: str
-    choices: list[CompletionChoice]
+    choices: Sequence[CompletionChoice | CompletionChoiceWithIds]
     usage: Usage

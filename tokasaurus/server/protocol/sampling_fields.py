@@ -152,6 +152,9 @@ class SamplingFields(BaseModel):
     top_k, min_p, repetition_penalty, min_tokens, stop_token_ids: extensions of vLLM's.
     cache_salt (an extension of ours): cached KV is shared only between requests of the same salt.
 
+    logprobs_in_fingerprint (an extension of ours): log-probabilities are in the system_fingerprint, packed, and not in
+    the choices. return_token_ids (of vLLM's): the token ids of prompts and choices are in the answer.
+
     Accepted and without effect, since they ask nothing of the generated text: user, metadata, store=false,
     service_tier auto or default, safety_identifier, prompt_cache_key.
     """
@@ -176,6 +179,8 @@ class SamplingFields(BaseModel):
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
     ignore_eos: Annotated[bool, NullMeans(False)] = False
     cache_salt: CacheSalt = ""
+    logprobs_in_fingerprint: Annotated[bool, NullMeans(False)] = False
+    return_token_ids: Annotated[bool, NullMeans(False)] = False
 
     user: str | None = None
     metadata: Metadata = None
