@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.model.steps import StepDriver, make_runner
+from tests.model.steps import CPU, NOTHING, StepDriver, int32, make_runner, open_greedy
 from tests.model.test_decoder import load
 from tests.model.test_sampling import make_rows, noise_keys
 from tests.tiny_model import VOCAB_SIZE, save_tiny_model
+from tokasaurus.messages.slots import SlotChanges
 from tokasaurus.model.kernels.library import Kernels, load_kernels
 from tokasaurus.model.sampling import Sampled, TopRows, sample
+from tokasaurus.model.slot_table import SlotTable, SlotTableSize
 
 
 @pytest.fixture(params=["kernels", "torch"])
@@ -88,3 +90,12 @@ def test_top_in_mixed_steps_is_that_of_transformers(tmp_path: Path, backend: str
             assert [value for _, value in top] == pytest.approx(expected.values.tolist(), abs=1e-4)
             assert dict(top).get(token, logprob) == logprob
             texts[slot].append(token)
+
+
+def test_a_slot_does_not_keep_what_its_last_sequence_asked() -> None:
+    table = SlotTable(SlotTableSize(num_slots=3, max_blocks=4), CPU)
+    asks = dataclasses.replace(open_greedy(1, 5), num_top_logprobs=int32([3]))
+    table.apply(SlotChanges(NOTHING, asks, NOTHING, NOTHING))
+    assert table.num_top_logprobs.tolist() == [0, 3, 0]
+    table.apply(SlotChanges(int32([1]), open_greedy(1, 5), NOTHING, NOTHING))
+    assert table.num_top_logprobs.tolist() == [0, 0, 0]

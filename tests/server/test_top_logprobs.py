@@ -16,7 +16,8 @@ from tests.fake_engine import FakeEngine, Reply
 from tests.server.conftest import LiveServer, live_server
 from tests.server.small_tokenizer import IM_END
 from tests.server.test_openai_client import assert_exactly_openai_shaped, sync_client
-from tokasaurus.messages.generation import GenerateRequest, TopLogprobs
+from tokasaurus.messages.generation import GenerateRequest, SequenceDelta, TopLogprobs
+from tokasaurus.server.engine_client import FinishedSequence
 from tokasaurus.server.logprobs import ScoredToken, build_completion_logprobs
 from tokasaurus.server.served_model import ServedModel
 
@@ -102,6 +103,17 @@ def test_streams_have_the_top_of_the_whole_answers(server: LiveServer, stop: str
         joined += logprobs.top_logprobs
     assert joined == whole.logprobs.top_logprobs
     assert len(joined) == (5 if stop is None else 2)
+
+
+def test_what_comes_in_parts_adds_up() -> None:
+    whole, sequence = top_of(TOKENS, CHOSEN, 2), FinishedSequence()
+    assert sequence.top is None
+    for start, end in ((0, 1), (1, 4), (4, 6)):
+        part = TopLogprobs(whole.token_ids[start:end], whole.logprobs[start:end])
+        sequence.append(SequenceDelta("r", 0, TOKENS[start:end], CHOSEN[start:end], None, 0, 0, 0, 0, part))
+    assert sequence.top is not None
+    assert sequence.top.token_ids.tolist() == whole.token_ids.tolist()
+    assert sequence.top.logprobs.tolist() == whole.logprobs.tolist()
 
 
 def test_of_tokens_that_read_alike_the_likeliest_counts(served_model: ServedModel) -> None:
