@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import httpx
 import openai
+import orjson
 import pytest
 
-from tests.end_to_end.toka_process import TokaProcess, running_toka
+from tests.end_to_end.toka_process import TokaProcess, running_toka, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,34 @@ def test_256_chat_requests_over_64_connections_all_finish_and_leave_nothing(toka
     assert toka.gauge("toka_requests_running") == toka.gauge("toka_requests_waiting") == 0
     generated = sum(answer.usage.completion_tokens for answer in answers if answer.usage)
     assert toka.gauge("toka_generation_tokens_total") == tokens_at_start + generated
+
+
+def test_bulk_lines_are_answered_and_those_of_a_caller_who_leaves_are_dropped(toka: TokaProcess) -> None:
+    blocks_at_start = toka.gauge("toka_kv_blocks_used")
+    tokens_at_start = toka.gauge("toka_generation_tokens_total")
+
+    def lines(count: int, max_tokens: int) -> bytes:
+        bodies = (
+            {"model": "default", "prompt": f"{number} is", "max_tokens": max_tokens, "ignore_eos": True}
+            for number in range(count)
+        )
+        return b"\n".join(
+            orjson.dumps({"custom_id": f"line {number}", "url": "/v1/completions", "body": body})
+            for number, body in enumerate(bodies)
+        )
+
+    answer = httpx.post(f"{toka.url}/v1/bulk", content=lines(200, 6) + b"\n{broken", timeout=300)
+    results = {result["custom_id"]: result["response"] for result in map(orjson.loads, answer.content.splitlines())}
+    assert results.pop(None)["status_code"] == 400
+    assert results.keys() == {f"line {number}" for number in range(200)}
+    assert {result["body"]["usage"]["completion_tokens"] for result in results.values()} == {6}
+    assert toka.gauge("toka_generation_tokens_total") == tokens_at_start + 200 * 6
+
+    content = lines(1, 2).replace(b"line", b"first") + b"\n" + lines(12, 1500)  # all fit the cache
+    with httpx.stream("POST", f"{toka.url}/v1/bulk", content=content, timeout=300) as stream:
+        assert orjson.loads(next(stream.iter_lines()))["custom_id"] == "first 0"
+    wait_for(lambda: toka.gauge("toka_requests_running") + toka.gauge("toka_requests_waiting") == 0, 30)
+    assert toka.gauge("toka_kv_blocks_used") == blocks_at_start
 
 
 def test_greedy_chat_knows_the_capital_of_germany(toka: TokaProcess) -> None:

@@ -22,7 +22,7 @@ from tokasaurus.server.api_key import ApiKeyMiddleware
 from tokasaurus.server.engine_client import EngineClient
 from tokasaurus.server.errors import add_error_handlers
 from tokasaurus.server.openapi import DescribedApp
-from tokasaurus.server.routes import chat, completions, health, metrics, models, tokenize
+from tokasaurus.server.routes import bulk, chat, completions, health, metrics, models, tokenize
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
 from tokasaurus.text.tokenizer import ChatTemplateError, Tokenizer
@@ -127,7 +127,7 @@ def create_app(
     add_error_handlers(app)
     if api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=api_key)
-    for room in (completions, chat, models, tokenize, health, metrics):
+    for room in (completions, chat, bulk, models, tokenize, health, metrics):
         app.include_router(room.router)
     return app
 

@@ -42,6 +42,9 @@ class ApiError(Exception):
         self.message = message
         self.param = param
 
+    def as_object(self) -> ErrorObject:
+        return ErrorObject(self.message, self.type, self.param, self.code)
+
 
 class InvalidRequest(ApiError):
     status = 400
@@ -125,7 +128,7 @@ def unknown_field(name: str) -> InvalidRequest:
 
 
 def error_response(error: ApiError) -> Response:
-    return _respond(error.status, ErrorObject(error.message, error.type, error.param, error.code), error.headers)
+    return _respond(error.status, error.as_object(), error.headers)
 
 
 def add_error_handlers(app: FastAPI) -> None:

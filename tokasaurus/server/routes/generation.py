@@ -40,23 +40,36 @@ async def answer_generation(
 
     Raises ApiError; ClientGone when the client disconnects, after the engine was told to drop the request."""
     state = state_of(request)
+    if body.stream:
+        preparing = state.in_text_thread(prepare, body, state.model, _checked_limits(state, body))
+        prepared = await run_while_connected(request.receive, preparing)
+        answer = stream(prepared, state.model, body.stream_options or StreamOptions())
+        return EventStream(_events(state, prepared, answer))
+    work = generate_answer(state, body, prepare, build)
+    return Response(await run_while_connected(request.receive, work), media_type="application/json")
+
+
+async def generate_answer(
+    state: ServerState,
+    body: Body,
+    prepare: Callable[[Body, ServedModel, EngineLimits], Prepared],
+    build: Callable[[Prepared, list[list[FinishedSequence]], ServedModel], object],
+) -> bytes:
+    """The whole answer, as JSON. If the caller is cancelled, the engine is told. Raises ApiError."""
+    limits = _checked_limits(state, body)
+    prepared = await state.in_text_thread(prepare, body, state.model, limits)
+    results = await state.engine.generate(prepared.requests)
+    return await state.in_text_thread(lambda: orjson.dumps(build(prepared, results, state.model)))
+
+
+def _checked_limits(state: ServerState, body: SamplingFields) -> EngineLimits:
+    """What costs nothing to refuse. Raises ApiError."""
     state.model.check_name(body.model)
     limits = state.ready_limits()
     state.engine.check_queue()  # it is checked again when the request is submitted, but this spares the work until then
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options goes with stream=true", "stream_options")
-    if body.stream:
-        preparing = state.in_text_thread(prepare, body, state.model, limits)
-        prepared = await run_while_connected(request.receive, preparing)
-        answer = stream(prepared, state.model, body.stream_options or StreamOptions())
-        return EventStream(_events(state, prepared, answer))
-
-    async def work() -> bytes:
-        prepared = await state.in_text_thread(prepare, body, state.model, limits)
-        results = await state.engine.generate(prepared.requests)
-        return await state.in_text_thread(lambda: orjson.dumps(build(prepared, results, state.model)))
-
-    return Response(await run_while_connected(request.receive, work()), media_type="application/json")
+    return limits
 
 
 async def _events(state: ServerState, prepared: Prepared, answer: AnswerStream) -> AsyncGenerator[bytes, None]:

@@ -4,7 +4,7 @@ FastAPI's own reading answers 500 to a lone surrogate and lets NaN through; orjs
 1,024. The endpoint still declares its body's model, so that the OpenAPI page shows it.
 """
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar, cast, get_type_hints
 
 import orjson
@@ -27,7 +27,7 @@ from tokasaurus.server.state import state_of
 Body = TypeVar("Body", bound=BaseModel)
 
 # A body of this many bytes is parsed in under a millisecond; a larger one leaves the event loop.
-_MAX_INLINE_BYTES = 32_768
+MAX_INLINE_BYTES = 32_768
 
 
 def parse_body(content: bytes, body_model: type[Body]) -> Body:
@@ -36,6 +36,11 @@ def parse_body(content: bytes, body_model: type[Body]) -> Body:
         value = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error.msg} (character {error.pos})") from None
+    return validate_body(value, body_model)
+
+
+def validate_body(value: object, body_model: type[Body]) -> Body:
+    """value: parsed JSON. Raises InvalidRequest for whatever is no object of the model's fields."""
     if isinstance(value, dict):
         # Here and not by pydantic, which would make an error of each: a body may hold a million.
         for name in value:
@@ -55,9 +60,9 @@ class JsonBodyRoute(APIRoute):
         body_model: type[BaseModel] = get_type_hints(self.endpoint)["body"]
 
         async def handle(request: Request) -> Response:
-            _check_type(request)
+            check_type(request)
             content = await _read(request, state_of(request).max_request_bytes)
-            if len(content) <= _MAX_INLINE_BYTES:
+            if len(content) <= MAX_INLINE_BYTES:
                 body = parse_body(content, body_model)
             else:
                 body = await state_of(request).in_text_thread(parse_body, content, body_model)
@@ -66,12 +71,12 @@ class JsonBodyRoute(APIRoute):
         return handle
 
 
-def _check_type(request: Request) -> None:
-    """A client that names no type is believed to send JSON. Raises UnsupportedMediaType."""
-    named = request.headers.get("content-type", "application/json")
+def check_type(request: Request, media_types: Sequence[str] = ("application/json",)) -> None:
+    """A client that names no type is believed to send the first of them. Raises UnsupportedMediaType."""
+    named = request.headers.get("content-type", media_types[0])
     media_type = named.partition(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
-        raise UnsupportedMediaType(f"the body must be application/json, not {shorten(named)!r}")
+    if media_type not in media_types and not media_type.endswith("+json"):
+        raise UnsupportedMediaType(f"the body must be {media_types[0]}, not {shorten(named)!r}")
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise UnsupportedMediaType(f"the body may not be compressed ({shorten(encoding)!r})")

@@ -1,0 +1,31 @@
+"""Lines of POST /v1/bulk and of its answer, in the shapes of OpenAI's batch files."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_CUSTOM_ID_CHARS = 512
+
+
+class BulkLine(BaseModel):
+    """custom_id: the caller's name of the line, no two alike. body: of the route at `url`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    custom_id: Annotated[str, Field(min_length=1, max_length=MAX_CUSTOM_ID_CHARS)]
+    method: Literal["POST"] = "POST"
+    url: Literal["/v1/completions", "/v1/chat/completions"]
+    body: dict[str, Any]
+
+
+# For the OpenAPI page, which has no words for lines.
+LINE_SCHEMA = {
+    "type": "string",
+    "description": "Lines, each a JSON object with custom_id, url and body; method may be POST.",
+    "example": '{"custom_id": "1", "url": "/v1/completions", "body": {"model": "default", "prompt": "Once"}}\n',
+}
+RESULT_SCHEMA = {
+    "type": "string",
+    "description": "A line for each line: a JSON object with id, custom_id, response (status_code, request_id and "
+    "body) and error, which is null where status_code is 200.",
+}

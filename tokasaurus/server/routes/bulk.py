@@ -1,0 +1,126 @@
+"""POST /v1/bulk"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import orjson
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.server.bulk import BulkRun, IncomingBody, Line, refused
+from tokasaurus.server.disconnect import run_while_connected
+from tokasaurus.server.engine_client import FinishedSequence
+from tokasaurus.server.errors import ApiError, ClientGone, InvalidRequest, ServerStopping
+from tokasaurus.server.openapi import error_responses
+from tokasaurus.server.prepare import Prepared, prepare_chat, prepare_completion
+from tokasaurus.server.protocol.bulk import LINE_SCHEMA, MAX_CUSTOM_ID_CHARS, RESULT_SCHEMA, BulkLine
+from tokasaurus.server.protocol.chat import ChatCompletionRequest
+from tokasaurus.server.protocol.completions import CompletionRequest
+from tokasaurus.server.respond import build_chat_completion, build_completion
+from tokasaurus.server.routes.event_stream import HEADERS
+from tokasaurus.server.routes.generation import Body, generate_answer
+from tokasaurus.server.routes.json_body import MAX_INLINE_BYTES, check_type, validate_body
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.state import ServerState, state_of
+
+router = APIRouter(tags=["generation"])
+
+NDJSON = "application/x-ndjson"
+# What clients call it; the last is what some say of any body.
+MEDIA_TYPES = (NDJSON, "application/ndjson", "application/jsonl", "application/x-jsonlines", "application/json")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint(Generic[Body]):
+    """What a line's url stands for: the calls of its route."""
+
+    body_model: type[Body]
+    prepare: Callable[[Body, ServedModel, EngineLimits], Prepared]
+    build: Callable[[Prepared, list[list[FinishedSequence]], ServedModel], object]
+
+
+ENDPOINTS: Mapping[str, Endpoint[Any]] = {
+    "/v1/completions": Endpoint(CompletionRequest, prepare_completion, build_completion),
+    "/v1/chat/completions": Endpoint(ChatCompletionRequest, prepare_chat, build_chat_completion),
+}
+
+
+class BulkStream(Response):
+    """Reads the body and sends results at the same time. A client that disconnects cancels what is left."""
+
+    media_type = NDJSON
+
+    def __init__(self, run: BulkRun) -> None:
+        super().__init__(headers=HEADERS)
+        del self.headers["content-length"]
+        self._run = run
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(content: bytes, is_last: bool = False) -> None:
+            await send({"type": "http.response.body", "body": content, "more_body": not is_last})
+
+        body = IncomingBody(receive)
+
+        async def answer() -> None:
+            await asyncio.sleep(
+                0
+            )  # the body is asked for before: curl may wait for the "100 Continue" that comes of it
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await self._run.run(body, write)
+
+        try:
+            await run_while_connected(body.receive, answer())
+        except ClientGone:
+            return
+        except ServerStopping as stopping:
+            # Where lines are left that have not been read, the answer breaks off without its end.
+            await write(self._run.results_of_rest(stopping), is_last=self._run.has_read_all)
+            return
+        await write(b"", is_last=True)
+
+
+@router.post(
+    "/v1/bulk",
+    response_class=Response,
+    responses={200: {"content": {NDJSON: {"schema": RESULT_SCHEMA}}}, **error_responses(415, 503)},
+    openapi_extra={"requestBody": {"required": True, "content": {NDJSON: {"schema": LINE_SCHEMA}}}},
+)
+async def bulk(request: Request) -> Response:
+    """Answer any number of lines, each a body of a generation route; results come as they finish, in any order."""
+    check_type(request, MEDIA_TYPES)
+    state = state_of(request)
+    state.ready_limits()
+
+    async def read_line(content: bytes) -> Line:
+        if len(content) <= MAX_INLINE_BYTES:
+            return _read_line(content, state)
+        return await state.in_text_thread(_read_line, content, state)
+
+    return BulkStream(BulkRun(read_line, state.max_request_bytes))
+
+
+def _read_line(content: bytes, state: ServerState) -> Line:
+    custom_id = None
+    try:
+        value = _load(content)
+        if isinstance(value, dict) and isinstance(value.get("custom_id"), str):
+            custom_id = value["custom_id"][:MAX_CUSTOM_ID_CHARS]
+        line = validate_body(value, BulkLine)
+        endpoint = ENDPOINTS[line.url]
+        body = validate_body(line.body, endpoint.body_model)
+        if body.stream:
+            raise InvalidRequest("stream=true is for requests of their own: a line has one result", "stream")
+    except ApiError as error:
+        return refused(custom_id, error)
+    return Line(custom_id, lambda: generate_answer(state, body, endpoint.prepare, endpoint.build))
+
+
+def _load(content: bytes) -> object:
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"not valid JSON: {error.msg} (character {error.pos})") from None
