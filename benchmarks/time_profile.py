@@ -43,12 +43,13 @@ class Profile:
         return (self.seconds[OVERHEAD] + self.seconds[WAITING]) / self.wall_s
 
 
-def read_counters(base_url: str) -> dict[tuple[str, str], float]:
+def read_counters(base_url: str, api_key: str = "none") -> dict[tuple[str, str], float]:
     """Values of the server's metrics by name and phase ("" where it has none), summed over replicas. Raises
     ServerError."""
     url = base_url.removesuffix("/v1") + "/metrics"
+    asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"})
     try:
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(asked, timeout=30) as answer:
             text = answer.read().decode()
     except (urllib.error.URLError, TimeoutError) as error:
         raise ServerError(f"{url}: {error}") from error
