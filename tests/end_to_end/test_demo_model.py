@@ -131,6 +131,7 @@ def test_a_stream_is_the_answer_that_is_not_streamed(toka: TokaProcess, stop: li
         "n": 2,
         "stop": stop,
         "logprobs": logprobs,
+        "top_logprobs": 3 if logprobs else None,
         "max_tokens": 40,
     }
     client.chat.completions.create(**asked | {"max_tokens": 1})  # then both find the same tokens cached
@@ -149,7 +150,10 @@ def test_a_stream_is_the_answer_that_is_not_streamed(toka: TokaProcess, stop: li
 
 
 def logprobs_of(choice: Choice) -> list[float]:
-    return [] if choice.logprobs is None else [entry.logprob for entry in choice.logprobs.content or []]
+    """Of each token, then of the three likeliest at its place."""
+    entries = [] if choice.logprobs is None else choice.logprobs.content or []
+    assert all(len(entry.top_logprobs) == 3 for entry in entries)
+    return [value for entry in entries for value in (entry.logprob, *(other.logprob for other in entry.top_logprobs))]
 
 
 def test_penalised_and_limited_requests_give_the_same_text_alone_and_in_a_crowd(toka: TokaProcess) -> None:
