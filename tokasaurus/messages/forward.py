@@ -25,6 +25,33 @@ class PrefixGroups:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Prefill rows of which the log-probabilities of the prompt's tokens are wanted, A of the S rows.
+
+    rows: int32 [A], ascending. counts: int32 [A], each row's first so many tokens of this step, whose successors are
+    scored: all of them, but for the last token of a prompt. target_ids: int32 [Q], these successors, row after row; Q =
+    sum(counts). num_top: of the likeliest tokens, at each.
+    """
+
+    rows: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    target_ids: NDArray[np.int32]
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Tokens that A of the R rows that sample may draw: their log-probabilities are unchanged.
+
+    rows: int32 [A], which of the R, ascending. bits: uint32 [A, ceil(vocabulary / 32)], bit t % 32 of word t // 32 is
+    set where token t may be drawn; in each row one is, at least.
+    """
+
+    rows: NDArray[np.int32]
+    bits: NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardInput:
     """One step. Every rank of a replica receives the same.
 
@@ -34,7 +61,7 @@ class ForwardInput:
     slots: int32 [S]. num_tokens: int32 [S], tokens of each row in this step.
     prompt_ids: int32 [P], the prefill rows' tokens one after the other; P = sum(num_tokens[num_decode:]).
 
-    groups: None where no rows share a prefix that is worth it.
+    groups: None where no rows share a prefix that is worth it. scored, masks: None where no row is, or has one.
 
     A row samples a token if it decodes, or if its chunk ends at the slot's num_prompt_tokens.
 
@@ -49,6 +76,8 @@ class ForwardInput:
     prompt_ids: NDArray[np.int32]
     changes: SlotChanges
     groups: PrefixGroups | None = None
+    scored: ScoredRows | None = None
+    masks: TokenMasks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +98,25 @@ class TopOfRows:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Of the Q tokens of ScoredRows.target_ids, each at its place.
+
+    logprobs: float32 [Q]. ranks: int32 [Q], 1 + the number of tokens that are likelier. top_ids: int32 [Q, K], the K =
+    num_top likeliest tokens, falling. top_logprobs: float32 [Q, K]; a token's value is the same float in both.
+    """
+
+    logprobs: NDArray[np.float32]
+    ranks: NDArray[np.int32]
+    top_ids: NDArray[np.int32]
+    top_logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardOutput:
     """The R tokens sampled in one step, in the order of the rows that sampled.
 
     token_ids: int32 [R]. logprobs: float32 [R], NaN where not asked; None where no row of the step asked.
-    top: None where no row asked for likeliest tokens.
+    top: None where no row asked for likeliest tokens. scores: None where no row was scored.
     forward_seconds: how long the worker was busy with this step.
     num_recompiles: compilations that it waited for in this step; warm-up is to leave none.
     phase_seconds: of each of FORWARD_PHASES since the worker's start-up, where it counts them, else empty.
@@ -86,3 +129,4 @@ class ForwardOutput:
     num_recompiles: int = 0
     phase_seconds: tuple[float, ...] = ()
     top: TopOfRows | None = None
+    scores: TokenScores | None = None

@@ -47,7 +47,8 @@ class GenerateRequest:
     """`num_sequences` independent completions of one prompt. Already validated: it fits the model and the KV pool.
 
     prompt_ids: int32 [P], P >= 1.
-    max_new_tokens: at least 1, the eos token included.
+    max_new_tokens: at least 1, the eos token included; 0 where the log-probabilities of the prompt are all that is
+    wanted.
     stop_strings: generation ends at the token whose text completes one of these.
     ignore_eos: eos does not end a sequence.
     want_logprobs: the log-probability of each chosen token is returned. num_top_logprobs: as well as those of the so
@@ -57,6 +58,8 @@ class GenerateRequest:
     min_tokens: so many are generated before eos or one of these can be. The text of the first so many ends nothing, if
     it holds a stop string; one that goes beyond it does.
     is_streamed: its tokens are returned as they come, in any number of deltas.
+    want_prompt_logprobs: PromptLogprobs are returned, with the num_top_prompt_logprobs likeliest tokens at each place.
+    grammar: what the text of each completion must match from beginning to end, in llguidance's form; "" for anything.
     """
 
     request_id: str
@@ -72,6 +75,9 @@ class GenerateRequest:
     min_tokens: int = 0
     is_streamed: bool = False
     num_top_logprobs: int = 0
+    want_prompt_logprobs: bool = False
+    num_top_prompt_logprobs: int = 0
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,20 @@ class TopLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """What the model says of the P tokens of a prompt, each by those before it; nothing of the first.
+
+    logprobs: float32 [P], natural log, NaN at 0. ranks: int32 [P], 1 for the likeliest token, 0 at 0.
+    top: [P, K], the likeliest tokens, with 0 and NaN at 0; where the prompt's own token is among them, its value is the
+    very one in `logprobs`. None where K is 0.
+    """
+
+    logprobs: NDArray[np.float32]
+    ranks: NDArray[np.int32]
+    top: TopLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceDelta:
     """New tokens of one sequence since its last delta; a sequence that is not streamed has one delta, its last.
 
@@ -108,6 +128,7 @@ class SequenceDelta:
     preempted.
     num_shared_tokens: of the prompt, the longest prefix that it attended to in a group (PrefixGroups) in any step.
     The last three are complete on the last delta alone.
+    prompt_logprobs: on the first delta of a request's sequence 0, where they are wanted; else None.
     """
 
     request_id: str
@@ -120,6 +141,7 @@ class SequenceDelta:
     num_recomputed_tokens: int
     num_shared_tokens: int
     top: TopLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,8 @@ class SlotOpens:
     want_logprobs: bool [O]. num_top_logprobs: int32 [O], how many of the likeliest tokens are wanted with theirs; None
     where no slot wants any.
     rules: None where the logits of none of them change, which is most steps.
+    first_writes: int32 [O], tokens at positions before it have their KV already, and are computed again for their
+    logits alone: nothing is written. None where that is first_positions for all.
     """
 
     slots: NDArray[np.int32]
@@ -60,6 +62,7 @@ class SlotOpens:
     want_logprobs: NDArray[np.bool_]
     rules: LogitRules | None = None
     num_top_logprobs: NDArray[np.int32] | None = None
+    first_writes: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
