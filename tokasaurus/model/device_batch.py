@@ -100,6 +100,7 @@ def build_batch(
         any_logprobs=any_logprobs,
         rules=slots.rules.select(sampled_slots, kv_lengths[samples], slots.block_tables, page_size),
         top=_top_rows(slots.num_top_logprobs[sampled_slots]) if any_logprobs else None,
+        masks=step.masks,
     )
     logit_rows = starts[1:][samples].astype(np.int64) - 1
     parts, prefix = _parts(step, slots, starts, kv_lengths, page_size)

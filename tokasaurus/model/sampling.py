@@ -1,16 +1,18 @@
 """Logits to tokens and log-probabilities."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tokasaurus.messages.forward import TokenMasks
 from tokasaurus.model.kernels.library import KERNEL_DTYPES, Kernels, LogitRulesStruct
 from tokasaurus.model.logit_rules import RuledRows, change_logits
 from tokasaurus.model.sampling_noise import gumbel_noise
+from tokasaurus.model.token_masks import masked_rows, num_mask_words
 
 # R rows that sample, V vocabulary
 
@@ -38,6 +40,7 @@ class SamplingRows:
     any_sampled, any_limited (by top_p, top_k or min_p), any_logprobs: whether some row is, known to the host.
     rules: None where no row's logits are changed.
     top: None where no row's likeliest tokens are wanted; else any_logprobs is true.
+    masks: None where every row may draw any token.
     """
 
     temperatures: Tensor
@@ -50,10 +53,11 @@ class SamplingRows:
     any_logprobs: bool
     rules: RuledRows | None = None
     top: TopRows | None = None
+    masks: TokenMasks | None = None
 
 
 class Sampled(NamedTuple):
-    """tokens: int64 [R]. The others are of the model's own distribution, before rules, temperature and limits.
+    """tokens: int64 [R]. The others are of the model's own distribution, before rules, masks, temperature and limits.
 
     logprobs: float32 [R], of the tokens; None where no row wants them.
     top_ids, top_logprobs: int32 and float32 [A, K], of the K likeliest tokens of `SamplingRows.top`, falling; None
@@ -68,9 +72,12 @@ class Sampled(NamedTuple):
 
 def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -> Sampled:
     """logits [R, V]. kernels: does the same on the CPU, faster."""
+    masks = rows.masks
+    assert masks is None or masks.bits.shape == (len(masks.rows), num_mask_words(logits.shape[1])), "a bit per token"
     if kernels is not None and logits.device.type == "cpu" and logits.dtype in KERNEL_DTYPES:
         return _sample_by_kernels(logits, rows, kernels)
-    tokens = _draw(logits, rows) if rows.any_sampled or rows.rules is not None else logits.argmax(dim=-1)
+    is_plain = not rows.any_sampled and rows.rules is None and masks is None
+    tokens = logits.argmax(dim=-1) if is_plain else _draw(logits, rows)
     if not rows.any_logprobs:
         return Sampled(tokens)
     normalizers = _normalizers(logits)
@@ -85,25 +92,34 @@ def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> 
     rules = None
     if rows.rules is not None:
         ruled = rows.rules
-        rule_of_row = torch.full((len(logits),), -1, dtype=torch.int32)
-        rule_of_row[torch.from_numpy(ruled.rows)] = torch.arange(len(ruled.rows), dtype=torch.int32)
         tensors = (
-            *(rule_of_row, ruled.tokens, ruled.block_tables, ruled.lengths, ruled.num_request_tokens),
-            *(ruled.penalties, torch.from_numpy(ruled.bias_starts), ruled.bias_ids, ruled.bias_values),
+            *(_places_of_rows(ruled.rows, len(logits)), ruled.tokens, ruled.block_tables, ruled.lengths),
+            *(ruled.num_request_tokens, ruled.penalties, torch.from_numpy(ruled.bias_starts)),
+            *(ruled.bias_ids, ruled.bias_values),
         )
         assert all(tensor.is_contiguous() for tensor in tensors), "read as they lie"
         rules = LogitRulesStruct(
             *(tensor.data_ptr() for tensor in tensors), len(ruled.rows), ruled.page_size, ruled.block_tables.shape[1]
         )
+    masks = None
+    if rows.masks is not None:
+        bits = torch.from_numpy(rows.masks.bits.view(np.int32))
+        masks = _places_of_rows(rows.masks.rows, len(logits)), bits.contiguous()
     top = None
     if rows.top is not None:
-        place_of_row = torch.full((len(logits),), -1, dtype=torch.int32)
-        place_of_row[torch.from_numpy(rows.top.rows)] = torch.arange(len(rows.top.rows), dtype=torch.int32)
         shape = len(rows.top.rows), rows.top.count
+        place_of_row = _places_of_rows(rows.top.rows, len(logits))
         top = place_of_row, torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32)
     limits = rows.temperatures, rows.top_ps, rows.top_ks, rows.min_ps
-    kernels.sample(logits, limits, rows.noise_keys, rules, tokens, logprobs, top)
+    kernels.sample(logits, limits, rows.noise_keys, rules, masks, tokens, logprobs, top)
     return Sampled(tokens, logprobs, *(() if top is None else top[1:]))
+
+
+def _places_of_rows(rows: NDArray[np.integer[Any]], num_rows: int) -> Tensor:
+    """int32 [num_rows]: a row's place in `rows`, or -1."""
+    places = torch.full((num_rows,), -1, dtype=torch.int32)
+    places[torch.from_numpy(rows)] = torch.arange(len(rows), dtype=torch.int32)
+    return places
 
 
 def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -113,12 +129,17 @@ def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:
         scores = logits[chunk].to(torch.float32, copy=True)
         if rows.rules is not None:
             change_logits(scores, rows.rules, chunk.start)
+        masked = None if rows.masks is None else masked_rows(rows.masks, scores, chunk.start)
+        if masked is not None:
+            masked.forbid(scores)
         scores /= torch.where(temperatures > 0, temperatures, 1)
         if rows.any_limited:
             _mask_outside(scores, rows, chunk)
         if rows.any_sampled:
             scores += gumbel_noise(rows.noise_keys[chunk], logits.shape[1]).masked_fill_(temperatures == 0, 0)
         tokens[chunk] = scores.argmax(dim=-1)
+        if masked is not None:
+            masked.correct(tokens[chunk])
     return tokens
 
 

@@ -41,6 +41,12 @@ class LogitRulesStruct(ctypes.Structure):
     )
 
 
+class TokenMasksStruct(ctypes.Structure):
+    """TokenMasks of token_masks.h."""
+
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("place_of_row", "bits")), ("num_words", ctypes.c_int64))
+
+
 class TopLogprobsStruct(ctypes.Structure):
     """TopLogprobs of sampling.cpp."""
 
@@ -67,7 +73,7 @@ class Kernels:
         self._library.toka_write_kv.argtypes = [
             *(integer, pointer, pointer, integer, integer, pointer, integer, pointer, integer, integer, integer)
         ]
-        self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 9]
+        self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 10]
 
     def attend(
         self, query: Tensor, cache: Tensor, part: ctypes.Structure, is_partial: bool, page_size: int
@@ -138,15 +144,20 @@ class Kernels:
         limits: tuple[Tensor, Tensor, Tensor, Tensor],
         noise_keys: Tensor,
         rules: LogitRulesStruct | None,
+        masks: tuple[Tensor, Tensor] | None,
         tokens: Tensor,
         logprobs: Tensor | None,
         top: tuple[Tensor, Tensor, Tensor] | None,
     ) -> None:
         """logits [R, V], contiguous; limits: temperatures, top_ps, top_ks, min_ps, these and noise_keys as in
         SamplingRows -> tokens int64 [R] and, where wanted, their log-probabilities float32 [R].
+        masks: place_of_row int32 [R], a row's place among those with a mask, or -1; and their masks, int32 [A, W].
         top: place_of_row int32 [R], a row's place among those that want their likeliest tokens, or -1; whose
         ids, int32, and log-probabilities, float32, go to the others, [A, K]; only with logprobs."""
         num_rows, vocab_size = logits.shape
+        masks_struct = None
+        if masks is not None:
+            masks_struct = TokenMasksStruct(*(tensor.data_ptr() for tensor in masks), masks[1].shape[1])
         top_struct = None
         if top is not None:
             assert logprobs is not None, "the likeliest tokens go with the log-probabilities of the chosen"
@@ -155,7 +166,7 @@ class Kernels:
         self._library.toka_sample(
             *(logits.dtype == torch.bfloat16, logits.data_ptr(), num_rows, vocab_size),
             *(tensor.data_ptr() for tensor in (*limits, noise_keys)),
-            None if rules is None else ctypes.addressof(rules),
+            *(None if struct is None else ctypes.addressof(struct) for struct in (rules, masks_struct)),
             *(tokens.data_ptr(), 0 if logprobs is None else logprobs.data_ptr()),
             None if top_struct is None else ctypes.addressof(top_struct),
         )

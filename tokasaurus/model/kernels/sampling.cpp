@@ -1,5 +1,6 @@
 // One pass over each row of logits: temperature, hashed Gumbel noise, argmax; another for log-probabilities and a
-// third for the likeliest tokens; before them, three for top-p, top-k or min-p, and one for biases and penalties.
+// third for the likeliest tokens; before them, three for top-p, top-k or min-p, and one for biases,
+// penalties and masks.
 // The noise is that of sampling_noise.gumbel_noise, which documents it.
 
 #include <algorithm>
@@ -8,9 +9,11 @@
 #include <numeric>
 #include <vector>
 
+#include "logit_rows.h"
 #include "logit_rules.h"
 #include "phases.h"
 #include "threads.h"
+#include "token_masks.h"
 #include "vectors.h"
 
 namespace {
@@ -37,14 +40,6 @@ static inline f32x16 gumbel(u32x16 token_ids, uint32_t first_key, uint32_t secon
   f32x16 exponential = -log_positive(greater(rest, smallest)) * u / greater(taken, smallest);
   exponential = taken > 0.0f ? exponential : u;
   return -log_positive(exponential);
-}
-
-template <typename Element>
-static inline f32x16 load_row(const Element* row, int64_t token, int64_t vocab_size) {
-  if (token + 16 <= vocab_size) return load16(row + token);
-  f32x16 x = splat(-INFINITY);
-  for (int64_t lane = 0; token + lane < vocab_size; ++lane) x[lane] = to_float(row[token + lane]);
-  return x;
 }
 
 // At least the noise of each token, from the bits of its uniform u: the noise is at most -log(u), and what the bits say as
@@ -82,7 +77,8 @@ Drawn draw(const Element* row, int64_t vocab_size, float scale, const int64_t* n
     if (noise_keys != nullptr) {
       // Few tokens could be lifted above the best so far: where the model is sure, not even by the largest noise;
       // elsewhere, hardly ever by their own.
-      if (max16(here) + kLargestNoise < bar) continue;
+      const float most_here = max16(here);
+      if (most_here + kLargestNoise < bar || most_here == -INFINITY) continue;
       f32x16 most = splat(-INFINITY);
       for (int i = 0; i < kVectors; ++i)
         most = greater(most, scores[i] + at_least_gumbel((u32x16)tokens[i], first_key, second_key));
@@ -101,18 +97,6 @@ Drawn draw(const Element* row, int64_t vocab_size, float scale, const int64_t* n
     if (best[lane] > best[winner] || (best[lane] == best[winner] && best_token[lane] < best_token[winner]))
       winner = lane;
   return {best_token[winner], max16(largest)};
-}
-
-// The sum of e^(logit * scale - largest), whose terms go to `terms` where that is not null, padded to whole sixteens.
-template <typename Element>
-float sum_exp(const Element* row, int64_t vocab_size, float scale, float largest, float* terms) {
-  f32x16 total = {};
-  for (int64_t token = 0; token < vocab_size; token += 16) {
-    const f32x16 term = exp_nonpositive(load_row(row, token, vocab_size) * scale - largest);
-    total += term;
-    if (terms != nullptr) store16(terms + token, term);
-  }
-  return sum16(total);
 }
 
 // The largest of `values` such that those no smaller reach `target` in sum: by quickselect, which reorders them.
@@ -220,34 +204,6 @@ struct TopLogprobs {
   float* logprobs;
 };
 
-// The tokens of the `count` largest of row, and their values, in falling order; the lowest ids among equals. Where fewer
-// are larger than -inf (or numbers at all), the rest is token 0 with -inf. A heap holds those found so far, the least of
-// them on top, and most sixteens have none that is larger.
-template <typename Element>
-void find_largest(const Element* row, int64_t vocab_size, int64_t count, int32_t* ids, float* values) {
-  using Found = std::pair<float, int32_t>;
-  static thread_local std::vector<Found> found;
-  const auto precedes = [](const Found& one, const Found& other) {
-    return one.first > other.first || (one.first == other.first && one.second < other.second);
-  };
-  found.assign(count, {-INFINITY, 0});
-  for (int64_t first = 0; first < vocab_size; first += 16) {
-    const f32x16 here = load_row(row, first, vocab_size);
-    if (!(max16(here) > found.front().first)) continue;
-    for (int lane = 0; lane < 16; ++lane) {
-      if (!(here[lane] > found.front().first)) continue;
-      std::pop_heap(found.begin(), found.end(), precedes);
-      found.back() = {here[lane], int32_t(first + lane)};
-      std::push_heap(found.begin(), found.end(), precedes);
-    }
-  }
-  std::sort_heap(found.begin(), found.end(), precedes);
-  for (int64_t place = 0; place < count; ++place) {
-    values[place] = found[place].first;
-    ids[place] = found[place].second;
-  }
-}
-
 // What toka_sample is given.
 struct Rows {
   int64_t num_rows, vocab_size;
@@ -256,23 +212,35 @@ struct Rows {
   const float* min_ps;
   const int64_t* noise_keys;
   const LogitRules* rules;
+  const TokenMasks* masks;
 };
 
 template <typename Element>
 void sample(const Element* logits, const Rows& rows, int64_t* tokens, float* logprobs, const TopLogprobs* top) {
   Team::get().share(rows.num_rows, 1, [&](int64_t index) {
-    static thread_local std::vector<float> changed;
+    static thread_local std::vector<float> changed, allowed;
     const int64_t vocab_size = rows.vocab_size;
     const Element* row = logits + index * vocab_size;
     const int64_t* keys = rows.noise_keys + 2 * index;
     const Limits limits = {rows.top_ps[index], rows.min_ps[index], rows.top_ks[index]};
     const int64_t rule = rows.rules == nullptr ? -1 : rows.rules->rule_of_row[index];
+    const uint32_t* mask = rows.masks == nullptr ? nullptr : rows.masks->of_row(index);
+    const float temperature = rows.temperatures[index];
     Drawn drawn;
-    if (rule < 0) {
-      drawn = choose(row, vocab_size, rows.temperatures[index], limits, keys);
+    if (rule < 0 && mask == nullptr) {
+      drawn = choose(row, vocab_size, temperature, limits, keys);
     } else {
-      change_logits(*rows.rules, rule, row, vocab_size, changed);
-      drawn = choose(changed.data(), vocab_size, rows.temperatures[index], limits, keys);
+      if (rule >= 0) change_logits(*rows.rules, rule, row, vocab_size, changed);
+      if (mask == nullptr) {
+        drawn = choose(changed.data(), vocab_size, temperature, limits, keys);
+      } else {
+        if (rule >= 0)
+          mask_logits(mask, changed.data(), vocab_size, allowed);
+        else
+          mask_logits(mask, row, vocab_size, allowed);
+        drawn = choose(allowed.data(), vocab_size, temperature, limits, keys);
+        if (!allows(mask, drawn.token)) drawn.token = first_allowed(mask);
+      }
       if (logprobs != nullptr) drawn.largest = draw(row, vocab_size, 1, nullptr).largest;
     }
     tokens[index] = drawn.token;
@@ -294,15 +262,15 @@ void sample(const Element* logits, const Rows& rows, int64_t* tokens, float* log
 extern "C" {
 
 // logits [num_rows, vocab_size]; temperatures, 0 for greedy, top_ps, top_ks, 0 for none, and min_ps [num_rows];
-// noise_keys [num_rows, 2]; rules, or null
-// -> tokens and, where not null, their log-probabilities before rules, temperature and limits [num_rows], and with these
-// those of the likeliest tokens.
+// noise_keys [num_rows, 2]; rules and masks, or null
+// -> tokens and, where not null, their log-probabilities before rules, masks, temperature and limits [num_rows], and with
+// these those of the likeliest tokens.
 void toka_sample(int64_t is_bfloat16, const void* logits, int64_t num_rows, int64_t vocab_size,
                  const float* temperatures, const float* top_ps, const int32_t* top_ks, const float* min_ps,
-                 const int64_t* noise_keys, const LogitRules* rules, int64_t* tokens, float* logprobs,
-                 const TopLogprobs* top) {
+                 const int64_t* noise_keys, const LogitRules* rules, const TokenMasks* masks, int64_t* tokens,
+                 float* logprobs, const TopLogprobs* top) {
   const PhaseTimer timer(kSampling);
-  const Rows rows = {num_rows, vocab_size, temperatures, top_ps, top_ks, min_ps, noise_keys, rules};
+  const Rows rows = {num_rows, vocab_size, temperatures, top_ps, top_ks, min_ps, noise_keys, rules, masks};
   if (is_bfloat16)
     sample((const bfloat16*)logits, rows, tokens, logprobs, top);
   else

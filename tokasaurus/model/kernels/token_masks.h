@@ -1,0 +1,45 @@
+// Which tokens may be drawn from some rows of logits. See messages/forward.py, TokenMasks.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "logit_rows.h"
+#include "vectors.h"
+
+// place_of_row: a row's place in bits, [places, num_words], or -1 for rows that may draw any token.
+struct TokenMasks {
+  const int32_t* place_of_row;
+  const uint32_t* bits;
+  int64_t num_words;
+
+  // Null for any token.
+  const uint32_t* of_row(int64_t row) const {
+    return place_of_row[row] < 0 ? nullptr : bits + place_of_row[row] * num_words;
+  }
+};
+
+static inline bool allows(const uint32_t* mask, int64_t token) { return mask[token / 32] >> token % 32 & 1; }
+
+// One is.
+static inline int64_t first_allowed(const uint32_t* mask) {
+  int64_t token = 0;
+  while (mask[token / 32] == 0) token += 32;
+  while (!allows(mask, token)) ++token;
+  return token;
+}
+
+// allowed = the row's logits, -inf where the mask has no bit, in whole sixteens.
+template <typename Element>
+void mask_logits(const uint32_t* mask, const Element* row, int64_t vocab_size, std::vector<float>& allowed) {
+  u32x16 bit_of_lane;
+  for (int lane = 0; lane < 16; ++lane) bit_of_lane[lane] = 1u << lane;
+  allowed.resize((vocab_size + 15) / 16 * 16);
+  for (int64_t first = 0; first < vocab_size; first += 16) {
+    const uint32_t bits = mask[first / 32] >> first % 32 & 0xFFFF;
+    f32x16 logits = splat(-INFINITY);
+    if (bits != 0) logits = ((bit_of_lane & bits) != 0) ? load_row(row, first, vocab_size) : logits;
+    store16(allowed.data() + first, logits);
+  }
+}
