@@ -60,6 +60,8 @@ class GenerateRequest:
     is_streamed: its tokens are returned as they come, in any number of deltas.
     want_prompt_logprobs: PromptLogprobs are returned, with the num_top_prompt_logprobs likeliest tokens at each place.
     grammar: what the text of each completion must match from beginning to end, in llguidance's form; "" for anything.
+    It goes before min_tokens and ignore_eos: a sequence ends with "stop" where nothing may follow, and without an eos
+    token if its last token is such.
     """
 
     request_id: str
@@ -129,6 +131,8 @@ class SequenceDelta:
     num_shared_tokens: of the prompt, the longest prefix that it attended to in a group (PrefixGroups) in any step.
     The last three are complete on the last delta alone.
     prompt_logprobs: on the first delta of a request's sequence 0, where they are wanted; else None.
+    error: on the last delta of a sequence that had to be given up, because its grammar needs more work than is allowed
+    or cannot be read: why, in one line. Its finish_reason means nothing then. "" on all others.
     """
 
     request_id: str
@@ -142,6 +146,7 @@ class SequenceDelta:
     num_shared_tokens: int
     top: TopLogprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
