@@ -25,7 +25,7 @@ GROUPS = ("use_hydragen=T", "hydragen_min_group_size=2", f"hydragen_min_prefix_l
 # nothing is learnt from those that do not.
 SMALL = (*FLAGS, "kv_cache_num_tokens=480", "early_stopping_init_mean=0.02", "early_stopping_initial_wait=1000000")
 
-ASKED = [(0, 1, 16), (1, 1, 16), (2, 0, 16), (0, 0, 1), (1, 0, 1), (2, 1, 1)]
+ASKED = [(0, 1, 10), (1, 1, 8), (2, 0, 6), (0, 0, 1), (1, 0, 1), (2, 1, 1)]
 """(question, temperature, samples): greedy samples of one request are all alike."""
 
 
@@ -37,7 +37,7 @@ def make_bodies() -> list[dict[str, Any]]:
         {
             "model": "default",
             "messages": [{"role": "user", "content": f"{few_shots}Question: {questions[question]}\nAnswer:"}],
-            "max_tokens": 48,
+            "max_tokens": 40,
             "temperature": temperature,
             "seed": seed,
             "n": num_samples,
@@ -57,7 +57,7 @@ def test_without_groups_the_tokens_are_those_of_transformers_and_nothing_is_shar
     assert [details(usage)["shared_tokens"] for usage in expected.usages] == [0] * len(ASKED)
     samples = list(itertools.chain(*expected.samples))
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
-    assert len({sample.text for sample in samples}) > 30
+    assert len({sample.text for sample in samples}) > 16
 
 
 def test_groups_change_no_token(expected: Expected) -> None:
