@@ -30,6 +30,7 @@ class Reply:
     num_recomputed_tokens: int = 0
     num_shared_tokens: int = 0
     top: TopLogprobs | None = None
+    error: str = ""
 
 
 # The reply for one sequence of a request; None: no answer, ever.
@@ -109,6 +110,7 @@ class FakeEngine:
                 num_recomputed_tokens=reply.num_recomputed_tokens,
                 num_shared_tokens=reply.num_shared_tokens,
                 top=reply.top,
+                error=reply.error,
             )
             for index, reply in enumerate(replies)
             if reply is not None
@@ -141,4 +143,5 @@ class FakeEngine:
             if delta.top is None
             else TopLogprobs(delta.top.token_ids[start:end], delta.top.logprobs[start:end]),
             finish_reason=delta.finish_reason if end >= len(delta.token_ids) else None,
+            error=delta.error if end >= len(delta.token_ids) else "",
         )

@@ -21,6 +21,7 @@ from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
 from tokasaurus.server.api_key import ApiKeyMiddleware
 from tokasaurus.server.engine_client import EngineClient
 from tokasaurus.server.errors import add_error_handlers
+from tokasaurus.server.grammars import GrammarChecker
 from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.routes import bulk, chat, completions, health, metrics, models, tokenize
 from tokasaurus.server.served_model import ServedModel
@@ -109,12 +110,13 @@ def create_app(
     api_key: what clients must send; None: nothing. max_request_bytes: of a body; None: any size.
     """
     text_threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
-    state = ServerState(model, engine, text_threads, max_request_bytes)
+    state = ServerState(model, engine, GrammarChecker(model), text_threads, max_request_bytes)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         with engine.listening():
             yield
+        await state.grammars.close()
         state.text_threads.shutdown(wait=False, cancel_futures=True)
 
     app = DescribedApp(

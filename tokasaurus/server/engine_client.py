@@ -19,7 +19,7 @@ from tokasaurus.messages.generation import (
     TopLogprobs,
 )
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
-from tokasaurus.server.errors import QueueFull
+from tokasaurus.server.errors import GenerationFailed, QueueFull
 from tokasaurus.server.load_balancer import choose_replica, is_queue_full
 
 
@@ -78,6 +78,8 @@ class _Results:
 
     def add(self, request_index: int, delta: SequenceDelta) -> None:
         self.sequences[request_index][delta.sequence_index].append(delta)
+        if delta.error and not self.finished.done():
+            self.finished.set_exception(GenerationFailed(delta.error))
         if delta.finish_reason is not None:
             self._num_unfinished -= 1
             if self._num_unfinished == 0 and not self.finished.done():
@@ -107,12 +109,15 @@ class Arrivals:
 
     async def read(self) -> list[tuple[int, SequenceDelta]]:
         """(index of the request, delta) of each sequence that has anything new, of which there is at least one, for
-        which it waits; none once every sequence's last delta has been read."""
+        which it waits; none once every sequence's last delta has been read. Raises GenerationFailed."""
         if self._num_unread_ends == 0:
             return []
         await self._has_unread.wait()
         self._has_unread.clear()
         deltas = [(request_index, delta) for (request_index, _), delta in self._unread.items()]
+        for _, delta in deltas:
+            if delta.error:
+                raise GenerationFailed(delta.error)
         self._unread = {}
         self._num_unread_ends -= sum(delta.finish_reason is not None for _, delta in deltas)
         return deltas
@@ -205,7 +210,7 @@ class EngineClient:
         """The finished sequences of each request, in order of `sequence_index`. At least one request.
 
         Request ids must be new. If the caller is cancelled, what is unfinished is cancelled at the managers. Raises
-        QueueFull.
+        QueueFull, and GenerationFailed as soon as one sequence fails.
         """
         results = _Results(requests)
         with self._submitted(requests, results.add):

@@ -97,6 +97,12 @@ class QueueFull(ApiError):
     headers: Mapping[str, str] = {"Retry-After": "1"}
 
 
+class GenerationFailed(ApiError):
+    """The engine had to give a sequence up."""
+
+    code = "generation_failed"
+
+
 class EngineNotReady(ApiError):
     status = 503
     type = "service_unavailable"

@@ -13,6 +13,7 @@ from tokasaurus.server.chat_prompt import encode_messages, too_long
 from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest, Prompt
+from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.tokenizer import TextTooLong
@@ -32,12 +33,17 @@ _UINT64_MASK = 2**64 - 1
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """One body, ready for the engine. response_id: of the answer. requests: one per prompt, in order. The others: how
-    the answer is written, see SamplingFields."""
+    the answer is written, see SamplingFields.
+
+    grammar: what each completion must match; None for anything. It has not been checked and is not in the requests:
+    `routes.generation` sees to both.
+    """
 
     response_id: str
     requests: list[GenerateRequest]
     logprobs_in_fingerprint: bool = False
     return_token_ids: bool = False
+    grammar: GrammarSource | None = None
 
 
 def prepare_completion(body: CompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:

@@ -11,6 +11,7 @@ from fastapi import Request
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.server.engine_client import EngineClient
 from tokasaurus.server.errors import EngineNotReady
+from tokasaurus.server.grammars import GrammarChecker
 from tokasaurus.server.served_model import ServedModel
 
 Params = ParamSpec("Params")
@@ -26,6 +27,7 @@ class ServerState:
 
     model: ServedModel
     engine: EngineClient
+    grammars: GrammarChecker
     text_threads: ThreadPoolExecutor
     max_request_bytes: int | None
 

@@ -56,6 +56,7 @@ class TokenDecoder:
 class Tokenizer(TokenDecoder):
     """A model's tokenizer as the server uses it. Safe to use from several threads.
 
+    directory: where tokenizer.json is.
     vocab_size: one more than the highest token id; the model's own may be higher, for padding.
     special_ids: tokens that `decode` leaves out. bos_token, eos_token: as tokenizer_config.json names them.
     is_byte_level: the text is the UTF-8 of the tokens' bytes, one after the other; other decoders may, for instance,
@@ -72,7 +73,7 @@ class Tokenizer(TokenDecoder):
         self.is_byte_level = _is_byte_level(base)
         self._bounds = TokenBounds(base, _BYTE_OF_CHARACTER)
         self._special_text = SpecialText(base)
-        self._directory = directory
+        self.directory = directory
         self._chat_tokenizer: PreTrainedTokenizerFast | None = None
         self._chat_tokenizer_lock = threading.Lock()
 
@@ -232,9 +233,9 @@ class Tokenizer(TokenDecoder):
                 from transformers import PreTrainedTokenizerFast
 
                 try:
-                    loaded = PreTrainedTokenizerFast.from_pretrained(self._directory, local_files_only=True)
+                    loaded = PreTrainedTokenizerFast.from_pretrained(self.directory, local_files_only=True)
                 except Exception as error:  # whatever a broken file makes it raise
-                    raise TokenizerError(f"cannot read the tokenizer in {self._directory}: {error}") from error
+                    raise TokenizerError(f"cannot read the tokenizer in {self.directory}: {error}") from error
                 self._chat_tokenizer = loaded
             return self._chat_tokenizer
 

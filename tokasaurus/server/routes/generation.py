@@ -1,6 +1,7 @@
 """The way that every body takes that asks for text: prepare, generate, build; all of it ends if the client leaves."""
 
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import orjson
@@ -41,8 +42,7 @@ async def answer_generation(
     Raises ApiError; ClientGone when the client disconnects, after the engine was told to drop the request."""
     state = state_of(request)
     if body.stream:
-        preparing = state.in_text_thread(prepare, body, state.model, _checked_limits(state, body))
-        prepared = await run_while_connected(request.receive, preparing)
+        prepared = await run_while_connected(request.receive, _prepare(state, body, prepare))
         answer = stream(prepared, state.model, body.stream_options or StreamOptions())
         return EventStream(_events(state, prepared, answer))
     work = generate_answer(state, body, prepare, build)
@@ -56,10 +56,20 @@ async def generate_answer(
     build: Callable[[Prepared, list[list[FinishedSequence]], ServedModel], object],
 ) -> bytes:
     """The whole answer, as JSON. If the caller is cancelled, the engine is told. Raises ApiError."""
-    limits = _checked_limits(state, body)
-    prepared = await state.in_text_thread(prepare, body, state.model, limits)
+    prepared = await _prepare(state, body, prepare)
     results = await state.engine.generate(prepared.requests)
     return await state.in_text_thread(lambda: orjson.dumps(build(prepared, results, state.model)))
+
+
+async def _prepare(
+    state: ServerState, body: Body, prepare: Callable[[Body, ServedModel, EngineLimits], Prepared]
+) -> Prepared:
+    """With the grammar checked and in the requests. Raises ApiError."""
+    prepared = await state.in_text_thread(prepare, body, state.model, _checked_limits(state, body))
+    if prepared.grammar is None:
+        return prepared
+    grammar = await state.grammars.check(prepared.grammar)
+    return replace(prepared, requests=[replace(request, grammar=grammar) for request in prepared.requests])
 
 
 def _checked_limits(state: ServerState, body: SamplingFields) -> EngineLimits:

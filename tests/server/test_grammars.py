@@ -1,0 +1,197 @@
+"""What the grammar checker lets through, what it refuses and how soon. Its child processes are real."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import orjson
+import pytest
+
+from tokasaurus.server import grammars
+from tokasaurus.server.errors import InvalidRequest
+from tokasaurus.server.grammars import GrammarChecker
+from tokasaurus.server.protocol.grammar_fields import GrammarFormat, GrammarSource
+from tokasaurus.server.served_model import ServedModel
+
+Result = TypeVar("Result")
+
+DEEP_REFERENCES = {  # an object within an object …, 20,000 deep: more than a stack holds
+    "$ref": "#/$defs/d0",
+    "$defs": {
+        **{
+            f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["a"]}
+            for i in range(10_000)
+        },
+        "d10000": {"type": "string"},
+    },
+}
+SLOW_REGEX = "a*" * 40_000  # half a minute
+
+
+def source(format: GrammarFormat, text: str | dict, param: str = "field") -> GrammarSource:
+    return GrammarSource(format, text if isinstance(text, str) else orjson.dumps(text).decode(), param)
+
+
+def run(
+    model: ServedModel, work: Callable[[GrammarChecker], Awaitable[Result]], time_limit_s: float = grammars.TIME_LIMIT_S
+) -> Result:
+    async def with_checker() -> Result:
+        checker = GrammarChecker(model, time_limit_s)
+        try:
+            return await work(checker)
+        finally:
+            await checker.close()
+
+    return asyncio.run(with_checker())
+
+
+async def refusal(checker: GrammarChecker, wrong: GrammarSource) -> str:
+    with pytest.raises(InvalidRequest) as error:
+        await checker.check(wrong)
+    assert error.value.param == wrong.param
+    return error.value.message
+
+
+REFUSED = [
+    ({"not": {"type": "string"}}, "not"),
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ({"type": "array", "contains": {"type": "integer"}}, "contains"),
+    ({"if": {"type": "string"}, "then": {"minLength": 3}}, "if"),
+    ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames"),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+    ({"properties": {"a": {"properties": {"b": {"unevaluatedProperties": False}}}}}, "unevaluatedProperties"),
+    ({"type": "string", "format": "password"}, "password"),
+    ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+    ({"type": "strin"}, "strin"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+    ({"$ref": "https://example.com/schema.json"}, "example.com"),
+    ({"$ref": "#/$defs/nowhere"}, "nowhere"),
+    ({"$ref": "#"}, "no text"),
+    ({"enum": []}, "empty"),
+    ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength"),
+    ({"type": "integer", "minimum": 5, "maximum": 2}, "minimum"),
+    ({"anyOf": [False]}, "false"),
+    ({"not": {}, "x-guidance": {"lenient": True}}, "not"),  # a warning is no less
+]
+REFUSED_TEXTS: list[tuple[GrammarFormat, str, str]] = [
+    ("regex", "(a", "unclosed"),
+    ("regex", r"\bfoo\b", "lookarounds"),
+    ("regex", "(" * 1000 + ")" * 1000, "invalid regex"),
+    ("lark", 'start: a "b"', "unknown name"),
+    ("lark", 'rule: "b"', "start"),
+    ("lark", "start: <|no_such_token|>", "no_such_token"),
+    ("lark", "start: " + "(" * 9000 + '"a"' + ")" * 9000, "too deeply"),
+    ("lark", 'start: %json {"type": "object", "uniqueItems": true, "x-guidance": {"lenient": true}}', "uniqueItems"),
+    ("lark", 'start: word\nword[temperature=0.1]: "a"', "temperature"),
+    ("gbnf", 'root ::= "a" other', "other"),
+    ("gbnf", 'start ::= "a"', "root"),
+    ("gbnf", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "too deeply"),
+    ("gbnf", r'root ::= "\ud800"', "no character"),
+    ("llguidance", "{", "start"),
+]
+
+
+def test_what_cannot_be_followed_is_refused_and_named(served_model: ServedModel) -> None:
+    async def check_all(checker: GrammarChecker) -> None:
+        for schema, named in REFUSED:
+            assert named in await refusal(checker, source("json_schema", schema)), schema
+        for format, text, named in REFUSED_TEXTS:
+            message = await refusal(checker, source(format, text))
+            assert named in message, (text[:50], message)
+            assert len(message) < 400
+
+    run(served_model, check_all)
+
+
+def test_bombs_are_refused_within_the_limit_and_hold_up_nothing(served_model: ServedModel) -> None:
+    """Neither the event loop nor other grammars, though one crashes its process and one has to be killed."""
+
+    async def check_bombs(checker: GrammarChecker) -> None:
+        good = source("regex", "a+")
+        await checker.check(source("regex", "warm up"))
+        started = time.monotonic()
+        bombs = [
+            source("json_schema", DEEP_REFERENCES),
+            source("regex", SLOW_REGEX),
+            source("regex", "a" * (grammars.MAX_GRAMMAR_BYTES + 1)),
+        ]
+        refusals = [asyncio.create_task(refusal(checker, bomb)) for bomb in bombs]
+        longest_pause_s = 0.0
+        await checker.check(good)
+        assert not refusals[1].done()
+        while not all(task.done() for task in refusals):
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest_pause_s = max(longest_pause_s, time.monotonic() - before)
+        messages = [task.result() for task in refusals]
+        assert "too deeply" in messages[0]
+        assert "longer than 1.5 s" in messages[1]
+        assert "at most" in messages[2]
+        assert time.monotonic() - started < 1.5 + 3  # the two take turns with others' work on this machine
+        assert longest_pause_s < 0.3
+        await checker.check(source("regex", "b+"))  # still at work
+        assert "too deeply" in await refusal(checker, bombs[0])  # as is known now
+        assert len(checker._processes) <= grammars.MAX_PROCESSES
+
+    run(served_model, check_bombs, time_limit_s=1.5)
+
+
+def test_a_grammar_is_compiled_once(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether many ask at the same time or later, and though the first who asked is gone."""
+    asked: list[bytes] = []
+    ask = grammars._ask
+
+    async def counting(process: asyncio.subprocess.Process, question: bytes) -> bytes:
+        asked.append(question)
+        return await ask(process, question)
+
+    monkeypatch.setattr(grammars, "_ask", counting)
+
+    async def check_often(checker: GrammarChecker) -> None:
+        wanted = source("json_schema", {"type": "integer"})
+        first = asyncio.create_task(checker.check(wanted))
+        await asyncio.sleep(0)
+        first.cancel()
+        answers = await asyncio.gather(*(checker.check(wanted) for _ in range(20)))
+        assert set(answers) == {await checker.check(wanted)}
+        assert len(asked) == 1
+        await checker.check(source("json_schema", {"type": "number"}))
+        assert len(asked) == 2
+
+    run(served_model, check_often)
+
+
+def test_cache_is_bounded_by_count_and_by_bytes(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_MAX_KNOWN", 3)
+    monkeypatch.setattr(grammars, "_MAX_KNOWN_BYTES", 20_000)
+
+    async def fill(checker: GrammarChecker) -> None:
+        for index in (0, 1, 2, 0, 3):
+            await checker.check(source("regex", f"a{index}"))
+        assert [text for _, text in checker._known] == ["a2", "a0", "a3"]  # the least recently used is gone
+        await checker.check(source("regex", "b" * 5000))
+        await checker.check(source("regex", "c" * 5000))
+        assert [text[0] for _, text in checker._known] == ["c"]
+        assert checker._num_known_bytes == sum(outcome.num_bytes for outcome in checker._known.values()) <= 20_000
+
+    run(served_model, fill)
+
+
+def test_a_process_that_was_killed_is_replaced_and_none_is_left_behind(served_model: ServedModel) -> None:
+    pids: list[int] = []
+
+    async def kill_one(checker: GrammarChecker) -> None:
+        assert not checker._processes, "the first starts with the first grammar"
+        await checker.check(source("regex", "a"))
+        (process,) = checker._processes
+        pids.append(process.pid)
+        process.kill()
+        await process.wait()
+        await checker.check(source("regex", "b"))
+        pids.extend(process.pid for process in checker._processes)
+
+    run(served_model, kill_one)
+    assert len(pids) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -1,0 +1,21 @@
+"""Frames, in which the server and its grammar processes talk: a length, 4 bytes big-endian, and so many bytes."""
+
+from typing import BinaryIO
+
+HEADER_BYTES = 4
+
+
+def make_frame(content: bytes) -> bytes:
+    return len(content).to_bytes(HEADER_BYTES, "big") + content
+
+
+def content_length(header: bytes) -> int:
+    return int.from_bytes(header, "big")
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """Waits for a frame. None at the end of the stream."""
+    header = stream.read(HEADER_BYTES)
+    if len(header) < HEADER_BYTES:
+        return None
+    return stream.read(content_length(header))

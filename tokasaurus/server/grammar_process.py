@@ -1,0 +1,146 @@
+"""Child process of the server that compiles grammars, to find out whether they can be followed.
+
+A grammar may crash its compiler (nesting that overflows the stack), or keep it busy for minutes: here that is no harm.
+Run as `python -m tokasaurus.server.grammar_process DIRECTORY VOCAB_SIZE TIME_LIMIT_S EOS_ID…`, with a tokenizer's
+directory; frames come in on stdin and go out on stdout. The first one out is empty: ready.
+"""
+
+import ctypes
+import os
+import re
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from tokasaurus.server.frames import make_frame, read_frame
+
+# Less than the engine's threads have, so that what compiles here compiles there.
+_STACK_BYTES = 2 * 2**20
+# Beyond what the process has when it is ready.
+_MEMORY_BYTES = 2 * 2**30
+_MAX_ERROR_CHARS = 300
+# The options of a rule that ask for something of the sampler, which the engine would not do.
+_IGNORED_OPTION = re.compile(r"^[ \t]*[\w-]+[ \t]*\[[^\]\n]*\b(temperature)\b", re.MULTILINE)
+_WIDE_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+
+# From linux/prctl.h.
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+
+
+class GrammarError(ValueError):
+    """The grammar cannot be followed; the message says why, for the client."""
+
+
+def compile_grammar(tokenizer: LLTokenizer, source_format: str, text: str) -> str:
+    """The grammar in llguidance's form. source_format: a GrammarFormat. Raises GrammarError."""
+    grammar = _CONVERTERS[source_format](text)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    if matcher.is_error():
+        error = matcher.get_error()
+        raise GrammarError("it is too large" if error.startswith("panic") else error)
+    if warnings := matcher.get_grammar_warnings():
+        raise GrammarError("; ".join(warnings))
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        reason = matcher.get_error().split()[0]
+        raise GrammarError(
+            "there is no text that it allows" if reason.startswith("NoExtension") else f"it is too complex: {reason}"
+        )
+    return grammar
+
+
+def _from_lark(text: str) -> str:
+    ignored = _IGNORED_OPTION.search(text)
+    if ignored is not None:
+        raise GrammarError(f"the option {ignored.group(1)} of a rule is not implemented")
+    return LLMatcher.grammar_from_lark(text)
+
+
+def _from_gbnf(text: str) -> str:
+    try:
+        return LLMatcher.grammar_from_lark(gbnf_to_lark(_WIDE_ESCAPE.sub(_unescape, text)))
+    except RecursionError:
+        raise GrammarError("it is nested too deeply") from None
+    except Exception as error:  # bare ones are what the converter raises
+        raise GrammarError(f"not valid GBNF: {error}") from None
+
+
+def _unescape(escape: re.Match[str]) -> str:
+    r"""The converter writes \u00e9 in a way that llguidance does not read. What is special in GBNF keeps an escape."""
+    digits = escape.group(1) or escape.group(2)
+    if digits is None:
+        return escape.group()
+    code = int(digits, 16)
+    if code < 0x80:
+        return f"\\x{code:02x}"
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise GrammarError(f"not valid GBNF: {escape.group()} is no character")
+    return chr(code)
+
+
+_CONVERTERS: dict[str, Callable[[str], str]] = {
+    "json_schema": LLMatcher.grammar_from_json_schema,
+    "regex": LLMatcher.grammar_from_regex,
+    "lark": _from_lark,
+    "gbnf": _from_gbnf,
+    "llguidance": str,
+}
+
+
+def answer(tokenizer: LLTokenizer, question: bytes) -> bytes:
+    """question: JSON [format, text]. The answer: JSON [grammar, null] or [null, what is wrong]."""
+    source_format, text = orjson.loads(question)
+    try:
+        return orjson.dumps([compile_grammar(tokenizer, source_format, text), None])
+    except (ValueError, RuntimeError) as error:
+        # some errors quote the whole grammar
+        return orjson.dumps([None, " ".join(str(error).split())[:_MAX_ERROR_CHARS]])
+
+
+def load_tokenizer(directory: Path, vocab_size: int, eos_ids: list[int]) -> LLTokenizer:
+    return LLTokenizer((directory / "tokenizer.json").read_text(), n_vocab=vocab_size, eos_token=eos_ids)
+
+
+def main(directory: str, vocab_size: str, time_limit_s: str, *eos_ids: str) -> None:
+    questions, answers = sys.stdin.buffer, sys.stdout.buffer
+    tokenizer = load_tokenizer(Path(directory), int(vocab_size), [int(eos_id) for eos_id in eos_ids])
+    _limit_memory()
+    answers.write(make_frame(b""))
+    answers.flush()
+    # What a library prints when it fails may hold what a client sent, which is for no log.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    while (question := read_frame(questions)) is not None:
+        # The server ends what takes too long; where it cannot, since it was killed, the timer does.
+        signal.setitimer(signal.ITIMER_REAL, float(time_limit_s) + 1)
+        answers.write(make_frame(answer(tokenizer, question)))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        answers.flush()
+
+
+def _limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, resource.RLIM_INFINITY))
+
+
+def _die_with_server() -> None:
+    """Elsewhere than on Linux the end of stdin has to do, and the timer."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc.prctl(_PR_SET_NAME, b"toka-grammar", 0, 0, 0)
+
+
+if __name__ == "__main__":
+    _die_with_server()
+    threading.stack_size(_STACK_BYTES)
+    threading.Thread(target=main, args=sys.argv[1:]).start()
