@@ -89,7 +89,7 @@ REFUSED_TEXTS: list[tuple[GrammarFormat, str, str]] = [
     ("gbnf", 'start ::= "a"', "root"),
     ("gbnf", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "too deeply"),
     ("gbnf", r'root ::= "\ud800"', "no character"),
-    ("llguidance", "{", "start"),
+    ("llguidance", "{", "EOF"),
 ]
 
 
