@@ -3,12 +3,13 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from tokasaurus.checkpoint import ModelInfo
-from tokasaurus.messages.forward import ForwardInput, PrefixGroups
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups, ScoredRows
 from tokasaurus.messages.slots import LogitRules, SlotChanges, SlotOpens
 from tokasaurus.model.architectures.decoder import Decoder
 from tokasaurus.model.attention.backend import KVShape
@@ -74,7 +75,7 @@ class StepDriver:
     prefill chunks."""
 
     def __init__(self, runner: ModelRunner, page_size: int = 16, num_blocks: int = 200, seed: int = 0) -> None:
-        self._runner = runner
+        self.runner = runner
         self._page_size = page_size
         self._free = np.random.default_rng(seed).permutation(np.arange(1, num_blocks + 1)).tolist()
         self._step_ids = itertools.count(1)
@@ -86,7 +87,10 @@ class StepDriver:
         self._options: dict[int, tuple[float, float, int, float, int, int]] = {}
         self._rules: dict[int, LogitRules | None] = {}
         self._num_top: dict[int, int] = {}
+        self._num_prompt_top: dict[int, int | None] = {}
+        self._first_writes: dict[int, int] = {}
         self.top: dict[int, list[tuple[int, float]]] = {}
+        self.scores: dict[int, list[Score]] = {}
 
     def open(
         self,
@@ -101,14 +105,21 @@ class StepDriver:
         min_p: float = 0.0,
         rules: LogitRules | None = None,
         num_top: int = 0,
+        num_prompt_top: int | None = None,
+        num_again: int = 0,
     ) -> None:
         """shares: (other slot, blocks): the first blocks of that slot are this one's too, and it starts behind them.
         num_top: so many of its likeliest tokens are in `top` after each step that samples for it.
+        num_prompt_top: None, or its prompt's tokens are scored, with so many of the likeliest, and those of each step
+        are in `scores` after it.
+        num_again: of the tokens of the shared blocks, the last ones that it computes once more.
         rules: of this slot; such slots first run in steps of their own."""
         other, num_shared = (slot, 0) if shares is None else shares
         table = [] if shares is None else self._tables[other][:num_shared]
         assert len(table) == num_shared
-        self._prompts[slot], self._done[slot] = prompt, num_shared * self._page_size
+        self._prompts[slot], self._done[slot] = prompt, num_shared * self._page_size - num_again
+        self._first_writes[slot] = num_shared * self._page_size
+        self._num_prompt_top[slot] = num_prompt_top
         self._tables[slot], self._num_sent[slot] = table, 0
         self._extend_table(slot, len(prompt))
         self._options[slot] = (temperature, top_p, top_k, min_p, seed, sample)
@@ -130,6 +141,7 @@ class StepDriver:
         blocks: list[int] = []
         sampled = list(decode)
         opened = self._opened([*decode, *(slot for slot, _ in prefill)])
+        scored_slots, scored = self._scored(len(decode), prefill)
         for slot, count in [*((slot, 1) for slot in decode), *prefill]:
             done = self._done[slot]
             if slot not in decode:
@@ -153,14 +165,16 @@ class StepDriver:
             prompt_ids=int32(prompt_ids),
             changes=changes,
             groups=None if groups is None else PrefixGroups(*map(int32, zip(*groups, strict=True))),
+            scored=scored,
         )
-        result = self._runner.run(step)
+        result = self.runner.run(step)
         top = result.host_top()
         self.top = {}
         if top is not None:
             for row, ids, logprobs in zip(top.rows, top.token_ids.tolist(), top.logprobs.tolist(), strict=True):
                 pairs = list(zip(ids, logprobs, strict=True))
                 self.top[sampled[row]] = pairs[: self._num_top[sampled[row]]]
+        self.scores = _scores_by_slot(result, scored_slots, scored)
         return _by_slot(result, sampled)
 
     def num_shared_blocks(self, slots: list[int]) -> int:
@@ -173,6 +187,22 @@ class StepDriver:
         table = self._tables[slot]
         while len(table) * self._page_size < num_tokens:
             table.append(self._free.pop())
+
+    def _scored(self, num_decode: int, prefill: list[tuple[int, int]]) -> tuple[list[int], ScoredRows | None]:
+        """The slots of which tokens are scored, and these."""
+        slots, rows, counts, target_ids = [], [], [], []
+        for row, (slot, num_tokens) in enumerate(prefill, start=num_decode):
+            if self._num_prompt_top[slot] is None:
+                continue
+            next_ids = self._prompts[slot][self._done[slot] + 1 :][:num_tokens]
+            slots.append(slot)
+            rows.append(row)
+            counts.append(len(next_ids))
+            target_ids += next_ids
+        if not rows:
+            return [], None
+        num_top = max(self._num_prompt_top[slot] or 0 for slot in slots)
+        return slots, ScoredRows(int32(rows), int32(counts), int32(target_ids), num_top)
 
     def _opened(self, running: list[int]) -> SlotOpens | None:
         """Those of the slots to open that run for the first time."""
@@ -197,7 +227,17 @@ class StepDriver:
             want_logprobs=np.ones(len(slots), np.bool_),
             rules=rules[0] if rules else None,
             num_top_logprobs=int32([self._num_top[slot] for slot in slots]),
+            first_writes=int32([self._first_writes[slot] for slot in slots]),
         )
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of one token of a prompt. top: (token, log-probability), falling."""
+
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
 
 
 def int32(values: Sequence[int]) -> np.ndarray:
@@ -213,3 +253,19 @@ def _by_slot(result: StepResult, sampled: list[int]) -> dict[int, tuple[int, flo
     assert logprobs is not None
     assert len(tokens) == len(sampled)
     return {slot: pair for slot, *pair in zip(sampled, tokens, logprobs.tolist(), strict=True)}
+
+
+def _scores_by_slot(result: StepResult, slots: list[int], scored: ScoredRows | None) -> dict[int, list[Score]]:
+    scores = result.host_scores()
+    if scored is None:
+        assert scores is None
+        return {}
+    assert scores is not None
+    tops = [
+        list(zip(ids, logprobs, strict=True))
+        for ids, logprobs in zip(scores.top_ids.tolist(), scores.top_logprobs.tolist(), strict=True)
+    ]
+    in_order = map(Score, scores.logprobs.tolist(), scores.ranks.tolist(), tops)
+    return {
+        slot: list(itertools.islice(in_order, count)) for slot, count in zip(slots, scored.counts.tolist(), strict=True)
+    }

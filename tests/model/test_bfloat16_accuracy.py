@@ -10,14 +10,15 @@ from transformers import AutoModelForCausalLM
 
 from tests.model.steps import CPU, NOTHING, int32, open_greedy
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint, weight_files
-from tokasaurus.messages.forward import ForwardInput
+from tokasaurus.messages.forward import ForwardInput, ScoredRows
 from tokasaurus.messages.slots import SlotChanges
 from tokasaurus.model.architectures.registry import build_decoder
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
-from tokasaurus.model.device_batch import build_batch
+from tokasaurus.model.device_batch import DeviceBatch, build_batch
 from tokasaurus.model.kernels.library import load_kernels
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.scoring import score
 from tokasaurus.model.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.weights import load_weights
 from tokasaurus.text.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ def by_transformers(model: torch.nn.Module, prompt: list[int], continuation: lis
 
 
 class Scorer:
-    """Our model in bfloat16: the prompt as one chunk, then the continuation token by token, as if it were sampled."""
+    """Our model in bfloat16."""
 
     def __init__(self, checkpoint: Checkpoint, backend: str) -> None:
         info = checkpoint.info
@@ -64,24 +65,39 @@ class Scorer:
         self.slots = SlotTable(SlotTableSize(2, MAX_TOKENS // PAGE_SIZE), CPU)
         self.slots.rules.allocate(MAX_TOKENS + PAGE_SIZE)
 
-    def score(self, prompt: list[int], continuation: list[int]) -> np.ndarray:
-        rows = [self._forward(prompt, first=True)]
-        rows += [self._forward([token]) for token in continuation[:-1]]
+    def score_sampled(self, prompt: list[int], continuation: list[int]) -> np.ndarray:
+        """The prompt as one chunk, then the continuation token by token, as if it were sampled."""
+        rows = [self._logits(prompt, first=True)]
+        rows += [self._logits([token]) for token in continuation[:-1]]
         return logprobs_of(torch.cat(rows), continuation)
 
-    def _forward(self, tokens: list[int], first: bool = False) -> torch.Tensor:
+    def score_prompt(self, prompt: list[int], continuation: list[int]) -> np.ndarray:
+        """All of it as the tokens of one prompt."""
+        tokens = prompt + continuation
+        scored = ScoredRows(int32([0]), int32([len(tokens) - 1]), int32(tokens[1:]), 0)
+        hidden, batch = self._forward(tokens, first=True, scored=scored)
+        assert batch.scored is not None
+        scores = score(hidden, batch.scored, self.model.logits, load_kernels())
+        return scores.logprobs.double().numpy()[len(prompt) - 1 :]
+
+    def _logits(self, tokens: list[int], first: bool = False) -> torch.Tensor:
+        hidden, batch = self._forward(tokens, first)
+        with torch.inference_mode():
+            return self.model.logits(hidden[batch.logit_rows]).float()
+
+    def _forward(
+        self, tokens: list[int], first: bool, scored: ScoredRows | None = None
+    ) -> tuple[torch.Tensor, DeviceBatch]:
         blocks = np.arange(1, MAX_TOKENS // PAGE_SIZE + 1, dtype=np.int32) if first else NOTHING
         # Every chunk ends past a prompt of one token, so that its last token's logits are wanted.
         opened = open_greedy(1, num_prompt_tokens=1)
         changes = SlotChanges(int32([1] if first else []), opened if first else None, np.full_like(blocks, 1), blocks)
-        step = ForwardInput(1, int32([1]), int32([len(tokens)]), 0, int32(tokens), changes)
+        step = ForwardInput(1, int32([1]), int32([len(tokens)]), 0, int32(tokens), changes, scored=scored)
         self.slots.apply(changes)
         batch = build_batch(step, self.slots, PAGE_SIZE, CPU)
         self.backend.plan(batch.layout)
         with torch.inference_mode():
-            return self.model(
-                batch.token_ids, None, batch.positions, batch.logit_rows, self.backend, batch.layout
-            ).float()
+            return self.model(batch.token_ids, None, batch.positions, self.backend, batch.layout), batch
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +123,9 @@ def test_the_mean_error_is_at_most_a_fifth_above_that_of_transformers(
     exact, allowed = errors_of_transformers
     scorer = Scorer(demo, backend)
     texts = read_texts(Tokenizer.load(demo.tokenizer_directory))
-    ours = [scorer.score(*text) for text in texts]
-    error = float(np.abs(np.concatenate(ours) - np.concatenate(exact)).mean())
-    print(f"mean error {error:.4f}, transformers' {allowed:.4f}, {sum(map(len, ours))} tokens")
-    assert error <= 1.2 * allowed
+    for score_text in (scorer.score_sampled, scorer.score_prompt):
+        ours = [score_text(*text) for text in texts]
+        error = float(np.abs(np.concatenate(ours) - np.concatenate(exact)).mean())
+        print(f"mean error {error:.4f}, transformers' {allowed:.4f}, {sum(map(len, ours))} tokens")
+        assert error <= 1.2 * allowed
     assert 0 < allowed < 0.2

@@ -28,7 +28,7 @@ from tokasaurus.model.warmup import ForwardLimits, single_token, warm_up, widest
 from tokasaurus.model.worker import start_worker
 
 NUM_BLOCKS, NUM_SLOTS = 400, 120
-LIMITS = ForwardLimits(max_tokens=256, max_seqs=20, context_length=512)
+LIMITS = ForwardLimits(max_tokens=256, max_seqs=20, context_length=512, vocab_size=VOCAB_SIZE)
 FLAGS = ["dtype=float32", "kv_cache_num_tokens=1000", "max_tokens_per_forward=64", "max_seqs_per_forward=8"]
 
 
@@ -121,7 +121,7 @@ def test_sizes_that_are_not_marked_are_compiled_again_and_that_is_noticed(
     save_tiny_model(tmp_path, "llama")
     runner, compiler = compiled_runner(tmp_path, "cpu", lambda runner: runner.run(widest_prefill(LIMITS)))
     with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="recompile"):
-        runner.run(single_token())
+        runner.run(single_token(LIMITS))
     run_steps_of_every_kind(runner)
     assert compiler.num_recompiles > 0
 
@@ -132,7 +132,7 @@ def test_a_recompile_is_logged_and_sent_with_its_step(tmp_path: Path, caplog: py
     context = multiprocessing.get_context("spawn")
     inputs: Channel[ForwardInput | EndOfInputs] = Channel(context)
     outputs: Channel[ForwardOutput | Ready] = Channel(context)
-    for message in (single_token(), single_token(), EndOfInputs()):
+    for message in (single_token(LIMITS), single_token(LIMITS), EndOfInputs()):
         inputs.send(message)
     torch.set_num_threads(2)  # of which compiled code has a fixed number
     run_steps(runner, inputs, outputs, steps_behind=0)
@@ -151,7 +151,7 @@ def test_a_worker_compiles_before_it_is_ready(tmp_path: Path) -> None:
     worker = start_worker(config, resolve_checkpoint(str(tmp_path)), Mesh(), phases.append)
     assert {done.phase: done.detail for done in phases}["warm-up"] == "2 functions compiled"
     with torch.compiler.set_stance("fail_on_recompile"):
-        assert worker.runner.run(single_token()).num_recompiles == 0
+        assert worker.runner.run(single_token(LIMITS)).num_recompiles == 0
 
 
 @pytest.mark.parametrize(

@@ -146,8 +146,8 @@ def run_whole_prompt(
     layout = PagedLayout(positions + 16, (everything,))
     backend.plan(layout)
     with torch.inference_mode():
-        out: torch.Tensor = model(token_ids, hidden, positions, positions, backend, layout)
-    return out
+        out: torch.Tensor = model(token_ids, hidden, positions, backend, layout)
+        return model.logits(out) if mesh.is_last_stage else out
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -6,7 +6,7 @@ import pytest
 
 from tests.model.steps import make_runner
 from tests.model.test_decoder import load
-from tests.tiny_model import save_tiny_model
+from tests.tiny_model import VOCAB_SIZE, save_tiny_model
 from tokasaurus.model.warmup import (
     ForwardLimits,
     decode_after,
@@ -17,11 +17,11 @@ from tokasaurus.model.warmup import (
 )
 
 LIMITS = [
-    ForwardLimits(max_tokens=64, max_seqs=8, context_length=512),
-    ForwardLimits(max_tokens=60, max_seqs=7, context_length=512),
-    ForwardLimits(max_tokens=64, max_seqs=8, context_length=4),
-    ForwardLimits(max_tokens=8, max_seqs=16, context_length=512),
-    ForwardLimits(max_tokens=1000, max_seqs=1, context_length=512),
+    ForwardLimits(max_tokens=64, max_seqs=8, context_length=512, vocab_size=VOCAB_SIZE),
+    ForwardLimits(max_tokens=60, max_seqs=7, context_length=512, vocab_size=VOCAB_SIZE),
+    ForwardLimits(max_tokens=64, max_seqs=8, context_length=4, vocab_size=VOCAB_SIZE),
+    ForwardLimits(max_tokens=8, max_seqs=16, context_length=512, vocab_size=VOCAB_SIZE),
+    ForwardLimits(max_tokens=1000, max_seqs=1, context_length=512, vocab_size=VOCAB_SIZE),
 ]
 
 

@@ -9,7 +9,7 @@ from tokasaurus.messages.slots import SlotChanges
 
 FORWARD_PHASES = ("products", "heads", "prefix_attention", "attention", "sampling")
 """Parts of a forward whose time is counted: matrix products with norms, gates and sums; rotary and the writing of keys
-and values; shared prefixes; all other attention; sampling."""
+and values; shared prefixes; all other attention; sampling and scoring."""
 
 
 @dataclass(frozen=True, slots=True)

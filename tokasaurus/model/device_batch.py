@@ -8,10 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.messages.forward import ForwardInput, PrefixGroups
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups, ScoredRows
 from tokasaurus.model.attention.backend import PagedLayout, PagedPart
 from tokasaurus.model.sampling import SamplingRows, TopRows
 from tokasaurus.model.sampling_noise import position_keys
+from tokasaurus.model.scoring import SCORED_AT_ONCE, ScoredTokens
 from tokasaurus.model.slot_table import SlotTable
 
 # T tokens, S rows of the batch (one per running slot), R rows that sample; T and R with padding, if any
@@ -24,6 +25,7 @@ class DeviceBatch:
     token_ids, positions: int64 [T]. logit_rows: int64 [R], rows of T that pass the LM head; the first num_sampled of
     them are sampled, and only those have sampled_slots (int64, whose last token that becomes), sampling parameters, and
     want_logprobs (bool, on the host).
+    scored: None where no tokens of prompts are.
     """
 
     token_ids: Tensor
@@ -34,6 +36,7 @@ class DeviceBatch:
     layout: PagedLayout
     sampling: SamplingRows
     want_logprobs: NDArray[np.bool_]
+    scored: ScoredTokens | None = None
 
 
 def padded_count(count: int) -> int:
@@ -66,6 +69,8 @@ def build_batch(
     token_rows = np.repeat(np.arange(len(step.slots)), step.num_tokens)
     token_positions = np.arange(starts[-1]) - starts[token_rows] + first_positions[token_rows]
     blocks = slots.block_tables[step.slots[token_rows], token_positions // page_size]
+    # What is there already goes to the padding block: other slots may read it now.
+    blocks[token_positions < slots.first_writes[step.slots][token_rows]] = 0
     token_places = blocks.astype(np.int64) * page_size + token_positions % page_size
 
     decoded = slots.last_tokens[to_device(step.slots[: step.num_decode].astype(np.int64))]
@@ -103,6 +108,12 @@ def build_batch(
         masks=step.masks,
     )
     logit_rows = starts[1:][samples].astype(np.int64) - 1
+    scored = None
+    if step.scored is not None:
+        rows = _scored_rows(step.scored, starts)
+        # Padded where the last of those that pass the LM head together end: more are a padded count, whole.
+        rows = np.concatenate((rows, pad(len(rows) % SCORED_AT_ONCE)))
+        scored = ScoredTokens(to_device(rows), to_device(step.scored.target_ids), step.scored.num_top)
     parts, prefix = _parts(step, slots, starts, kv_lengths, page_size)
     return DeviceBatch(
         token_ids=token_ids,
@@ -113,7 +124,15 @@ def build_batch(
         layout=PagedLayout(all_places, parts, prefix),
         sampling=sampling,
         want_logprobs=want_logprobs,
+        scored=scored,
     )
+
+
+def _scored_rows(scored: ScoredRows, starts: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Of the forward's tokens, those whose successors are scored: int64 [Q]."""
+    rows = np.arange(len(scored.target_ids))
+    rows += np.repeat(starts[scored.rows] - (np.cumsum(scored.counts) - scored.counts), scored.counts)
+    return rows
 
 
 def _top_rows(counts: NDArray[np.int32]) -> TopRows | None:

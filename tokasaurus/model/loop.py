@@ -1,4 +1,4 @@
-"""The worker's life after start-up: take a step from the queue, run it, send what it sampled."""
+"""The worker's life after start-up: take a step from the queue, run it, send what it sampled and scored."""
 
 import time
 from collections import deque
@@ -42,6 +42,7 @@ def run_steps(
                     result.num_recompiles,
                     result.phase_seconds,
                     result.host_top(),
+                    result.host_scores(),
                 )
             )
 

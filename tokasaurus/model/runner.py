@@ -7,13 +7,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.messages.forward import ForwardInput, TopOfRows
+from tokasaurus.messages.forward import ForwardInput, TokenScores, TopOfRows
 from tokasaurus.model.architectures.decoder import Decoder
 from tokasaurus.model.attention.backend import AttentionBackend
 from tokasaurus.model.compile import Compiler
-from tokasaurus.model.device_batch import build_batch
+from tokasaurus.model.device_batch import DeviceBatch, build_batch
 from tokasaurus.model.kernels.library import Kernels
-from tokasaurus.model.sampling import sample
+from tokasaurus.model.sampling import Sampled, sample
+from tokasaurus.model.scoring import Scores, score
 from tokasaurus.model.slot_table import SlotTable
 
 # R rows that sample
@@ -21,10 +22,11 @@ from tokasaurus.model.slot_table import SlotTable
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step sampled, on its way to the host.
+    """What one step sampled and scored, on its way to the host.
 
     token_ids: int32 [R]. logprobs: float32 [R], or None where no row asked. want_logprobs: bool [R].
     top: the rows that asked for their likeliest tokens, int64 [A], with top_ids and top_logprobs of Sampled; or None.
+    scores: None where no row was scored.
     arrived: recorded behind the copies on a device that computes on its own; None where they are there already.
     num_recompiles: compilations after warm-up that the step waited for.
     phase_seconds: as in ForwardOutput.
@@ -38,6 +40,7 @@ class StepResult:
     num_recompiles: int = 0
     phase_seconds: tuple[float, ...] = ()
     top: tuple[NDArray[np.int64], Tensor, Tensor] | None = None
+    scores: Scores | None = None
 
     def host_token_ids(self) -> NDArray[np.int32]:
         """Waits for this step, not for those behind it."""
@@ -61,6 +64,14 @@ class StepResult:
             self.arrived.synchronize()
         rows, token_ids, logprobs = self.top
         return TopOfRows(rows, token_ids.numpy(), logprobs.numpy())
+
+    def host_scores(self) -> TokenScores | None:
+        """Waits likewise."""
+        if self.scores is None:
+            return None
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return TokenScores(*(tensor.numpy() for tensor in self.scores))
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
@@ -100,15 +111,17 @@ class ModelRunner:
         self._slots.apply(step.changes)
         batch = build_batch(step, self._slots, self._page_size, self._device, self._is_padded)
         self._backend.plan(batch.layout)
-        logits = self._model(batch.token_ids, None, batch.positions, batch.logit_rows, self._backend, batch.layout)
-        logits = logits[: batch.num_sampled]
-        sampled = sample(logits, batch.sampling, self._kernels)
+        hidden = self._model(batch.token_ids, None, batch.positions, self._backend, batch.layout)
+        sampled = self._sample(hidden, batch)
         self._slots.last_tokens[batch.sampled_slots] = sampled.tokens
         host_tokens = _copy_to_host(sampled.tokens.int())
         host_logprobs = None if sampled.logprobs is None else _copy_to_host(sampled.logprobs)
         top = None
         if batch.sampling.top is not None and sampled.top_ids is not None and sampled.top_logprobs is not None:
             top = batch.sampling.top.rows, _copy_to_host(sampled.top_ids), _copy_to_host(sampled.top_logprobs)
+        scores = None
+        if batch.scored is not None:
+            scores = Scores(*map(_copy_to_host, score(hidden, batch.scored, self._model.logits, self._kernels)))
         arrived = None
         if self._device.type == "cuda":
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -122,7 +135,13 @@ class ModelRunner:
             self._new_recompiles(),
             () if self._kernels is None else self._kernels.phase_seconds(),
             top,
+            scores,
         )
+
+    def _sample(self, hidden: Tensor, batch: DeviceBatch) -> Sampled:
+        """hidden [T, E]. The logits are gone when it returns."""
+        logits = self._model.logits(hidden[batch.logit_rows])[: batch.num_sampled]
+        return sample(logits, batch.sampling, self._kernels)
 
     def _new_recompiles(self) -> int:
         if self._compiler is None:

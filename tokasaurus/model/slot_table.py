@@ -23,6 +23,7 @@ class SlotTable:
     """State per slot, on the host; only tokens live on the device, since no one waits for them.
 
     positions: int32 [slots], tokens of the slot that earlier steps have computed.
+    first_writes: int32 [slots], tokens at positions before it have their KV already, though they may be computed again.
     block_tables: int32 [slots, max_blocks], 0 behind a slot's num_blocks, int32 [slots]. A table may be ahead of the
     position: the blocks of a whole prompt come when its slot opens.
     rules: of their logits.
@@ -31,6 +32,7 @@ class SlotTable:
     def __init__(self, size: SlotTableSize, device: torch.device) -> None:
         slots = size.num_slots
         self.positions: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.first_writes: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.num_prompt_tokens: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.block_tables: NDArray[np.int32] = np.zeros((slots, size.max_blocks), np.int32)
         self.num_blocks: NDArray[np.int32] = np.zeros(slots, np.int32)
@@ -70,6 +72,7 @@ class SlotTable:
     def _open(self, opened: SlotOpens) -> None:
         slots = opened.slots
         self.positions[slots] = opened.first_positions
+        self.first_writes[slots] = opened.first_positions if opened.first_writes is None else opened.first_writes
         self.num_prompt_tokens[slots] = opened.num_prompt_tokens
         self.temperatures[slots] = opened.temperatures
         self.top_ps[slots] = opened.top_ps

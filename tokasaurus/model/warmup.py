@@ -1,47 +1,58 @@
 """The largest forwards, run at start-up: if they fit, every later one does. They compile what is compiled, too."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.messages.forward import ForwardInput
+from tokasaurus.messages.forward import ForwardInput, ScoredRows, TokenMasks
 from tokasaurus.messages.slots import LogitRules, SlotChanges, SlotOpens
 from tokasaurus.model.runner import ModelRunner
+from tokasaurus.model.scoring import SCORED_AT_ONCE
+from tokasaurus.model.token_masks import num_mask_words
 
 _NUM_LIMITED_ROWS = 64
 """Sampling goes through rows in chunks, so a chunk is enough; limits are slow on flat logits of a made-up prompt."""
+
+_NUM_TOP = 20
+"""Likeliest tokens of each that is scored: a few bytes, however many they are."""
 
 _NOTHING = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardLimits:
-    """max_tokens, max_seqs: of one forward. context_length: tokens of the longest sequence."""
+    """max_tokens, max_seqs: of one forward. context_length: tokens of the longest sequence. vocab_size: the model's."""
 
     max_tokens: int
     max_seqs: int
     context_length: int
+    vocab_size: int
 
 
 def widest_prefill(limits: ForwardLimits) -> ForwardInput:
-    """As many tokens and as many sampling rows as a forward may have."""
+    """As many tokens and as many sampling rows as a forward may have, and as many scored as are at once."""
     num_rows = min(limits.max_seqs, limits.max_tokens)
     shares = np.full(num_rows, limits.max_tokens // num_rows, np.int32)
     shares[: limits.max_tokens % num_rows] += 1
-    return _first_step(np.minimum(shares, limits.context_length), np.zeros(num_rows, np.int32))
+    num_tokens = np.minimum(shares, limits.context_length)
+    step = _first_step(num_tokens, np.zeros(num_rows, np.int32), limits)
+    counts = np.diff(np.minimum(np.cumsum(num_tokens - 1), SCORED_AT_ONCE), prepend=0).astype(np.int32)
+    rows = np.arange(num_rows, dtype=np.int32)
+    num_top = min(_NUM_TOP, limits.vocab_size)
+    return replace(step, scored=ScoredRows(rows, counts, np.zeros(int(counts.sum()), np.int32), num_top))
 
 
 def longest_prefill(limits: ForwardLimits) -> ForwardInput:
     """The end of a sequence that fills the context, in one chunk."""
     chunk = min(limits.max_tokens, limits.context_length)
-    return _first_step(np.array([chunk], np.int32), np.array([limits.context_length - chunk], np.int32))
+    return _first_step(np.array([chunk], np.int32), np.array([limits.context_length - chunk], np.int32), limits)
 
 
 def longest_last_tokens(limits: ForwardLimits) -> ForwardInput:
     """As many rows as a forward may have, each the last token of a sequence that fills the context."""
     num_rows = min(limits.max_seqs, limits.max_tokens)
-    return _first_step(np.ones(num_rows, np.int32), np.full(num_rows, limits.context_length - 1, np.int32))
+    return _first_step(np.ones(num_rows, np.int32), np.full(num_rows, limits.context_length - 1, np.int32), limits)
 
 
 def decode_after(step: ForwardInput) -> ForwardInput:
@@ -50,9 +61,9 @@ def decode_after(step: ForwardInput) -> ForwardInput:
     return ForwardInput(0, step.slots, np.ones_like(step.num_tokens), len(step.slots), _NOTHING, changes)
 
 
-def single_token() -> ForwardInput:
+def single_token(limits: ForwardLimits) -> ForwardInput:
     """The smallest forward."""
-    return _first_step(np.ones(1, np.int32), np.zeros(1, np.int32))
+    return _first_step(np.ones(1, np.int32), np.zeros(1, np.int32), limits)
 
 
 def warm_up(runner: ModelRunner, limits: ForwardLimits, is_context_costly: bool) -> None:
@@ -67,11 +78,13 @@ def warm_up(runner: ModelRunner, limits: ForwardLimits, is_context_costly: bool)
         steps.append(decode_after(widest))
     if is_context_costly:
         steps += [longest_prefill(limits), longest_last_tokens(limits)]
-    for step in (*steps, single_token()):
+    for step in (*steps, single_token(limits)):
         runner.run(step).host_token_ids()
 
 
-def _first_step(num_tokens: NDArray[np.int32], first_positions: NDArray[np.int32]) -> ForwardInput:
+def _first_step(
+    num_tokens: NDArray[np.int32], first_positions: NDArray[np.int32], limits: ForwardLimits
+) -> ForwardInput:
     """Opens a slot for each row, which ends its prompt. No slot owns a block: all keys and values go to the padding
     block. The first row is greedy, the others have every sampling feature on."""
     num_rows = len(num_tokens)
@@ -102,4 +115,8 @@ def _first_step(num_tokens: NDArray[np.int32], first_positions: NDArray[np.int32
         rules=rules,
     )
     changes = SlotChanges(closed=_NOTHING, opened=opened, block_slots=_NOTHING, block_ids=_NOTHING)
-    return ForwardInput(0, slots, num_tokens, 0, np.zeros(int(num_tokens.sum()), np.int32), changes)
+    prompt_ids = np.zeros(int(num_tokens.sum()), np.int32)
+    # Of the whole vocabulary, its bits behind the end included.
+    bits = np.full((len(ruled), num_mask_words(limits.vocab_size)), np.iinfo(np.uint32).max, np.uint32)
+    masks = TokenMasks(ruled - np.int32(1), bits)
+    return ForwardInput(0, slots, num_tokens, 0, prompt_ids, changes, masks=masks)

@@ -127,7 +127,7 @@ def start_worker(
     slots.rules.allocate(config.page_size)  # the padding block, all that the first forwards write to
     runner = ModelRunner(model, backend, slots, config.page_size, device, kernels, compiler)
 
-    limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length)
+    limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length, info.vocab_size)
 
     def run_largest() -> None:
         # The CPU kernels take the same memory at any context; plain torch, on a CPU, has bounds but no time to show it.

@@ -66,7 +66,7 @@ def run_stage(case: Case, options: DecoderOptions, by_kernels: bool, grouped: bo
     backend.plan(batch.layout)
     hidden = random_rows(len(batch.token_ids), HIDDEN_SIZE, case.dtype)
     stage = make_stage(case, options, by_kernels)
-    out = stage(batch.token_ids, hidden, batch.positions, batch.logit_rows, backend, batch.layout)
+    out = stage(batch.token_ids, hidden, batch.positions, backend, batch.layout)
     return out[: int(made.step.num_tokens.sum())]
 
 

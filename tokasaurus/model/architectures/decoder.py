@@ -160,15 +160,13 @@ class Decoder(nn.Module):
         token_ids: Tensor,
         hidden: Tensor | None,
         positions: Tensor,
-        logit_rows: Tensor,
         backend: AttentionBackend,
         layout: PagedLayout,
     ) -> Tensor:
         """One stage of one forward. The first stage reads token_ids int64 [T], later ones hidden [T, E], which may be
         overwritten.
 
-        positions: int64 [T]. logit_rows: int64 [R], rows of T that pass the LM head.
-        -> logits [R, vocab] from the last stage, hidden [T, E] from the others.
+        positions: int64 [T]. -> hidden [T, E], for the next stage, or of the last one for `logits`.
         """
         assert self._rotary is not None, "materialize comes first"
         if hidden is None:
@@ -182,11 +180,15 @@ class Decoder(nn.Module):
                 query, key, value = self._before_attention(layer, hidden, cos_sin)
                 attended = layer.attention.attend(query, key, value, backend, layout)
                 hidden = self._after_attention(layer, attended, hidden)
-        if self.final_norm is None:
-            return hidden
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, E], some rows of what the last stage's `forward` gave -> [R, vocab], in the weights' dtype. The
+        next call may overwrite them."""
         head = self._head
         assert head is not None, "the last stage has an LM head"
-        return head.logits(hidden[logit_rows], self.final_norm)
+        assert self.final_norm is not None
+        return head.logits(hidden, self.final_norm)
 
     def weight_pieces(self) -> list[WeightPiece]:
         """Every tensor of the whole checkpoint, with a target where this stage holds it."""

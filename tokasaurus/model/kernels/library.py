@@ -74,6 +74,9 @@ class Kernels:
             *(integer, pointer, pointer, integer, integer, pointer, integer, pointer, integer, integer, integer)
         ]
         self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 10]
+        self._library.toka_score.argtypes = [
+            *(integer, pointer, integer, integer, pointer, pointer, pointer, integer, pointer, pointer)
+        ]
 
     def attend(
         self, query: Tensor, cache: Tensor, part: ctypes.Structure, is_partial: bool, page_size: int
@@ -169,6 +172,18 @@ class Kernels:
             *(None if struct is None else ctypes.addressof(struct) for struct in (rules, masks_struct)),
             *(tokens.data_ptr(), 0 if logprobs is None else logprobs.data_ptr()),
             None if top_struct is None else ctypes.addressof(top_struct),
+        )
+
+    def score(
+        self, logits: Tensor, target_ids: Tensor, logprobs: Tensor, ranks: Tensor, top_ids: Tensor, top_logprobs: Tensor
+    ) -> None:
+        """logits [Q, V], target_ids int32 [Q] -> the others, as in scoring.Scores; all contiguous."""
+        num_rows, vocab_size = logits.shape
+        assert top_ids.shape[1] <= vocab_size, "so many tokens there are"
+        self._library.toka_score(
+            *(logits.dtype == torch.bfloat16, logits.data_ptr(), num_rows, vocab_size),
+            *(target_ids.data_ptr(), logprobs.data_ptr(), ranks.data_ptr()),
+            *(top_ids.shape[1], top_ids.data_ptr(), top_logprobs.data_ptr()),
         )
 
 

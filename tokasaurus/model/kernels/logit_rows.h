@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -30,27 +31,42 @@ float sum_exp(const Element* row, int64_t vocab_size, float scale, float largest
 }
 
 // The tokens of the `count` largest of row, and their values, in falling order; the lowest ids among equals. Where fewer
-// are larger than -inf (or numbers at all), the rest is token 0 with -inf. A heap holds those found so far, the least of
-// them on top, and most sixteens have none that is larger.
+// are larger than -inf (or numbers at all), the rest is token 0 with -inf. Only what is no smaller than the count-th
+// largest of the largest of each sixty-four can be among them.
 template <typename Element>
 void find_largest(const Element* row, int64_t vocab_size, int64_t count, int32_t* ids, float* values) {
+  constexpr int64_t kPiece = 64;
   using Found = std::pair<float, int32_t>;
+  static thread_local std::vector<float> largest, ordered;
   static thread_local std::vector<Found> found;
-  const auto precedes = [](const Found& one, const Found& other) {
-    return one.first > other.first || (one.first == other.first && one.second < other.second);
-  };
-  found.assign(count, {-INFINITY, 0});
-  for (int64_t first = 0; first < vocab_size; first += 16) {
-    const f32x16 here = load_row(row, first, vocab_size);
-    if (!(max16(here) > found.front().first)) continue;
-    for (int lane = 0; lane < 16; ++lane) {
-      if (!(here[lane] > found.front().first)) continue;
-      std::pop_heap(found.begin(), found.end(), precedes);
-      found.back() = {here[lane], int32_t(first + lane)};
-      std::push_heap(found.begin(), found.end(), precedes);
+  largest.clear();
+  for (int64_t first = 0; first < vocab_size; first += kPiece) {
+    f32x16 here = splat(-INFINITY);
+    for (int64_t token = first; token < first + kPiece; token += 16)
+      here = greater(here, load_row(row, token, vocab_size));
+    largest.push_back(max16(here));
+  }
+  ordered.clear();
+  for (const float value : largest)
+    if (value > -INFINITY) ordered.push_back(value);  // nor what is no number
+  float least = -INFINITY;
+  if (int64_t(ordered.size()) >= count) {
+    std::nth_element(ordered.begin(), ordered.begin() + (count - 1), ordered.end(), std::greater<float>());
+    least = ordered[count - 1];
+  }
+  found.clear();
+  for (size_t piece = 0; piece < largest.size(); ++piece) {
+    if (!(largest[piece] >= least)) continue;
+    const int64_t end = std::min(int64_t(piece + 1) * kPiece, vocab_size);
+    for (int64_t token = piece * kPiece; token < end; ++token) {
+      const float value = to_float(row[token]);
+      if (value >= least && value > -INFINITY) found.emplace_back(value, int32_t(token));
     }
   }
-  std::sort_heap(found.begin(), found.end(), precedes);
+  found.resize(std::max(int64_t(found.size()), count), {-INFINITY, 0});
+  std::partial_sort(found.begin(), found.begin() + count, found.end(), [](const Found& one, const Found& other) {
+    return one.first > other.first || (one.first == other.first && one.second < other.second);
+  });
   for (int64_t place = 0; place < count; ++place) {
     values[place] = found[place].first;
     ids[place] = found[place].second;
