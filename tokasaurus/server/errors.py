@@ -62,6 +62,11 @@ class ContextLengthExceeded(InvalidRequest):
 
     code = "context_length_exceeded"
 
+    def __init__(self, message: str, param: str) -> None:
+        # clients do not look at the code: litellm knows this error by OpenAI's words, LangChain by the code among them
+        words = f"this model's maximum context length is exceeded ({self.code})"
+        super().__init__(f"{words}: {message}", param)
+
 
 class ModelNotFound(InvalidRequest):
     status = 404
