@@ -2,8 +2,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 SERVE_ARGS ?=
 BENCH_ARGS ?=
+CLIENTS ?=
 
-.PHONY: serve test lint types unit bench-manager format clean
+.PHONY: serve test lint types unit test-clients bench-manager format clean
 
 serve: .venv/installed
 	$(BIN)/toka $(SERVE_ARGS)
@@ -19,6 +20,9 @@ types: .venv/installed-dev
 
 unit: .venv/installed-dev
 	$(BIN)/python -m pytest
+
+test-clients: .venv/installed-dev
+	$(BIN)/python -m tests.clients.in_environments $(CLIENTS)
 
 bench-manager: .venv/installed-dev
 	$(BIN)/python -m benchmarks.manager_cpu $(BENCH_ARGS)
@@ -39,4 +43,4 @@ format: .venv/installed-dev
 	touch $@ .venv/installed
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-clients

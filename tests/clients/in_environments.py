@@ -1,0 +1,90 @@
+"""Drives a real server with clients that have no room in the environment of the tests: `make test-clients`.
+
+Makes an environment for each set of clients that agree with each other, in .venv-clients; starts one server with the
+demo model in float32; runs the clients' tests inside their environments. `make test-clients CLIENTS=chat` runs some.
+"""
+
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.end_to_end.toka_process import running_toka
+from tokasaurus.checkpoint import resolve_checkpoint
+
+ROOT = Path(__file__).parents[2]
+DIRECTORY = ROOT / ".venv-clients"
+TEST_TOOLS = ("pytest>=8", "hypothesis>=6.100")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """requirements: of pip. tests: the modules beside this one that are run in it."""
+
+    name: str
+    requirements: tuple[str, ...]
+    tests: tuple[str, ...]
+
+    @property
+    def python(self) -> Path:
+        return DIRECTORY / self.name / "bin" / "python"
+
+
+ENVIRONMENTS = (
+    # litellm keeps openai below 3 and huggingface-hub below 2, of which the server's environment has newer ones.
+    Environment(
+        "chat",
+        ("litellm>=1.106,<2", "langchain-openai>=1.7,<2"),
+        ("test_openai.py", "test_litellm.py", "test_langchain_openai.py"),
+    ),
+)
+
+
+def say(line: str) -> None:
+    print(f"\n== {line}", flush=True)
+
+
+def install(environment: Environment) -> None:
+    """Does nothing where the same requirements are installed already. Raises CalledProcessError."""
+    installed = DIRECTORY / environment.name / "installed"
+    wanted = "\n".join((*environment.requirements, *TEST_TOOLS))
+    if installed.is_file() and installed.read_text() == wanted:
+        return
+    say(f"{environment.name}: installing {', '.join(environment.requirements)}")
+    venv.create(DIRECTORY / environment.name, clear=True, with_pip=True)
+    subprocess.run([environment.python, "-m", "pip", "install", *wanted.split("\n")], check=True)
+    installed.write_text(wanted)
+
+
+def run_tests(environment: Environment, base_url: str, model: Path) -> bool:
+    say(f"{environment.name}: {', '.join(environment.tests)}")
+    told = {"TOKA_CLIENTS_BASE_URL": base_url, "TOKA_CLIENTS_MODEL": str(model)}
+    files = [f"tests/clients/{name}" for name in environment.tests]
+    command = [environment.python, "-m", "pytest", "-v", "-rs", "--disable-warnings", "-p", "no:cacheprovider", *files]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **told}).returncode == 0
+
+
+def main(names: Sequence[str]) -> int:
+    """The exit code: 1 where a client's tests failed."""
+    known = {environment.name: environment for environment in ENVIRONMENTS}
+    if unknown := set(names) - set(known):
+        print(f"no such clients: {', '.join(sorted(unknown))}; there are {', '.join(known)}", file=sys.stderr)
+        return 2
+    chosen = [known[name] for name in names or known]
+    for environment in chosen:
+        install(environment)
+    say("starting a server")
+    model = resolve_checkpoint(None, on_phase=print).directory
+    with running_toka("dtype=float32", "kv_cache_num_tokens=40000") as toka:
+        passed = {environment.name: run_tests(environment, f"{toka.url}/v1", model) for environment in chosen}
+        toka.stop()
+    for name, has_passed in passed.items():
+        say(f"{name}: {'passed' if has_passed else 'FAILED'}")
+    return 0 if all(passed.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

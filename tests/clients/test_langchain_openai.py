@@ -1,0 +1,78 @@
+"""LangChain's models of OpenAI's kind."""
+
+from typing import Any
+
+import pytest
+
+from tests.clients.conftest import PlainPost
+
+langchain_openai = pytest.importorskip(
+    "langchain_openai", reason="langchain-openai is not installed: `make test-clients` has it"
+)
+
+GREEDY = {"max_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture
+def chat(base_url: str) -> Any:
+    return langchain_openai.ChatOpenAI(model="default", base_url=base_url, api_key="none", max_retries=0, **GREEDY)
+
+
+def messages(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_invoke_is_plain_http_with_its_usage(chat: Any, plain_post: PlainPost) -> None:
+    expected = plain_post("chat/completions", {"messages": messages("What do whales eat?"), **GREEDY})
+    answer = chat.invoke("What do whales eat?")
+    assert answer.content == expected["choices"][0]["message"]["content"]
+    assert answer.response_metadata["finish_reason"] == "length"
+    usage = expected["usage"]
+    assert (answer.usage_metadata["input_tokens"], answer.usage_metadata["output_tokens"]) == (
+        *(usage["prompt_tokens"], usage["completion_tokens"]),
+    )
+
+
+def test_a_conversation_is_sent_on_as_it_came(chat: Any, plain_post: PlainPost) -> None:
+    question, answer = messages("Name a whale."), chat.invoke("Name a whale.")
+    second = chat.invoke([*question, answer, *messages("And another?")])
+    told = [*question, {"role": "assistant", "content": answer.content}, *messages("And another?")]
+    expected = plain_post("chat/completions", {"messages": told, **GREEDY})
+    assert second.content == expected["choices"][0]["message"]["content"]
+
+
+def test_a_stream_adds_up_to_the_answer_and_its_usage(chat: Any) -> None:
+    expected = chat.invoke("What do whales eat?")
+    chunks = list(chat.stream("What do whales eat?", stream_usage=True))
+    added = chunks[0]
+    for chunk in chunks[1:]:
+        added += chunk
+    assert added.content == expected.content
+    assert added.usage_metadata["total_tokens"] == expected.usage_metadata["total_tokens"]
+    assert len([chunk for chunk in chunks if chunk.content]) > 4
+
+
+def test_a_batch_is_each_question_by_itself(chat: Any) -> None:
+    questions = [f"What is {number} + 1?" for number in range(6)]
+    assert [answer.content for answer in chat.batch(questions)] == [chat.invoke(text).content for text in questions]
+
+
+def test_the_older_completions_model_is_plain_http(base_url: str, plain_post: PlainPost) -> None:
+    model = langchain_openai.OpenAI(model="default", base_url=base_url, api_key="none", max_retries=0, **GREEDY)
+    prompts = ["The whale is", "Once upon"]
+    expected = plain_post("completions", {"prompt": prompts, **GREEDY})
+    generated = model.generate(prompts)
+    assert [generation.text for (generation,) in generated.generations] == [
+        choice["text"] for choice in expected["choices"]
+    ]
+    assert "".join(model.stream("The whale is")) == expected["choices"][0]["text"]
+
+
+def test_what_is_too_long_is_told_apart(base_url: str) -> None:
+    from langchain_core.exceptions import ContextOverflowError
+
+    model = langchain_openai.ChatOpenAI(
+        model="default", base_url=base_url, api_key="none", max_retries=0, max_tokens=100_000
+    )
+    with pytest.raises(ContextOverflowError):
+        model.invoke("Hi")

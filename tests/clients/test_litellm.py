@@ -1,0 +1,82 @@
+"""litellm, whose users name the provider before the model."""
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+
+from tests.clients.conftest import PlainPost
+
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it looks for prices on the internet
+litellm = pytest.importorskip("litellm", reason="litellm is not installed: `make test-clients` has it")
+
+MESSAGES = [{"role": "user", "content": "What do whales eat?"}]
+GREEDY = {"max_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture(params=["openai/default", "hosted_vllm/default"])
+def asked(request: pytest.FixtureRequest, base_url: str) -> dict[str, Any]:
+    return {"model": request.param, "messages": MESSAGES, "api_base": base_url, "api_key": "none", "num_retries": 0}
+
+
+def test_completion_is_that_of_plain_http(asked: dict[str, Any], plain_post: PlainPost) -> None:
+    expected = plain_post("chat/completions", {"messages": MESSAGES, **GREEDY})
+    answer = litellm.completion(**asked, **GREEDY, user="me")
+    assert answer.choices[0].message.content == expected["choices"][0]["message"]["content"]
+    assert answer.choices[0].finish_reason == expected["choices"][0]["finish_reason"]
+    assert answer.model.endswith(expected["model"])
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert answer.usage[name] == expected["usage"][name]
+    assert asyncio.run(litellm.acompletion(**asked, **GREEDY)).choices == answer.choices
+
+
+def test_a_stream_is_built_to_the_whole_answer(asked: dict[str, Any]) -> None:
+    whole = litellm.completion(**asked, **GREEDY)
+    chunks = list(litellm.completion(**asked, **GREEDY, stream=True, stream_options={"include_usage": True}))
+    built = litellm.stream_chunk_builder(chunks, messages=MESSAGES)
+    assert built.choices[0].message.content == whole.choices[0].message.content
+    assert built.choices[0].finish_reason == "length"
+    assert (built.usage.prompt_tokens, built.usage.completion_tokens) == (whole.usage.prompt_tokens, 12)
+    assert len(chunks) > 6
+
+    async def collect() -> str:
+        return "".join(
+            [
+                chunk.choices[0].delta.content or ""
+                async for chunk in await litellm.acompletion(**asked, **GREEDY, stream=True)
+            ]
+        )
+
+    assert asyncio.run(collect()) == whole.choices[0].message.content
+
+
+def test_samples_and_log_probabilities_are_those_of_plain_http(asked: dict[str, Any], plain_post: PlainPost) -> None:
+    sampled = {"n": 2, "seed": 5, "max_tokens": 6, "logprobs": True, "top_logprobs": 2, "stop": ["zzz"]}
+    expected = plain_post("chat/completions", {"messages": MESSAGES, **sampled})["choices"]
+    answer = litellm.completion(**asked, **sampled)
+    assert [choice.message.content for choice in answer.choices] == [
+        choice["message"]["content"] for choice in expected
+    ]
+    for choice, plain in zip(answer.choices, expected, strict=True):
+        values = [(entry.token, len(entry.top_logprobs)) for entry in choice.logprobs.content]
+        assert values == [(entry["token"], 2) for entry in plain["logprobs"]["content"]]
+
+
+@pytest.mark.parametrize("model", ["text-completion-openai/default", "hosted_vllm/default"])
+def test_text_completion_is_that_of_plain_http(model: str, base_url: str, plain_post: PlainPost) -> None:
+    body = {"prompt": "The whale is", "logprobs": 2, **GREEDY}
+    expected = plain_post("completions", body)["choices"][0]
+    answer = litellm.text_completion(model=model, api_base=base_url, api_key="none", **body)
+    assert answer.choices[0].text == expected["text"]
+    assert answer.choices[0].logprobs.tokens == expected["logprobs"]["tokens"]
+
+
+def test_errors_are_mapped_to_classes_that_callers_tell_apart(asked: dict[str, Any]) -> None:
+    with pytest.raises(litellm.BadRequestError, match="temperature") as wrong:
+        litellm.completion(**asked, temperature=9)
+    assert wrong.value.status_code == 400
+    with pytest.raises(litellm.NotFoundError):
+        litellm.completion(**asked | {"model": asked["model"].replace("default", "other")})
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(**asked, max_tokens=100_000)

@@ -1,0 +1,116 @@
+"""OpenAI's own client, of either major version, against a real server."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from tests.clients.conftest import PlainPost
+
+MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What do whales eat?"}]
+PROMPT = "The whale is an animal that"
+
+
+@pytest.fixture(scope="module")
+def client(base_url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120)
+
+
+def test_answers_are_those_of_plain_http(client: openai.OpenAI, plain_post: PlainPost) -> None:
+    asked = {"max_tokens": 12, "n": 2, "seed": 3, "temperature": 0.9, "top_p": 0.9, "presence_penalty": 0.5}
+    chat = client.chat.completions.create(model="default", messages=MESSAGES, user="me", **asked)
+    expected = plain_post("chat/completions", {"messages": MESSAGES, **asked})
+    assert [choice.message.content for choice in chat.choices] == [
+        choice["message"]["content"] for choice in expected["choices"]
+    ]
+    assert len({choice.message.content for choice in chat.choices}) == 2
+    completion = client.completions.create(model="default", prompt=[PROMPT, "Once upon"], **asked)
+    expected = plain_post("completions", {"prompt": [PROMPT, "Once upon"], **asked})
+    assert [choice.text for choice in completion.choices] == [choice["text"] for choice in expected["choices"]]
+    assert len(completion.choices) == 4
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == expected["usage"]["completion_tokens"]
+
+
+def test_async_answers_of_many_at_once_are_those_of_one_after_the_other(client: openai.OpenAI, base_url: str) -> None:
+    asked = [{"prompt": f"{PROMPT} number {number}", "max_tokens": 6, "temperature": 0} for number in range(10)]
+    one_by_one = [client.completions.create(model="default", **body).choices[0].text for body in asked]
+
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120) as many:
+            answers = await asyncio.gather(*(many.completions.create(model="default", **body) for body in asked))
+            return [answer.choices[0].text for answer in answers]
+
+    assert asyncio.run(ask_all()) == one_by_one
+
+
+def test_streams_come_in_pieces_that_are_the_whole_answer(client: openai.OpenAI, base_url: str) -> None:
+    asked: dict[str, Any] = {"model": "default", "max_tokens": 16, "temperature": 0}
+    whole = client.chat.completions.create(messages=MESSAGES, **asked)
+    chunks = list(client.chat.completions.create(messages=MESSAGES, stream=True, **asked))
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert len([piece for piece in pieces if piece]) > 4
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+
+    async def stream() -> tuple[str, Any]:
+        text, usage = "", None
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120) as many:
+            options = {"include_usage": True}
+            async for chunk in await many.completions.create(
+                prompt=PROMPT, stream=True, stream_options=options, **asked
+            ):
+                text += "".join(choice.text for choice in chunk.choices)
+                usage = chunk.usage
+        return text, usage
+
+    expected = client.completions.create(prompt=PROMPT, **asked)
+    text, usage = asyncio.run(stream())
+    assert text == expected.choices[0].text
+    assert expected.usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (expected.usage.prompt_tokens, 16)
+
+
+def test_log_probabilities_of_both_shapes_are_of_the_same_tokens(client: openai.OpenAI) -> None:
+    text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat do whales eat?<|im_end|>\n"
+    asked: dict[str, Any] = {"model": "default", "max_tokens": 8, "temperature": 0}
+    chat = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=3, **asked)
+    completion = client.completions.create(prompt=f"{text}<|im_start|>assistant\n", logprobs=3, **asked)
+    assert chat.choices[0].logprobs is not None
+    assert chat.choices[0].logprobs.content is not None
+    content, flat = chat.choices[0].logprobs.content, completion.choices[0].logprobs
+    assert flat is not None
+    assert flat.top_logprobs is not None
+    assert [entry.token for entry in content] == flat.tokens
+    assert [entry.logprob for entry in content] == pytest.approx(flat.token_logprobs, abs=1e-4)
+    for entry, top in zip(content, flat.top_logprobs, strict=True):
+        assert {other.token: other.logprob for other in entry.top_logprobs} == pytest.approx(top, abs=1e-4)
+        assert max(top.values()) == pytest.approx(entry.logprob, abs=1e-4), "greedy"
+
+
+def test_errors_have_the_clients_own_classes(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "default", "messages": MESSAGES}
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.chat.completions.create(**asked, temperature=9)
+    assert (wrong.value.param, wrong.value.type, wrong.value.status_code) == (
+        *("temperature", "invalid_request_error", 400),
+    )
+    with pytest.raises(openai.BadRequestError) as unknown_field:
+        client.chat.completions.create(**asked, extra_body={"nonsense": 1})
+    assert unknown_field.value.param == "nonsense"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.chat.completions.create(**asked, max_tokens=100_000)
+    assert (long.value.param, long.value.code) == ("max_tokens", "context_length_exceeded")
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(**asked | {"model": "gpt-4o"})
+    assert (unknown.value.param, unknown.value.code) == ("model", "model_not_found")
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="default", input="x")
+
+
+def test_the_model_that_is_listed_answers(client: openai.OpenAI) -> None:
+    (listed,) = client.models.list()
+    assert client.models.retrieve(listed.id) == listed
+    answer = client.completions.create(model=listed.id, prompt=PROMPT, max_tokens=1)
+    assert answer.model == listed.id
