@@ -69,6 +69,7 @@ class ServerConfig(Config):
     enable_chosen_logprobs: bool = True
     max_topk_logprobs: int = 20
     stop_string_num_token_lookback: int = 5
+    tool_call_format: str | None = None
 
     host: str = "127.0.0.1"
     port: int = 10210
@@ -230,6 +231,11 @@ SERVER_FLAGS = FlagTable(
             ),
             "stop_string_num_token_lookback": _count(
                 "tokens back from the newest in which stop strings are sought; grows to cover the longest of them"
+            ),
+            "tool_call_format": Flag(
+                "how the model writes calls of tools; auto is as its chat template writes them",
+                choices=("hermes", "llama3"),
+                none_means="auto",
             ),
         },
         "server": {

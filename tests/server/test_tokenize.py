@@ -10,6 +10,7 @@ from tests.server.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
 from tests.server.test_validation import assert_openai_error
 from tokasaurus.server.served_model import ServedModel
 
+TOOL = {"type": "function", "function": {"name": "f"}}
 HI = [{"role": "user", "content": "hi<|im_end|>"}]
 
 
@@ -52,6 +53,14 @@ def test_messages_go_through_the_template(shared_server: LiveServer) -> None:
     assert [i for i in ids if i >= IM_START] == [IM_START, IM_END, IM_START]
 
 
+def test_messages_with_tools_are_those_of_a_chat(server: LiveServer) -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [*HI, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "x", "content": "1"}]
+    asked = {"messages": messages, "tools": [TOOL]}
+    assert server.http.post("/v1/chat/completions", json=asked | {"model": "default"}).status_code == 200
+    assert post(server, "/tokenize", **asked)["tokens"] == server.engine.requests[-1].prompt_ids.tolist()
+
+
 def test_tokenizer_info_names_the_end_token_and_the_template(shared_server: LiveServer) -> None:
     info = shared_server.http.get("/tokenizer_info").json()
     assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", "<|im_start|>")
@@ -73,6 +82,9 @@ def test_tokenizer_info_names_the_end_token_and_the_template(shared_server: Live
         ("/tokenize", {"prompt": "a", "speed": 1}, "speed"),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
         ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ("/tokenize", {"prompt": "a", "tools": [TOOL]}, "tools"),
+        ("/tokenize", {"messages": HI, "tools": [TOOL, TOOL]}, "tools"),
+        ("/tokenize", {"messages": HI, "tools": [{}]}, "tools[0].type"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/detokenize", {"tokens": [1.0]}, "tokens[0]"),

@@ -45,6 +45,28 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(directory)
 
 
+@pytest.fixture(scope="module")
+def with_special_call_marks(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """As Hermes has it: what calls of tools are marked with is special."""
+    directory = save_small_tokenizer(tmp_path_factory.mktemp("call marks"))
+    base = BaseTokenizer.from_file(str(directory / "tokenizer.json"))
+    base.add_special_tokens([AddedToken(mark, special=True) for mark in ("<tool_call>", "</tool_call>")])
+    base.save(str(directory / "tokenizer.json"))
+    return Tokenizer.load(directory)
+
+
+def test_call_marks_are_text_though_they_are_special(with_special_call_marks: Tokenizer) -> None:
+    tokenizer = with_special_call_marks
+    text = "a<tool_call>hello</tool_call>€"
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(token_ids) == 1 + 3 + 3
+    shown = [*token_ids[:1], IM_START, *token_ids[1:], IM_END]
+    assert tokenizer.decode(shown) == text
+    assert tokenizer.decode(shown, skip_special_tokens=False) == text.replace("a", "a<|im_start|>", 1) + "<|im_end|>"
+    detokenizer = make_detokenizer(tokenizer)
+    assert "".join(detokenizer.add([id_]) for id_ in shown) + detokenizer.finish() == text
+
+
 def cut(token_ids: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
     """Pieces of the given lengths, then the rest one by one."""
     ends = [0, *itertools.accumulate(lengths)]

@@ -26,6 +26,7 @@ from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.routes import bulk, chat, completions, health, metrics, models, tokenize
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
+from tokasaurus.server.tool_formats import find_tool_support
 from tokasaurus.text.tokenizer import ChatTemplateError, Tokenizer
 
 # How long open requests may go on after SIGTERM.
@@ -150,6 +151,7 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
         system_fingerprint=f"fp_{hashlib.sha256(repr(identity).encode()).hexdigest()[:10]}",
         allow_logprobs=config.enable_chosen_logprobs,
         max_top_logprobs=config.max_topk_logprobs,
+        tools=find_tool_support(tokenizer, config.tool_call_format),
     )
 
 

@@ -6,7 +6,9 @@ from typing import Any
 from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, shorten
 from tokasaurus.server.protocol.chat import ChatMessage
 from tokasaurus.server.protocol.template_fields import TemplateFields
+from tokasaurus.server.protocol.tools import Tool
 from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.tool_prompt import template_input
 from tokasaurus.text.tokenizer import ChatTemplateError, TemplateVariableError, TextTooLong
 
 _MAX_REASON_CHARS = 300
@@ -14,7 +16,11 @@ _FLAGS = ("add_generation_prompt", "continue_final_message")
 
 
 def encode_messages(
-    messages: Sequence[ChatMessage], fields: TemplateFields, model: ServedModel, max_tokens: int | None = None
+    messages: Sequence[ChatMessage],
+    fields: TemplateFields,
+    model: ServedModel,
+    max_tokens: int | None = None,
+    tools: Sequence[Tool] = (),
 ) -> list[int]:
     """Tokenizes, so not for the event loop. Raises InvalidRequest.
 
@@ -27,10 +33,12 @@ def encode_messages(
             "continue_final_message and add_generation_prompt: the final message is either open or answered",
             "continue_final_message",
         )
+    shown_messages, shown_tools = template_input(messages, tools, model.tools)
     try:
         return model.tokenizer.encode_chat(
-            [{"role": message.role, "content": message.content} for message in messages],
+            shown_messages,
             add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
+            tools=shown_tools,
             continue_final_message=bool(continues),
             template_variables=variables,
             max_tokens=max_tokens,

@@ -9,6 +9,7 @@ import numpy as np
 
 from tokasaurus.messages.generation import GenerateRequest, SamplingParams
 from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.server.call_reader import CallRules
 from tokasaurus.server.chat_prompt import encode_messages, too_long
 from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
@@ -16,6 +17,7 @@ from tokasaurus.server.protocol.completions import CompletionRequest, Prompt
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.tool_use import resolve_tools
 from tokasaurus.text.tokenizer import TextTooLong
 
 # Of one body: n times its prompts.
@@ -33,7 +35,7 @@ _UINT64_MASK = 2**64 - 1
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """One body, ready for the engine. response_id: of the answer. requests: one per prompt, in order. The others: how
-    the answer is written, see SamplingFields.
+    the answer is written, see SamplingFields; calls: which calls of tools it may have, None: it is all content.
 
     grammar: what each completion must match; None for anything. It has not been checked and is not in the requests:
     `routes.generation` sees to both.
@@ -44,6 +46,7 @@ class Prepared:
     logprobs_in_fingerprint: bool = False
     return_token_ids: bool = False
     grammar: GrammarSource | None = None
+    calls: CallRules | None = None
 
 
 def prepare_completion(body: CompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:
@@ -67,7 +70,8 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, limits: Engi
 def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:
     """Tokenizes, so not for the event loop. Raises InvalidRequest."""
     _check_fields(1, body, model)
-    prompt_ids = encode_messages(body.messages, body, model, limits.max_tokens_per_sequence)
+    tool_use = resolve_tools(body, model.tools)
+    prompt_ids = encode_messages(body.messages, body, model, limits.max_tokens_per_sequence, tool_use.shown)
     _check_vocabulary(prompt_ids, model, "messages")
     room = _room(prompt_ids, limits, "messages")
     max_new_tokens = room
@@ -79,7 +83,7 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: Engine
         raise InvalidRequest("top_logprobs goes with logprobs=true", "top_logprobs")
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
     request = _request(f"{response_id}-0", body, prompt_ids, max_new_tokens, num_top if body.logprobs else None, model)
-    return Prepared(response_id, [request], body.logprobs_in_fingerprint, body.return_token_ids)
+    return Prepared(response_id, [request], body.logprobs_in_fingerprint, body.return_token_ids, calls=tool_use.rules)
 
 
 def _check_fields(num_prompts: int, body: SamplingFields, model: ServedModel) -> None:

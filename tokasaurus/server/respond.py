@@ -21,14 +21,17 @@ from tokasaurus.server.logprobs import (
 from tokasaurus.server.prepare import Prepared
 from tokasaurus.server.protocol.chat import (
     AssistantMessage,
+    CallingMessage,
     ChatChoice,
     ChatChoiceWithIds,
     ChatCompletion,
     ChatCompletionWithIds,
+    ChatFinishReason,
 )
 from tokasaurus.server.protocol.completions import Completion, CompletionChoice, CompletionChoiceWithIds
 from tokasaurus.server.protocol.usage import PromptTokensDetails, Usage
 from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.tool_calls import build_message
 from tokasaurus.text.stop_strings import find_first_stop
 
 
@@ -83,7 +86,11 @@ def build_chat_completion(
     choices: list[ChatChoice] = []
     for index, answer in enumerate(answers):
         logprobs = None if answer.scored is None else build_chat_logprobs(answer.scored, model.tokenizer)
-        choice = (index, AssistantMessage(answer.text), logprobs, answer.finish_reason)
+        message: AssistantMessage | CallingMessage = AssistantMessage(answer.text)
+        finish_reason: ChatFinishReason = answer.finish_reason
+        if prepared.calls is not None:
+            message, finish_reason = build_message(answer.text, answer.finish_reason, prepared.calls)
+        choice = (index, message, logprobs, finish_reason)
         if prepared.return_token_ids:
             choices.append(ChatChoiceWithIds(*choice, answer.token_ids))
         else:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tokasaurus.server.errors import ModelNotFound
+from tokasaurus.server.tool_formats import NO_TOOLS_IN_TEMPLATE, ToolSupport
 from tokasaurus.text.tokenizer import Tokenizer
 
 # Accepted as a model's name beside the served one.
@@ -25,6 +26,7 @@ class ServedModel:
     system_fingerprint: str
     allow_logprobs: bool
     max_top_logprobs: int
+    tools: ToolSupport = NO_TOOLS_IN_TEMPLATE
 
     def check_name(self, name: str) -> None:
         """Raises ModelNotFound."""

@@ -25,18 +25,21 @@ from tokasaurus.server.logprobs import (
     score_tokens,
 )
 from tokasaurus.server.prepare import Prepared
+from tokasaurus.server.protocol.chat import ChatFinishReason
 from tokasaurus.server.protocol.chunks import (
     ChatChunkChoice,
     ChatChunkChoiceWithIds,
     CompletionChunkChoice,
     CompletionChunkChoiceWithIds,
     ContentDelta,
+    EmptyDelta,
     RoleDelta,
 )
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.protocol.usage import Usage
 from tokasaurus.server.respond import build_usage, num_exempt_characters, without_end_token
 from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.tool_calls import CallDelta, CallStream
 from tokasaurus.text.detokenizer import make_detokenizer
 from tokasaurus.text.stop_strings import find_first_stop, held_back_length
 
@@ -155,7 +158,7 @@ class AnswerStream(ABC):
         shows_ids = self._prepared.return_token_ids
         for index, piece in pieces:
             if piece.text or piece.scored or piece.finish_reason is not None or (shows_ids and piece.token_ids):
-                events.append(self._event([self._choice(index, piece)], usage))
+                events += [self._event([choice], usage) for choice in self._choices(index, piece)]
         return b"".join(events)
 
     def end(self) -> bytes:
@@ -186,7 +189,8 @@ class AnswerStream(ABC):
         return {}
 
     @abstractmethod
-    def _choice(self, index: int, piece: _Piece) -> object: ...
+    def _choices(self, index: int, piece: _Piece) -> Sequence[object]:
+        """What the piece adds to a choice, each in a chunk of its own."""
 
 
 class CompletionStream(AnswerStream):
@@ -199,41 +203,64 @@ class CompletionStream(AnswerStream):
     def _first_choices(self) -> list[object]:
         return []
 
-    def _choice(self, index: int, piece: _Piece) -> CompletionChunkChoice:
+    def _choices(self, index: int, piece: _Piece) -> list[CompletionChunkChoice]:
         logprobs = None
         if piece.scored is not None:
             asks_top = self._prepared.requests[0].num_top_logprobs > 0
             logprobs = build_completion_logprobs(piece.scored, asks_top, self._model.tokenizer)
         if not self._prepared.return_token_ids:
-            return CompletionChunkChoice(index, piece.text, logprobs, piece.finish_reason)
+            return [CompletionChunkChoice(index, piece.text, logprobs, piece.finish_reason)]
         prompt_ids = None
         if index not in self._begun:
             self._begun.add(index)
             requests = self._prepared.requests
             prompt_ids = requests[index // requests[0].num_sequences].prompt_ids.tolist()
-        return CompletionChunkChoiceWithIds(
-            index, piece.text, logprobs, piece.finish_reason, piece.token_ids, prompt_ids
-        )
+        return [
+            CompletionChunkChoiceWithIds(index, piece.text, logprobs, piece.finish_reason, piece.token_ids, prompt_ids)
+        ]
 
 
 class ChatStream(AnswerStream):
     object_name = "chat.completion.chunk"
 
+    def __init__(self, prepared: Prepared, model: ServedModel, options: StreamOptions) -> None:
+        super().__init__(prepared, model, options)
+        rules = prepared.calls
+        self._call_streams = [] if rules is None else [CallStream(rules) for _ in self._sequences[0]]
+
     def _first_choices(self) -> list[object]:
         # Of all, in order: the OpenAI client can collect no choice before those of smaller index.
-        return [ChatChunkChoice(index, RoleDelta(), None, None) for index in range(len(self._sequences[0]))]
+        # An answer with calls may have no content, which no later chunk could take back.
+        role = RoleDelta(content="" if self._prepared.calls is None else None)
+        return [ChatChunkChoice(index, role, None, None) for index in range(len(self._sequences[0]))]
 
     def _first_fields(self) -> Mapping[str, object]:
         if not self._prepared.return_token_ids:
             return {}
         return {"prompt_token_ids": self._prepared.requests[0].prompt_ids.tolist()}
 
-    def _choice(self, index: int, piece: _Piece) -> ChatChunkChoice:
+    def _choices(self, index: int, piece: _Piece) -> list[ChatChunkChoice]:
         logprobs = None if piece.scored is None else build_chat_logprobs(piece.scored, self._model.tokenizer)
-        delta = ContentDelta(piece.text)
-        if self._prepared.return_token_ids:
-            return ChatChunkChoiceWithIds(index, delta, logprobs, piece.finish_reason, piece.token_ids)
-        return ChatChunkChoice(index, delta, logprobs, piece.finish_reason)
+        deltas: list[CallDelta] = [ContentDelta(piece.text)]
+        finish_reason: ChatFinishReason | None = piece.finish_reason
+        if self._call_streams:
+            calls = self._call_streams[index]
+            deltas = calls.add(piece.text, is_last=piece.finish_reason is not None)
+            if piece.finish_reason is not None:
+                finish_reason = calls.finish_reason(piece.finish_reason)
+            elif not deltas and (piece.scored or self._prepared.return_token_ids):
+                deltas = [EmptyDelta()]
+        choices: list[ChatChunkChoice] = []
+        for number, delta in enumerate(deltas):
+            # what belongs to tokens comes with the first, what ends the choice with the last
+            scores = logprobs if number == 0 else None
+            reason = finish_reason if number == len(deltas) - 1 else None
+            if self._prepared.return_token_ids:
+                token_ids = piece.token_ids if number == 0 else []
+                choices.append(ChatChunkChoiceWithIds(index, delta, scores, reason, token_ids))
+            else:
+                choices.append(ChatChunkChoice(index, delta, scores, reason))
+        return choices
 
 
 def error_event(error: ApiError) -> bytes:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+# Some models mark these as special, as if they were no text; but calls of tools are read from the text.
+_CALL_MARKS = ("<tool_call>", "</tool_call>")
+
+
 class TokenizerError(UserError):
     """The tokenizer's files are missing or broken. The message is one line for the user."""
 
@@ -45,11 +49,17 @@ class TokenDecoder:
 
     def __init__(self, base: BaseTokenizer) -> None:
         self._base = base
-        added = base.get_added_tokens_decoder()
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        special = {id_: token.content for id_, token in base.get_added_tokens_decoder().items() if token.special}
+        self.special_ids = frozenset(id_ for id_, content in special.items() if content not in _CALL_MARKS)
+        self._leaves_out_itself = len(self.special_ids) < len(special)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text as it is: no clean-up of spaces; incomplete UTF-8 becomes U+FFFD; ids without a token vanish."""
+        """The text as it is: no clean-up of spaces; incomplete UTF-8 becomes U+FFFD; ids without a token vanish.
+
+        skip_special_tokens: leave out `special_ids`."""
+        if skip_special_tokens and self._leaves_out_itself:
+            ids = [id_ for id_ in ids if id_ not in self.special_ids]
+            skip_special_tokens = False
         return self._base.decode(ids, skip_special_tokens=skip_special_tokens)
 
 

@@ -4,18 +4,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, PlainValidator, ValidationInfo, WithJsonSchema, field_validator
 from pydantic_core import PydanticCustomError
 
 from tokasaurus.server.protocol.sampling_fields import NullMeans, Only, SamplingFields, value_error
+from tokasaurus.server.protocol.strict_object import StrictObject
 from tokasaurus.server.protocol.template_fields import TemplateFields
+from tokasaurus.server.protocol.tools import MessageToolCall, ToolCall, ToolChoiceField, Tools
 from tokasaurus.server.protocol.usage import Usage
 
 
-def _parse_content(value: object) -> str:
-    """A string, or the texts of its parts put together."""
+def _parse_content(value: object, info: ValidationInfo) -> str:
+    """A string, or the texts of its parts put together. A message with calls may have none."""
     if isinstance(value, str):
         return value
+    if value is None:
+        if info.data.get("tool_calls"):
+            return ""
+        raise PydanticCustomError("missing", "is required")
     if not isinstance(value, list):
         raise value_error("must be a string or a list of text parts")
     return "".join(_parse_part(part) for part in value)
@@ -39,48 +45,62 @@ _PART_SCHEMA = {
 Content = Annotated[
     str,
     PlainValidator(_parse_content),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]}),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}, {"type": "null"}]}),
 ]
+_ROLES = ["system", "developer", "user", "assistant", "tool"]
 
 
 def _parse_role(value: object) -> str:
-    if value in ("tool", "function"):
-        raise PydanticCustomError("not_implemented", "may not be a tool's: tools are not implemented")
-    if value not in ("system", "developer", "user", "assistant"):
-        raise value_error('must be "system", "developer", "user" or "assistant"')
+    if value == "function":
+        raise PydanticCustomError("not_implemented", "may not be function, an older word for tool")
+    if value not in _ROLES:
+        raise value_error('must be "system", "developer", "user", "assistant" or "tool"')
     # OpenAI's newer word for a system message; chat templates know the old one
     return "system" if value == "developer" else str(value)
 
 
-Role = Annotated[
-    str,
-    PlainValidator(_parse_role),
-    WithJsonSchema({"enum": ["system", "developer", "user", "assistant"]}),
-]
+Role = Annotated[str, PlainValidator(_parse_role), WithJsonSchema({"enum": _ROLES})]
 
 
-class ChatMessage(BaseModel):
-    """The fields besides role and content are those of an answer's message: clients send it back as it came."""
+class ChatMessage(StrictObject):
+    """The fields of an assistant's message are those of an answer's: clients send it back as it came.
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    tool_call_id: in a tool's message alone, the call whose result it is. name: of the tool, where it is one.
+    """
 
     role: Role
-    content: Content
-    name: Annotated[Any, Only(None)] = None
     refusal: Annotated[Any, Only(None)] = None
     annotations: Annotated[Any, Only(None, [])] = None
     audio: Annotated[Any, Only(None)] = None
     function_call: Annotated[Any, Only(None)] = None
-    tool_calls: Annotated[Any, Only(None, [])] = None
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True), NullMeans([])] = Field(default_factory=list)
+    tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
+    name: str | None = None
+    content: Annotated[Content, Field(validate_default=True)] = None  # type: ignore[assignment]  # the validator's
 
-    @model_validator(mode="before")
+    @field_validator("tool_calls")
     @classmethod
-    def _keep_one_unknown_field(cls, value: object) -> object:
-        """It is refused by its name; pydantic would make an error of each, and there may be a million."""
-        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
-            return value
-        unknown = next(name for name in value if name not in cls.model_fields)
-        return {name: value[name] for name in (*cls.model_fields, unknown) if name in value}
+    def _check_calls(cls, calls: list[MessageToolCall], info: ValidationInfo) -> list[MessageToolCall]:
+        if calls and info.data.get("role") != "assistant":
+            raise value_error('goes with the role "assistant"')
+        return calls
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _check_call_id(cls, call_id: str | None, info: ValidationInfo) -> str | None:
+        is_tool = info.data.get("role") == "tool"
+        if is_tool and call_id is None:
+            raise PydanticCustomError("missing", "is required")
+        if not is_tool and call_id is not None:
+            raise value_error('goes with the role "tool"')
+        return call_id
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str | None, info: ValidationInfo) -> str | None:
+        if name is not None and info.data.get("role") != "tool":
+            raise PydanticCustomError("not_implemented", "is not implemented beyond tools")
+        return name
 
 
 class ChatCompletionRequest(SamplingFields, TemplateFields):
@@ -95,9 +115,9 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     logprobs: Annotated[bool, NullMeans(False)] = False
     top_logprobs: Annotated[int | None, Field(ge=0)] = None
 
-    tools: Annotated[Any, Only(None, [])] = None
-    tool_choice: Annotated[Any, Only(None, "none", "auto")] = None
-    parallel_tool_calls: Annotated[Any, Only(None, True, False)] = None
+    tools: Tools = Field(default_factory=list)
+    tool_choice: ToolChoiceField = None
+    parallel_tool_calls: Annotated[bool, NullMeans(True)] = True
     functions: Annotated[Any, Only(None, [])] = None
     function_call: Annotated[Any, Only(None, "none", "auto")] = None
     modalities: Annotated[Any, Only(None, ["text"])] = None
@@ -109,6 +129,9 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     prompt_cache_retention: Annotated[Any, Only(None)] = None
     verbosity: Annotated[Any, Only(None)] = None
     web_search_options: Annotated[Any, Only(None)] = None
+
+
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +165,21 @@ class AssistantMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class CallingMessage:
+    """An answer that calls tools. content: what the model wrote beside the calls."""
+
+    content: str | None
+    tool_calls: list[ToolCall]
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ChatChoice:
     index: int
-    message: AssistantMessage
+    message: AssistantMessage | CallingMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: ChatFinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from tokasaurus.server.protocol.chat import ChatLogprobs
+from tokasaurus.server.protocol.chat import ChatFinishReason, ChatLogprobs
 from tokasaurus.server.protocol.completions import CompletionLogprobs
+from tokasaurus.server.protocol.tools import ToolCallFunction
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class RoleDelta:
     """The first of each choice."""
 
     role: Literal["assistant"] = "assistant"
-    content: str = ""
+    content: str | None = ""
     refusal: None = None
 
 
@@ -40,13 +41,46 @@ class ContentDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class ArgumentsPiece:
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallPiece:
+    """The arguments of the answer's call of this index go on."""
+
+    index: int
+    function: ArgumentsPiece
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """The first of a call, without arguments."""
+
+    index: int
+    id: str
+    function: ToolCallFunction
+    type: Literal["function"] = "function"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallsDelta:
+    tool_calls: list[ToolCallStart | ToolCallPiece]
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyDelta:
+    """Nothing new but what stands beside it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChatChunkChoice:
     """delta, logprobs: what is new. finish_reason: on the last chunk of the choice alone."""
 
     index: int
-    delta: RoleDelta | ContentDelta
+    delta: RoleDelta | ContentDelta | ToolCallsDelta | EmptyDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: ChatFinishReason | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from tokasaurus.server.protocol.chat import ChatMessage
 from tokasaurus.server.protocol.sampling_fields import NullMeans, Only
 from tokasaurus.server.protocol.template_fields import TemplateFields
+from tokasaurus.server.protocol.tools import Tools
 
 
 class TokenizeRequest(TemplateFields):
     """Just one of prompt and messages. model: not needed, but if it is given it must be the served one.
 
     add_special_tokens: what the tokenizer adds around a prompt, such as bos; a chat template writes them itself.
-    return_token_strs: also each token as the vocabulary spells it.
+    return_token_strs: also each token as the vocabulary spells it. tools: as in a chat body; they go with messages.
     """
 
     model: str | None = None
@@ -22,7 +23,7 @@ class TokenizeRequest(TemplateFields):
     messages: Annotated[list[ChatMessage] | None, Field(min_length=1, fail_fast=True)] = None
     add_special_tokens: bool | None = None
     return_token_strs: Annotated[bool, NullMeans(False)] = False
-    tools: Annotated[Any, Only(None, [])] = None
+    tools: Tools = Field(default_factory=list)
     chat_template: Annotated[Any, Only(None)] = None
 
 

@@ -18,6 +18,7 @@ from tokasaurus.server.protocol.tokenize import (
 from tokasaurus.server.routes.json_body import JsonBodyRoute
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import state_of
+from tokasaurus.server.tool_use import check_names
 
 router = APIRouter(tags=["tokenizer"])
 _body_router = APIRouter(route_class=JsonBodyRoute, tags=["tokenizer"])
@@ -63,11 +64,12 @@ def _tokenize(body: TokenizeRequest, model: ServedModel, max_model_len: int) -> 
             raise InvalidRequest(
                 "add_special_tokens goes with prompt: a chat template writes them itself", "add_special_tokens"
             )
-        token_ids = encode_messages(body.messages, body, model)
+        check_names(body.tools)
+        token_ids = encode_messages(body.messages, body, model, tools=body.tools)
     else:
         assert body.prompt is not None, "one of the two is there"
-        for name in TemplateFields.model_fields:
-            if getattr(body, name) not in (None, {}):
+        for name in (*TemplateFields.model_fields, "tools"):
+            if getattr(body, name) not in (None, {}, []):
                 raise InvalidRequest(f"{name} goes with messages: a prompt has no template", name)
         add_special_tokens = True if body.add_special_tokens is None else body.add_special_tokens
         token_ids = model.tokenizer.encode(body.prompt, add_special_tokens)

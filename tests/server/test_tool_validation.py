@@ -1,0 +1,105 @@
+"""Bodies whose tools, or messages with calls, are wrong, and what the client is told: always the field."""
+
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import LiveServer
+from tests.server.test_validation import CHAT, check_refused, minimal_body
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+NAMED = {"type": "function", "function": {"name": "f"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
+
+WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
+    ({"messages": [{"role": "function", "content": "a", "name": "f"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "tool", "content": "a", "tool_call_id": 5}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "user", "content": "a", "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [5] * 100_000}]}, "messages[0].tool_calls[0]"),
+    *(
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [CALL | change]}]},
+            f"messages[0].tool_calls[0].{name}",
+        )
+        for change, name in (
+            ({"id": None}, "id"),
+            ({"id": ""}, "id"),
+            ({"type": "custom"}, "type"),
+            ({"type": 5}, "type"),
+            ({"index": 0}, "index"),
+            ({"function": {"name": "f"}}, "function.arguments"),
+            ({"function": {"name": "", "arguments": "{}"}}, "function.name"),
+            ({"function": {"name": "f", "arguments": {}}}, "function.arguments"),
+            ({"function": {"name": "f", "arguments": "[]"}}, "function.arguments"),
+            ({"function": {"name": "f", "arguments": "{"}}, "function.arguments"),
+            ({"function": {"name": "f", "arguments": '{"a": NaN}'}}, "function.arguments"),
+            ({"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}, "function.arguments"),
+            ({"function": {"name": "f", "arguments": '{"a":' * 5000}}, "function.arguments"),
+            ({"function": {"name": "f", "arguments": '{"a": %s}' % ("1" * 5000)}}, "function.arguments"),
+        )
+    ),
+]
+WRONG_TOOLS: list[tuple[dict[str, Any], str]] = [
+    ({"tools": {}}, "tools"),
+    ({"tools": [5] * 100_000}, "tools[0]"),
+    ({"tools": [TOOL] * 1025}, "tools"),
+    ({"tools": [TOOL, TOOL]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [TOOL | {"more": 1}]}, "tools[0].more"),
+    *(
+        ({"tools": [TOOL, {"type": "function", "function": {"name": "g"} | change}]}, f"tools[1].function.{name}")
+        for name, change in (
+            ("name", {"name": None}),
+            ("name", {"name": ""}),
+            ("name", {"name": "a b"}),
+            ("name", {"name": "f\n"}),
+            ("name", {"name": "é"}),
+            ("name", {"name": "f" * 65}),
+            ("description", {"description": 5}),
+            ("parameters", {"parameters": "{}"}),
+            ("parameters", {"parameters": True}),
+            ("strict", {"strict": 1}),
+            ("more", {"more": None}),
+        )
+    ),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": NAMED}, "tool_choice"),
+    ({"tool_choice": ALLOWED}, "tool_choice"),
+    *(
+        ({"tools": [TOOL], "tool_choice": choice}, "tool_choice")
+        for choice in (
+            "any",
+            5,
+            {},
+            "required",
+            NAMED,
+            {"type": "function", "function": {"name": "g"}},
+            {"type": "function", "function": {"name": 5}},
+            {"type": "function", "function": "f"},
+            {"type": "function", "name": "f"},
+            NAMED | {"more": 1},
+            {"type": "custom", "custom": {"name": "f"}},
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+            {"type": "allowed_tools", "allowed_tools": {"mode": "any", "tools": [NAMED]}},
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [5]}},
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "custom"}]}},
+            {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]},
+        )
+    ),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), WRONG_MESSAGES + WRONG_TOOLS)
+def test_wrong_tools_are_a_400_naming_the_field(shared_server: LiveServer, change: dict[str, Any], param: str) -> None:
+    check_refused(shared_server, CHAT, minimal_body(CHAT) | change, param)

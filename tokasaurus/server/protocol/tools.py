@@ -1,0 +1,191 @@
+"""Tools in chat bodies: the functions that may be called, which of them, and calls in messages."""
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NoReturn
+
+import orjson
+from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from tokasaurus.server.protocol.sampling_fields import NullMeans, value_error
+from tokasaurus.server.protocol.strict_object import StrictObject
+
+MAX_TOOLS = 1024
+_NAME_PATTERN = "^[a-zA-Z0-9_-]{1,64}$"
+
+
+def _parse_type(value: object) -> str:
+    if value == "custom":
+        raise PydanticCustomError("not_implemented", "is not implemented beyond functions")
+    if value != "function":
+        raise value_error('must be "function"')
+    return "function"
+
+
+FunctionType = Annotated[str, PlainValidator(_parse_type), WithJsonSchema({"const": "function"})]
+
+
+class FunctionDefinition(StrictObject):
+    """parameters: a JSON schema of an object; null: the function takes nothing.
+
+    strict: arguments match the schema even where the model chooses by itself whether to call.
+    """
+
+    name: Annotated[str, Field(pattern=_NAME_PATTERN)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictObject):
+    type: FunctionType
+    function: FunctionDefinition
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), NullMeans([])]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """none: no call. auto: as the model likes. required: one call at least. named: a call of the one in `names`.
+
+    names: the functions that may be called; None: all.
+    """
+
+    mode: Literal["none", "auto", "required", "named"]
+    names: tuple[str, ...] | None = None
+
+
+def _parse_choice(value: object) -> ToolChoice | None:
+    match value:
+        case None:
+            return None
+        case "none" | "auto" | "required":
+            return ToolChoice(value)
+        case {"type": "function", "function": {"name": str(name), **more_inside}, **more}:
+            if not more and not more_inside:
+                return ToolChoice("named", (name,))
+        case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools), **more_inside}, **more}:
+            if mode in ("auto", "required") and tools and not more and not more_inside:
+                return ToolChoice(mode, tuple(_allowed_name(tool) for tool in tools))
+        case {"type": "custom"}:
+            _refuse_custom()
+    raise value_error(
+        'must be "none", "auto", "required", an object that names a function, or one with the allowed tools'
+    )
+
+
+def _allowed_name(tool: object) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+        case {"type": "custom"}:
+            _refuse_custom()
+    raise value_error("must hold allowed tools that name a function each")
+
+
+def _refuse_custom() -> NoReturn:
+    raise PydanticCustomError("not_implemented", "is not implemented beyond functions")
+
+
+_NAMED_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}},
+            "required": ["name"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["type", "function"],
+    "additionalProperties": False,
+}
+_ALLOWED_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
+            "type": "object",
+            "properties": {
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {
+                        "type": "object",
+                        "properties": {
+                            "type": {"const": "function"},
+                            "function": {
+                                "type": "object",
+                                "properties": {"name": {"type": "string"}},
+                                "required": ["name"],
+                            },
+                        },
+                        "required": ["type", "function"],
+                    },
+                },
+            },
+            "required": ["mode", "tools"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["type", "allowed_tools"],
+    "additionalProperties": False,
+}
+
+ToolChoiceField = Annotated[
+    ToolChoice | None,
+    PlainValidator(_parse_choice),
+    WithJsonSchema(
+        {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED_SCHEMA, _ALLOWED_SCHEMA, {"type": "null"}]}
+    ),
+]
+
+
+def _parse_arguments(value: object) -> dict[str, Any]:
+    """Of a call in a message, as an object: that is what chat templates want. Nothing is none."""
+    if not isinstance(value, str):
+        raise value_error("must be a string")
+    if not value.strip():
+        return {}
+    try:
+        orjson.loads(value)  # refuses NaN and lone surrogates; but makes floats of large integers
+        arguments = json.loads(value)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise value_error("must be the JSON text of an object")
+    return arguments
+
+
+class CalledFunction(StrictObject):
+    name: Annotated[str, Field(min_length=1)]
+    arguments: Annotated[dict[str, Any], PlainValidator(_parse_arguments), WithJsonSchema({"type": "string"})]
+
+
+class MessageToolCall(StrictObject):
+    """As an answer has it, so that clients can send it back. id: what the message with its result names."""
+
+    id: Annotated[str, Field(min_length=1)]
+    type: FunctionType
+    function: CalledFunction
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallFunction:
+    """arguments: JSON text as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """Of an answer."""
+
+    id: str
+    function: ToolCallFunction
+    type: Literal["function"] = "function"
