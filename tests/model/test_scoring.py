@@ -37,10 +37,10 @@ def kernels(request: pytest.FixtureRequest) -> Kernels | None:
 def scores_of(logits: torch.Tensor, target_ids: torch.Tensor, num_top: int, kernels: Kernels | None) -> Scores:
     num_rows = len(logits)
     scores = Scores(
-        torch.empty(num_rows),
-        torch.empty(num_rows, dtype=torch.int32),
-        torch.empty((num_rows, num_top), dtype=torch.int32),
-        torch.empty((num_rows, num_top)),
+        torch.empty(num_rows, device=logits.device),
+        torch.empty(num_rows, dtype=torch.int32, device=logits.device),
+        torch.empty((num_rows, num_top), dtype=torch.int32, device=logits.device),
+        torch.empty((num_rows, num_top), device=logits.device),
     )
     score_logits(logits, target_ids.int(), scores, kernels)
     return scores

@@ -67,6 +67,29 @@ def test_of_equals_the_kernels_take_the_lowest_ids() -> None:
     assert sampled.top_ids.tolist() == [[0, 1, 2], [18, 37, 100]]
 
 
+@pytest.mark.parametrize("count", [1, 20, 900])
+@pytest.mark.parametrize("vocab_size", [900, 5000])
+def test_the_kernels_find_the_likeliest_wherever_they_lie(vocab_size: int, count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    spread = torch.randn(vocab_size, generator=generator)
+    few = torch.full((vocab_size,), -torch.inf)
+    few[[3, 700, 771]] = torch.tensor([1.0, -2.0, 2.0])
+    in_one_column = torch.randn(vocab_size, generator=generator)
+    in_one_column[5::768] += 100
+    rows = [
+        *(spread, spread * 1e30, spread.sort().values, spread.sort(descending=True).values),
+        *(torch.where(spread > 2, spread, -1e9), spread.round(), few, in_one_column),
+    ]
+    logits = torch.stack(rows)
+    sampled = sample_with_top(logits, list(range(len(rows))), count, load_kernels())
+    expected = logits.sort(dim=-1, descending=True, stable=True)
+    assert sampled.top_ids is not None
+    assert sampled.top_logprobs is not None
+    is_there = expected.values[:, :count] > -torch.inf
+    assert torch.equal(sampled.top_ids, expected.indices[:, :count].int().where(is_there, 0))
+    assert torch.equal(sampled.top_logprobs == -torch.inf, ~is_there)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_top_in_mixed_steps_is_that_of_transformers(tmp_path: Path, backend: str) -> None:
     oracle = save_tiny_model(tmp_path, "llama")

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <utility>
 #include <vector>
 
@@ -30,35 +29,52 @@ float sum_exp(const Element* row, int64_t vocab_size, float scale, float largest
   return sum16(total);
 }
 
+// No more than the count-th largest of `values`, and hardly less; -inf where fewer are larger than -inf, or numbers at all.
+// By bisection, which takes a few passes; num_values: whole sixteens.
+static inline float nearly_kth(const float* values, int64_t num_values, int64_t count) {
+  const auto num_above = [=](float bar) {  // or at it
+    i32x16 num = {};
+    for (int64_t i = 0; i < num_values; i += 16) num -= load16(values + i) >= bar;
+    int64_t total = 0;
+    for (int lane = 0; lane < 16; ++lane) total += num[lane];
+    return total;
+  };
+  float below = INFINITY, above = -INFINITY;  // of what is sought
+  for (int64_t i = 0; i < num_values; ++i) {
+    above = larger(values[i], above);
+    if (values[i] > -INFINITY && values[i] < below) below = values[i];
+  }
+  if (num_above(below) < count) return -INFINITY;
+  for (int step = 0; step < 40; ++step) {
+    const float middle = below + (above - below) / 2;
+    const int64_t num = num_above(middle);
+    (num >= count ? below : above) = middle;
+    if (num >= count && num <= count + count / 8) break;
+  }
+  return below;
+}
+
 // The tokens of the `count` largest of row, and their values, in falling order; the lowest ids among equals. Where fewer
-// are larger than -inf (or numbers at all), the rest is token 0 with -inf. Only what is no smaller than the count-th
-// largest of the largest of each sixty-four can be among them.
+// are larger than -inf (or numbers at all), the rest is token 0 with -inf. The row is looked at in columns, as lines of a
+// page: what is less than the count-th largest of their largest is none of them. (In pieces of consecutive tokens these
+// would be far less, since the likeliest tokens have low ids.)
 template <typename Element>
 void find_largest(const Element* row, int64_t vocab_size, int64_t count, int32_t* ids, float* values) {
-  constexpr int64_t kPiece = 64;
+  constexpr int64_t kColumns = 768;
   using Found = std::pair<float, int32_t>;
-  static thread_local std::vector<float> largest, ordered;
   static thread_local std::vector<Found> found;
-  largest.clear();
-  for (int64_t first = 0; first < vocab_size; first += kPiece) {
-    f32x16 here = splat(-INFINITY);
-    for (int64_t token = first; token < first + kPiece; token += 16)
-      here = greater(here, load_row(row, token, vocab_size));
-    largest.push_back(max16(here));
+  float largest[kColumns];
+  std::fill(largest, largest + kColumns, -INFINITY);
+  for (int64_t line = 0; line < vocab_size; line += kColumns) {
+    const int64_t end = std::min(kColumns, vocab_size - line);
+    for (int64_t column = 0; column < end; column += 16)
+      store16(largest + column, greater(load16(largest + column), load_row(row, line + column, vocab_size)));
   }
-  ordered.clear();
-  for (const float value : largest)
-    if (value > -INFINITY) ordered.push_back(value);  // nor what is no number
-  float least = -INFINITY;
-  if (int64_t(ordered.size()) >= count) {
-    std::nth_element(ordered.begin(), ordered.begin() + (count - 1), ordered.end(), std::greater<float>());
-    least = ordered[count - 1];
-  }
+  const float least = nearly_kth(largest, kColumns, count);
   found.clear();
-  for (size_t piece = 0; piece < largest.size(); ++piece) {
-    if (!(largest[piece] >= least)) continue;
-    const int64_t end = std::min(int64_t(piece + 1) * kPiece, vocab_size);
-    for (int64_t token = piece * kPiece; token < end; ++token) {
+  for (int64_t column = 0; column < kColumns; ++column) {
+    if (!(largest[column] >= least)) continue;
+    for (int64_t token = column; token < vocab_size; token += kColumns) {
       const float value = to_float(row[token]);
       if (value >= least && value > -INFINITY) found.emplace_back(value, int32_t(token));
     }

@@ -1,0 +1,43 @@
+"""Draws under masks, and scores, on a CUDA device as on the CPU."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from tests.model.test_sampling import make_rows, noise_keys
+from tests.model.test_scoring import scores_of
+from tests.model.test_token_masks import make_masks
+from tokasaurus.model.sampling import sample
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+DEVICE = "cuda"
+
+
+def test_masked_draws_are_those_of_the_cpu() -> None:
+    logits = torch.randn(100, 1003, generator=torch.Generator().manual_seed(0)) * 3
+    keys = noise_keys(list(range(100)), [0] * 100, [1] * 100)
+    allowed = np.random.default_rng(0).random((100, 1003)) < 0.2
+    rows = dataclasses.replace(
+        make_rows([0.0, 1.0] * 50, [1.0, 1.0, 1.0, 0.9] * 25, keys), masks=make_masks(dict(enumerate(allowed)))
+    )
+    on_device = {
+        field.name: value.to(DEVICE)
+        for field in dataclasses.fields(rows)
+        if isinstance(value := getattr(rows, field.name), torch.Tensor)
+    }
+    drawn = sample(logits.to(DEVICE), dataclasses.replace(rows, **on_device), None).tokens.cpu()
+    assert allowed[np.arange(100), drawn.numpy()].all()
+    assert (drawn == sample(logits, rows, None).tokens).float().mean() >= 0.98
+
+
+def test_scores_are_those_of_the_cpu() -> None:
+    logits = torch.randn(150, 1003, generator=torch.Generator().manual_seed(0)) * 3
+    targets = torch.arange(150)
+    scores = scores_of(logits.to(DEVICE), targets.to(DEVICE), 5, None)
+    for got, expected in zip(scores, scores_of(logits, targets, 5, None), strict=True):
+        torch.testing.assert_close(got.cpu(), expected, atol=1e-5, rtol=1e-5)
