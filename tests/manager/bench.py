@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.manager.fake_scores import assert_kept_scores_are_true, assert_scores_are_true
 from tests.manager.fake_worker import EOS_ID, VOCAB_SIZE, FakeWorker, decode_text, make_request, simulate
 from tests.manager.holdings_check import assert_each_block_has_one_place, tree_nodes
 from tokasaurus.manager.early_stopping import Forecast
@@ -139,6 +140,9 @@ class Bench:
         for node in tree_nodes(state):
             assert state.blocks.is_computed[node.blocks].all()
             assert self.worker.memory[node.blocks].astype(np.int32).tobytes() == node.tokens
+        if state.blocks.scores is not None:
+            assert not (state.blocks.scores.num_top > np.where(state.blocks.is_computed, 1 << 30, -1)).any()
+            assert_kept_scores_are_true(state, state.blocks.scores)
         num_blocks = state.blocks.num_blocks
         assert sorted(state.blocks.take(num_blocks).tolist()) == list(range(1, num_blocks + 1))
         assert state.blocks.tree.num_blocks == 0
@@ -150,6 +154,7 @@ class Shape:
 
     prefix: its prompt begins with `num_shared` tokens of one of a few long texts; or, if negative, with the prompt and
     the completion of the request so many before it, cut to that length, as the next turn of a conversation does.
+    prompt_top: of how many likeliest tokens prompt log-probabilities are wanted, None for no log-probabilities.
     """
 
     prefix: int
@@ -163,6 +168,7 @@ class Shape:
     cache_salt: str = ""
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    prompt_top: int | None = None
 
 
 def make_requests(shapes: Iterable[Shape], limits: EngineLimits) -> list[GenerateRequest]:
@@ -193,6 +199,8 @@ def make_requests(shapes: Iterable[Shape], limits: EngineLimits) -> list[Generat
                 cache_salt=shape.cache_salt,
                 stop_token_ids=shape.stop_token_ids,
                 min_tokens=min(shape.min_tokens, shape.max_new_tokens),
+                want_prompt_logprobs=shape.prompt_top is not None,
+                num_top_prompt_logprobs=shape.prompt_top or 0,
             )
         )
     return requests
@@ -212,3 +220,6 @@ def assert_equals_simulation(deltas: list[SequenceDelta], requests: list[Generat
         token_ids, logprobs, finish_reason = simulate(request, delta.sequence_index)
         assert (delta.token_ids, delta.finish_reason) == (token_ids, finish_reason)
         assert delta.logprobs == (logprobs if request.want_logprobs else None)
+        assert (delta.prompt_logprobs is not None) == (request.want_prompt_logprobs and delta.sequence_index == 0)
+        if delta.prompt_logprobs is not None:
+            assert_scores_are_true(delta.prompt_logprobs, request.prompt_ids.tolist(), request.num_top_prompt_logprobs)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tests.manager.fake_scores import VOCAB_SIZE, FakeScores
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput, TopOfRows
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SamplingParams, TopLogprobs
@@ -20,7 +21,7 @@ from tokasaurus.messages.slots import LogitRules
 
 EOS_ID = 0
 TOKEN_BYTES = [b"", b"a", b"b", b"ab", b"\xc3", b"\xa9", b"\xc3\xa9a", b"c", b"bc", b"d", b"f", b"g"]
-VOCAB_SIZE = len(TOKEN_BYTES)
+assert len(TOKEN_BYTES) == VOCAB_SIZE
 
 
 def decode_text(token_ids: list[int]) -> str:
@@ -51,6 +52,8 @@ def simulate(request: GenerateRequest, index: int) -> tuple[list[int], list[floa
     """What one sequence must come to, token by token and without batches, blocks or steps."""
     token_ids: list[int] = []
     logprobs: list[float] = []
+    if request.max_new_tokens == 0:
+        return token_ids, logprobs, "length"
     while True:
         context = [*request.prompt_ids.tolist(), *token_ids]
         enders = {*request.stop_token_ids, *([] if request.ignore_eos else [EOS_ID])}
@@ -93,6 +96,8 @@ class FakeSlot:
     sample_index: int
     want_logprobs: bool
     num_top: int
+    first_write: int
+    scored_next: int | None = None  # the last token that was scored: it is the next to come
     forbidden: dict[int, int] = field(default_factory=dict)  # token -> while there are fewer tokens than this
     last_token: int | None = None
     has_run: bool = False
@@ -146,6 +151,7 @@ class FakeWorker:
         assert len(prompt_ids) == sum(num_tokens for _, num_tokens in rows[message.num_decode :])
         token_ids, logprobs, asked = [], [], False
         counts = []
+        scores = FakeScores(message)
         for row, (slot_id, num_tokens) in enumerate(rows):
             slot = self.slots[slot_id]
             if row < message.num_decode:
@@ -156,7 +162,9 @@ class FakeWorker:
                 assert num_tokens >= 1
                 assert slot.position + num_tokens <= slot.num_prompt_tokens
                 tokens, prompt_ids = prompt_ids[:num_tokens], prompt_ids[num_tokens:]
+                assert slot.scored_next in (None, tokens[0])
             context = self._write(slot, tokens)
+            slot.scored_next = scores.add(row, context, num_tokens, slot.position == slot.num_prompt_tokens)
             if slot.position < slot.num_prompt_tokens:
                 continue
             forbidden = {token for token, end in slot.forbidden.items() if len(context) < end}
@@ -174,6 +182,7 @@ class FakeWorker:
             np.array(logprobs, np.float32) if asked else None,
             forward_seconds,
             top=top_of_rows(token_ids, logprobs, counts),
+            scores=scores.answer(),
         )
 
     def _apply_changes(self, message: ForwardInput) -> None:
@@ -194,7 +203,9 @@ class FakeWorker:
                     int(opens.sample_indices[row]),
                     bool(opens.want_logprobs[row]),
                     0 if opens.num_top_logprobs is None else int(opens.num_top_logprobs[row]),
+                    int((opens.first_positions if opens.first_writes is None else opens.first_writes)[row]),
                 )
+                assert slot.position <= slot.first_write < slot.num_prompt_tokens
                 self.slots[slot_id] = slot
                 self.opened.append(slot.key)
                 self.start_positions.append(slot.position)
@@ -255,18 +266,22 @@ class FakeWorker:
         end = slot.position + len(tokens)
         num_covered = max(end, slot.num_prompt_tokens)
         assert len(slot.block_table) == -(-num_covered // page_size), "the table covers the step's tokens and no more"
-        written = set(slot.block_table[slot.position // page_size : -(-end // page_size)])
+        first = max(slot.position, slot.first_write)
+        written = set(slot.block_table[first // page_size : -(-end // page_size)])
         for other in self.slots.values():
             # Who shares a block reads it: it has not run before the one that writes the block is done.
             if other is not slot and other.has_run:
                 assert not written & set(other.block_table), "a block is written that another sequence reads"
         if not slot.has_run:
-            cached = slot.block_table[: slot.position // page_size]
+            cached = slot.block_table[: slot.first_write // page_size]
             self.read_from.update((slot.seed, self.writers[block]) for block in cached)
             slot.has_run = True
         self.writers.update(dict.fromkeys(written, slot.seed))
         for position, token in enumerate(tokens, slot.position):
-            self.memory[slot.block_table[position // page_size], position % page_size] = token
+            place = slot.block_table[position // page_size], position % page_size
+            if position >= slot.first_write:
+                self.memory[place] = token
+            assert self.memory[place] == token, "what is not written is not there"
         slot.position = self.stays[slot.key][-1][1] = end
         return self.memory[slot.block_table].reshape(-1)[:end].tolist()
 

@@ -5,6 +5,7 @@ from collections import deque
 
 import numpy as np
 
+from tests.manager.fake_scores import no_scores
 from tokasaurus.manager.input_building import num_blocks_short
 from tokasaurus.manager.outputs import apply_output
 from tokasaurus.manager.state import EngineState
@@ -40,7 +41,8 @@ def replay_usage(state: EngineState) -> list[int]:
             planned.popleft()
             oldest = state.steps_in_flight[0]
             token_ids = np.ones(len(oldest.sampled), np.int32)
-            apply_output(state, ForwardOutput(oldest.step_id, token_ids, None, seconds))
+            scores = no_scores(oldest)
+            apply_output(state, ForwardOutput(oldest.step_id, token_ids, None, seconds, scores=scores))
         num_short = num_blocks_short(state)
         if num_short > 0:
             return [*used, state.blocks.num_blocks + num_short]

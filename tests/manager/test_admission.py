@@ -40,6 +40,7 @@ shapes_strategy = st.lists(
         num_sequences=st.integers(1, 4),
         max_new_tokens=st.integers(1, 30),
         cache_salt=st.sampled_from(["", "", "", "x"]),
+        prompt_top=st.sampled_from([None, None, None, 0, 2]),
     ),
     min_size=2,
     max_size=8,
@@ -214,6 +215,22 @@ def test_candidates_are_simulated_as_they_will_be_once_they_run(shapes, options,
         real = look_ahead(state, None).curve.at(steps)
         assert (simulated >= real).all()
         assert not is_exact or simulated.tolist() == real.tolist()
+
+
+def test_a_prompt_is_scored_again_behind_a_sample_that_was_put_back_after_it():
+    """Then the one that scores it is not the first of its samples."""
+    state = make_bench(make_options(100, 4, max_seqs_per_forward=8)).state
+    for request in make_requests([Shape(0, 30, 0, 2, 9, prompt_top=1)], state.options.limits):
+        add_request(state, request)
+    scored, sample = state.queues.take_first_waiting(), state.queues.take_first_waiting()
+    for sequence in (scored, sample):
+        state.queues.add_waiting(sequence, first=True)
+    before, candidates = look_ahead(state, None), describe(state, [sample, scored])
+    simulated = simulate_candidates(candidates, 2, before, 4).at(np.arange(60))
+    for _ in range(2):
+        admit(state, state.queues.take_first_waiting())
+    assert state.slots.first_positions[[sample.slot, scored.slot]].tolist() == [0, 0]
+    assert look_ahead(state, None).curve.at(np.arange(60)).tolist() == simulated.tolist()
 
 
 @given(

@@ -48,7 +48,13 @@ def join(deltas: Iterable[SequenceDelta]) -> list[SequenceDelta]:
         if before is not None:
             assert before.finish_reason is None, "a delta after the last"
             logprobs = None if delta.logprobs is None else [*(before.logprobs or []), *delta.logprobs]
-            delta = dataclasses.replace(delta, token_ids=before.token_ids + delta.token_ids, logprobs=logprobs)
+            assert delta.prompt_logprobs is None, "not on the first delta"
+            delta = dataclasses.replace(
+                delta,
+                token_ids=before.token_ids + delta.token_ids,
+                logprobs=logprobs,
+                prompt_logprobs=before.prompt_logprobs,
+            )
         assert delta.logprobs is None or len(delta.logprobs) == len(delta.token_ids)
         joined[delta.request_id, delta.sequence_index] = delta
     return list(joined.values())

@@ -33,6 +33,7 @@ varied_fields = {
     "cache_salt": st.sampled_from(["", "", "x"]),
     "stop_token_ids": st.sampled_from([(), (), (3,), (9, 2, 5)]),
     "min_tokens": st.sampled_from([0, 0, 1, 6, 30]),
+    "prompt_top": st.sampled_from([None, None, None, 0, 2, 5]),
 }
 
 shapes_strategy = st.lists(

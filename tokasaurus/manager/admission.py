@@ -10,6 +10,7 @@ from tokasaurus.manager.block_usage import SequenceLoads, SharedLoads, UsageCurv
 from tokasaurus.manager.holdings import admit
 from tokasaurus.manager.outlook import Outlook, expected_decode_steps, look_ahead, wanted_prefill_rate
 from tokasaurus.manager.prefix_tree import PrefixMatch, PrefixNode, PrefixTree
+from tokasaurus.manager.prompt_scores import first_position, num_leading
 from tokasaurus.manager.sequence import Sequence
 from tokasaurus.manager.state import EngineState
 
@@ -26,9 +27,10 @@ _NOW = np.zeros(1, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Samples of one prompt that follow each other among the candidates.
+    """Samples of one prompt that follow each other among the candidates; one whose prompt is scored is the first.
 
-    start: place of the first of them. num_cached_blocks: blocks of the prompt that the prefix tree has, or will have
+    start: place of the first of them. first_position: where it begins to compute, the others behind the blocks that all
+    of them share. num_cached_blocks: blocks of the prompt that the prefix tree has, or will have
     when the candidates before it are admitted.
     path: where the whole blocks of the prompt are that the samples share: nodes, with the number of blocks in each.
     Nodes of the tree by their index; nodes that candidates will bring into it by negative numbers.
@@ -37,6 +39,7 @@ class Family:
     """
 
     start: int
+    first_position: int
     num_cached_blocks: int
     path: list[tuple[int, int]]
     last_node: int | None
@@ -54,11 +57,11 @@ class Candidates:
 def describe(state: EngineState, sequences: list[Sequence]) -> Candidates:
     """What admission has to know of waiting `sequences`."""
     num_kept = np.array([len(sequence.kept_token_ids) for sequence in sequences])
-    max_new_tokens = np.array([sequence.request.max_new_tokens for sequence in sequences])
-    decode_steps = max_new_tokens - num_kept - 1
+    max_tokens = np.array([sequence.max_sampled_tokens for sequence in sequences])
+    decode_steps = max_tokens - num_kept - 1
     if state.forecast is not None:
         ranks = state.num_admissions + np.arange(len(sequences))
-        expected = state.forecast.expected(num_kept, max_new_tokens, ranks) - num_kept - 1
+        expected = state.forecast.expected(num_kept, max_tokens, ranks) - num_kept - 1
         decode_steps = np.where([sequence.may_stop for sequence in sequences], expected, decode_steps)
     num_prompt_tokens = np.array([len(sequence.prompt) for sequence in sequences])
     return Candidates(num_prompt_tokens, decode_steps, _families(state, sequences))
@@ -66,14 +69,16 @@ def describe(state: EngineState, sequences: list[Sequence]) -> Candidates:
 
 def _families(state: EngineState, sequences: list[Sequence]) -> list[Family]:
     """What of each prompt is cached, and what prompts share with those before them, found by putting them into a tree
-    of their own, in which a prompt begins where its cached part ends."""
+    of their own, in which a prompt begins where its cached part ends. Its blocks have the numbers behind those that
+    there are."""
     tree, page_size = state.blocks.tree, state.options.limits.page_size
     block_bytes = 4 * page_size
-    to_come = PrefixTree(page_size)
-    found: list[tuple[int, int, PrefixMatch, PrefixNode, int | None]] = []
+    to_come, next_block = PrefixTree(page_size), state.blocks.num_blocks + 1
+    promised = _promised_scores(state, sequences)
+    found: list[tuple[int, int, int, PrefixMatch, PrefixNode, int | None]] = []
     prompt = None
     for place, sequence in enumerate(sequences):
-        if sequence.prompt is prompt:
+        if sequence.prompt is prompt and not sequence.scores_prompt:
             continue
         prompt = sequence.prompt
         num_whole, num_shared = len(prompt) // page_size, (len(prompt) - 1) // page_size
@@ -82,24 +87,42 @@ def _families(state: EngineState, sequences: list[Sequence]) -> list[Family]:
         rest = prompt.token_bytes[match.num_blocks * block_bytes : num_shared * block_bytes]
         more = to_come.match(rest, branch)
         node = to_come.hold(more)
-        num_new = num_shared - match.num_blocks - more.num_blocks
+        num_cached = match.num_blocks + more.num_blocks
+        new = np.arange(next_block, next_block + num_whole - num_cached, dtype=np.int32)
+        next_block += len(new)
+        start = num_cached * page_size
+        if sequence.scores_prompt:
+            cached = np.concatenate((tree.blocks_on_path(match), to_come.blocks_on_path(more)))
+            num_top = sequence.request.num_top_prompt_logprobs
+            start = first_position(num_leading(promised[cached], num_top), page_size)
+            scored = np.concatenate((cached, new))
+            promised[scored] = np.maximum(promised[scored], num_top)
+        num_new = num_shared - num_cached
         if num_new:
-            node = to_come.insert(node, rest[more.num_blocks * block_bytes :], np.zeros(num_new, np.int32), branch)
+            node = to_come.insert(node, rest[more.num_blocks * block_bytes :], new[:num_new], branch)
         last_node = None
         if num_whole > num_shared and tree.match(prompt.token_bytes, sequence.salt, num_whole).num_blocks < num_whole:
             last_bytes = prompt.token_bytes[num_shared * block_bytes : num_whole * block_bytes]
-            last = to_come.insert(node, last_bytes, np.zeros(1, np.int32), branch)
+            last = to_come.insert(node, last_bytes, new[num_new:], branch)
             last_node = None if last is node else -last.index
-        found.append((place, match.num_blocks + more.num_blocks, match, node, last_node))
+        found.append((place, start, num_cached, match, node, last_node))
     families = []
-    for start, num_cached_blocks, match, node, last_node in found:
+    for place, start, num_cached, match, node, last_node in found:
         path = [(-ancestor.index, len(ancestor.blocks)) for ancestor in _ancestors(to_come, node)]
         end = match.num_blocks
         for ancestor in _ancestors(tree, match.node):
             path.append((ancestor.index, end - ancestor.parent.end_block))
             end = ancestor.parent.end_block
-        families.append(Family(start, num_cached_blocks, path, last_node))
+        families.append(Family(place, start, num_cached, path, last_node))
     return families
+
+
+def _promised_scores(state: EngineState, sequences: list[Sequence]) -> NDArray[np.int32]:
+    """What will be scored of all blocks, and room for those that `sequences` will bring."""
+    if state.blocks.scores is None:
+        return np.empty(0, np.int32)
+    num_tokens = sum(len(sequence.prompt) for sequence in sequences)
+    return state.blocks.scores.promised(num_tokens // state.options.limits.page_size)
 
 
 def _ancestors(tree: PrefixTree, node: PrefixNode) -> Iterator[PrefixNode]:
@@ -120,9 +143,7 @@ def simulate_candidates(candidates: Candidates, num: int, outlook: Outlook, page
     families = [family for family in candidates.families if family.start < num]
     starts = np.array([family.start for family in families])
     num_shared = (num_tokens - 1) // page_size  # the block of the last token is each one's own
-    num_computed = num_shared.copy()
-    num_computed[starts] = [family.num_cached_blocks for family in families]
-    prefill = outlook.prefill.extend(num_tokens - num_computed * page_size, num_steps)
+    prefill = outlook.prefill.extend(_num_to_compute(candidates, page_size)[:num], num_steps)
     last_steps = prefill.start_steps + num_steps + outlook.hold_steps
     num_own_tokens = num_tokens - num_shared * page_size
 
@@ -143,6 +164,13 @@ def simulate_candidates(candidates: Candidates, num: int, outlook: Outlook, page
     shared = SharedLoads(blocks_and_ends[is_longer, 0], first_steps[is_longer], blocks_and_ends[is_longer, 1])
     own = SequenceLoads(num_own_tokens, prefill.start_steps, num_steps)
     return simulate_usage(own, shared, page_size, outlook.hold_steps)
+
+
+def _num_to_compute(candidates: Candidates, page_size: int) -> Int64Array:
+    """Prompt tokens of each, [K], at least 1."""
+    starts = (candidates.num_prompt_tokens - 1) // page_size * page_size
+    starts[[family.start for family in candidates.families]] = [family.first_position for family in candidates.families]
+    return candidates.num_prompt_tokens - starts
 
 
 def num_obviously_fitting(candidates: Candidates, num_blocks: int, page_size: int) -> int:
@@ -218,11 +246,7 @@ def _admit_fitting(state: EngineState, candidates: Candidates) -> tuple[int, boo
 
 
 def _prefill_rate(state: EngineState, candidates: Candidates) -> int | None:
-    page_size = state.options.limits.page_size
-    num_tokens = candidates.num_prompt_tokens - (candidates.num_prompt_tokens - 1) // page_size * page_size
-    for family in candidates.families:
-        num_cached_tokens = family.num_cached_blocks * page_size
-        num_tokens[family.start] = candidates.num_prompt_tokens[family.start] - num_cached_tokens
+    num_tokens = _num_to_compute(candidates, state.options.limits.page_size)
     return wanted_prefill_rate(state, num_tokens, candidates.decode_steps)
 
 

@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.prefix_tree import PrefixTree
+from tokasaurus.manager.prompt_scores import PromptScores
 
 
 class BlockAllocator:
@@ -15,6 +16,7 @@ class BlockAllocator:
     row 0 is scratch.
     is_computed: bool [num_blocks + 1], whether steps that fill the whole block are sent, written by the owner; False
     when the block is given.
+    scores: of the tokens of prompts; None until some are asked for.
     """
 
     def __init__(self, num_blocks: int, page_size: int) -> None:
@@ -23,6 +25,7 @@ class BlockAllocator:
         self.tree = PrefixTree(page_size)
         self.tokens = np.zeros((num_blocks + 1, page_size), np.int32)
         self.is_computed = np.zeros(num_blocks + 1, np.bool_)
+        self.scores: PromptScores | None = None
         self._free = np.arange(num_blocks, 0, -1, dtype=np.int32)  # a stack: those that are free come first
         # -1 where not free, else its place among those that were freed with it, so that one of them freed twice shows.
         # Block 0 counts as free: nobody may give it back.
@@ -51,7 +54,15 @@ class BlockAllocator:
         if len(taken) < num_blocks:
             taken = np.concatenate([taken, self.tree.evict(num_blocks - len(taken))])
         self.is_computed[taken] = False
+        if self.scores is not None:
+            self.scores.forget(taken)
         return taken
+
+    def keep_scores(self, num_top: int) -> None:
+        """Scores will be asked for, with so many likeliest tokens at each place."""
+        if self.scores is None:
+            self.scores = PromptScores(self.num_blocks, self.tokens.shape[1])
+        self.scores.widen(num_top)
 
     def give_back(self, blocks: NDArray[np.int32]) -> None:
         """Each of `blocks` is free again at once: the device executes in order, so a step that was sent before this

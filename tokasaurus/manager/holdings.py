@@ -5,6 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.accounting import count_leaving
+from tokasaurus.manager.prompt_scores import first_position
 from tokasaurus.manager.sequence import Phase, Sequence, make_prompt
 from tokasaurus.manager.slot_arrays import NEVER
 from tokasaurus.manager.state import EngineState
@@ -41,7 +42,6 @@ def admit(state: EngineState, sequence: Sequence) -> None:
     if len(tail):
         blocks.tokens[table[num_tree_blocks], : len(tail)] = tail
     request = sequence.request
-    slots.first_positions[slot] = slots.num_kv_tokens[slot] = match.num_blocks * page_size
     slots.num_known_tokens[slot] = num_tokens
     slots.num_prompt_tokens[slot] = len(request.prompt_ids)
     slots.num_prefill_tokens[slot] = num_tokens
@@ -70,6 +70,30 @@ def admit(state: EngineState, sequence: Sequence) -> None:
     sequence.slot, sequence.node, sequence.num_tree_blocks = slot, node, num_tree_blocks
     sequence.phase = Phase.PREFILL
     state.queues.prefilling[sequence] = None
+    _set_start(state, sequence, match.num_blocks)
+    _promise_scores(state, sequence)
+
+
+def _set_start(state: EngineState, sequence: Sequence, num_cached_blocks: int) -> None:
+    """Where its prefill begins, when the KV of so many blocks will be there: behind them, or where what is scored of
+    them ends."""
+    slots, slot, page_size = state.slots, sequence.slot, state.options.limits.page_size
+    start = slots.first_writes[slot] = num_cached_blocks * page_size
+    if sequence.scores_prompt:
+        assert state.blocks.scores is not None
+        cached = slots.block_tables[slot, :num_cached_blocks]
+        num_scored = state.blocks.scores.num_leading_blocks(cached, sequence.request.num_top_prompt_logprobs)
+        start = first_position(num_scored, page_size)
+    slots.first_positions[slot] = slots.num_kv_tokens[slot] = start
+
+
+def _promise_scores(state: EngineState, sequence: Sequence) -> None:
+    """Whoever runs after it can read the scores of its whole blocks, if it has any."""
+    if sequence.scores_prompt:
+        assert state.blocks.scores is not None
+        num_whole = len(sequence.prompt) // state.options.limits.page_size
+        table = state.slots.block_tables[sequence.slot, :num_whole]
+        state.blocks.scores.promise(table, sequence.request.num_top_prompt_logprobs)
 
 
 def sampled_tokens(state: EngineState, sequence: Sequence, most: int | None = None) -> NDArray[np.int32]:
@@ -102,6 +126,17 @@ def _per_sampled_token(state: EngineState, sequence: Sequence, by_block: NDArray
     return by_block[table].reshape(-1)[first - first_block * page_size : num_known - first_block * page_size]
 
 
+def keep_prompt_logprobs(state: EngineState, sequence: Sequence) -> None:
+    """Of a running sequence that has its first token, and so the results of its whole prompt."""
+    if sequence.scores_prompt:
+        assert state.blocks.scores is not None
+        table, request = state.slots.block_tables[sequence.slot], sequence.request
+        sequence.prompt_logprobs = state.blocks.scores.read(
+            table, len(request.prompt_ids), request.num_top_prompt_logprobs
+        )
+        sequence.scores_prompt = False
+
+
 def release(state: EngineState, sequence: Sequence) -> None:
     """End a sequence in whatever phase it is: slot and blocks are free at once, every trace of it is gone."""
     if sequence.phase is Phase.WAITING:
@@ -123,6 +158,7 @@ def preempt(state: EngineState, sequence: Sequence) -> None:
     """
     token_ids = sampled_tokens(state, sequence)
     if len(token_ids):
+        keep_prompt_logprobs(state, sequence)
         sequence.kept_token_ids += token_ids.tolist()
         if sequence.request.want_logprobs:
             sequence.kept_logprobs += sampled_logprobs(state, sequence).tolist()
@@ -203,14 +239,18 @@ def _own_blocks(state: EngineState, sequence: Sequence) -> NDArray[np.int32]:
 
 def find_starts(state: EngineState) -> None:
     """Where the prompts begin that the worker has not seen: behind the blocks that are computed, or that a prompt
-    before them computes. Needed when one of them has left: another has to compute what it left undone."""
-    slots, page_size = state.slots, state.options.limits.page_size
+    before them computes. Needed when one of them has left: another has to compute what it left undone. And likewise
+    for those that are scored."""
+    slots = state.slots
+    if state.blocks.scores is not None:
+        state.blocks.scores.break_promises()
     will_be_computed = state.blocks.is_computed.copy()
     for sequence in state.queues.prefilling:
         table = slots.block_tables[sequence.slot, : sequence.num_tree_blocks]
         if not sequence.is_open:
             is_there = will_be_computed[table]
             num_there = len(table) if is_there.all() else int(is_there.argmin())
-            slots.first_positions[sequence.slot] = slots.num_kv_tokens[sequence.slot] = num_there * page_size
+            _set_start(state, sequence, num_there)
+        _promise_scores(state, sequence)
         will_be_computed[table] = True
     state.starts_are_stale = False

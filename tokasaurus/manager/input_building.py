@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.accounting import count_computed, count_shared, count_start
 from tokasaurus.manager.logit_rules import build_logit_rules
+from tokasaurus.manager.prompt_scores import ScoredChunk, build_scored_rows
 from tokasaurus.manager.sequence import Phase, Sequence
 from tokasaurus.manager.state import EngineState, StepInFlight
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups
@@ -31,6 +32,7 @@ def start_step(state: EngineState, chunks: list[int]) -> ForwardInput:
     decode, groups = _in_groups(state, state.queues.decoding())
     block_slots, block_ids = _step_decoding(state, decode)
     prefill = [sequence for sequence, _ in zip(state.queues.prefilling, chunks, strict=False)]
+    scored = _score(state, prefill, chunks, len(decode)) if state.blocks.scores is not None else []
     prompt_ids, opened, done = _step_prefilling(state, prefill, chunks)
     copies: list[tuple[int, int, int]] = []
     for sequence in opened:
@@ -57,9 +59,10 @@ def start_step(state: EngineState, chunks: list[int]) -> ForwardInput:
             copies=TableCopies(*np.array(copies, np.int32).T) if copies else None,
         ),
         groups=groups,
+        scored=build_scored_rows(scored),
     )
     sampled = decode if not done else np.concatenate((decode, np.array(done, np.int64)))
-    state.steps_in_flight.append(StepInFlight(step_id, sampled, len(message.slots), len(message.prompt_ids)))
+    state.steps_in_flight.append(StepInFlight(step_id, sampled, len(message.slots), len(message.prompt_ids), scored))
     _sort_by_phase(state, decode, done)
     state.slots_to_close = []
     state.next_step_id += 1
@@ -147,6 +150,20 @@ def _step_prefilling(
     return prompt_ids, opened, done
 
 
+def _score(state: EngineState, prefill: list[Sequence], chunks: list[int], num_decode: int) -> list[ScoredChunk]:
+    """Of the chunks that the step at hand computes, those of prompts that are scored."""
+    slots, scores = state.slots, state.blocks.scores
+    assert scores is not None
+    scored = []
+    for row, (sequence, num_tokens) in enumerate(zip(prefill, chunks, strict=True), num_decode):
+        if sequence.scores_prompt:
+            slot, num_top = sequence.slot, sequence.request.num_top_prompt_logprobs
+            start = int(slots.num_kv_tokens[slot])
+            table, token_ids = slots.block_tables[slot], sequence.prompt.token_ids
+            scored.append(scores.send_chunk(row, token_ids, table, start, start + num_tokens, num_top))
+    return [chunk for chunk in scored if len(chunk.places)]
+
+
 def _open(state: EngineState, sequence: Sequence, start: int) -> None:
     """The step at hand gives the sequence's slot to the worker: its first `start` tokens are cached."""
     sequence.is_open = True
@@ -186,10 +203,11 @@ def _build_opens(state: EngineState, sequences: list[Sequence]) -> SlotOpens | N
     slots = np.array([sequence.slot for sequence in sequences], np.int32)
     sampling = [sequence.request.sampling for sequence in sequences]
     num_top = np.array([sequence.request.num_top_logprobs for sequence in sequences], np.int32)
+    first_positions, first_writes = state.slots.first_positions[slots], state.slots.first_writes[slots]
     return SlotOpens(
         slots=slots,
         num_prompt_tokens=state.slots.num_prefill_tokens[slots].astype(np.int32),
-        first_positions=state.slots.first_positions[slots].astype(np.int32),
+        first_positions=first_positions.astype(np.int32),
         temperatures=np.array([params.temperature for params in sampling], np.float32),
         top_ps=np.array([params.top_p for params in sampling], np.float32),
         top_ks=np.array([params.top_k for params in sampling], np.int32),
@@ -199,4 +217,5 @@ def _build_opens(state: EngineState, sequences: list[Sequence]) -> SlotOpens | N
         want_logprobs=state.slots.want_logprobs[slots],
         rules=build_logit_rules(sequences, state.options.eos_ids),
         num_top_logprobs=num_top if num_top.any() else None,
+        first_writes=first_writes.astype(np.int32) if (first_writes != first_positions).any() else None,
     )

@@ -13,7 +13,7 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
     options = state.options
     assert request.request_id not in state.unfinished, f"request id {request.request_id} is in use"
     stop_matcher, stop_row = None, 0
-    if request.stop_strings:
+    if request.stop_strings and request.max_new_tokens > 0:
         stop_matcher = StopMatcher(
             options.decode_text, request.stop_strings, options.special_ids, options.min_lookback_tokens
         )
@@ -26,6 +26,9 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
     if request.num_top_logprobs:
         for sequence in sequences:
             sequence.kept_top = KeptTop(request.num_top_logprobs)
+    if request.want_prompt_logprobs:
+        sequences[0].scores_prompt = True
+        state.blocks.keep_scores(request.num_top_prompt_logprobs)
     # One that can never be admitted would hold back all behind it for ever.
     max_kv_tokens = sequences[0].max_kv_tokens
     limits = options.limits

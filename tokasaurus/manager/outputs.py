@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.manager.holdings import release, sampled_logprobs, sampled_tokens
+from tokasaurus.manager.holdings import keep_prompt_logprobs, release, sampled_logprobs, sampled_tokens
 from tokasaurus.manager.scheduler import average_step_seconds
 from tokasaurus.manager.sequence import Sequence
 from tokasaurus.manager.state import EngineState
@@ -31,6 +31,10 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     state.step_totals.busy_seconds += output.forward_seconds
     state.totals.recompiles += output.num_recompiles
     state.totals.phase_seconds = output.phase_seconds
+    if step.scored:
+        assert state.blocks.scores is not None
+        assert output.scores is not None, f"step {step.step_id}: no scores"
+        state.blocks.scores.note(step.scored, output.scores)
     slots, token_ids, logprobs = step.sampled, output.token_ids, output.logprobs
     is_valid = state.slots.opened_at[slots] <= step.step_id
     if output.top is not None:
@@ -147,6 +151,10 @@ def _end(state: EngineState, slot: int, is_stop: bool) -> None:
     a stop."""
     sequence = state.sequences[slot]
     assert sequence is not None
+    if sequence.request.max_new_tokens == 0:
+        state.totals.generation_tokens -= 1  # it was sampled, and nobody asked for it
+        _finish(state, sequence, [], "length")
+        return
     token_ids = sequence.kept_token_ids + sampled_tokens(state, sequence).tolist()
     reason: FinishReason = "stop" if is_stop else "length"
     if sequence.stop_matcher is not None:
@@ -167,6 +175,7 @@ def _finish(state: EngineState, sequence: Sequence, token_ids: list[int], reason
         logprobs = logprobs[sequence.num_streamed_tokens :]
     if sequence.may_stop:
         state.ended.append((len(token_ids), reason == "stop"))
+    keep_prompt_logprobs(state, sequence)
     release(state, sequence)
     state.deltas.append(_delta(sequence, token_ids[sequence.num_streamed_tokens :], logprobs, reason))
 
@@ -187,6 +196,7 @@ def stream_new_tokens(state: EngineState) -> None:
         num_new = final - sequence.num_streamed_tokens
         if num_new <= 0:
             continue
+        keep_prompt_logprobs(state, sequence)
         logprobs: list[float] | None = None
         # The usual case, without a look at the blocks. A token kept over a preemption is not the slot's last.
         if num_new == 1 and final == generated > len(sequence.kept_token_ids):
@@ -210,6 +220,7 @@ def _delta(
     """The next tokens of a sequence, behind those that are in deltas already."""
     assert sequence.num_cached_tokens is not None
     start = sequence.num_streamed_tokens
+    prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
     return SequenceDelta(
         request_id=sequence.request.request_id,
         sequence_index=sequence.index,
@@ -221,4 +232,5 @@ def _delta(
         num_recomputed_tokens=sequence.counts.recomputed,
         num_shared_tokens=sequence.counts.shared,
         top=None if sequence.kept_top is None else sequence.kept_top.part(start, start + len(token_ids)),
+        prompt_logprobs=prompt_logprobs,
     )

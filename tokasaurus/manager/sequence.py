@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.prefix_tree import PrefixNode
 from tokasaurus.manager.top_logprobs import KeptTop
-from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.messages.generation import GenerateRequest, PromptLogprobs
 from tokasaurus.text.stop_strings import StopMatcher
 
 
@@ -74,6 +74,8 @@ class Sequence:
     num_cached_tokens: prompt tokens read from the cache when it first started; None before that.
     num_kv_tokens_before: most tokens whose KV it had had when it left a slot.
     num_streamed_tokens: sampled tokens that are in deltas already; 0 where it is not streamed.
+    scores_prompt: the tokens of its prompt are scored when it is prefilled: the request wants that, and it is the first
+    of its sequences. prompt_logprobs: what came of it, once known; then a later prefill scores nothing.
     """
 
     request: GenerateRequest
@@ -95,14 +97,23 @@ class Sequence:
     kept_token_ids: list[int] = field(default_factory=list)
     kept_logprobs: list[float] = field(default_factory=list)
     kept_top: KeptTop | None = None
+    scores_prompt: bool = False
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def may_stop(self) -> bool:
         """Whether it may end before it has max_new_tokens."""
         request = self.request
+        if request.max_new_tokens == 0:
+            return False
         return not request.ignore_eos or self.stop_matcher is not None or len(request.stop_token_ids) > 0
+
+    @property
+    def max_sampled_tokens(self) -> int:
+        """The step that ends its prompt samples one even where none is wanted."""
+        return max(1, self.request.max_new_tokens)
 
     @property
     def max_kv_tokens(self) -> int:
         """KV tokens at its longest: the KV of the last token is never needed."""
-        return len(self.request.prompt_ids) + self.request.max_new_tokens - 1
+        return len(self.request.prompt_ids) + self.max_sampled_tokens - 1

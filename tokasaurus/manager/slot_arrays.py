@@ -23,7 +23,8 @@ class SlotArrays:
     last_tokens: the newest known token.
     opened_at: the step that opened the slot for its sequence at the worker; NEVER while no step has.
     admitted_at: a number that grows with every admission, for the order among sequences.
-    first_positions: where its prefill begins: the tokens before are cached.
+    first_positions: where its prefill begins. first_writes: the KV of the tokens before is cached; where that is behind
+    first_positions, what lies between is computed again for its logits alone.
     nodes: index of the deepest node it holds in the prefix tree.
     is_running, is_decoding: of the running, those that decode in every step.
     ends_at_eos: eos ends it. stop_token_ids: [slots, MAX_STOP_TOKEN_IDS], others that do; -1 for none.
@@ -53,6 +54,7 @@ class SlotArrays:
         self.opened_at = np.full(num_slots + 1, NEVER)
         self.admitted_at = zeros()
         self.first_positions = zeros()
+        self.first_writes = zeros()
         self.nodes = zeros()
         self.is_running = false()
         self.is_decoding = false()

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.block_allocator import BlockAllocator
 from tokasaurus.manager.early_stopping import CompletionLengths, Forecast, prior_forecast
+from tokasaurus.manager.prompt_scores import ScoredChunk
 from tokasaurus.manager.sequence import Sequence, TokenCounts
 from tokasaurus.manager.sequence_queues import SequenceQueues
 from tokasaurus.manager.slot_arrays import SlotArrays
@@ -84,12 +85,14 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step whose results are not back. `sampled`: int64, the slots that sample in it, in the order of the rows."""
+    """A step whose results are not back. `sampled`: int64, the slots that sample in it, in the order of the rows.
+    `scored`: the tokens of prompts that it scores, likewise."""
 
     step_id: int
     sampled: NDArray[np.int64]
     num_rows: int
     num_prefill_tokens: int
+    scored: list[ScoredChunk]
 
 
 @dataclass(slots=True)
