@@ -6,12 +6,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.generation import (
     CancelRequest,
     EngineUpdate,
     FinishReason,
     GenerateRequest,
+    PromptLogprobs,
     SequenceDelta,
     TopLogprobs,
 )
@@ -44,6 +47,22 @@ def echo(request: GenerateRequest, _sequence_index: int) -> Reply:
     token_ids = request.prompt_ids.tolist()[: request.max_new_tokens]
     logprobs = [-0.5 * (position + 1) for position in range(len(token_ids))] if request.want_logprobs else None
     return Reply(token_ids, logprobs, "length")
+
+
+def score_prompt(request: GenerateRequest) -> PromptLogprobs:
+    """The token at place p has rank 1 + p % 7, the others of the likeliest are 97, 98, ...; the log-probability of
+    rank r is -r / 2."""
+    num_tokens, count = len(request.prompt_ids), request.num_top_prompt_logprobs
+    ranks = np.arange(num_tokens, dtype=np.int32) % 7 + 1
+    top = TopLogprobs(np.zeros((num_tokens, count), np.int32), np.full((num_tokens, count), np.nan, np.float32))
+    for place in range(1, num_tokens):
+        likeliest = [token_id for token_id in range(97, 98 + count) if token_id != request.prompt_ids[place]]
+        likeliest.insert(ranks[place] - 1, int(request.prompt_ids[place]))
+        top.token_ids[place] = likeliest[:count]
+        top.logprobs[place] = -0.5 * np.arange(1, count + 1)
+    logprobs = (-0.5 * ranks).astype(np.float32)
+    ranks[0], logprobs[0] = 0, np.nan
+    return PromptLogprobs(logprobs, ranks, top if count else None)
 
 
 @dataclass
@@ -111,6 +130,7 @@ class FakeEngine:
                 num_shared_tokens=reply.num_shared_tokens,
                 top=reply.top,
                 error=reply.error,
+                prompt_logprobs=score_prompt(request) if request.want_prompt_logprobs and index == 0 else None,
             )
             for index, reply in enumerate(replies)
             if reply is not None
@@ -124,7 +144,7 @@ class FakeEngine:
         )
         num_updates = 1
         if request.is_streamed:
-            num_updates = max((-(-len(delta.token_ids) // self.delta_size) for delta in deltas), default=0)
+            num_updates = max((max(1, -(-len(delta.token_ids) // self.delta_size)) for delta in deltas), default=0)
         for number in range(num_updates):
             time.sleep(self.pause_s if number > 0 else 0)
             now = [self._part(delta, number) for delta in deltas] if request.is_streamed else deltas
@@ -133,7 +153,7 @@ class FakeEngine:
 
     def _part(self, delta: SequenceDelta, number: int) -> SequenceDelta | None:
         start, end = number * self.delta_size, (number + 1) * self.delta_size
-        if start >= len(delta.token_ids):
+        if number > 0 and start >= len(delta.token_ids):
             return None
         return replace(
             delta,
@@ -144,4 +164,5 @@ class FakeEngine:
             else TopLogprobs(delta.top.token_ids[start:end], delta.top.logprobs[start:end]),
             finish_reason=delta.finish_reason if end >= len(delta.token_ids) else None,
             error=delta.error if end >= len(delta.token_ids) else "",
+            prompt_logprobs=delta.prompt_logprobs if number == 0 else None,
         )

@@ -32,6 +32,7 @@ NEUTRAL: dict[str, list[object]] = {
     "min_tokens": [None, 0, 2],
     "logprobs_in_fingerprint": [None, False, True],
     "return_token_ids": [None, False, True],
+    "prompt_logprobs": [None, 0, 20],
     "response_format": [None, {"type": "text"}],
     "user": ["me", None],
     "metadata": [{"a": "b"}, None],
@@ -41,7 +42,7 @@ NEUTRAL: dict[str, list[object]] = {
     "prompt_cache_key": ["x"],
 }
 NEUTRAL_COMPLETIONS: dict[str, list[object]] = {
-    "echo": [False, None],
+    "echo": [True, False, None],
     "best_of": [1, None],
     "suffix": [None],
     "logprobs": [None, 0, 1, 20],

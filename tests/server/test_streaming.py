@@ -10,9 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.fake_engine import score_prompt
 from tests.server.small_tokenizer import IM_END, IM_START
 from tests.server.test_respond import make_request
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta
+from tokasaurus.server.echo import Echo
 from tokasaurus.server.engine_client import FinishedSequence
 from tokasaurus.server.prepare import Prepared
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
@@ -50,8 +52,9 @@ def cut_into_deltas(sequence: FinishedSequence, index: int, rng: random.Random) 
             num_computed_tokens=3,
             num_recomputed_tokens=0,
             num_shared_tokens=0,
+            prompt_logprobs=sequence.prompt_logprobs if place == 0 else None,
         )
-        for start, end in itertools.pairwise([0, *inner, num_tokens])
+        for place, (start, end) in enumerate(itertools.pairwise([0, *inner, num_tokens]))
     ]
 
 
@@ -115,11 +118,12 @@ def join_chat(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     st.booleans(),
     st.sampled_from([StreamOptions(), StreamOptions(include_usage=True), StreamOptions(continuous_usage_stats=True)]),
     st.sampled_from([0, 0, 1, 2, 4]),
+    st.booleans(),
     st.integers(0, 1000),
 )
-@example([([HELLO, 0xE2, 0x82], False)] * 4, ("\ufffd",), True, False, StreamOptions(), 0, 0)
-@example([([*b"hello h", IM_START], True)] * 4, ("hello hello",), True, False, StreamOptions(), 0, 1)
-@example([([HELLO, 0xE2, HELLO, HELLO], True)] * 4, ("lo", "\ufffd"), True, False, StreamOptions(), 2, 2)
+@example([([HELLO, 0xE2, 0x82], False)] * 4, ("\ufffd",), True, False, StreamOptions(), 0, False, 0)
+@example([([*b"hello h", IM_START], True)] * 4, ("hello hello",), True, False, StreamOptions(), 0, True, 1)
+@example([([HELLO, 0xE2, HELLO, HELLO], True)] * 4, ("lo", "\ufffd"), True, False, StreamOptions(), 2, True, 2)
 def test_joined_chunks_are_the_whole_answer(
     served_model: ServedModel,
     sequences: list[tuple[list[int], bool]],
@@ -128,9 +132,10 @@ def test_joined_chunks_are_the_whole_answer(
     ignore_eos: bool,
     options: StreamOptions,
     min_tokens: int,
+    echoes: bool,
     seed: int,
 ) -> None:
-    """Two prompts of two samples each, or a chat of four."""
+    """Two prompts of two samples each, echoed or not, or a chat of four."""
     results = [
         finished([*token_ids, IM_END], "stop") if ends else finished(token_ids or [HELLO], "length")
         for token_ids, ends in sequences
@@ -141,12 +146,20 @@ def test_joined_chunks_are_the_whole_answer(
         make_request(3, stop, ignore_eos, want_logprobs, num_sequences=2), min_tokens=max(0, min_tokens)
     )
 
-    rows = [results[:2], results[2:]]
-    prepared = Prepared("cmpl-1", [request, request])
+    scores = score_prompt(request)
+    rows = [
+        [dataclasses.replace(first, prompt_logprobs=scores), second] for first, second in (results[:2], results[2:])
+    ]
+    asked = dataclasses.replace(request, want_prompt_logprobs=echoes and want_logprobs)
+    echo = Echo("lo€", [0, 1, 2])
+    prepared = Prepared("cmpl-1", [asked, asked], echoes=[echo, echo] if echoes else [])
     whole = build_completion(prepared, rows, served_model)
     chunks = run(
         CompletionStream(prepared, served_model, options), rows, seed, options, orjson.loads(orjson.dumps(whole.usage))
     )
+    if echoes:
+        firsts = {choice["index"]: choice for chunk in reversed(chunks) for choice in chunk["choices"]}
+        assert {choice["text"] for choice in firsts.values()} == {"lo€"}
     expected = {choice["index"]: choice for choice in orjson.loads(orjson.dumps(whole.choices))}
     for index, joined in join_completion(chunks).items():
         choice = expected.pop(index)

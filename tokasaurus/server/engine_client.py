@@ -15,6 +15,7 @@ from tokasaurus.messages.generation import (
     EngineUpdate,
     FinishReason,
     GenerateRequest,
+    PromptLogprobs,
     SequenceDelta,
     TopLogprobs,
 )
@@ -35,7 +36,7 @@ class FinishedSequence:
     they add up to so far.
 
     logprobs: one per token; None where not asked. top_parts: likewise, as they came; empty where not asked. The numbers
-    of tokens are SequenceDelta's.
+    of tokens and prompt_logprobs are SequenceDelta's.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -46,6 +47,7 @@ class FinishedSequence:
     num_recomputed_tokens: int = 0
     num_shared_tokens: int = 0
     top_parts: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
 
     def append(self, delta: SequenceDelta) -> None:
         self.token_ids += delta.token_ids
@@ -55,6 +57,8 @@ class FinishedSequence:
             self.logprobs += delta.logprobs
         if delta.top is not None:
             self.top_parts.append(delta.top)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         self.num_cached_tokens = delta.num_cached_tokens
         self.num_computed_tokens = delta.num_computed_tokens
         self.num_recomputed_tokens = delta.num_recomputed_tokens
@@ -103,7 +107,13 @@ class Arrivals:
             if before.logprobs is not None and delta.logprobs is not None:
                 before.logprobs.extend(delta.logprobs)
             top = None if before.top is None or delta.top is None else _join((before.top, delta.top))
-            delta = replace(delta, token_ids=before.token_ids, logprobs=before.logprobs, top=top)
+            delta = replace(
+                delta,
+                token_ids=before.token_ids,
+                logprobs=before.logprobs,
+                top=top,
+                prompt_logprobs=before.prompt_logprobs,  # on a first delta alone
+            )
         self._unread[place] = delta
         self._has_unread.set()
 

@@ -3,7 +3,7 @@
 import secrets
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from tokasaurus.messages.generation import GenerateRequest, SamplingParams
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.server.call_reader import CallRules
 from tokasaurus.server.chat_prompt import encode_messages, too_long
+from tokasaurus.server.echo import Echo, make_echo
 from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest, Prompt
@@ -39,6 +40,8 @@ class Prepared:
 
     grammar: what each completion must match; None for anything. It has not been checked and is not in the requests:
     `routes.generation` sees to both.
+    echoes: one per prompt where it is echoed, else empty. num_top_prompt_logprobs: that `prompt_logprobs` asks for, of
+    which the engine may be asked for more; None where it does not ask.
     """
 
     response_id: str
@@ -47,24 +50,39 @@ class Prepared:
     return_token_ids: bool = False
     grammar: GrammarSource | None = None
     calls: CallRules | None = None
+    echoes: Sequence[Echo] = ()
+    num_top_prompt_logprobs: int | None = None
 
 
 def prepare_completion(body: CompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:
     """Tokenizes, so not for the event loop. Raises InvalidRequest."""
     if body.best_of is not None and body.best_of != body.n:
         raise Unsupported("best_of other than n is not implemented", "best_of")
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens must be at least 1, unless echo is true", "max_tokens")
     _check_fields(len(body.prompt), body, model)
     num_top = None if body.logprobs is None else _checked_top(body.logprobs, "logprobs", model)
+    num_prompt_top = _prompt_top(body, model)
     response_id = f"cmpl-{uuid.uuid4().hex}"
-    requests = []
-    for index, prompt_ids in enumerate(_tokenize(body.prompt, model, limits)):
-        room = _room(prompt_ids, limits, "prompt")
+    requests, echoes = [], []
+    for index, (prompt, prompt_ids) in enumerate(zip(body.prompt, _tokenize(body.prompt, model, limits), strict=True)):
+        room = _room(prompt_ids, limits, "prompt", fewest=0 if body.max_tokens == 0 else 1)
         max_new_tokens = min(DEFAULT_COMPLETION_TOKENS, room)
         if body.max_tokens is not None:
             max_new_tokens = _checked_max_tokens(body.max_tokens, "max_tokens", prompt_ids, room)
         request_id = f"{response_id}-{index}"
-        requests.append(_request(request_id, body, prompt_ids, max_new_tokens, num_top, model))
-    return Prepared(response_id, requests, body.logprobs_in_fingerprint, body.return_token_ids)
+        request = _request(request_id, body, prompt_ids, max_new_tokens, num_top, model)
+        requests.append(_scored(request, num_prompt_top, num_top if body.echo else None))
+        if body.echo:
+            echoes.append(make_echo(prompt, prompt_ids, model.tokenizer, wants_offsets=num_top is not None))
+    return Prepared(
+        response_id,
+        requests,
+        body.logprobs_in_fingerprint,
+        body.return_token_ids,
+        echoes=echoes,
+        num_top_prompt_logprobs=num_prompt_top,
+    )
 
 
 def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:
@@ -78,12 +96,20 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: Engine
     asked = _asked_chat_tokens(body)
     if asked is not None:
         max_new_tokens = _checked_max_tokens(*asked, prompt_ids, room)
-    num_top = _checked_top(body.top_logprobs or 0, "top_logprobs", model)
+    num_top, num_prompt_top = _checked_top(body.top_logprobs or 0, "top_logprobs", model), _prompt_top(body, model)
     if num_top and not body.logprobs:
         raise InvalidRequest("top_logprobs goes with logprobs=true", "top_logprobs")
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
     request = _request(f"{response_id}-0", body, prompt_ids, max_new_tokens, num_top if body.logprobs else None, model)
-    return Prepared(response_id, [request], body.logprobs_in_fingerprint, body.return_token_ids, calls=tool_use.rules)
+    requests = [_scored(request, num_prompt_top)]
+    return Prepared(
+        response_id,
+        requests,
+        body.logprobs_in_fingerprint,
+        body.return_token_ids,
+        calls=tool_use.rules,
+        num_top_prompt_logprobs=num_prompt_top,
+    )
 
 
 def _check_fields(num_prompts: int, body: SamplingFields, model: ServedModel) -> None:
@@ -91,6 +117,8 @@ def _check_fields(num_prompts: int, body: SamplingFields, model: ServedModel) ->
         raise InvalidRequest(f"n times the number of prompts may be at most {MAX_SEQUENCES}", "n")
     if body.logprobs_in_fingerprint and body.stream:
         raise InvalidRequest("logprobs_in_fingerprint is for answers that are not streamed", "logprobs_in_fingerprint")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs is for answers that are not streamed", "prompt_logprobs")
     _check_vocabulary([token_id for token_id, _ in body.logit_bias], model, "logit_bias")
     _check_vocabulary(body.stop_token_ids, model, "stop_token_ids")
 
@@ -100,6 +128,23 @@ def _checked_top(asked: int, param: str, model: ServedModel) -> int:
     if asked > model.max_top_logprobs:
         raise InvalidRequest(f"{param} may be at most {model.max_top_logprobs} (max_topk_logprobs)", param)
     return min(asked, model.vocab_size)
+
+
+def _prompt_top(body: SamplingFields, model: ServedModel) -> int | None:
+    if body.prompt_logprobs is None:
+        return None
+    if not model.allow_logprobs:
+        message = "prompt_logprobs are switched off at this server (enable_chosen_logprobs)"
+        raise InvalidRequest(message, "prompt_logprobs")
+    return _checked_top(body.prompt_logprobs, "prompt_logprobs", model)
+
+
+def _scored(request: GenerateRequest, *num_top: int | None) -> GenerateRequest:
+    """num_top: likeliest tokens at the places of the prompt's that each use of them needs; None for no use."""
+    needed = [number for number in num_top if number is not None]
+    if not needed:
+        return request
+    return replace(request, want_prompt_logprobs=True, num_top_prompt_logprobs=max(needed))
 
 
 def _tokenize(prompts: list[Prompt], model: ServedModel, limits: EngineLimits) -> list[list[int]]:
@@ -125,10 +170,10 @@ def _check_vocabulary(token_ids: Sequence[int], model: ServedModel, param: str) 
             )
 
 
-def _room(prompt_ids: list[int], limits: EngineLimits, param: str) -> int:
-    """New tokens that fit behind the prompt, at least 1."""
+def _room(prompt_ids: list[int], limits: EngineLimits, param: str, fewest: int = 1) -> int:
+    """New tokens that fit behind the prompt, at least `fewest`."""
     room = limits.max_tokens_per_sequence - len(prompt_ids)
-    if room < 1:
+    if room < fewest:
         raise ContextLengthExceeded(
             f"{param} has {len(prompt_ids)} tokens, which leaves no room for an answer: "
             f"both together may have {limits.max_tokens_per_sequence}",

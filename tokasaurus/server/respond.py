@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.messages.generation import FinishReason, GenerateRequest
+from tokasaurus.messages.generation import FinishReason, GenerateRequest, PromptLogprobs
 from tokasaurus.server.engine_client import FinishedSequence
 from tokasaurus.server.fingerprint import build_fingerprint
 from tokasaurus.server.logprobs import (
@@ -16,6 +16,9 @@ from tokasaurus.server.logprobs import (
     TokenOffsets,
     build_chat_logprobs,
     build_completion_logprobs,
+    build_echo_logprobs,
+    build_prompt_logprobs,
+    join_logprobs,
     score_tokens,
 )
 from tokasaurus.server.prepare import Prepared
@@ -25,10 +28,16 @@ from tokasaurus.server.protocol.chat import (
     ChatChoice,
     ChatChoiceWithIds,
     ChatCompletion,
-    ChatCompletionWithIds,
     ChatFinishReason,
+    ExtendedChatCompletion,
 )
-from tokasaurus.server.protocol.completions import Completion, CompletionChoice, CompletionChoiceWithIds
+from tokasaurus.server.protocol.completions import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    ExtendedCompletionChoice,
+)
+from tokasaurus.server.protocol.prompt_logprobs import PromptTokenLogprobs
 from tokasaurus.server.protocol.usage import PromptTokensDetails, Usage
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tool_calls import build_message
@@ -39,8 +48,8 @@ from tokasaurus.text.stop_strings import find_first_stop
 class _Answer:
     """What the client sees of one sequence.
 
-    scored: the tokens whose text is returned, at least in part; neither eos nor what follows a stop string's start.
-    None where log-probabilities were not asked, or are in the fingerprint.
+    scored: the tokens whose text is returned, at least in part; neither eos, unless the prompt is echoed, nor what
+    follows a stop string's start. None where log-probabilities were not asked, or are in the fingerprint.
     token_ids: as sampled. prompt_ids: what they follow.
     """
 
@@ -56,15 +65,21 @@ def build_completion(
 ) -> Completion:
     """results: the sequences of each of `prepared.requests`."""
     answers = _all_answers(prepared, results, model)
+    echoes = [build_echo(place, prepared, row[0].prompt_logprobs, model) for place, row in enumerate(results)]
+    prompt_logprobs = [
+        _prompt_logprobs(place, prepared, row[0].prompt_logprobs, model) for place, row in enumerate(results)
+    ]
     asks_top = prepared.requests[0].num_top_logprobs > 0
     choices: list[CompletionChoice] = []
     for index, answer in enumerate(answers):
-        logprobs = None
+        place = index // prepared.requests[0].num_sequences  # n is the body's
+        echo, logprobs = echoes[place]
         if answer.scored is not None:
-            logprobs = build_completion_logprobs(answer.scored, asks_top, model.tokenizer)
-        choice = (index, answer.text, logprobs, answer.finish_reason)
-        if prepared.return_token_ids:
-            choices.append(CompletionChoiceWithIds(*choice, answer.token_ids, answer.prompt_ids.tolist()))
+            own = build_completion_logprobs(answer.scored, asks_top, model.tokenizer, len(echo))
+            logprobs = own if logprobs is None else join_logprobs(logprobs, own)
+        choice = (index, echo + answer.text, logprobs, answer.finish_reason)
+        if prepared.return_token_ids or prompt_logprobs[place] is not None:
+            choices.append(ExtendedCompletionChoice(*choice, *_ids(prepared, answer), prompt_logprobs[place]))
         else:
             choices.append(CompletionChoice(*choice))
     return Completion(
@@ -98,9 +113,24 @@ def build_chat_completion(
     object_name: Literal["chat.completion"] = "chat.completion"
     fingerprint, usage = _fingerprint(prepared, results, model), build_usage(prepared, results)
     fields = (prepared.response_id, object_name, int(time.time()), model.name, fingerprint, choices, usage)
-    if prepared.return_token_ids:
-        return ChatCompletionWithIds(*fields, answers[0].prompt_ids.tolist())
+    prompt_logprobs = _prompt_logprobs(0, prepared, results[0][0].prompt_logprobs, model)
+    if prepared.return_token_ids or prompt_logprobs is not None:
+        return ExtendedChatCompletion(*fields, _ids(prepared, answers[0])[1], prompt_logprobs)
     return ChatCompletion(*fields)
+
+
+def build_echo(
+    place: int, prepared: Prepared, scores: PromptLogprobs | None, model: ServedModel
+) -> tuple[str, CompletionLogprobs | None]:
+    """What comes before the completions of the request at `place`. scores: of its prompt, where they are asked."""
+    if not prepared.echoes:
+        return "", None
+    echo, request = prepared.echoes[place], prepared.requests[place]
+    if not request.want_logprobs:
+        return echo.text, None
+    assert scores is not None, "the engine returns log-probabilities where they are asked"
+    num_top = request.num_top_logprobs
+    return echo.text, build_echo_logprobs(echo, request.prompt_ids, scores, num_top, model.tokenizer)
 
 
 def build_usage(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]]) -> Usage:
@@ -130,6 +160,22 @@ def num_exempt_characters(token_ids: list[int], request: GenerateRequest, model:
     return len(model.tokenizer.decode(token_ids[: request.min_tokens])) if request.min_tokens else 0
 
 
+def _ids(prepared: Prepared, answer: _Answer) -> tuple[list[int] | None, list[int] | None]:
+    """Of the answer and its prompt."""
+    return (answer.token_ids, answer.prompt_ids.tolist()) if prepared.return_token_ids else (None, None)
+
+
+def _prompt_logprobs(
+    place: int, prepared: Prepared, scores: PromptLogprobs | None, model: ServedModel
+) -> PromptTokenLogprobs | None:
+    """place, scores: as in `build_echo`."""
+    if prepared.num_top_prompt_logprobs is None:
+        return None
+    assert scores is not None, "the engine returns log-probabilities where they are asked"
+    prompt_ids = prepared.requests[place].prompt_ids
+    return build_prompt_logprobs(prompt_ids, scores, prepared.num_top_prompt_logprobs, model.tokenizer)
+
+
 def _fingerprint(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel) -> str:
     if not prepared.logprobs_in_fingerprint:
         return model.system_fingerprint
@@ -140,13 +186,13 @@ def _all_answers(
     prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel
 ) -> list[_Answer]:
     return [
-        _answer(sequence, request, prepared.logprobs_in_fingerprint, model)
+        _answer(sequence, request, prepared, model)
         for request, sequences in zip(prepared.requests, results, strict=True)
         for sequence in sequences
     ]
 
 
-def _answer(sequence: FinishedSequence, request: GenerateRequest, has_fingerprint: bool, model: ServedModel) -> _Answer:
+def _answer(sequence: FinishedSequence, request: GenerateRequest, prepared: Prepared, model: ServedModel) -> _Answer:
     token_ids = without_end_token(sequence.token_ids, request, model)
     text = model.tokenizer.decode(token_ids)
     finish_reason = sequence.finish_reason
@@ -158,8 +204,10 @@ def _answer(sequence: FinishedSequence, request: GenerateRequest, has_fingerprin
         text = text[: stop[0]]
         finish_reason = "stop"
     scored = None
-    if request.want_logprobs and not has_fingerprint:
+    if request.want_logprobs and not prepared.logprobs_in_fingerprint:
         assert sequence.logprobs is not None, "the engine returns log-probabilities where they are asked"
+        if prepared.echoes:
+            token_ids = sequence.token_ids  # evaluations count on an entry for each token, the last included
         scored = score_tokens(token_ids, sequence.logprobs, sequence.top, TokenOffsets(model.tokenizer))
         if stop is not None:
             scored = [token for token in scored if token.offset < stop[0]]  # offsets never fall

@@ -35,9 +35,10 @@ from tokasaurus.server.protocol.chunks import (
     EmptyDelta,
     RoleDelta,
 )
+from tokasaurus.server.protocol.completions import CompletionLogprobs
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.protocol.usage import Usage
-from tokasaurus.server.respond import build_usage, num_exempt_characters, without_end_token
+from tokasaurus.server.respond import build_echo, build_usage, num_exempt_characters, without_end_token
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tool_calls import CallDelta, CallStream
 from tokasaurus.text.detokenizer import make_detokenizer
@@ -61,10 +62,12 @@ class _Piece:
 class _StreamedSequence:
     """One sequence, of which deltas come: text and tokens that may still turn out to be a stop string are held back."""
 
-    def __init__(self, request: GenerateRequest, model: ServedModel) -> None:
+    def __init__(self, request: GenerateRequest, model: ServedModel, scores_end: bool) -> None:
+        """scores_end: whether the token that ends the text is one of the scored."""
         self.so_far = FinishedSequence()
         self._request = request
         self._model = model
+        self._scores_end = scores_end
         self._detokenizer = make_detokenizer(model.tokenizer)
         self._offsets = TokenOffsets(model.tokenizer)
         self._held_text = ""
@@ -86,6 +89,8 @@ class _StreamedSequence:
         if not self._request.want_logprobs:
             return _Piece(text, finish_reason, delta.token_ids, None)
         assert delta.logprobs is not None, "the engine returns log-probabilities where they are asked"
+        if self._scores_end:
+            token_ids = delta.token_ids
         self._held_tokens += score_tokens(token_ids, delta.logprobs, delta.top, self._offsets)
         return _Piece(text, finish_reason, delta.token_ids, self._take_tokens(finish_reason))
 
@@ -139,7 +144,8 @@ class AnswerStream(ABC):
             "system_fingerprint": model.system_fingerprint,
         }
         self._sequences = [
-            [_StreamedSequence(request, model) for _ in range(request.num_sequences)] for request in prepared.requests
+            [_StreamedSequence(request, model, len(prepared.echoes) > 0) for _ in range(request.num_sequences)]
+            for request in prepared.requests
         ]
         self._has_begun = False
 
@@ -147,7 +153,7 @@ class AnswerStream(ABC):
         """deltas: with the index of each one's request. Empty where nothing can be shown yet."""
         pieces = [
             (self._choice_index(request_index, delta), self._sequences[request_index][delta.sequence_index].add(delta))
-            for request_index, delta in deltas
+            for request_index, delta in self._ready(deltas)
         ]
         usage = self._usage() if self._options.continuous_usage_stats else None
         events = []
@@ -165,6 +171,10 @@ class AnswerStream(ABC):
         """Behind the last delta."""
         events = [self._event([], self._usage())] if self._options.include_usage else []
         return b"".join([*events, b"data: [DONE]\n\n"])
+
+    def _ready(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> Sequence[tuple[int, SequenceDelta]]:
+        """Those of which something may be shown now, with those that were kept before."""
+        return deltas
 
     def _choice_index(self, request_index: int, delta: SequenceDelta) -> int:
         return request_index * self._prepared.requests[0].num_sequences + delta.sequence_index  # n is the body's
@@ -198,26 +208,51 @@ class CompletionStream(AnswerStream):
 
     def __init__(self, prepared: Prepared, model: ServedModel, options: StreamOptions) -> None:
         super().__init__(prepared, model, options)
-        self._begun: set[int] = set()  # choices whose prompt's ids have been sent
+        self._num_samples = prepared.requests[0].num_sequences  # n is the body's
+        self._begun: set[int] = set()  # choices of which a chunk has been sent
+        self._echoes: dict[int, tuple[str, CompletionLogprobs | None]] = {}  # by request
+        self._waiting: dict[int, list[SequenceDelta]] = {}  # by request, until its echo is there
 
     def _first_choices(self) -> list[object]:
         return []
 
+    def _ready(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> Sequence[tuple[int, SequenceDelta]]:
+        """An echo's log-probabilities come with sequence 0, and the others may be ahead of it."""
+        if not self._prepared.echoes:
+            return deltas
+        ready = []
+        for place, delta in deltas:
+            if place not in self._echoes:
+                if self._prepared.requests[place].want_prompt_logprobs and delta.prompt_logprobs is None:
+                    self._waiting.setdefault(place, []).append(delta)
+                    continue
+                self._echoes[place] = build_echo(place, self._prepared, delta.prompt_logprobs, self._model)
+                ready += [(place, earlier) for earlier in self._waiting.pop(place, [])]
+            ready.append((place, delta))
+        return ready
+
     def _choices(self, index: int, piece: _Piece) -> list[CompletionChunkChoice]:
+        place = index // self._num_samples
+        echo, echo_logprobs = self._echoes.get(place, ("", None))
+        chunks = []
+        if self._prepared.echoes and index not in self._begun:
+            chunks.append(self._chunk(index, _Piece(echo, None, [], None), echo_logprobs))
         logprobs = None
         if piece.scored is not None:
             asks_top = self._prepared.requests[0].num_top_logprobs > 0
-            logprobs = build_completion_logprobs(piece.scored, asks_top, self._model.tokenizer)
+            logprobs = build_completion_logprobs(piece.scored, asks_top, self._model.tokenizer, len(echo))
+        return [*chunks, self._chunk(index, piece, logprobs)]
+
+    def _chunk(self, index: int, piece: _Piece, logprobs: CompletionLogprobs | None) -> CompletionChunkChoice:
+        is_first = index not in self._begun
+        self._begun.add(index)
         if not self._prepared.return_token_ids:
-            return [CompletionChunkChoice(index, piece.text, logprobs, piece.finish_reason)]
-        prompt_ids = None
-        if index not in self._begun:
-            self._begun.add(index)
-            requests = self._prepared.requests
-            prompt_ids = requests[index // requests[0].num_sequences].prompt_ids.tolist()
-        return [
-            CompletionChunkChoiceWithIds(index, piece.text, logprobs, piece.finish_reason, piece.token_ids, prompt_ids)
-        ]
+            return CompletionChunkChoice(index, piece.text, logprobs, piece.finish_reason)
+        request = self._prepared.requests[index // self._num_samples]
+        prompt_ids = request.prompt_ids.tolist() if is_first else None
+        return CompletionChunkChoiceWithIds(
+            index, piece.text, logprobs, piece.finish_reason, piece.token_ids, prompt_ids
+        )
 
 
 class ChatStream(AnswerStream):

@@ -83,6 +83,9 @@ class Tokenizer(TokenDecoder):
         self.is_byte_level = _is_byte_level(base)
         self._bounds = TokenBounds(base, _BYTE_OF_CHARACTER)
         self._special_text = SpecialText(base)
+        # By id: the same tokens are asked for over and over, a thousand at a time where prompts have log-probabilities.
+        self._known_bytes: dict[int, bytes] = {}
+        self._known_texts: dict[int, str] = {}
         self.directory = directory
         self._chat_tokenizer: PreTrainedTokenizerFast | None = None
         self._chat_tokenizer_lock = threading.Lock()
@@ -107,6 +110,18 @@ class Tokenizer(TokenDecoder):
         # The library's `encode` of a single text would keep the GIL, and so stop the server's event loop.
         encoded = self._base.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [list(one.ids) for one in encoded]
+
+    def token_starts(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Where each token of `encode` begins in `text`, in characters; one that is not in it, where the next one does.
+
+        As near as the tokenizer knows: some leave out white space at the beginning of a token.
+        """
+        (encoded,) = self._base.encode_batch([text], add_special_tokens=add_special_tokens)
+        starts, start_behind = [], len(text)
+        for start, end in reversed(encoded.offsets):
+            start_behind = start if start < end else start_behind
+            starts.append(start_behind)
+        return starts[::-1]
 
     def render_chat(
         self,
@@ -218,6 +233,12 @@ class Tokenizer(TokenDecoder):
 
         Exact for byte-level BPE; otherwise "▁" is a space and "<0xNN>" a byte, as SentencePiece vocabularies have it.
         """
+        token_bytes = self._known_bytes.get(token_id)
+        if token_bytes is None:
+            token_bytes = self._known_bytes[token_id] = self._find_bytes(token_id)
+        return token_bytes
+
+    def _find_bytes(self, token_id: int) -> bytes:
         if token_id in self._added_texts:
             return self._added_texts[token_id].encode()
         token = self._base.id_to_token(token_id)
@@ -235,7 +256,10 @@ class Tokenizer(TokenDecoder):
 
     def token_text(self, token_id: int) -> str:
         """`token_bytes` as text; a part of a character becomes U+FFFD."""
-        return self.token_bytes(token_id).decode(errors="replace")
+        text = self._known_texts.get(token_id)
+        if text is None:
+            text = self._known_texts[token_id] = self.token_bytes(token_id).decode(errors="replace")
+        return text
 
     def _load_chat_tokenizer(self) -> "PreTrainedTokenizerFast":
         with self._chat_tokenizer_lock:

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from tokasaurus.server.protocol.sampling_fields import Only, SamplingFields, value_error
+from tokasaurus.server.protocol.prompt_logprobs import PromptTokenLogprobs
+from tokasaurus.server.protocol.sampling_fields import NullMeans, Only, SamplingFields, value_error
 from tokasaurus.server.protocol.usage import Usage
 
 Prompt = str | list[int]
@@ -59,26 +60,29 @@ Prompts = Annotated[
 
 class CompletionRequest(SamplingFields):
     """prompt: one or more prompts. logprobs: those of each chosen token and of so many of the likeliest.
+    echo: the prompt's text, and with logprobs its tokens, come before the completion. max_tokens: 0 goes with echo.
 
     ignore_eos (an extension of ours): generate max_tokens tokens whatever the model says.
     """
 
     prompt: Prompts
     logprobs: Annotated[int | None, Field(ge=0)] = None
+    echo: Annotated[bool, NullMeans(False)] = False
+    max_tokens: Annotated[int | None, Field(ge=0)] = None
 
     best_of: Annotated[int | None, Field(ge=1)] = None  # must equal n
-    echo: Annotated[Any, Only(None, False)] = None
     suffix: Annotated[Any, Only(None)] = None
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionLogprobs:
     """Four lists of one length, one entry per token. text_offset: in characters of the choice's `text`.
-    top_logprobs: by the tokens' texts, the chosen token's included; None where only chosen ones were asked for."""
+    top_logprobs: by the tokens' texts, the chosen token's included; None where only chosen ones were asked for.
+    Of the first token of an echoed prompt both are null."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -91,11 +95,12 @@ class CompletionChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionChoiceWithIds(CompletionChoice):
-    """With return_token_ids. token_ids: as sampled."""
+class ExtendedCompletionChoice(CompletionChoice):
+    """With return_token_ids or prompt_logprobs; null where not asked. token_ids: as sampled."""
 
-    token_ids: list[int]
-    prompt_token_ids: list[int]
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptTokenLogprobs | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,5 +112,5 @@ class Completion:
     created: int
     model: str
     system_fingerprint: str
-    choices: Sequence[CompletionChoice | CompletionChoiceWithIds]
+    choices: Sequence[CompletionChoice | ExtendedCompletionChoice]
     usage: Usage

@@ -153,7 +153,8 @@ class SamplingFields(BaseModel):
     cache_salt (an extension of ours): cached KV is shared only between requests of the same salt.
 
     logprobs_in_fingerprint (an extension of ours): log-probabilities are in the system_fingerprint, packed, and not in
-    the choices. return_token_ids (of vLLM's): the token ids of prompts and choices are in the answer.
+    the choices. return_token_ids (of vLLM's): the token ids of prompts and choices are in the answer. prompt_logprobs
+    (of vLLM's): log-probabilities of the prompt's tokens, and of so many of the likeliest at their places.
 
     Accepted and without effect, since they ask nothing of the generated text: user, metadata, store=false,
     service_tier auto or default, safety_identifier, prompt_cache_key.
@@ -181,6 +182,7 @@ class SamplingFields(BaseModel):
     cache_salt: CacheSalt = ""
     logprobs_in_fingerprint: Annotated[bool, NullMeans(False)] = False
     return_token_ids: Annotated[bool, NullMeans(False)] = False
+    prompt_logprobs: Annotated[int | None, Field(ge=0)] = None
 
     user: str | None = None
     metadata: Metadata = None

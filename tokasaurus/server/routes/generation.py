@@ -87,6 +87,11 @@ async def _events(state: ServerState, prepared: Prepared, answer: AnswerStream) 
     with state.engine.stream(prepared.requests) as arrivals:
         while deltas := await arrivals.read():
             for start in range(0, len(deltas), MAX_DELTAS_AT_ONCE):
-                if events := answer.events(deltas[start : start + MAX_DELTAS_AT_ONCE]):
+                part = deltas[start : start + MAX_DELTAS_AT_ONCE]
+                if any(delta.prompt_logprobs is not None for _, delta in part):
+                    events = await state.in_text_thread(answer.events, part)  # a prompt may be long
+                else:
+                    events = answer.events(part)
+                if events:
                     yield events
     yield answer.end()
