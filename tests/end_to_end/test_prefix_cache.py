@@ -5,9 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import openai
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.expected_texts import COUNTERS
+from tests.end_to_end.test_demo_model import TIE, read_questions
 from tests.end_to_end.toka_process import TokaProcess, running_toka
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.text.tokenizer import Tokenizer
@@ -75,6 +79,79 @@ def test_the_second_turn_of_a_chat_finds_the_first_prompt_and_answer_cached(toka
     # The KV of the last token of the answer is never computed.
     assert num_cached(second) == (num_known - 1) // PAGE_SIZE * PAGE_SIZE
     assert num_cached(second) > first["usage"]["prompt_tokens"]
+
+
+def test_logprobs_of_prompts_are_those_of_transformers_computed_in_parts_and_cached(toka: TokaProcess) -> None:
+    checkpoint = resolve_checkpoint(None)
+    tokenizer = Tokenizer.load(checkpoint.tokenizer_directory)
+    texts = read_questions(8)
+    prompts = [tokenizer.encode(text, add_special_tokens=True) for text in (*texts[:2], " ".join(texts[2:]), "A")]
+    prompts += [prompts[2][:100] + prompts[0], prompts[1][:48]]
+    assert len(prompts[2]) > 256, "more than a step takes"
+    asked = {"prompt": prompts, "cache_salt": "scores", "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
+    answers = [ask(toka, "completions", **asked, prompt_logprobs=3) for _ in range(2)]
+    # What reads the values of N blocks computes the last of their tokens again, for what follows it.
+    assert num_cached(answers[1]) == sum(max(0, (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE - 1) for prompt in prompts)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=torch.float32).eval()
+    for place, prompt in enumerate(prompts):
+        with torch.inference_mode():
+            expected = model(torch.tensor([prompt])).logits[0].log_softmax(dim=-1)
+        for answer in answers:
+            assert_choice_is_right(answer["choices"][place], prompt, expected)
+
+
+def assert_choice_is_right(choice: dict[str, Any], prompt: list[int], expected: torch.Tensor) -> None:
+    """Of an echo with `logprobs` = 1 and `prompt_logprobs` = 3. expected: [tokens of the prompt, V]."""
+    values, tops = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
+    first, *entries = choice["prompt_logprobs"]
+    assert values[0] is tops[0] is first is None
+    own = [entry[str(token_id)] for entry, token_id in zip(entries, prompt[1:], strict=True)]
+    assert values[1:-1] == [one["logprob"] for one in own]
+    is_greedy = [value == max(top.values()) for value, top in zip(values[1:-1], tops[1:-1], strict=True)]
+    assert is_greedy == [one["rank"] == 1 for one in own]
+    assert values[-1] == pytest.approx(expected[-1].max().item(), abs=1e-4)
+    exact = expected[range(len(prompt) - 1), prompt[1:]]
+    assert values[1:-1] == pytest.approx(exact.tolist(), abs=1e-4)
+    fewest, most = ((expected[:-1] > exact[:, None] + shift).sum(dim=1).tolist() for shift in (TIE, -TIE))
+    assert all(low < one["rank"] <= high for low, one, high in zip(fewest, own, most, strict=True))
+    for entry, scores, best in zip(entries, expected, expected.topk(3).values.tolist(), strict=False):
+        likeliest = sorted(entry, key=lambda token_id: entry[token_id]["rank"])[:3]
+        found = [entry[token_id]["logprob"] for token_id in likeliest]
+        assert found == pytest.approx(scores[[int(token_id) for token_id in likeliest]].tolist(), abs=1e-4)
+        assert found == pytest.approx(best, abs=1e-4)
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 0}, {"logprobs": 2, "prompt_logprobs": 1}])
+def test_an_echo_alone_generates_nothing(toka: TokaProcess, fields: dict[str, Any]) -> None:
+    num_generated = toka.gauge("toka_generation_tokens_total")
+    answer = ask(toka, "completions", prompt=["One, two,", "€"], n=2, max_tokens=0, echo=True, stop=",", **fields)
+    assert [choice["text"] for choice in answer["choices"]] == ["One, two,"] * 2 + ["€"] * 2
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+    assert answer["usage"]["completion_tokens"] == toka.gauge("toka_generation_tokens_total") - num_generated == 0
+    for choice in answer["choices"]:
+        assert (choice["logprobs"] is None) == (fields == {})
+        if choice["logprobs"] is not None:
+            assert "".join(choice["logprobs"]["tokens"]) in (choice["text"], "\ufffd" * 3)
+    assert toka.gauge("toka_kv_blocks_used") == 0
+
+
+def test_a_streamed_echo_is_the_one_that_is_not_streamed(toka: TokaProcess) -> None:
+    body = {"model": "default", "prompt": ["Once upon a time", "A " * 300], "n": 3, "seed": 5, "max_tokens": 6}
+    body |= {"echo": True, "logprobs": 1}
+    ask(toka, "completions", **body)  # then both find the same values kept
+    whole = ask(toka, "completions", **body)["choices"]
+    client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0, timeout=60)
+    joined: dict[int, tuple[str, list[str], list[float]]] = {}
+    for chunk in client.completions.create(**body, stream=True):
+        (choice,) = chunk.choices
+        text, tokens, values = joined.get(choice.index, ("", [], []))
+        assert choice.logprobs is not None
+        tokens = tokens + (choice.logprobs.tokens or [])
+        joined[choice.index] = (text + choice.text, tokens, values + (choice.logprobs.token_logprobs or []))
+    for choice in whole:
+        text, tokens, values = joined[choice["index"]]
+        assert (text, tokens) == (choice["text"], choice["logprobs"]["tokens"])
+        assert values[1:] == pytest.approx(choice["logprobs"]["token_logprobs"][1:], abs=1e-4)
 
 
 def test_counters_are_exact_after_each_request(toka: TokaProcess) -> None:
