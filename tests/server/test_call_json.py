@@ -35,13 +35,14 @@ def accepts(text: str) -> bool:
 
 
 @settings(max_examples=300, deadline=None)
-@given(OBJECTS, st.sampled_from([None, 1]), st.booleans(), EDITS)
-@example({"a": "b"}, None, True, [(4, "u")])
+@given(OBJECTS, st.sampled_from([(", ", ": "), (",", ":"), (" ,  ", " :")]), st.booleans(), EDITS)
+@example({"a": "b"}, (", ", ": "), True, [(4, "u")])
 def test_what_is_an_object_is_what_json_says(
-    value: dict[str, Any], indent: int | None, is_ascii: bool, edits: list[tuple[int, str]]
+    value: dict[str, Any], separators: tuple[str, str], is_ascii: bool, edits: list[tuple[int, str]]
 ) -> None:
-    text = json.dumps(value, indent=indent, ensure_ascii=is_ascii)
+    text = json.dumps(value, separators=separators, ensure_ascii=is_ascii)
     assert accepts(text)
+    assert accepts(json.dumps(value, indent=1))
     for position, character in edits:
         text = text[:position] + character + text[position + 1 :]
         assert accepts(text) == is_object(text), text

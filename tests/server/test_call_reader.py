@@ -114,6 +114,7 @@ def test_no_cut_changes_what_is_read(format_: ToolCallFormat, fragments: list[st
         '<tool_call>\n{"type": "object", "name": "f", "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"arguments": {"a": }, "name": "f"}\n</tool_call>',
         '<tool_call>\n{"unknown": "<tool_call>{\\"name\\": \\"f\\", \\"arguments\\": {}}"}\n</tool_call>',
+        '<tool_call>\n{"arguments": {"a": 1}, "parameters": {}, "name": "f"}\n</tool_call>',
         '{"name": "f", "arguments": {}}',
         " \n ",
     ],
@@ -136,6 +137,7 @@ def test_what_is_no_call_is_content_as_it_was_written(text: str) -> None:
         ('Well: {"type": "function", "name": "f", "parameters": {}}', "Well:", [("f", "{}")]),
         # an object within one that is no call is none
         ('{"x": {"name": "f", "parameters": {}}}', '{"x": {"name": "f", "parameters": {}}}', []),
+        ('{"x": 1, "y": [{"name": "f", "parameters": {}}]}', '{"x": 1, "y": [{"name": "f", "parameters": {}}]}', []),
         ('{ {"name": "f", "parameters": {}}', "{", [("f", "{}")]),
         # cut short, as by max_tokens
         ('{"name": "f", "parameters": {"a": [1, "b', "", [("f", '{"a": [1, "b')]),
@@ -177,6 +179,8 @@ def test_calls_of_hermes(text: str, content: str, calls: Calls) -> None:
 
 def test_where_one_call_is_allowed_the_answer_ends_with_it() -> None:
     assert read(f"Hm. {CALL}\n{CALL} more", HERMES, parallel=False) == ("Hm.", [("f", '{"a": 1}')])
+    broken = '<tool_call>{"name": "f", "arguments": {a}}</tool_call>'
+    assert read(f"{broken}\n{CALL} more", HERMES, parallel=False) == ("", [("f", "{a}}")])
 
 
 @pytest.mark.parametrize(
