@@ -1,0 +1,93 @@
+"""The manager and the worker together, in one process: log-probabilities of prompts against transformers."""
+
+import dataclasses
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.manager.bench import Bench, make_options
+from tests.manager.fake_worker import make_request
+from tests.model.steps import make_runner, one_thread
+from tests.model.test_decoder import load
+from tests.tiny_model import VOCAB_SIZE, save_tiny_model
+from tokasaurus.messages.forward import ForwardInput, ForwardOutput
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.model.runner import ModelRunner
+
+NUM_BLOCKS = 24
+
+
+class Worker:
+    """As the model process answers."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.num_computed = 0
+
+    def forward(self, message: ForwardInput, forward_seconds: float) -> ForwardOutput:
+        self.num_computed += len(message.prompt_ids)
+        result = self._runner.run(message)
+        return ForwardOutput(
+            message.step_id,
+            result.host_token_ids(),
+            result.host_logprobs(),
+            forward_seconds,
+            top=result.host_top(),
+            scores=result.host_scores(),
+        )
+
+
+def random_requests(rng: random.Random) -> list[GenerateRequest]:
+    """Prompts that begin with some of one of two texts; a third of them unscored."""
+    texts = [[rng.randrange(VOCAB_SIZE) for _ in range(120)] for _ in range(2)]
+    requests = []
+    for number in range(24):
+        prompt = rng.choice(texts)[: rng.choice([0, 16, 47, 48, 49, 100])]
+        prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 15, 30]))]
+        is_scored = rng.random() < 0.7
+        request = make_request(number, 1, rng.choice([1, 2]), rng.choice([0, 5] if is_scored else [5, 30]))
+        requests.append(
+            dataclasses.replace(
+                request,
+                prompt_ids=np.array(prompt, np.int32),
+                want_prompt_logprobs=is_scored,
+                num_top_prompt_logprobs=rng.choice([0, 2]) if is_scored else 0,
+            )
+        )
+    return requests
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_prompts_that_share_blocks_have_the_scores_of_transformers(seed: int, tmp_path: Path) -> None:
+    oracle = save_tiny_model(tmp_path, "llama")
+    model, info = load(tmp_path, packed=True)
+    bench = Bench(
+        make_options(NUM_BLOCKS, 16, max_tokens_per_forward=64), rng=random.Random(seed), step_seconds=(0.001, 0.01)
+    )
+    worker = Worker(make_runner(model, info, "cpu", num_blocks=NUM_BLOCKS, num_slots=bench.options.num_slots))
+    bench.worker = worker
+    requests = random_requests(random.Random(seed))
+    with one_thread():
+        bench.run(requests)
+    found = {delta.request_id: delta.prompt_logprobs for delta in bench.deltas if delta.sequence_index == 0}
+    for request in requests:
+        scores = found[request.request_id]
+        assert (scores is not None) == request.want_prompt_logprobs
+        if scores is None:
+            continue
+        prompt, num_top = torch.from_numpy(request.prompt_ids).long(), request.num_top_prompt_logprobs
+        with torch.inference_mode():
+            expected = oracle(prompt.unsqueeze(0)).logits[0].log_softmax(dim=-1)
+        own = expected[:-1].gather(1, prompt[1:].unsqueeze(1))
+        assert scores.logprobs[1:] == pytest.approx(own.squeeze(1).numpy(), abs=1e-4)
+        assert (scores.ranks[1:] >= (expected[:-1] > own + 1e-4).sum(dim=1).numpy() + 1).all()
+        assert (scores.ranks[1:] <= (expected[:-1] > own - 1e-4).sum(dim=1).numpy() + 1).all()
+        assert (scores.top is None) == (num_top == 0)
+        if scores.top is not None:
+            likeliest = expected[:-1].topk(num_top)
+            assert scores.top.token_ids[1:].tolist() == likeliest.indices.tolist()
+            np.testing.assert_allclose(scores.top.logprobs[1:], likeliest.values.numpy(), atol=1e-4)
+    assert worker.num_computed < 0.8 * sum(len(request.prompt_ids) for request in requests)
