@@ -3,27 +3,17 @@
 Put together, the chunks of a choice are the choice of the answer that is not streamed.
 """
 
-import sys
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import orjson
 
-from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta
-from tokasaurus.server.engine_client import FinishedSequence
+from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.server.errors import ApiError, error_response
-from tokasaurus.server.logprobs import (
-    ScoredToken,
-    TokenOffsets,
-    build_chat_logprobs,
-    build_completion_logprobs,
-    score_tokens,
-)
+from tokasaurus.server.logprobs import build_chat_logprobs, build_completion_logprobs
 from tokasaurus.server.prepare import Prepared
 from tokasaurus.server.protocol.chat import ChatFinishReason
 from tokasaurus.server.protocol.chunks import (
@@ -38,89 +28,10 @@ from tokasaurus.server.protocol.chunks import (
 from tokasaurus.server.protocol.completions import CompletionLogprobs
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.protocol.usage import Usage
-from tokasaurus.server.respond import build_echo, build_usage, num_exempt_characters, without_end_token
+from tokasaurus.server.respond import build_echo, build_usage
 from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.streamed_sequence import Piece, StreamedSequence
 from tokasaurus.server.tool_calls import CallDelta, CallStream
-from tokasaurus.text.detokenizer import make_detokenizer
-from tokasaurus.text.stop_strings import find_first_stop, held_back_length
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """What is new of one choice.
-
-    token_ids: as sampled, though their text may be held back. scored: tokens whose text begins to be shown; None where
-    log-probabilities were not asked.
-    """
-
-    text: str
-    finish_reason: FinishReason | None
-    token_ids: list[int]
-    scored: list[ScoredToken] | None
-
-
-class _StreamedSequence:
-    """One sequence, of which deltas come: text and tokens that may still turn out to be a stop string are held back."""
-
-    def __init__(self, request: GenerateRequest, model: ServedModel, scores_end: bool) -> None:
-        """scores_end: whether the token that ends the text is one of the scored."""
-        self.so_far = FinishedSequence()
-        self._request = request
-        self._model = model
-        self._scores_end = scores_end
-        self._detokenizer = make_detokenizer(model.tokenizer)
-        self._offsets = TokenOffsets(model.tokenizer)
-        self._held_text = ""
-        self._held_tokens: deque[ScoredToken] = deque()
-        self._num_characters = 0
-        self._num_exempt = 0 if request.min_tokens == 0 else None
-        self._has_stopped = False
-
-    def add(self, delta: SequenceDelta) -> _Piece:
-        self.so_far.append(delta)
-        is_last = delta.finish_reason is not None
-        token_ids = without_end_token(delta.token_ids, self._request, self._model) if is_last else delta.token_ids
-        text = self._detokenizer.add(token_ids)
-        if is_last:
-            text += self._detokenizer.finish()
-        text = self._take_text(text, is_last)
-        self._num_characters += len(text)
-        finish_reason: FinishReason | None = "stop" if is_last and self._has_stopped else delta.finish_reason
-        if not self._request.want_logprobs:
-            return _Piece(text, finish_reason, delta.token_ids, None)
-        assert delta.logprobs is not None, "the engine returns log-probabilities where they are asked"
-        if self._scores_end:
-            token_ids = delta.token_ids
-        self._held_tokens += score_tokens(token_ids, delta.logprobs, delta.top, self._offsets)
-        return _Piece(text, finish_reason, delta.token_ids, self._take_tokens(finish_reason))
-
-    def _take_text(self, new_text: str, is_last: bool) -> str:
-        """What of the text held back and the new text can be shown. Whatever follows a stop string never is."""
-        if self._has_stopped:
-            return ""
-        stops, text = self._request.stop_strings, self._held_text + new_text
-        stop = find_first_stop(text, stops, self._exempt_characters() - self._num_characters) if stops else None
-        if stop is not None:
-            self._has_stopped = True
-            return text[: stop[0]]
-        num_shown = len(text) - (held_back_length(text, stops) if stops and not is_last else 0)
-        self._held_text = text[num_shown:]
-        return text[:num_shown]
-
-    def _exempt_characters(self) -> int:
-        """At the start of the whole text, in which no stop string counts: all, until the fewest tokens are there."""
-        token_ids = self.so_far.token_ids
-        if self._num_exempt is None and len(token_ids) >= self._request.min_tokens:
-            self._num_exempt = num_exempt_characters(token_ids, self._request, self._model)
-        return sys.maxsize if self._num_exempt is None else self._num_exempt
-
-    def _take_tokens(self, finish_reason: FinishReason | None) -> list[ScoredToken]:
-        """The tokens whose text has begun to be shown; at the end, unless a stop string cut it, all."""
-        shows_all = finish_reason is not None and not self._has_stopped
-        taken = []
-        while self._held_tokens and (shows_all or self._held_tokens[0].offset < self._num_characters):
-            taken.append(self._held_tokens.popleft())
-        return taken
 
 
 class AnswerStream(ABC):
@@ -144,7 +55,7 @@ class AnswerStream(ABC):
             "system_fingerprint": model.system_fingerprint,
         }
         self._sequences = [
-            [_StreamedSequence(request, model, len(prepared.echoes) > 0) for _ in range(request.num_sequences)]
+            [StreamedSequence(request, model, len(prepared.echoes) > 0) for _ in range(request.num_sequences)]
             for request in prepared.requests
         ]
         self._has_begun = False
@@ -199,7 +110,7 @@ class AnswerStream(ABC):
         return {}
 
     @abstractmethod
-    def _choices(self, index: int, piece: _Piece) -> Sequence[object]:
+    def _choices(self, index: int, piece: Piece) -> Sequence[object]:
         """What the piece adds to a choice, each in a chunk of its own."""
 
 
@@ -231,19 +142,19 @@ class CompletionStream(AnswerStream):
             ready.append((place, delta))
         return ready
 
-    def _choices(self, index: int, piece: _Piece) -> list[CompletionChunkChoice]:
+    def _choices(self, index: int, piece: Piece) -> list[CompletionChunkChoice]:
         place = index // self._num_samples
         echo, echo_logprobs = self._echoes.get(place, ("", None))
         chunks = []
         if self._prepared.echoes and index not in self._begun:
-            chunks.append(self._chunk(index, _Piece(echo, None, [], None), echo_logprobs))
+            chunks.append(self._chunk(index, Piece(echo, None, [], None), echo_logprobs))
         logprobs = None
         if piece.scored is not None:
             asks_top = self._prepared.requests[0].num_top_logprobs > 0
             logprobs = build_completion_logprobs(piece.scored, asks_top, self._model.tokenizer, len(echo))
         return [*chunks, self._chunk(index, piece, logprobs)]
 
-    def _chunk(self, index: int, piece: _Piece, logprobs: CompletionLogprobs | None) -> CompletionChunkChoice:
+    def _chunk(self, index: int, piece: Piece, logprobs: CompletionLogprobs | None) -> CompletionChunkChoice:
         is_first = index not in self._begun
         self._begun.add(index)
         if not self._prepared.return_token_ids:
@@ -274,7 +185,7 @@ class ChatStream(AnswerStream):
             return {}
         return {"prompt_token_ids": self._prepared.requests[0].prompt_ids.tolist()}
 
-    def _choices(self, index: int, piece: _Piece) -> list[ChatChunkChoice]:
+    def _choices(self, index: int, piece: Piece) -> list[ChatChunkChoice]:
         logprobs = None if piece.scored is None else build_chat_logprobs(piece.scored, self._model.tokenizer)
         deltas: list[CallDelta] = [ContentDelta(piece.text)]
         finish_reason: ChatFinishReason | None = piece.finish_reason
