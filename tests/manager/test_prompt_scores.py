@@ -22,7 +22,7 @@ from tests.manager.fake_worker import VOCAB_SIZE, make_request
 from tests.manager.test_streams import join, streamed
 from tokasaurus.manager.holdings import preempt
 from tokasaurus.manager.sequence import Phase
-from tokasaurus.manager.state import HydragenOptions
+from tokasaurus.manager.state import EarlyStoppingOptions, HydragenOptions
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
 
 PAGE_SIZE = 4
@@ -246,7 +246,7 @@ def test_whoever_relied_on_scores_that_were_cancelled_computes_them(num_steps):
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("stop_strings", [(), ("a",)])
 def test_where_no_token_is_wanted_none_comes(is_streamed, stop_strings):
-    bench = Bench(make_options(40, optional_work="always"))
+    bench = Bench(make_options(40, optional_work="always", early_stopping=EarlyStoppingOptions()))
     request = make_request(1, 21, 3, 0, stop_strings, want_logprobs=True)
     request = dataclasses.replace(scoring(request, 2), is_streamed=is_streamed, num_top_logprobs=2, min_tokens=0)
     bench.turn([request])
@@ -255,4 +255,6 @@ def test_where_no_token_is_wanted_none_comes(is_streamed, stop_strings):
     assert all((delta.token_ids, delta.logprobs, delta.finish_reason) == ([], [], "length") for delta in bench.deltas)
     assert_equals_simulation(bench.deltas, [request])
     assert bench.state.stats().total_generation_tokens == 0
+    assert bench.state.lengths is not None
+    assert bench.state.lengths.num_recorded == 0, "it says nothing of completions"
     bench.assert_nothing_is_left()

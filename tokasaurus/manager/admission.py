@@ -29,8 +29,8 @@ _NOW = np.zeros(1, np.int64)
 class Family:
     """Samples of one prompt that follow each other among the candidates; one whose prompt is scored is the first.
 
-    start: place of the first of them. first_position: where it begins to compute, the others behind the blocks that all
-    of them share. num_cached_blocks: blocks of the prompt that the prefix tree has, or will have
+    start: place of the first of them. first_position: where it begins to compute; the others begin behind the blocks
+    that all of them share. num_cached_blocks: blocks of the prompt that the prefix tree has, or will have
     when the candidates before it are admitted.
     path: where the whole blocks of the prompt are that the samples share: nodes, with the number of blocks in each.
     Nodes of the tree by their index; nodes that candidates will bring into it by negative numbers.
@@ -47,9 +47,10 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """K waiting sequences, first come first. num_prompt_tokens, decode_steps: int64 [K]."""
+    """K waiting sequences, first come first. All int64 [K]; num_to_compute: of the prompt's tokens, at least 1."""
 
     num_prompt_tokens: Int64Array
+    num_to_compute: Int64Array
     decode_steps: Int64Array
     families: list[Family]
 
@@ -64,7 +65,11 @@ def describe(state: EngineState, sequences: list[Sequence]) -> Candidates:
         expected = state.forecast.expected(num_kept, max_tokens, ranks) - num_kept - 1
         decode_steps = np.where([sequence.may_stop for sequence in sequences], expected, decode_steps)
     num_prompt_tokens = np.array([len(sequence.prompt) for sequence in sequences])
-    return Candidates(num_prompt_tokens, decode_steps, _families(state, sequences))
+    page_size = state.options.limits.page_size
+    families = _families(state, sequences)
+    first_positions = (num_prompt_tokens - 1) // page_size * page_size
+    first_positions[[family.start for family in families]] = [family.first_position for family in families]
+    return Candidates(num_prompt_tokens, num_prompt_tokens - first_positions, decode_steps, families)
 
 
 def _families(state: EngineState, sequences: list[Sequence]) -> list[Family]:
@@ -118,8 +123,9 @@ def _families(state: EngineState, sequences: list[Sequence]) -> list[Family]:
 
 
 def _promised_scores(state: EngineState, sequences: list[Sequence]) -> NDArray[np.int32]:
-    """What will be scored of all blocks, and room for those that `sequences` will bring."""
-    if state.blocks.scores is None:
+    """What will be scored of all blocks, and room for those that `sequences` will bring; nothing where none of them is
+    scored."""
+    if state.blocks.scores is None or not any(sequence.scores_prompt for sequence in sequences):
         return np.empty(0, np.int32)
     num_tokens = sum(len(sequence.prompt) for sequence in sequences)
     return state.blocks.scores.promised(num_tokens // state.options.limits.page_size)
@@ -143,7 +149,7 @@ def simulate_candidates(candidates: Candidates, num: int, outlook: Outlook, page
     families = [family for family in candidates.families if family.start < num]
     starts = np.array([family.start for family in families])
     num_shared = (num_tokens - 1) // page_size  # the block of the last token is each one's own
-    prefill = outlook.prefill.extend(_num_to_compute(candidates, page_size)[:num], num_steps)
+    prefill = outlook.prefill.extend(candidates.num_to_compute[:num], num_steps)
     last_steps = prefill.start_steps + num_steps + outlook.hold_steps
     num_own_tokens = num_tokens - num_shared * page_size
 
@@ -164,13 +170,6 @@ def simulate_candidates(candidates: Candidates, num: int, outlook: Outlook, page
     shared = SharedLoads(blocks_and_ends[is_longer, 0], first_steps[is_longer], blocks_and_ends[is_longer, 1])
     own = SequenceLoads(num_own_tokens, prefill.start_steps, num_steps)
     return simulate_usage(own, shared, page_size, outlook.hold_steps)
-
-
-def _num_to_compute(candidates: Candidates, page_size: int) -> Int64Array:
-    """Prompt tokens of each, [K], at least 1."""
-    starts = (candidates.num_prompt_tokens - 1) // page_size * page_size
-    starts[[family.start for family in candidates.families]] = [family.first_position for family in candidates.families]
-    return candidates.num_prompt_tokens - starts
 
 
 def num_obviously_fitting(candidates: Candidates, num_blocks: int, page_size: int) -> int:
@@ -226,7 +225,7 @@ def _admit_fitting(state: EngineState, candidates: Candidates) -> tuple[int, boo
     """Admit the first candidates that fit. How many were admitted, and whether that is all that fit."""
     page_size, most_at_once = state.options.limits.page_size, state.options.onboard_batch_size
     num_blocks = int(state.blocks.num_blocks * state.options.target_utilization)
-    rate = _prefill_rate(state, candidates)
+    rate = wanted_prefill_rate(state, candidates.num_to_compute, candidates.decode_steps)
     num_unpromised = num_blocks - state.blocks.num_used - _num_blocks_to_come(state)
     num_certain = num = num_obviously_fitting(candidates, num_unpromised, page_size)
     if num < len(candidates.decode_steps) and most_at_once is not None:
@@ -243,11 +242,6 @@ def _admit_fitting(state: EngineState, candidates: Candidates) -> tuple[int, boo
         state.prefill_rate = rate
     num_admitted = _admit_described(state, candidates, num_certain, num)
     return num_admitted, num_admitted == num
-
-
-def _prefill_rate(state: EngineState, candidates: Candidates) -> int | None:
-    num_tokens = _num_to_compute(candidates, state.options.limits.page_size)
-    return wanted_prefill_rate(state, num_tokens, candidates.decode_steps)
 
 
 def _admit_described(state: EngineState, candidates: Candidates, num_certain: int, num: int) -> int:
