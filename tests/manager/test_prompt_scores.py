@@ -18,7 +18,7 @@ from tests.manager.bench import (
     make_requests,
     sequence_keys,
 )
-from tests.manager.fake_worker import VOCAB_SIZE, make_request
+from tests.manager.fake_worker import VOCAB_SIZE, make_request, simulate
 from tests.manager.test_streams import join, streamed
 from tokasaurus.manager.holdings import preempt
 from tokasaurus.manager.sequence import Phase
@@ -56,7 +56,7 @@ crowding_shapes_strategy = st.lists(
 def test_scores_are_true_whatever_is_preempted_cancelled_or_streamed():
     num_returns = num_early_returns = 0
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=120, deadline=None)
     @given(
         shapes=crowding_shapes_strategy,
         num_blocks=st.integers(14, 24),
@@ -106,19 +106,24 @@ def test_scores_are_true_whatever_is_preempted_cancelled_or_streamed():
     assert num_early_returns > 3
 
 
-class ScoredTexts:
-    """All texts whose whole blocks are scored, with how many likeliest tokens."""
+class Texts:
+    """All texts that are cached, and of those that are scored what is, with how many likeliest tokens."""
 
     def __init__(self) -> None:
-        self.texts: list[tuple[list[int], int]] = []
+        self.cached: list[list[int]] = []
+        self.scored: list[tuple[list[int], int]] = []
 
-    def add(self, request: GenerateRequest) -> None:
+    def add_prompt(self, request: GenerateRequest) -> None:
+        prompt = request.prompt_ids.tolist()
         if request.want_prompt_logprobs:
-            self.texts.append((request.prompt_ids.tolist(), request.num_top_prompt_logprobs))
+            # The block of the last token is the prompt's own: where another has it already, it is not kept.
+            is_kept = not any(text[: len(prompt)] == prompt for text in self.cached)
+            self.scored.append((prompt if is_kept else prompt[:-1], request.num_top_prompt_logprobs))
+        self.cached.append(prompt)
 
     def first_position(self, request: GenerateRequest) -> int:
         prompt, most = request.prompt_ids.tolist(), 0
-        for text, num_top in self.texts:
+        for text, num_top in self.scored:
             for end in range(PAGE_SIZE, len(prompt), PAGE_SIZE):
                 if num_top >= request.num_top_prompt_logprobs and text[:end] == prompt[:end]:
                     most = max(most, end)
@@ -149,11 +154,14 @@ def test_a_scored_prompt_begins_with_the_last_position_before_its_first_block_wi
     """One request after the other, or all at once, in a pool where nothing is ever evicted."""
     bench = Bench(make_options(1000, PAGE_SIZE, max_tokens_per_forward=max_tokens, max_seqs_per_forward=16))
     requests = make_requests(shapes, make_options(20, PAGE_SIZE).limits)
-    texts, expected = ScoredTexts(), {}
+    texts, expected = Texts(), {}
     for request in requests:
         if request.want_prompt_logprobs:
             expected[request.request_id, 0] = texts.first_position(request)
-        texts.add(request)
+        texts.add_prompt(request)
+        if not is_at_once:
+            completions = (simulate(request, index)[0][:-1] for index in range(request.num_sequences))
+            texts.cached += [[*request.prompt_ids.tolist(), *completion] for completion in completions]
     for together in [requests] if is_at_once else [[request] for request in requests]:
         bench.turn(together)
         bench.run_until_idle()
