@@ -1,7 +1,7 @@
 """Drives a real server with clients that have no room in the environment of the tests: `make test-clients`.
 
 Makes an environment for each set of clients that agree with each other, in .venv-clients; starts one server with the
-demo model in float32; runs the clients' tests inside their environments. `make test-clients CLIENTS=chat` runs some.
+demo model in float32; runs the clients' tests inside their environments. `make test-clients CLIENTS=lm-eval` runs some.
 """
 
 import os
@@ -39,6 +39,12 @@ ENVIRONMENTS = (
         "chat",
         ("litellm>=1.106,<2", "langchain-openai>=1.7,<2"),
         ("test_openai.py", "test_litellm.py", "test_langchain_openai.py"),
+    ),
+    # torch as the server has it: another version's kernels add up in another order.
+    Environment(
+        "lm-eval",
+        ("lm-eval[api]==0.4.13", "torch>=2.11,<2.14", "transformers>=5,<6", "accelerate"),
+        ("test_lm_eval.py",),
     ),
 )
 
