@@ -179,11 +179,11 @@ def test_a_server_that_does_not_start_is_an_error_with_its_words(capsys: pytest.
 def test_a_real_server_started_for_it_computes_hardly_more_than_the_distinct_tokens(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    flags = ["dtype=float32", "kv_cache_num_tokens=8000", "max_tokens_per_forward=256", "max_seqs_per_forward=16"]
-    asked = ["--contexts", "4", "--tokens", "400", "--concurrency", "8"]
+    flags = ["dtype=float32", "kv_cache_num_tokens=5000", "max_tokens_per_forward=128", "max_seqs_per_forward=16"]
+    asked = ["--contexts", "2", "--tokens", "400", "--concurrency", "8"]
     assert multiple_choice.main([*flags, *asked, "--check"]) == 0
     shown = capsys.readouterr().out
     difference = re.search(r"differs by at most (\S+) ", shown)
     assert difference is not None
     assert float(difference[1]) < 1e-3
-    assert " 0 of 4 questions have another answer" in shown
+    assert " 0 of 2 questions have another answer" in shown
