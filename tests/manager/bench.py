@@ -5,6 +5,7 @@ import random
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,14 @@ from tests.manager.fake_scores import assert_kept_scores_are_true, assert_scores
 from tests.manager.fake_worker import EOS_ID, VOCAB_SIZE, FakeWorker, decode_text, make_request, simulate
 from tests.manager.holdings_check import assert_each_block_has_one_place, tree_nodes
 from tokasaurus.manager.early_stopping import Forecast
+from tokasaurus.manager.grammars import Grammars, Job
 from tokasaurus.manager.sequence import Sequence
 from tokasaurus.manager.state import EarlyStoppingOptions, EngineOptions, make_state
 from tokasaurus.manager.turn import Turns
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest, SequenceDelta
 from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.text.grammars import GrammarVocabulary
 
 NEVER_LEARNS = EarlyStoppingOptions(learns=False, init_mean=0.01)
 """A sequence is expected to end with its first tokens, and to use all it may once it has not."""
@@ -56,6 +59,8 @@ class Bench:
 
     step_seconds: what the worker says that a step took, one of these at random.
     forecast: used throughout, in place of what `options` say.
+    vocabulary: of grammars; None where there are none. jobs: that wait in their two lanes; a turn runs some at random,
+    each with the probability job_rate.
     deltas: of all turns. most_in_flight: steps that the worker ever had at once.
     """
 
@@ -66,11 +71,17 @@ class Bench:
     queue: deque[ForwardInput] = field(default_factory=deque)
     deltas: list[SequenceDelta] = field(default_factory=list)
     most_in_flight: int = 0
+    vocabulary: GrammarVocabulary | None = None
+    jobs: tuple[deque[Job], deque[Job]] = field(default_factory=lambda: (deque(), deque()))
 
     def __post_init__(self) -> None:
         options = self.options
         self.worker = FakeWorker(options.limits, options.max_tokens_per_forward, options.max_seqs_per_forward)
-        self.state = make_state(options)
+        grammars = None
+        self.job_rate = self.rng.choice([0.2, 0.7, 0.9])
+        if self.vocabulary is not None:
+            grammars = Grammars(self.vocabulary, 1, *(partial(self._add_job, lane) for lane in self.jobs))
+        self.state = make_state(options, grammars)
         if self.forecast is not None:
             self.state.forecast = self.forecast
         self.turns = Turns(self.state, self.send)
@@ -83,6 +94,11 @@ class Bench:
         self, messages: Iterable[GenerateRequest | CancelRequest] = (), num_results: int = 0
     ) -> list[SequenceDelta]:
         """Up to `num_results` of the steps sent are computed; the deltas of the turn are returned."""
+        messages = list(messages)
+        requests = [message for message in messages if isinstance(message, GenerateRequest)]
+        self.worker.requests.update((request.sampling.seed, request) for request in requests)
+        for lane in self.jobs:
+            self._run_jobs(lane)
         num_results = min(num_results, len(self.queue))
         results = [
             self.worker.forward(self.queue.popleft(), self.rng.choice(self.step_seconds)) for _ in range(num_results)
@@ -93,8 +109,16 @@ class Bench:
         assert len(self.state.steps_in_flight) == len(self.queue)
         return deltas
 
+    def _add_job(self, lane: deque[Job], job: Job) -> None:
+        lane.append(job)
+        self._run_jobs(lane)
+
+    def _run_jobs(self, lane: deque[Job]) -> None:
+        while lane and self.rng.random() < self.job_rate:
+            lane.popleft()()
+
     def run_until_idle(self, most_results: int = 3) -> None:
-        while self.queue:
+        while self.queue or any(self.jobs):
             self.turn([], self.rng.randint(1, most_results))
         assert self.state.queues.num_waiting == 0, "nothing is sent although sequences wait"
 
@@ -102,7 +126,7 @@ class Bench:
         """`requests` come at random moments, in their order; those whose ids are `cancelled` are, at random moments
         after that, some of them twice. The places of all blocks are checked after that share of the turns."""
         unsent, to_cancel, cancelled = deque(requests), [], set(cancelled)
-        while unsent or self.queue or to_cancel or self.state.queues.num_waiting:
+        while unsent or self.queue or to_cancel or any(self.jobs) or self.state.queues.num_waiting:
             messages: list[GenerateRequest | CancelRequest] = []
             while unsent and self.rng.random() < 0.5:
                 messages.append(unsent.popleft())
@@ -127,7 +151,9 @@ class Bench:
         assert (stats.num_running, stats.num_waiting, stats.num_kv_blocks_used, stats.worker_queue_depth) == (0,) * 4
         assert not state.unfinished
         assert not state.has_uncounted
-        assert state.num_with_stops == state.num_with_stop_tokens == 0
+        assert state.num_with_stops == state.num_with_stop_tokens == state.num_with_grammars == 0
+        assert not state.slots.has_grammar.any()
+        assert not state.slots.is_held.any()
         assert (state.slots.stop_token_ids == -1).all()
         assert state.sequences == [None] * (num_slots + 1)
         assert sorted(state.free_slots) == list(range(1, num_slots + 1))
@@ -169,6 +195,7 @@ class Shape:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     prompt_top: int | None = None
+    grammar: str = ""
 
 
 def make_requests(shapes: Iterable[Shape], limits: EngineLimits) -> list[GenerateRequest]:
@@ -201,6 +228,7 @@ def make_requests(shapes: Iterable[Shape], limits: EngineLimits) -> list[Generat
                 min_tokens=min(shape.min_tokens, shape.max_new_tokens),
                 want_prompt_logprobs=shape.prompt_top is not None,
                 num_top_prompt_logprobs=shape.prompt_top or 0,
+                grammar=shape.grammar,
             )
         )
     return requests

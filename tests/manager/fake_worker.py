@@ -7,21 +7,25 @@ skipped or sent twice: each trips an assertion or changes the tokens.
 
 import itertools
 import zlib
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.manager.fake_scores import VOCAB_SIZE, FakeScores
+from tests.manager.fake_grammars import (
+    EOS_ID,
+    TOKEN_BYTES,
+    VOCAB_SIZE,
+    allowed_tokens,
+    assert_is_allowed,
+    read_masks,
+)
+from tests.manager.fake_scores import FakeScores
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput, TopOfRows
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SamplingParams, TopLogprobs
 from tokasaurus.messages.lifecycle import EngineLimits, Ready
 from tokasaurus.messages.slots import LogitRules
-
-EOS_ID = 0
-TOKEN_BYTES = [b"", b"a", b"b", b"ab", b"\xc3", b"\xa9", b"\xc3\xa9a", b"c", b"bc", b"d", b"f", b"g"]
-assert len(TOKEN_BYTES) == VOCAB_SIZE
 
 
 def decode_text(token_ids: list[int]) -> str:
@@ -29,13 +33,22 @@ def decode_text(token_ids: list[int]) -> str:
     return b"".join(TOKEN_BYTES[token_id] for token_id in token_ids).decode("utf-8", "replace")
 
 
-def draw(context: list[int], seed: int, sample_index: int, forbidden: Container[int] = ()) -> tuple[int, float]:
-    """The token that follows `context`, and its pretended log-probability. One in 48 is eos."""
+def draw(
+    context: list[int],
+    seed: int,
+    sample_index: int,
+    forbidden: Container[int] = (),
+    allowed: Collection[int] = range(VOCAB_SIZE),
+) -> tuple[int, float]:
+    """The token that follows `context`, and its pretended log-probability. One in 48 is eos. One of those allowed,
+    even where all of them are forbidden."""
+    if all(token_id in forbidden for token_id in allowed):
+        forbidden = ()
     number = zlib.crc32(np.array([seed, sample_index, *context], np.uint64).tobytes())
     token_id = number % VOCAB_SIZE
     if token_id == EOS_ID and number // VOCAB_SIZE % 4:
         token_id = 1 + number // 1024 % (VOCAB_SIZE - 1)
-    while token_id in forbidden:
+    while token_id in forbidden or token_id not in allowed:
         token_id = (token_id + 1) % VOCAB_SIZE
     return token_id, -(number % 1024) / 1024
 
@@ -58,14 +71,19 @@ def simulate(request: GenerateRequest, index: int) -> tuple[list[int], list[floa
         context = [*request.prompt_ids.tolist(), *token_ids]
         enders = {*request.stop_token_ids, *([] if request.ignore_eos else [EOS_ID])}
         forbidden = enders if len(token_ids) < request.min_tokens else ()
-        token_id, logprob = draw(context, request.sampling.seed, index, forbidden)
+        grammar, allowed = request.grammar, set(range(VOCAB_SIZE))
+        if grammar:
+            allowed = allowed_tokens(grammar, token_ids, request.ignore_eos)
+        token_id, logprob = draw(context, request.sampling.seed, index, forbidden, allowed)
         token_ids.append(token_id)
         logprobs.append(logprob)
-        if token_id in enders:
+        if token_id in enders or (grammar and token_id == EOS_ID):
             return token_ids, logprobs, "stop"
         text, exempt_text = decode_text(token_ids), decode_text(token_ids[: request.min_tokens])
         places = [(start, stop) for stop in request.stop_strings for start in range(len(text))]
         if any(text.startswith(stop, start) and start + len(stop) > len(exempt_text) for start, stop in places):
+            return token_ids, logprobs, "stop"
+        if grammar and allowed_tokens(grammar, token_ids, request.ignore_eos) <= {EOS_ID}:
             return token_ids, logprobs, "stop"
         if len(token_ids) == request.max_new_tokens:
             return token_ids, logprobs, "length"
@@ -118,6 +136,7 @@ class FakeWorker:
     grouped: of each step, the (slots, blocks of the prefix) of each group. longest_prefixes: most blocks of a prefix
     that (seed, sample index) attended to in a group.
     read_from: (seed of a sequence that started behind cached tokens, seed of one whose tokens they were).
+    requests: by seed, those whose masks are to be compared with what their grammars allow.
     """
 
     def __init__(self, limits: EngineLimits, max_tokens_per_forward: int, max_seqs_per_forward: int) -> None:
@@ -136,6 +155,7 @@ class FakeWorker:
         self.longest_prefixes: dict[tuple[int, int], int] = {}
         self.grouped: list[list[tuple[list[int], int]]] = []
         self.num_steps = 0
+        self.requests: dict[int, GenerateRequest] = {}
 
     def forward(self, message: ForwardInput, forward_seconds: float = 0.01) -> ForwardOutput:
         assert message.step_id == self.num_steps
@@ -152,6 +172,7 @@ class FakeWorker:
         token_ids, logprobs, asked = [], [], False
         counts = []
         scores = FakeScores(message)
+        masks = read_masks(message)
         for row, (slot_id, num_tokens) in enumerate(rows):
             slot = self.slots[slot_id]
             if row < message.num_decode:
@@ -168,7 +189,12 @@ class FakeWorker:
             if slot.position < slot.num_prompt_tokens:
                 continue
             forbidden = {token for token, end in slot.forbidden.items() if len(context) < end}
-            token_id, logprob = draw(context, slot.seed, slot.sample_index, forbidden)
+            allowed = masks.pop(len(token_ids), None)
+            if slot.seed in self.requests:
+                assert_is_allowed(allowed, self.requests[slot.seed], context)
+            token_id, logprob = draw(
+                context, slot.seed, slot.sample_index, forbidden, range(VOCAB_SIZE) if allowed is None else allowed
+            )
             slot.last_token = token_id
             token_ids.append(token_id)
             logprobs.append(logprob if slot.want_logprobs else np.nan)
@@ -176,6 +202,7 @@ class FakeWorker:
             counts.append(slot.num_top)
             assert slot.want_logprobs or not slot.num_top
             self.num_sampled[slot.key] = self.num_sampled.get(slot.key, 0) + 1
+        assert not masks, "a mask for no row"
         return ForwardOutput(
             message.step_id,
             np.array(token_ids, np.int32),

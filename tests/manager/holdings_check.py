@@ -74,12 +74,24 @@ def _assert_each_sequence_has_one_place(state: EngineState, running: list[Sequen
     assert sorted([*busy, *state.free_slots]) == list(range(1, state.options.num_slots + 1))
     assert slots.is_running.nonzero()[0].tolist() == sorted(busy)
     waiting = queues.first_waiting(10**6)
+    unfinished = [sequence for sequences in state.unfinished.values() for sequence in sequences]
+    held = [one for one in unfinished if one.phase is Phase.WAITING and one.has_grammar and one.matching is None]
+    waiting += held
     assert len(waiting) == queues.num_waiting
     assert all(sequence.phase is Phase.WAITING and sequence.slot == 0 for sequence in waiting)
     by_phase = {phase: [sequence for sequence in running if sequence.phase is phase] for phase in Phase}
     assert {id(sequence) for sequence in queues.prefilling} == {id(sequence) for sequence in by_phase[Phase.PREFILL]}
     assert sorted(queues.decoding().tolist()) == sorted(sequence.slot for sequence in by_phase[Phase.DECODE])
     assert not by_phase[Phase.WAITING] + by_phase[Phase.FINISHED]
-    unfinished = [sequence for sequences in state.unfinished.values() for sequence in sequences]
     assert {id(sequence) for sequence in unfinished} == {id(sequence) for sequence in [*running, *waiting]}
     assert len(unfinished) == len(running) + len(waiting)
+    for sequence in running:
+        slot = sequence.slot
+        assert slots.has_grammar[slot] == sequence.has_grammar == (sequence.matching is not None)
+        if slots.is_held[slot]:
+            assert sequence.phase in (Phase.DECODE, Phase.DRAINING)
+        elif sequence.has_grammar:
+            num_read = len(sequence.matching.token_ids)
+            assert num_read == slots.num_known_tokens[slot] - slots.num_prompt_tokens[slot], "all that is known"
+            assert sequence.phase is Phase.PREFILL or slots.num_known_tokens[slot] == slots.num_kv_tokens[slot] + 1
+    assert state.num_with_grammars == sum(sequence.has_grammar for sequence in running)

@@ -18,6 +18,7 @@ def copy_state(state: EngineState) -> EngineState:
     sequences = [sequence for siblings in state.unfinished.values() for sequence in siblings]
     constant = [
         state.options,
+        state.grammars,
         *(sequence.request for sequence in sequences),
         *(sequence.prompt for sequence in sequences),
     ]

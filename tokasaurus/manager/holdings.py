@@ -57,6 +57,7 @@ def admit(state: EngineState, sequence: Sequence) -> None:
     slots.may_stop[slot] = sequence.may_stop
     slots.has_stops[slot] = sequence.stop_matcher is not None
     slots.want_logprobs[slot] = request.want_logprobs
+    slots.has_grammar[slot] = sequence.has_grammar
     slots.groups[slot] = 0
     slots.num_shared_tokens[slot] = sequence.counts.shared
     slots.stop_rows[slot] = sequence.stop_row
@@ -64,6 +65,7 @@ def admit(state: EngineState, sequence: Sequence) -> None:
     slots.num_counted_tokens[slot] = len(sequence.kept_token_ids)
     state.num_admissions += 1
     state.num_with_stops += sequence.stop_matcher is not None
+    state.num_with_grammars += sequence.has_grammar
     if request.is_streamed:
         state.streaming[sequence] = None
     state.sequences[slot] = sequence
@@ -154,7 +156,7 @@ def preempt(state: EngineState, sequence: Sequence) -> None:
     """A prefilling or decoding sequence waits again, first of all. What it has sampled becomes prefill.
 
     Results of steps in flight are lost; they come again, for the sampling noise depends on seed, sample and position
-    alone.
+    alone, and a grammar has read what is known. None whose newest token is being read may be preempted.
     """
     token_ids = sampled_tokens(state, sequence)
     if len(token_ids):
@@ -183,6 +185,8 @@ def _leave(state: EngineState, sequence: Sequence) -> None:
     slots.opened_at[slot] = NEVER
     slots.is_running[slot] = slots.is_decoding[slot] = False
     state.num_with_stops -= sequence.stop_matcher is not None
+    state.num_with_grammars -= sequence.has_grammar
+    slots.has_grammar[slot] = slots.is_held[slot] = False
     if sequence.request.stop_token_ids:
         slots.stop_token_ids[slot] = -1
         state.num_with_stop_tokens -= 1

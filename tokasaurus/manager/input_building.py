@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.accounting import count_computed, count_shared, count_start
+from tokasaurus.manager.grammar_steps import build_masks, ready_to_decode
 from tokasaurus.manager.logit_rules import build_logit_rules
 from tokasaurus.manager.prompt_scores import ScoredChunk, build_scored_rows
 from tokasaurus.manager.sequence import Phase, Sequence
@@ -16,20 +17,21 @@ MIN_COPIED_BLOCKS = 4
 
 
 def num_blocks_short(state: EngineState) -> int:
-    """Blocks that the sequences that decode need for one token more each, and that are not there. 0 or less: enough."""
+    """Blocks that the sequences that are ready to decode need for one token more each, and that are not there. 0 or
+    less: enough."""
     slots = state.slots
-    decoding = state.queues.decoding()
-    num_needed = int((slots.num_kv_tokens[decoding] == slots.num_covered_tokens[decoding]).sum())
+    ready = ready_to_decode(state)
+    num_needed = int((slots.num_kv_tokens[ready] == slots.num_covered_tokens[ready]).sum())
     return num_needed - state.blocks.num_available
 
 
 def start_step(state: EngineState, chunks: list[int]) -> ForwardInput:
-    """One token for each sequence that decodes, then `chunks[i]` tokens of the i-th prefilling prompt.
+    """One token for each sequence that is ready to decode, then `chunks[i]` tokens of the i-th prefilling prompt.
 
     Something has to run; blocks have to be there.
     """
     step_id = state.next_step_id
-    decode, groups = _in_groups(state, state.queues.decoding())
+    decode, groups = _in_groups(state, ready_to_decode(state))
     block_slots, block_ids = _step_decoding(state, decode)
     prefill = [sequence for sequence, _ in zip(state.queues.prefilling, chunks, strict=False)]
     scored = _score(state, prefill, chunks, len(decode)) if state.blocks.scores is not None else []
@@ -45,6 +47,7 @@ def start_step(state: EngineState, chunks: list[int]) -> ForwardInput:
         block_slots.append(np.full(len(ids), sequence.slot, np.int32))
         block_ids.append(ids.copy())
     prefill_slots = np.array([sequence.slot for sequence in prefill], np.int64)
+    sampled = decode if not done else np.concatenate((decode, np.array(done, np.int64)))
     message = ForwardInput(
         step_id=step_id,
         slots=np.concatenate((decode, prefill_slots)).astype(np.int32),
@@ -60,8 +63,8 @@ def start_step(state: EngineState, chunks: list[int]) -> ForwardInput:
         ),
         groups=groups,
         scored=build_scored_rows(scored),
+        masks=build_masks(state, sampled) if state.num_with_grammars else None,
     )
-    sampled = decode if not done else np.concatenate((decode, np.array(done, np.int64)))
     state.steps_in_flight.append(StepInFlight(step_id, sampled, len(message.slots), len(message.prompt_ids), scored))
     _sort_by_phase(state, decode, done)
     state.slots_to_close = []
@@ -93,7 +96,8 @@ def _in_groups(state: EngineState, decode: NDArray[np.int64]) -> tuple[NDArray[n
     if len(state.group_num_blocks) == 1:
         return decode, None
     groups = state.slots.groups[decode]
-    if state.groups_are_new:
+    # Sequences that are held now take part in later steps.
+    if state.groups_are_new or state.num_with_grammars:
         count_shared(state, decode, groups)
         state.groups_are_new = False
     sizes = np.bincount(groups, minlength=len(state.group_num_blocks))

@@ -1,6 +1,7 @@
 """Requests and cancellations come in."""
 
 from tokasaurus.manager.holdings import release
+from tokasaurus.manager.outputs import give_up
 from tokasaurus.manager.sequence import Sequence, make_prompt
 from tokasaurus.manager.state import EngineState
 from tokasaurus.manager.top_logprobs import KeptTop
@@ -9,7 +10,8 @@ from tokasaurus.text.stop_strings import StopMatcher
 
 
 def add_request(state: EngineState, request: GenerateRequest) -> None:
-    """Its sequences wait, behind all that wait already. It must fit the pool, which the server has checked."""
+    """Its sequences wait, behind all that wait already, or first for their grammar. It must fit the pool, which the
+    server has checked."""
     options = state.options
     assert request.request_id not in state.unfinished, f"request id {request.request_id} is in use"
     stop_matcher, stop_row = None, 0
@@ -33,9 +35,15 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
     max_kv_tokens = sequences[0].max_kv_tokens
     limits = options.limits
     assert max_kv_tokens <= limits.num_kv_blocks * limits.page_size, f"{request.request_id} cannot fit the KV pool"
+    state.unfinished[request.request_id] = dict.fromkeys(sequences)
+    if sequences[0].has_grammar and (state.grammars is None or not state.grammars.begin(sequences)):
+        for sequence in sequences:
+            state.queues.hold(sequence)
+            if state.grammars is None:
+                give_up(state, sequence, "grammars cannot be used with this model's tokenizer")
+        return
     for sequence in sequences:
         state.queues.add_waiting(sequence)
-    state.unfinished[request.request_id] = dict.fromkeys(sequences)
 
 
 def cancel_request(state: EngineState, request_id: str) -> None:

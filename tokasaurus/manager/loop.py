@@ -1,13 +1,16 @@
 """The manager process: receive, cancel, apply results, admit, schedule, send; then wait for the next message."""
 
 import logging
+import os
 import time
 from collections.abc import Iterable
+from multiprocessing.connection import Connection
 
 import numpy as np
 
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.config import ServerConfig
+from tokasaurus.manager.grammars import Grammars
 from tokasaurus.manager.state import EarlyStoppingOptions, EngineOptions, EngineState, HydragenOptions, make_state
 from tokasaurus.manager.turn import Turns
 from tokasaurus.messages.channel import Channel, wait
@@ -24,8 +27,9 @@ from tokasaurus.messages.lifecycle import (
 )
 from tokasaurus.monitoring.step_stats import StepStats
 from tokasaurus.monitoring.timing import BusyFraction
+from tokasaurus.text.grammars import load_grammar_vocabulary
 from tokasaurus.text.stop_strings import StopTokens
-from tokasaurus.text.tokenizer import TokenDecoder, load_token_decoder
+from tokasaurus.text.tokenizer import TokenDecoder, TokenizerError, load_token_decoder
 
 logger = logging.getLogger(__name__)
 
@@ -56,17 +60,29 @@ def run_manager(
     del large
     decoder = load_token_decoder(checkpoint.tokenizer_directory)
     stop_tokens = StopTokens([decoder.decode([token_id]) for token_id in range(checkpoint.info.vocab_size)])
+    grammars = _load_grammars(checkpoint)  # while the worker loads the model: later it would hold up a turn
     early: list[RequestMessage] = []
     limits = _await_worker(requests, outputs, early)
     if limits is not None:
         options = engine_options(config, checkpoint.info.eos_ids, limits, decoder, stop_tokens)
         updates.send(Ready("manager", limits))
         status.send(Ready("manager", limits))
-        _serve(make_state(options), StepStats(config.stats_report_seconds), early, requests, updates, inputs, outputs)
+        state = make_state(options, grammars)
+        _serve(state, StepStats(config.stats_report_seconds), early, requests, updates, inputs, outputs)
     for channel in inputs:
         channel.send(EndOfInputs())
     # Nobody reads on after a shutdown; the queue's thread must not keep this process alive.
     updates.abandon()
+
+
+def _load_grammars(checkpoint: Checkpoint) -> Grammars | None:
+    info = checkpoint.info
+    try:
+        vocabulary = load_grammar_vocabulary(checkpoint.tokenizer_directory, info.vocab_size, info.eos_ids)
+    except TokenizerError as error:
+        logger.warning(str(error))
+        return None
+    return Grammars(vocabulary, num_threads=min(8, max(1, (os.cpu_count() or 1) // 4)))
 
 
 def _await_worker(
@@ -99,6 +115,9 @@ def _serve(
         for channel in inputs:
             channel.send(forward_input)
 
+    readers: list[Connection | int] = [requests.reader, outputs.reader]
+    if state.grammars is not None:
+        readers.append(state.grammars.reader)
     turns, busy = Turns(state, send), BusyFraction()
     last_stats, last_update_s = state.stats(), time.monotonic()
     while not any(isinstance(message, Shutdown) for message in messages):
@@ -115,7 +134,7 @@ def _serve(
         if line is not None:
             logger.info(line)
         timeouts = [step_stats.seconds_to_report(now_s), busy.seconds_to_report(now_s)]
-        wait([requests.reader, outputs.reader], min((s for s in timeouts if s is not None), default=None))
+        wait(readers, min((s for s in timeouts if s is not None), default=None))
         messages = requests.drain()
 
 

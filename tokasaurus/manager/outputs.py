@@ -3,9 +3,10 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.manager.grammar_steps import note_tokens
 from tokasaurus.manager.holdings import keep_prompt_logprobs, release, sampled_logprobs, sampled_tokens
 from tokasaurus.manager.scheduler import average_step_seconds
-from tokasaurus.manager.sequence import Sequence
+from tokasaurus.manager.sequence import Phase, Sequence
 from tokasaurus.manager.state import EngineState
 from tokasaurus.messages.forward import ForwardOutput, TopOfRows
 from tokasaurus.messages.generation import FinishReason, SequenceDelta
@@ -51,9 +52,12 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     stops &= state.slots.ends_at_eos[slots]
     if state.num_with_stop_tokens:
         stops |= (state.slots.stop_token_ids[slots] == token_ids[:, None]).any(axis=1)
-    ends = np.flatnonzero(stops | (num_known > state.slots.max_kv_tokens[slots]))
+    is_last = num_known > state.slots.max_kv_tokens[slots]
+    if state.num_with_grammars:
+        is_last &= ~note_tokens(state, slots, token_ids, stops)
+    ends = np.flatnonzero(stops | is_last)
     for slot, is_stop in zip(slots[ends].tolist(), stops[ends].tolist(), strict=True):
-        _end(state, slot, is_stop)
+        end_sequence(state, slot, is_stop)
     state.last_result_id = step.step_id
 
 
@@ -146,9 +150,9 @@ def _note_top(state: EngineState, slots: NDArray[np.int64], is_valid: NDArray[np
             sequence.kept_top.append(token_ids, logprobs)
 
 
-def _end(state: EngineState, slot: int, is_stop: bool) -> None:
+def end_sequence(state: EngineState, slot: int, is_stop: bool, error: str = "") -> None:
     """The last token of a sequence is known, unless a stop string ended it before. A stop at the last allowed token is
-    a stop."""
+    a stop. error: why it is given up with that."""
     sequence = state.sequences[slot]
     assert sequence is not None
     if sequence.request.max_new_tokens == 0:
@@ -161,11 +165,22 @@ def _end(state: EngineState, slot: int, is_stop: bool) -> None:
         num_checked = int(state.slots.num_counted_tokens[slot])
         num_tokens = sequence.stop_matcher.first_completion(token_ids, num_checked, sequence.request.min_tokens)
         if num_tokens is not None:
-            token_ids, reason = token_ids[:num_tokens], "stop"
-    _finish(state, sequence, token_ids, reason)
+            token_ids, reason, error = token_ids[:num_tokens], "stop", ""
+    _finish(state, sequence, token_ids, reason, error)
 
 
-def _finish(state: EngineState, sequence: Sequence, token_ids: list[int], reason: FinishReason) -> None:
+def give_up(state: EngineState, sequence: Sequence, error: str) -> None:
+    """End a sequence that has not started, for its grammar cannot be had."""
+    assert sequence.phase is Phase.WAITING
+    release(state, sequence)
+    sequence.num_cached_tokens = 0
+    logprobs: list[float] | None = [] if sequence.request.want_logprobs else None
+    state.deltas.append(_delta(sequence, [], logprobs, "stop", error))
+
+
+def _finish(
+    state: EngineState, sequence: Sequence, token_ids: list[int], reason: FinishReason, error: str = ""
+) -> None:
     """Release a running sequence whose completion is `token_ids`, the first of those that it has sampled."""
     if sequence.stop_matcher is not None:
         state.totals.generation_tokens += len(token_ids) - int(state.slots.num_counted_tokens[sequence.slot])
@@ -173,11 +188,11 @@ def _finish(state: EngineState, sequence: Sequence, token_ids: list[int], reason
     if sequence.request.want_logprobs:
         logprobs = (sequence.kept_logprobs + sampled_logprobs(state, sequence).tolist())[: len(token_ids)]
         logprobs = logprobs[sequence.num_streamed_tokens :]
-    if sequence.may_stop:
+    if sequence.may_stop and not error:
         state.ended.append((len(token_ids), reason == "stop"))
     keep_prompt_logprobs(state, sequence)
     release(state, sequence)
-    state.deltas.append(_delta(sequence, token_ids[sequence.num_streamed_tokens :], logprobs, reason))
+    state.deltas.append(_delta(sequence, token_ids[sequence.num_streamed_tokens :], logprobs, reason, error))
 
 
 def stream_new_tokens(state: EngineState) -> None:
@@ -215,7 +230,11 @@ def stream_new_tokens(state: EngineState) -> None:
 
 
 def _delta(
-    sequence: Sequence, token_ids: list[int], logprobs: list[float] | None, reason: FinishReason | None
+    sequence: Sequence,
+    token_ids: list[int],
+    logprobs: list[float] | None,
+    reason: FinishReason | None,
+    error: str = "",
 ) -> SequenceDelta:
     """The next tokens of a sequence, behind those that are in deltas already."""
     assert sequence.num_cached_tokens is not None
@@ -233,4 +252,5 @@ def _delta(
         num_shared_tokens=sequence.counts.shared,
         top=None if sequence.kept_top is None else sequence.kept_top.part(start, start + len(token_ids)),
         prompt_logprobs=prompt_logprobs,
+        error=error,
     )

@@ -6,6 +6,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.manager.matching import Matching
 from tokasaurus.manager.prefix_tree import PrefixNode
 from tokasaurus.manager.top_logprobs import KeptTop
 from tokasaurus.messages.generation import GenerateRequest, PromptLogprobs
@@ -76,6 +77,7 @@ class Sequence:
     num_streamed_tokens: sampled tokens that are in deltas already; 0 where it is not streamed.
     scores_prompt: the tokens of its prompt are scored when it is prefilled: the request wants that, and it is the first
     of its sequences. prompt_logprobs: what came of it, once known; then a later prefill scores nothing.
+    matching: where it is in its grammar; None where it has none, or waits for it.
     """
 
     request: GenerateRequest
@@ -99,6 +101,7 @@ class Sequence:
     kept_top: KeptTop | None = None
     scores_prompt: bool = False
     prompt_logprobs: PromptLogprobs | None = None
+    matching: Matching | None = None
 
     @property
     def may_stop(self) -> bool:
@@ -106,7 +109,12 @@ class Sequence:
         request = self.request
         if request.max_new_tokens == 0:
             return False
-        return not request.ignore_eos or self.stop_matcher is not None or len(request.stop_token_ids) > 0
+        may_end_anywhere = not request.ignore_eos or self.stop_matcher is not None or self.has_grammar
+        return may_end_anywhere or len(request.stop_token_ids) > 0
+
+    @property
+    def has_grammar(self) -> bool:
+        return self.request.grammar != "" and self.request.max_new_tokens > 0
 
     @property
     def max_sampled_tokens(self) -> int:

@@ -17,7 +17,8 @@ class SequenceQueues:
 
     prefilling is an ordered dict, because a cancelled sequence leaves from the middle, and because taking the first of
     a plain dict again and again walks over all that were deleted before it. A cancelled sequence stays in `_waiting`
-    until it comes to the front, or until there are many.
+    until it comes to the front, or until there are many. Those that wait for their grammar are counted, and are not in
+    it.
     """
 
     def __init__(self, slots: SlotArrays) -> None:
@@ -35,6 +36,15 @@ class SequenceQueues:
             self._waiting.appendleft(sequence)
         else:
             self._waiting.append(sequence)
+
+    def hold(self, sequence: Sequence) -> None:
+        """It waits, and is not to be admitted before `stop_holding`."""
+        sequence.phase = Phase.WAITING
+        self.num_waiting += 1
+
+    def stop_holding(self, sequence: Sequence) -> None:
+        """It waits behind all others from now on."""
+        self._waiting.append(sequence)
 
     def drop_waiting(self, sequence: Sequence) -> None:
         """It waits no more: it was cancelled."""

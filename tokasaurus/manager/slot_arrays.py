@@ -26,10 +26,12 @@ class SlotArrays:
     first_positions: where its prefill begins. first_writes: the KV of the tokens before is cached; where that is behind
     first_positions, what lies between is computed again for its logits alone.
     nodes: index of the deepest node it holds in the prefix tree.
-    is_running, is_decoding: of the running, those that decode in every step.
+    is_running, is_decoding: of the running, those that decode in every step in which they are not held.
     ends_at_eos: eos ends it. stop_token_ids: [slots, MAX_STOP_TOKEN_IDS], others that do; -1 for none.
     may_stop: something may end it before its last token.
     has_stops: it has stop strings. want_logprobs: they were asked for.
+    has_grammar: each of its tokens has a mask. is_held: and a token is being sampled, or read by its grammar, so that
+    the mask of the next is not there.
     stop_rows: the row of StopTokens that is for its stop strings. may_have_stopped: a token that may end one has come
     since they were last looked for. num_counted_tokens: sampled tokens that are counted, of those with stop strings.
     groups: which group of those that share a prefix it decodes in; 0 for none. num_shared_tokens: of its prompt, the
@@ -63,6 +65,8 @@ class SlotArrays:
         self.may_stop = false()
         self.has_stops = false()
         self.want_logprobs = false()
+        self.has_grammar = false()
+        self.is_held = false()
         self.stop_rows = zeros()
         self.groups = zeros()
         self.num_shared_tokens = zeros()

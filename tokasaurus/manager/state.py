@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.block_allocator import BlockAllocator
 from tokasaurus.manager.early_stopping import CompletionLengths, Forecast, prior_forecast
+from tokasaurus.manager.grammars import Grammars
 from tokasaurus.manager.prompt_scores import ScoredChunk
 from tokasaurus.manager.sequence import Sequence, TokenCounts
 from tokasaurus.manager.sequence_queues import SequenceQueues
@@ -120,6 +121,7 @@ class EngineState:
     num_with_stops: running sequences that have stop strings. has_uncounted: results of theirs have not been looked at,
     so are not counted.
     num_with_stop_tokens: running sequences that have stop token ids.
+    grammars: None where the tokenizer cannot be used with any. num_with_grammars: running sequences that have one.
     streaming: running sequences whose tokens are sent as they come.
     starts_are_stale: a prompt left that others may have relied on, and where they begin has to be found again.
     slot_of_node: the slot that last opened with a node of the prefix tree, by the node's index.
@@ -157,6 +159,8 @@ class EngineState:
     num_with_stops: int = 0
     has_uncounted: bool = False
     num_with_stop_tokens: int = 0
+    grammars: Grammars | None = None
+    num_with_grammars: int = 0
     streaming: dict[Sequence, None] = field(default_factory=dict)
     starts_are_stale: bool = False
     slot_of_node: dict[int, int] = field(default_factory=dict)
@@ -198,7 +202,7 @@ class EngineState:
         )
 
 
-def make_state(options: EngineOptions) -> EngineState:
+def make_state(options: EngineOptions, grammars: Grammars | None = None) -> EngineState:
     """An idle engine: every block and the slots 1..num_slots are free."""
     limits, num_slots, early = options.limits, options.num_slots, options.early_stopping
     slots = SlotArrays(num_slots, -(-limits.max_tokens_per_sequence // limits.page_size))
@@ -217,4 +221,5 @@ def make_state(options: EngineOptions) -> EngineState:
         lengths=CompletionLengths(early.buffer_size) if early is not None and early.learns else None,
         forecast=forecast,
         last_logprobs=np.zeros(num_slots + 1, np.float32),
+        grammars=grammars,
     )

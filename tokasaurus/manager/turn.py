@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from tokasaurus.manager.admission import admit_waiting
+from tokasaurus.manager.grammar_results import apply_grammars
+from tokasaurus.manager.grammar_steps import is_better_later, ready_to_decode
 from tokasaurus.manager.holdings import find_starts, preempt
 from tokasaurus.manager.hydragen import group_by_prefix
 from tokasaurus.manager.input_building import num_blocks_short, start_step
@@ -22,6 +24,9 @@ from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
 from tokasaurus.messages.lifecycle import Shutdown
 from tokasaurus.monitoring.timing import SectionTimers
+
+MOST_READING_SECONDS = 0.002
+"""That a turn waits for grammars to read tokens, while the worker has enough to do."""
 
 
 class Turns:
@@ -60,6 +65,10 @@ class Turns:
             for result in results:
                 apply_output(state, result)
                 self._step_began_s = time.perf_counter()
+            if state.grammars is not None:
+                state.grammars.read(min(MOST_READING_SECONDS, self._seconds_left() / 4))
+                if state.grammars.has_finished:
+                    apply_grammars(state)
             note_ends(state)
         if self._seconds_left() <= sum(task.seconds for task in self.tasks if task.has_work(state)):
             self._fill_worker_queue()
@@ -125,7 +134,8 @@ def next_step(state: EngineState) -> ForwardInput | None:
         make_room(state)
     if state.starts_are_stale:
         find_starts(state)
-    num_decoding = len(state.queues.decoding())
+    ready = ready_to_decode(state)
+    num_decoding = len(ready)
     chunks: list[int] = []
     if state.queues.prefilling:
         budget = state.options.max_tokens_per_forward - num_decoding
@@ -135,7 +145,9 @@ def next_step(state: EngineState) -> ForwardInput | None:
             len(sequence.prompt) - int(slots.num_kv_tokens[sequence.slot]) for sequence in state.queues.prefilling
         )
         chunks = split_prefill(num_left, budget if rate is None else min(budget, rate))
-    return start_step(state, chunks) if num_decoding or chunks else None
+    if not chunks and (not num_decoding or is_better_later(state, ready)):
+        return None
+    return start_step(state, chunks)
 
 
 def make_room(state: EngineState) -> None:
@@ -157,8 +169,10 @@ def _victims(state: EngineState, num_short: int) -> list[Sequence]:
     num_lost = np.where(is_open, np.maximum(0, arrays.num_kv_tokens[slots] - shared * page_size), 0)
     num_freed = arrays.num_covered_tokens[slots] // page_size - shared
     needs_block = arrays.is_decoding[slots] & (arrays.num_kv_tokens[slots] == arrays.num_covered_tokens[slots])
-    num_freed += needs_block
+    num_freed += needs_block & ~arrays.is_held[slots]
     sequences = [state.sequences[slot] for slot in slots.tolist()]
     num_freed[[sequence is None or sequence.phase is Phase.DRAINING for sequence in sequences]] = 0
+    is_being_read = arrays.is_held[slots] & (arrays.num_known_tokens[slots] > arrays.num_kv_tokens[slots])
+    num_freed[is_being_read] = 0
     victims = choose_victims(num_lost, num_freed, arrays.admitted_at[slots], num_short)
     return [sequence for victim in victims.tolist() if (sequence := sequences[victim]) is not None]

@@ -1,0 +1,135 @@
+"""How far sequences are in their grammars. What is here runs in threads of its own, mostly without the GIL."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from numpy.typing import NDArray
+
+from tokasaurus.text.grammars import GrammarError, GrammarVocabulary, first_line, make_matcher
+
+MIN_TOKENS_BETWEEN_REBUILDS = 64
+
+
+@dataclass(slots=True, eq=False)
+class Prototype:
+    """A grammar at the beginning of a text. mask: uint32 [words], the tokens that may be the first.
+
+    All matchers that are copied from one share the states that they find, and their number is limited; is_spoilt: they
+    have reached the limit.
+    """
+
+    grammar: str
+    matcher: LLMatcher
+    mask: NDArray[np.uint32]
+    is_spoilt: bool = False
+
+    def begin(self, avoids_eos: bool, vocabulary: GrammarVocabulary) -> "Matching":
+        """For one sequence."""
+        mask = without_eos(self.mask, vocabulary) if avoids_eos else self.mask
+        return Matching(self, self.matcher.deep_copy(), mask, avoids_eos)
+
+
+@dataclass(slots=True, eq=False)
+class Matching:
+    """One sequence in its grammar.
+
+    matcher: has read the tokens that are known. mask: uint32 [words], the tokens that may come next; it stays until the
+    next one is read, for that may be sampled twice.
+    avoids_eos: eos may come only where nothing else may.
+    token_ids: int32, read so far. wants_mask: another token may follow the newest.
+    is_complete: nothing may follow. error: why it cannot go on; "" while it can.
+    rebuilt_at: how many tokens it had read when its matcher was last made anew.
+    """
+
+    prototype: Prototype
+    matcher: LLMatcher
+    mask: NDArray[np.uint32]
+    avoids_eos: bool
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    wants_mask: bool = True
+    is_complete: bool = False
+    error: str = ""
+    rebuilt_at: int | None = None
+
+
+class MatcherThreads:
+    """Reads tokens and finds masks, many at a time, on up to `num_threads` cores."""
+
+    def __init__(self, vocabulary: GrammarVocabulary, num_threads: int) -> None:
+        self._vocabulary = vocabulary
+        self._executor = LLExecutor(num_threads)
+        # With a single matcher the executor keeps the GIL: this one, which is in error and reads nothing, is a second.
+        self._second = LLMatcher(vocabulary.tokenizer, "", log_level=0)
+
+    def compile(self, grammar: str) -> Prototype:
+        """Raises GrammarError."""
+        matcher = make_matcher(self._vocabulary, grammar)
+        (mask,) = self._masks([matcher])
+        if matcher.is_error():
+            raise GrammarError(first_line(matcher.get_error()))
+        if not mask.any():
+            raise GrammarError("no token can be the first of a text that the grammar allows")
+        return Prototype(grammar, matcher, mask)
+
+    def advance(self, matchings: Sequence[Matching]) -> None:
+        """Each reads its newest token, the last of token_ids, and has the mask for the next one afterwards, unless it
+        is complete, or has an error, or wants none."""
+        self._read([(matching.matcher, matching.token_ids[-1]) for matching in matchings])
+        self._find_masks(matchings)
+        broken = [matching for matching in matchings if matching.matcher.is_error()]
+        for matching in broken:
+            self._rebuild(matching)
+
+    def _read(self, pairs: list[tuple[LLMatcher, int]]) -> None:
+        self._executor.consume_token_par([*pairs, (self._second, 0)] if len(pairs) == 1 else pairs)
+
+    def _masks(self, matchers: Sequence[LLMatcher]) -> NDArray[np.uint32]:
+        """[N, words]."""
+        num_words = self._vocabulary.num_words
+        masks = np.zeros((len(matchers), num_words), np.uint32)
+        pairs = list(zip(matchers, range(len(matchers)), strict=True))
+        self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, 4 * num_words, len(matchers))
+        return masks
+
+    def _find_masks(self, matchings: Sequence[Matching]) -> None:
+        # A matcher in error is stopped as well.
+        live = [matching for matching in matchings if matching.wants_mask and not matching.matcher.is_stopped()]
+        if live:
+            masks = self._masks([matching.matcher for matching in live])
+            for matching, mask in zip(live, masks, strict=True):
+                if not mask.any():
+                    matching.error = "no token can follow in the grammar"
+                # A copy, or the masks of all stay as long as one of them.
+                matching.mask = without_eos(mask, self._vocabulary) if matching.avoids_eos else mask.copy()
+        for matching in matchings:
+            matching.is_complete = matching.matcher.is_stopped() and not matching.matcher.is_error()
+
+    def _rebuild(self, matching: Matching) -> None:
+        """Begin with a new matcher, which shares no states: those of many sequences, over hours, reach the limit where
+        one alone is far from it. One that gets there by itself has an error."""
+        error = first_line(matching.matcher.get_error())
+        matching.prototype.is_spoilt = True
+        num_before = matching.rebuilt_at
+        if num_before is not None and len(matching.token_ids) - num_before < MIN_TOKENS_BETWEEN_REBUILDS:
+            matching.error = error
+            return
+        matching.rebuilt_at = len(matching.token_ids)
+        try:
+            matching.matcher = make_matcher(self._vocabulary, matching.prototype.grammar)
+        except GrammarError as again:
+            matching.error = str(again)
+            return
+        for token_id in matching.token_ids:
+            self._read([(matching.matcher, token_id)])
+        self._find_masks([matching])
+        if matching.matcher.is_error():
+            matching.error = first_line(matching.matcher.get_error())
+
+
+def without_eos(mask: NDArray[np.uint32], vocabulary: GrammarVocabulary) -> NDArray[np.uint32]:
+    """A copy, [words], that forbids the end where anything else may come."""
+    others = mask & ~vocabulary.eos_bits
+    return others if others.any() else mask.copy()
