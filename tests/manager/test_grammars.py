@@ -15,10 +15,10 @@ from tests.manager.fake_worker import make_request
 from tests.manager.test_accounting import CountingBench, check_counts
 from tests.manager.test_streams import join
 from tests.manager.test_turn import STOP_STRINGS, crowded_options_strategy, varied_fields
-from tokasaurus.manager import matching
+from tokasaurus.manager import grammars, matching
 from tokasaurus.manager.holdings import sampled_tokens
 from tokasaurus.manager.state import HydragenOptions
-from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.messages.generation import CancelRequest, GenerateRequest
 from tokasaurus.text.grammars import make_matcher
 
 ANYTHING = LLMatcher.grammar_from_regex("[abcdfg]*")
@@ -88,6 +88,13 @@ def test_every_sequence_equals_its_simulation_and_follows_its_grammar():
     check()
     assert num_preemptions > 20
     assert num_texts > 50
+
+
+class Ignored(dict):
+    """Requests whose masks are not compared."""
+
+    def update(self, *_arguments):
+        pass
 
 
 def grammar_request(number: int, grammar: str, num_sequences: int = 1, max_new_tokens: int = 30) -> GenerateRequest:
@@ -184,8 +191,8 @@ def test_a_grammar_that_takes_too_much_work_ends_its_sequences_alone(monkeypatch
     bench = make_bench()
     plain, good = make_request(1, 6, 2, 30, ignore_eos=True), grammar_request(2, ANYTHING, 2)
     wild = grammar_request(3, 'start: e\ne: e e | "f" | "g" |', 2, 40)
+    bench.worker.requests = Ignored()
     bench.turn([plain, good, replace(wild, is_streamed=True)])
-    bench.worker.requests.pop(3)
     bench.run_until_idle()
     deltas = {(delta.request_id, delta.sequence_index): delta for delta in join(bench.deltas)}
     assert_equals_simulation([delta for key, delta in deltas.items() if key[0] != "r3"], [plain, good])
@@ -215,4 +222,60 @@ def test_states_that_all_sequences_of_a_grammar_share_are_given_up_when_they_are
     assert_equals_simulation(bench.deltas, requests)
     assert len(bench.deltas) == 24
     assert 4 < num_made < 24 + 12
+    bench.assert_nothing_is_left()
+
+
+def test_a_fault_of_the_library_ends_the_sequences_that_met_it(monkeypatch):
+    """A panic of llguidance's is no Exception."""
+
+    class Panic(BaseException):
+        pass
+
+    def fail(*_arguments):
+        raise Panic("out of bounds")
+
+    bench = make_bench()
+    plain, other = make_request(1, 6, 2, 20, ignore_eos=True), grammar_request(2, ANYTHING, 2)
+    bench.turn([plain, other])
+    bench.turn([], 1)
+    monkeypatch.setattr(matching.MatcherThreads, "advance", fail)
+    monkeypatch.setattr(matching.MatcherThreads, "compile", fail)
+    bench.turn([grammar_request(3, MANY_STATES.grammar)])
+    bench.run_until_idle()
+    errors = ends_of(bench)
+    assert errors.pop("r1") == {""}
+    assert all("out of bounds" in error for error in errors["r2"] | errors["r3"])
+    bench.assert_nothing_is_left()
+
+
+def test_a_grammar_is_compiled_once_and_few_are_kept(monkeypatch):
+    monkeypatch.setattr(grammars, "MOST_PROTOTYPES", 3)
+    made = []
+
+    def note_and_make(vocabulary, grammar):
+        made.append(grammar)
+        return make_matcher(vocabulary, grammar)
+
+    monkeypatch.setattr(matching, "make_matcher", note_and_make)
+    texts = [LLMatcher.grammar_from_regex(f"a{{{count}}}") for count in range(1, 6)]
+    bench = make_bench()
+    bench.worker.requests = Ignored()
+    for number, which in enumerate([0, 1, 2, 0, 3, 0, 2, 1, 4, 3]):
+        bench.turn([grammar_request(2 * number, texts[which]), grammar_request(2 * number + 1, texts[which])])
+        bench.run_until_idle()
+    assert made == [texts[which] for which in [0, 1, 2, 3, 1, 4, 3]], "the least recently used has gone each time"
+    assert [len(delta.token_ids) for delta in bench.deltas[::2]] == [1, 2, 3, 1, 4, 1, 3, 2, 5, 4]
+    assert len(bench.deltas) == 20
+
+
+def test_whoever_is_cancelled_while_its_grammar_is_compiled_leaves_nothing():
+    bench = make_bench()
+    bench.job_rate = 0.0
+    bench.turn([grammar_request(1, ANYTHING, 2), grammar_request(2, ANYTHING, 2), grammar_request(3, NO_GRAMMAR)])
+    assert bench.state.stats().num_waiting == 5
+    bench.turn([CancelRequest("r1"), CancelRequest("r3")])
+    assert bench.state.stats().num_waiting == 2
+    bench.job_rate = 1.0
+    bench.run_until_idle()
+    assert {delta.request_id for delta in bench.deltas} == {"r2"}
     bench.assert_nothing_is_left()

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.manager.fake_grammars import LANGUAGES, NO_GRAMMAR
 from tests.manager.fake_worker import (
     EOS_ID,
     TOKEN_BYTES,
@@ -105,22 +106,26 @@ def is_idle(stats: EngineStats) -> bool:
 
 
 def test_requests_are_answered_and_the_last_update_says_idle(checkpoint):
-    """Stop strings lie across tokens, some inside a character; one request is cancelled; every rank gets every step."""
+    """Stop strings lie across tokens, some inside a character; some have grammars, one of which is none; one request is
+    cancelled; every rank gets every step."""
     stops = [(), ("ab",), ("éa", "cab"), ("é", "bcb")]
     requests = [make_request(n, 3 + 4 * n, 3, 40, stops[n % 4], n % 2 == 0, n % 3 == 0) for n in range(12)]
     # Spells a, eos, b, eos, c: special tokens that end nothing must not hide the stop string.
     requests.append(make_request(56098, 3, 3, 30, ("abc",), ignore_eos=True))
     assert simulate(requests[-1], 0)[0][-5:] == [1, EOS_ID, 2, EOS_ID, 7]
+    requests += [replace(make_request(100 + n, 5, 2, 40), grammar=LANGUAGES[n].grammar) for n in range(len(LANGUAGES))]
+    broken = replace(make_request(98, 5, 1, 40), grammar=NO_GRAMMAR)
+    num_sequences = 39 + 2 * len(LANGUAGES) + 1
     endless = make_request(99, 5, 1, 100, ignore_eos=True)
     with running_manager(checkpoint, with_worker=True) as engine:
         assert engine.updates.receive(TIMEOUT_S) == Ready("manager", LIMITS)
         assert engine.status.receive(TIMEOUT_S) == Ready("manager", LIMITS)
-        for message in (endless, *requests, CancelRequest(endless.request_id)):
+        for message in (endless, *requests, broken, CancelRequest(endless.request_id)):
             engine.requests.send(message)
         deltas = {}
         stats = None
         deadline_s = time.monotonic() + TIMEOUT_S
-        while len(deltas) < 39 or not is_idle(stats):
+        while len(deltas) < num_sequences or not is_idle(stats):
             update = engine.updates.receive(deadline_s - time.monotonic())
             assert isinstance(update, EngineUpdate)
             for delta in update.deltas:
@@ -131,6 +136,7 @@ def test_requests_are_answered_and_the_last_update_says_idle(checkpoint):
             assert stats.total_generation_tokens >= num_returned
         num_cached = sum(delta.num_cached_tokens for delta in deltas.values())
         assert stats.total_prefix_cache_hit_tokens >= num_cached > 0
+        assert "unclosed group" in deltas.pop(("r98", 0)).error
         num_prompt_tokens = sum(len(request.prompt_ids) for request in requests)
         # Counted when it starts: the one that was cancelled may have, or not.
         assert stats.total_prompt_tokens in (num_prompt_tokens, num_prompt_tokens + len(endless.prompt_ids))

@@ -8,7 +8,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
-from tokasaurus.text.grammars import GrammarError, GrammarVocabulary, first_line, make_matcher
+from tokasaurus.text.grammars import GrammarError, GrammarVocabulary, make_matcher, one_line
 
 MIN_TOKENS_BETWEEN_REBUILDS = 64
 
@@ -69,7 +69,7 @@ class MatcherThreads:
         matcher = make_matcher(self._vocabulary, grammar)
         (mask,) = self._masks([matcher])
         if matcher.is_error():
-            raise GrammarError(first_line(matcher.get_error()))
+            raise GrammarError(one_line(matcher.get_error()))
         if not mask.any():
             raise GrammarError("no token can be the first of a text that the grammar allows")
         return Prototype(grammar, matcher, mask)
@@ -110,7 +110,7 @@ class MatcherThreads:
     def _rebuild(self, matching: Matching) -> None:
         """Begin with a new matcher, which shares no states: those of many sequences, over hours, reach the limit where
         one alone is far from it. One that gets there by itself has an error."""
-        error = first_line(matching.matcher.get_error())
+        error = one_line(matching.matcher.get_error())
         matching.prototype.is_spoilt = True
         num_before = matching.rebuilt_at
         if num_before is not None and len(matching.token_ids) - num_before < MIN_TOKENS_BETWEEN_REBUILDS:
@@ -126,7 +126,7 @@ class MatcherThreads:
             self._read([(matching.matcher, token_id)])
         self._find_masks([matching])
         if matching.matcher.is_error():
-            matching.error = first_line(matching.matcher.get_error())
+            matching.error = one_line(matching.matcher.get_error())
 
 
 def without_eos(mask: NDArray[np.uint32], vocabulary: GrammarVocabulary) -> NDArray[np.uint32]:

@@ -17,6 +17,9 @@ LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 """Of one grammar, beside llguidance's own: its states take up to 100 MB, and what it says of an error is short."""
 
 
+_MOST_ERROR_CHARS = 200
+
+
 class GrammarError(ValueError):
     """A grammar cannot be read, or takes more work than is allowed; the message is one line."""
 
@@ -57,10 +60,11 @@ def make_matcher(vocabulary: GrammarVocabulary, grammar: str) -> LLMatcher:
     """At the beginning of a text. May take a second, and other threads run meanwhile. Raises GrammarError."""
     matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
-        raise GrammarError(first_line(matcher.get_error()))
+        raise GrammarError(one_line(matcher.get_error()))
     return matcher
 
 
-def first_line(error: str) -> str:
-    """Of what llguidance says of an error: more may repeat the grammar."""
-    return error.strip().split("\n", 1)[0]
+def one_line(error: str) -> str:
+    """What llguidance says of an error, which may repeat much of the grammar."""
+    line = " ".join(error.split())
+    return line if len(line) <= _MOST_ERROR_CHARS else line[:_MOST_ERROR_CHARS] + "…"
