@@ -26,6 +26,7 @@ class Worker:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.num_computed = 0
+        self.requests: dict[int, GenerateRequest] = {}
 
     def forward(self, message: ForwardInput, forward_seconds: float) -> ForwardOutput:
         self.num_computed += len(message.prompt_ids)
