@@ -115,7 +115,7 @@ def test_bombs_are_refused_within_the_limit_and_hold_up_nothing(served_model: Se
         bombs = [
             source("json_schema", DEEP_REFERENCES),
             source("regex", SLOW_REGEX),
-            source("regex", "a" * (grammars.MAX_GRAMMAR_BYTES + 1)),
+            source("regex", "a" * (grammars.MAX_GRAMMAR_CHARS + 1)),
         ]
         refusals = [asyncio.create_task(refusal(checker, bomb)) for bomb in bombs]
         longest_pause_s = 0.0

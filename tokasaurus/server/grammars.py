@@ -8,15 +8,17 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import orjson
 
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.frames import HEADER_BYTES, content_length, make_frame
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
+from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.served_model import ServedModel
 
-MAX_GRAMMAR_BYTES = 2**20
+MAX_GRAMMAR_CHARS = 2**20
 TIME_LIMIT_S = 5.0
 # A grammar that takes long does not hold up the next.
 MAX_PROCESSES = 2
@@ -24,6 +26,19 @@ MAX_PROCESSES = 2
 _START_LIMIT_S = 60.0
 _MAX_KNOWN = 4096
 _MAX_KNOWN_BYTES = 64 * 2**20
+# `python -m` looks for modules in its working directory: not in the user's, where any could be.
+_PACKAGE_PARENT = Path(__file__).parents[2]
+
+_FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+def asked_grammar(body: SamplingFields) -> GrammarSource | None:
+    """What the text is to match, by the one field of the body that says so. Raises InvalidRequest."""
+    given = [(name, source) for name in _FIELDS if (source := getattr(body, name)) is not None]
+    if len(given) > 1:
+        (first, _), (second, _), *_ = given
+        raise InvalidRequest(f"{first} and {second}: the text can follow just one of them", second)
+    return given[0][1] if given else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +58,7 @@ class GrammarChecker:
 
     def __init__(self, model: ServedModel, time_limit_s: float = TIME_LIMIT_S) -> None:
         eos_ids = [str(eos_id) for eos_id in sorted(model.eos_ids)]
-        directory = str(model.tokenizer.directory)
+        directory = str(model.tokenizer.directory.resolve())
         self._arguments: Sequence[str] = (directory, str(model.vocab_size), str(time_limit_s), *eos_ids)
         self._time_limit_s = time_limit_s
         self._known: OrderedDict[tuple[str, str], _Outcome] = OrderedDict()
@@ -55,9 +70,9 @@ class GrammarChecker:
 
     async def check(self, source: GrammarSource) -> str:
         """The grammar in llguidance's form. Raises InvalidRequest."""
-        if len(source.text) > MAX_GRAMMAR_BYTES:
+        if len(source.text) > MAX_GRAMMAR_CHARS:
             raise InvalidRequest(
-                f"{source.param}: a grammar may have at most {MAX_GRAMMAR_BYTES} characters", source.param
+                f"{source.param}: a grammar may have at most {MAX_GRAMMAR_CHARS} characters", source.param
             )
         key = (source.format, source.text)
         outcome = self._known.get(key)
@@ -123,6 +138,7 @@ class GrammarChecker:
             *self._arguments,
             stdin=PIPE,
             stdout=PIPE,
+            cwd=_PACKAGE_PARENT,
             start_new_session=True,  # Ctrl-C is for the launcher
         )
         self._processes.add(process)

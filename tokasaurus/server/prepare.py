@@ -13,6 +13,7 @@ from tokasaurus.server.call_reader import CallRules
 from tokasaurus.server.chat_prompt import encode_messages, too_long
 from tokasaurus.server.echo import Echo, make_echo
 from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, Unsupported
+from tokasaurus.server.grammars import asked_grammar
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest, Prompt
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
@@ -82,13 +83,16 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, limits: Engi
         body.return_token_ids,
         echoes=echoes,
         num_top_prompt_logprobs=num_prompt_top,
+        grammar=asked_grammar(body),
     )
 
 
 def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:
     """Tokenizes, so not for the event loop. Raises InvalidRequest."""
     _check_fields(1, body, model)
-    tool_use = resolve_tools(body, model.tools)
+    tool_use, grammar = resolve_tools(body, model.tools), asked_grammar(body)
+    if grammar is not None and tool_use.rules is not None:
+        raise Unsupported(f"{grammar.param} goes with tools only where tool_choice is none", grammar.param)
     prompt_ids = encode_messages(body.messages, body, model, limits.max_tokens_per_sequence, tool_use.shown)
     _check_vocabulary(prompt_ids, model, "messages")
     room = _room(prompt_ids, limits, "messages")
@@ -107,6 +111,7 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: Engine
         requests,
         body.logprobs_in_fingerprint,
         body.return_token_ids,
+        grammar=grammar,
         calls=tool_use.rules,
         num_top_prompt_logprobs=num_prompt_top,
     )

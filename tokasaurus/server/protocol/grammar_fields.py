@@ -1,7 +1,17 @@
-"""What form a text must have, as a client writes it."""
+"""Fields that say what form the text must have: OpenAI's response_format, vLLM's structured_outputs and guided_*.
 
+Each is read as a GrammarSource, or as None where it asks for nothing. Whether the grammar can be followed is checked
+later, by `server.grammars`.
+"""
+
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 GrammarFormat = Literal["json_schema", "regex", "lark", "gbnf", "llguidance"]
 
@@ -16,3 +26,232 @@ class GrammarSource:
     format: GrammarFormat
     text: str
     param: str
+
+
+# What JSON may have between two of its tokens: a space, or a new line and its indentation. A small model would go on
+# with spaces for ever if it could.
+WHITESPACE_PATTERN = r"\x20|\r?\n[\x20\t]{0,40}"
+# The letters of JSON's short escapes. A character has one spelling then, so that the name of a property cannot come a
+# second time as "\u0061".
+_SHORT_ESCAPES = 'nrbtf\\"'
+
+_SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
+_GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.ASCII | re.MULTILINE)
+_REGEX_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~]")
+_MAX_ECHO_CHARS = 100
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    """message: continues the field's name."""
+    return PydanticCustomError("value_not_allowed", "{message}", {"message": message})
+
+
+def _not_built(message: str) -> PydanticCustomError:
+    return PydanticCustomError("not_implemented", "{message}", {"message": message})
+
+
+def _check_keys(value: Mapping[str, object], known: tuple[str, ...], where: str) -> None:
+    for name in value:
+        if name not in known:
+            raise _wrong(f"holds the unknown field {where}{name[:_MAX_ECHO_CHARS]!r}")
+
+
+def _schema_text(schema: Mapping[str, object], whitespace: bool = True) -> str:
+    """The schema with our options for JSON, which a client may not give."""
+    if "x-guidance" in schema:
+        raise _not_built("holds x-guidance, which is not implemented")
+    options: dict[str, object] = {"whitespace_flexible": False}
+    if whitespace:
+        options = {"whitespace_pattern": WHITESPACE_PATTERN}
+    try:
+        text = orjson.dumps({**schema, "x-guidance": options}).decode()
+        if r"\u00" not in text and "\x7f" not in text:  # llguidance writes control characters in no other way
+            text = orjson.dumps({**schema, "x-guidance": options | {"json_allowed_escapes": _SHORT_ESCAPES}}).decode()
+    except orjson.JSONEncodeError:
+        raise _wrong("is nested too deeply") from None
+    return text
+
+
+ANY_OBJECT: Mapping[str, object] = {"type": "object"}
+
+
+def _json_source(value: object, param: str, whitespace: bool = True) -> GrammarSource:
+    """value: a schema, or its text."""
+    schema = value
+    if isinstance(value, str):
+        try:
+            schema = orjson.loads(value)
+        except orjson.JSONDecodeError as error:
+            raise _wrong(f"is not valid JSON: {error.msg}") from None
+    if not isinstance(schema, dict):
+        raise _wrong("must be a JSON schema: an object, or its text")
+    return GrammarSource("json_schema", _schema_text(schema, whitespace), param)
+
+
+def _regex_source(value: object, param: str) -> GrammarSource:
+    if not isinstance(value, str) or not value:
+        raise _wrong("must be a regular expression: a string that is not empty")
+    if (len(value) - len(value.rstrip("\\"))) % 2:
+        raise _wrong("is no regular expression: it ends within an escape")
+    return GrammarSource("regex", value, param)
+
+
+def _choice_source(value: object, param: str) -> GrammarSource:
+    if not isinstance(value, list) or not value or not all(isinstance(choice, str) for choice in value):
+        raise _wrong("must be a list of strings that is not empty")
+    pattern = "|".join(_REGEX_SPECIAL.sub(r"\\\g<0>", choice) for choice in value)
+    return GrammarSource("regex", pattern, param)
+
+
+def _grammar_source(value: object, param: str) -> GrammarSource:
+    if not isinstance(value, str) or not value.strip():
+        raise _wrong("must be a grammar: a string that is not empty")
+    return GrammarSource("gbnf" if _GBNF_RULE.search(value) else "lark", value, param)
+
+
+def _parse_response_format(value: object) -> GrammarSource | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise _wrong("must be an object")
+    kind = value.get("type")
+    if kind == "text":
+        _check_keys(value, ("type",), "")
+        return None
+    if kind == "json_object":
+        _check_keys(value, ("type",), "")
+        return _json_source(dict(ANY_OBJECT), "response_format")
+    if kind == "json_schema":
+        _check_keys(value, ("type", "json_schema"), "")
+        return _parse_json_schema(value.get("json_schema"))
+    if kind == "structural_tag":
+        raise _not_built("of type structural_tag is not implemented")
+    raise _wrong('must have "text", "json_object" or "json_schema" as its "type"')
+
+
+def _parse_json_schema(value: object) -> GrammarSource:
+    """strict: the schema is followed in any case. name, description: OpenAI shows them to its model; we do not."""
+    if not isinstance(value, dict):
+        raise _wrong("must have an object as its json_schema")
+    _check_keys(value, ("name", "schema", "strict", "description"), "json_schema.")
+    name = value.get("name")
+    if not isinstance(name, str) or not _SCHEMA_NAME.fullmatch(name):
+        raise _wrong("must have 1 to 64 letters, digits, - or _ as its json_schema.name")
+    if not isinstance(value.get("strict"), bool | None):
+        raise _wrong("must have true or false as its json_schema.strict")
+    if not isinstance(value.get("description"), str | None):
+        raise _wrong("must have a string as its json_schema.description")
+    if not isinstance(value.get("schema"), dict):
+        raise _wrong("must have a JSON schema, which is an object, as its json_schema.schema")
+    return _json_source(value["schema"], "response_format")
+
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "structural_tag")
+
+
+def _parse_structured_outputs(value: object) -> GrammarSource | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise _wrong("must be an object")
+    _check_keys(value, _KINDS + _OPTIONS, "")
+    for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
+        if not isinstance(value.get(name), bool | None):
+            raise _wrong(f"must have true or false as its {name}")
+    for name in ("disable_additional_properties", "whitespace_pattern", "structural_tag"):
+        if value.get(name) not in (None, False):
+            raise _not_built(f"holds {name}, which is not implemented")
+    asked = [kind for kind in _KINDS if value.get(kind) not in (None, False)]
+    if len(asked) != 1:
+        found = " and ".join(asked) or "none"
+        raise _wrong(f"must have just one of {', '.join(_KINDS)}; it has {found}")
+    kind = asked[0]
+    param = f"structured_outputs.{kind}"
+    whitespace = not value.get("disable_any_whitespace")
+    if kind == "json_object":
+        return _json_source(dict(ANY_OBJECT), param, whitespace)
+    if kind == "json":
+        return _json_source(value["json"], param, whitespace)
+    if not whitespace:
+        raise _wrong("has disable_any_whitespace, which goes with json and json_object")
+    return _SOURCES[kind](value[kind], param)
+
+
+_SOURCES: dict[str, Callable[[object, str], GrammarSource]] = {
+    "json": _json_source,
+    "regex": _regex_source,
+    "choice": _choice_source,
+    "grammar": _grammar_source,
+}
+
+
+def _guided(kind: str) -> PlainValidator:
+    param = f"guided_{kind}"
+    return PlainValidator(lambda value: None if value is None else _SOURCES[kind](value, param))
+
+
+def _or_null(*schemas: dict[str, Any]) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [*schemas, {"type": "null"}]})
+
+
+_OBJECT = {"type": "object"}
+_TEXT = {"type": "string", "minLength": 1}
+_CHOICES = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+
+ResponseFormat = Annotated[
+    GrammarSource | None,
+    PlainValidator(_parse_response_format),
+    _or_null(
+        {
+            "type": "object",
+            "properties": {"type": {"enum": ["text", "json_object"]}},
+            "required": ["type"],
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {
+                    "type": "object",
+                    "properties": {
+                        "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+                        "schema": _OBJECT,
+                        "strict": {"type": ["boolean", "null"]},
+                        "description": {"type": ["string", "null"]},
+                    },
+                    "required": ["name", "schema"],
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["type", "json_schema"],
+            "additionalProperties": False,
+        },
+    ),
+]
+
+StructuredOutputs = Annotated[
+    GrammarSource | None,
+    PlainValidator(_parse_structured_outputs),
+    _or_null(
+        {
+            "type": "object",
+            "properties": {
+                "json": {"anyOf": [_OBJECT, _TEXT]},
+                "regex": _TEXT,
+                "choice": _CHOICES,
+                "grammar": _TEXT,
+                "json_object": {"type": "boolean"},
+                "disable_any_whitespace": {"type": "boolean"},
+            },
+            "minProperties": 1,
+            "additionalProperties": False,
+        }
+    ),
+]
+
+GuidedJson = Annotated[GrammarSource | None, _guided("json"), _or_null(_OBJECT, _TEXT)]
+GuidedRegex = Annotated[GrammarSource | None, _guided("regex"), _or_null(_TEXT)]
+GuidedChoice = Annotated[GrammarSource | None, _guided("choice"), _or_null(_CHOICES)]
+GuidedGrammar = Annotated[GrammarSource | None, _guided("grammar"), _or_null(_TEXT)]

@@ -19,6 +19,14 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from tokasaurus.server.protocol.grammar_fields import (
+    GuidedChoice,
+    GuidedGrammar,
+    GuidedJson,
+    GuidedRegex,
+    ResponseFormat,
+    StructuredOutputs,
+)
 from tokasaurus.server.protocol.token_fields import LogitBias, StopTokenIds
 
 MAX_STOP_STRINGS = 16
@@ -156,6 +164,8 @@ class SamplingFields(BaseModel):
     the choices. return_token_ids (of vLLM's): the token ids of prompts and choices are in the answer. prompt_logprobs
     (of vLLM's): log-probabilities of the prompt's tokens, and of so many of the likeliest at their places.
 
+    response_format, structured_outputs and guided_* (both vLLM's): the form of the text, see grammar_fields.
+
     Accepted and without effect, since they ask nothing of the generated text: user, metadata, store=false,
     service_tier auto or default, safety_identifier, prompt_cache_key.
     """
@@ -193,4 +203,13 @@ class SamplingFields(BaseModel):
 
     stream: Annotated[bool, NullMeans(False)] = False
     stream_options: StreamOptions | None = None
-    response_format: Annotated[Any, Only(None, {"type": "text"})] = None
+
+    response_format: ResponseFormat = None
+    structured_outputs: StructuredOutputs = None
+    guided_json: GuidedJson = None
+    guided_regex: GuidedRegex = None
+    guided_choice: GuidedChoice = None
+    guided_grammar: GuidedGrammar = None
+    guided_decoding_backend: Annotated[Any, Only(None)] = None
+    guided_whitespace_pattern: Annotated[Any, Only(None)] = None
+    structural_tag: Annotated[Any, Only(None)] = None
