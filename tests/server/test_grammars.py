@@ -1,6 +1,8 @@
 """What the grammar checker lets through, what it refuses and how soon. Its child processes are real."""
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -194,4 +196,45 @@ def test_a_process_that_was_killed_is_replaced_and_none_is_left_behind(served_mo
 
     run(served_model, kill_one)
     assert len(pids) == 2
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
+
+
+ORPHAN = """
+import asyncio, sys
+from types import SimpleNamespace
+from pathlib import Path
+from tokasaurus.server.grammars import GrammarChecker
+from tokasaurus.server.protocol.grammar_fields import GrammarSource
+
+async def main():
+    tokenizer = SimpleNamespace(directory=Path(sys.argv[1]))
+    checker = GrammarChecker(SimpleNamespace(tokenizer=tokenizer, vocab_size=266, eos_ids={265}), time_limit_s=60)
+    await checker.check(GrammarSource("regex", "a", "x"))
+    asyncio.create_task(checker.check(GrammarSource("regex", "a*" * 40_000, "x")))
+    await asyncio.sleep(0.1)
+    print(*(process.pid for process in checker._processes), flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process ends when it has compiled, or by its timer")
+def test_a_process_dies_with_its_server_amid_a_grammar(tokenizer_directory: Path) -> None:
+    server = subprocess.Popen([sys.executable, "-c", ORPHAN, tokenizer_directory], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    pid = int(server.stdout.readline())
+    assert is_alive(pid)
+    server.kill()
+    server.wait()
+    deadline = time.monotonic() + 3
+    while is_alive(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"  # nobody may have waited for it
+    except FileNotFoundError:
+        return False
