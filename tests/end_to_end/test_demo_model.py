@@ -5,16 +5,19 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
+import jsonschema_rs
 import openai
+import pydantic
 import pytest
 import torch
 from openai.types.chat.chat_completion import Choice
 from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.toka_process import TokaProcess, running_toka, wait_for
+from tests.random_schemas import random_schema
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.text.tokenizer import Tokenizer
 
@@ -201,6 +204,52 @@ def test_biases_stop_tokens_and_the_fewest_tokens_do_what_they_say(toka: TokaPro
     assert (text, reason, count) == ("...", "stop", 4)
     assert complete({str(the): 100}, stop_token_ids=[the]) == ("", "stop", 1)
     assert complete({str(the): 100}, stop=["the the"], min_tokens=2) == (" the ", "stop", 3)
+
+
+def test_random_schemas_are_followed_and_a_plain_request_beside_them_has_its_text(toka: TokaProcess) -> None:
+    """Sampled at temperature 1 from a small model, all at once; judged by an outside validator."""
+    schemas = [random_schema(seed) for seed in range(30)]
+    plain = {"model": "default", "prompt": "The capital of France", "max_tokens": 40, "temperature": 0}
+    common = {"model": "default", "messages": [{"role": "user", "content": "Some JSON, please."}], "max_tokens": 100}
+    formats = [{"type": "json_schema", "json_schema": {"name": "made_up", "schema": schema}} for schema in schemas]
+    shaped = [common | {"seed": seed, "response_format": form} for seed, form in enumerate(formats)]
+    lines = [{"custom_id": str(seed), "url": "/v1/chat/completions", "body": body} for seed, body in enumerate(shaped)]
+    lines.append({"custom_id": "plain", "url": "/v1/completions", "body": plain})
+
+    alone = httpx.post(f"{toka.url}/v1/completions", json=plain, timeout=120).json()["choices"][0]["text"]
+    content = "\n".join(json.dumps(line) for line in lines)
+    headers = {"content-type": "application/x-ndjson"}
+    answer = httpx.post(f"{toka.url}/v1/bulk", content=content, headers=headers, timeout=120)
+    results = {line["custom_id"]: line["response"] for line in map(json.loads, answer.text.splitlines())}
+    assert results.pop("plain")["body"]["choices"][0]["text"] == alone
+    num_whole = 0
+    for seed, schema in enumerate(schemas):
+        assert results[str(seed)]["status_code"] == 200, results[str(seed)]
+        (choice,) = results[str(seed)]["body"]["choices"]
+        if choice["finish_reason"] == "stop":
+            value = json.loads(choice["message"]["content"])
+            assert jsonschema_rs.Draft202012Validator(schema, validate_formats=True).is_valid(value), (schema, value)
+            num_whole += 1
+    assert num_whole >= 15, "most are not cut by their limit"
+
+
+class Country(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=20)
+    continent: Literal["Africa", "America", "Asia", "Europe", "Oceania"]
+    population: int = pydantic.Field(ge=1000, le=2_000_000_000)
+
+
+def test_openai_client_parses_answers_into_a_model(toka: TokaProcess) -> None:
+    client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0, timeout=120)
+    answer = client.chat.completions.parse(
+        model="default",
+        messages=[{"role": "user", "content": "Name a country, its continent and its population, as JSON."}],
+        response_format=Country,
+        max_tokens=80,
+        n=3,
+        seed=1,
+    )
+    assert all(isinstance(choice.message.parsed, Country) for choice in answer.choices)
 
 
 def test_a_client_that_goes_away_frees_its_blocks(toka: TokaProcess) -> None:

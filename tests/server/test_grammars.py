@@ -134,7 +134,6 @@ def test_bombs_are_refused_within_the_limit_and_hold_up_nothing(served_model: Se
         assert time.monotonic() - started < 1.5 + 3  # the two take turns with others' work on this machine
         assert longest_pause_s < 0.3
         await checker.check(source("regex", "b+"))  # still at work
-        assert "too deeply" in await refusal(checker, bombs[0])  # as is known now
         assert len(checker._processes) <= grammars.MAX_PROCESSES
 
     run(served_model, check_bombs, time_limit_s=1.5)

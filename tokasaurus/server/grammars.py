@@ -99,21 +99,20 @@ class GrammarChecker:
         try:
             async with self._turns:
                 process = await self._take_process()
+                question = orjson.dumps(key)
                 try:
-                    question = orjson.dumps(key)
                     reply = await asyncio.wait_for(_ask(process, question), self._time_limit_s)
+                    self._idle.append(process)
+                # These two are not remembered: the machine may have been busy, or short of memory.
                 except asyncio.TimeoutError:
-                    # Not kept: the machine may have been busy.
                     return _Outcome("", f"it takes longer than {self._time_limit_s:g} s to compile", 0)
                 except (asyncio.IncompleteReadError, ConnectionError):
-                    grammar, error = "", "it is too large or nested too deeply to compile"
-                else:
-                    self._idle.append(process)
-                    grammar, error = orjson.loads(reply)
+                    return _Outcome("", "it is too large or nested too deeply to compile", 0)
                 finally:
                     if process not in self._idle:
                         await self._end(process)
-            outcome = _Outcome(grammar or "", error or "", len(question) + len(grammar or ""))
+            grammar, error = orjson.loads(reply)
+            outcome = _Outcome(grammar or "", error or "", len(question) + len(reply))
             self._remember(key, outcome)
             return outcome
         finally:
