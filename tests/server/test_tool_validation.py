@@ -48,6 +48,8 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
 ]
 WRONG_TOOLS: list[tuple[dict[str, Any], str]] = [
     ({"tools": {}}, "tools"),
+    ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [TOOL], "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
     ({"tools": [5] * 100_000}, "tools[0]"),
     ({"tools": [TOOL] * 1025}, "tools"),
     ({"tools": [TOOL, TOOL]}, "tools"),
