@@ -1,8 +1,10 @@
 """Grammars over HTTP: what each field asks for is what the engine is told, and what an outside validator finds."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -169,3 +171,24 @@ def test_a_schema_that_cannot_be_followed_is_a_400(obedient: LiveServer, route: 
         assert response.status_code == 400
         assert assert_openai_error(response.content)["param"] == param
     assert len(obedient.engine.requests) == num_requests
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked up there")
+def test_the_process_that_compiles_ends_with_the_server(served_model: ServedModel) -> None:
+    before = grammar_processes()
+    with live_server(served_model, FakeEngine()) as server:
+        assert server.http.post(CHAT, json=minimal_body(CHAT) | {"guided_regex": "a"}).status_code == 200
+        started = grammar_processes() - before
+        assert len(started) == 1
+    assert not started & grammar_processes()
+
+
+def grammar_processes() -> set[str]:
+    """Those that this process has started."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            name, state_and_parent = path.read_text().split("(", 1)[1].rsplit(") ", 1)
+            if name == "toka-grammar" and state_and_parent.split()[1] == str(os.getpid()):
+                found.add(path.parent.name)
+    return found
