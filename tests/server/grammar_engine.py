@@ -8,14 +8,14 @@ from llguidance import LLMatcher
 from tests.fake_engine import Reply, Script, echo
 from tests.server.small_tokenizer import EOS_IDS, VOCAB_SIZE
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.grammar_process import load_tokenizer
+from tokasaurus.text.grammars import load_grammar_vocabulary
 
 _CLOSING = tuple(b'"}]')
 
 
 def follow_grammars(tokenizer_directory: Path) -> Script:
     """Requests without a grammar are echoed. Eos, and what closes something, is drawn more often than the rest."""
-    tokenizer = load_tokenizer(tokenizer_directory, VOCAB_SIZE, list(EOS_IDS))
+    tokenizer = load_grammar_vocabulary(tokenizer_directory, VOCAB_SIZE, EOS_IDS).tokenizer
 
     def reply(request: GenerateRequest, index: int) -> Reply:
         if not request.grammar:

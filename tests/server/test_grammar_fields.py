@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from pydantic import TypeAdapter
 
 from tests.server.small_tokenizer import EOS_IDS, VOCAB_SIZE
-from tokasaurus.server.grammar_process import compile_grammar, load_tokenizer
+from tokasaurus.server.grammar_process import compile_grammar
 from tokasaurus.server.protocol.grammar_fields import (
     GrammarSource,
     GuidedChoice,
@@ -21,11 +21,12 @@ from tokasaurus.server.protocol.grammar_fields import (
     ResponseFormat,
     StructuredOutputs,
 )
+from tokasaurus.text.grammars import load_grammar_vocabulary
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer_directory: Path) -> LLTokenizer:
-    return load_tokenizer(tokenizer_directory, VOCAB_SIZE, list(EOS_IDS))
+    return load_grammar_vocabulary(tokenizer_directory, VOCAB_SIZE, EOS_IDS).tokenizer
 
 
 def allows(tokenizer: LLTokenizer, field: Any, value: object, text: str) -> bool:

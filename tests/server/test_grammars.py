@@ -5,7 +5,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 import orjson
@@ -196,6 +198,17 @@ def test_a_process_that_was_killed_is_replaced_and_none_is_left_behind(served_mo
     run(served_model, kill_one)
     assert len(pids) == 2
     assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_tokenizer_that_grammars_cannot_read_is_no_fault_of_the_server(
+    served_model: ServedModel, tmp_path: Path
+) -> None:
+    async def ask(checker: GrammarChecker) -> None:
+        assert "tokenizer" in await refusal(checker, source("regex", "a"))
+        assert not checker._processes
+
+    (tmp_path / "tokenizer.json").write_text('{"model": "none"}')
+    run(replace(served_model, tokenizer=SimpleNamespace(directory=tmp_path)), ask)
 
 
 ORPHAN = """

@@ -3,6 +3,7 @@
 from typing import BinaryIO
 
 HEADER_BYTES = 4
+UNUSABLE_TOKENIZER = b"unusable tokenizer"
 
 
 def make_frame(content: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 A grammar may crash its compiler (nesting that overflows the stack), or keep it busy for minutes: here that is no harm.
 Run as `python -m tokasaurus.server.grammar_process DIRECTORY VOCAB_SIZE TIME_LIMIT_S EOS_ID…`, with a tokenizer's
-directory; frames come in on stdin and go out on stdout. The first one out is empty: ready.
+directory; frames come in on stdin and go out on stdout. The first one out is empty: ready, or UNUSABLE_TOKENIZER.
 """
 
 import ctypes
@@ -16,10 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import orjson
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from tokasaurus.server.frames import make_frame, read_frame
+from tokasaurus.server.frames import UNUSABLE_TOKENIZER, make_frame, read_frame
+from tokasaurus.text.grammars import LIMITS, GrammarError, load_grammar_vocabulary
+from tokasaurus.text.tokenizer import TokenizerError
 
 # Less than the engine's threads have, so that what compiles here compiles there.
 _STACK_BYTES = 2 * 2**20
@@ -35,14 +37,10 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
 
-class GrammarError(ValueError):
-    """The grammar cannot be followed; the message says why, for the client."""
-
-
 def compile_grammar(tokenizer: LLTokenizer, source_format: str, text: str) -> str:
-    """The grammar in llguidance's form. source_format: a GrammarFormat. Raises GrammarError."""
+    """The grammar in llguidance's form. source_format: a GrammarFormat. Raises GrammarError, which says why in full."""
     grammar = _CONVERTERS[source_format](text)
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
         error = matcher.get_error()
         raise GrammarError("it is too large" if error.startswith("panic") else error)
@@ -105,13 +103,14 @@ def answer(tokenizer: LLTokenizer, question: bytes) -> bytes:
         return orjson.dumps([None, " ".join(str(error).split())[:_MAX_ERROR_CHARS]])
 
 
-def load_tokenizer(directory: Path, vocab_size: int, eos_ids: list[int]) -> LLTokenizer:
-    return LLTokenizer((directory / "tokenizer.json").read_text(), n_vocab=vocab_size, eos_token=eos_ids)
-
-
 def main(directory: str, vocab_size: str, time_limit_s: str, *eos_ids: str) -> None:
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
-    tokenizer = load_tokenizer(Path(directory), int(vocab_size), [int(eos_id) for eos_id in eos_ids])
+    try:
+        tokenizer = load_grammar_vocabulary(Path(directory), int(vocab_size), map(int, eos_ids)).tokenizer
+    except TokenizerError as error:
+        print(error, file=sys.stderr)
+        answers.write(make_frame(UNUSABLE_TOKENIZER))
+        return
     _limit_memory()
     answers.write(make_frame(b""))
     answers.flush()

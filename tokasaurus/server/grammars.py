@@ -13,7 +13,7 @@ from pathlib import Path
 import orjson
 
 from tokasaurus.server.errors import InvalidRequest
-from tokasaurus.server.frames import HEADER_BYTES, content_length, make_frame
+from tokasaurus.server.frames import HEADER_BYTES, UNUSABLE_TOKENIZER, content_length, make_frame
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.served_model import ServedModel
@@ -98,8 +98,10 @@ class GrammarChecker:
     async def _compile(self, key: tuple[str, str]) -> _Outcome:
         try:
             async with self._turns:
-                process = await self._take_process()
                 question = orjson.dumps(key)
+                process = await self._take_process()
+                if process is None:
+                    return _Outcome("", "grammars cannot be used with this model's tokenizer", 0)
                 try:
                     reply = await asyncio.wait_for(_ask(process, question), self._time_limit_s)
                     self._idle.append(process)
@@ -124,7 +126,8 @@ class GrammarChecker:
         while len(self._known) > _MAX_KNOWN or self._num_known_bytes > _MAX_KNOWN_BYTES:
             self._num_known_bytes -= self._known.popitem(last=False)[1].num_bytes
 
-    async def _take_process(self) -> Process:
+    async def _take_process(self) -> Process | None:
+        """None where the model's tokenizer is of a kind that grammars cannot be used with."""
         while self._idle:
             process = self._idle.pop()
             if process.returncode is None:
@@ -141,12 +144,13 @@ class GrammarChecker:
             start_new_session=True,  # Ctrl-C is for the launcher
         )
         self._processes.add(process)
+        state = UNUSABLE_TOKENIZER
         try:
-            await asyncio.wait_for(_read(process), _START_LIMIT_S)
-        except BaseException:
-            await self._end(process)
-            raise
-        return process
+            state = await asyncio.wait_for(_read(process), _START_LIMIT_S)
+        finally:
+            if state == UNUSABLE_TOKENIZER:
+                await self._end(process)
+        return None if state == UNUSABLE_TOKENIZER else process
 
     async def _end(self, process: Process) -> None:
         self._processes.discard(process)
