@@ -38,12 +38,13 @@ def _object(rng: random.Random, depth: int) -> Schema:
     names = rng.sample(["a", "b", "name", "größe", 'quo"te', "x y"], rng.randint(1, 4))
     schema: Schema = {"type": "object", "properties": {name: _any(rng, depth) for name in names}}
     schema["required"] = rng.sample(names, rng.randint(0, len(names)))
-    schema["additionalProperties"] = False if rng.random() < 0.7 else _leaf(rng)
+    schema["additionalProperties"] = False if rng.random() < 0.9 else _leaf(rng)
     return schema
 
 
 def _map(rng: random.Random, depth: int) -> Schema:
-    return {"type": "object", "patternProperties": {"^[a-c]{1,3}$": _any(rng, depth)}, "additionalProperties": False}
+    names = {"^[a-c]{1,3}$": _any(rng, depth)}
+    return {"type": "object", "patternProperties": names, "additionalProperties": False, "maxProperties": 2}
 
 
 def _array(rng: random.Random, depth: int) -> Schema:
@@ -69,7 +70,11 @@ def _leaf(rng: random.Random) -> Schema:
     return rng.choice(
         [
             {"type": "string", "minLength": low % 4, "maxLength": low % 4 + 3},
-            {"type": "string", "pattern": rng.choice(["^[a-z]{2,5}$", r"^\d{3}-\d{2}$", "^(ab|cd)+$", "x"])},
+            {
+                "type": "string",
+                "pattern": rng.choice(["^[a-z]{2,5}$", r"^\d{3}-\d{2}$", "^(ab|cd)+$", "x"]),
+                "maxLength": 9,
+            },
             {"type": "string", "format": rng.choice(["uuid", "ipv4"])},
             {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 50)},
             {"type": "integer", "exclusiveMinimum": low, "multipleOf": rng.choice([2, 5])},
