@@ -211,10 +211,32 @@ def test_candidates_are_simulated_as_they_will_be_once_they_run(shapes, options,
             match = state.blocks.tree.match(prompt.token_bytes, sequence.salt, (len(prompt) - 1) // page_size)
             assert match.num_blocks == families[num - 1].num_cached_blocks
         admit(state, state.queues.take_first_waiting())
+        assert num_to_compute(state, [sequence]) == candidates.num_to_compute[num - 1]
         simulated = before.curve.at(steps) + simulate_candidates(candidates, num, before, page_size).at(steps)
         real = look_ahead(state, None).curve.at(steps)
         assert (simulated >= real).all()
         assert not is_exact or simulated.tolist() == real.tolist()
+
+
+def num_to_compute(state: EngineState, sequences: list[Sequence]) -> list[int]:
+    """Prompt tokens of running sequences."""
+    slots, arrays = [sequence.slot for sequence in sequences], state.slots
+    return (arrays.num_prefill_tokens[slots] - arrays.first_positions[slots]).tolist()
+
+
+@pytest.mark.parametrize(("num_first", "num_second", "expected"), [(16, 24, [16, 16, 9, 13]), (17, 24, [17, 17, 9, 9])])
+def test_candidates_count_on_what_those_before_them_will_score(num_first, num_second, expected):
+    """Each of two prompts twice, first with fewer likeliest tokens. The last block of a prompt of 16 tokens is for
+    those that are longer, not for the same again."""
+    state = make_bench(make_options(100, 4, max_seqs_per_forward=8)).state
+    shapes = [Shape(0, num_tokens, 0, 1, 9, prompt_top=top) for num_tokens in (num_first, num_second) for top in (1, 2)]
+    for request in make_requests(shapes, state.options.limits):
+        add_request(state, request)
+    waiting = state.queues.first_waiting(8)
+    simulated = describe(state, waiting).num_to_compute.tolist()
+    for _ in waiting:
+        admit(state, state.queues.take_first_waiting())
+    assert simulated == num_to_compute(state, waiting) == expected
 
 
 def test_a_prompt_is_scored_again_behind_a_sample_that_was_put_back_after_it():

@@ -74,12 +74,16 @@ def describe(state: EngineState, sequences: list[Sequence]) -> Candidates:
 
 def _families(state: EngineState, sequences: list[Sequence]) -> list[Family]:
     """What of each prompt is cached, and what prompts share with those before them, found by putting them into a tree
-    of their own, in which a prompt begins where its cached part ends. Its blocks have the numbers behind those that
-    there are."""
+    of their own, in which a prompt begins where its cached part ends. Its blocks have the numbers behind all that there
+    are."""
     tree, page_size = state.blocks.tree, state.options.limits.page_size
     block_bytes = 4 * page_size
-    to_come, next_block = PrefixTree(page_size), state.blocks.num_blocks + 1
-    promised = _promised_scores(state, sequences)
+    to_come = PrefixTree(page_size)
+    most_new = sum(len(sequence.prompt) for sequence in sequences) // page_size
+    numbers, num_numbered = np.arange(most_new, dtype=np.int32) + len(state.blocks.tokens), 0
+    promised = np.empty(0, np.int32)
+    if state.blocks.scores is not None and any(sequence.scores_prompt for sequence in sequences):
+        promised = state.blocks.scores.promised(most_new)
     found: list[tuple[int, int, int, PrefixMatch, PrefixNode, int | None]] = []
     prompt = None
     for place, sequence in enumerate(sequences):
@@ -93,15 +97,13 @@ def _families(state: EngineState, sequences: list[Sequence]) -> list[Family]:
         more = to_come.match(rest, branch)
         node = to_come.hold(more)
         num_cached = match.num_blocks + more.num_blocks
-        new = np.arange(next_block, next_block + num_whole - num_cached, dtype=np.int32)
-        next_block += len(new)
+        new = numbers[num_numbered : num_numbered + num_whole - num_cached]
+        num_numbered += len(new)
         start = num_cached * page_size
         if sequence.scores_prompt:
             cached = np.concatenate((tree.blocks_on_path(match), to_come.blocks_on_path(more)))
-            num_top = sequence.request.num_top_prompt_logprobs
-            start = first_position(num_leading(promised[cached], num_top), page_size)
-            scored = np.concatenate((cached, new))
-            promised[scored] = np.maximum(promised[scored], num_top)
+            num_scored = _add_promise(promised, cached, new, sequence.request.num_top_prompt_logprobs)
+            start = first_position(num_scored, page_size)
         num_new = num_shared - num_cached
         if num_new:
             node = to_come.insert(node, rest[more.num_blocks * block_bytes :], new[:num_new], branch)
@@ -122,13 +124,12 @@ def _families(state: EngineState, sequences: list[Sequence]) -> list[Family]:
     return families
 
 
-def _promised_scores(state: EngineState, sequences: list[Sequence]) -> NDArray[np.int32]:
-    """What will be scored of all blocks, and room for those that `sequences` will bring; nothing where none of them is
-    scored."""
-    if state.blocks.scores is None or not any(sequence.scores_prompt for sequence in sequences):
-        return np.empty(0, np.int32)
-    num_tokens = sum(len(sequence.prompt) for sequence in sequences)
-    return state.blocks.scores.promised(num_tokens // state.options.limits.page_size)
+def _add_promise(promised: NDArray[np.int32], cached: NDArray[np.int32], new: NDArray[np.int32], num_top: int) -> int:
+    """How many of the `cached` blocks, from the first on, a prompt need not score, for it is `promised` that they will
+    be. It promises the others and the `new` ones behind them."""
+    num_scored = num_leading(promised[cached], num_top)
+    promised[cached], promised[new] = np.maximum(promised[cached], num_top), num_top
+    return num_scored
 
 
 def _ancestors(tree: PrefixTree, node: PrefixNode) -> Iterator[PrefixNode]:
