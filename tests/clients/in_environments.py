@@ -37,8 +37,8 @@ ENVIRONMENTS = (
     # litellm keeps openai below 3 and huggingface-hub below 2, of which the server's environment has newer ones.
     Environment(
         "chat",
-        ("litellm>=1.106,<2", "langchain-openai>=1.7,<2"),
-        ("test_openai.py", "test_litellm.py", "test_langchain_openai.py"),
+        ("litellm>=1.106,<2", "langchain-openai>=1.7,<2", "instructor>=1.17,<2"),
+        ("test_openai.py", "test_litellm.py", "test_langchain_openai.py", "test_instructor.py"),
     ),
     # torch as the server has it: another version's kernels add up in another order.
     Environment(
@@ -69,7 +69,18 @@ def run_tests(environment: Environment, base_url: str, model: Path) -> bool:
     say(f"{environment.name}: {', '.join(environment.tests)}")
     told = {"TOKA_CLIENTS_BASE_URL": base_url, "TOKA_CLIENTS_MODEL": str(model)}
     files = [f"tests/clients/{name}" for name in environment.tests]
-    command = [environment.python, "-m", "pytest", "-v", "-rs", "--disable-warnings", "-p", "no:cacheprovider", *files]
+    command = [
+        environment.python,
+        "-m",
+        "pytest",
+        "-v",
+        "-rs",
+        "--disable-warnings",
+        "--capture=sys",
+        "-p",
+        "no:cacheprovider",
+        *files,
+    ]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **told}).returncode == 0
 
 

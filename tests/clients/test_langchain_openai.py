@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.clients.animal import QUESTION, Animal
 from tests.clients.conftest import PlainPost
 
 langchain_openai = pytest.importorskip(
@@ -76,3 +77,11 @@ def test_what_is_too_long_is_told_apart(base_url: str) -> None:
     )
     with pytest.raises(ContextOverflowError):
         model.invoke("Hi")
+
+
+@pytest.mark.parametrize("method", ["json_schema"])
+def test_structured_output_is_of_the_class_asked_for(base_url: str, method: str) -> None:
+    model = langchain_openai.ChatOpenAI(
+        model="default", base_url=base_url, api_key="none", max_retries=0, temperature=0, max_tokens=80
+    )
+    assert isinstance(model.with_structured_output(Animal, method=method).invoke(QUESTION), Animal)

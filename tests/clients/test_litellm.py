@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.clients.animal import QUESTION, Animal
 from tests.clients.conftest import PlainPost
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it looks for prices on the internet
@@ -80,3 +81,9 @@ def test_errors_are_mapped_to_classes_that_callers_tell_apart(asked: dict[str, A
         litellm.completion(**asked | {"model": asked["model"].replace("default", "other")})
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(**asked, max_tokens=100_000)
+
+
+def test_a_schema_is_answered_as_it_says(asked: dict[str, Any]) -> None:
+    asked["messages"] = [{"role": "user", "content": QUESTION}]
+    answer = litellm.completion(**asked, response_format=Animal, temperature=0, max_tokens=60)
+    Animal.model_validate_json(answer.choices[0].message.content)

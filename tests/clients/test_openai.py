@@ -6,6 +6,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.clients.animal import QUESTION, Animal
 from tests.clients.conftest import PlainPost
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What do whales eat?"}]
@@ -114,3 +115,16 @@ def test_the_model_that_is_listed_answers(client: openai.OpenAI) -> None:
     assert client.models.retrieve(listed.id) == listed
     answer = client.completions.create(model=listed.id, prompt=PROMPT, max_tokens=1)
     assert answer.model == listed.id
+
+
+def test_a_schema_is_answered_with_its_class(client: openai.OpenAI, plain_post: PlainPost) -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 60}
+    answer = client.chat.completions.parse(model="default", response_format=Animal, **asked)
+    animal = answer.choices[0].message.parsed
+    assert isinstance(animal, Animal)
+    schema = {"name": "Animal", "schema": Animal.model_json_schema(), "strict": True}
+    response_format = {"type": "json_schema", "json_schema": schema}
+    expected = plain_post("chat/completions", {**asked, "response_format": response_format})
+    assert Animal.model_validate_json(expected["choices"][0]["message"]["content"]) == animal
+    with client.chat.completions.stream(model="default", response_format=Animal, **asked) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == animal

@@ -1,0 +1,18 @@
+"""What clients ask for where the answer must have a shape."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Animal(BaseModel):
+    """An animal and what it is like."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Literal["dog", "spider", "whale"]
+    legs: int = Field(ge=0, le=8)
+    can_swim: bool
+
+
+QUESTION = "Tell me about the whale, as JSON."
