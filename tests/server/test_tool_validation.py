@@ -12,6 +12,11 @@ CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{
 NAMED = {"type": "function", "function": {"name": "f"}}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
 
+
+def _with_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "function", "content": "a", "name": "f"}]}, "messages[0].role"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
@@ -83,8 +88,6 @@ WRONG_TOOLS: list[tuple[dict[str, Any], str]] = [
             "any",
             5,
             {},
-            "required",
-            NAMED,
             {"type": "function", "function": {"name": "g"}},
             {"type": "function", "function": {"name": 5}},
             {"type": "function", "function": "f"},
@@ -99,6 +102,20 @@ WRONG_TOOLS: list[tuple[dict[str, Any], str]] = [
         )
     ),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+    *(
+        ({"tools": [_with_parameters(parameters)], "tool_choice": choice}, param)
+        for choice in (
+            "required",
+            NAMED,
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}},
+        )
+        for parameters, param in (
+            ({"type": "string"}, "tools[0].function.parameters"),
+            ({"type": "object", "properties": {"a": {"type": "wish"}}}, "tools"),
+            ({"type": "object", "properties": {"a": {"pattern": "("}}}, "tools"),
+            ({"$ref": "#/$defs/missing"}, "tools"),
+        )
+    ),
 ]
 
 

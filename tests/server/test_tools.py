@@ -15,6 +15,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tests.fake_engine import FakeEngine, Reply, Script
 from tests.server.conftest import LiveServer, live_server
+from tests.server.grammar_engine import follow_grammars
 from tests.server.small_tokenizer import IM_END
 from tests.server.test_openai_client import assert_exactly_openai_shaped, assert_no_extra_fields, sync_client
 from tests.server.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, OWN_WAY_TEMPLATE, save_tokenizer_with
@@ -136,7 +137,52 @@ def test_an_answer_with_calls(server: LiveServer) -> None:
     assert [choice.finish_reason for choice in answer.choices] == ["tool_calls", "tool_calls", "stop", "stop"]
     ids = [call.id for choice in answer.choices for call in choice.message.tool_calls or []]
     assert len(set(ids)) == 3
-    assert server.engine.requests[-1].grammar == ""
+
+
+def test_only_strict_tools_have_a_grammar_where_the_model_chooses(server: LiveServer) -> None:
+    server.engine.script = say("No.")
+    for tools, is_strict in ((TOOLS, True), (TOOLS[1:], False)):
+        ask(server, tools=tools)
+        assert (server.engine.requests[-1].grammar != "") == is_strict
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_required_calls_come_whatever_the_model_would_say(
+    server: LiveServer, tokenizer_directory: Path, parallel: bool
+) -> None:
+    server.engine.script = follow_grammars(tokenizer_directory)
+    answer = ask(server, n=8, seed=3, tool_choice="required", parallel_tool_calls=parallel, max_tokens=600)
+    names = []
+    for index, choice in enumerate(answer.choices):
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        calls = called(answer, index)
+        assert len(calls) >= 1
+        names += [name for name, _ in calls]
+        for name, arguments in calls:
+            assert arguments == {} if name == "get_time" else GetWeather(**arguments)
+    assert set(names) == {"get_weather", "get_time"}
+    assert (len(names) > 8) == parallel
+
+
+@pytest.mark.parametrize("is_allowed_list", [False, True])
+def test_the_function_that_is_named_is_called(
+    server: LiveServer, tokenizer_directory: Path, is_allowed_list: bool
+) -> None:
+    server.engine.script = follow_grammars(tokenizer_directory)
+    named: Any = {"type": "function", "function": {"name": "get_weather"}}
+    allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    answer = ask(server, n=4, seed=4, tool_choice=allowed if is_allowed_list else named, max_tokens=600)
+    for index, choice in enumerate(answer.choices):
+        # OpenAI's: no reason to stop is the model's where the client has chosen
+        assert choice.finish_reason == ("tool_calls" if is_allowed_list else "stop")
+        assert {name for name, _ in called(answer, index)} == {"get_weather"}
+        assert is_allowed_list or len(called(answer, index)) == 1
+
+
+def test_a_forced_call_that_is_cut_short_says_so(server: LiveServer, tokenizer_directory: Path) -> None:
+    server.engine.script = follow_grammars(tokenizer_directory)
+    answer = ask(server, tool_choice="required", seed=1, max_tokens=12)
+    assert answer.choices[0].finish_reason == "length"
 
 
 def test_an_answer_that_is_cut_short_is_no_call_to_be_run(server: LiveServer) -> None:

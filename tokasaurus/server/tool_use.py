@@ -4,22 +4,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokasaurus.server.call_reader import CallRules
-from tokasaurus.server.errors import InvalidRequest, Unsupported, shorten
+from tokasaurus.server.errors import InvalidRequest, shorten
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
+from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.tools import Tool, ToolChoice
-from tokasaurus.server.tool_formats import ToolSupport
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.tool_grammar import write_forced_calls, write_free_calls
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """shown: the tools that the prompt tells of. rules: None where the answer is plain text."""
+    """shown: the tools that the prompt tells of. rules: None where the answer is plain text. grammar: of its calls,
+    where they must be right."""
 
     shown: Sequence[Tool] = ()
     rules: CallRules | None = None
+    grammar: GrammarSource | None = None
 
 
-def resolve_tools(body: ChatCompletionRequest, support: ToolSupport) -> ToolUse:
+def resolve_tools(body: ChatCompletionRequest, model: ServedModel) -> ToolUse:
     """Raises InvalidRequest."""
+    support = model.tools
     choice = body.tool_choice or ToolChoice("auto")
     names = check_names(body.tools)
     if not body.tools:
@@ -36,17 +41,19 @@ def resolve_tools(body: ChatCompletionRequest, support: ToolSupport) -> ToolUse:
             "tools: this model's template writes calls in a form that is not known here (tool_call_format= sets one)",
             "tools",
         )
-    if choice.mode in ("required", "named"):
-        raise Unsupported(f"tool_choice is not implemented for {choice.mode} functions", "tool_choice")
-    return ToolUse(
-        shown=body.tools,
-        rules=CallRules(
-            support.format,
-            names if choice.names is None else frozenset(choice.names),
-            parallel=body.parallel_tool_calls,
-            is_named=choice.mode == "named",
-        ),
+    rules = CallRules(
+        support.format,
+        names if choice.names is None else frozenset(choice.names),
+        parallel=body.parallel_tool_calls and choice.mode != "named",
+        is_named=choice.mode == "named",
     )
+    mark_tokens = model.tokenizer.added_texts
+    grammar = None
+    if choice.mode in ("required", "named"):
+        grammar = write_forced_calls(body.tools, rules, mark_tokens)
+    elif any(tool.function.strict for tool in body.tools):
+        grammar = write_free_calls(body.tools, rules, mark_tokens)
+    return ToolUse(body.tools, rules, grammar)
 
 
 def check_names(tools: Sequence[Tool]) -> frozenset[str]:

@@ -219,6 +219,11 @@ class Tokenizer(TokenDecoder):
         return template
 
     @property
+    def added_texts(self) -> frozenset[str]:
+        """Texts that are always a token of their own, special or not."""
+        return frozenset(self._added_texts.values())
+
+    @property
     def named_tokens(self) -> dict[str, str]:
         """As tokenizer_config.json names them: eos_token, bos_token, pad_token, ... → text."""
         names: dict[str, str] = self._load_chat_tokenizer().special_tokens_map

@@ -1,0 +1,95 @@
+"""Tools → the grammar of an answer whose calls must be right, in llguidance's dialect of Lark.
+
+The reader of calls takes all calls that a grammar allows.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from tokasaurus.server.call_reader import CallRules
+from tokasaurus.server.errors import InvalidRequest
+from tokasaurus.server.protocol.grammar_fields import GrammarSource
+from tokasaurus.server.protocol.tools import Tool
+
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_ARGUMENTS = {"type": "object"}
+# As json.dumps does it, and so the templates and the models that learned from them. Free white space may never end.
+_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_TEXT = r"TEXT: /(.|\n)*/"
+
+
+def write_forced_calls(tools: Sequence[Tool], rules: CallRules, mark_tokens: Collection[str]) -> GrammarSource:
+    """The answer is a call, or several where they may be parallel, and nothing else; arguments match their schemas.
+
+    mark_tokens: texts that are tokens of their own. A grammar must name these, or it would have them spelt. Raises
+    InvalidRequest.
+    """
+    format_ = rules.format
+    lines = ["start: call (separator call)*" if rules.parallel else "start: call"]
+    if rules.parallel:
+        lines.append(f"separator: {json.dumps(format_.separator)}")
+    lines.append(f"call: {_mark(format_.start, mark_tokens)} function {_mark(format_.end, mark_tokens)}")
+    openings = {index: json.dumps(format_.opening(tool.function.name)) for index, tool in _callable(tools, rules)}
+    return _source([*lines, *_functions(tools, openings, all_strict=True)])
+
+
+def write_free_calls(tools: Sequence[Tool], rules: CallRules, mark_tokens: Collection[str]) -> GrammarSource:
+    """The answer is text, with calls or without; arguments of strict tools match their schemas. As above.
+
+    Where calls have no mark, the name behind their brace is what they are known by.
+    """
+    format_ = rules.format
+    mark = format_.start.strip()
+    openings = {index: json.dumps(format_.opening(tool.function.name)) for index, tool in _callable(tools, rules)}
+    lines = []
+    if not mark:
+        lines += [f"start_{index}[lazy]: TEXT {opening}" for index, opening in openings.items()]
+        openings = {index: f"start_{index}" for index in openings}
+        start = ""
+    elif mark in mark_tokens:
+        start = f"TEXT {_mark(format_.start, mark_tokens)}"
+    else:
+        start = f"start_mark {json.dumps(format_.start.removeprefix(mark))}"
+        lines.append(f"start_mark[lazy]: TEXT {json.dumps(mark)}")
+    call = f"call: {start} function {_mark(format_.end, mark_tokens)}"
+    answer = "start: call* TEXT" if rules.parallel else "start: call | TEXT"
+    return _source([answer, call, _TEXT, *lines, *_functions(tools, openings, all_strict=False)])
+
+
+def _callable(tools: Sequence[Tool], rules: CallRules) -> list[tuple[int, Tool]]:
+    return [(index, tool) for index, tool in enumerate(tools) if tool.function.name in rules.names]
+
+
+def _functions(tools: Sequence[Tool], openings: dict[int, str], all_strict: bool) -> list[str]:
+    """openings: by the index of a tool, what stands before its arguments."""
+    lines = [f"function: {' | '.join(f'function_{index}' for index in openings)}"]
+    for index, opening in openings.items():
+        schema = _ANY_ARGUMENTS
+        if all_strict or tools[index].function.strict:
+            schema = _arguments_schema(index, tools[index])
+        lines.append(f'function_{index}: {opening} %json {json.dumps(schema | {"x-guidance": _LAYOUT})} "}}"')
+    return lines
+
+
+def _arguments_schema(index: int, tool: Tool) -> dict[str, Any]:
+    """Arguments are an object, though the schema may not say so."""
+    schema = _NO_ARGUMENTS if tool.function.parameters is None else tool.function.parameters
+    type_ = schema.get("type", "object")
+    param = f"tools[{index}].function.parameters"
+    if type_ != "object" and not (isinstance(type_, list) and "object" in type_):
+        raise InvalidRequest(f"{param} must have the type object", param)
+    return schema | {"type": "object"}
+
+
+def _mark(text: str, tokens: Collection[str]) -> str:
+    """A mark with the line end beside it, as part of a rule."""
+    mark = text.strip()
+    if mark not in tokens:
+        return json.dumps(text) if text else ""
+    before, _, after = text.partition(mark)
+    return " ".join(part for part in (before and json.dumps(before), mark, after and json.dumps(after)) if part)
+
+
+def _source(lines: list[str]) -> GrammarSource:
+    return GrammarSource("lark", "\n".join(lines), "tools")
