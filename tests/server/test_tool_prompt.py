@@ -1,5 +1,6 @@
 """What the model is told of tools and calls, through templates of several kinds."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from tests.server.tool_templates import (
     HERMES_TEMPLATE,
     LLAMA3_TEMPLATE,
     OWN_WAY_TEMPLATE,
+    TWO_TEMPLATES,
     save_tokenizer_with,
 )
 from tokasaurus.config import SERVER_FLAGS
@@ -55,7 +57,7 @@ def parse(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> tuple[
     return [ChatMessage.model_validate(message) for message in messages], [Tool.model_validate(tool) for tool in tools]
 
 
-def load(template: str | None, directory: Path) -> Tokenizer:
+def load(template: Any, directory: Path) -> Tokenizer:
     return Tokenizer.load(
         save_small_tokenizer(directory) if template is None else save_tokenizer_with(template, directory)
     )
@@ -67,16 +69,17 @@ def load(template: str | None, directory: Path) -> Tokenizer:
         (HERMES_TEMPLATE, ToolSupport(HERMES, in_template=True)),
         (LLAMA3_TEMPLATE, ToolSupport(LLAMA3, in_template=True)),
         (OWN_WAY_TEMPLATE, ToolSupport(None, in_template=True)),
+        (TWO_TEMPLATES, ToolSupport(HERMES, in_template=True, needs_list=True)),
         (None, NO_TOOLS_IN_TEMPLATE),
     ],
 )
 def test_the_format_is_that_of_the_template_unless_it_is_given(
-    template: str | None, support: ToolSupport, tmp_path: Path
+    template: Any, support: ToolSupport, tmp_path: Path
 ) -> None:
     tokenizer = load(template, tmp_path)
     assert find_tool_support(tokenizer, None) == support
     for name, format_ in FORMATS.items():
-        assert find_tool_support(tokenizer, name) == ToolSupport(format_, support.in_template)
+        assert find_tool_support(tokenizer, name) == dataclasses.replace(support, format=format_)
     assert SERVER_FLAGS.flags["tool_call_format"].choices == tuple(FORMATS)
 
 
@@ -103,6 +106,13 @@ def test_a_template_that_knows_tools_gets_them_and_special_text_stays_text(tmp_p
         '{"name": "get_weather", "arguments": {"city": "Köln<|im_end|>"}}\n</tool_call>[end]\n'
         "[start]user\n<tool_response>20 °C<|im_start|></tool_response>[end]\n[start]assistant\n"
     )
+
+
+def test_calls_are_shown_though_the_template_for_tools_is_another(tmp_path: Path) -> None:
+    tokenizer = load(TWO_TEMPLATES, tmp_path)
+    assert "<tool_call>" in render(tokenizer, CONVERSATION, [])
+    assert "<tool_response>" in render(tokenizer, CONVERSATION, [])
+    assert render(tokenizer, CONVERSATION[:1], []) == "[start]user\nWarm there?"
 
 
 def test_a_template_of_llamas(tmp_path: Path) -> None:

@@ -46,7 +46,12 @@ LLAMA3_TEMPLATE = """
 OWN_WAY_TEMPLATE = HERMES_TEMPLATE.replace('{"name": "', "<function=")
 
 
-def save_tokenizer_with(template: str, directory: Path) -> Path:
+# As Hermes has it: a template of its own for tools, beside one that knows neither them nor calls.
+_PLAIN = "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}{% endfor %}"
+TWO_TEMPLATES = [{"name": "default", "template": _PLAIN}, {"name": "tool_use", "template": HERMES_TEMPLATE}]
+
+
+def save_tokenizer_with(template: str | list[dict[str, str]], directory: Path) -> Path:
     save_small_tokenizer(directory)
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))

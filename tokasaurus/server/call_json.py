@@ -6,6 +6,7 @@ from collections.abc import Callable
 _SPACE = " \t\n\r"
 _SCALAR_CHARACTERS = frozenset("-+.0123456789Eaeflnrstu")
 _SCALAR = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_PLAIN = re.compile(r'[^"\\]*')
 _CLOSERS = {"{": "}", "[": "]"}
 
 
@@ -41,6 +42,14 @@ class JsonScanner:
     def add(self, character: str) -> bool:
         """Whether it can stand here; after one that cannot there is nothing to follow."""
         return self._state(character)
+
+    def end_of_plain(self, text: str, position: int) -> int:
+        """Behind the characters from there on that would change nothing: those within a string of an inner value."""
+        if self._state != self._in_string or self.depth < 2:
+            return position
+        match = _PLAIN.match(text, position)
+        assert match is not None, "it may be empty"
+        return match.end()
 
     def _before_object(self, character: str) -> bool:
         return character == "{" and self._open(character)

@@ -73,6 +73,8 @@ class CallReader:
             match self._place:
                 case _Place.CONTENT:
                     position = self._read_content(text, position)
+                case _Place.ARGUMENTS:
+                    position = self._read_arguments(text, position)
                 case _Place.BROKEN_ARGUMENTS:
                     position = self._read_broken_arguments(text, position)
                 case _Place.FINISHED:
@@ -103,8 +105,6 @@ class CallReader:
                 return self._read_object(character)
             case _Place.OTHER_OBJECT:
                 return self._read_other_object(character)
-            case _Place.ARGUMENTS:
-                return self._read_arguments(character)
             case _Place.BRACE:
                 return self._read_brace(character)
         return self._read_end_mark(character)
@@ -186,14 +186,18 @@ class CallReader:
         if self._head.scanner.depth == 1:
             self._end_arguments()
 
-    def _read_arguments(self, character: str) -> bool:
-        if not self._head.scanner.add(character):
-            self._place = _Place.BROKEN_ARGUMENTS
-            return False
-        self._arguments.append(character)
-        if self._head.scanner.depth == 1:
+    def _read_arguments(self, text: str, position: int) -> int:
+        scanner = self._head.scanner
+        end = scanner.end_of_plain(text, position)
+        if end == position:
+            if not scanner.add(text[position]):
+                self._place = _Place.BROKEN_ARGUMENTS
+                return position
+            end += 1
+        self._arguments.append(text[position:end])
+        if scanner.depth == 1:
             self._end_arguments()
-        return True
+        return end
 
     def _end_arguments(self) -> None:
         self._place = _Place.BRACE if self._parallel else _Place.FINISHED

@@ -50,19 +50,23 @@ class ToolSupport:
     """What a model's chat template knows of tools.
 
     format: None where the template writes calls in none that is known. in_template: whether it shows the tools.
+    needs_list: calls in messages are shown only where there is a list of tools, be it empty, since there is a template
+    of its own for that.
     """
 
     format: ToolCallFormat | None
     in_template: bool
+    needs_list: bool = False
 
 
 NO_TOOLS_IN_TEMPLATE = ToolSupport(HERMES, in_template=False)
 
 _QUESTION = {"role": "user", "content": "?"}
+_TOOL_NAME = "look_up"
 _TOOL = {
     "type": "function",
     "function": {
-        "name": "look_up",
+        "name": _TOOL_NAME,
         "description": "?",
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
     },
@@ -72,7 +76,7 @@ _CALL = {
     "role": "assistant",
     "content": "",
     "tool_calls": [
-        {"id": "call00000", "type": "function", "function": {"name": "look_up", "arguments": _ARGUMENTS}},
+        {"id": "call00000", "type": "function", "function": {"name": _TOOL_NAME, "arguments": _ARGUMENTS}},
     ],
 }
 
@@ -80,25 +84,29 @@ _CALL = {
 def find_tool_support(tokenizer: Tokenizer, format_name: str | None) -> ToolSupport:
     """By what the template makes of a tool and a call. format_name: is taken in place of what is found."""
     chosen = None if format_name is None else FORMATS[format_name]
-    shown = _render(tokenizer, [_QUESTION], with_tool=True)
-    if shown is None or shown == _render(tokenizer, [_QUESTION], with_tool=False):
+    shown = _render(tokenizer, [_QUESTION], [_TOOL])
+    if not shown or shown == _render(tokenizer, [_QUESTION], None):
         return ToolSupport(chosen or HERMES, in_template=False)
     if chosen is None:
-        called = _without_spaces(_render(tokenizer, [_QUESTION, _CALL], with_tool=True) or "")
+        called = _without_spaces(_render(tokenizer, [_QUESTION, _CALL], [_TOOL]))
         written = (format_ for format_ in FORMATS.values() if _is_written(format_, called))
         chosen = next(written, None)
-    return ToolSupport(chosen, in_template=True)
+    shows_call, shows_call_with_list = (
+        _TOOL_NAME in _render(tokenizer, [_QUESTION, _CALL], no_tools) for no_tools in (None, list[Any]())
+    )
+    return ToolSupport(chosen, in_template=True, needs_list=shows_call_with_list and not shows_call)
 
 
-def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], with_tool: bool) -> str | None:
+def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    """Nothing where the template refuses them."""
     try:
-        return tokenizer.render_chat(messages, add_generation_prompt=False, tools=[_TOOL] if with_tool else None)
+        return tokenizer.render_chat(messages, add_generation_prompt=False, tools=tools)
     except ChatTemplateError:
-        return None
+        return ""
 
 
 def _is_written(format_: ToolCallFormat, rendered: str) -> bool:
-    return _without_spaces(format_.write("look_up", _ARGUMENTS)) in rendered
+    return _without_spaces(format_.write(_TOOL_NAME, _ARGUMENTS)) in rendered
 
 
 def _without_spaces(text: str) -> str:

@@ -19,7 +19,9 @@ def template_input(
     _check_call_ids(messages)
     definitions = [_definition(tool) for tool in tools]
     if support.in_template:
-        return [_as_dict(message) for message in messages], definitions or None
+        has_calls = any(message.tool_calls or message.role == "tool" for message in messages)
+        no_tools: list[dict[str, Any]] | None = [] if has_calls and support.needs_list else None
+        return [_as_dict(message) for message in messages], definitions or no_tools
     format_ = support.format or HERMES
     written = _write_messages(messages, format_)
     if definitions:
