@@ -18,10 +18,11 @@ from tests.server.test_respond import make_request
 from tokasaurus.messages.generation import SamplingParams
 from tokasaurus.server.call_reader import CallPiece, CallReader, CallRules
 from tokasaurus.server.errors import InvalidRequest
-from tokasaurus.server.grammar_process import compile_grammar, load_tokenizer
+from tokasaurus.server.grammar_process import compile_grammar
 from tokasaurus.server.protocol.tools import Tool
 from tokasaurus.server.tool_formats import FORMATS, HERMES, LLAMA3, ToolCallFormat
 from tokasaurus.server.tool_grammar import write_forced_calls, write_free_calls
+from tokasaurus.text.grammars import load_grammar_vocabulary
 from tokasaurus.text.tokenizer import Tokenizer
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
@@ -65,7 +66,7 @@ def test_whatever_is_drawn_from_a_forced_grammar_are_calls_that_are_right(
 ) -> None:
     tokenizer = Tokenizer.load(tokenizer_directory)
     script = follow_grammars(tokenizer_directory)
-    compiler = load_tokenizer(tokenizer_directory, tokenizer.vocab_size, [IM_END])
+    compiler = load_grammar_vocabulary(tokenizer_directory, tokenizer.vocab_size, [IM_END]).tokenizer
     seen: set[str] = set()
     lengths: set[int] = set()
     for parallel in (True, False):
@@ -103,7 +104,7 @@ def marks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     base.save(str(directory / "tokenizer.json"))
     tokenizer = Tokenizer.load(directory)
     assert ("<tool_call>" in tokenizer.added_texts) == (request.param != "spelt")
-    return tokenizer, load_tokenizer(directory, tokenizer.vocab_size, [IM_END])
+    return tokenizer, load_grammar_vocabulary(directory, tokenizer.vocab_size, [IM_END]).tokenizer
 
 
 def matcher_of(
@@ -140,6 +141,9 @@ def test_calls_as_the_model_is_taught_to_write_them_may_be_forced(
     for name, arguments in [*WRONG, ("unknown", {})]:
         assert not matches(format_.write(name, arguments))
     assert not matches("")
+    say = format_.write("say", {"a": 1})
+    assert matches(say)
+    assert not matches(say.replace('"a": 1', '"a": 1, "\\u0061": 2')), "the same name, spelt otherwise"
     assert not matcher_of(write_forced_calls, format_, marks, parallel=False)(
         format_.separator.join([format_.write(*GO)] * 2)
     )

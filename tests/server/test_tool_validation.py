@@ -1,5 +1,7 @@
 """Bodies whose tools, or messages with calls, are wrong, and what the client is told: always the field."""
 
+import functools
+import json
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from tests.server.conftest import LiveServer
 from tests.server.test_validation import CHAT, check_refused, minimal_body
 
 TOOL = {"type": "function", "function": {"name": "f"}}
+NESTED: dict[str, Any] = functools.reduce(lambda inner, _: {"a": inner}, range(300), {})
 CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 NAMED = {"type": "function", "function": {"name": "f"}}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
@@ -47,6 +50,7 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
             ({"function": {"name": "f", "arguments": '{"a": NaN}'}}, "function.arguments"),
             ({"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}, "function.arguments"),
             ({"function": {"name": "f", "arguments": '{"a":' * 5000}}, "function.arguments"),
+            ({"function": {"name": "f", "arguments": json.dumps(NESTED)}}, "function.arguments"),
             ({"function": {"name": "f", "arguments": '{"a": %s}' % ("1" * 5000)}}, "function.arguments"),
         )
     ),
@@ -75,6 +79,7 @@ WRONG_TOOLS: list[tuple[dict[str, Any], str]] = [
             ("description", {"description": 5}),
             ("parameters", {"parameters": "{}"}),
             ("parameters", {"parameters": True}),
+            ("parameters", {"parameters": NESTED}),
             ("strict", {"strict": 1}),
             ("more", {"more": None}),
         )
@@ -114,6 +119,7 @@ WRONG_TOOLS: list[tuple[dict[str, Any], str]] = [
             ({"type": "object", "properties": {"a": {"type": "wish"}}}, "tools"),
             ({"type": "object", "properties": {"a": {"pattern": "("}}}, "tools"),
             ({"$ref": "#/$defs/missing"}, "tools"),
+            ({"x-guidance": {}}, "tools[0].function.parameters"),
         )
     ),
 ]

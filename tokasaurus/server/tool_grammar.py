@@ -4,18 +4,18 @@ The reader of calls takes all calls that a grammar allows.
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tokasaurus.server.call_reader import CallRules
-from tokasaurus.server.errors import InvalidRequest
-from tokasaurus.server.protocol.grammar_fields import GrammarSource
+from tokasaurus.server.errors import InvalidRequest, Unsupported
+from tokasaurus.server.protocol.grammar_fields import SHORT_ESCAPES, GrammarSource
 from tokasaurus.server.protocol.tools import Tool
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_ARGUMENTS = {"type": "object"}
 # As json.dumps does it, and so the templates and the models that learned from them. Free white space may never end.
-_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LAYOUT: dict[str, object] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TEXT = r"TEXT: /(.|\n)*/"
 
 
@@ -68,7 +68,7 @@ def _functions(tools: Sequence[Tool], openings: dict[int, str], all_strict: bool
         schema = _ANY_ARGUMENTS
         if all_strict or tools[index].function.strict:
             schema = _arguments_schema(index, tools[index])
-        lines.append(f'function_{index}: {opening} %json {json.dumps(schema | {"x-guidance": _LAYOUT})} "}}"')
+        lines.append(f'function_{index}: {opening} %json {_with_layout(schema)} "}}"')
     return lines
 
 
@@ -79,7 +79,18 @@ def _arguments_schema(index: int, tool: Tool) -> dict[str, Any]:
     param = f"tools[{index}].function.parameters"
     if type_ != "object" and not (isinstance(type_, list) and "object" in type_):
         raise InvalidRequest(f"{param} must have the type object", param)
+    if "x-guidance" in schema:
+        raise Unsupported(f"{param}: x-guidance is not implemented", param)
     return schema | {"type": "object"}
+
+
+def _with_layout(schema: Mapping[str, Any]) -> str:
+    text = json.dumps(schema, ensure_ascii=False)
+    layout = _LAYOUT
+    if r"\u00" not in text and "\x7f" not in text:
+        # No name of a property can come twice, in another spelling. Control characters have no other.
+        layout = layout | {"json_allowed_escapes": SHORT_ESCAPES}
+    return json.dumps({**schema, "x-guidance": layout}, ensure_ascii=False)
 
 
 def _mark(text: str, tokens: Collection[str]) -> str:

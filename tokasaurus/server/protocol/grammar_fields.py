@@ -33,7 +33,7 @@ class GrammarSource:
 WHITESPACE_PATTERN = r"\x20|\r?\n[\x20\t]{0,40}"
 # The letters of JSON's short escapes. A character has one spelling then, so that the name of a property cannot come a
 # second time as "\u0061".
-_SHORT_ESCAPES = 'nrbtf\\"'
+SHORT_ESCAPES = 'nrbtf\\"'
 
 _SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.ASCII | re.MULTILINE)
@@ -66,7 +66,7 @@ def _schema_text(schema: Mapping[str, object], whitespace: bool = True) -> str:
     try:
         text = orjson.dumps({**schema, "x-guidance": options}).decode()
         if r"\u00" not in text and "\x7f" not in text:  # llguidance writes control characters in no other way
-            text = orjson.dumps({**schema, "x-guidance": options | {"json_allowed_escapes": _SHORT_ESCAPES}}).decode()
+            text = orjson.dumps({**schema, "x-guidance": options | {"json_allowed_escapes": SHORT_ESCAPES}}).decode()
     except orjson.JSONEncodeError:
         raise _wrong("is nested too deeply") from None
     return text

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn
 
 import orjson
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import Field, PlainValidator, WithJsonSchema, field_validator
 from pydantic_core import PydanticCustomError
 
 from tokasaurus.server.protocol.sampling_fields import NullMeans, value_error
 from tokasaurus.server.protocol.strict_object import StrictObject
 
 MAX_TOOLS = 1024
+_MAX_DEPTH = 200
 _NAME_PATTERN = "^[a-zA-Z0-9_-]{1,64}$"
 
 
@@ -26,6 +27,19 @@ def _parse_type(value: object) -> str:
 FunctionType = Annotated[str, PlainValidator(_parse_type), WithJsonSchema({"const": "function"})]
 
 
+def _is_deep(value: object) -> bool:
+    """More than schemas are: templates and encoders would run out of stack."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            item
+            for holder in level
+            if isinstance(holder, dict | list)
+            for item in (holder.values() if isinstance(holder, dict) else holder)
+        ]
+    return bool(level)
+
+
 class FunctionDefinition(StrictObject):
     """parameters: a JSON schema of an object; null: the function takes nothing.
 
@@ -36,6 +50,13 @@ class FunctionDefinition(StrictObject):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _check_depth(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+        if _is_deep(parameters):
+            raise value_error("is nested too deeply")
+        return parameters
 
 
 class Tool(StrictObject):
@@ -158,6 +179,8 @@ def _parse_arguments(value: object) -> dict[str, Any]:
         arguments = None
     if not isinstance(arguments, dict):
         raise value_error("must be the JSON text of an object")
+    if _is_deep(arguments):
+        raise value_error("is nested too deeply")
     return arguments
 
 
