@@ -17,11 +17,12 @@ from tests.server.small_tokenizer import IM_END, save_small_tokenizer
 from tests.server.test_respond import make_request
 from tokasaurus.messages.generation import SamplingParams
 from tokasaurus.server.call_reader import CallPiece, CallReader, CallRules
-from tokasaurus.server.errors import InvalidRequest
+from tokasaurus.server.errors import InvalidRequest, Unsupported
 from tokasaurus.server.grammar_process import compile_grammar
+from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.tools import Tool
 from tokasaurus.server.tool_formats import FORMATS, HERMES, LLAMA3, ToolCallFormat
-from tokasaurus.server.tool_grammar import write_forced_calls, write_free_calls
+from tokasaurus.server.tool_grammar import write_calls_or_json, write_forced_calls, write_free_calls
 from tokasaurus.text.grammars import load_grammar_vocabulary
 from tokasaurus.text.tokenizer import Tokenizer
 
@@ -166,6 +167,24 @@ def test_calls_among_free_text_are_right_where_the_tool_is_strict(
     one = matcher_of(write_free_calls, format_, marks, parallel=False)
     assert one(f"Sure.\n{go}")
     assert not one(f"{go} bye")
+
+
+def test_calls_may_stand_in_place_of_json(marks: tuple[Tokenizer, LLTokenizer]) -> None:
+    content = GrammarSource("json_schema", json.dumps(POINT), "response_format")
+
+    def write(*asked: Any) -> GrammarSource:
+        source = write_calls_or_json(*asked, content)
+        assert source.param == "response_format"
+        return source
+
+    matches = matcher_of(write, HERMES, marks)
+    go = HERMES.write(*GO)
+    for text in ('{"x": 5}', go, f"{go}\n{HERMES.write('say', {})}"):
+        assert matches(text), text
+    for text in ("", '{"x": "5"}', f'{{"x": 5}}\n{go}', f"Sure.\n{go}", *(HERMES.write(*call) for call in WRONG)):
+        assert not matches(text), text
+    with pytest.raises(Unsupported):
+        matcher_of(write, LLAMA3, marks)
 
 
 def test_arguments_that_can_be_no_object_are_refused() -> None:

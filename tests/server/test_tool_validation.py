@@ -57,7 +57,8 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
 ]
 WRONG_TOOLS: list[tuple[dict[str, Any], str]] = [
     ({"tools": {}}, "tools"),
-    ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [TOOL], "guided_regex": "a"}, "guided_regex"),
+    ({"tools": [TOOL], "tool_choice": "required", "guided_choice": ["a"]}, "guided_choice"),
     ({"tools": [TOOL], "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
     ({"tools": [5] * 100_000}, "tools[0]"),
     ({"tools": [TOOL] * 1025}, "tools"),

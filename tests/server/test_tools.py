@@ -179,6 +179,34 @@ def test_the_function_that_is_named_is_called(
         assert is_allowed_list or len(called(answer, index)) == 1
 
 
+def test_the_answer_is_json_or_calls_where_both_are_asked_for(server: LiveServer, tokenizer_directory: Path) -> None:
+    class Answer(pydantic.BaseModel):
+        is_warm: bool
+
+    server.engine.script = follow_grammars(tokenizer_directory)
+    fields: dict[str, Any] = {
+        "model": "default",
+        "messages": QUESTION,
+        "tools": TOOLS[:1],
+        "seed": 5,
+        "max_tokens": 600,
+    }
+    client = sync_client(server)
+    if "parameters" in server.http.get("/tokenizer_info").json()["chat_template"]:
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.parse(**fields, response_format=Answer)
+        assert refused.value.param == "response_format"
+    else:
+        parsed = client.chat.completions.parse(**fields, response_format=Answer, n=8).choices
+        for choice in parsed:
+            assert (choice.message.parsed is None) == bool(choice.message.tool_calls)
+        assert len({choice.finish_reason for choice in parsed}) == 2
+    # what is forced is no content
+    (choice,) = client.chat.completions.parse(**fields, response_format=Answer, tool_choice="required").choices
+    assert choice.message.parsed is None
+    assert choice.message.tool_calls
+
+
 def test_a_forced_call_that_is_cut_short_says_so(server: LiveServer, tokenizer_directory: Path) -> None:
     server.engine.script = follow_grammars(tokenizer_directory)
     answer = ask(server, tool_choice="required", seed=1, max_tokens=12)

@@ -90,9 +90,7 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, limits: Engi
 def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:
     """Tokenizes, so not for the event loop. Raises InvalidRequest."""
     _check_fields(1, body, model)
-    tool_use, grammar = resolve_tools(body, model), asked_grammar(body)
-    if grammar is not None and tool_use.rules is not None:
-        raise Unsupported(f"{grammar.param} goes with tools only where tool_choice is none", grammar.param)
+    tool_use = resolve_tools(body, model, asked_grammar(body))
     prompt_ids = encode_messages(body.messages, body, model, limits.max_tokens_per_sequence, tool_use.shown)
     _check_vocabulary(prompt_ids, model, "messages")
     room = _room(prompt_ids, limits, "messages")
@@ -111,7 +109,7 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: Engine
         requests,
         body.logprobs_in_fingerprint,
         body.return_token_ids,
-        grammar=tool_use.grammar if grammar is None else grammar,
+        grammar=tool_use.grammar,
         calls=tool_use.rules,
         num_top_prompt_logprobs=num_prompt_top,
     )

@@ -25,13 +25,22 @@ def write_forced_calls(tools: Sequence[Tool], rules: CallRules, mark_tokens: Col
     mark_tokens: texts that are tokens of their own. A grammar must name these, or it would have them spelt. Raises
     InvalidRequest.
     """
-    format_ = rules.format
-    lines = ["start: call (separator call)*" if rules.parallel else "start: call"]
-    if rules.parallel:
-        lines.append(f"separator: {json.dumps(format_.separator)}")
-    lines.append(f"call: {_mark(format_.start, mark_tokens)} function {_mark(format_.end, mark_tokens)}")
-    openings = {index: json.dumps(format_.opening(tool.function.name)) for index, tool in _callable(tools, rules)}
-    return _source([*lines, *_functions(tools, openings, all_strict=True)])
+    return _source(["start: calls", *_calls(tools, rules, mark_tokens, all_strict=True)], "tools")
+
+
+def write_calls_or_json(
+    tools: Sequence[Tool], rules: CallRules, mark_tokens: Collection[str], content: GrammarSource
+) -> GrammarSource:
+    """The answer is either content in the form of a JSON schema, or calls, of which those of strict tools are right. As
+    above. Raises Unsupported where nothing but what is in it tells a call from content.
+    """
+    if not rules.format.start:
+        raise Unsupported(
+            f"{content.param} and tools go together only where the model marks calls, or tool_choice is none",
+            content.param,
+        )
+    lines = ["start: calls | content", f"content: %json {content.text}"]
+    return _source([*lines, *_calls(tools, rules, mark_tokens, all_strict=False)], content.param)
 
 
 def write_free_calls(tools: Sequence[Tool], rules: CallRules, mark_tokens: Collection[str]) -> GrammarSource:
@@ -54,7 +63,18 @@ def write_free_calls(tools: Sequence[Tool], rules: CallRules, mark_tokens: Colle
         lines.append(f"start_mark[lazy]: TEXT {json.dumps(mark)}")
     call = f"call: {start} function {_mark(format_.end, mark_tokens)}"
     answer = "start: call* TEXT" if rules.parallel else "start: call | TEXT"
-    return _source([answer, call, _TEXT, *lines, *_functions(tools, openings, all_strict=False)])
+    return _source([answer, call, _TEXT, *lines, *_functions(tools, openings, all_strict=False)], "tools")
+
+
+def _calls(tools: Sequence[Tool], rules: CallRules, mark_tokens: Collection[str], all_strict: bool) -> list[str]:
+    """One, or several where they may be parallel."""
+    format_ = rules.format
+    lines = ["calls: call (separator call)*" if rules.parallel else "calls: call"]
+    if rules.parallel:
+        lines.append(f"separator: {json.dumps(format_.separator)}")
+    lines.append(f"call: {_mark(format_.start, mark_tokens)} function {_mark(format_.end, mark_tokens)}")
+    openings = {index: json.dumps(format_.opening(tool.function.name)) for index, tool in _callable(tools, rules)}
+    return [*lines, *_functions(tools, openings, all_strict)]
 
 
 def _callable(tools: Sequence[Tool], rules: CallRules) -> list[tuple[int, Tool]]:
@@ -102,5 +122,5 @@ def _mark(text: str, tokens: Collection[str]) -> str:
     return " ".join(part for part in (before and json.dumps(before), mark, after and json.dumps(after)) if part)
 
 
-def _source(lines: list[str]) -> GrammarSource:
-    return GrammarSource("lark", "\n".join(lines), "tools")
+def _source(lines: list[str], param: str) -> GrammarSource:
+    return GrammarSource("lark", "\n".join(lines), param)

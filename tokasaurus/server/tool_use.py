@@ -4,35 +4,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokasaurus.server.call_reader import CallRules
-from tokasaurus.server.errors import InvalidRequest, shorten
+from tokasaurus.server.errors import InvalidRequest, Unsupported, shorten
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.tools import Tool, ToolChoice
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.tool_grammar import write_forced_calls, write_free_calls
+from tokasaurus.server.tool_grammar import write_calls_or_json, write_forced_calls, write_free_calls
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """shown: the tools that the prompt tells of. rules: None where the answer is plain text. grammar: of its calls,
-    where they must be right."""
+    """shown: the tools that the prompt tells of. rules: None where the answer is plain text. grammar: of the answer."""
 
     shown: Sequence[Tool] = ()
     rules: CallRules | None = None
     grammar: GrammarSource | None = None
 
 
-def resolve_tools(body: ChatCompletionRequest, model: ServedModel) -> ToolUse:
-    """Raises InvalidRequest."""
+def resolve_tools(body: ChatCompletionRequest, model: ServedModel, content: GrammarSource | None) -> ToolUse:
+    """content: the form that the body asks of the text. Raises InvalidRequest."""
     support = model.tools
     choice = body.tool_choice or ToolChoice("auto")
     names = check_names(body.tools)
     if not body.tools:
         if choice.mode in ("required", "named") or choice.names is not None:
             raise InvalidRequest("tool_choice asks for a call, and there are no tools", "tool_choice")
-        return ToolUse()
+        return ToolUse(grammar=content)
     if choice.mode == "none":
-        return ToolUse()
+        return ToolUse(grammar=content)
     unknown = next((name for name in choice.names or () if name not in names), None)
     if unknown is not None:
         raise InvalidRequest(f"tool_choice names {shorten(unknown)!r}, which is not one of the tools", "tool_choice")
@@ -47,13 +46,22 @@ def resolve_tools(body: ChatCompletionRequest, model: ServedModel) -> ToolUse:
         parallel=body.parallel_tool_calls and choice.mode != "named",
         is_named=choice.mode == "named",
     )
+    return ToolUse(body.tools, rules, _grammar(body.tools, rules, choice, model, content))
+
+
+def _grammar(
+    tools: Sequence[Tool], rules: CallRules, choice: ToolChoice, model: ServedModel, content: GrammarSource | None
+) -> GrammarSource | None:
+    if content is not None and content.format != "json_schema":
+        raise Unsupported(f"{content.param} goes with tools only where tool_choice is none", content.param)
     mark_tokens = model.tokenizer.added_texts
-    grammar = None
     if choice.mode in ("required", "named"):
-        grammar = write_forced_calls(body.tools, rules, mark_tokens)
-    elif any(tool.function.strict for tool in body.tools):
-        grammar = write_free_calls(body.tools, rules, mark_tokens)
-    return ToolUse(body.tools, rules, grammar)
+        return write_forced_calls(tools, rules, mark_tokens)  # and there is no content
+    if content is not None:
+        return write_calls_or_json(tools, rules, mark_tokens, content)
+    if any(tool.function.strict for tool in tools):
+        return write_free_calls(tools, rules, mark_tokens)
+    return None
 
 
 def check_names(tools: Sequence[Tool]) -> frozenset[str]:
