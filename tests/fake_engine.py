@@ -106,14 +106,14 @@ class FakeEngine:
     def _run(self) -> None:
         self.update_channel.send(Ready("manager", self.limits))
         while not isinstance(message := self.request_channel.receive(), Shutdown):
-            if isinstance(message, GenerateRequest):
-                self._answer(message)
             with self._changed:
                 if isinstance(message, GenerateRequest):
                     self.requests.append(message)
                 else:
                     self.cancelled.append(message.request_id)
                 self._changed.notify_all()
+            if isinstance(message, GenerateRequest):
+                self._answer(message)  # who has the answer finds the request noted
 
     def _answer(self, request: GenerateRequest) -> None:
         replies = [self.script(request, index) for index in range(request.num_sequences)]
