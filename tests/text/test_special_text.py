@@ -1,6 +1,7 @@
 """What a client writes is text, even where it reads like a special token; what the template writes is not."""
 
 import inspect
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,19 @@ def test_a_special_token_takes_the_spaces_of_the_template_along_as_ever() -> Non
         bytes(ord(base.id_to_token(i)) if base.id_to_token(i) != "Ġ" else 32 for i in ids[len(expected) :])
         == b"x <a> y"
     )
+
+
+def test_many_special_tokens_cost_no_more_than_few() -> None:
+    """Llama 3 has 256. Seconds would be too many, and with a group for each it would be a quarter of a minute."""
+    base = BaseTokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    base.add_special_tokens([AddedToken(f"<|reserved_special_token_{number}|>") for number in range(256)])
+    special_text = SpecialText(base)
+    started = time.perf_counter()
+    for text in ("<a href> " * 40_000, "<a href> " * 40_000 + "<|reserved_special_token_7|>"):
+        (marked,), mark = special_text.mark(text)
+        assert (marked != text) == (mark != "")
+    special_text.encode("<a href> " * 40_000, mark)
+    assert time.perf_counter() - started < 3
 
 
 def test_text_without_special_tokens_is_left_as_it_is(tokenizer: Tokenizer) -> None:

@@ -25,11 +25,13 @@ class SpecialText:
         special = [(token, token_id) for token_id, token in added.items() if token.special and len(token.content) > 1]
         # the longest first, since the tokenizer takes the longest that matches
         special.sort(key=lambda pair: len(pair[0].content), reverse=True)
-        self._special_ids = [token_id for _, token_id in special]
+        self._ids = {token.content: token_id for token, token_id in special}
         contents = [re.escape(token.content) for token, _ in special]
         self._starts = re.compile(f"(?={'|'.join(contents)})(.)", re.DOTALL) if special else None
-        # a group for each token
+        # Without groups: with one for each of Llama 3's 256 tokens, a search of 30 kB would take over a second.
+        self._texts = re.compile("|".join(contents))
         self._tokens = re.compile("|".join(_with_spaces(token) for token, _ in special))
+        self._ids_by_pattern = [(re.compile(_with_spaces(token)), token_id) for token, token_id in special]
         self._plain_tokenizer: BaseTokenizer | None = None
         self._lock = threading.Lock()
 
@@ -48,8 +50,7 @@ class SpecialText:
         end = 0
         for match in self._tokens.finditer(text):
             pieces.append(text[end : match.start()].replace(mark, ""))
-            assert match.lastindex is not None, "every alternative is a group"
-            special_ids.append(self._special_ids[match.lastindex - 1])
+            special_ids.append(self._find_id(match.group()))
             end = match.end()
         pieces.append(text[end:].replace(mark, ""))
         encoded = self._plain().encode_batch_fast(pieces, add_special_tokens=False)
@@ -58,9 +59,15 @@ class SpecialText:
             ids += [special_id, *piece.ids]
         return ids
 
+    def _find_id(self, matched: str) -> int:
+        """Of the special token that stands there, with the spaces that it takes along."""
+        if matched in self._ids:
+            return self._ids[matched]
+        return next(token_id for pattern, token_id in self._ids_by_pattern if pattern.fullmatch(matched))
+
     def _is_in(self, value: Any) -> bool:
         if isinstance(value, str):
-            return self._tokens.search(value) is not None
+            return self._texts.search(value) is not None
         if isinstance(value, dict):
             return any(self._is_in(key) or self._is_in(item) for key, item in value.items())
         return isinstance(value, list) and any(self._is_in(item) for item in value)
@@ -83,5 +90,5 @@ class SpecialText:
 
 
 def _with_spaces(token: AddedToken) -> str:
-    """A pattern for the token, with its text as a group; some tokens take the spaces beside them along."""
-    return (r"\s*" if token.lstrip else "") + f"({re.escape(token.content)})" + (r"\s*" if token.rstrip else "")
+    """A pattern for the token; some take the spaces beside them along."""
+    return (r"\s*" if token.lstrip else "") + re.escape(token.content) + (r"\s*" if token.rstrip else "")
