@@ -48,7 +48,6 @@ class Grammars:
         compile_lane: Lane | None = None,
         read_lane: Lane | None = None,
     ) -> None:
-        self._vocabulary = vocabulary
         self._threads = MatcherThreads(vocabulary, num_threads)
         self._compile_lane = compile_lane or start_lane("compile grammars")
         self._read_lane = read_lane or start_lane("read tokens")
@@ -118,7 +117,7 @@ class Grammars:
 
     def _give(self, prototype: Prototype, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            sequence.matching = prototype.begin(sequence.request.ignore_eos, self._vocabulary)
+            sequence.matching = prototype.begin(sequence.request.ignore_eos)
 
     def _keep(self, prototype: Prototype) -> None:
         """The least recently used go where there are too many."""

@@ -15,7 +15,8 @@ MIN_TOKENS_BETWEEN_REBUILDS = 64
 
 @dataclass(slots=True, eq=False)
 class Prototype:
-    """A grammar at the beginning of a text. mask: uint32 [words], the tokens that may be the first.
+    """A grammar at the beginning of a text. mask: uint32 [words], the tokens that may be the first; inner_mask: without
+    eos where there are others.
 
     All matchers that are copied from one share the states that they find, and their number is limited; is_spoilt: they
     have reached the limit.
@@ -24,35 +25,43 @@ class Prototype:
     grammar: str
     matcher: LLMatcher
     mask: NDArray[np.uint32]
+    inner_mask: NDArray[np.uint32]
     is_spoilt: bool = False
 
-    def begin(self, avoids_eos: bool, vocabulary: GrammarVocabulary) -> "Matching":
-        """For one sequence."""
-        mask = without_eos(self.mask, vocabulary) if avoids_eos else self.mask
-        return Matching(self, self.matcher.deep_copy(), mask, avoids_eos)
+    def begin(self, avoids_eos: bool) -> "Matching":
+        """For one sequence. A matcher takes up to 40 kilobytes, which thousands that wait do without."""
+        return Matching(self, avoids_eos, self.inner_mask if avoids_eos else self.mask)
 
 
 @dataclass(slots=True, eq=False)
 class Matching:
     """One sequence in its grammar.
 
-    matcher: has read the tokens that are known. mask: uint32 [words], the tokens that may come next; it stays until the
-    next one is read, for that may be sampled twice.
     avoids_eos: eos may come only where nothing else may.
+    mask: uint32 [words], the tokens that may come next; it stays until the next one is read, for that may be sampled
+    twice.
+    matcher: has read the tokens that are known; None before the first.
     token_ids: int32, read so far. wants_mask: another token may follow the newest.
     is_complete: nothing may follow. error: why it cannot go on; "" while it can.
     rebuilt_at: how many tokens it had read when its matcher was last made anew.
     """
 
     prototype: Prototype
-    matcher: LLMatcher
-    mask: NDArray[np.uint32]
     avoids_eos: bool
+    mask: NDArray[np.uint32]
+    matcher: LLMatcher | None = None
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     wants_mask: bool = True
     is_complete: bool = False
     error: str = ""
     rebuilt_at: int | None = None
+
+    @property
+    def its_matcher(self) -> LLMatcher:
+        """Made when first needed."""
+        if self.matcher is None:
+            self.matcher = self.prototype.matcher.deep_copy()
+        return self.matcher
 
 
 class MatcherThreads:
@@ -72,14 +81,14 @@ class MatcherThreads:
             raise GrammarError(one_line(matcher.get_error()))
         if not mask.any():
             raise GrammarError("no token can be the first of a text that the grammar allows")
-        return Prototype(grammar, matcher, mask)
+        return Prototype(grammar, matcher, mask, self._without_eos(mask))
 
     def advance(self, matchings: Sequence[Matching]) -> None:
         """Each reads its newest token, the last of token_ids, and has the mask for the next one afterwards, unless it
         is complete, or has an error, or wants none."""
-        self._read([(matching.matcher, matching.token_ids[-1]) for matching in matchings])
+        self._read([(matching.its_matcher, matching.token_ids[-1]) for matching in matchings])
         self._find_masks(matchings)
-        broken = [matching for matching in matchings if matching.matcher.is_error()]
+        broken = [matching for matching in matchings if matching.its_matcher.is_error()]
         for matching in broken:
             self._rebuild(matching)
 
@@ -96,21 +105,22 @@ class MatcherThreads:
 
     def _find_masks(self, matchings: Sequence[Matching]) -> None:
         # A matcher in error is stopped as well.
-        live = [matching for matching in matchings if matching.wants_mask and not matching.matcher.is_stopped()]
+        live = [matching for matching in matchings if matching.wants_mask and not matching.its_matcher.is_stopped()]
         if live:
-            masks = self._masks([matching.matcher for matching in live])
+            masks = self._masks([matching.its_matcher for matching in live])
             for matching, mask in zip(live, masks, strict=True):
                 if not mask.any():
                     matching.error = "no token can follow in the grammar"
                 # A copy, or the masks of all stay as long as one of them.
-                matching.mask = without_eos(mask, self._vocabulary) if matching.avoids_eos else mask.copy()
+                matching.mask = self._without_eos(mask) if matching.avoids_eos else mask.copy()
         for matching in matchings:
-            matching.is_complete = matching.matcher.is_stopped() and not matching.matcher.is_error()
+            matcher = matching.its_matcher
+            matching.is_complete = matcher.is_stopped() and not matcher.is_error()
 
     def _rebuild(self, matching: Matching) -> None:
         """Begin with a new matcher, which shares no states: those of many sequences, over hours, reach the limit where
         one alone is far from it. One that gets there by itself has an error."""
-        error = one_line(matching.matcher.get_error())
+        error = one_line(matching.its_matcher.get_error())
         matching.prototype.is_spoilt = True
         num_before = matching.rebuilt_at
         if num_before is not None and len(matching.token_ids) - num_before < MIN_TOKENS_BETWEEN_REBUILDS:
@@ -118,18 +128,17 @@ class MatcherThreads:
             return
         matching.rebuilt_at = len(matching.token_ids)
         try:
-            matching.matcher = make_matcher(self._vocabulary, matching.prototype.grammar)
+            matching.matcher = matcher = make_matcher(self._vocabulary, matching.prototype.grammar)
         except GrammarError as again:
             matching.error = str(again)
             return
         for token_id in matching.token_ids:
-            self._read([(matching.matcher, token_id)])
+            self._read([(matcher, token_id)])
         self._find_masks([matching])
-        if matching.matcher.is_error():
-            matching.error = one_line(matching.matcher.get_error())
+        if matcher.is_error():
+            matching.error = one_line(matcher.get_error())
 
-
-def without_eos(mask: NDArray[np.uint32], vocabulary: GrammarVocabulary) -> NDArray[np.uint32]:
-    """A copy, [words], that forbids the end where anything else may come."""
-    others = mask & ~vocabulary.eos_bits
-    return others if others.any() else mask.copy()
+    def _without_eos(self, mask: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """A copy, [words], that forbids the end where anything else may come."""
+        others = mask & ~self._vocabulary.eos_bits
+        return others if others.any() else mask.copy()

@@ -66,5 +66,5 @@ def make_matcher(vocabulary: GrammarVocabulary, grammar: str) -> LLMatcher:
 
 def one_line(error: str) -> str:
     """What llguidance says of an error, which may repeat much of the grammar."""
-    line = " ".join(error.split())
+    line = " ".join(error.replace("<non-verbose/>", "").split())
     return line if len(line) <= _MOST_ERROR_CHARS else line[:_MOST_ERROR_CHARS] + "…"
