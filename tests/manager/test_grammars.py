@@ -1,7 +1,9 @@
 """Sequences with grammars among others: what they come to, how they end, and who waits for whom."""
 
 import random
+import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -279,3 +281,17 @@ def test_whoever_is_cancelled_while_its_grammar_is_compiled_leaves_nothing():
     bench.run_until_idle()
     assert {delta.request_id for delta in bench.deltas} == {"r2"}
     bench.assert_nothing_is_left()
+
+
+def test_a_lane_does_its_jobs_in_order_and_ends_behind_the_one_at_hand():
+    lane, done, may_end = grammars.ThreadLane("test"), [], threading.Event()
+    lane(partial(done.append, 1))
+    lane(lambda: may_end.wait(20) and done.append(2))
+    lane(partial(done.append, 3))
+    closing = threading.Thread(target=lane.close, args=(20.0,))
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive(), "it waits for the job at hand"
+    may_end.set()
+    closing.join(20)
+    assert done == [1, 2]

@@ -20,16 +20,28 @@ MOST_GRAMMAR_CHARS = 16 << 20
 """Of all prototypes that are kept."""
 
 
-def start_lane(name: str) -> Lane:
-    """A thread that lives as long as the process."""
-    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+class ThreadLane:
+    """A thread that does its jobs."""
 
-    def work() -> None:
-        while True:
-            jobs.get()()
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
 
-    threading.Thread(target=work, name=name, daemon=True).start()
-    return jobs.put
+    def __call__(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the job at hand; the others are not done. A thread that is within llguidance when the process ends
+        may crash it."""
+        self._is_closed = True
+        self._jobs.put(lambda: None)
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while not self._is_closed:
+            self._jobs.get()()
 
 
 class Grammars:
@@ -49,8 +61,8 @@ class Grammars:
         read_lane: Lane | None = None,
     ) -> None:
         self._threads = MatcherThreads(vocabulary, num_threads)
-        self._compile_lane = compile_lane or start_lane("compile grammars")
-        self._read_lane = read_lane or start_lane("read tokens")
+        self._compile_lane = compile_lane or ThreadLane("compile grammars")
+        self._read_lane = read_lane or ThreadLane("read tokens")
         self._prototypes: OrderedDict[str, Prototype] = OrderedDict()
         self._num_chars = 0
         self._waiting: dict[str, list[Sequence]] = {}
@@ -91,6 +103,12 @@ class Grammars:
             self._read_lane(lambda: self._advance(sequences))
             if not self.has_finished:
                 self.reader.poll(most_seconds)
+
+    def close(self, timeout_s: float) -> None:
+        """End the threads; nothing is compiled or read any more."""
+        for lane in (self._compile_lane, self._read_lane):
+            if isinstance(lane, ThreadLane):
+                lane.close(timeout_s)
 
     @property
     def has_finished(self) -> bool:

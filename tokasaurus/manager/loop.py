@@ -37,6 +37,8 @@ RequestMessage = GenerateRequest | CancelRequest | Shutdown
 
 LARGE_BYTES = 16 << 20
 
+THREAD_END_SECONDS = 1.0
+
 STATS_UPDATE_SECONDS = 0.25
 """While no sequence starts or ends, the counters still grow: the server hears of them this often."""
 
@@ -71,6 +73,8 @@ def run_manager(
         _serve(state, StepStats(config.stats_report_seconds), early, requests, updates, inputs, outputs)
     for channel in inputs:
         channel.send(EndOfInputs())
+    if grammars is not None:
+        grammars.close(THREAD_END_SECONDS)
     # Nobody reads on after a shutdown; the queue's thread must not keep this process alive.
     updates.abandon()
 
