@@ -109,6 +109,22 @@ def test_seed_is_read_as_64_bits_for_every_prompt(served_model: ServedModel, see
     assert [request.sampling.seed for request in requests] == [expected, expected]
 
 
+@pytest.mark.parametrize(
+    ("fields", "per_token", "param"),
+    [({"echo": True, "logprobs": 3}, 4, "echo"), ({"prompt_logprobs": 1, "logprobs": 5}, 2, "prompt_logprobs")],
+)
+def test_what_n_makes_of_the_prompts_in_an_answer_is_bounded(
+    served_model: ServedModel, fields: dict[str, object], per_token: int, param: str
+) -> None:
+    prompts = [[1] * 90, [2] * 60]
+    largest = 2**23 // (150 * per_token)
+    assert completion(served_model, prompt=prompts, n=largest, **fields).requests
+    with pytest.raises(InvalidRequest) as error:
+        completion(served_model, prompt=prompts, n=largest + 1, **fields)
+    assert error.value.param == param
+    assert param in error.value.message
+
+
 def test_unseeded_prompts_get_seeds_of_their_own(served_model: ServedModel) -> None:
     requests = completion(served_model, prompt=["a"] * 200).requests + chat(served_model).requests
     seeds = {request.sampling.seed for request in requests}

@@ -24,6 +24,9 @@ from tokasaurus.text.tokenizer import TextTooLong
 
 # Of one body: n times its prompts.
 MAX_SEQUENCES = 65_536
+# Of one body: what `echo` and `prompt_logprobs` bring into its answer, one for each token of a prompt and one for each
+# of the likeliest at its place, in each choice. So many make an answer of some hundred megabytes.
+MAX_PROMPT_VALUES = 1 << 23
 DEFAULT_COMPLETION_TOKENS = 16
 # The engine draws in float32. Below these, a draw differs from greedy, or from the likeliest token alone, only
 # between tokens that tie to within float32; dividing by less would overflow.
@@ -76,6 +79,10 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, limits: Engi
         requests.append(_scored(request, num_prompt_top, num_top if body.echo else None))
         if body.echo:
             echoes.append(make_echo(prompt, prompt_ids, model.tokenizer, wants_offsets=num_top is not None))
+    if body.echo:
+        _check_prompt_values(requests, num_top or 0, "echo")
+    if num_prompt_top is not None:
+        _check_prompt_values(requests, num_prompt_top, "prompt_logprobs")
     return Prepared(
         response_id,
         requests,
@@ -140,6 +147,15 @@ def _prompt_top(body: SamplingFields, model: ServedModel) -> int | None:
         message = "prompt_logprobs are switched off at this server (enable_chosen_logprobs)"
         raise InvalidRequest(message, "prompt_logprobs")
     return _checked_top(body.prompt_logprobs, "prompt_logprobs", model)
+
+
+def _check_prompt_values(requests: Sequence[GenerateRequest], num_top: int, param: str) -> None:
+    num_tokens = sum(len(request.prompt_ids) * request.num_sequences for request in requests)
+    if num_tokens * (1 + num_top) > MAX_PROMPT_VALUES:
+        message = (
+            f"{param} is for {MAX_PROMPT_VALUES} values at most in an answer; n, prompts and likeliest tokens make "
+        )
+        raise InvalidRequest(f"{message}{num_tokens * (1 + num_top)}", param)
 
 
 def _scored(request: GenerateRequest, *num_top: int | None) -> GenerateRequest:
