@@ -284,10 +284,16 @@ def test_whoever_is_cancelled_while_its_grammar_is_compiled_leaves_nothing():
 
 
 def test_a_lane_does_its_jobs_in_order_and_ends_behind_the_one_at_hand():
-    lane, done, may_end = grammars.ThreadLane("test"), [], threading.Event()
-    lane(partial(done.append, 1))
-    lane(lambda: may_end.wait(20) and done.append(2))
-    lane(partial(done.append, 3))
+    lane, done, has_begun, may_end = grammars.ThreadLane("test"), [], threading.Event(), threading.Event()
+
+    def take_long():
+        has_begun.set()
+        assert may_end.wait(20)
+        done.append(2)
+
+    for job in (partial(done.append, 1), take_long, partial(done.append, 3)):
+        lane(job)
+    assert has_begun.wait(20)
     closing = threading.Thread(target=lane.close, args=(20.0,))
     closing.start()
     closing.join(0.05)

@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from tokasaurus.manager.matching import MatcherThreads, Prototype
+from tokasaurus.manager.matching import STACK_BYTES, MatcherThreads, Prototype
 from tokasaurus.manager.sequence import Sequence
 from tokasaurus.text.grammars import GrammarError, GrammarVocabulary
 
@@ -27,7 +27,9 @@ class ThreadLane:
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        stack_bytes_before = threading.stack_size(STACK_BYTES)
         self._thread.start()
+        threading.stack_size(stack_bytes_before)
 
     def __call__(self, job: Job) -> None:
         self._jobs.put(job)

@@ -1,5 +1,6 @@
 """How far sequences are in their grammars. What is here runs in threads of its own, mostly without the GIL."""
 
+import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,10 @@ from numpy.typing import NDArray
 from tokasaurus.text.grammars import GrammarError, GrammarVocabulary, make_matcher, one_line
 
 MIN_TOKENS_BETWEEN_REBUILDS = 64
+
+STACK_BYTES = 16 << 20
+"""Of the threads in which llguidance runs: many times what the server allows a grammar when it checks it. To run out of
+it would be the end of the process."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +74,7 @@ class MatcherThreads:
 
     def __init__(self, vocabulary: GrammarVocabulary, num_threads: int) -> None:
         self._vocabulary = vocabulary
+        os.environ["RUST_MIN_STACK"] = str(STACK_BYTES)  # the executor's own
         self._executor = LLExecutor(num_threads)
         # With a single matcher the executor keeps the GIL: this one, which is in error and reads nothing, is a second.
         self._second = LLMatcher(vocabulary.tokenizer, "", log_level=0)
