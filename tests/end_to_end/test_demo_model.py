@@ -252,6 +252,43 @@ def test_openai_client_parses_answers_into_a_model(toka: TokaProcess) -> None:
     assert all(isinstance(choice.message.parsed, Country) for choice in answer.choices)
 
 
+def test_functions_of_random_schemas_are_called_where_they_must_be(toka: TokaProcess) -> None:
+    """Sampled at temperature 1, all at once; the last is streamed as well."""
+    schemas = [schema for schema in map(random_schema, range(40)) if schema.get("type") == "object"][4:8]
+
+    def asked(index: int) -> dict[str, Any]:
+        return {
+            "model": "default",
+            "messages": [{"role": "user", "content": "Call it, please."}],
+            "tools": [{"type": "function", "function": {"name": "made_up", "parameters": schemas[index]}}],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "max_tokens": 100,
+            "seed": 4 + index,
+        }
+
+    async def stream(client: openai.AsyncOpenAI, index: int) -> Any:
+        async with client.chat.completions.stream(**asked(index)) as chunks:
+            return await chunks.get_final_completion()
+
+    async def ask_all() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+            whole = [client.chat.completions.create(**asked(index)) for index in range(4)]
+            return await asyncio.gather(*whole, stream(client, 3))
+
+    choices = [answer.choices[0] for answer in asyncio.run(ask_all())]
+    arguments = ["".join(call.function.arguments for call in choice.message.tool_calls or []) for choice in choices]
+    assert (arguments[3], choices[3].finish_reason) == (arguments[4], choices[4].finish_reason)
+    num_whole = 0
+    for choice, text, schema in zip(choices, arguments, schemas, strict=False):
+        assert choice.finish_reason in ("tool_calls", "length")
+        if choice.finish_reason == "tool_calls":
+            value = json.loads(text)
+            assert jsonschema_rs.Draft202012Validator(schema, validate_formats=True).is_valid(value), (schema, value)
+            num_whole += 1
+    assert num_whole >= 2, "not all are cut by their limit"
+
+
 def test_a_client_that_goes_away_frees_its_blocks(toka: TokaProcess) -> None:
     body = {"model": "default", "prompt": "Count:", "max_tokens": 4000, "n": 2, "ignore_eos": True}
 
