@@ -73,16 +73,28 @@ REFUSED = [
     ({"$ref": "https://example.com/schema.json"}, "example.com"),
     ({"$ref": "#/$defs/nowhere"}, "nowhere"),
     ({"$ref": "#"}, "no text"),
+    (
+        {
+            "type": "array",
+            "prefixItems": [{"const": 1}, {"$ref": "#/$defs/x"}],
+            "minItems": 2,
+            "$defs": {"x": {"$ref": "#/$defs/x"}},
+        },
+        "nothing may follow",
+    ),
     ({"enum": []}, "empty"),
     ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength"),
     ({"type": "integer", "minimum": 5, "maximum": 2}, "minimum"),
     ({"anyOf": [False]}, "false"),
+    ({"type": "object", "properties": {f"name_{i}": {"type": "string"} for i in range(1000)}}, "too much work"),
     ({"not": {}, "x-guidance": {"lenient": True}}, "not"),  # a warning is no less
 ]
 REFUSED_TEXTS: list[tuple[GrammarFormat, str, str]] = [
     ("regex", "(a", "unclosed"),
     ("regex", r"\bfoo\b", "lookarounds"),
     ("regex", "(" * 1000 + ")" * 1000, "invalid regex"),
+    ("regex", "((((a{1,100}){1,100}){1,100}){1,100}){1,100}", "too much work"),
+    ("regex", "a{1000000}", "too much work"),
     ("lark", 'start: a "b"', "unknown name"),
     ("lark", 'rule: "b"', "start"),
     ("lark", "start: <|no_such_token|>", "no_such_token"),

@@ -7,6 +7,7 @@ directory; frames come in on stdin and go out on stdout. The first one out is em
 
 import ctypes
 import os
+import random
 import re
 import resource
 import signal
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import orjson
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -28,6 +30,8 @@ _STACK_BYTES = 2 * 2**20
 # Beyond what the process has when it is ready.
 _MEMORY_BYTES = 2 * 2**30
 _MAX_ERROR_CHARS = 300
+_NUM_TRIED_TOKENS = 32
+_NUM_DRAWS = 8
 # The options of a rule that ask for something of the sampler, which the engine would not do.
 _IGNORED_OPTION = re.compile(r"^[ \t]*[\w-]+[ \t]*\[[^\]\n]*\b(temperature)\b", re.MULTILINE)
 _WIDE_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
@@ -47,12 +51,41 @@ def compile_grammar(tokenizer: LLTokenizer, source_format: str, text: str) -> st
     if warnings := matcher.get_grammar_warnings():
         raise GrammarError("; ".join(warnings))
     matcher.compute_bitmask()
-    if matcher.is_error():
-        reason = matcher.get_error().split()[0]
-        raise GrammarError(
-            "there is no text that it allows" if reason.startswith("NoExtension") else f"it is too complex: {reason}"
-        )
+    _check_usable(matcher, "there is no text that it allows")
+    for avoided in (b"}]", b""):
+        _try_text(tokenizer, matcher.deep_copy(), avoided)
     return grammar
+
+
+def _try_text(tokenizer: LLTokenizer, matcher: LLMatcher, avoided: bytes) -> None:
+    """Follow the grammar along a random text, which is always the same: too much work mostly shows within a few tokens.
+
+    avoided: bytes that no token has where there are others.
+    """
+    rng, eos_ids = random.Random(0), set(tokenizer.eos_tokens)
+    # without these, what a text is in would hardly ever come to its end
+    closing = [token_id for text in '",}]' for token_id in tokenizer.tokenize_str(text)]
+    for _ in range(_NUM_TRIED_TOKENS):
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        _check_usable(matcher, "a text can come to where nothing may follow though it is no end")
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        likely = [token_id for token_id in closing if bits[token_id // 8] >> token_id % 8 & 1]
+        drawn = [int(rng.choice(likely if likely and rng.random() < 0.5 else allowed)) for _ in range(_NUM_DRAWS)]
+        drawn = [token_id for token_id in drawn if token_id not in eos_ids]
+        if not drawn:
+            return
+        texts = {token_id: tokenizer.decode_bytes([token_id]) for token_id in drawn}
+        wanted = [token_id for token_id in drawn if texts[token_id].strip() and not set(texts[token_id]) & set(avoided)]
+        matcher.consume_token((wanted or drawn)[0])
+        if matcher.is_stopped() and not matcher.is_error():
+            return
+    _check_usable(matcher, "")
+
+
+def _check_usable(matcher: LLMatcher, dead_end: str) -> None:
+    if matcher.is_error():
+        error = matcher.get_error().split("\n")[0]
+        raise GrammarError(dead_end if error.startswith("NoExtension") else f"it takes too much work: {error}")
 
 
 def _from_lark(text: str) -> str:
