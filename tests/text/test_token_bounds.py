@@ -9,7 +9,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BaseTokenizer
 
 from tokasaurus.text.token_bounds import TokenBounds
-from tokasaurus.text.tokenizer import _BYTE_OF_CHARACTER
+from tokasaurus.text.token_bytes import BYTE_OF_CHARACTER
 
 WORDS = [
     "hello",
@@ -43,7 +43,7 @@ def make(normalizer: normalizers.Normalizer | None, special: AddedToken, split: 
     )
     base.train_from_iterator(["hello the hello the", "日本語 éé ----------- 한한한한            "] * 3, trainer)
     base.add_special_tokens([special])
-    return Case(base, TokenBounds(base, _BYTE_OF_CHARACTER))
+    return Case(base, TokenBounds(base, BYTE_OF_CHARACTER))
 
 
 @pytest.fixture(
@@ -102,4 +102,4 @@ def test_tokenizers_that_may_drop_a_part_of_the_text_are_not_bounded(
         case.base.normalizer = normalizers.Strip()
     else:
         case.base.pre_tokenizer = pre_tokenizer
-    assert TokenBounds(case.base, _BYTE_OF_CHARACTER).fewest_tokens("hello " * 100) == 0
+    assert TokenBounds(case.base, BYTE_OF_CHARACTER).fewest_tokens("hello " * 100) == 0

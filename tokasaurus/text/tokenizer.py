@@ -4,7 +4,6 @@
 """
 
 import inspect
-import json
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer as BaseTokenizer
 from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.text.special_text import SpecialText
 from tokasaurus.text.token_bounds import TokenBounds
+from tokasaurus.text.token_bytes import BYTE_OF_CHARACTER, TokenBytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -79,13 +79,10 @@ class Tokenizer(TokenDecoder):
         base.no_truncation()
         base.no_padding()
         self.vocab_size = max(base.get_vocab(with_added_tokens=True).values()) + 1
-        self._added_texts = {token_id: token.content for token_id, token in base.get_added_tokens_decoder().items()}
-        self.is_byte_level = _is_byte_level(base)
-        self._bounds = TokenBounds(base, _BYTE_OF_CHARACTER)
+        self._bytes = TokenBytes(base)
+        self.is_byte_level = self._bytes.is_byte_level
+        self._bounds = TokenBounds(base, BYTE_OF_CHARACTER)
         self._special_text = SpecialText(base)
-        # By id: the same tokens are asked for over and over, a thousand at a time where prompts have log-probabilities.
-        self._known_bytes: dict[int, bytes] = {}
-        self._known_texts: dict[int, str] = {}
         self.directory = directory
         self._chat_tokenizer: PreTrainedTokenizerFast | None = None
         self._chat_tokenizer_lock = threading.Lock()
@@ -221,7 +218,7 @@ class Tokenizer(TokenDecoder):
     @property
     def added_texts(self) -> frozenset[str]:
         """Texts that are always a token of their own, special or not."""
-        return frozenset(self._added_texts.values())
+        return frozenset(self._bytes.added_texts.values())
 
     @property
     def named_tokens(self) -> dict[str, str]:
@@ -238,33 +235,15 @@ class Tokenizer(TokenDecoder):
 
         Exact for byte-level BPE; otherwise "▁" is a space and "<0xNN>" a byte, as SentencePiece vocabularies have it.
         """
-        token_bytes = self._known_bytes.get(token_id)
-        if token_bytes is None:
-            token_bytes = self._known_bytes[token_id] = self._find_bytes(token_id)
-        return token_bytes
-
-    def _find_bytes(self, token_id: int) -> bytes:
-        if token_id in self._added_texts:
-            return self._added_texts[token_id].encode()
-        token = self._base.id_to_token(token_id)
-        if token is None:
-            return b""
-        if self.is_byte_level:
-            return b"".join(_BYTE_OF_CHARACTER.get(character, character.encode()) for character in token)
-        if _is_byte_token(token):
-            return bytes([int(token[3:5], 16)])
-        return token.replace("▁", " ").encode()
-
-    def is_byte_token(self, token_id: int) -> bool:
-        """Whether it is one of SentencePiece's "<0xNN>", of which a decoder reads a whole run at once."""
-        return not self.is_byte_level and _is_byte_token(self._base.id_to_token(token_id) or "")
+        return self._bytes.of(token_id)
 
     def token_text(self, token_id: int) -> str:
         """`token_bytes` as text; a part of a character becomes U+FFFD."""
-        text = self._known_texts.get(token_id)
-        if text is None:
-            text = self._known_texts[token_id] = self.token_bytes(token_id).decode(errors="replace")
-        return text
+        return self._bytes.text_of(token_id)
+
+    def is_byte_token(self, token_id: int) -> bool:
+        """Whether it is one of SentencePiece's "<0xNN>", of which a decoder reads a whole run at once."""
+        return self._bytes.is_byte_token(token_id)
 
     def _load_chat_tokenizer(self) -> "PreTrainedTokenizerFast":
         with self._chat_tokenizer_lock:
@@ -299,28 +278,3 @@ def _load_base(directory: Path) -> BaseTokenizer:
         return BaseTokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise TokenizerError(f"cannot read {path}: {error}") from None
-
-
-def _is_byte_token(token: str) -> bool:
-    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-
-
-def _is_byte_level(base: BaseTokenizer) -> bool:
-    if base.decoder is None:
-        return False
-    state = json.loads(base.decoder.__getstate__())
-    parts = state.get("decoders", [state])
-    return any(part["type"] == "ByteLevel" for part in parts)
-
-
-def _characters_of_bytes() -> dict[str, bytes]:
-    """Byte-level BPE writes each byte as one visible character: printable Latin-1 as itself, the others from U+0100 on.
-
-    Source: GPT-2's published encoder."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    table = {chr(byte): bytes([byte]) for byte in visible}
-    return table | {chr(0x100 + index): bytes([byte]) for index, byte in enumerate(hidden)}
-
-
-_BYTE_OF_CHARACTER = _characters_of_bytes()
