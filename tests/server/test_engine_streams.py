@@ -9,7 +9,8 @@ import pytest
 from tests.fake_engine import FakeEngine, Reply
 from tests.server.test_engine_client import make_request, run_with, until
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.engine_client import EngineClient, FinishedSequence
+from tokasaurus.server.arrivals import FinishedSequence
+from tokasaurus.server.engine_client import EngineClient
 
 
 @pytest.fixture

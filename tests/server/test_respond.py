@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.server.small_tokenizer import IM_END, IM_START
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SamplingParams
-from tokasaurus.server.engine_client import FinishedSequence
+from tokasaurus.server.arrivals import FinishedSequence
 from tokasaurus.server.prepare import Prepared
 from tokasaurus.server.protocol.completions import CompletionChoice
 from tokasaurus.server.protocol.usage import PromptTokensDetails

@@ -14,8 +14,8 @@ from tests.fake_engine import score_prompt
 from tests.server.small_tokenizer import IM_END, IM_START
 from tests.server.test_respond import make_request
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta
+from tokasaurus.server.arrivals import FinishedSequence
 from tokasaurus.server.echo import Echo
-from tokasaurus.server.engine_client import FinishedSequence
 from tokasaurus.server.prepare import Prepared
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.respond import build_chat_completion, build_completion

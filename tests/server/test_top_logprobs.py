@@ -17,7 +17,7 @@ from tests.server.conftest import LiveServer, live_server
 from tests.server.small_tokenizer import IM_END
 from tests.server.test_openai_client import assert_exactly_openai_shaped, sync_client
 from tokasaurus.messages.generation import GenerateRequest, SequenceDelta, TopLogprobs
-from tokasaurus.server.engine_client import FinishedSequence
+from tokasaurus.server.arrivals import FinishedSequence
 from tokasaurus.server.logprobs import ScoredToken, build_completion_logprobs
 from tokasaurus.server.served_model import ServedModel
 

@@ -7,7 +7,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from tokasaurus.server.engine_client import FinishedSequence
+from tokasaurus.server.arrivals import FinishedSequence
 
 
 def build_fingerprint(sequences: Sequence[FinishedSequence]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, PromptLogprobs
-from tokasaurus.server.engine_client import FinishedSequence
+from tokasaurus.server.arrivals import FinishedSequence
 from tokasaurus.server.fingerprint import build_fingerprint
 from tokasaurus.server.logprobs import (
     ScoredToken,

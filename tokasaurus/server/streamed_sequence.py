@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta
-from tokasaurus.server.engine_client import FinishedSequence
+from tokasaurus.server.arrivals import FinishedSequence
 from tokasaurus.server.logprobs import ScoredToken, TokenOffsets, score_tokens
 from tokasaurus.server.respond import num_exempt_characters, without_end_token
 from tokasaurus.server.served_model import ServedModel

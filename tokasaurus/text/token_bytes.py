@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as BaseTokenizer
 class TokenBytes:
     """Of one tokenizer: see `Tokenizer`, whose methods these are. Safe to use from several threads.
 
-    added_texts: by id, of the tokens that are none of the model behind the tokenizer.
+    added_texts: by id, of the tokens whose text is always a token of its own, special or not.
     """
 
     def __init__(self, base: BaseTokenizer) -> None:

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.server.arrivals import FinishedSequence
 from tokasaurus.server.bulk import BulkRun, IncomingBody, Line, refused
 from tokasaurus.server.disconnect import run_while_connected
-from tokasaurus.server.engine_client import FinishedSequence
 from tokasaurus.server.errors import ApiError, ClientGone, InvalidRequest, ServerStopping
 from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.prepare import Prepared, prepare_chat, prepare_completion

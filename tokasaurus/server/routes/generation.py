@@ -8,8 +8,8 @@ import orjson
 from fastapi import Request, Response
 
 from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.server.arrivals import FinishedSequence
 from tokasaurus.server.disconnect import run_while_connected
-from tokasaurus.server.engine_client import FinishedSequence
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
 from tokasaurus.server.prepare import Prepared
