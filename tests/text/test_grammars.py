@@ -1,5 +1,6 @@
 """Masks over real tokenizer files, against trying every token."""
 
+import json
 import re
 
 import numpy as np
@@ -68,15 +69,23 @@ def test_a_model_without_an_end_token_has_grammars(directory):
     assert ord("a") in masked_tokens(make_matcher(vocabulary, LLMatcher.grammar_from_regex("a")), vocabulary)
 
 
-@pytest.mark.parametrize("damage", ["missing", "broken", "small model"])
+@pytest.mark.parametrize("damage", ["missing", "broken", "no list", "other decoder", "small model", "no such eos"])
 def test_a_tokenizer_that_cannot_be_used_is_told_in_one_line(directory, damage):
     path = directory / "tokenizer.json"
     if damage == "missing":
         path.unlink()
     elif damage == "broken":
         path.write_text("{")
+    elif damage == "no list":
+        path.write_text("[]")
+    elif damage == "other decoder":
+        path.write_text(json.dumps({**json.loads(path.read_text()), "decoder": None, "pre_tokenizer": None}))
     with pytest.raises(TokenizerError, match="grammars cannot be used") as caught:
-        load_grammar_vocabulary(directory, 100 if damage == "small model" else VOCAB_SIZE, EOS_IDS)
+        load_grammar_vocabulary(
+            directory,
+            100 if damage == "small model" else VOCAB_SIZE,
+            (VOCAB_SIZE + 100,) if damage == "no such eos" else EOS_IDS,
+        )
     assert "\n" not in str(caught.value)
 
 

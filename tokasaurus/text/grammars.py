@@ -44,15 +44,15 @@ def load_grammar_vocabulary(directory: Path, vocab_size: int, eos_ids: Iterable[
     Raises TokenizerError.
     """
     path = directory / "tokenizer.json"
+    num_words = -(-vocab_size // 32)
+    eos_bits = np.zeros(num_words, np.uint32)
     try:
         text = path.read_text(encoding="utf-8")
         tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(eos_ids) or None)
+        for token_id in tokenizer.eos_tokens:
+            eos_bits[token_id // 32] |= np.uint32(1 << token_id % 32)
     except Exception as error:  # the library raises whatever a broken file makes it raise
         raise TokenizerError(f"grammars cannot be used with {path}: {error}") from None
-    num_words = -(-vocab_size // 32)
-    eos_bits = np.zeros(num_words, np.uint32)
-    for token_id in tokenizer.eos_tokens:
-        eos_bits[token_id // 32] |= np.uint32(1 << token_id % 32)
     return GrammarVocabulary(tokenizer, num_words, eos_bits)
 
 
