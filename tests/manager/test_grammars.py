@@ -82,6 +82,8 @@ def test_every_sequence_equals_its_simulation_and_follows_its_grammar():
                 language = BY_GRAMMAR[request.grammar]
                 assert language.may_begin(text) if is_cut else language.is_text(text)
                 num_texts += not is_cut
+        num_returned = sum(len(delta.token_ids) for delta in deltas)
+        assert bench.state.stats().total_generation_tokens == num_returned or cancelled
         if not has_streams:
             check_counts(bench)
         bench.assert_nothing_is_left()
