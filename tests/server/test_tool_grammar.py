@@ -72,7 +72,7 @@ def test_whatever_is_drawn_from_a_forced_grammar_are_calls_that_are_right(
     lengths: set[int] = set()
     for parallel in (True, False):
         rules = CallRules(format_, frozenset(names), parallel)
-        source = write_forced_calls(TOOLS, rules, tokenizer.added_texts)
+        source = write_forced_calls(TOOLS, rules, tokenizer.added_tokens)
         assert source.param == "tools"
         grammar = compile_grammar(compiler, source.format, source.text)
         for seed in range(12):
@@ -92,19 +92,27 @@ def test_whatever_is_drawn_from_a_forced_grammar_are_calls_that_are_right(
     assert max(lengths) > 1
 
 
-@pytest.fixture(scope="module", params=["spelt", "token", "special token"])
+THOUGHTS = ("<think>", "</think>")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("spelt", ()), ("spelt", THOUGHTS), ("token", ()), ("token", THOUGHTS), ("special token", THOUGHTS)],
+)
 def marks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, LLTokenizer]:
-    """Tokenizers that have the marks of Hermes in each of the ways that there are."""
+    """Tokenizers that have the marks of Hermes, and those of thoughts, in each of the ways that there are."""
+    kind, thoughts = request.param
     directory = save_small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     base = BaseTokenizer.from_file(str(directory / "tokenizer.json"))
-    marks = [AddedToken(mark, special=request.param == "special token") for mark in ("<tool_call>", "</tool_call>")]
-    if request.param == "token":
+    base.add_tokens([AddedToken(mark, special=False) for mark in thoughts])
+    marks = [AddedToken(mark, special=kind == "special token") for mark in ("<tool_call>", "</tool_call>")]
+    if kind == "token":
         base.add_tokens(marks)
-    elif request.param == "special token":
+    elif kind == "special token":
         base.add_special_tokens(marks)
     base.save(str(directory / "tokenizer.json"))
     tokenizer = Tokenizer.load(directory)
-    assert ("<tool_call>" in tokenizer.added_texts) == (request.param != "spelt")
+    assert ("<tool_call>" in tokenizer.added_tokens) == (kind != "spelt")
     return tokenizer, load_grammar_vocabulary(directory, tokenizer.vocab_size, [IM_END]).tokenizer
 
 
@@ -113,7 +121,7 @@ def matcher_of(
 ) -> Callable[[str], bool]:
     """Whether a text is one of the grammar's."""
     tokenizer, compiler = marks
-    source = write(TOOLS, CallRules(format_, ALL, parallel), tokenizer.added_texts)
+    source = write(TOOLS, CallRules(format_, ALL, parallel), tokenizer.added_tokens)
     grammar = compile_grammar(compiler, source.format, source.text)
 
     def matches(text: str) -> bool:
@@ -158,6 +166,7 @@ def test_calls_among_free_text_are_right_where_the_tool_is_strict(
     go, say = format_.write(*GO), format_.write("say", {"a": 1})
     for text in ("", "Sure {5} é.", go, f"Sure.\n{go}", f"{go}{format_.separator}{say} bye", '{"name": "Ann"}'):
         assert matches(text), text
+        assert matches(f"<think>\nwell {{\n</think>\n\n{text}<think>"), text
     for name, arguments in WRONG:
         assert not matches(format_.write(name, arguments))
         assert not matches(f"Sure.\n{go}\n{format_.write(name, arguments)}")
@@ -166,6 +175,8 @@ def test_calls_among_free_text_are_right_where_the_tool_is_strict(
         assert not matches(format_.write("unknown", {}))
     one = matcher_of(write_free_calls, format_, marks, parallel=False)
     assert one(f"Sure.\n{go}")
+    assert one(f"<think>hm</think>{go}")
+    assert one("<think>hm</think> Sure.")
     assert not one(f"{go} bye")
 
 

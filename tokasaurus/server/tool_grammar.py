@@ -4,7 +4,7 @@ The reader of calls takes all calls that a grammar allows.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokasaurus.server.call_reader import CallRules
@@ -19,17 +19,17 @@ _LAYOUT: dict[str, object] = {"whitespace_flexible": False, "item_separator": ",
 _TEXT = r"TEXT: /(.|\n)*/"
 
 
-def write_forced_calls(tools: Sequence[Tool], rules: CallRules, mark_tokens: Collection[str]) -> GrammarSource:
+def write_forced_calls(tools: Sequence[Tool], rules: CallRules, added_tokens: Mapping[str, int]) -> GrammarSource:
     """The answer is a call, or several where they may be parallel, and nothing else; arguments match their schemas.
 
-    mark_tokens: texts that are tokens of their own. A grammar must name these, or it would have them spelt. Raises
-    InvalidRequest.
+    added_tokens: texts that are tokens of their own, and their ids. A grammar must name these, or it would have them
+    spelt. Raises InvalidRequest.
     """
-    return _source(["start: calls", *_calls(tools, rules, mark_tokens, all_strict=True)], "tools")
+    return _source(["start: calls", *_calls(tools, rules, added_tokens, all_strict=True)], "tools")
 
 
 def write_calls_or_json(
-    tools: Sequence[Tool], rules: CallRules, mark_tokens: Collection[str], content: GrammarSource
+    tools: Sequence[Tool], rules: CallRules, added_tokens: Mapping[str, int], content: GrammarSource
 ) -> GrammarSource:
     """The answer is either content in the form of a JSON schema, or calls, of which those of strict tools are right. As
     above. Raises Unsupported where nothing but what is in it tells a call from content.
@@ -40,10 +40,10 @@ def write_calls_or_json(
             content.param,
         )
     lines = ["start: calls | content", f"content: %json {content.text}"]
-    return _source([*lines, *_calls(tools, rules, mark_tokens, all_strict=False)], content.param)
+    return _source([*lines, *_calls(tools, rules, added_tokens, all_strict=False)], content.param)
 
 
-def write_free_calls(tools: Sequence[Tool], rules: CallRules, mark_tokens: Collection[str]) -> GrammarSource:
+def write_free_calls(tools: Sequence[Tool], rules: CallRules, added_tokens: Mapping[str, int]) -> GrammarSource:
     """The answer is text, with calls or without; arguments of strict tools match their schemas. As above.
 
     Where calls have no mark, the name behind their brace is what they are known by.
@@ -56,23 +56,29 @@ def write_free_calls(tools: Sequence[Tool], rules: CallRules, mark_tokens: Colle
         lines += [f"start_{index}[lazy]: TEXT {opening}" for index, opening in openings.items()]
         openings = {index: f"start_{index}" for index in openings}
         start = ""
-    elif mark in mark_tokens:
-        start = f"TEXT {_mark(format_.start, mark_tokens)}"
+    elif mark in added_tokens:
+        start = f"TEXT {_mark(format_.start, added_tokens)}"
     else:
         start = f"start_mark {json.dumps(format_.start.removeprefix(mark))}"
         lines.append(f"start_mark[lazy]: TEXT {json.dumps(mark)}")
-    call = f"call: {start} function {_mark(format_.end, mark_tokens)}"
-    answer = "start: call* TEXT" if rules.parallel else "start: call | TEXT"
+    call = f"call: {start} function {_mark(format_.end, added_tokens)}"
+    answer = "start: (call | thought)* TEXT" if rules.parallel else "start: thought* (call | TEXT)"
+    # Thoughts, for instance, have tokens of their own around them.
+    ids = ",".join(str(id_) for text, id_ in added_tokens.items() if text not in (mark, format_.end.strip()))
+    if ids:
+        lines.append(f"thought: TEXT <[{ids}]>")
+    else:
+        answer = "start: call* TEXT" if rules.parallel else "start: call | TEXT"
     return _source([answer, call, _TEXT, *lines, *_functions(tools, openings, all_strict=False)], "tools")
 
 
-def _calls(tools: Sequence[Tool], rules: CallRules, mark_tokens: Collection[str], all_strict: bool) -> list[str]:
+def _calls(tools: Sequence[Tool], rules: CallRules, added_tokens: Mapping[str, int], all_strict: bool) -> list[str]:
     """One, or several where they may be parallel."""
     format_ = rules.format
     lines = ["calls: call (separator call)*" if rules.parallel else "calls: call"]
     if rules.parallel:
         lines.append(f"separator: {json.dumps(format_.separator)}")
-    lines.append(f"call: {_mark(format_.start, mark_tokens)} function {_mark(format_.end, mark_tokens)}")
+    lines.append(f"call: {_mark(format_.start, added_tokens)} function {_mark(format_.end, added_tokens)}")
     openings = {index: json.dumps(format_.opening(tool.function.name)) for index, tool in _callable(tools, rules)}
     return [*lines, *_functions(tools, openings, all_strict)]
 
@@ -113,7 +119,7 @@ def _with_layout(schema: Mapping[str, Any]) -> str:
     return json.dumps({**schema, "x-guidance": layout}, ensure_ascii=False)
 
 
-def _mark(text: str, tokens: Collection[str]) -> str:
+def _mark(text: str, tokens: Mapping[str, int]) -> str:
     """A mark with the line end beside it, as part of a rule."""
     mark = text.strip()
     if mark not in tokens:

@@ -54,13 +54,13 @@ def _grammar(
 ) -> GrammarSource | None:
     if content is not None and content.format != "json_schema":
         raise Unsupported(f"{content.param} goes with tools only where tool_choice is none", content.param)
-    mark_tokens = model.tokenizer.added_texts
+    added_tokens = {text: id_ for text, id_ in model.tokenizer.added_tokens.items() if id_ < model.vocab_size}
     if choice.mode in ("required", "named"):
-        return write_forced_calls(tools, rules, mark_tokens)  # and there is no content
+        return write_forced_calls(tools, rules, added_tokens)  # and there is no content
     if content is not None:
-        return write_calls_or_json(tools, rules, mark_tokens, content)
+        return write_calls_or_json(tools, rules, added_tokens, content)
     if any(tool.function.strict for tool in tools):
-        return write_free_calls(tools, rules, mark_tokens)
+        return write_free_calls(tools, rules, added_tokens)
     return None
 
 

@@ -216,9 +216,9 @@ class Tokenizer(TokenDecoder):
         return template
 
     @property
-    def added_texts(self) -> frozenset[str]:
-        """Texts that are always a token of their own, special or not."""
-        return frozenset(self._bytes.added_texts.values())
+    def added_tokens(self) -> dict[str, int]:
+        """Texts that are always a token of their own, special ones left out → the token's id."""
+        return {text: id_ for id_, text in self._bytes.added_texts.items() if id_ not in self.special_ids}
 
     @property
     def named_tokens(self) -> dict[str, str]:
