@@ -4,25 +4,38 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
+import orjson
 import pydantic
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat.chat_completion import Choice
 
 from tests.fake_engine import FakeEngine, Reply, Script
 from tests.server.conftest import LiveServer, live_server
 from tests.server.grammar_engine import follow_grammars
-from tests.server.small_tokenizer import IM_END
+from tests.server.small_tokenizer import IM_END, IM_START
+from tests.server.test_call_reader import FRAGMENTS, NAMES
 from tests.server.test_openai_client import assert_exactly_openai_shaped, assert_no_extra_fields, sync_client
+from tests.server.test_respond import make_request
+from tests.server.test_streaming import finished, interleaved, parse
 from tests.server.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, OWN_WAY_TEMPLATE, save_tokenizer_with
 from tokasaurus.messages.generation import FinishReason, GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.server.call_reader import CallRules
+from tokasaurus.server.prepare import Prepared
+from tokasaurus.server.protocol.sampling_fields import StreamOptions
+from tokasaurus.server.respond import build_chat_completion
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.tool_formats import HERMES, LLAMA3, find_tool_support
+from tokasaurus.server.streaming import ChatStream
+from tokasaurus.server.tool_formats import FORMATS, HERMES, LLAMA3, ToolCallFormat, find_tool_support
 from tokasaurus.text.tokenizer import Tokenizer
 
 QUESTION: list[Any] = [{"role": "user", "content": "Warm there?"}]
@@ -73,6 +86,13 @@ def write_calls(server: LiveServer, *calls: tuple[str, dict[str, Any]]) -> str:
     return format_.separator.join(format_.write(name, arguments) for name, arguments in calls)
 
 
+def without_ids(choice: Choice) -> dict[str, Any]:
+    expected: dict[str, Any] = json.loads(choice.model_dump_json(exclude={"index"}))
+    for call in expected["message"]["tool_calls"] or []:
+        assert call.pop("id").startswith("call_")
+    return expected
+
+
 def ask(server: LiveServer, **fields: Any) -> ChatCompletion:
     """The answer, after a stream of the same has been found to be the same."""
     fields = {"model": "default", "messages": QUESTION, "tools": TOOLS} | fields
@@ -86,10 +106,7 @@ def ask(server: LiveServer, **fields: Any) -> ChatCompletion:
         for chunk in chunks:
             assert_no_extra_fields(chunk)
         for choice in answer.choices:
-            expected = json.loads(choice.model_dump_json(exclude={"index"}))
-            for call in expected["message"]["tool_calls"] or []:
-                assert call.pop("id").startswith("call_")
-            assert joined(chunks, choice.index) == expected
+            assert joined(chunks, choice.index) == without_ids(choice)
     return answer
 
 
@@ -123,6 +140,41 @@ def joined(chunks: list[ChatCompletionChunk], index: int) -> dict[str, Any]:
     return {"finish_reason": finish_reason, "logprobs": scores, "message": message}
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(list(FORMATS.values())),
+    st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=9), min_size=2, max_size=2),
+    st.sampled_from([(), ("x",), ("}}",), ("l_call>\n",), ('": {', "name")]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+def test_a_stream_cut_anywhere_is_the_answer(
+    served_model: ServedModel,
+    format_: ToolCallFormat,
+    fragments: list[list[str]],
+    stop: tuple[str, ...],
+    want_logprobs: bool,
+    parallel: bool,
+    seed: int,
+) -> None:
+    texts = ["".join(some) for some in fragments]
+    results = [finished([*f"{text}é".encode(), IM_END], "stop") for text in texts]
+    request = make_request(3, stop, want_logprobs=want_logprobs, num_sequences=2)
+    prepared = Prepared("chatcmpl-1", [request], calls=CallRules(format_, NAMES, parallel))
+    whole = ChatCompletion.model_validate_json(
+        orjson.dumps(build_chat_completion(prepared, [results], served_model)), strict=True
+    )
+    stream = ChatStream(prepared, served_model, StreamOptions())
+    groups = interleaved([results], random.Random(seed))
+    chunks = [ChatCompletionChunk.model_validate(chunk) for group in groups for chunk in parse(stream.events(group))]
+    for choice in whole.choices:
+        expected = without_ids(choice)
+        if expected["logprobs"] == {"content": [], "refusal": None}:
+            expected["logprobs"] = None  # none to be put together
+        assert joined(chunks, choice.index) == expected
+
+
 def called(answer: ChatCompletion, index: int = 0) -> list[tuple[str, Any]]:
     calls: Any = answer.choices[index].message.tool_calls or []
     return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
@@ -137,6 +189,14 @@ def test_an_answer_with_calls(server: LiveServer) -> None:
     assert [choice.finish_reason for choice in answer.choices] == ["tool_calls", "tool_calls", "stop", "stop"]
     ids = [call.id for choice in answer.choices for call in choice.message.tool_calls or []]
     assert len(set(ids)) == 3
+
+
+def test_special_tokens_around_a_call_are_no_text(server: LiveServer) -> None:
+    """As Llama writes <|python_tag|> before it."""
+    text = write_calls(server, ("get_time", {}))
+    server.engine.script = lambda _request, _index: Reply([IM_START, *text.encode(), IM_START, IM_END])
+    answer = ask(server)
+    assert (answer.choices[0].message.content, called(answer)) == (None, [("get_time", {})])
 
 
 def test_only_strict_tools_have_a_grammar_where_the_model_chooses(server: LiveServer) -> None:
