@@ -34,10 +34,11 @@ class Environment:
 
 
 ENVIRONMENTS = (
-    # litellm keeps openai below 3 and huggingface-hub below 2, of which the server's environment has newer ones.
+    # litellm keeps openai below 3 and huggingface-hub below 2, of which the server has newer ones. Where a request has
+    # tools it imports mcp, which it does not bring.
     Environment(
         "chat",
-        ("litellm>=1.106,<2", "langchain-openai>=1.7,<2", "instructor>=1.17,<2"),
+        ("litellm>=1.106,<2", "mcp>=2.2,<3", "langchain-openai>=1.7,<2", "instructor>=1.17,<2"),
         ("test_openai.py", "test_litellm.py", "test_langchain_openai.py", "test_instructor.py"),
     ),
     # torch as the server has it: another version's kernels add up in another order.

@@ -18,7 +18,7 @@ ASKED: dict[str, Any] = {
     "max_tokens": 80,
     "temperature": 0,
 }
-MODES = ["JSON_SCHEMA"]
+MODES = ["JSON_SCHEMA", "TOOLS"]
 
 
 @pytest.mark.parametrize("mode", MODES)

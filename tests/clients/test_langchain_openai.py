@@ -79,9 +79,24 @@ def test_what_is_too_long_is_told_apart(base_url: str) -> None:
         model.invoke("Hi")
 
 
-@pytest.mark.parametrize("method", ["json_schema"])
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_output_is_of_the_class_asked_for(base_url: str, method: str) -> None:
     model = langchain_openai.ChatOpenAI(
         model="default", base_url=base_url, api_key="none", max_retries=0, temperature=0, max_tokens=80
     )
     assert isinstance(model.with_structured_output(Animal, method=method).invoke(QUESTION), Animal)
+
+
+def test_a_tool_is_called_and_its_result_read(base_url: str) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+
+    model = langchain_openai.ChatOpenAI(
+        model="default", base_url=base_url, api_key="none", max_retries=0, temperature=0, max_tokens=80
+    )
+    question = HumanMessage(QUESTION)
+    answer = model.bind_tools([Animal], tool_choice="any", parallel_tool_calls=False).invoke([question])
+    (call,) = answer.tool_calls
+    assert call["name"] == "Animal"
+    assert Animal.model_validate(call["args"])
+    result = ToolMessage("It is the largest animal.", tool_call_id=call["id"])
+    assert model.bind_tools([Animal], tool_choice="none").invoke([question, answer, result]).content

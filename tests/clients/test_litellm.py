@@ -87,3 +87,15 @@ def test_a_schema_is_answered_as_it_says(asked: dict[str, Any]) -> None:
     asked["messages"] = [{"role": "user", "content": QUESTION}]
     answer = litellm.completion(**asked, response_format=Animal, temperature=0, max_tokens=60)
     Animal.model_validate_json(answer.choices[0].message.content)
+
+
+def test_a_forced_tool_is_called_with_arguments_as_its_schema_says(base_url: str) -> None:
+    # for hosted_vllm litellm leaves out that nothing else may be in the arguments
+    asked: dict[str, Any] = {"model": "openai/default", "api_base": base_url, "api_key": "none"}
+    asked["messages"] = [{"role": "user", "content": QUESTION}]
+    tool = {"type": "function", "function": {"name": "Animal", "parameters": Animal.model_json_schema()}}
+    forced = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    answer = litellm.completion(**asked, **forced, temperature=0, max_tokens=80)
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "Animal"
+    Animal.model_validate_json(call.function.arguments)

@@ -128,3 +128,27 @@ def test_a_schema_is_answered_with_its_class(client: openai.OpenAI, plain_post: 
     assert Animal.model_validate_json(expected["choices"][0]["message"]["content"]) == animal
     with client.chat.completions.stream(model="default", response_format=Animal, **asked) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == animal
+
+
+def test_a_forced_tool_is_called_with_arguments_of_its_class(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "default",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "tools": [openai.pydantic_function_tool(Animal)],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "max_tokens": 80,
+    }
+    answer = client.chat.completions.parse(**asked).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    (call,) = answer.message.tool_calls or []
+    assert call.function.name == "Animal"
+    assert isinstance(call.function.parsed_arguments, Animal)
+    with client.chat.completions.stream(**asked) as stream:
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or []
+    assert streamed.function.parsed_arguments == call.function.parsed_arguments
+    told = [answer.message, {"role": "tool", "tool_call_id": call.id, "content": "Yes."}]
+    last = client.chat.completions.create(**asked | {"messages": [*asked["messages"], *told], "tool_choice": "none"})
+    assert last.choices[0].message.content
+    assert not last.choices[0].message.tool_calls
