@@ -32,6 +32,15 @@ def test_completion_is_that_of_plain_http(asked: dict[str, Any], plain_post: Pla
     assert asyncio.run(litellm.acompletion(**asked, **GREEDY)).choices == answer.choices
 
 
+def test_a_conversation_is_sent_on_as_it_came(asked: dict[str, Any], plain_post: PlainPost) -> None:
+    answer = litellm.completion(**asked, **GREEDY).choices[0].message
+    asked["messages"] = [*MESSAGES, answer, {"role": "user", "content": "And the others?"}]
+    second = litellm.completion(**asked, **GREEDY)
+    told = [*MESSAGES, {"role": "assistant", "content": answer.content}, asked["messages"][-1]]
+    expected = plain_post("chat/completions", {"messages": told, **GREEDY})
+    assert second.choices[0].message.content == expected["choices"][0]["message"]["content"]
+
+
 def test_a_stream_is_built_to_the_whole_answer(asked: dict[str, Any]) -> None:
     whole = litellm.completion(**asked, **GREEDY)
     chunks = list(litellm.completion(**asked, **GREEDY, stream=True, stream_options={"include_usage": True}))

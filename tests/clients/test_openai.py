@@ -146,9 +146,10 @@ def test_a_forced_tool_is_called_with_arguments_of_its_class(client: openai.Open
     assert call.function.name == "Animal"
     assert isinstance(call.function.parsed_arguments, Animal)
     with client.chat.completions.stream(**asked) as stream:
-        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or []
+        message = stream.get_final_completion().choices[0].message
+    (streamed,) = message.tool_calls or []
     assert streamed.function.parsed_arguments == call.function.parsed_arguments
-    told = [answer.message, {"role": "tool", "tool_call_id": call.id, "content": "Yes."}]
+    told = [message, {"role": "tool", "tool_call_id": streamed.id, "content": "Yes."}]
     last = client.chat.completions.create(**asked | {"messages": [*asked["messages"], *told], "tool_choice": "none"})
     assert last.choices[0].message.content
     assert not last.choices[0].message.tool_calls

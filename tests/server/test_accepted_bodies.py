@@ -94,6 +94,28 @@ def test_an_answers_message_may_be_sent_back_as_it_came(shared_server: LiveServe
     assert response.status_code == 200, response.text
 
 
+@pytest.mark.parametrize(
+    ("message", "call", "function"),
+    [
+        ({"parsed": {"kind": "whale"}}, {"index": 0}, {"parsed_arguments": {"kind": "whale"}}),  # OpenAI's client
+        ({"provider_specific_fields": {"refusal": None}, "function_call": None}, {}, {}),  # litellm
+    ],
+)
+def test_what_clients_add_to_an_answer_that_they_send_back_changes_nothing(
+    shared_server: LiveServer, message: dict[str, Any], call: dict[str, Any], function: dict[str, Any]
+) -> None:
+    def asked(message: dict[str, Any], call: dict[str, Any], function: dict[str, Any]) -> dict[str, Any]:
+        called = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}", **function}, **call}
+        answer = {"role": "assistant", "content": "hello", "tool_calls": [called], **message}
+        first = minimal_body(CHAT)
+        return first | {"messages": [*first["messages"], answer, {"role": "tool", "tool_call_id": "1", "content": "x"}]}
+
+    plain = shared_server.http.post(CHAT, json=asked({}, {}, {})).json()
+    added = shared_server.http.post(CHAT, json=asked(message, call, function)).json()
+    assert added["choices"] == plain["choices"]
+    assert added["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+
+
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 KEYS = st.sampled_from(["type", "text", "role", "content", "x"])

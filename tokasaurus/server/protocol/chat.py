@@ -67,6 +67,7 @@ class ChatMessage(StrictObject):
     """The fields of an assistant's message are those of an answer's: clients send it back as it came.
 
     tool_call_id: in a tool's message alone, the call whose result it is. name: of the tool, where it is one.
+    parsed, provider_specific_fields: what OpenAI's client and litellm add to an answer, without effect.
     """
 
     role: Role
@@ -77,6 +78,8 @@ class ChatMessage(StrictObject):
     tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True), NullMeans([])] = Field(default_factory=list)
     tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
     name: str | None = None
+    parsed: Any = None
+    provider_specific_fields: Any = None
     content: Annotated[Content, Field(validate_default=True)] = None  # type: ignore[assignment]  # the validator's
 
     @field_validator("tool_calls")

@@ -185,16 +185,21 @@ def _parse_arguments(value: object) -> dict[str, Any]:
 
 
 class CalledFunction(StrictObject):
+    """parsed_arguments: added by OpenAI's client, without effect."""
+
     name: Annotated[str, Field(min_length=1)]
     arguments: Annotated[dict[str, Any], PlainValidator(_parse_arguments), WithJsonSchema({"type": "string"})]
+    parsed_arguments: Any = None
 
 
 class MessageToolCall(StrictObject):
-    """As an answer has it, so that clients can send it back. id: what the message with its result names."""
+    """As an answer has it, so that clients can send it back. id: what the message with its result names. index: of the
+    call in a stream, without effect."""
 
     id: Annotated[str, Field(min_length=1)]
     type: FunctionType
     function: CalledFunction
+    index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
