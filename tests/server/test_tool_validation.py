@@ -41,7 +41,7 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
             ({"id": ""}, "id"),
             ({"type": "custom"}, "type"),
             ({"type": 5}, "type"),
-            ({"index": 0}, "index"),
+            ({"index": "0"}, "index"),
             ({"function": {"name": "f"}}, "function.arguments"),
             ({"function": {"name": "", "arguments": "{}"}}, "function.name"),
             ({"function": {"name": "f", "arguments": {}}}, "function.arguments"),
