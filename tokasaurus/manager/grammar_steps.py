@@ -19,12 +19,16 @@ def is_better_later(state: EngineState, ready: NDArray[np.int64]) -> bool:
     """Whether a step of `ready` alone, which decode, had better wait for those that are held.
 
     Where all have grammars there is no running ahead, and half of them in every other step would take as many steps
-    for each as all in one, in twice the time. Others run ahead, with those that are ready.
+    for each as all in one, in twice the time. Others run ahead, with those that are ready; and nobody waits for slow
+    grammars, but where all are slow.
     """
     if not state.num_with_grammars or not len(ready):
         return False
     slots = state.slots
-    return bool(slots.has_grammar[ready].all() and slots.is_held[state.queues.decoding()].any())
+    decoding = state.queues.decoding()
+    is_slow = slots.is_slow[decoding]
+    is_worth_it = slots.is_held[decoding] & (~is_slow | is_slow.all())
+    return bool(slots.has_grammar[ready].all() and is_worth_it.any())
 
 
 def build_masks(state: EngineState, sampled: NDArray[np.int64]) -> TokenMasks | None:

@@ -49,8 +49,8 @@ class ThreadLane:
 class Grammars:
     """Compiles grammars, and has the tokens of sequences read by their matchers, all in other threads.
 
-    compile_lane: for compiling, which may take a second. read_lane: for the others. reader: readable when `take` has
-    anything to give.
+    slow_lane: for compiling, which may take a second, and for reading where the grammar is slow. quick_lane: for other
+    reading. reader: readable when `take` has anything to give.
 
     Whose token is being read is left alone until `take` gives it back.
     """
@@ -59,16 +59,17 @@ class Grammars:
         self,
         vocabulary: GrammarVocabulary,
         num_threads: int = 1,
-        compile_lane: Lane | None = None,
-        read_lane: Lane | None = None,
+        slow_lane: Lane | None = None,
+        quick_lane: Lane | None = None,
     ) -> None:
         self._threads = MatcherThreads(vocabulary, num_threads)
-        self._compile_lane = compile_lane or ThreadLane("compile grammars")
-        self._read_lane = read_lane or ThreadLane("read tokens")
+        self._slow_lane = slow_lane or ThreadLane("slow grammars")
+        self._quick_lane = quick_lane or ThreadLane("grammars")
         self._prototypes: OrderedDict[str, Prototype] = OrderedDict()
         self._num_chars = 0
         self._waiting: dict[str, list[Sequence]] = {}
         self._unread: list[Sequence] = []
+        self._unread_slow: list[Sequence] = []
         self._compiled: deque[tuple[str, Prototype | GrammarError]] = deque()
         self._read: deque[list[Sequence]] = deque()
         self.reader: Connection
@@ -85,7 +86,7 @@ class Grammars:
             return True
         if grammar not in self._waiting:
             self._waiting[grammar] = []
-            self._compile_lane(lambda: self._compile(grammar))
+            self._slow_lane(lambda: self._compile(grammar))
         self._waiting[grammar] += sequences
         return False
 
@@ -95,20 +96,23 @@ class Grammars:
         assert matching is not None
         matching.token_ids.append(token_id)
         matching.wants_mask = wants_mask
-        self._unread.append(sequence)
+        (self._unread_slow if matching.prototype.is_slow else self._unread).append(sequence)
 
     def read(self, most_seconds: float) -> None:
         """Have the tokens read that have been noted. It seldom takes long, so it is waited for, but no longer than
         that: then they take part in the next step."""
+        if self._unread_slow:
+            slow, self._unread_slow = self._unread_slow, []
+            self._slow_lane(lambda: self._advance(slow))
         if self._unread:
             sequences, self._unread = self._unread, []
-            self._read_lane(lambda: self._advance(sequences))
+            self._quick_lane(lambda: self._advance(sequences))
             if not self.has_finished:
                 self.reader.poll(most_seconds)
 
     def close(self, timeout_s: float) -> None:
         """End the threads; nothing is compiled or read any more."""
-        for lane in (self._compile_lane, self._read_lane):
+        for lane in (self._slow_lane, self._quick_lane):
             if isinstance(lane, ThreadLane):
                 lane.close(timeout_s)
 

@@ -58,6 +58,7 @@ def admit(state: EngineState, sequence: Sequence) -> None:
     slots.has_stops[slot] = sequence.stop_matcher is not None
     slots.want_logprobs[slot] = request.want_logprobs
     slots.has_grammar[slot] = sequence.has_grammar
+    slots.is_slow[slot] = sequence.matching is not None and sequence.matching.prototype.is_slow
     slots.groups[slot] = 0
     slots.num_shared_tokens[slot] = sequence.counts.shared
     slots.stop_rows[slot] = sequence.stop_row

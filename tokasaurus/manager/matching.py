@@ -1,6 +1,9 @@
 """How far sequences are in their grammars. What is here runs in threads of its own, mostly without the GIL."""
 
 import os
+import random
+import statistics
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +16,11 @@ from tokasaurus.text.grammars import GrammarError, GrammarVocabulary, make_match
 
 MIN_TOKENS_BETWEEN_REBUILDS = 64
 
+NUM_TRIED_TOKENS = 8
+SLOW_SECONDS = 150e-6
+"""For one token. Most take a tenth of that, and a third of it alone, for the sake of a thread; repetitions that are
+counted take a quarter to a half of a millisecond."""
+
 STACK_BYTES = 16 << 20
 """Of the threads in which llguidance runs: many times what the server allows a grammar when it checks it. To run out of
 it would be the end of the process."""
@@ -23,6 +31,7 @@ class Prototype:
     """A grammar at the beginning of a text. mask: uint32 [words], the tokens that may be the first; inner_mask: without
     eos where there are others.
 
+    is_slow: reading a token takes long, so that others do not wait for it.
     All matchers that are copied from one share the states that they find, and their number is limited; is_spoilt: they
     have reached the limit.
     """
@@ -31,6 +40,7 @@ class Prototype:
     matcher: LLMatcher
     mask: NDArray[np.uint32]
     inner_mask: NDArray[np.uint32]
+    is_slow: bool
     is_spoilt: bool = False
 
     def begin(self, avoids_eos: bool) -> "Matching":
@@ -70,14 +80,15 @@ class Matching:
 
 
 class MatcherThreads:
-    """Reads tokens and finds masks, many at a time, on up to `num_threads` cores."""
+    """Reads tokens and finds masks, many at a time, on up to `num_threads` cores. Safe to use from several threads, for
+    different sequences."""
 
     def __init__(self, vocabulary: GrammarVocabulary, num_threads: int) -> None:
         self._vocabulary = vocabulary
         os.environ["RUST_MIN_STACK"] = str(STACK_BYTES)  # the executor's own
         self._executor = LLExecutor(num_threads)
-        # With a single matcher the executor keeps the GIL: this one, which is in error and reads nothing, is a second.
-        self._second = LLMatcher(vocabulary.tokenizer, "", log_level=0)
+        # Is in error, and reads nothing.
+        self._idle = LLMatcher(vocabulary.tokenizer, "", log_level=0)
 
     def compile(self, grammar: str) -> Prototype:
         """Raises GrammarError."""
@@ -87,7 +98,8 @@ class MatcherThreads:
             raise GrammarError(one_line(matcher.get_error()))
         if not mask.any():
             raise GrammarError("no token can be the first of a text that the grammar allows")
-        return Prototype(grammar, matcher, mask, self._without_eos(mask))
+        seconds = self._try(matcher, mask)
+        return Prototype(grammar, matcher, mask, self._without_eos(mask), is_slow=seconds > SLOW_SECONDS)
 
     def advance(self, matchings: Sequence[Matching]) -> None:
         """Each reads its newest token, the last of token_ids, and has the mask for the next one afterwards, unless it
@@ -98,8 +110,25 @@ class MatcherThreads:
         for matching in broken:
             self._rebuild(matching)
 
+    def _try(self, matcher: LLMatcher, mask: NDArray[np.uint32]) -> float:
+        """Seconds for a token of a random text, in the middle of some; 0 where no text is so long."""
+        rng, matcher, seconds = random.Random(0), matcher.deep_copy(), []
+        for _ in range(NUM_TRIED_TOKENS):
+            bits = np.unpackbits((mask & ~self._vocabulary.eos_bits).view(np.uint8), bitorder="little")
+            token_ids = np.flatnonzero(bits)
+            if not len(token_ids):
+                break
+            start_s = time.perf_counter()
+            self._read([(matcher, int(token_ids[rng.randrange(len(token_ids))]))])
+            if matcher.is_stopped():
+                break
+            (mask,) = self._masks([matcher])
+            seconds.append(time.perf_counter() - start_s)
+        return statistics.median(seconds) if seconds else 0.0
+
     def _read(self, pairs: list[tuple[LLMatcher, int]]) -> None:
-        self._executor.consume_token_par([*pairs, (self._second, 0)] if len(pairs) == 1 else pairs)
+        # With a single matcher the executor would keep the GIL.
+        self._executor.consume_token_par([*pairs, (self._idle.deep_copy(), 0)] if len(pairs) == 1 else pairs)
 
     def _masks(self, matchers: Sequence[LLMatcher]) -> NDArray[np.uint32]:
         """[N, words]."""

@@ -31,7 +31,7 @@ class SlotArrays:
     may_stop: something may end it before its last token.
     has_stops: it has stop strings. want_logprobs: they were asked for.
     has_grammar: each of its tokens has a mask. is_held: and a token is being sampled, or read by its grammar, so that
-    the mask of the next is not there.
+    the mask of the next is not there. is_slow: that may take long.
     stop_rows: the row of StopTokens that is for its stop strings. may_have_stopped: a token that may end one has come
     since they were last looked for. num_counted_tokens: sampled tokens that are counted, of those with stop strings.
     groups: which group of those that share a prefix it decodes in; 0 for none. num_shared_tokens: of its prompt, the
@@ -67,6 +67,7 @@ class SlotArrays:
         self.want_logprobs = false()
         self.has_grammar = false()
         self.is_held = false()
+        self.is_slow = false()
         self.stop_rows = zeros()
         self.groups = zeros()
         self.num_shared_tokens = zeros()
