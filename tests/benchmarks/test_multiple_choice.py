@@ -1,11 +1,13 @@
 """Against a server that keeps every prefix it has seen, and says what it computed; then a real one."""
 
 import itertools
+import json
 import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from benchmarks import multiple_choice
 from benchmarks.multiple_choice import Target, choose, count_distinct, make_questions, measure
 from tests.server.conftest import http_server
+from tests.tiny_model import save_tiny_model
 
 Change = Callable[[list[float | None]], list[float | None]]
 
@@ -177,13 +180,16 @@ def test_a_server_that_does_not_start_is_an_error_with_its_words(capsys: pytest.
 
 
 def test_a_real_server_started_for_it_computes_hardly_more_than_the_distinct_tokens(
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["dtype=float32", "kv_cache_num_tokens=5000", "max_tokens_per_forward=128", "max_seqs_per_forward=16"]
-    asked = ["--contexts", "2", "--tokens", "400", "--concurrency", "8"]
+    save_tiny_model(tmp_path, "qwen3")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    flags = [f"model={tmp_path}", "dtype=float32", "kv_cache_num_tokens=20000", "max_tokens_per_forward=256"]
+    asked = ["--contexts", "4", "--tokens", "1200", "--concurrency", "8"]
     assert multiple_choice.main([*flags, *asked, "--check"]) == 0
     shown = capsys.readouterr().out
     difference = re.search(r"differs by at most (\S+) ", shown)
     assert difference is not None
     assert float(difference[1]) < 1e-3
-    assert " 0 of 2 questions have another answer" in shown
+    assert " 0 of 4 questions have another answer" in shown
