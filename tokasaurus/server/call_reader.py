@@ -80,7 +80,6 @@ class CallReader:
                 case _Place.FINISHED:
                     position = len(text)
                 case _:
-                    # not read: it has shown that what it stands behind is over
                     position += self._read_character(text[position])
         return self._take_pieces()
 
@@ -98,6 +97,7 @@ class CallReader:
         return self._take_pieces()
 
     def _read_character(self, character: str) -> bool:
+        """Whether it belongs to the place. If not, the place has changed, and it is to be read there."""
         match self._place:
             case _Place.MARKED:
                 return self._read_marked(character)
