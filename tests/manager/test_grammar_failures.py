@@ -89,7 +89,12 @@ def test_states_that_all_sequences_of_a_grammar_share_are_given_up_when_they_are
     bench.run(requests)
     assert_equals_simulation(bench.deltas, requests)
     assert len(bench.deltas) == 24
-    assert 4 < num_made < 24 + 12
+    assert 1 < num_made < 24 + 12
+    num_before = num_made
+    for number in range(12, 16):
+        bench.turn([grammar_request(number, MANY_STATES.grammar, 1, 1)])
+        bench.run_until_idle()
+    assert num_made == num_before + 1, "who comes later does not begin with a full table"
     bench.assert_nothing_is_left()
 
 
@@ -143,6 +148,21 @@ def test_whoever_is_cancelled_while_its_grammar_is_compiled_leaves_nothing():
     assert bench.state.stats().num_waiting == 5
     bench.turn([CancelRequest("r1"), CancelRequest("r3")])
     assert bench.state.stats().num_waiting == 2
+    bench.job_rate = 1.0
+    bench.run_until_idle()
+    assert {delta.request_id for delta in bench.deltas} == {"r2"}
+    bench.assert_nothing_is_left()
+
+
+def test_whoever_is_cancelled_while_its_last_token_is_read_leaves_nothing():
+    bench = make_bench()
+    whole = LLMatcher.grammar_from_regex("d")
+    bench.worker.requests = Ignored()
+    bench.turn([grammar_request(1, whole, 2), grammar_request(2, whole, 2)])
+    bench.job_rate = 0.0
+    bench.turn([], len(bench.queue))
+    assert bench.state.stats().num_running == 4
+    bench.turn([CancelRequest("r1")])
     bench.job_rate = 1.0
     bench.run_until_idle()
     assert {delta.request_id for delta in bench.deltas} == {"r2"}
