@@ -50,6 +50,12 @@ def test_all_operations_are_tried(page: Any) -> None:
     assert sorted((operation.method.upper(), operation.path) for operation in operations) == sorted(OPERATIONS)
 
 
+def test_the_page_describes_nothing_that_no_operation_has(shared_server: LiveServer) -> None:
+    page = shared_server.http.get("/openapi.json")
+    names = page.json()["components"]["schemas"]
+    assert [name for name in names if f'"#/components/schemas/{name}"' not in page.text] == []
+
+
 @pytest.mark.parametrize(
     ("method", "path", "mode"),
     [

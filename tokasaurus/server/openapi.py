@@ -3,6 +3,7 @@
 from http import HTTPStatus
 from typing import Any
 
+import orjson
 from fastapi import FastAPI
 
 from tokasaurus.server.api_key import OPEN_PATHS
@@ -20,6 +21,18 @@ def error_responses(*statuses: int) -> Responses:
 BODY_ERRORS = (400, 413, 415)
 
 
+def _drop_unused_schemas(page: dict[str, Any]) -> None:
+    """Those of FastAPI's 422, and of classes whose fields have a schema of their own."""
+    schemas = page["components"]["schemas"]
+
+    def is_used(name: str) -> bool:
+        return f'"#/components/schemas/{name}"'.encode() in orjson.dumps(page)
+
+    while unused := [name for name in schemas if not is_used(name)]:
+        for name in unused:
+            del schemas[name]
+
+
 class DescribedApp(FastAPI):
     """FastAPI with a page that knows of our own reading of bodies, and of what any route may answer."""
 
@@ -34,4 +47,5 @@ class DescribedApp(FastAPI):
                     responses["500"] = {"description": "a fault of the server", **error}
                     if path not in OPEN_PATHS:
                         responses["401"] = {"description": "where the server has a key: it was not sent", **error}
+            _drop_unused_schemas(page)
         return super().openapi()
