@@ -56,7 +56,6 @@ LANGUAGES = [
     Language(LLMatcher.grammar_from_lark('start: "f" start "g" | "a"'), b"f*|(f*)a(g*)", b"(f*)a(g*)"),
 ]
 BY_GRAMMAR = {language.grammar: language for language in LANGUAGES}
-NEVER_FOLLOWED = 'start: e\ne: e e | "f" |'
 NO_GRAMMAR = LLMatcher.grammar_from_regex("(a")
 """Which a server would have refused."""
 
