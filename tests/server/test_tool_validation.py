@@ -117,9 +117,9 @@ WRONG_TOOLS: list[tuple[dict[str, Any], str]] = [
         )
         for parameters, param in (
             ({"type": "string"}, "tools[0].function.parameters"),
-            ({"type": "object", "properties": {"a": {"type": "wish"}}}, "tools"),
-            ({"type": "object", "properties": {"a": {"pattern": "("}}}, "tools"),
-            ({"$ref": "#/$defs/missing"}, "tools"),
+            ({"type": "object", "properties": {"a": {"type": "wish"}}}, "tools[0].function.parameters"),
+            ({"type": "object", "properties": {"a": {"pattern": "("}}}, "tools[0].function.parameters"),
+            ({"$ref": "#/$defs/missing"}, "tools[0].function.parameters"),
             ({"x-guidance": {}}, "tools[0].function.parameters"),
         )
     ),
@@ -129,3 +129,16 @@ WRONG_TOOLS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "param"), WRONG_MESSAGES + WRONG_TOOLS)
 def test_wrong_tools_are_a_400_naming_the_field(shared_server: LiveServer, change: dict[str, Any], param: str) -> None:
     check_refused(shared_server, CHAT, minimal_body(CHAT) | change, param)
+
+
+@pytest.mark.parametrize("fields", [{}, {"tool_choice": "required"}, {"response_format": {"type": "json_object"}}])
+def test_of_several_tools_the_one_with_the_wrong_schema_is_named(
+    shared_server: LiveServer, fields: dict[str, Any]
+) -> None:
+    wrong = {"name": "g", "parameters": {"not": {}}, "strict": True}
+    tools = [TOOL, {"type": "function", "function": wrong}]
+    response = shared_server.http.post(CHAT, json=minimal_body(CHAT) | {"tools": tools} | fields)
+    error = response.json()["error"]
+    param = "tools[1].function.parameters"
+    assert (response.status_code, error["param"]) == (400, param)
+    assert error["message"] == f'{param}: Unimplemented keys: ["not"]'

@@ -2,6 +2,7 @@
 limit, and once for each grammar."""
 
 import asyncio
+import re
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
@@ -29,6 +30,8 @@ _MAX_KNOWN_BYTES = 64 * 2**20
 # `python -m` looks for modules in its working directory: not in the user's, where any could be.
 _PACKAGE_PARENT = Path(__file__).parents[2]
 
+# Where llguidance finds one, with the lines around it.
+_FAULT = re.compile(r"at (?P<line>\d+)\(\d+\): (?:failed to compile JSON schema: )?(?P<reason>.*?)(?: \d+ \| .*)?")
 _FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
@@ -84,7 +87,7 @@ class GrammarChecker:
         else:
             self._known.move_to_end(key)
         if outcome.error:
-            raise InvalidRequest(f"{source.param}: {outcome.error}", source.param)
+            raise _refusal(source, outcome.error)
         return outcome.grammar
 
     async def close(self) -> None:
@@ -157,6 +160,15 @@ class GrammarChecker:
         with suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+
+
+def _refusal(source: GrammarSource, error: str) -> InvalidRequest:
+    """Of a text that the client did not write, no line is quoted: its field is named."""
+    fault = _FAULT.fullmatch(error) if source.line_params else None
+    if fault is None:
+        return InvalidRequest(f"{source.param}: {error}", source.param)
+    param = source.line_params.get(int(fault["line"]), source.param)
+    return InvalidRequest(f"{param}: {fault['reason']}", param)
 
 
 async def _ask(process: Process, question: bytes) -> bytes:

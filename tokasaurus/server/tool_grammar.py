@@ -4,6 +4,7 @@ The reader of calls takes all calls that a grammar allows.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ _ANY_ARGUMENTS = {"type": "object"}
 # As json.dumps does it, and so the templates and the models that learned from them. Free white space may never end.
 _LAYOUT: dict[str, object] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TEXT = r"TEXT: /(.|\n)*/"
+_FUNCTION = re.compile(r"function_(\d+): ")
 
 
 def write_forced_calls(tools: Sequence[Tool], rules: CallRules, added_tokens: Mapping[str, int]) -> GrammarSource:
@@ -129,4 +131,6 @@ def _mark(text: str, tokens: Mapping[str, int]) -> str:
 
 
 def _source(lines: list[str], param: str) -> GrammarSource:
-    return GrammarSource("lark", "\n".join(lines), param)
+    functions = {number: match[1] for number, line in enumerate(lines, 1) if (match := _FUNCTION.match(line))}
+    line_params = {number: f"tools[{index}].function.parameters" for number, index in functions.items()}
+    return GrammarSource("lark", "\n".join(lines), param, line_params)

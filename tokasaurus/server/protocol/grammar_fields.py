@@ -6,7 +6,7 @@ later, by `server.grammars`.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -20,12 +20,14 @@ GrammarFormat = Literal["json_schema", "regex", "lark", "gbnf", "llguidance"]
 class GrammarSource:
     """What the client wrote, in one of the forms that the grammar checker reads.
 
-    text: for json_schema the schema as JSON. param: the field that it comes from.
+    text: for json_schema the schema as JSON. param: the field that it comes from. line_params: where the text was put
+    together of several fields, those of single lines, by the number of the line (from 1).
     """
 
     format: GrammarFormat
     text: str
     param: str
+    line_params: Mapping[int, str] = field(default_factory=dict)
 
 
 # What JSON may have between two of its tokens: a space, or a new line and its indentation. A small model would go on
