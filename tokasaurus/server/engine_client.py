@@ -102,7 +102,7 @@ class EngineClient:
         """The finished sequences of each request, in order of `sequence_index`. At least one request.
 
         Request ids must be new. If the caller is cancelled, what is unfinished is cancelled at the managers. Raises
-        QueueFull, and GenerationFailed as soon as one sequence fails.
+        QueueFull, and SequenceGivenUp as soon as that happens to one.
         """
         results = Results(requests)
         with self._submitted(requests, results.add):

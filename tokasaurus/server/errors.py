@@ -68,6 +68,12 @@ class ContextLengthExceeded(InvalidRequest):
         super().__init__(f"{words}: {message}", param)
 
 
+class GrammarTooComplex(InvalidRequest):
+    """Where the check of the grammar did not show it, so that the engine had to give a sequence up."""
+
+    code = "grammar_too_complex"
+
+
 class ModelNotFound(InvalidRequest):
     status = 404
     code = "model_not_found"
@@ -100,12 +106,6 @@ class QueueFull(ApiError):
     type = "rate_limit_error"
     code = "queue_full"
     headers: Mapping[str, str] = {"Retry-After": "1"}
-
-
-class GenerationFailed(ApiError):
-    """The engine had to give a sequence up."""
-
-    code = "generation_failed"
 
 
 class EngineNotReady(ApiError):

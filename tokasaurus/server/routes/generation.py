@@ -1,6 +1,7 @@
 """The way that every body takes that asks for text: prepare, generate, build; all of it ends if the client leaves."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -8,9 +9,9 @@ import orjson
 from fastapi import Request, Response
 
 from tokasaurus.messages.lifecycle import EngineLimits
-from tokasaurus.server.arrivals import FinishedSequence
+from tokasaurus.server.arrivals import FinishedSequence, SequenceGivenUp
 from tokasaurus.server.disconnect import run_while_connected
-from tokasaurus.server.errors import InvalidRequest
+from tokasaurus.server.errors import GrammarTooComplex, InvalidRequest
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
 from tokasaurus.server.prepare import Prepared
 from tokasaurus.server.protocol.sampling_fields import SamplingFields, StreamOptions
@@ -57,7 +58,8 @@ async def generate_answer(
 ) -> bytes:
     """The whole answer, as JSON. If the caller is cancelled, the engine is told. Raises ApiError."""
     prepared = await _prepare(state, body, prepare)
-    results = await state.engine.generate(prepared.requests)
+    with _blaming_grammar(prepared):
+        results = await state.engine.generate(prepared.requests)
     return await state.in_text_thread(lambda: orjson.dumps(build(prepared, results, state.model)))
 
 
@@ -82,9 +84,20 @@ def _checked_limits(state: ServerState, body: SamplingFields) -> EngineLimits:
     return limits
 
 
+@contextmanager
+def _blaming_grammar(prepared: Prepared) -> Iterator[None]:
+    """A sequence that is given up inside is an error of the field that gave the grammar."""
+    try:
+        yield
+    except SequenceGivenUp as error:
+        assert prepared.grammar is not None, "grammars alone are given up"
+        param = prepared.grammar.param
+        raise GrammarTooComplex(f"{param}: {error}", param) from None
+
+
 async def _events(state: ServerState, prepared: Prepared, answer: AnswerStream) -> AsyncGenerator[bytes, None]:
     """The engine is told to drop the requests if this is closed before its end."""
-    with state.engine.stream(prepared.requests) as arrivals:
+    with _blaming_grammar(prepared), state.engine.stream(prepared.requests) as arrivals:
         while deltas := await arrivals.read():
             for start in range(0, len(deltas), MAX_DELTAS_AT_ONCE):
                 part = deltas[start : start + MAX_DELTAS_AT_ONCE]
