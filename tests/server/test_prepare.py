@@ -111,13 +111,22 @@ def test_seed_is_read_as_64_bits_for_every_prompt(served_model: ServedModel, see
 
 @pytest.mark.parametrize(
     ("fields", "per_token", "param"),
-    [({"echo": True, "logprobs": 3}, 4, "echo"), ({"prompt_logprobs": 1, "logprobs": 5}, 2, "prompt_logprobs")],
+    [
+        ({"echo": True, "logprobs": 3}, 4, "echo"),
+        ({"prompt_logprobs": 1, "logprobs": 5}, 2, "prompt_logprobs"),
+        ({"return_token_ids": True, "logprobs": 5}, 1, "return_token_ids"),
+    ],
 )
 def test_what_n_makes_of_the_prompts_in_an_answer_is_bounded(
-    served_model: ServedModel, fields: dict[str, object], per_token: int, param: str
+    monkeypatch: pytest.MonkeyPatch,
+    served_model: ServedModel,
+    fields: dict[str, object],
+    per_token: int,
+    param: str,
 ) -> None:
+    monkeypatch.setattr("tokasaurus.server.prepare.MAX_PROMPT_VALUES", 2**20)
     prompts = [[1] * 90, [2] * 60]
-    largest = 2**23 // (150 * per_token)
+    largest = 2**20 // (150 * per_token)
     assert completion(served_model, prompt=prompts, n=largest, **fields).requests
     with pytest.raises(InvalidRequest) as error:
         completion(served_model, prompt=prompts, n=largest + 1, **fields)

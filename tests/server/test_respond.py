@@ -2,6 +2,7 @@ import random
 from dataclasses import replace
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from tokasaurus.server.arrivals import FinishedSequence
 from tokasaurus.server.prepare import Prepared
 from tokasaurus.server.protocol.completions import CompletionChoice
 from tokasaurus.server.protocol.usage import PromptTokensDetails
-from tokasaurus.server.respond import build_chat_completion, build_completion, build_usage
+from tokasaurus.server.respond import build_chat_completion, build_completion, build_usage, write_answer
 from tokasaurus.server.served_model import ServedModel
 
 HELLO, SPACE_WORLD = 259, 261  # "hello", " wo"
@@ -206,3 +207,13 @@ def test_chat_choice_holds_the_same_text_and_logprobs_as_bytes(served_model: Ser
         *([byte] for byte in euro),
     ]
     assert [entry.logprob for entry in choice.logprobs.content] == [0.0, -1.0, -2.0, -3.0, -4.0]
+
+
+@pytest.mark.parametrize("return_token_ids", [False, True])
+def test_what_is_written_choice_by_choice_reads_as_the_whole(served_model: ServedModel, return_token_ids: bool) -> None:
+    request = make_request(want_logprobs=True, num_sequences=2)
+    prepared = Prepared("cmpl-1", [request], return_token_ids=return_token_ids)
+    results = [[finished([HELLO, SPACE_WORLD]), finished([HELLO], "length")]]
+    for build in (build_completion, build_chat_completion):
+        answer = build(prepared, results, served_model)
+        assert write_answer(answer) == orjson.dumps(answer)

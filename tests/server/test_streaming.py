@@ -209,6 +209,17 @@ def run(
     return chunks
 
 
+def test_it_is_foreseen_which_deltas_bring_a_prompt(served_model: ServedModel) -> None:
+    """Which may be long, and is not written on the event loop."""
+    prepared = Prepared("cmpl-1", [make_request(num_sequences=3)], echoes=[Echo("lo€", [])])
+    stream = CompletionStream(prepared, served_model, StreamOptions())
+    for index, is_first in ((0, True), (1, True), (0, False), (2, True), (1, False)):
+        delta = (0, SequenceDelta("r", index, [HELLO], None, None, 0, 0, 0, 0))
+        foreseen = stream.shows_prompt([delta])
+        texts = [choice["text"] for chunk in parse(stream.events([delta])) for choice in chunk["choices"]]
+        assert foreseen == ("lo€" in texts) == is_first
+
+
 def test_a_stop_string_within_the_fewest_tokens_is_shown_as_it_comes(served_model: ServedModel) -> None:
     request = dataclasses.replace(make_request(3, ("hello",)), min_tokens=3)
     token_ids = [HELLO, ord("h"), HELLO, HELLO]

@@ -204,6 +204,7 @@ ONE_ROUTE_REFUSES: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"echo": True, "logprobs": 21}, "logprobs"),
     (COMPLETIONS, {"prompt_logprobs": 1, "max_tokens": 0}, "max_tokens"),
     (COMPLETIONS, {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+    (COMPLETIONS, {"prompt": ["a"] * 60_000, "guided_regex": "a" * 3000}, "guided_regex"),
     (COMPLETIONS, {"best_of": 2}, "best_of"),
     (COMPLETIONS, {"suffix": "x"}, "suffix"),
     (COMPLETIONS, {"logprobs": 21}, "logprobs"),

@@ -24,9 +24,12 @@ from tokasaurus.text.tokenizer import TextTooLong
 
 # Of one body: n times its prompts.
 MAX_SEQUENCES = 65_536
-# Of one body: what `echo` and `prompt_logprobs` bring into its answer, one for each token of a prompt and one for each
-# of the likeliest at its place, in each choice. So many make an answer of some hundred megabytes.
+# Of one body: what `echo`, `prompt_logprobs` and `return_token_ids` bring into its answer, one for each token of a
+# prompt and one for each of the likeliest at its place, in each choice. So many make an answer of some hundred
+# megabytes.
 MAX_PROMPT_VALUES = 1 << 23
+# Of one body: its grammar goes to the engine with each of its prompts, and is there as often while they wait.
+MAX_GRAMMAR_CHARS_OF_PROMPTS = 1 << 27
 DEFAULT_COMPLETION_TOKENS = 16
 # The engine draws in float32. Below these, a draw differs from greedy, or from the likeliest token alone, only
 # between tokens that tie to within float32; dividing by less would overflow.
@@ -67,6 +70,9 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, limits: Engi
     _check_fields(len(body.prompt), body, model)
     num_top = None if body.logprobs is None else _checked_top(body.logprobs, "logprobs", model)
     num_prompt_top = _prompt_top(body, model)
+    grammar = asked_grammar(body)
+    if grammar is not None and len(grammar.text) * len(body.prompt) > MAX_GRAMMAR_CHARS_OF_PROMPTS:
+        raise InvalidRequest(f"{grammar.param} is too large for so many prompts", grammar.param)
     response_id = f"cmpl-{uuid.uuid4().hex}"
     requests, echoes = [], []
     for index, (prompt, prompt_ids) in enumerate(zip(body.prompt, _tokenize(body.prompt, model, limits), strict=True)):
@@ -83,6 +89,8 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, limits: Engi
         _check_prompt_values(requests, num_top or 0, "echo")
     if num_prompt_top is not None:
         _check_prompt_values(requests, num_prompt_top, "prompt_logprobs")
+    if body.return_token_ids:
+        _check_prompt_values(requests, 0, "return_token_ids")
     return Prepared(
         response_id,
         requests,
@@ -90,7 +98,7 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, limits: Engi
         body.return_token_ids,
         echoes=echoes,
         num_top_prompt_logprobs=num_prompt_top,
-        grammar=asked_grammar(body),
+        grammar=grammar,
     )
 
 

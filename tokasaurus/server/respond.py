@@ -2,11 +2,10 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
+import orjson
 
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, PromptLogprobs
 from tokasaurus.server.arrivals import FinishedSequence
@@ -37,7 +36,6 @@ from tokasaurus.server.protocol.completions import (
     CompletionLogprobs,
     ExtendedCompletionChoice,
 )
-from tokasaurus.server.protocol.prompt_logprobs import PromptTokenLogprobs
 from tokasaurus.server.protocol.usage import PromptTokensDetails, Usage
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tool_calls import build_message
@@ -50,14 +48,14 @@ class _Answer:
 
     scored: the tokens whose text is returned, at least in part; neither eos, unless the prompt is echoed, nor what
     follows a stop string's start. None where log-probabilities were not asked, or are in the fingerprint.
-    token_ids: as sampled. prompt_ids: what they follow.
+    token_ids: as sampled. prompt_ids: what they follow; None where they are not returned.
     """
 
     text: str
     finish_reason: FinishReason
     scored: list[ScoredToken] | None
     token_ids: list[int]
-    prompt_ids: NDArray[np.int32]
+    prompt_ids: list[int] | None
 
 
 def build_completion(
@@ -119,6 +117,14 @@ def build_chat_completion(
     return ChatCompletion(*fields)
 
 
+def write_answer(answer: Completion | ChatCompletion) -> bytes:
+    """As JSON, one choice after the other: the event loop stands still while one is written, and prompts with
+    log-probabilities may make hundreds of megabytes of all."""
+    shown = {field.name: getattr(answer, field.name) for field in fields(answer)}
+    shown["choices"] = [orjson.Fragment(orjson.dumps(choice)) for choice in answer.choices]
+    return orjson.dumps(shown)
+
+
 def build_echo(
     place: int, prepared: Prepared, scores: PromptLogprobs | None, model: ServedModel
 ) -> tuple[str, CompletionLogprobs | None]:
@@ -162,18 +168,19 @@ def num_exempt_characters(token_ids: list[int], request: GenerateRequest, model:
 
 def _ids(prepared: Prepared, answer: _Answer) -> tuple[list[int] | None, list[int] | None]:
     """Of the answer and its prompt."""
-    return (answer.token_ids, answer.prompt_ids.tolist()) if prepared.return_token_ids else (None, None)
+    return (answer.token_ids, answer.prompt_ids) if prepared.return_token_ids else (None, None)
 
 
 def _prompt_logprobs(
     place: int, prepared: Prepared, scores: PromptLogprobs | None, model: ServedModel
-) -> PromptTokenLogprobs | None:
+) -> orjson.Fragment | None:
     """place, scores: as in `build_echo`."""
     if prepared.num_top_prompt_logprobs is None:
         return None
     assert scores is not None, "the engine returns log-probabilities where they are asked"
     prompt_ids = prepared.requests[place].prompt_ids
-    return build_prompt_logprobs(prompt_ids, scores, prepared.num_top_prompt_logprobs, model.tokenizer)
+    entries = build_prompt_logprobs(prompt_ids, scores, prepared.num_top_prompt_logprobs, model.tokenizer)
+    return orjson.Fragment(orjson.dumps(entries))
 
 
 def _fingerprint(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel) -> str:
@@ -185,14 +192,20 @@ def _fingerprint(prepared: Prepared, results: Sequence[Sequence[FinishedSequence
 def _all_answers(
     prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel
 ) -> list[_Answer]:
-    return [
-        _answer(sequence, request, prepared, model)
-        for request, sequences in zip(prepared.requests, results, strict=True)
-        for sequence in sequences
-    ]
+    answers = []
+    for request, sequences in zip(prepared.requests, results, strict=True):
+        prompt_ids = request.prompt_ids.tolist() if prepared.return_token_ids else None
+        answers += [_answer(sequence, request, prompt_ids, prepared, model) for sequence in sequences]
+    return answers
 
 
-def _answer(sequence: FinishedSequence, request: GenerateRequest, prepared: Prepared, model: ServedModel) -> _Answer:
+def _answer(
+    sequence: FinishedSequence,
+    request: GenerateRequest,
+    prompt_ids: list[int] | None,
+    prepared: Prepared,
+    model: ServedModel,
+) -> _Answer:
     token_ids = without_end_token(sequence.token_ids, request, model)
     text = model.tokenizer.decode(token_ids)
     finish_reason = sequence.finish_reason
@@ -211,4 +224,4 @@ def _answer(sequence: FinishedSequence, request: GenerateRequest, prepared: Prep
         scored = score_tokens(token_ids, sequence.logprobs, sequence.top, TokenOffsets(model.tokenizer))
         if stop is not None:
             scored = [token for token in scored if token.offset < stop[0]]  # offsets never fall
-    return _Answer(text, finish_reason, scored, sequence.token_ids, request.prompt_ids)
+    return _Answer(text, finish_reason, scored, sequence.token_ids, prompt_ids)

@@ -78,6 +78,10 @@ class AnswerStream(ABC):
                 events += [self._event([choice], usage) for choice in self._choices(index, piece)]
         return b"".join(events)
 
+    def shows_prompt(self, _deltas: Sequence[tuple[int, SequenceDelta]]) -> bool:
+        """Whether the events of these deltas have a prompt in them."""
+        return False
+
     def end(self) -> bytes:
         """Behind the last delta."""
         events = [self._event([], self._usage())] if self._options.include_usage else []
@@ -123,6 +127,11 @@ class CompletionStream(AnswerStream):
         self._begun: set[int] = set()  # choices of which a chunk has been sent
         self._echoes: dict[int, tuple[str, CompletionLogprobs | None]] = {}  # by request
         self._waiting: dict[int, list[SequenceDelta]] = {}  # by request, until its echo is there
+
+    def shows_prompt(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> bool:
+        if not self._prepared.echoes and not self._prepared.return_token_ids:
+            return False
+        return any(self._choice_index(place, delta) not in self._begun for place, delta in deltas)
 
     def _first_choices(self) -> list[object]:
         return []

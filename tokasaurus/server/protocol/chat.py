@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, ValidationInfo, WithJsonSchema, field_validator
 from pydantic_core import PydanticCustomError
 
-from tokasaurus.server.protocol.prompt_logprobs import PromptTokenLogprobs
+from tokasaurus.server.protocol.prompt_logprobs import WrittenPromptLogprobs
 from tokasaurus.server.protocol.sampling_fields import NullMeans, Only, SamplingFields, value_error
 from tokasaurus.server.protocol.strict_object import StrictObject
 from tokasaurus.server.protocol.template_fields import TemplateFields
@@ -209,4 +209,4 @@ class ExtendedChatCompletion(ChatCompletion):
     """With return_token_ids or prompt_logprobs; null where not asked."""
 
     prompt_token_ids: list[int] | None
-    prompt_logprobs: PromptTokenLogprobs | None
+    prompt_logprobs: WrittenPromptLogprobs | None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from tokasaurus.server.protocol.prompt_logprobs import PromptTokenLogprobs
+from tokasaurus.server.protocol.prompt_logprobs import WrittenPromptLogprobs
 from tokasaurus.server.protocol.sampling_fields import NullMeans, Only, SamplingFields, value_error
 from tokasaurus.server.protocol.usage import Usage
 
@@ -100,7 +100,7 @@ class ExtendedCompletionChoice(CompletionChoice):
 
     token_ids: list[int] | None
     prompt_token_ids: list[int] | None
-    prompt_logprobs: PromptTokenLogprobs | None
+    prompt_logprobs: WrittenPromptLogprobs | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from tokasaurus.server.errors import ApiError, ClientGone, InvalidRequest, Serve
 from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.prepare import Prepared, prepare_chat, prepare_completion
 from tokasaurus.server.protocol.bulk import LINE_SCHEMA, MAX_CUSTOM_ID_CHARS, RESULT_SCHEMA, BulkLine
-from tokasaurus.server.protocol.chat import ChatCompletionRequest
-from tokasaurus.server.protocol.completions import CompletionRequest
+from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest
+from tokasaurus.server.protocol.completions import Completion, CompletionRequest
 from tokasaurus.server.respond import build_chat_completion, build_completion
 from tokasaurus.server.routes.event_stream import HEADERS
 from tokasaurus.server.routes.generation import Body, generate_answer
@@ -40,7 +40,7 @@ class Endpoint(Generic[Body]):
 
     body_model: type[Body]
     prepare: Callable[[Body, ServedModel, EngineLimits], Prepared]
-    build: Callable[[Prepared, list[list[FinishedSequence]], ServedModel], object]
+    build: Callable[[Prepared, list[list[FinishedSequence]], ServedModel], Completion | ChatCompletion]
 
 
 ENDPOINTS: Mapping[str, Endpoint[Any]] = {

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
-import orjson
 from fastapi import Request, Response
 
 from tokasaurus.messages.lifecycle import EngineLimits
@@ -14,7 +13,10 @@ from tokasaurus.server.disconnect import run_while_connected
 from tokasaurus.server.errors import GrammarTooComplex, InvalidRequest
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
 from tokasaurus.server.prepare import Prepared
+from tokasaurus.server.protocol.chat import ChatCompletion
+from tokasaurus.server.protocol.completions import Completion
 from tokasaurus.server.protocol.sampling_fields import SamplingFields, StreamOptions
+from tokasaurus.server.respond import write_answer
 from tokasaurus.server.routes.event_stream import EventStream
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState, state_of
@@ -35,7 +37,7 @@ async def answer_generation(
     request: Request,
     body: Body,
     prepare: Callable[[Body, ServedModel, EngineLimits], Prepared],
-    build: Callable[[Prepared, list[list[FinishedSequence]], ServedModel], object],
+    build: Callable[[Prepared, list[list[FinishedSequence]], ServedModel], Completion | ChatCompletion],
     stream: Callable[[Prepared, ServedModel, StreamOptions], AnswerStream],
 ) -> Response:
     """build: the whole answer. stream: its events, where the body asks for those.
@@ -54,13 +56,13 @@ async def generate_answer(
     state: ServerState,
     body: Body,
     prepare: Callable[[Body, ServedModel, EngineLimits], Prepared],
-    build: Callable[[Prepared, list[list[FinishedSequence]], ServedModel], object],
+    build: Callable[[Prepared, list[list[FinishedSequence]], ServedModel], Completion | ChatCompletion],
 ) -> bytes:
     """The whole answer, as JSON. If the caller is cancelled, the engine is told. Raises ApiError."""
     prepared = await _prepare(state, body, prepare)
     with _blaming_grammar(prepared):
         results = await state.engine.generate(prepared.requests)
-    return await state.in_text_thread(lambda: orjson.dumps(build(prepared, results, state.model)))
+    return await state.in_text_thread(lambda: write_answer(build(prepared, results, state.model)))
 
 
 async def _prepare(
@@ -101,8 +103,8 @@ async def _events(state: ServerState, prepared: Prepared, answer: AnswerStream) 
         while deltas := await arrivals.read():
             for start in range(0, len(deltas), MAX_DELTAS_AT_ONCE):
                 part = deltas[start : start + MAX_DELTAS_AT_ONCE]
-                if any(delta.prompt_logprobs is not None for _, delta in part):
-                    events = await state.in_text_thread(answer.events, part)  # a prompt may be long
+                if answer.shows_prompt(part):  # which may be long
+                    events = await state.in_text_thread(answer.events, part)
                 else:
                     events = answer.events(part)
                 if events:
