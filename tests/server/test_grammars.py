@@ -101,11 +101,11 @@ REFUSED_TEXTS: list[tuple[GrammarFormat, str, str]] = [
     ("lark", "start: " + "(" * 9000 + '"a"' + ")" * 9000, "too deeply"),
     ("lark", 'start: %json {"type": "object", "uniqueItems": true, "x-guidance": {"lenient": true}}', "uniqueItems"),
     ("lark", 'start: word\nword[temperature=0.1]: "a"', "temperature"),
+    ("lark", ' {"grammars": [{"lark_grammar": "start[temperature=0.1]: /a/"}]}', "neither"),
     ("gbnf", 'root ::= "a" other', "other"),
     ("gbnf", 'start ::= "a"', "root"),
     ("gbnf", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "too deeply"),
     ("gbnf", r'root ::= "\ud800"', "no character"),
-    ("llguidance", "{", "EOF"),
 ]
 
 

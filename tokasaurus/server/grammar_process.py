@@ -89,6 +89,8 @@ def _check_usable(matcher: LLMatcher, dead_end: str) -> None:
 
 
 def _from_lark(text: str) -> str:
+    if text.lstrip().startswith("{"):  # the library would take it for its own form, options of rules and all
+        raise GrammarError("it is neither Lark nor GBNF")
     ignored = _IGNORED_OPTION.search(text)
     if ignored is not None:
         raise GrammarError(f"the option {ignored.group(1)} of a rule is not implemented")
@@ -113,7 +115,7 @@ def _unescape(escape: re.Match[str]) -> str:
     if code < 0x80:
         return f"\\x{code:02x}"
     if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-        raise GrammarError(f"not valid GBNF: {escape.group()} is no character")
+        raise GrammarError(f"{escape.group()} is no character")
     return chr(code)
 
 
@@ -122,7 +124,6 @@ _CONVERTERS: dict[str, Callable[[str], str]] = {
     "regex": LLMatcher.grammar_from_regex,
     "lark": _from_lark,
     "gbnf": _from_gbnf,
-    "llguidance": str,
 }
 
 

@@ -13,7 +13,7 @@ import orjson
 from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-GrammarFormat = Literal["json_schema", "regex", "lark", "gbnf", "llguidance"]
+GrammarFormat = Literal["json_schema", "regex", "lark", "gbnf"]
 
 
 @dataclass(frozen=True, slots=True)
