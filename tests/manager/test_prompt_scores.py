@@ -1,7 +1,9 @@
 """Prompt log-probabilities: true, whatever becomes of their sequence, and never computed where they are cached."""
 
 import dataclasses
+import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from tests.manager.bench import (
 from tests.manager.fake_worker import VOCAB_SIZE, make_request, simulate
 from tests.manager.test_streams import join, streamed
 from tokasaurus.manager.holdings import preempt
+from tokasaurus.manager.prompt_scores import PromptScores
 from tokasaurus.manager.sequence import Phase
 from tokasaurus.manager.state import EarlyStoppingOptions, HydragenOptions
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
@@ -266,3 +269,17 @@ def test_where_no_token_is_wanted_none_comes(is_streamed, stop_strings):
     assert bench.state.lengths is not None
     assert bench.state.lengths.num_recorded == 0, "it says nothing of completions"
     bench.assert_nothing_is_left()
+
+
+def test_more_likeliest_tokens_in_a_large_pool_hold_nobody_up():
+    """No memory is touched for them, as zeroing or copying would: it would take seconds."""
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    num_places = 9 << 20
+    scores = PromptScores(num_places // 16, page_size=16)
+    before = resident_bytes()
+    for num_top in (1, 2, 5):
+        scores.widen(num_top)
+    assert resident_bytes() - before < num_places

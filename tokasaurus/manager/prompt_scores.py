@@ -43,6 +43,14 @@ def build_scored_rows(chunks: Sequence[ScoredChunk]) -> ScoredRows | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _TopColumns:
+    """Some of the K likeliest tokens of each place, next to each other: all [places, columns]."""
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+
 class PromptScores:
     """Of each block: whether it is scored, and the scores.
 
@@ -61,18 +69,15 @@ class PromptScores:
         num_places = (num_blocks + 1) * page_size
         self._logprobs = np.zeros(num_places, np.float32)
         self._ranks = np.zeros(num_places, np.int32)
-        self._top_ids = np.zeros((num_places, 0), np.int32)
-        self._top_logprobs = np.zeros((num_places, 0), np.float32)
+        self._top: list[_TopColumns] = []  # the likeliest first
 
     def widen(self, num_top: int) -> None:
-        """So many likeliest tokens will be asked for."""
-        num_places, num_before = self._top_ids.shape
-        if num_top > num_before:
-            ids, logprobs = self._top_ids, self._top_logprobs
-            self._top_ids = np.zeros((num_places, num_top), np.int32)
-            self._top_logprobs = np.zeros((num_places, num_top), np.float32)
-            if num_before:
-                self._top_ids[:, :num_before], self._top_logprobs[:, :num_before] = ids, logprobs
+        """So many likeliest tokens will be asked for. Takes no time: what is kept stays where it is, and the system
+        gives memory for the others when they come."""
+        num_more = num_top - sum(columns.ids.shape[1] for columns in self._top)
+        if num_more > 0:
+            shape = len(self._logprobs), num_more
+            self._top.append(_TopColumns(np.zeros(shape, np.int32), np.zeros(shape, np.float32)))
 
     def forget(self, blocks: NDArray[np.int32]) -> None:
         """`blocks` are given to another owner."""
@@ -111,15 +116,27 @@ class PromptScores:
 
     def note(self, chunks: Iterable[ScoredChunk], scores: TokenScores) -> None:
         """The results of a step that scored `chunks`. Where their sequence has left, others may rely on them."""
-        start, num_top = 0, scores.top_ids.shape[1]
+        start = 0
         for chunk in chunks:  # one by one: two may score a place, each with its own rounding
             end, places = start + len(chunk.places), chunk.places
             self._logprobs[places] = scores.logprobs[start:end]
             self._ranks[places] = scores.ranks[start:end]
-            self._top_ids[places, :num_top] = scores.top_ids[start:end]
-            self._top_logprobs[places, :num_top] = scores.top_logprobs[start:end]
+            self._note_top(places, scores.top_ids[start:end], scores.top_logprobs[start:end])
             start = end
         assert start == len(scores.logprobs), f"{len(scores.logprobs)} scores, {start} expected"
+
+    def _note_top(
+        self, places: NDArray[np.int64], top_ids: NDArray[np.int32], top_logprobs: NDArray[np.float32]
+    ) -> None:
+        """Both [Q, K], of the Q places."""
+        first, num_top = 0, top_ids.shape[1]
+        for columns in self._top:
+            if first >= num_top:
+                return
+            end = min(first + columns.ids.shape[1], num_top)
+            columns.ids[places, : end - first] = top_ids[:, first:end]
+            columns.logprobs[places, : end - first] = top_logprobs[:, first:end]
+            first = end
 
     def read(self, table: NDArray[np.int32], num_tokens: int, num_top: int) -> PromptLogprobs:
         """Of a prompt whose blocks `table` has, when the results of all that scored it are back."""
@@ -129,8 +146,10 @@ class PromptScores:
         logprobs[0], ranks[0] = np.nan, 0
         top = None
         if num_top:
-            top = TopLogprobs(self._top_ids[places, :num_top], self._top_logprobs[places, :num_top])
-            top.token_ids[0], top.logprobs[0] = 0, np.nan
+            ids = np.concatenate([columns.ids[places] for columns in self._top], axis=1)[:, :num_top]
+            values = np.concatenate([columns.logprobs[places] for columns in self._top], axis=1)[:, :num_top]
+            ids[0], values[0] = 0, np.nan
+            top = TopLogprobs(ids, values)
         return PromptLogprobs(logprobs, ranks, top)
 
 
