@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.server.conftest import LiveServer
-from tests.server.test_validation import CHAT, COMPLETIONS, assert_openai_error, minimal_body
+from tests.server.refusals import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.fake_engine import FakeEngine, Reply, echo
 from tests.server.conftest import LiveServer, live_server
+from tests.server.refusals import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tests.server.test_disconnect import never, wait_until_clean
-from tests.server.test_validation import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server import bulk
 from tokasaurus.server.routes import bulk as bulk_route

@@ -11,7 +11,7 @@ import pytest
 
 from tests.fake_engine import FakeEngine
 from tests.server.conftest import LiveServer, live_server
-from tests.server.test_validation import CHAT, COMPLETIONS, assert_openai_error, minimal_body
+from tests.server.refusals import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tokasaurus.server.served_model import ServedModel
 
 KEY = "s3cret-key"

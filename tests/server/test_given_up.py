@@ -8,7 +8,7 @@ import pytest
 
 from tests.fake_engine import Reply
 from tests.server.conftest import LiveServer
-from tests.server.test_validation import CHAT, COMPLETIONS, assert_openai_error, minimal_body
+from tests.server.refusals import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tokasaurus.messages.generation import GenerateRequest
 
 TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required", "max_tokens": 100}

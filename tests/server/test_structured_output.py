@@ -19,7 +19,7 @@ from tests.fake_engine import FakeEngine
 from tests.random_schemas import random_schema
 from tests.server.conftest import LiveServer, live_server
 from tests.server.grammar_engine import follow_grammars
-from tests.server.test_validation import CHAT, COMPLETIONS, assert_openai_error, minimal_body
+from tests.server.refusals import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tokasaurus.server.served_model import ServedModel
 
 SCHEMA = {

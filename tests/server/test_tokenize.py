@@ -6,8 +6,8 @@ import pytest
 
 from tests.fake_engine import LIMITS, FakeEngine
 from tests.server.conftest import LiveServer, live_server
+from tests.server.refusals import assert_openai_error
 from tests.server.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
-from tests.server.test_validation import assert_openai_error
 from tokasaurus.server.served_model import ServedModel
 
 TOOL = {"type": "function", "function": {"name": "f"}}

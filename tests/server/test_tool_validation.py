@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import LiveServer
-from tests.server.test_validation import CHAT, check_refused, minimal_body
+from tests.server.refusals import CHAT, check_refused, minimal_body
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 NESTED: dict[str, Any] = functools.reduce(lambda inner, _: {"a": inner}, range(300), {})

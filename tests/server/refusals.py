@@ -1,0 +1,50 @@
+"""Small bodies for the routes that generate, and what answers to wrong ones have in common."""
+
+import json
+import time
+from typing import Any
+
+import httpx
+import orjson
+
+from tests.server.conftest import LiveServer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def minimal_body(route: str) -> dict[str, Any]:
+    if route == COMPLETIONS:
+        return {"model": "default", "prompt": "hello", "max_tokens": 2}
+    return {"model": "default", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+
+
+def assert_openai_error(content: bytes) -> dict[str, Any]:
+    body = orjson.loads(content)
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert isinstance(body["error"]["message"], str)
+    assert isinstance(body["error"]["type"], str)
+    return body["error"]
+
+
+def check_refused(server: LiveServer, route: str, body: dict[str, Any], param: str) -> None:
+    num_requests = len(server.engine.requests)
+    response = refused_quickly(server, route, json.dumps(body))  # orjson writes no integer beyond 64 bits
+    error = assert_openai_error(response.content)
+    assert response.status_code == 400, error
+    assert error["param"] == param, error
+    assert param in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert len(server.engine.requests) == num_requests
+
+
+def refused_quickly(server: LiveServer, route: str, content: str | bytes) -> httpx.Response:
+    """Within 50 ms, or the best of a few, since the machine may be busy."""
+    seconds = []
+    for _ in range(15):
+        started = time.perf_counter()
+        response = server.http.post(route, content=content)
+        seconds.append(time.perf_counter() - started)
+        if seconds[-1] < 0.05:
+            return response
+    raise AssertionError(f"{min(seconds):.3f} s for {response.content[:300]!r}")
