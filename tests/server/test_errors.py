@@ -1,4 +1,4 @@
-"""Bodies that are no object of known fields or cannot fit; routes and models that are not there; the page that says so."""
+"""Bodies that are no objects or cannot fit, routes and models that are not there, and the OpenAPI page of errors."""
 
 from typing import Any
 
