@@ -225,7 +225,7 @@ SERVER_FLAGS = FlagTable(
             ),
         },
         "output": {
-            "enable_chosen_logprobs": Flag("log-probabilities of the chosen tokens may be asked for"),
+            "enable_chosen_logprobs": Flag("log-probabilities may be asked for"),
             "max_topk_logprobs": _count(
                 "most alternatives per token whose log-probability may be asked for", minimum=0
             ),

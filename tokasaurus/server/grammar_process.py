@@ -36,6 +36,10 @@ _NUM_DRAWS = 8
 _IGNORED_OPTION = re.compile(r"^[ \t]*[\w-]+[ \t]*\[[^\]\n]*\b(temperature)\b", re.MULTILINE)
 _WIDE_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
+# What llguidance advises is an option that the server does not give.
+_ONE_OF_ADVICE = "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+_ONE_OF_RULE = "oneOf is followed only where no two of its schemas can hold at once"
+
 # From linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -46,7 +50,7 @@ def compile_grammar(tokenizer: LLTokenizer, source_format: str, text: str) -> st
     grammar = _CONVERTERS[source_format](text)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
-        error = matcher.get_error()
+        error = matcher.get_error().replace(_ONE_OF_ADVICE, _ONE_OF_RULE)
         raise GrammarError("it is too large" if error.startswith("panic") else error)
     if warnings := matcher.get_grammar_warnings():
         raise GrammarError("; ".join(warnings))
