@@ -178,6 +178,44 @@ def test_a_grammar_is_compiled_once(served_model: ServedModel, monkeypatch: pyte
     run(served_model, check_often)
 
 
+def test_a_grammar_whose_askers_have_left_before_its_turn_takes_none(
+    served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    all_busy, gate = asyncio.Event(), asyncio.Event()
+    ask = grammars._ask
+
+    async def waiting(process: asyncio.subprocess.Process, question: bytes) -> bytes:
+        asked.append(orjson.loads(question)[1])
+        if len(asked) == grammars.MAX_PROCESSES:
+            all_busy.set()
+        await gate.wait()
+        return await ask(process, question)
+
+    monkeypatch.setattr(grammars, "_ask", waiting)
+
+    async def leave(checker: GrammarChecker) -> None:
+        def start(*texts: str) -> list[asyncio.Task[str]]:
+            return [asyncio.create_task(checker.check(source("regex", text))) for text in texts]
+
+        staying = start("a", "b")
+        await all_busy.wait()
+        leaving = start("c", "d", "e")
+        staying += start("d", "f")
+        await asyncio.sleep(0)
+        for task in leaving:
+            task.cancel()
+        gate.set()
+        await asyncio.gather(*staying)
+        assert sorted(asked) == ["a", "b", "d", "f"]
+        await checker.check(source("regex", "c"))
+        assert asked[-1] == "c"
+        assert not checker._num_waiting
+        assert not checker._compiling
+
+    run(served_model, leave)
+
+
 def test_cache_is_bounded_by_count_and_by_bytes(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "_MAX_KNOWN", 3)
     monkeypatch.setattr(grammars, "_MAX_KNOWN_BYTES", 20_000)

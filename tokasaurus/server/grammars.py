@@ -5,7 +5,7 @@ import asyncio
 import re
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -67,6 +67,7 @@ class GrammarChecker:
         self._known: OrderedDict[tuple[str, str], _Outcome] = OrderedDict()
         self._num_known_bytes = 0
         self._compiling: dict[tuple[str, str], asyncio.Task[_Outcome]] = {}
+        self._num_waiting: Counter[tuple[str, str]] = Counter()  # for what is compiling
         self._turns = asyncio.Semaphore(MAX_PROCESSES)
         self._idle: list[Process] = []
         self._processes: set[Process] = set()
@@ -82,8 +83,14 @@ class GrammarChecker:
         if outcome is None:
             if key not in self._compiling:
                 self._compiling[key] = asyncio.create_task(self._compile(key))
-            # others may wait for it too, or come for it later
-            outcome = await asyncio.shield(self._compiling[key])
+            self._num_waiting[key] += 1
+            try:
+                # others may wait for it too, or come for it later
+                outcome = await asyncio.shield(self._compiling[key])
+            finally:
+                self._num_waiting[key] -= 1
+                if self._num_waiting[key] == 0:
+                    del self._num_waiting[key]
         else:
             self._known.move_to_end(key)
         if outcome.error:
@@ -101,6 +108,8 @@ class GrammarChecker:
     async def _compile(self, key: tuple[str, str]) -> _Outcome:
         try:
             async with self._turns:
+                if self._num_waiting[key] == 0:  # all who asked have left: it would hold up others
+                    return _Outcome("", "nobody waits for it", 0)
                 question = orjson.dumps(key)
                 process = await self._take_process()
                 if process is None:
