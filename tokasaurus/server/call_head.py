@@ -3,7 +3,7 @@
 from collections.abc import Generator
 from enum import Enum, auto
 
-from tokasaurus.server.call_json import JsonScanner
+from tokasaurus.server.json_scanner import JsonScanner
 
 _SPACE = " \t\n\r"
 _ARGUMENT_KEYS = ("arguments", "parameters")

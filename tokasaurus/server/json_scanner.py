@@ -1,4 +1,4 @@
-"""JSON objects that are read while they come."""
+"""JSON objects, followed while their text comes."""
 
 import re
 from collections.abc import Callable
