@@ -134,6 +134,18 @@ def test_what_n_makes_of_the_prompts_in_an_answer_is_bounded(
     assert param in error.value.message
 
 
+def test_ids_in_the_first_chunks_of_a_chat_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, served_model: ServedModel
+) -> None:
+    num_tokens = len(prompts_of(chat(served_model))[0])
+    monkeypatch.setattr("tokasaurus.server.prepare.MAX_PROMPT_VALUES", 100 * num_tokens)
+    chat(served_model, n=100, return_token_ids=True, stream=True)
+    chat(served_model, n=101, return_token_ids=True)
+    chat(served_model, n=101, stream=True)
+    with pytest.raises(InvalidRequest, match="return_token_ids"):
+        chat(served_model, n=101, return_token_ids=True, stream=True)
+
+
 def test_unseeded_prompts_get_seeds_of_their_own(served_model: ServedModel) -> None:
     requests = completion(served_model, prompt=["a"] * 200).requests + chat(served_model).requests
     seeds = {request.sampling.seed for request in requests}

@@ -209,15 +209,18 @@ def run(
     return chunks
 
 
-def test_it_is_foreseen_which_deltas_bring_a_prompt(served_model: ServedModel) -> None:
-    """Which may be long, and is not written on the event loop."""
-    prepared = Prepared("cmpl-1", [make_request(num_sequences=3)], echoes=[Echo("lo€", [])])
-    stream = CompletionStream(prepared, served_model, StreamOptions())
-    for index, is_first in ((0, True), (1, True), (0, False), (2, True), (1, False)):
+@pytest.mark.parametrize(("stream_type", "firsts"), [(CompletionStream, "TTFTF"), (ChatStream, "TFFFF")])
+def test_it_is_foreseen_which_deltas_bring_prompts(
+    served_model: ServedModel, stream_type: type[AnswerStream], firsts: str
+) -> None:
+    """Which may be long, and are not written on the event loop."""
+    prepared = Prepared("cmpl-1", [make_request(num_sequences=3)], return_token_ids=True)
+    stream = stream_type(prepared, served_model, StreamOptions())
+    for index, is_first in zip((0, 1, 0, 2, 1), firsts, strict=True):
         delta = (0, SequenceDelta("r", index, [HELLO], None, None, 0, 0, 0, 0))
-        foreseen = stream.shows_prompt([delta])
-        texts = [choice["text"] for chunk in parse(stream.events([delta])) for choice in chunk["choices"]]
-        assert foreseen == ("lo€" in texts) == is_first
+        foreseen = stream.shows_prompts([delta])
+        events = stream.events([delta])
+        assert foreseen == (b'"prompt_token_ids":[' in events) == (is_first == "T")
 
 
 def test_a_stop_string_within_the_fewest_tokens_is_shown_as_it_comes(served_model: ServedModel) -> None:

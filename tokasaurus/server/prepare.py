@@ -119,6 +119,8 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: Engine
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
     request = _request(f"{response_id}-0", body, prompt_ids, max_new_tokens, num_top if body.logprobs else None, model)
     requests = [_scored(request, num_prompt_top)]
+    if body.return_token_ids and body.stream:  # the first chunk of each choice has them
+        _check_prompt_values(requests, 0, "return_token_ids")
     return Prepared(
         response_id,
         requests,

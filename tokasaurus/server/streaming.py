@@ -78,9 +78,9 @@ class AnswerStream(ABC):
                 events += [self._event([choice], usage) for choice in self._choices(index, piece)]
         return b"".join(events)
 
-    def shows_prompt(self, _deltas: Sequence[tuple[int, SequenceDelta]]) -> bool:
-        """Whether the events of these deltas have a prompt in them."""
-        return False
+    @abstractmethod
+    def shows_prompts(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> bool:
+        """Whether the events of these deltas have prompts in them."""
 
     def end(self) -> bytes:
         """Behind the last delta."""
@@ -128,7 +128,7 @@ class CompletionStream(AnswerStream):
         self._echoes: dict[int, tuple[str, CompletionLogprobs | None]] = {}  # by request
         self._waiting: dict[int, list[SequenceDelta]] = {}  # by request, until its echo is there
 
-    def shows_prompt(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> bool:
+    def shows_prompts(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> bool:
         if not self._prepared.echoes and not self._prepared.return_token_ids:
             return False
         return any(self._choice_index(place, delta) not in self._begun for place, delta in deltas)
@@ -182,6 +182,9 @@ class ChatStream(AnswerStream):
         super().__init__(prepared, model, options)
         rules = prepared.calls
         self._call_streams = [] if rules is None else [CallStream(rules) for _ in self._sequences[0]]
+
+    def shows_prompts(self, _deltas: Sequence[tuple[int, SequenceDelta]]) -> bool:
+        return self._prepared.return_token_ids and not self._has_begun
 
     def _first_choices(self) -> list[object]:
         # Of all, in order: the OpenAI client can collect no choice before those of smaller index.

@@ -103,7 +103,7 @@ async def _events(state: ServerState, prepared: Prepared, answer: AnswerStream) 
         while deltas := await arrivals.read():
             for start in range(0, len(deltas), MAX_DELTAS_AT_ONCE):
                 part = deltas[start : start + MAX_DELTAS_AT_ONCE]
-                if answer.shows_prompt(part):  # which may be long
+                if answer.shows_prompts(part):  # which may be long
                     events = await state.in_text_thread(answer.events, part)
                 else:
                     events = answer.events(part)
