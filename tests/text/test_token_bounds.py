@@ -32,15 +32,17 @@ class Case:
     bounds: TokenBounds
 
 
-def make(normalizer: normalizers.Normalizer | None, special: AddedToken, split: bool = True) -> Case:
+def make(
+    normalizer: normalizers.Normalizer | None, special: AddedToken, split: bool = True, without: bytes = b""
+) -> Case:
+    """without: bytes that have no token, as some have none in the demo model's vocabulary."""
     base = BaseTokenizer(models.BPE())
     if normalizer is not None:
         base.normalizer = normalizer
     base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
     base.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    alphabet = [character for character, byte in BYTE_OF_CHARACTER.items() if byte[0] not in without]
+    trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False)
     base.train_from_iterator(["hello the hello the", "日本語 éé ----------- 한한한한            "] * 3, trainer)
     base.add_special_tokens([special])
     return Case(base, TokenBounds(base, BYTE_OF_CHARACTER))
@@ -53,8 +55,9 @@ def make(normalizer: normalizers.Normalizer | None, special: AddedToken, split: 
         (None, AddedToken("<|end|>", special=True), False),
         (normalizers.NFC(), AddedToken("<|end|>", special=True, normalized=False), True),
         (None, AddedToken("<|end|>", special=True, rstrip=True, lstrip=True), True),
+        (None, AddedToken("<|end|>", special=True), True, b"7\n<\x04\xce\xff"),
     ],
-    ids=["plain", "tokens over words", "NFC", "special tokens take spaces along"],
+    ids=["plain", "tokens over words", "NFC", "special tokens take spaces along", "bytes without a token"],
 )
 def case(request: pytest.FixtureRequest) -> Case:
     return make(*request.param)
@@ -68,7 +71,7 @@ def test_no_text_has_fewer_tokens_than_the_bound(case: Case, text: str) -> None:
 
 @pytest.mark.parametrize(
     "word",
-    ["hello", "日", "한", "\u1112\u1161\u11ab", "e\u0301", "-", " ", "<|end|>", "<|end|>" + " " * 50],
+    ["7", "\n\u03b1", "hello", "日", "한", "\u1112\u1161\u11ab", "e\u0301", "-", " ", "<|end|>", "<|end|>" + " " * 50],
 )
 def test_repetitions_of_a_word_do_not_fool_it(case: Case, word: str) -> None:
     text = word * 500

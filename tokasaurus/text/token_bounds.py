@@ -2,7 +2,7 @@
 
 import json
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tokenizers import AddedToken
@@ -19,19 +19,24 @@ _LOSSLESS = {"Sequence", "Split", "ByteLevel", "Digits"}
 
 
 class TokenBounds:
-    """Of one vocabulary. For byte-level BPE, which keeps every byte of the text; for others the bound is always 0."""
+    """Of one vocabulary. For byte-level BPE, which keeps every byte of the text that it has a token for; for others the
+    bound is always 0."""
 
     def __init__(self, base: BaseTokenizer, byte_of_character: Mapping[str, bytes]) -> None:
         """byte_of_character: the byte-level alphabet."""
         self._composes = _type_of(base.normalizer) == "NFC"
         self._longest: list[tuple[bytes, int]] = []
-        if not _keeps_every_byte(base, byte_of_character):
+        if not _keeps_bytes(base):
             return
+        has_token = {
+            byte[0] for character, byte in byte_of_character.items() if base.token_to_id(character) is not None
+        }
         added = base.get_added_tokens_decoder().values()
         vocabulary = sorted(base.get_vocab(with_added_tokens=False), key=len, reverse=True)
-        for counted in _CLASSES:
-            if counted is _ALL and any(_takes_spaces_along(token) for token in added):
+        for byte_class in _CLASSES:
+            if byte_class is _ALL and any(_takes_spaces_along(token) for token in added):
                 continue
+            counted = byte_class & has_token
             characters = {character for character, byte in byte_of_character.items() if byte[0] in counted}
             most = max((sum(byte in counted for byte in token.content.encode()) for token in added), default=0)
             most = max(most, _most_characters(vocabulary, characters))
@@ -48,16 +53,14 @@ class TokenBounds:
         return max(-(-len(content.translate(None, others)) // most) for others, most in self._longest if most > 0)
 
 
-def _keeps_every_byte(base: BaseTokenizer, byte_of_character: Iterable[str]) -> bool:
+def _keeps_bytes(base: BaseTokenizer) -> bool:
     if _type_of(base.normalizer) not in (None, "NFC") or base.pre_tokenizer is None:
         return False
     pre_tokenizers = _with_parts(json.loads(base.pre_tokenizer.__getstate__()))
     types = {part["type"] for part in pre_tokenizers}
     if "ByteLevel" not in types or not types <= _LOSSLESS:
         return False
-    if any(part.get("behavior") == "Removed" for part in pre_tokenizers):
-        return False
-    return all(base.token_to_id(character) is not None for character in byte_of_character)
+    return all(part.get("behavior") != "Removed" for part in pre_tokenizers)
 
 
 def _type_of(part: Any) -> str | None:
