@@ -200,18 +200,14 @@ def test_a_grammar_whose_askers_have_left_before_its_turn_takes_none(
 
         staying = start("a", "b")
         await all_busy.wait()
-        leaving = start("c", "d", "e")
-        staying += start("d", "f")
+        leaving, staying = start("c", "d", "e"), staying + start("d", "f")
         await asyncio.sleep(0)
         for task in leaving:
             task.cancel()
         gate.set()
         await asyncio.gather(*staying)
         assert sorted(asked) == ["a", "b", "d", "f"]
-        await checker.check(source("regex", "c"))
-        assert asked[-1] == "c"
         assert not checker._num_waiting
-        assert not checker._compiling
 
     run(served_model, leave)
 

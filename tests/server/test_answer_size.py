@@ -1,0 +1,44 @@
+"""What of prompts an answer may hold: n brings it there many times."""
+
+import pytest
+
+from tests.server.test_prepare import chat, completion, prompts_of
+from tokasaurus.server.errors import InvalidRequest
+from tokasaurus.server.served_model import ServedModel
+
+
+@pytest.mark.parametrize(
+    ("fields", "per_token", "param"),
+    [
+        ({"echo": True, "logprobs": 3}, 4, "echo"),
+        ({"prompt_logprobs": 1, "logprobs": 5}, 2, "prompt_logprobs"),
+        ({"return_token_ids": True, "logprobs": 5}, 1, "return_token_ids"),
+    ],
+)
+def test_what_n_makes_of_the_prompts_in_an_answer_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+    served_model: ServedModel,
+    fields: dict[str, object],
+    per_token: int,
+    param: str,
+) -> None:
+    monkeypatch.setattr("tokasaurus.server.prepare.MAX_PROMPT_VALUES", 2**20)
+    prompts = [[1] * 90, [2] * 60]
+    largest = 2**20 // (150 * per_token)
+    assert completion(served_model, prompt=prompts, n=largest, **fields).requests
+    with pytest.raises(InvalidRequest) as error:
+        completion(served_model, prompt=prompts, n=largest + 1, **fields)
+    assert error.value.param == param
+    assert param in error.value.message
+
+
+def test_ids_in_the_first_chunks_of_a_chat_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, served_model: ServedModel
+) -> None:
+    num_tokens = len(prompts_of(chat(served_model))[0])
+    monkeypatch.setattr("tokasaurus.server.prepare.MAX_PROMPT_VALUES", 100 * num_tokens)
+    chat(served_model, n=100, return_token_ids=True, stream=True)
+    chat(served_model, n=101, return_token_ids=True)
+    chat(served_model, n=101, stream=True)
+    with pytest.raises(InvalidRequest, match="return_token_ids"):
+        chat(served_model, n=101, return_token_ids=True, stream=True)
