@@ -1,10 +1,8 @@
 """Threads of a worker, by the cores that it may use."""
 
-import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ import torch
 from tokasaurus.model.kernels.layer_kernels import LayerKernels
 from tokasaurus.model.kernels.library import load_kernels
 from tokasaurus.model.layers.linear import Linear
-from tokasaurus.model.thread_count import available_cores, cgroup_cores, leave_threads_to, worker_threads
+from tokasaurus.model.thread_count import leave_threads_to, worker_threads
 
 
 @pytest.mark.parametrize(
@@ -32,23 +30,6 @@ def test_threads_of_a_worker(num_cores: int, most: int, num_workers: int, expect
     assert worker_threads(num_cores, most, num_workers) == expected
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"cpu.max": "150000 100000\n"}, 1.5),
-        ({"cpu.max": "max 100000\n"}, math.inf),
-        ({"cpu.cfs_quota_us": "400000\n", "cpu.cfs_period_us": "100000\n"}, 4.0),
-        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, math.inf),
-        ({}, math.inf),
-        ({"cpu.max": "nonsense"}, math.inf),
-    ],
-)
-def test_time_that_a_control_group_allows(files: dict[str, str], expected: float, tmp_path: Path) -> None:
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    assert cgroup_cores(tmp_path / "cpu.max", tmp_path / "cpu.cfs_quota_us") == expected
-
-
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone pins processes to cores")
 @pytest.mark.parametrize(
     ("environment", "expected"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, min(2, os.cpu_count() or 1))]
@@ -63,10 +44,6 @@ def test_a_process_pinned_to_one_core_computes_on_it_alone(environment: dict[str
         [sys.executable, "-c", script], env={**inherited, **environment}, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == str(expected)
-
-
-def test_cores_are_counted_here() -> None:
-    assert 1 <= available_cores() <= (os.cpu_count() or 1)
 
 
 def test_kernels_take_the_threads_of_torch_and_give_them_back() -> None:

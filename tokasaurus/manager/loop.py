@@ -1,7 +1,6 @@
 """The manager process: receive, cancel, apply results, admit, schedule, send; then wait for the next message."""
 
 import logging
-import os
 import time
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
@@ -25,6 +24,7 @@ from tokasaurus.messages.lifecycle import (
     Ready,
     Shutdown,
 )
+from tokasaurus.monitoring.cores import available_cores
 from tokasaurus.monitoring.step_stats import StepStats
 from tokasaurus.monitoring.timing import BusyFraction
 from tokasaurus.text.grammars import load_grammar_vocabulary
@@ -86,7 +86,7 @@ def _load_grammars(checkpoint: Checkpoint) -> Grammars | None:
     except TokenizerError as error:
         logger.warning(str(error))
         return None
-    return Grammars(vocabulary, num_threads=min(8, max(1, (os.cpu_count() or 1) // 4)))
+    return Grammars(vocabulary, num_threads=min(8, max(1, available_cores() // 4)))
 
 
 def _await_worker(

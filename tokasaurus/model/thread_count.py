@@ -1,16 +1,13 @@
 """How many threads a worker computes with on a CPU."""
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
 from tokasaurus.model.kernels.library import Kernels
-
-_CGROUP_QUOTAS = (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
+from tokasaurus.monitoring.cores import available_cores
 
 _SPARES_ONE_FROM = 4
 """With so many cores, one is left to server and manager: they would take it anyway, from a thread that the others then
@@ -45,23 +42,3 @@ def worker_threads(num_cores: int, most: int, num_workers: int) -> int:
     hyper-threads one for each real core."""
     num_free = num_cores - 1 if num_cores >= _SPARES_ONE_FROM else num_cores
     return max(1, min(num_free, most) // num_workers)
-
-
-def available_cores() -> int:
-    """Cores that this process may run on, and no more than its control group gives it time for."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.floor(min(num_cores, cgroup_cores(*_CGROUP_QUOTAS))))
-
-
-def cgroup_cores(quota_file: Path, old_quota_file: Path) -> float:
-    """Cores' worth of time that the control group allows, in version 2 (both numbers in one file) or 1; infinite where
-    it sets no limit."""
-    try:
-        if quota_file.exists():
-            quota, period = quota_file.read_text().split()
-        else:
-            quota = old_quota_file.read_text().strip()
-            period = old_quota_file.with_name("cpu.cfs_period_us").read_text().strip()
-        return math.inf if quota in ("max", "-1") else int(quota) / int(period)
-    except (OSError, ValueError):
-        return math.inf

@@ -1,0 +1,42 @@
+"""Cores that a process may use."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tokasaurus.monitoring.cores import available_cores, cgroup_cores
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "max 100000\n"}, math.inf),
+        ({"cpu.cfs_quota_us": "400000\n", "cpu.cfs_period_us": "100000\n"}, 4.0),
+        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, math.inf),
+        ({}, math.inf),
+        ({"cpu.max": "nonsense"}, math.inf),
+    ],
+)
+def test_time_that_a_control_group_allows(files: dict[str, str], expected: float, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert cgroup_cores(tmp_path / "cpu.max", tmp_path / "cpu.cfs_quota_us") == expected
+
+
+def test_cores_are_counted_here() -> None:
+    assert 1 <= available_cores() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone pins processes to cores")
+def test_a_process_pinned_to_one_core_has_one() -> None:
+    script = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+        "from tokasaurus.monitoring.cores import available_cores; print(available_cores())"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "1"
