@@ -14,6 +14,7 @@ from tests.manager.fake_worker import make_request
 from tests.manager.test_grammars import ANYTHING, MANY_STATES, VOCABULARY, grammar_request, make_bench
 from tests.manager.test_streams import join
 from tokasaurus.manager import grammars, matching
+from tokasaurus.manager.state import EarlyStoppingOptions
 from tokasaurus.messages.generation import CancelRequest
 from tokasaurus.text.grammars import make_matcher
 
@@ -54,6 +55,21 @@ def test_a_grammar_that_cannot_be_read_ends_its_request_alone(vocabulary):
     bench.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("pattern", ["(y|z)a", "ab(y|z)"])
+def test_a_grammar_of_characters_that_no_token_has_ends_its_sequences_alone(pattern):
+    bench = make_bench()
+    bench.worker.requests = Ignored()
+    plain = make_request(1, 6, 2, 20, ignore_eos=True)
+    bench.turn([plain, grammar_request(2, LLMatcher.grammar_from_regex(pattern), 2)])
+    bench.run_until_idle()
+    assert_equals_simulation([delta for delta in bench.deltas if delta.request_id == "r1"], [plain])
+    errors = ends_of(bench)
+    assert errors.pop("r1") == {""}
+    assert all("no token can follow" in error for error in errors["r2"])
+    assert [len(delta.token_ids) > 0 for delta in bench.deltas if delta.error] == [pattern[0] == "a"] * 2
+    bench.assert_nothing_is_left()
+
+
 def test_a_grammar_that_takes_too_much_work_ends_its_sequences_alone(monkeypatch):
     monkeypatch.setattr(grammars_of_text, "LIMITS", LLParserLimits(max_items_in_row=20, verbose_errors=False))
     bench = make_bench()
@@ -69,6 +85,26 @@ def test_a_grammar_that_takes_too_much_work_ends_its_sequences_alone(monkeypatch
         assert "max is 20" in delta.error
         assert 0 < len(delta.token_ids) < 40
         assert {TOKEN_BYTES[token_id] for token_id in delta.token_ids} <= {b"f", b"g"}
+    bench.assert_nothing_is_left()
+
+
+def test_a_sequence_that_a_stop_string_ended_before_its_grammar_failed_is_not_given_up(monkeypatch):
+    """Stop strings are looked for some turns later."""
+    monkeypatch.setattr(grammars_of_text, "LIMITS", LLParserLimits(max_items_in_row=12, verbose_errors=False))
+    bench = make_bench(optional_work="deferred", early_stopping=EarlyStoppingOptions())
+    bench.worker.requests = Ignored()
+    request = grammar_request(3, 'start: e\ne: e e | "f" | "g" |', 16, 40)
+    bench.turn([replace(request, stop_strings=("fg",))])
+    bench.run_until_idle()
+    texts: dict[bool, list[bytes]] = {True: [], False: []}
+    for delta in bench.deltas:
+        assert delta.finish_reason == "stop"
+        texts[delta.error == ""].append(b"".join(TOKEN_BYTES[token_id] for token_id in delta.token_ids))
+    assert min(len(of_kind) for of_kind in texts.values()) > 2
+    assert all(text.find(b"fg") == len(text) - 2 for text in texts[True])
+    assert not any(b"fg" in text for text in texts[False])
+    assert bench.state.lengths is not None
+    assert bench.state.lengths.num_recorded == len(texts[True]), "a text that is cut off says nothing of lengths"
     bench.assert_nothing_is_left()
 
 
@@ -121,8 +157,8 @@ def test_a_fault_of_the_library_ends_the_sequences_that_met_it(monkeypatch):
     bench.assert_nothing_is_left()
 
 
-def test_a_grammar_is_compiled_once_and_few_are_kept(monkeypatch):
-    monkeypatch.setattr(grammars, "MOST_PROTOTYPES", 3)
+@pytest.mark.parametrize("limit", ["MOST_PROTOTYPES", "MOST_GRAMMAR_CHARS"])
+def test_a_grammar_is_compiled_once_and_few_are_kept(limit, monkeypatch):
     made = []
 
     def note_and_make(vocabulary, grammar):
@@ -131,6 +167,8 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(monkeypatch):
 
     monkeypatch.setattr(matching, "make_matcher", note_and_make)
     texts = [LLMatcher.grammar_from_regex(f"a{{{count}}}") for count in range(1, 6)]
+    assert len({len(text) for text in texts}) == 1
+    monkeypatch.setattr(grammars, limit, 3 if limit == "MOST_PROTOTYPES" else 3 * len(texts[0]))
     bench = make_bench()
     bench.worker.requests = Ignored()
     for number, which in enumerate([0, 1, 2, 0, 3, 0, 2, 1, 4, 3]):

@@ -66,7 +66,6 @@ class Grammars:
         self._slow_lane = slow_lane or ThreadLane("slow grammars")
         self._quick_lane = quick_lane or ThreadLane("grammars")
         self._prototypes: OrderedDict[str, Prototype] = OrderedDict()
-        self._num_chars = 0
         self._waiting: dict[str, list[Sequence]] = {}
         self._unread: list[Sequence] = []
         self._unread_slow: list[Sequence] = []
@@ -145,12 +144,10 @@ class Grammars:
 
     def _keep(self, prototype: Prototype) -> None:
         """The least recently used go where there are too many."""
-        before = self._prototypes.pop(prototype.grammar, None)
         self._prototypes[prototype.grammar] = prototype
-        self._num_chars += 0 if before is not None else len(prototype.grammar)
-        while len(self._prototypes) > MOST_PROTOTYPES or self._num_chars > MOST_GRAMMAR_CHARS:
-            grammar, _ = self._prototypes.popitem(last=False)
-            self._num_chars -= len(grammar)
+        self._prototypes.move_to_end(prototype.grammar)
+        while len(self._prototypes) > MOST_PROTOTYPES or sum(map(len, self._prototypes)) > MOST_GRAMMAR_CHARS:
+            self._prototypes.popitem(last=False)
 
     def _compile(self, grammar: str) -> None:
         result: Prototype | GrammarError

@@ -19,6 +19,9 @@ LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 _MOST_ERROR_CHARS = 200
 
+_NO_TOKEN = "NoExtensionBias"
+"""All that llguidance says where the grammar asks for bytes that no token has."""
+
 
 class GrammarError(ValueError):
     """A grammar cannot be read, or takes more work than is allowed; the message is one line."""
@@ -67,4 +70,6 @@ def make_matcher(vocabulary: GrammarVocabulary, grammar: str) -> LLMatcher:
 def one_line(error: str) -> str:
     """What llguidance says of an error, which may repeat much of the grammar."""
     line = " ".join(error.replace("<non-verbose/>", "").split())
+    if line == _NO_TOKEN:
+        return "no token can follow, for none has the characters that the grammar asks for next"
     return line if len(line) <= _MOST_ERROR_CHARS else line[:_MOST_ERROR_CHARS] + "…"
