@@ -134,6 +134,28 @@ def test_states_that_all_sequences_of_a_grammar_share_are_given_up_when_they_are
     bench.assert_nothing_is_left()
 
 
+def test_a_sequence_whose_own_states_are_too_many_gets_one_new_matcher(monkeypatch):
+    monkeypatch.setattr(grammars_of_text, "LIMITS", LLParserLimits(max_lexer_states=50, verbose_errors=False))
+    monkeypatch.setitem(BY_GRAMMAR, MANY_STATES.grammar, MANY_STATES)
+    num_made = 0
+
+    def count_and_make(*arguments):
+        nonlocal num_made
+        num_made += 1
+        return make_matcher(*arguments)
+
+    monkeypatch.setattr(matching, "make_matcher", count_and_make)
+    bench = make_bench()
+    request = grammar_request(1, MANY_STATES.grammar, 8, 60)
+    bench.run([request])
+    given_up = [delta for delta in bench.deltas if delta.error]
+    assert 2 < len(given_up) < 8
+    assert all("too many states" in delta.error for delta in given_up)
+    assert_equals_simulation([delta for delta in bench.deltas if not delta.error], [request])
+    assert num_made <= 1 + 8
+    bench.assert_nothing_is_left()
+
+
 def test_a_fault_of_the_library_ends_the_sequences_that_met_it(monkeypatch):
     """A panic of llguidance's is no Exception."""
 
