@@ -54,7 +54,7 @@ def replay(sequences: Sequences, runs: SharedRuns, page_size: int, hold_steps: i
     return usage
 
 
-@settings(max_examples=1500)
+@settings(max_examples=600)
 @given(SEQUENCES, SHARED, PAGE_SIZES, st.integers(0, 9))
 def test_usage_equals_a_replay_of_every_step(sequences, runs, page_size, hold_steps):
     expected = replay(sequences, runs, page_size, hold_steps)
@@ -79,7 +79,7 @@ def test_breakpoints_rise_and_hold_every_step_before_usage_falls(sequences, runs
     assert falls <= set(steps)
 
 
-@settings(max_examples=1500)
+@settings(max_examples=600)
 @given(SEQUENCES, SEQUENCES, SHARED, SHARED, PAGE_SIZES, st.integers(0, 9))
 def test_two_curves_fit_exactly_where_their_largest_sum_does(base, extra, base_runs, extra_runs, page_size, hold_steps):
     replays = replay(base, base_runs, page_size, hold_steps), replay(extra, extra_runs, page_size, hold_steps)

@@ -34,7 +34,7 @@ def mean_of(forecast: Forecast, num_generated: int, max_new_tokens: int) -> floa
     return float(spread(forecast, num_generated, max_new_tokens).mean())
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(
     situation=situations(),
     scale=st.sampled_from([0.0, 0.25, 1.0]),
@@ -83,7 +83,7 @@ def test_ranks_that_follow_each_other_are_spread_evenly(first: int, num: int, sh
     assert (shares <= share).sum() == pytest.approx(num * share, abs=4)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(gaps=batches, buffer_size=st.integers(1, 12))
 def test_the_last_ends_are_remembered_and_all_after_the_window_start(
     gaps: list[tuple[int, list[tuple[int, bool]]]], buffer_size: int

@@ -46,7 +46,7 @@ def run_every_step(decoding: Decoding, prompts: Prompts, max_tokens: int, prefil
     return [done[index] for index in range(len(prompts))]
 
 
-@settings(max_examples=1500)
+@settings(max_examples=600)
 @given(DECODING, PROMPTS, st.integers(1, 40), st.none() | st.integers(1, 20))
 def test_prompts_are_done_when_a_step_by_step_scheduler_has_computed_them(decoding, prompts, max_tokens, prefill_rate):
     forecast = forecast_prefill(*as_arrays(prompts), count_decoding(make_loads(decoding)), max_tokens, prefill_rate)
@@ -54,7 +54,7 @@ def test_prompts_are_done_when_a_step_by_step_scheduler_has_computed_them(decodi
     assert forecast.start_steps.tolist() == run_every_step(decoding, prompts, max_tokens, prefill_rate)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=500)
 @given(DECODING, st.lists(PROMPTS, min_size=2, max_size=4), st.integers(1, 40), st.none() | st.integers(1, 20))
 def test_a_forecast_continued_equals_one_of_all_prompts(decoding, batches, max_tokens, prefill_rate):
     every = run_every_step(decoding, [prompt for batch in batches for prompt in batch], max_tokens, prefill_rate)

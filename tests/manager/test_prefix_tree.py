@@ -200,7 +200,7 @@ def apply(both: Both, operation: str, choice: int) -> None:
                 both.trim(user)
 
 
-@settings(max_examples=1200)
+@settings(max_examples=600)
 @given(operations=st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 9999)), min_size=25, max_size=50))
 def test_every_operation_does_what_it_does_to_a_trie_of_single_blocks(operations):
     both = Both()
@@ -217,7 +217,7 @@ def test_every_operation_does_what_it_does_to_a_trie_of_single_blocks(operations
     assert not both.tree.root.children
 
 
-@settings(max_examples=1500)
+@settings(max_examples=600)
 @given(
     prompts=st.lists(st.tuples(st.sampled_from(SALTS), st.lists(st.integers(0, 1), max_size=14)), max_size=8),
     asked=st.tuples(st.sampled_from(SALTS), st.lists(st.integers(0, 1), max_size=14)),

@@ -66,7 +66,7 @@ def trees(draw: st.DrawFn) -> Tree:
     return Tree(shuffled, lengths, [node for node, _ in sequences], [end for _, end in sequences])
 
 
-@settings(max_examples=1000)
+@settings(max_examples=500)
 @given(trees())
 def test_shared_blocks_equal_those_in_two_paths(tree):
     paths = [set(tree.blocks_of(number)) for number in range(len(tree.node_of_sequence))]
@@ -86,7 +86,7 @@ def test_shared_blocks_equal_those_in_two_paths(tree):
     assert shared.loads.last_steps.tolist() == [last_steps[node] for node in nodes]
 
 
-@settings(max_examples=1000)
+@settings(max_examples=500)
 @given(trees(), st.sampled_from([1, 4, 7, 16]), st.integers(0, 5), st.data())
 def test_own_and_shared_blocks_together_equal_sets_of_blocks(tree, page_size, hold_steps, data):
     """Each sequence holds the blocks of its path, and behind them blocks that it fills by decoding."""

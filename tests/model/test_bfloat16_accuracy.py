@@ -24,7 +24,7 @@ from tokasaurus.model.weights import load_weights
 from tokasaurus.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "gsm8k_test_200.jsonl"
-NUM_TEXTS = 5
+NUM_TEXTS = 3
 PAGE_SIZE = 16
 MAX_TOKENS = 320
 
