@@ -108,43 +108,41 @@ def test_a_sequence_that_a_stop_string_ended_before_its_grammar_failed_is_not_gi
     bench.assert_nothing_is_left()
 
 
+def note_made_matchers(monkeypatch):
+    """A list that grows with each matcher that is made anew, copies not among them."""
+    made = []
+
+    def make_and_note(*arguments):
+        made.append(make_matcher(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(matching, "make_matcher", make_and_note)
+    return made
+
+
 def test_states_that_all_sequences_of_a_grammar_share_are_given_up_when_they_are_too_many(monkeypatch):
     """Matchers that are copied from one fill one table: when it is full, each goes on with one of its own."""
     monkeypatch.setattr(grammars_of_text, "LIMITS", LLParserLimits(max_lexer_states=60, verbose_errors=False))
     monkeypatch.setitem(BY_GRAMMAR, MANY_STATES.grammar, MANY_STATES)
-    num_made = 0
-
-    def count_and_make(*arguments):
-        nonlocal num_made
-        num_made += 1
-        return make_matcher(*arguments)
-
-    monkeypatch.setattr(matching, "make_matcher", count_and_make)
+    made = note_made_matchers(monkeypatch)
     bench = make_bench()
     requests = [grammar_request(number, MANY_STATES.grammar, 2, 16) for number in range(12)]
     bench.run(requests)
     assert_equals_simulation(bench.deltas, requests)
     assert len(bench.deltas) == 24
-    assert 1 < num_made < 24 + 12
-    num_before = num_made
+    assert 1 < len(made) < 24 + 12
+    num_before = len(made)
     for number in range(12, 16):
         bench.turn([grammar_request(number, MANY_STATES.grammar, 1, 1)])
         bench.run_until_idle()
-    assert num_made == num_before + 1, "who comes later does not begin with a full table"
+    assert len(made) == num_before + 1, "who comes later does not begin with a full table"
     bench.assert_nothing_is_left()
 
 
 def test_a_sequence_whose_own_states_are_too_many_gets_one_new_matcher(monkeypatch):
     monkeypatch.setattr(grammars_of_text, "LIMITS", LLParserLimits(max_lexer_states=50, verbose_errors=False))
     monkeypatch.setitem(BY_GRAMMAR, MANY_STATES.grammar, MANY_STATES)
-    num_made = 0
-
-    def count_and_make(*arguments):
-        nonlocal num_made
-        num_made += 1
-        return make_matcher(*arguments)
-
-    monkeypatch.setattr(matching, "make_matcher", count_and_make)
+    made = note_made_matchers(monkeypatch)
     bench = make_bench()
     request = grammar_request(1, MANY_STATES.grammar, 8, 60)
     bench.run([request])
@@ -152,7 +150,7 @@ def test_a_sequence_whose_own_states_are_too_many_gets_one_new_matcher(monkeypat
     assert 2 < len(given_up) < 8
     assert all("too many states" in delta.error for delta in given_up)
     assert_equals_simulation([delta for delta in bench.deltas if not delta.error], [request])
-    assert num_made <= 1 + 8
+    assert len(made) <= 1 + 8
     bench.assert_nothing_is_left()
 
 
