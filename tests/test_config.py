@@ -12,7 +12,8 @@ from tokasaurus.flags import FlagError, help_text
 
 # The names and defaults that users of the command rely on.
 DEFAULTS = """
-model=None tokenizer=None trust_remote_code=F dtype=None rope_scaling=None served_model_name=None device=None
+model=None tokenizer=None trust_remote_code=F dtype=None cpu_isa=None rope_scaling=None
+served_model_name=None device=None
 dp_size=1 pp_size=1 tp_size=1 pp_num_buffer_stages=1 async_tp_threshold=None
 kv_cache_num_tokens=None page_size=16 max_tokens_per_forward=8192 max_seqs_per_forward=1024
 max_num_tokens_per_request=None
@@ -82,6 +83,8 @@ def test_every_field_is_in_the_table_and_the_help_once() -> None:
         ("device=cpu", "device", "cpu"),
         ("device=auto", "device", None),
         ("device=None", "device", None),
+        ("cpu_isa=avx512_bf16", "cpu_isa", "avx512_bf16"),
+        ("cpu_isa=auto", "cpu_isa", None),
         ("attention_backend=reference", "attention_backend", "reference"),
         ("optional_work=deferred", "optional_work", "deferred"),
         ("optional_work=auto", "optional_work", None),
@@ -140,6 +143,10 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
         ("enable_chosen_logprobs=1", "enable_chosen_logprobs=1: must be T or F"),
         ("enable_chosen_logprobs=auto", "enable_chosen_logprobs=auto: must be T or F"),
         ("device=tpu", "device=tpu: must be cpu or cuda, or None (auto)"),
+        (
+            "cpu_isa=sse2",
+            "cpu_isa=sse2: must be avx2, avx512, avx512_bf16, neon or torch, or None (auto)",
+        ),
         ("dtype=int8", "dtype=int8: must be bfloat16, float16 or float32, or None (auto)"),
         (
             "attention_backend=flashinfer",

@@ -55,7 +55,7 @@ class Launcher:
     def __init__(self, model_directory: Path, worker: str, *flags: str) -> None:
         tests = str(Path(__file__).parent)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, worker, f"model={model_directory}", "port=0", *flags],
+            [sys.executable, "-c", LAUNCHER, worker, f"model={model_directory}", "port=0", "cpu_isa=torch", *flags],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": tests},

@@ -24,6 +24,7 @@ class ServerConfig(Config):
     tokenizer: str | None = None
     trust_remote_code: bool = False
     dtype: str | None = None
+    cpu_isa: str | None = None
     rope_scaling: dict | None = None  # type: ignore[type-arg]  # Pydra calls the annotation to cast
     served_model_name: str | None = None
     device: str | None = None
@@ -130,6 +131,12 @@ SERVER_FLAGS = FlagTable(
             "dtype": Flag(
                 "of weights and activations; auto is bfloat16 where the device computes it, else float32",
                 choices=("bfloat16", "float16", "float32"),
+                none_means="auto",
+            ),
+            "cpu_isa": Flag(
+                "instruction set of the CPU kernels, which must be one of this machine's; auto is the best of them, "
+                "torch is plain torch without kernels",
+                choices=("avx2", "avx512", "avx512_bf16", "neon", "torch"),
                 none_means="auto",
             ),
             "rope_scaling": Flag("rotary scaling in place of the model's own, as a dict", none_means="model"),

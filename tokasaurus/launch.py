@@ -14,6 +14,7 @@ from tokasaurus.messages.channel import Channel, wait
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits, Failed, PhaseDone, Ready, Shutdown, UserError
+from tokasaurus.model.kernels.build_ahead import kernels_built_ahead
 from tokasaurus.monitoring.log_setup import setup_logging
 from tokasaurus.process_group import DEATH_S, Child, ProcessGroup, StopSignals
 
@@ -40,7 +41,8 @@ def serve(config: ServerConfig, entries: Entries | None = None) -> int:
     console = Console(stderr=True, markup=False, highlight=False, emoji=False, soft_wrap=True)
     old_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _serve(config, Entries() if entries is None else entries, console)
+        with kernels_built_ahead(config, lambda line: _show_progress(console, line)):
+            return _serve(config, Entries() if entries is None else entries, console)
     except KeyboardInterrupt:  # while the checkpoint was fetched
         return 0
     except UserError as error:
@@ -111,7 +113,7 @@ class _Startup:
     is_ready: bool = False
 
     def show_progress(self, line: str) -> None:
-        self.console.print(f"{'toka':>12}  {line} ...")
+        _show_progress(self.console, line)
 
     def show_phase(self, phase: PhaseDone) -> None:
         self.phases.append(phase)
@@ -132,6 +134,10 @@ class _Startup:
             f"KV cache {num_tokens:,} tokens in {limits.num_kv_blocks:,} blocks of {limits.page_size}; "
             f"{', '.join(times)}, {time.perf_counter() - self.started:.1f} s in all"
         )
+
+
+def _show_progress(console: Console, line: str) -> None:
+    console.print(f"{'toka':>12}  {line} ...")
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -102,7 +102,7 @@ def start_worker(
     with phase("device") as details:
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, device)
-        kernels = load_kernels() if device.type == "cpu" else None
+        kernels = load_kernels(config.cpu_isa) if device.type == "cpu" else None
         details.append(f"{device.type}, {str(dtype).removeprefix('torch.')}")
         if device.type == "cpu":
             details.append(f"{set_worker_threads(config.dp_size * config.pp_size * config.tp_size)} threads")

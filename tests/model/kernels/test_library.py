@@ -1,5 +1,6 @@
-"""What happens where the kernels cannot be built."""
+"""Where the libraries of the kernels come from, and what happens where there are none."""
 
+import ctypes
 import logging
 import shutil
 from collections.abc import Iterator
@@ -9,18 +10,13 @@ import pytest
 import torch
 
 from tests.model.steps import CPU
+from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.torch_backend import TorchBackend
-from tokasaurus.model.kernels import library
+from tokasaurus.model.kernels import build, library
+from tokasaurus.model.kernels.build import Library, LibraryUnavailable, find_or_build, is_there
 from tokasaurus.model.kernels.library import load_kernels
-
-
-@pytest.fixture(scope="module")
-def built_library() -> Path:
-    kernels = load_kernels()
-    assert kernels is not None
-    return Path(kernels.library._name)
 
 
 @pytest.fixture
@@ -32,6 +28,43 @@ def nothing_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     load_kernels.cache_clear()
 
 
+@pytest.fixture
+def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.fixture
+def failing_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "broken"
+    script = '[ "$1" = --version ] && echo broken 1.0 && exit 0\necho In a file: >&2\necho error: bad luck >&2\nexit 1'
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+
+
+@pytest.fixture
+def counting_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Compiles as usual; a file with a line for each of its calls."""
+    calls, compiler = tmp_path / "calls", tmp_path / "counting"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    return calls
+
+
+def tiny_library(directory: Path, answer: int) -> Library:
+    directory.mkdir(exist_ok=True)
+    first, second = directory / "first.cpp", directory / "second.cpp"
+    first.write_text('int answer(); extern "C" int toka_answer() { return answer(); }')
+    second.write_text(f"int answer() {{ return {answer}; }}")
+    return Library("tiny", (first, second), ())
+
+
+def call(path: Path) -> int:
+    answer: int = ctypes.CDLL(str(path)).toka_answer()
+    return answer
+
+
 def assert_one_warning(caplog: pytest.LogCaptureFixture, about: str) -> None:
     (record,) = [record for record in caplog.records if record.name == library.__name__]
     assert record.levelno == logging.WARNING
@@ -39,11 +72,8 @@ def assert_one_warning(caplog: pytest.LogCaptureFixture, about: str) -> None:
     assert "\n" not in record.getMessage()
 
 
-@pytest.mark.usefixtures("nothing_loaded")
-def test_without_a_compiler_one_line_warns_and_plain_torch_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+@pytest.mark.usefixtures("nothing_loaded", "no_compiler")
+def test_without_a_compiler_one_line_warns_and_plain_torch_is_used(caplog: pytest.LogCaptureFixture) -> None:
     assert load_kernels() is None
     assert load_kernels() is None
     assert_one_warning(caplog, "no C++ compiler found")
@@ -51,29 +81,67 @@ def test_without_a_compiler_one_line_warns_and_plain_torch_is_used(
     assert isinstance(make_backend(None, shape, load_kernels()), TorchBackend)
 
 
-@pytest.mark.usefixtures("nothing_loaded")
-def test_a_compiler_that_fails_is_one_line_of_warning_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    compiler = tmp_path / "broken"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && echo broken 1.0 && exit 0\necho out of luck >&2\nexit 1\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+@pytest.mark.usefixtures("nothing_loaded", "failing_compiler")
+def test_a_compiler_that_fails_is_one_line_of_warning_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     assert load_kernels() is None
-    assert_one_warning(caplog, "out of luck")
+    assert_one_warning(caplog, "error: bad luck")
 
 
-@pytest.mark.usefixtures("built_library", "nothing_loaded")
-def test_kernels_are_built_once_and_then_found(built_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_builds = 0
+@pytest.mark.usefixtures("nothing_loaded", "no_compiler")
+def test_an_instruction_set_that_is_asked_for_is_never_replaced_by_plain_torch() -> None:
+    with pytest.raises(UserError, match=r"^cpu_isa=avx2: .*no C\+\+ compiler found"):
+        load_kernels("avx2")
 
-    def build(_compiler: list[str], to: Path) -> None:
-        nonlocal num_builds
-        num_builds += 1
-        shutil.copy(built_library, to / "kernels.so")
 
-    monkeypatch.setattr(library, "_build", build)
-    for _ in range(2):
-        assert load_kernels() is not None
-        load_kernels.cache_clear()
-    assert num_builds == 1
+@pytest.mark.usefixtures("nothing_loaded")
+def test_plain_torch_builds_nothing_and_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert load_kernels("torch") is None
+    assert not list(tmp_path.iterdir())
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_a_library_is_built_once_and_then_found(tmp_path: Path, counting_compiler: Path) -> None:
+    tiny = tiny_library(tmp_path / "sources", 5)
+    assert not is_there(tiny)
+    paths = [find_or_build(tiny) for _ in range(2)]
+    assert is_there(tiny)
+    assert paths[0] == paths[1]
+    assert call(paths[0]) == 5
+    builds = [line for line in counting_compiler.read_text().splitlines() if line != "--version"]
+    assert len(builds) == 3  # each source, and the linker
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_changed_sources_are_built_anew(tmp_path: Path) -> None:
+    assert [call(find_or_build(tiny_library(tmp_path / "sources", answer))) for answer in (5, 6)] == [5, 6]
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_only_the_functions_that_python_calls_are_seen_from_outside(tmp_path: Path) -> None:
+    path = find_or_build(tiny_library(tmp_path / "sources", 5))
+    with pytest.raises(AttributeError):
+        ctypes.CDLL(str(path))._Z6answerv  # noqa: B018
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_a_library_that_the_package_carries_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = tiny_library(tmp_path / "sources", 5)
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    built = find_or_build(tiny)
+    shutil.copy(built, tmp_path / tiny.prebuilt_name(built.suffix))
+    monkeypatch.setenv("PATH", "")
+    assert is_there(tiny)
+    assert find_or_build(tiny).parent == tmp_path
+    with pytest.raises(LibraryUnavailable):  # it is of other sources
+        find_or_build(tiny_library(tmp_path / "sources", 6))
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_a_library_that_this_system_cannot_load_is_built_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = tiny_library(tmp_path / "sources", 5)
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    (tmp_path / tiny.prebuilt_name(".so")).write_text("made for another system")
+    assert call(find_or_build(tiny)) == 5

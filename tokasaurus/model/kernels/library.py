@@ -1,31 +1,19 @@
-"""Build the C++ kernels at first use, keep them in the cache, and call them with torch tensors.
-
-The sources include no torch headers and the functions take plain pointers: the build takes half as long as with torch's
-extension loader, and needs neither ninja nor Python's headers. The library shares torch's OpenMP threads.
-"""
+"""The C++ kernels as Python calls them, with torch tensors. They share torch's OpenMP threads."""
 
 import ctypes
 import functools
-import hashlib
 import logging
-import os
-import platform
-import shlex
-import shutil
-import subprocess
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tokasaurus.checkpoint import CheckpointError, cache_directory
-from tokasaurus.checkpoint.cache import build_once
 from tokasaurus.messages.forward import FORWARD_PHASES
+from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.model.kernels.build import LibraryUnavailable, find_or_build, kernel_library, machine_sets
+from tokasaurus.model.kernels.isa import PLAIN_TORCH, choose_set
 
 logger = logging.getLogger(__name__)
-
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-Wno-psabi")
-_BUILD_TIMEOUT_S = 300
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -188,47 +176,21 @@ class Kernels:
 
 
 @functools.cache
-def load_kernels() -> Kernels | None:
-    """The kernels, built if this machine has not built them yet; None, after one warning line, if they cannot be."""
-    compiler = _find_compiler()
-    if not compiler:
-        logger.warning("no C++ compiler found (set CXX): CPU kernels are off and plain torch, which is slower, is used")
+def load_kernels(cpu_isa: str | None = None) -> Kernels | None:
+    """The kernels for an instruction set of this machine, None: the best; built if they have not been built yet.
+
+    None for cpu_isa=torch, and, after one warning line, where there are none for this machine. Raises UserError if
+    cpu_isa asks for what cannot be had.
+    """
+    if cpu_isa == PLAIN_TORCH:
         return None
     try:
-        directory = build_once(cache_directory() / "kernels" / _build_key(compiler), lambda to: _build(compiler, to))
-        return Kernels(directory / "kernels.so")
-    except (OSError, CheckpointError, subprocess.SubprocessError) as error:
-        reason = str(getattr(error, "stderr", None) or error).strip().splitlines()[0]
-        logger.warning("CPU kernels could not be built, plain torch, which is slower, is used: %s", reason)
+        level = choose_set(cpu_isa, machine_sets())
+        if level is None:
+            raise LibraryUnavailable("they need AVX2 and FMA, or NEON")
+        return Kernels(find_or_build(kernel_library(level)))
+    except LibraryUnavailable as error:
+        if cpu_isa is not None:
+            raise UserError(f"cpu_isa={cpu_isa}: no CPU kernels: {error}") from error
+        logger.warning("no CPU kernels, plain torch, which is slower, is used: %s", error)
         return None
-
-
-def _find_compiler() -> list[str]:
-    """The words that call it, CXX's ("ccache g++" has two) before the usual names; none if there is no compiler."""
-    commands = [shlex.split(os.environ.get("CXX", "")), ["g++"], ["c++"]]
-    return next((command for command in commands if command and shutil.which(command[0])), [])
-
-
-def _build_key(compiler: list[str]) -> str:
-    """Changes with the sources, the flags, the compiler, and the processor that -march=native means."""
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    parts = [*_FLAGS, *compiler, version, platform.machine(), _processor_features()]
-    parts += [path.read_text() for path in _sources(".h", ".cpp")]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-
-
-def _processor_features() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-
-
-def _build(compiler: list[str], destination: Path) -> None:
-    command = [*compiler, *_FLAGS, *map(str, _sources(".cpp")), "-o", str(destination / "kernels.so")]
-    subprocess.run(command, capture_output=True, text=True, check=True, timeout=_BUILD_TIMEOUT_S)
-
-
-def _sources(*suffixes: str) -> list[Path]:
-    return sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in suffixes)

@@ -1,10 +1,7 @@
-"""The kernels as other processors get them: built without this machine's instructions, they still agree with the
-reference, in attention by itself and in whole layers."""
+"""The kernels for each instruction set of this machine but the best: they agree with the reference, in attention by
+itself and in whole layers."""
 
 import dataclasses
-import platform
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,23 +13,23 @@ from tests.model.kernels.test_forward_kernels import check_stage
 from tokasaurus.model.architectures import decoder
 from tokasaurus.model.architectures.decoder import DecoderOptions
 from tokasaurus.model.attention.backend import KVShape
-from tokasaurus.model.kernels import library
-from tokasaurus.model.kernels.library import Kernels
+from tokasaurus.model.kernels.build import machine_sets
+from tokasaurus.model.kernels.isa import INSTRUCTION_SETS
+from tokasaurus.model.kernels.library import Kernels, load_kernels
 
 SEGMENTS = [Segment(1, 600), Segment(1, 33), Segment(70, 200), Segment(1, 1)]
 
 
-@pytest.fixture(scope="module", params=["x86-64", "x86-64-v3"])
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    """Vectors of four lanes, and of eight with AVX2."""
-    if platform.machine() != "x86_64" or shutil.which("g++") is None:
-        pytest.skip("names of x86 processors, as g++ has them")
-    directory: Path = tmp_path_factory.mktemp("kernels")
-    with pytest.MonkeyPatch.context() as patch:
-        flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in library._FLAGS]
-        patch.setattr(library, "_FLAGS", tuple(flags))
-        library._build(["g++"], directory)
-    return Kernels(directory / "kernels.so")
+@pytest.fixture(scope="module", params=dict.fromkeys(level.cpu_isa for level in INSTRUCTION_SETS))
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    supported = machine_sets()
+    if request.param not in [level.cpu_isa for level in supported]:
+        pytest.skip("this processor does not have it")
+    if request.param == supported[0].cpu_isa:
+        pytest.skip("the best, which all other tests use")
+    loaded = load_kernels(request.param)
+    assert loaded is not None
+    return loaded
 
 
 @pytest.mark.parametrize(

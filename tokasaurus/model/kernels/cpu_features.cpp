@@ -1,0 +1,78 @@
+// What the processor and the operating system support, asked of them at run time. Compiled for any processor of its
+// architecture, into a library of its own: isa.py chooses by it which kernels to load.
+
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
+namespace {
+
+char names[256];
+
+void add(const char* name, bool is_supported) {
+  if (!is_supported) return;
+  std::strcat(names, name);
+  std::strcat(names, " ");
+}
+
+#if defined(__x86_64__)
+
+void add_all() {
+  // These look at the registers that the operating system saves, too.
+  __builtin_cpu_init();
+  add("avx2", __builtin_cpu_supports("avx2"));
+  add("fma", __builtin_cpu_supports("fma"));
+  add("bmi", __builtin_cpu_supports("bmi"));
+  add("bmi2", __builtin_cpu_supports("bmi2"));
+  add("avx512f", __builtin_cpu_supports("avx512f"));
+  add("avx512bw", __builtin_cpu_supports("avx512bw"));
+  add("avx512cd", __builtin_cpu_supports("avx512cd"));
+  add("avx512dq", __builtin_cpu_supports("avx512dq"));
+  add("avx512vl", __builtin_cpu_supports("avx512vl"));
+  add("avx512bf16", __builtin_cpu_supports("avx512bf16"));
+  // These need no registers of their own; clang 14 does not know their names.
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid(1, &a, &b, &c, &d)) {
+    add("f16c", c >> 29 & 1);
+    add("movbe", c >> 22 & 1);
+  }
+  if (__get_cpuid(0x80000001, &a, &b, &c, &d)) add("lzcnt", c >> 5 & 1);
+}
+
+#elif defined(__APPLE__)
+
+void add_all() {
+  int value = 0;
+  size_t size = sizeof value;
+  add("neon", true);
+  add("bf16", sysctlbyname("hw.optional.arm.FEAT_BF16", &value, &size, nullptr, 0) == 0 && value != 0);
+}
+
+#elif defined(__aarch64__)
+
+void add_all() {
+  constexpr unsigned long kBfloat16 = 1ul << 14;  // HWCAP2_BF16, which older headers do not have
+  add("neon", true);
+  add("bf16", getauxval(AT_HWCAP2) & kBfloat16);
+}
+
+#else
+
+void add_all() {}
+
+#endif
+
+}  // namespace
+
+// The names of the features, with a space behind each.
+extern "C" const char* toka_cpu_features() {
+  names[0] = 0;
+  add_all();
+  return names;
+}
