@@ -15,7 +15,7 @@ DEFAULTS = """
 model=None tokenizer=None trust_remote_code=F dtype=None cpu_isa=None rope_scaling=None
 served_model_name=None device=None
 dp_size=1 pp_size=1 tp_size=1 pp_num_buffer_stages=1 async_tp_threshold=None
-kv_cache_num_tokens=None page_size=16 max_tokens_per_forward=8192 max_seqs_per_forward=1024
+kv_cache_num_tokens=None kv_cache_dtype=None page_size=16 max_tokens_per_forward=8192 max_seqs_per_forward=1024
 max_num_tokens_per_request=None
 torch_compile=F use_cudagraphs=T cudagraph_max_size=None cudagraph_step=16 attention_backend=None
 use_hydragen=None hydragen_min_group_size=None hydragen_min_prefix_len=None

@@ -36,6 +36,7 @@ class ServerConfig(Config):
     async_tp_threshold: int | None = None
 
     kv_cache_num_tokens: int | None = None
+    kv_cache_dtype: str | None = None
     page_size: int = 16
     max_tokens_per_forward: int = 8192
     max_seqs_per_forward: int = 1024
@@ -129,7 +130,8 @@ SERVER_FLAGS = FlagTable(
             "tokenizer": Flag("where the tokenizer comes from, named like a model", none_means="model"),
             "trust_remote_code": Flag("run Python code that a model repository brings along"),
             "dtype": Flag(
-                "of weights and activations; auto is bfloat16 where the device computes it, else float32",
+                "of the weights in memory, and of all else where the device computes with it: a CPU without bfloat16 "
+                "arithmetic computes in float32; auto is bfloat16, or float32 where neither is fast",
                 choices=("bfloat16", "float16", "float32"),
                 none_means="auto",
             ),
@@ -156,6 +158,11 @@ SERVER_FLAGS = FlagTable(
             "kv_cache_num_tokens": _count(
                 "tokens that the KV cache holds; auto is, on CUDA, what weights and the largest forward leave, and on "
                 "CPU a quarter of the memory available",
+                none_means="auto",
+            ),
+            "kv_cache_dtype": Flag(
+                "of the KV cache; auto is the weights' dtype",
+                choices=("bfloat16", "float16", "float32"),
                 none_means="auto",
             ),
             "page_size": _count("tokens per block of the KV cache"),

@@ -34,7 +34,8 @@ def make_runner(
     dtype: torch.dtype = torch.float32,
     compiler: Compiler | None = None,
 ) -> ModelRunner:
-    shape = KVShape(info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim, page_size, dtype, device)
+    heads = info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim
+    shape = KVShape(*heads, page_size, dtype, device, model.activation_dtype)
     kernels = load_kernels()
     chosen = make_backend(backend, shape, kernels)
     chosen.allocate(num_blocks + 1)

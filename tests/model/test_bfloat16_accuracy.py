@@ -56,7 +56,7 @@ class Scorer:
         self.model = build_decoder(info, Mesh(), torch.bfloat16)
         self.model.materialize(CPU, MAX_TOKENS)
         load_weights(weight_files(checkpoint.directory), self.model.weight_pieces(), self.model.ignores, lambda _: None)
-        self.model.pack()
+        self.model.pack(load_kernels())
         shape = KVShape(
             info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim, PAGE_SIZE, torch.bfloat16, CPU
         )

@@ -21,6 +21,7 @@ from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
 from tokasaurus.messages.lifecycle import PhaseDone, Ready, UserError
 from tokasaurus.model.compile import Compiler
+from tokasaurus.model.kernels.library import load_kernels
 from tokasaurus.model.loop import run_steps
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.runner import ModelRunner
@@ -52,7 +53,7 @@ def compiled_runner(
 ) -> tuple[ModelRunner, Compiler]:
     compiler = Compiler()
     model, info = load(directory)
-    model.pack(compiler)
+    model.pack(load_kernels(), compiler=compiler)
     runner = make_runner(model, info, backend, num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS, compiler=compiler)
     do_warm_up(runner)
     compiler.end_warm_up()

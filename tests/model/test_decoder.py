@@ -15,6 +15,7 @@ from tokasaurus.model.architectures.decoder import Decoder, DecoderOptions
 from tokasaurus.model.architectures.registry import build_decoder
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.kernels.library import load_kernels
 from tokasaurus.model.layers.linear import Linear
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.weights import load_weights
@@ -31,7 +32,7 @@ def load(
     model.materialize(device, model_info.context_length)
     load_weights(weight_files(directory), model.weight_pieces(), model.ignores, lambda _: None)
     if packed:
-        model.pack()
+        model.pack(load_kernels())
     return model, model_info
 
 
@@ -103,7 +104,7 @@ def test_an_embedding_is_packed_only_where_it_is_the_lm_head_too(
     monkeypatch.setattr(Linear, "pack", lambda linear, *_, **__: packed.append(linear))
     save_tiny_model(tmp_path, "llama", tied=tied)
     model, _ = load(tmp_path)
-    model.pack()
+    model.pack(None)
     # Of each of the 3 layers: queries, keys and values; attention's output; gate and up; down.
     assert len(packed) == 3 * 4 + 1
     assert any(module is model.embedding for module in packed) == tied

@@ -12,6 +12,7 @@ from tests.model.test_decoder import load
 from tests.tiny_model import save_tiny_model
 from tokasaurus.model.device_batch import padded_count
 from tokasaurus.model.kernels.forward_kernels import PackedLayers
+from tokasaurus.model.kernels.library import load_kernels
 
 
 def test_padding_adds_at_most_a_sixteenth_and_leaves_few_counts() -> None:
@@ -49,7 +50,7 @@ def test_forwards_of_the_kernels_have_the_tokens_asked_for_alone(
 ) -> None:
     save_tiny_model(tmp_path, "llama")
     model, info = load(tmp_path)
-    model.pack()
+    model.pack(load_kernels())
     counts: list[int] = []
     run = PackedLayers.run
 

@@ -205,7 +205,7 @@ def test_tokens_are_the_same_alone_in_a_crowd_and_put_back(backend: str, tmp_pat
     oracle = save_tiny_model(tmp_path, "llama")
     model, info = load(tmp_path)
     if backend == "cpu":
-        model.pack()
+        model.pack(load_kernels())
     rng = random.Random(3)
     prefix = [rng.randrange(VOCAB_SIZE) for _ in range(48)]
     prompts = [prefix + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))] for _ in range(len(OPTIONS))]

@@ -14,6 +14,7 @@ from tokasaurus.checkpoint import read_model_info, weight_files
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.slots import SlotChanges, SlotOpens
 from tokasaurus.model.architectures.registry import build_decoder
+from tokasaurus.model.kernels.library import load_kernels
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.runner import ModelRunner, StepResult
 from tokasaurus.model.weights import load_weights
@@ -25,7 +26,7 @@ def load_runner(directory: Path, dtype: torch.dtype) -> ModelRunner:
     model = build_decoder(info, Mesh(), dtype)
     model.materialize(CPU, info.context_length)
     load_weights(weight_files(directory), model.weight_pieces(), model.ignores, lambda _: None)
-    model.pack()
+    model.pack(load_kernels())
     return make_runner(model, info, None, dtype=dtype)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.model.kernels.library import Kernels
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -18,15 +19,24 @@ def choose_device(name: str | None) -> torch.device:
     return torch.device(name)
 
 
-def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """name: of a torch dtype, or None for bfloat16 where the device computes it and float32 elsewhere."""
+def choose_dtype(name: str | None, device: torch.device, kernels: Kernels | None, is_compiled: bool) -> torch.dtype:
+    """Of the weights in memory. name: of a torch dtype, or None: bfloat16 where the device computes it, or where the
+    CPU's kernels widen it on the way to the registers; else float32. is_compiled: layers are compiled by torch, which
+    computes in the type that weights are stored in."""
     if name is not None:
         return _DTYPES[name]
     if device.type == "cuda":
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif kernels is not None:
+        has_bfloat16 = kernels.has_bfloat16_arithmetic or not is_compiled
     else:
         has_bfloat16 = _cpu_has_bfloat16()
     return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
+def choose_kv_cache_dtype(name: str | None, dtype: torch.dtype) -> torch.dtype:
+    """name: of a torch dtype, or None for that of the weights."""
+    return dtype if name is None else _DTYPES[name]
 
 
 def _cpu_has_bfloat16() -> bool:

@@ -94,7 +94,7 @@ class _Trial:
         """The shortest times of num_rows rows in groups, by turns with the same rows alone and with other groups."""
         layouts = {size: self._layouts(size, num_rows, prefix_length) for size in group_sizes}
         shape = self._shape
-        query = torch.zeros((num_rows, shape.num_heads, shape.head_dim), dtype=shape.dtype, device=shape.device)
+        query = torch.zeros((num_rows, shape.num_heads, shape.head_dim), dtype=shape.query_dtype, device=shape.device)
         shortest = {size: [float("inf"), float("inf")] for size in group_sizes}
         for _ in range(_NUM_ROUNDS):
             for size, both in layouts.items():

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.messages.forward import TokenMasks
-from tokasaurus.model.kernels.library import KERNEL_DTYPES, Kernels, LogitRulesStruct
+from tokasaurus.model.kernels.library import ACTIVATION_DTYPES, Kernels, LogitRulesStruct
 from tokasaurus.model.logit_rules import RuledRows, change_logits
 from tokasaurus.model.sampling_noise import gumbel_noise
 from tokasaurus.model.token_masks import masked_rows, num_mask_words
@@ -74,7 +74,7 @@ def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -> Sampl
     """logits [R, V]. kernels: does the same on the CPU, faster."""
     masks = rows.masks
     assert masks is None or masks.bits.shape == (len(masks.rows), num_mask_words(logits.shape[1])), "a bit per token"
-    if kernels is not None and logits.device.type == "cpu" and logits.dtype in KERNEL_DTYPES:
+    if kernels is not None and logits.device.type == "cpu" and logits.dtype in ACTIVATION_DTYPES:
         return _sample_by_kernels(logits, rows, kernels)
     is_plain = not rows.any_sampled and rows.rules is None and masks is None
     tokens = logits.argmax(dim=-1) if is_plain else _draw(logits, rows)

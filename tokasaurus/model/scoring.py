@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokasaurus.model.kernels.library import KERNEL_DTYPES, Kernels
+from tokasaurus.model.kernels.library import ACTIVATION_DTYPES, Kernels
 
 # T tokens in this forward, E hidden size, Q tokens that are scored, V vocabulary, K likeliest tokens
 
@@ -58,7 +58,7 @@ def score(hidden: Tensor, scored: ScoredTokens, head: Callable[[Tensor], Tensor]
 
 def score_logits(logits: Tensor, target_ids: Tensor, scores: Scores, kernels: Kernels | None) -> None:
     """logits [Q, V], target_ids int32 [Q] -> scores, which are filled. kernels: does the same on the CPU, faster."""
-    if kernels is not None and logits.device.type == "cpu" and logits.dtype in KERNEL_DTYPES:
+    if kernels is not None and logits.device.type == "cpu" and logits.dtype in ACTIVATION_DTYPES:
         kernels.score(logits, target_ids, *scores)
         return
     for start in range(0, len(logits), _ROWS_AT_ONCE):

@@ -28,13 +28,12 @@ def leave_threads_to(kernels: Kernels) -> Iterator[None]:
     forwards is small, but an OpenMP region waits for each of its threads, even for one that sleeps or whose core
     another process has."""
     num_threads = torch.get_num_threads()
-    kernels.library.toka_set_num_threads(num_threads)
+    kernels.set_num_threads(num_threads)
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(num_threads)
-        kernels.library.toka_set_num_threads(0)
 
 
 def worker_threads(num_cores: int, most: int, num_workers: int) -> int:

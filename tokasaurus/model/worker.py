@@ -27,9 +27,10 @@ from tokasaurus.model.architectures.registry import build_decoder
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.compile import Compiler
-from tokasaurus.model.device import choose_device, choose_dtype
+from tokasaurus.model.device import choose_device, choose_dtype, choose_kv_cache_dtype
 from tokasaurus.model.hydragen_thresholds import measure_thresholds
-from tokasaurus.model.kernels.library import Kernels, load_kernels
+from tokasaurus.model.kernels.library import ACTIVATION_DTYPES, Kernels, load_kernels
+from tokasaurus.model.kernels.product_choice import ALWAYS_KERNELS, choose_products
 from tokasaurus.model.kv_cache import (
     CPU_FRACTION,
     CUDA_FRACTION,
@@ -101,22 +102,30 @@ def start_worker(
     context_length = min(info.context_length, config.max_num_tokens_per_request or info.context_length)
     with phase("device") as details:
         device = choose_device(config.device)
-        dtype = choose_dtype(config.dtype, device)
         kernels = load_kernels(config.cpu_isa) if device.type == "cpu" else None
-        details.append(f"{device.type}, {str(dtype).removeprefix('torch.')}")
+        dtype = choose_dtype(config.dtype, device, kernels, config.torch_compile)
+        kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, dtype)
+        details.append(f"{device.type}, {_describe_dtypes(dtype, kv_cache_dtype, kernels)}")
         if device.type == "cpu":
             details.append(f"{set_worker_threads(config.dp_size * config.pp_size * config.tp_size)} threads")
+    choice = ALWAYS_KERNELS
+    if kernels is not None and dtype in ACTIVATION_DTYPES:
+        with phase("products") as details:
+            choice = choose_products(kernels, info.hidden_size, dtype)
+            details.append(choice.describe())
     compiler = Compiler() if config.torch_compile else None
     with phase("weights", has_progress_bar=True):
-        model = _load_model(checkpoint, mesh, device, dtype, context_length, compiler, console)
+        model = _load_model(checkpoint, mesh, device, dtype, context_length, console)
+        model.pack(kernels, choice, compiler)
     shape = KVShape(
         num_layers=len(mesh.stage_layers(info.num_layers)),
         num_heads=mesh.shard(info.num_heads, "attention heads")[1],
         num_kv_heads=mesh.kv_head_shard(info.num_kv_heads)[1],
         head_dim=info.head_dim,
         page_size=config.page_size,
-        dtype=dtype,
+        dtype=kv_cache_dtype,
         device=device,
+        activation_dtype=model.activation_dtype,
     )
     try:
         backend = make_backend(config.attention_backend, shape, kernels)
@@ -159,13 +168,21 @@ def start_worker(
     return StartedWorker(runner, limits_found, device, kernels if model.runs_on_kernels(backend) else None)
 
 
+def _describe_dtypes(dtype: torch.dtype, kv_cache_dtype: torch.dtype, kernels: Kernels | None) -> str:
+    """For the user."""
+    computed = dtype if kernels is None else kernels.activation_dtype(dtype)
+    weights, activations, kv_cache = (str(one).removeprefix("torch.") for one in (dtype, computed, kv_cache_dtype))
+    if weights == activations == kv_cache:
+        return weights
+    return f"{weights} weights, {activations} activations, {kv_cache} KV cache"
+
+
 def _load_model(
     checkpoint: Checkpoint,
     mesh: Mesh,
     device: torch.device,
     dtype: torch.dtype,
     num_positions: int,
-    compiler: Compiler | None,
     console: Console,
 ) -> Decoder:
     try:
@@ -178,7 +195,6 @@ def _load_model(
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("weights", total=sum(file.stat().st_size for file in files))
         load_weights(files, model.weight_pieces(), model.ignores, lambda size: progress.advance(task, size))
-    model.pack(compiler)
     return model
 
 

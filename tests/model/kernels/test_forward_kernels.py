@@ -48,7 +48,7 @@ def make_stage(case: Case, options: DecoderOptions, packed: bool) -> Decoder:
         scale = 0.2 if name.endswith("weight") and "norm" not in name else 1.0
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     if packed:
-        stage.pack()
+        stage.pack(load_kernels())
     return stage
 
 
@@ -64,7 +64,9 @@ def run_stage(case: Case, options: DecoderOptions, by_kernels: bool, grouped: bo
         backend.write(made.key, made.value, layer)
     batch = build_batch(step, made.slots, case.page_size, CPU)
     backend.plan(batch.layout)
-    hidden = random_rows(len(batch.token_ids), HIDDEN_SIZE, case.dtype)
+    kernels = load_kernels()
+    assert kernels is not None
+    hidden = random_rows(len(batch.token_ids), HIDDEN_SIZE, case.dtype).to(kernels.activation_dtype(case.dtype))
     stage = make_stage(case, options, by_kernels)
     out = stage(batch.token_ids, hidden, batch.positions, backend, batch.layout)
     return out[: int(made.step.num_tokens.sum())]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.model.layers.test_linear import DTYPES, fill, layer_kernels, make_norm, random_rows
+from tests.model.layers.test_linear import DTYPES, activation_dtype, fill, layer_kernels, make_norm, random_rows
 from tests.tiny_model import VOCAB_SIZE, save_tiny_model
 from tokasaurus.checkpoint import read_model_info
 from tokasaurus.model.layers.embedding import VocabShard
@@ -24,7 +24,7 @@ def test_a_packed_embedding_gives_the_rows_of_its_weight_and_still_multiplies(
     shard.pack(layer_kernels())
     token_ids = torch.randint(VOCAB_SIZE, (num_tokens,), generator=torch.Generator().manual_seed(0))
     token_ids[: min(num_tokens, 1)] = VOCAB_SIZE - 1
-    assert torch.equal(shard.embed(token_ids), weight[token_ids])
-    norm, hidden = make_norm(64, dtype), random_rows(3, 64, dtype)
-    expected = torch.nn.functional.linear(norm(hidden), weight)
+    assert torch.equal(shard.embed(token_ids), weight[token_ids].to(activation_dtype(dtype)))
+    norm, hidden = make_norm(64, dtype), random_rows(3, 64, activation_dtype(dtype))
+    expected = torch.nn.functional.linear(norm(hidden), weight.to(hidden.dtype))
     torch.testing.assert_close(shard.logits(hidden, norm), expected, atol=0.06, rtol=0.01)

@@ -21,6 +21,11 @@ def layer_kernels() -> LayerKernels:
     return LayerKernels(kernels)
 
 
+def activation_dtype(weight_dtype: torch.dtype) -> torch.dtype:
+    """What the kernels of this machine take and give beside such weights."""
+    return layer_kernels().activation_dtype(weight_dtype)
+
+
 def fill(module: torch.nn.Module, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
@@ -50,7 +55,7 @@ def test_a_product_packed_for_onednn_is_that_of_the_weight(num_rows: int, keep_w
     linear = Linear(48, 80, bias=True, dtype=torch.bfloat16)
     fill(linear)
     weight = linear.weight.detach().clone()
-    linear.pack(None, keep_weight)
+    linear.pack(None, keep_weight=keep_weight)
     x = random_rows(num_rows, 48, torch.bfloat16)
     assert_close(linear(x), x.double() @ weight.double().T + linear.bias.double())
     assert not keep_weight or torch.equal(linear.weight, weight)
@@ -83,7 +88,7 @@ def test_a_product_by_the_kernels_is_that_of_the_weight(
 ) -> None:
     linear = Linear(2 * half_in_size, out_size, bias, dtype)
     fill(linear)
-    x = random_rows(num_rows, 2 * half_in_size, dtype)
+    x = random_rows(num_rows, 2 * half_in_size, activation_dtype(dtype))
     expected = x.double() @ linear.weight.double().T + (0 if linear.bias is None else linear.bias.double())
     linear.pack(layer_kernels())
     assert linear.weight.numel() == 0, "one copy is kept"
@@ -93,7 +98,7 @@ def test_a_product_by_the_kernels_is_that_of_the_weight(
 def test_rows_of_a_wider_tensor_are_multiplied_where_they_lie() -> None:
     linear = Linear(32, 64, bias=False, dtype=torch.bfloat16)
     fill(linear)
-    wide = random_rows(7, 100, torch.bfloat16)
+    wide = random_rows(7, 100, activation_dtype(torch.bfloat16))
     expected = wide[:, 10:42].double() @ linear.weight.double().T
     linear.pack(layer_kernels())
     assert_close(linear(wide[:, 10:42]), expected)
@@ -102,7 +107,9 @@ def test_rows_of_a_wider_tensor_are_multiplied_where_they_lie() -> None:
 def test_the_blocks_of_very_many_rows_are_all_multiplied() -> None:
     linear = Linear(1024, 40, bias=False, dtype=torch.bfloat16)
     fill(linear)
-    x = random_rows(2 * (4 << 20) // 2048 + 100, 1024, torch.bfloat16)  # more than two blocks of kBlockBytes
+    x = random_rows(
+        2 * (4 << 20) // 2048 + 100, 1024, activation_dtype(torch.bfloat16)
+    )  # more than two blocks of kBlockBytes
     expected = torch.nn.functional.linear(x.float(), linear.weight.float()).double()
     linear.pack(layer_kernels())
     assert_close(linear(x), expected)
@@ -113,7 +120,7 @@ def test_the_blocks_of_very_many_rows_are_all_multiplied() -> None:
 def test_a_normed_product_equals_the_product_of_the_normed_rows(num_rows: int, dtype: torch.dtype) -> None:
     linear, norm = Linear(72, 48, bias=False, dtype=dtype), make_norm(72, dtype)
     fill(linear)
-    x = random_rows(num_rows, 72, dtype)
+    x = random_rows(num_rows, 72, activation_dtype(dtype))
     expected = norm(x).double() @ linear.weight.double().T
     linear.pack(layer_kernels())
     before = x.clone()
@@ -131,7 +138,7 @@ def test_a_gated_product_equals_that_of_torch(num_rows: int, size: int, dtype: t
     linear, norm = GatedLinear(64, gate, up, dtype), make_norm(64, dtype)
     fill(linear)
     linear.weight.mul_(0.3)
-    x = random_rows(num_rows, 64, dtype)
+    x = random_rows(num_rows, 64, activation_dtype(dtype))
     plain = linear(x, norm)
     gates, ups = (norm(x).double() @ linear.weight.double().T).chunk(2, dim=1)
     expected = torch.nn.functional.silu(gates) * ups
@@ -139,7 +146,7 @@ def test_a_gated_product_equals_that_of_torch(num_rows: int, size: int, dtype: t
     assert float(gates.max()) > 3
     linear.pack(layer_kernels())
     packed = linear(x, norm)
-    if dtype == torch.float32:
+    if x.dtype == torch.float32:
         assert_close(packed, expected)
         assert_close(plain, expected)
     else:

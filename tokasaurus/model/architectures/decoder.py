@@ -12,7 +12,8 @@ from tokasaurus.model.attention.cpu import CpuBackend
 from tokasaurus.model.compile import Compiler
 from tokasaurus.model.kernels.forward_kernels import PackedLayer, PackedLayers
 from tokasaurus.model.kernels.layer_kernels import LayerKernels
-from tokasaurus.model.kernels.library import load_kernels
+from tokasaurus.model.kernels.library import ACTIVATION_DTYPES, Kernels
+from tokasaurus.model.kernels.product_choice import ALWAYS_KERNELS, ProductChoice
 from tokasaurus.model.layers.attention import Attention
 from tokasaurus.model.layers.embedding import VocabShard
 from tokasaurus.model.layers.linear import Linear
@@ -65,9 +66,9 @@ class DecoderLayer(nn.Module):
         if qkv is None or out is None or gate_up is None or down is None:
             return None
         query_norm, key_norm = (
-            None if norm is None else norm.weight for norm in (attention.query_norm, attention.key_norm)
+            None if norm is None else norm.float_weight for norm in (attention.query_norm, attention.key_norm)
         )
-        norms = (self.attention_norm.weight, self.mlp_norm.weight, query_norm, key_norm)
+        norms = (self.attention_norm.float_weight, self.mlp_norm.float_weight, query_norm, key_norm)
         return PackedLayer(qkv, out, gate_up, down, *norms)
 
     def weight_pieces(self, prefix: str) -> list[WeightPiece]:
@@ -92,7 +93,9 @@ class Decoder(nn.Module):
         self._mesh = mesh
         self._dtype = dtype
         self._rotary: RotaryTable | None = None
+        self.activation_dtype = dtype
         self._packed: PackedLayers | None = None
+        self._choice = ALWAYS_KERNELS
         self._before_attention = DecoderLayer.before_attention
         self._after_attention = DecoderLayer.after_attention
         stage = mesh.stage_layers(info.num_layers)
@@ -112,28 +115,38 @@ class Decoder(nn.Module):
         self._device = device
         self._rotary = RotaryTable(self._info.rope, self._info.head_dim, num_positions, device)
 
-    def pack(self, compiler: Compiler | None = None) -> None:
-        """Once the weights are loaded: lay them out for the device's matrix products, and use the CPU's kernels.
+    def pack(
+        self, kernels: Kernels | None, choice: ProductChoice = ALWAYS_KERNELS, compiler: Compiler | None = None
+    ) -> None:
+        """Once the weights are loaded: lay them out for the device's matrix products.
 
-        compiler: compiles the layers instead; inductor takes weights as they are.
+        kernels: the CPU's, if there are any. choice: between them and torch. compiler: compiles the layers instead;
+        inductor takes weights as they are.
         """
-        kernels = _layer_kernels() if self._device.type == "cpu" else None
+        if kernels is not None and self._dtype in ACTIVATION_DTYPES:
+            activation_dtype = kernels.activation_dtype(self._dtype)
+            if compiler is not None and activation_dtype != self._dtype:
+                kernels = None  # compiled layers compute in the weights' type
+            else:
+                self.activation_dtype = activation_dtype
+        layer_kernels = None if kernels is None else LayerKernels(kernels)
         head = self._head
         if head is not None:
-            head.pack(kernels, keep_weight=head is self.embedding)
+            head.pack(layer_kernels, choice, keep_weight=head is self.embedding)
         if compiler is not None:
             self._before_attention = compiler.compile(DecoderLayer.before_attention)
             self._after_attention = compiler.compile(DecoderLayer.after_attention)
             return
         for module in self.layers.modules():
             if isinstance(module, Linear):
-                module.pack(kernels)
-        if kernels is not None and self._mesh.tp_size == 1:
-            self._packed = self._pack_layers(kernels)
+                module.pack(layer_kernels, choice)
+        if layer_kernels is not None and self._mesh.tp_size == 1:
+            self._packed = self._pack_layers(layer_kernels)
+            self._choice = choice
 
     def runs_on_kernels(self, backend: AttentionBackend) -> bool:
-        """Whether all layers of a forward are one call of the CPU's kernels."""
-        return self._packed is not None and isinstance(backend, CpuBackend)
+        """Whether all layers of any forward are one call of the CPU's kernels."""
+        return self._packed is not None and self._choice.always_kernels and isinstance(backend, CpuBackend)
 
     def _pack_layers(self, kernels: LayerKernels) -> PackedLayers | None:
         packed = [layer.packed() for layer in self._decoder_layers()]
@@ -171,9 +184,10 @@ class Decoder(nn.Module):
         assert self._rotary is not None, "materialize comes first"
         if hidden is None:
             assert self.embedding is not None, "only the first stage embeds"
-            hidden = self.embedding.embed(token_ids)
+            hidden = self.embedding.embed(token_ids).to(self.activation_dtype)
         cos_sin = self._rotary.at(positions)
-        if self._packed is not None and isinstance(backend, CpuBackend):
+        is_one_call = self._packed is not None and self._choice.uses_kernels(hidden.shape[0])
+        if self._packed is not None and is_one_call and isinstance(backend, CpuBackend):
             self._packed.run(hidden, cos_sin, backend.planned)
         else:
             for layer in self._decoder_layers():
@@ -183,7 +197,7 @@ class Decoder(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, E], some rows of what the last stage's `forward` gave -> [R, vocab], in the weights' dtype. The
+        """hidden [R, E], some rows of what the last stage's `forward` gave -> [R, vocab], in hidden's dtype. The
         next call may overwrite them."""
         head = self._head
         assert head is not None, "the last stage has an LM head"
@@ -227,9 +241,3 @@ def _held_elsewhere(piece: WeightPiece) -> WeightPiece:
 
 def _pieces_or_elsewhere(shard: VocabShard | None, source: str, shape: tuple[int, ...]) -> list[WeightPiece]:
     return [WeightPiece(source, shape, (), None)] if shard is None else shard.weight_pieces(source)
-
-
-def _layer_kernels() -> LayerKernels | None:
-    """None where they are not built, or where the processor has matrix units, which only the matrix library uses."""
-    kernels = None if torch.cpu._is_amx_tile_supported() else load_kernels()
-    return None if kernels is None else LayerKernels(kernels)

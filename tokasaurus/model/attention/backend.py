@@ -15,7 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one worker's KV cache holds: its layers and its KV heads only."""
+    """What one worker's KV cache holds: its layers and its KV heads only.
+
+    dtype: of the cache. activation_dtype: of queries, keys and values as they come, and of outputs; None: the same.
+    """
 
     num_layers: int
     num_heads: int
@@ -24,6 +27,11 @@ class KVShape:
     page_size: int
     dtype: torch.dtype
     device: torch.device
+    activation_dtype: torch.dtype | None = None
+
+    @property
+    def query_dtype(self) -> torch.dtype:
+        return self.dtype if self.activation_dtype is None else self.activation_dtype
 
     @property
     def bytes_per_block(self) -> int:

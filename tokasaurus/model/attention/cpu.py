@@ -9,15 +9,17 @@ from torch import Tensor
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
 from tokasaurus.model.kernels import huge_pages
 from tokasaurus.model.kernels.forward_kernels import PagedForwardStruct, PagedPartStruct
-from tokasaurus.model.kernels.library import KERNEL_DTYPES, Kernels
+from tokasaurus.model.kernels.library import ACTIVATION_DTYPES, KV_CACHE_DTYPES, Kernels, cache_type
 
 # T tokens, H query heads, K key/value heads, D head size
 
 
 def why_unfit(shape: KVShape, kernels: Kernels) -> str | None:
     """What about this model or page size the kernels cannot take, in words; None if they can."""
-    if shape.dtype not in KERNEL_DTYPES:
-        return f"dtype {shape.dtype}"
+    if shape.dtype not in KV_CACHE_DTYPES:
+        return f"a KV cache of {shape.dtype}"
+    if shape.query_dtype not in ACTIVATION_DTYPES:
+        return f"dtype {shape.query_dtype}"
     if shape.head_dim % 16 or shape.head_dim > kernels.max_head_dim:
         return f"head size {shape.head_dim} (a multiple of 16, at most {kernels.max_head_dim})"
     if shape.num_heads // shape.num_kv_heads > kernels.max_group:
@@ -49,8 +51,8 @@ class CpuBackend:
         parts = (PagedPartStruct * len(layout.parts))(*map(_struct, layout.parts))
         prefix = None if layout.prefix is None else ctypes.pointer(_struct(layout.prefix))
         self._paged = PagedForwardStruct(
-            *(self._cache.data_ptr(), self._cache[0].numel(), self._shape.page_size, layout.token_places.data_ptr()),
-            *(parts, len(parts), prefix),
+            *(cache_type(self._cache), self._cache.data_ptr(), self._cache[0].numel()),
+            *(self._shape.page_size, layout.token_places.data_ptr(), parts, len(parts), prefix),
         )
 
     @property

@@ -25,8 +25,8 @@ class ReferenceBackend:
         self._token_places = layout.token_places
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
-        self._keys[layer_index, self._token_places] = key
-        self._values[layer_index, self._token_places] = value
+        self._keys[layer_index, self._token_places] = key.to(self._shape.dtype)
+        self._values[layer_index, self._token_places] = value.to(self._shape.dtype)
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
         output = torch.empty(query.shape, dtype=torch.float32 if part.is_partial else query.dtype, device=query.device)

@@ -59,7 +59,7 @@ class TorchBackend:
         shape = self._shape
         for cache, new in ((self._keys, key), (self._values, value)):
             tokens = cache[layer_index].view(shape.num_kv_heads, -1, shape.head_dim)
-            tokens[:, self._token_places] = new.transpose(0, 1)
+            tokens[:, self._token_places] = new.transpose(0, 1).to(cache.dtype)
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
         output = torch.empty(query.shape, dtype=torch.float32 if part.is_partial else query.dtype, device=query.device)
@@ -80,12 +80,16 @@ class TorchBackend:
         num_kv_heads = self._shape.num_kv_heads
         group = num_heads // num_kv_heads
         key = (
-            self._keys[layer_index].index_select(1, bucket.block_table).view(num_kv_heads * num_segments, -1, head_dim)
+            self._keys[layer_index]
+            .index_select(1, bucket.block_table)
+            .view(num_kv_heads * num_segments, -1, head_dim)
+            .to(query.dtype)
         )
         value = (
             self._values[layer_index]
             .index_select(1, bucket.block_table)
             .view(num_kv_heads * num_segments, -1, head_dim)
+            .to(query.dtype)
         )
         # [S, Q, K, G, D] -> [K, S, G, Q, D] -> [K * S, G * Q, D]
         grouped = query.view(num_segments, num_rows, num_kv_heads, group, head_dim).permute(2, 0, 3, 1, 4)

@@ -9,18 +9,16 @@
 constexpr int kUnitsAhead = 2;
 
 // The units of a piece, one after the other.
-template <typename Element>
+template <typename Stored>
 class UnitWalk {
  public:
-  typedef const typename Words<Element>::Word* Pointer;
-
-  UnitWalk(const Problem<Element>& problem, const Piece& piece) : problem_(problem) { start(piece); }
+  UnitWalk(const Problem<Stored>& problem, const Piece& piece) : problem_(problem) { start(piece); }
 
   bool ended() const { return token_ >= end_; }
   int head() const { return head_; }
   int token() const { return token_; }
-  Pointer keys() const { return (Pointer)keys_; }
-  Pointer values() const { return (Pointer)(keys_ + problem_.head_size() / 2); }
+  const Stored* keys() const { return keys_; }
+  const Stored* values() const { return keys_ + problem_.head_size() / 2; }
 
   void start(const Piece& piece) {
     const int64_t page_size = problem_.shape.page_size;
@@ -53,23 +51,23 @@ class UnitWalk {
     keys_ = first_ + *block_ * problem_.shape.num_kv_heads * problem_.head_size() + offset_ * problem_.shape.head_dim;
   }
 
-  const Problem<Element>& problem_;
+  const Problem<Stored>& problem_;
   const int32_t* block_;
-  const Element *first_, *keys_;
+  const Stored *first_, *keys_;
   int64_t offset_;
   int num_heads_, head_, token_, end_;
 };
 
 // N queries for each KV head.
-template <int N, typename Element>
-static void attend_row_of(const Problem<Element>& problem, const Piece& piece, const Piece* next_piece,
-                          Scratch<Element>& scratch) {
-  constexpr int kParts = N <= 3 ? 4 : N <= 6 ? 2 : 1;
-  const int64_t head_dim = problem.shape.head_dim, num_words = head_dim / Words<Element>::kElements;
+template <int N, typename Stored>
+static void attend_row_of(const Problem<Stored>& problem, const Piece& piece, const Piece* next_piece,
+                          Scratch<Stored>& scratch) {
+  constexpr int kSums = N * kGroupVectors, kParts = kSums <= 3 ? 4 : kSums <= 6 ? 2 : 1;
+  const int64_t head_dim = problem.shape.head_dim, num_steps = head_dim / kPair<Stored>;
   const float scale = problem.scale();
   const int visible = problem.visible_to(piece.segment, piece.first_row);
   load_queries(problem, piece, N, scratch);
-  UnitWalk<Element> unit(problem, piece), ahead = unit;
+  UnitWalk<Stored> unit(problem, piece), ahead = unit;
   const auto advance_ahead = [&] {
     ahead.advance();
     if (ahead.ended() && next_piece != nullptr) {
@@ -78,40 +76,40 @@ static void attend_row_of(const Problem<Element>& problem, const Piece& piece, c
     }
   };
   for (int i = 0; i < kUnitsAhead && !ahead.ended(); ++i) advance_ahead();
-  ChunkWords<Element> words, next;
-  words.num_groups = 1;
+  ChunkGroups<Stored> groups, next;
+  groups.num_groups = 1;
   for (; !unit.ended(); unit.advance()) {
-    words.keys[0] = unit.keys();
-    words.values[0] = unit.values();
+    groups.keys[0] = unit.keys();
+    groups.values[0] = unit.values();
     next.keys[0] = ahead.ended() ? unit.keys() : ahead.keys();
     next.values[0] = ahead.ended() ? unit.keys() : ahead.values();
     if (!ahead.ended()) advance_ahead();
     const int first = unit.head() * N;
-    score_groups<N, 1, kParts, Element>(scratch.query + first * head_dim, words.keys, next.keys, num_words,
+    score_groups<N, 1, kParts, Stored>(scratch.query + first * head_dim, groups.keys, next.keys, num_steps,
                                         scratch.scores);
     for (int i = 0; i < N; ++i)
       soften(scratch, first + i, scratch.scores + i * kChunk, std::min(visible - unit.token(), kGroup), kGroup, scale,
              head_dim, scratch.weights + i * kChunk);
     for (int i = 0; i < N; i += kValueQueries)
-      add_chunk<std::min(N, kValueQueries), Element>(std::min(kValueQueries, N - i),
+      add_chunk<std::min(N, kValueQueries), Stored>(std::min(kValueQueries, N - i),
                                                      scratch.output + (first + i) * head_dim,
-                                                     scratch.weights + i * kChunk, words, next, 1, head_dim);
+                                                     scratch.weights + i * kChunk, groups, next, 1, head_dim);
   }
 }
 
 // For up to N queries for each KV head.
-template <int N, typename Element>
-static void attend_row(const Problem<Element>& problem, const Piece& piece, const Piece* next_piece,
-                       Scratch<Element>& scratch) {
+template <int N, typename Stored>
+static void attend_row(const Problem<Stored>& problem, const Piece& piece, const Piece* next_piece,
+                       Scratch<Stored>& scratch) {
   if (problem.group() == N) return attend_row_of<N>(problem, piece, next_piece, scratch);
   if constexpr (N > 1) attend_row<N - 1>(problem, piece, next_piece, scratch);
 }
 
 // One piece of work. next_piece: what this thread does next, or null. partial_output [queries][D], partial_lse [queries]:
 // where the result goes if the piece is not the whole tile.
-template <typename Element>
-static void attend_piece(const Problem<Element>& problem, const Piece& piece, const Piece* next_piece,
-                         float* partial_output, float* partial_lse, Scratch<Element>& scratch) {
+template <typename Stored>
+static void attend_piece(const Problem<Stored>& problem, const Piece& piece, const Piece* next_piece,
+                         float* partial_output, float* partial_lse, Scratch<Stored>& scratch) {
   if (piece.num_rows == 1 && problem.group() <= kScoreQueries)
     attend_row<kScoreQueries>(problem, piece, next_piece, scratch);
   else

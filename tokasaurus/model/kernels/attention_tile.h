@@ -1,11 +1,11 @@
 // The two products of attention over a few blocks, for a handful of queries at a time whose sums stay in registers.
 //
-// A chunk is up to kChunkGroups groups of sixteen tokens, which lie anywhere. Keys of a group are words
-// [D / E][16 tokens], values are words [16 tokens / E][D], E being the elements of a word: in both, sixteen numbers
-// advance with one multiply-add. For each line of a chunk that is used, one of the chunk to come is prefetched.
+// A chunk is up to kChunkGroups groups of sixteen tokens, which lie anywhere. With E = kPair<Stored>, the keys of a group
+// are stored as [D / E][16 tokens][E] and its values as [16 tokens / E][D][E]: in both, a register of neighbouring numbers
+// advances with one multiply-add. For each line of a chunk that is used, one of the chunk to come is prefetched.
 #pragma once
 
-#include "attention_words.h"
+#include "multiply_add.h"
 
 // GCC inlines the inner loops into so large a function that it runs out of registers for their addresses.
 #define TOKA_OWN_FUNCTION __attribute__((noinline)) static
@@ -15,136 +15,138 @@ constexpr int kGroupVectors = kGroup / kLanes;
 constexpr int kChunkGroups = 8;
 constexpr int kChunk = kChunkGroups * kGroup;
 
-// Queries whose scores, or whose outputs in so many vectors of columns, are summed at once: what the registers hold.
-#if defined(__AVX512F__)
-constexpr int kScoreQueries = 12, kValueQueries = 6, kValueVectors = 4;
-#elif defined(__AVX__)
-constexpr int kScoreQueries = 4, kValueQueries = 4, kValueVectors = 2;
-#else
-constexpr int kScoreQueries = 2, kValueQueries = 4, kValueVectors = 2;
-#endif
+// Vectors of sums that the registers hold beside operands.
+constexpr int kMaxSums = kRegisters * 3 / 4;
 
-// Pointers to the words of a chunk's groups, and of those to be prefetched meanwhile.
-template <typename Element>
-struct ChunkWords {
-  typedef typename Words<Element>::Word Word;
-  const Word* keys[kChunkGroups];
-  const Word* values[kChunkGroups];
+// Queries whose scores are summed at once, and whose outputs are, in so many vectors of columns.
+constexpr int kScoreQueries = kMaxSums / (kGroupVectors > 2 ? kGroupVectors : 2);
+constexpr int kValueQueries = 6;
+template <int N>
+constexpr int kValueVectors = 4 * N <= kMaxSums ? 4 : 2;
+
+// A chunk's groups, or those to be prefetched meanwhile.
+template <typename Stored>
+struct ChunkGroups {
+  const Stored* keys[kChunkGroups];
+  const Stored* values[kChunkGroups];
   int num_groups;
 };
 
-// scores[0..N)[16 G) of N queries, as factors [D / E][N][E], against G groups. Sums are kept in S parts, so that no
-// multiply-add waits for the one before it; S divides the words of a key.
-template <int N, int G, int S, typename Element, typename Word = typename Words<Element>::Word>
-TOKA_OWN_FUNCTION void score_groups(const typename Words<Element>::Factor* query, const Word* const* keys,
-                                    const Word* const* next_keys, int64_t num_words, float* scores) {
-  typedef typename Words<Element>::Vector Vector;
-  constexpr int E = Words<Element>::kElements, kVectors = G * kGroupVectors;
+// scores[0..N)[16 G) of N queries, given as [D / E][N][E], against G groups. Sums are kept in S parts, so that no
+// multiply-add waits for the one before it; S divides D / E.
+template <int N, int G, int S, typename Stored>
+TOKA_OWN_FUNCTION void score_groups(const Activation<Stored>* query, const Stored* const* keys,
+                                    const Stored* const* next_keys, int64_t num_steps, float* scores) {
+  constexpr int E = kPair<Stored>, kVectors = G * kGroupVectors;
   Floats total[S][N][kVectors] = {};
-  const Word* from[G];
-  for (int g = 0; g < G; ++g) from[g] = keys[g];
+  const Stored* from[G];
+  repeat<G>([&](auto g) TOKA_LAMBDA { from[g] = keys[g]; });
   // What is prefetched goes group by group: memory likes neighbouring lines.
-  int64_t word = 0;
+  int64_t step = 0;
   for (int part = 0; part < G; ++part) {
-    const Word* ahead = next_keys[part];
-    for (const int64_t end = (part + 1) * num_words / G; word < end; word += S) {
-#pragma GCC unroll 4
-      for (int s = 0; s < S; ++s) {
-        Vector key[kVectors];
-#pragma GCC unroll 8
-        for (int g = 0; g < G; ++g) {
-#pragma GCC unroll 4
-          for (int j = 0; j < kGroupVectors; ++j)
-            key[g * kGroupVectors + j] = load<Vector>(from[g] + (word + s) * kGroup + j * kLanes);
-          __builtin_prefetch(ahead + (s * G + g) * kGroup);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < N; ++i)
-#pragma GCC unroll 8
-          for (int j = 0; j < kVectors; ++j)
-            total[s][i][j] = add_products(total[s][i][j], key[j], query + ((word + s) * N + i) * E);
-      }
-      ahead += S * G * kGroup;
+    const Stored* ahead = next_keys[part];
+    for (const int64_t end = (part + 1) * num_steps / G; step < end; step += S) {
+      repeat<S>([&](auto s) TOKA_LAMBDA {
+        Operand<Stored> key[kVectors];
+        repeat<G>([&](auto g) TOKA_LAMBDA {
+          repeat<kGroupVectors>([&](auto j) TOKA_LAMBDA {
+            key[g * kGroupVectors + j] = load_operand(from[g] + ((step + s) * kGroup + j * kLanes) * E);
+          });
+          __builtin_prefetch(ahead + (s * G + g) * kGroup * E);
+        });
+        repeat<N>([&](auto i) TOKA_LAMBDA {
+          const auto one = spread<Stored>(query + ((step + s) * N + i) * E);
+          repeat<kVectors>([&](auto j) TOKA_LAMBDA { total[s][i][j] = multiply_add(total[s][i][j], one, key[j]); });
+        });
+      });
+      ahead += S * G * kGroup * E;
     }
   }
-#pragma GCC unroll 16
-  for (int i = 0; i < N; ++i)
-#pragma GCC unroll 8
-    for (int j = 0; j < kVectors; ++j) {
+  repeat<N>([&](auto i) TOKA_LAMBDA {
+    repeat<kVectors>([&](auto j) TOKA_LAMBDA {
       Floats sum = total[0][i][j];
-#pragma GCC unroll 4
-      for (int s = 1; s < S; ++s) sum += total[s][i][j];
+      repeat<S - 1>([&](auto s) TOKA_LAMBDA { sum += total[s + 1][i][j]; });
       store(scores + i * kChunk + j * kLanes, sum);
-    }
+    });
+  });
 }
 
 // scores[0..num_queries)[kChunk]. Few queries take more groups at once: no multiply-add waits for the one before it.
-template <int N, typename Element>
-static void score_chunk(int num_queries, const typename Words<Element>::Factor* query,
-                        const ChunkWords<Element>& chunk, const ChunkWords<Element>& next, int num_groups,
-                        int64_t num_words, float* scores) {
+template <int N, typename Stored>
+static void score_chunk(int num_queries, const Activation<Stored>* query, const ChunkGroups<Stored>& chunk,
+                        const ChunkGroups<Stored>& next, int num_groups, int64_t num_steps, float* scores) {
   if (num_queries < N) {
     if constexpr (N > 1)
-      score_chunk<N - 1, Element>(num_queries, query, chunk, next, num_groups, num_words, scores);
+      score_chunk<N - 1, Stored>(num_queries, query, chunk, next, num_groups, num_steps, scores);
     return;
   }
-  constexpr int kMost = kScoreQueries * (kLanes < 16 ? 1 : 2);  // groups times queries
+  constexpr int kMost = kMaxSums / kGroupVectors;  // groups times queries
   constexpr int kAtOnce = kMost / N >= 4 ? 4 : kMost / N >= 2 ? 2 : 1;
   int g = 0;
   for (; g + kAtOnce <= num_groups; g += kAtOnce)
-    score_groups<N, kAtOnce, 1, Element>(query, chunk.keys + g, next.keys + g, num_words, scores + g * kGroup);
+    score_groups<N, kAtOnce, 1, Stored>(query, chunk.keys + g, next.keys + g, num_steps, scores + g * kGroup);
   for (; g < num_groups; ++g)
-    score_groups<N, 1, 1, Element>(query, chunk.keys + g, next.keys + g, num_words, scores + g * kGroup);
+    score_groups<N, 1, 1, Stored>(query, chunk.keys + g, next.keys + g, num_steps, scores + g * kGroup);
 }
 
 // output[0..N)[column..column + kLanes V) += weights[0..N)[kChunk] times the chunk's values.
-template <int N, int V, typename Element, typename Word = typename Words<Element>::Word>
-TOKA_OWN_FUNCTION void add_columns(float* output, const typename Words<Element>::Factor* weights,
-                               const ChunkWords<Element>& chunk, const ChunkWords<Element>& next, int num_groups,
-                               int64_t head_dim, int64_t column) {
-  typedef typename Words<Element>::Vector Vector;
-  constexpr int E = Words<Element>::kElements, kWords = kGroup / E;
+template <int N, int V, typename Stored>
+TOKA_OWN_FUNCTION void add_columns(float* output, const Activation<Stored>* weights, const ChunkGroups<Stored>& chunk,
+                                   const ChunkGroups<Stored>& next, int num_groups, int64_t head_dim, int64_t column) {
+  constexpr int E = kPair<Stored>;
   Floats total[N][V];
-#pragma GCC unroll 8
-  for (int i = 0; i < N; ++i)
-#pragma GCC unroll 8
-    for (int j = 0; j < V; ++j) total[i][j] = load(output + i * head_dim + column + kLanes * j);
+  repeat<N>([&](auto i) TOKA_LAMBDA {
+    repeat<V>([&](auto j) TOKA_LAMBDA { total[i][j] = load(output + i * head_dim + column + kLanes * j); });
+  });
   for (int g = 0; g < num_groups; ++g) {
-    const Word* values = chunk.values[g] + column;
-    const Word* next_values = next.values[g] + column;
-    for (int word = 0; word < kWords; ++word) {
-      Vector value[V];
-#pragma GCC unroll 8
-      for (int j = 0; j < V; ++j) {
-        value[j] = load<Vector>(values + word * head_dim + kLanes * j);
-        __builtin_prefetch(next_values + word * head_dim + kLanes * j);
+    const Stored* values = chunk.values[g] + column * E;
+    const Stored* next_values = next.values[g] + column * E;
+    const Activation<Stored>* group_weights = weights + g * kGroup;
+    for (int step = 0; step < kGroup / E; ++step) {
+      // The fewer of both operands wait in registers.
+      if constexpr (N < V) {
+        Operand<Stored> weight[N];
+        repeat<N>([&](auto i) TOKA_LAMBDA { weight[i] = spread<Stored>(group_weights + i * kChunk); });
+        repeat<V>([&](auto j) TOKA_LAMBDA {
+          const auto value = load_operand(values + kLanes * E * j);
+          __builtin_prefetch(next_values + kLanes * E * j);
+          repeat<N>([&](auto i) TOKA_LAMBDA { total[i][j] = multiply_add(total[i][j], weight[i], value); });
+        });
+      } else {
+        Operand<Stored> value[V];
+        repeat<V>([&](auto j) TOKA_LAMBDA {
+          value[j] = load_operand(values + kLanes * E * j);
+          __builtin_prefetch(next_values + kLanes * E * j);
+        });
+        repeat<N>([&](auto i) TOKA_LAMBDA {
+          const auto weight = spread<Stored>(group_weights + i * kChunk);
+          repeat<V>([&](auto j) TOKA_LAMBDA { total[i][j] = multiply_add(total[i][j], weight, value[j]); });
+        });
       }
-#pragma GCC unroll 8
-      for (int i = 0; i < N; ++i)
-#pragma GCC unroll 8
-        for (int j = 0; j < V; ++j)
-          total[i][j] = add_products(total[i][j], value[j], weights + i * kChunk + g * kGroup + word * E);
+      values += head_dim * E;
+      next_values += head_dim * E;
+      group_weights += E;
     }
   }
-#pragma GCC unroll 8
-  for (int i = 0; i < N; ++i)
-#pragma GCC unroll 8
-    for (int j = 0; j < V; ++j) store(output + i * head_dim + column + kLanes * j, total[i][j]);
+  repeat<N>([&](auto i) TOKA_LAMBDA {
+    repeat<V>([&](auto j) TOKA_LAMBDA { store(output + i * head_dim + column + kLanes * j, total[i][j]); });
+  });
 }
 
 // output[0..num_queries)[head_dim] += weights[0..num_queries)[kChunk] times the chunk's values.
-template <int N, typename Element>
-static void add_chunk(int num_queries, float* output, const typename Words<Element>::Factor* weights,
-                      const ChunkWords<Element>& chunk, const ChunkWords<Element>& next, int num_groups,
+template <int N, typename Stored>
+static void add_chunk(int num_queries, float* output, const Activation<Stored>* weights,
+                      const ChunkGroups<Stored>& chunk, const ChunkGroups<Stored>& next, int num_groups,
                       int64_t head_dim) {
   if (num_queries < N) {
     if constexpr (N > 1)
-      add_chunk<N - 1, Element>(num_queries, output, weights, chunk, next, num_groups, head_dim);
+      add_chunk<N - 1, Stored>(num_queries, output, weights, chunk, next, num_groups, head_dim);
     return;
   }
+  constexpr int V = kValueVectors<N>;
   int64_t column = 0;
-  for (; column + kLanes * kValueVectors <= head_dim; column += kLanes * kValueVectors)
-    add_columns<N, kValueVectors, Element>(output, weights, chunk, next, num_groups, head_dim, column);
+  for (; column + kLanes * V <= head_dim; column += kLanes * V)
+    add_columns<N, V, Stored>(output, weights, chunk, next, num_groups, head_dim, column);
   for (; column < head_dim; column += kLanes)
-    add_columns<N, 1, Element>(output, weights, chunk, next, num_groups, head_dim, column);
+    add_columns<N, 1, Stored>(output, weights, chunk, next, num_groups, head_dim, column);
 }

@@ -43,10 +43,10 @@ static inline int64_t cost(const Piece& tile, const Shape& shape) {
 }
 
 // How the threads share a problem's segments; the queries, the cache and the output may change.
-template <typename Element>
-static Work share_out(const Problem<Element>& problem) {
+template <typename Stored>
+static Work share_out(const Problem<Stored>& problem) {
   const int group = problem.group(), tile_rows = kTileQueries / group, num_kv_heads = int(problem.shape.num_kv_heads);
-  const int64_t run_heads = kRunBytes / int64_t(problem.head_size() * sizeof(Element));
+  const int64_t run_heads = kRunBytes / int64_t(problem.head_size() * sizeof(Stored));
   const int row_heads = group > kScoreQueries ? 1 : std::max(1, std::min({int(run_heads), num_kv_heads, tile_rows}));
   std::vector<Piece> tiles;
   int64_t total = 0;
@@ -88,8 +88,8 @@ static Work share_out(const Problem<Element>& problem) {
 }
 
 // Merges the pieces of a tile into the first one's partial results, and that into the output.
-template <typename Element>
-static void merge_split(const Problem<Element>& problem, const Work& work, const Split& split, float* partial_output,
+template <typename Stored>
+static void merge_split(const Problem<Stored>& problem, const Work& work, const Split& split, float* partial_output,
                         float* partial_lse) {
   const int64_t head_dim = problem.shape.head_dim;
   const Piece& piece = work.pieces[split.first_piece];
@@ -112,14 +112,14 @@ struct Partial {
 
 // work: share_out of the same segments. Static, as all here: a process that loads the library in two builds, as tests do,
 // must not share what depends on the length of vectors.
-template <typename Element>
-static void attend(const Problem<Element>& problem, const Work& work, Partial& partial) {
+template <typename Stored>
+static void attend(const Problem<Stored>& problem, const Work& work, Partial& partial) {
   partial.output.resize(std::max<size_t>(partial.output.size(), work.num_partial * problem.shape.head_dim));
   partial.lse.resize(std::max<size_t>(partial.lse.size(), work.num_partial));
   std::atomic<size_t> num_taken{0};
   const size_t num_pieces = work.pieces.size();
   Team::get().run(work.num_threads, [&] {
-    static thread_local Scratch<Element> scratch;
+    static thread_local Scratch<Stored> scratch;
     size_t index = num_taken++;
     while (index < num_pieces) {
       const size_t next = num_taken++;

@@ -26,8 +26,8 @@ _DIRECTORY = Path(__file__).parent
 PREBUILT = _DIRECTORY / "prebuilt"
 """Where a wheel carries libraries, under `prebuilt_name`."""
 
-_COMPILE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wno-psabi")
-_LINK_FLAGS = ("-shared", "-fopenmp", "-pthread")
+COMPILE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-Wno-psabi")
+_LINK_FLAGS = ("-shared", "-pthread")
 _EXPORTED = "toka_*"
 """Only these functions are seen from outside. Else two of the libraries in one process would share variables."""
 
@@ -56,7 +56,7 @@ class Library:
         return f"{self.name}-{_digest(*self._parts(), *_native_tuning(), *compiler, version, machine())}"
 
     def _parts(self) -> list[str]:
-        flags = (*_COMPILE_FLAGS, *_LINK_FLAGS, _EXPORTED, *self.compiler_flags)
+        flags = (*COMPILE_FLAGS, *_LINK_FLAGS, _EXPORTED, *self.compiler_flags)
         return [*flags, *(path.read_text() for path in (*self.sources, *sorted(_DIRECTORY.glob("*.h"))))]
 
 
@@ -109,7 +109,7 @@ def compile_library(
     # Not beside `to`: what compilers of a killed process still write is nobody's.
     with tempfile.TemporaryDirectory(prefix="toka-kernels-") as scratch:
         objects = [Path(scratch) / f"{source.stem}.o" for source in library.sources]
-        compile_command = [*compiler, *_COMPILE_FLAGS, *library.compiler_flags, *tuning]
+        compile_command = [*compiler, *COMPILE_FLAGS, *library.compiler_flags, *tuning]
         commands = [
             [*compile_command, "-c", str(source), "-o", str(object_file)]
             for source, object_file in zip(library.sources, objects, strict=True)

@@ -2,14 +2,18 @@
 // it where rows are few.
 
 #include "attention_layout.h"
+#include "element_type.h"
+#include "gemm.h"
 #include "kv_write.h"
-#include "products.h"
+#include "phases.h"
+#include "rms_norm.h"
+#include "threads.h"
 
-// One layer as forward_kernels.PackedLayers holds it. Norms' weights are of the weights' type; the query and key norms,
-// [head_dim], are null where the model has none.
+// One layer as forward_kernels.PackedLayers holds it. Norms' weights are float32; the query and key norms, [head_dim], are
+// null where the model has none.
 struct PackedLayer {
   PackedWeights qkv, out, gate_up, down;
-  const void *attention_norm, *mlp_norm, *query_norm, *key_norm;
+  const float *attention_norm, *mlp_norm, *query_norm, *key_norm;
   int64_t num_query_heads, num_kv_heads, head_dim;
   double eps;
 };
@@ -21,11 +25,11 @@ template <typename Element>
 void rotate(Element* head, int64_t head_dim, const float* cos_sin) {
   const int64_t half = head_dim / 2;
   int64_t i = 0;
-  for (; i + 16 <= half; i += 16) {
-    const f32x16 cos = load16(cos_sin + i), sin = load16(cos_sin + half + i);
-    const f32x16 first = load16(head + i), second = load16(head + half + i);
-    store_rounded(head + i, first * cos - second * sin);
-    store_rounded(head + half + i, second * cos + first * sin);
+  for (; i + kLanes <= half; i += kLanes) {
+    const Floats cos = load(cos_sin + i), sin = load(cos_sin + half + i);
+    const Floats first = load(head + i), second = load(head + half + i);
+    store(head + i, first * cos - second * sin);
+    store(head + half + i, second * cos + first * sin);
   }
   for (; i < half; ++i) {
     const float first = to_float(head[i]), second = to_float(head[half + i]);
@@ -34,64 +38,89 @@ void rotate(Element* head, int64_t head_dim, const float* cos_sin) {
   }
 }
 
-// Norms and rotates queries and keys, and stores keys and values, of the rows that are no padding. heads [num_rows, query, key and value heads, head_dim];
-// cos_sin [num_rows, head_dim].
-template <typename Element>
-void place_heads(const PackedLayer& layer, const CacheLayer<Element>& cache, const int64_t* token_places,
+// Norms and rotates queries and keys, and stores keys and values, of the rows that are no padding.
+// heads [num_rows, query, key and value heads, head_dim]; cos_sin [num_rows, head_dim].
+template <typename Stored, typename Element>
+void rotate_and_store_heads(const PackedLayer& layer, const CacheLayer<Stored>& cache, const int64_t* kv_indices,
                  int64_t num_rows, const float* cos_sin, Element* heads) {
   constexpr int64_t kRows = 16;   // of one thread at a time
-  constexpr int64_t kAhead = 2;  // rows whose places in the cache are on their way
+  constexpr int64_t kAhead = 2;  // rows whose memory in the cache is on its way
   const PhaseTimer timer(kHeads);
   const int64_t head_dim = layer.head_dim, num_rotated = layer.num_query_heads + layer.num_kv_heads;
   Team::get().share(num_rows, kRows, [&](int64_t row) {
-    if (row + kAhead < num_rows) cache.prefetch(token_places[row + kAhead]);
+    if (row + kAhead < num_rows) cache.prefetch(kv_indices[row + kAhead]);
     Element* own = heads + row * layer.qkv.out_size;
     for (int64_t index = 0; index < num_rotated; ++index) {
       Element* head = own + index * head_dim;
-      const void* norm = index < layer.num_query_heads ? layer.query_norm : layer.key_norm;
-      if (norm != nullptr) rms_norm(head, (const Element*)norm, float(layer.eps), head_dim, head);
+      const float* norm = index < layer.num_query_heads ? layer.query_norm : layer.key_norm;
+      if (norm != nullptr) rms_norm(head, norm, float(layer.eps), head_dim, head);
       rotate(head, head_dim, cos_sin + row * head_dim);
     }
-    cache.write(token_places[row], own + layer.num_query_heads * head_dim, own + num_rotated * head_dim);
+    cache.write(kv_indices[row], own + layer.num_query_heads * head_dim, own + num_rotated * head_dim);
   });
 }
 
 template <typename Element>
+std::vector<Element>& layer_scratch() {
+  static std::vector<Element> memory;
+  return memory;
+}
+
+// Elements of one row of heads, what they attended to, and the MLP's gated values.
+int64_t scratch_row_size(const PackedLayer& layer) {
+  return layer.qkv.out_size + layer.out.in_size + layer.gate_up.out_size;
+}
+
+template <typename Weight, typename Stored>
 void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward& forward, int64_t num_rows,
-                const float* cos_sin, Element* hidden) {
+                const float* cos_sin, Activation<Weight>* hidden) {
+  typedef Activation<Weight> Element;
   const PackedLayer& first = layers[0];
   const Shape shape{first.num_query_heads, first.num_kv_heads, first.head_dim, forward.page_size};
-  const int64_t hidden_size = first.out.out_size, query_size = first.out.in_size, inner_size = first.gate_up.out_size;
-  static std::vector<Element> memory;
-  Element* heads = scratch(memory, num_rows * (first.qkv.out_size + query_size + inner_size));
+  const int64_t hidden_size = first.out.out_size, query_size = first.out.in_size;
+  Element* heads = scratch(layer_scratch<Element>(), num_rows * scratch_row_size(first));
   Element* attended = heads + num_rows * first.qkv.out_size;
   Element* inner = attended + num_rows * query_size;
-  LayoutAttention<Element> attention(forward, shape, heads, first.qkv.out_size, attended);
+  constexpr bool kIsBfloat16 = std::is_same_v<Element, bfloat16>;
+  LayoutAttention<Stored> attention(forward, shape, kIsBfloat16, heads, first.qkv.out_size, attended);
   std::fill(attended, inner, Element{});  // rows of padding are in no part
   for (int64_t index = 0; index < num_layers; ++index) {
     const PackedLayer& layer = layers[index];
-    const CacheLayer<Element> cache{(Element*)forward.cache + index * forward.layer_size, shape.num_kv_heads,
-                                    shape.head_dim, shape.page_size};
-    multiply<Element>({layer.qkv, hidden, hidden_size, num_rows, nullptr, heads}, layer.attention_norm, layer.eps);
+    const CacheLayer<Stored> cache{(Stored*)forward.cache + index * forward.layer_size, shape.num_kv_heads,
+                                   shape.head_dim, shape.page_size};
+    multiply<Weight>({layer.qkv, hidden, hidden_size, num_rows, nullptr, heads}, layer.attention_norm, layer.eps);
     // Every row's keys and values, before any row attends: a row may read blocks that another row of this forward fills.
-    place_heads(layer, cache, forward.token_places, attention.num_rows(), cos_sin, heads);
+    rotate_and_store_heads(layer, cache, forward.kv_indices, attention.num_rows(), cos_sin, heads);
     attention.run(index);
-    multiply<Element>({layer.out, attended, query_size, num_rows, hidden, hidden}, nullptr, 0);
-    multiply<Element>({layer.gate_up, hidden, hidden_size, num_rows, nullptr, inner}, layer.mlp_norm, layer.eps);
-    multiply<Element>({layer.down, inner, inner_size, num_rows, hidden, hidden}, nullptr, 0);
+    multiply<Weight>({layer.out, attended, query_size, num_rows, hidden, hidden}, nullptr, 0);
+    multiply<Weight>({layer.gate_up, hidden, hidden_size, num_rows, nullptr, inner}, layer.mlp_norm, layer.eps);
+    multiply<Weight>({layer.down, inner, layer.down.in_size, num_rows, hidden, hidden}, nullptr, 0);
   }
 }
 
 }  // namespace
 
-extern "C" {
-
 // hidden [num_rows, hidden size] through the layers, in place.
-void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward, int64_t num_rows,
-                     const float* cos_sin, void* hidden) {
-  if (layers->qkv.is_bfloat16)
-    run_layers(layers, num_layers, *forward, num_rows, cos_sin, (bfloat16*)hidden);
-  else
-    run_layers(layers, num_layers, *forward, num_rows, cos_sin, (float*)hidden);
+TOKA_EXPORT void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward,
+                                 int64_t num_rows, const float* cos_sin, void* hidden) {
+  with_stored_type(forward->cache_type, [&](auto* stored) {
+    typedef Pointee<decltype(stored)> Stored;
+    if (layers->qkv.is_bfloat16)
+      run_layers<bfloat16, Stored>(layers, num_layers, *forward, num_rows, cos_sin, (Activation<bfloat16>*)hidden);
+    else
+      run_layers<float, Stored>(layers, num_layers, *forward, num_rows, cos_sin, (float*)hidden);
+  });
 }
+
+// Gets the memory that forwards of up to num_rows rows through these layers keep between calls, and touches it.
+TOKA_EXPORT void toka_reserve_forward(const PackedLayer* layers, int64_t num_rows) {
+  const auto reserve = [&](auto* element) {
+    typedef Pointee<decltype(element)> Element;
+    scratch(layer_scratch<Element>(), num_rows * scratch_row_size(*layers));
+    reserve_normed_rows<Element>(num_rows, layers->qkv.in_size);
+  };
+  if (layers->qkv.is_bfloat16)
+    reserve((Activation<bfloat16>*)nullptr);
+  else
+    reserve((float*)nullptr);
 }

@@ -27,9 +27,10 @@ class PagedForwardStruct(ctypes.Structure):
     """PagedForward of attention_layout.h."""
 
     _fields_ = (
+        ("cache_type", ctypes.c_int64),
         ("cache", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("layer_size", "page_size")),
-        ("token_places", ctypes.c_void_p),
+        ("kv_indices", ctypes.c_void_p),
         ("parts", ctypes.POINTER(PagedPartStruct)),
         ("num_parts", ctypes.c_int64),
         ("prefix", ctypes.POINTER(PagedPartStruct)),
@@ -51,7 +52,7 @@ class _PackedLayerStruct(ctypes.Structure):
 class PackedLayer:
     """One decoder layer's weights.
 
-    attention_norm, mlp_norm: weights [E]. query_norm, key_norm: weights [D] of norms over each head, or None.
+    attention_norm, mlp_norm: weights, float32 [E]. query_norm, key_norm: float32 [D], of norms over each head, or None.
     """
 
     qkv: PackedWeights
@@ -91,13 +92,19 @@ class PackedLayers:
         self._structs = (_PackedLayerStruct * len(structs))(*structs)
 
     def run(self, hidden: Tensor, cos_sin: Tensor, paged: PagedForwardStruct) -> None:
-        """hidden [T, E], contiguous, through all layers, in place; cos_sin float32 [T, 1, D], from RotaryTable.
+        """hidden [T, E], contiguous, of the activation dtype, through all layers, in place.
 
-        paged: the cache, of as many layers, and the planned layout of these T tokens.
+        cos_sin: float32 [T, 1, D], from RotaryTable. paged: the cache, of as many layers, and the planned layout of
+        these T tokens.
         """
         assert hidden.is_contiguous()
+        assert hidden.dtype == self._layers[0].qkv.activation_dtype
         assert cos_sin.is_contiguous()
         self._kernels.run_layers(
             *(ctypes.addressof(self._structs), len(self._structs), ctypes.addressof(paged)),
             *(hidden.shape[0], cos_sin.data_ptr(), hidden.data_ptr()),
         )
+
+    def reserve(self, num_rows: int) -> None:
+        """Get the memory that forwards of up to num_rows tokens keep between calls, and touch it."""
+        self._kernels.reserve_forward(ctypes.addressof(self._structs), num_rows)

@@ -2,6 +2,7 @@
 costs a tenth of the time."""
 
 import contextlib
+import math
 import mmap
 
 import torch
@@ -21,16 +22,17 @@ def allocate(num_bytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
 
 
-class HugePageCopies:
-    """Copies of tensors, one behind the other, so that small ones share pages. Freed with the last of the copies."""
+class HugePageTensors:
+    """Tensors one behind the other, so that small ones share pages. Freed with the last of them."""
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy, aligned to 64 bytes."""
-        if tensor.nbytes > len(self._rest):
-            self._rest = allocate(max(tensor.nbytes, _CHUNK_BYTES))
-        place = self._rest[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        self._rest = self._rest[-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT :]
-        return place.copy_(tensor)
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor, aligned to 64 bytes."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > len(self._rest):
+            self._rest = allocate(max(num_bytes, _CHUNK_BYTES))
+        memory = self._rest[:num_bytes]
+        self._rest = self._rest[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
+        return memory.view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""Weights packed for the kernels, and products with them (kernels/linear.cpp)."""
+"""Weights packed for the kernels, and products with them (kernels/gemm.cpp)."""
 
 import ctypes
 
@@ -6,17 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tokasaurus.model.kernels.huge_pages import HugePageCopies
-from tokasaurus.model.kernels.library import KERNEL_DTYPES, Kernels
+from tokasaurus.model.kernels.huge_pages import HugePageTensors
+from tokasaurus.model.kernels.library import ACTIVATION_DTYPES, Kernels
 
 # T tokens, E input size, O output size
 
-_PANEL = 32
-"""Outputs of a panel: kPanel of tiles.h."""
-
 
 class PackedWeightsStruct(ctypes.Structure):
-    """PackedWeights of products.h."""
+    """PackedWeights of gemm.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("is_bfloat16", "in_size", "out_size", "is_gated")),
@@ -28,15 +25,21 @@ class LayerKernels:
     """The functions over packed weights, bound, and the memory of these."""
 
     def __init__(self, kernels: Kernels) -> None:
-        self.weights = HugePageCopies()
+        self.weights = HugePageTensors()
+        self.panel_size = kernels.panel_size
+        self.activation_dtype = kernels.activation_dtype
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         library = kernels.library
+        self.pack = library.toka_pack
+        self.pack.argtypes = [pointer, pointer, pointer]
         self.multiply = library.toka_multiply
         self.multiply.argtypes = [pointer, pointer, integer, integer, pointer, ctypes.c_double, pointer]
         self.embed = library.toka_embed
         self.embed.argtypes = [pointer, pointer, integer, pointer]
         self.run_layers = library.toka_run_layers
         self.run_layers.argtypes = [pointer, integer, pointer, integer, pointer, pointer]
+        self.reserve_forward = library.toka_reserve_forward
+        self.reserve_forward.argtypes = [pointer, integer]
 
 
 class PackedWeights:
@@ -47,14 +50,17 @@ class PackedWeights:
 
     def __init__(self, kernels: LayerKernels, weight: Tensor, bias: Tensor | None, is_gated: bool = False) -> None:
         assert takes(weight)
+        assert bias is None or not is_gated, "no model has such a product"
         self._kernels = kernels
-        self._dtype = weight.dtype
+        self.activation_dtype = kernels.activation_dtype(weight.dtype)
         self._in_size = weight.shape[1]
         self._out_size = weight.shape[0] // 2 if is_gated else weight.shape[0]
-        pair = 2 if weight.dtype == torch.bfloat16 else 1
-        ordered = _in_panels(weight, is_gated)  # [panels, 32, E]
-        self._panels = kernels.weights.copy(ordered.view(len(ordered), _PANEL, -1, pair).transpose(1, 2))
-        self._bias = None if bias is None else _in_panels(bias.unsqueeze(1), is_gated).contiguous()
+        panel_width = kernels.panel_size // 2 if is_gated else kernels.panel_size  # outputs of a panel
+        num_panels = -(-self._out_size // panel_width)
+        self._panels = kernels.weights.empty((num_panels * kernels.panel_size, self._in_size), weight.dtype)
+        self._bias: Tensor | None = None
+        if bias is not None:
+            self._bias = functional.pad(bias.float(), (0, -self._out_size % panel_width))
         self.struct = PackedWeightsStruct(
             weight.dtype == torch.bfloat16,
             self._in_size,
@@ -63,13 +69,16 @@ class PackedWeights:
             self._panels.data_ptr(),
             _pointer(self._bias),
         )
+        plain = weight.contiguous()
+        kernels.pack(ctypes.byref(self.struct), plain.data_ptr(), self._panels.data_ptr())
 
     def multiply(self, x: Tensor, norm: tuple[Tensor, float] | None = None, out: Tensor | None = None) -> Tensor:
-        """x [T, E], rows may be apart -> [T, O]. norm: weight [E] and epsilon of an RMS norm that x passes first.
-        out: a contiguous [T, O] to fill and return."""
+        """x [T, E] in the activation dtype, rows may be apart -> [T, O]. norm: weight, float32 [E], and epsilon of an
+        RMS norm that x passes first. out: a contiguous [T, O] to fill and return."""
         assert x.stride(1) == 1
+        assert x.dtype == self.activation_dtype
         if out is None:
-            out = torch.empty((x.shape[0], self._out_size), dtype=self._dtype)
+            out = torch.empty((x.shape[0], self._out_size), dtype=self.activation_dtype)
         norm_weight, eps = (None, 0.0) if norm is None else norm
         self._kernels.multiply(
             *(ctypes.byref(self.struct), x.data_ptr(), x.stride(0), x.shape[0]),
@@ -78,8 +87,8 @@ class PackedWeights:
         return out
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Rows of the weight: indices int64 [T] -> [T, E]. Not for gated weights."""
-        out = torch.empty((len(indices), self._in_size), dtype=self._dtype)
+        """Rows of the weight in the activation dtype: indices int64 [T] -> [T, E]. Not for gated weights."""
+        out = torch.empty((len(indices), self._in_size), dtype=self.activation_dtype)
         self._kernels.embed(ctypes.byref(self.struct), indices.data_ptr(), len(indices), out.data_ptr())
         return out
 
@@ -87,15 +96,7 @@ class PackedWeights:
 def takes(weight: Tensor) -> bool:
     """Whether the kernels multiply by this weight [O, E]."""
     in_whole_pairs = weight.dtype == torch.float32 or weight.shape[1] % 2 == 0
-    return weight.device.type == "cpu" and weight.dtype in KERNEL_DTYPES and in_whole_pairs
-
-
-def _in_panels(weight: Tensor, is_gated: bool) -> Tensor:
-    """[O, E] -> [panels, 32, E], padded with zeros; of gated weights, half of each panel is gates, half ups."""
-    halves = weight.view(2 if is_gated else 1, -1, weight.shape[1])
-    width = _PANEL // len(halves)
-    padded = functional.pad(halves, (0, 0, 0, -halves.shape[1] % width))
-    return padded.view(len(halves), -1, width, weight.shape[1]).transpose(0, 1).reshape(-1, _PANEL, weight.shape[1])
+    return weight.device.type == "cpu" and weight.dtype in ACTIVATION_DTYPES and in_whole_pairs
 
 
 def _pointer(tensor: Tensor | None) -> int:

@@ -1,4 +1,4 @@
-"""The C++ kernels as Python calls them, with torch tensors. They share torch's OpenMP threads."""
+"""The C++ kernels as Python calls them, with torch tensors."""
 
 import ctypes
 import functools
@@ -15,7 +15,21 @@ from tokasaurus.model.kernels.isa import PLAIN_TORCH, choose_set
 
 logger = logging.getLogger(__name__)
 
-KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
+"""Of weights, activations and logits."""
+
+KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of the KV caches that the kernels read. In the order of ElementType in element_type.h."""
+
+
+def cache_type(cache: Tensor) -> int:
+    """The ElementType of element_type.h."""
+    return KV_CACHE_DTYPES.index(cache.dtype)
+
+
+def _activation_type(tensor: Tensor) -> int:
+    """The same of activations and logits, which are never float16."""
+    return ACTIVATION_DTYPES.index(tensor.dtype)
 
 
 class LogitRulesStruct(ctypes.Structure):
@@ -45,26 +59,41 @@ class Kernels:
     """The functions of the built library. Tensors are on the CPU; shapes are the caller's to get right."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._library = ctypes.CDLL(str(path))
-        for name in ("toka_max_head_dim", "toka_max_group"):
+        constants = ("toka_max_head_dim", "toka_max_group", "toka_panel_size", "toka_has_bfloat16_arithmetic")
+        for name in constants:
             getattr(self._library, name).restype = ctypes.c_int64
         self.max_head_dim: int = self._library.toka_max_head_dim()
         self.max_group: int = self._library.toka_max_group()
+        self.panel_size: int = self._library.toka_panel_size()
+        self.has_bfloat16_arithmetic = bool(self._library.toka_has_bfloat16_arithmetic())
+        self.set_num_threads(torch.get_num_threads())
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         self._library.toka_attend.argtypes = [
-            *(integer, pointer, integer, pointer, pointer, pointer, pointer, *(integer,) * 4)
+            *(integer, integer, pointer, integer, pointer, pointer, pointer, pointer, *(integer,) * 4)
         ]
         self._library.toka_attend_layout.argtypes = [
             *(integer, pointer, integer, pointer, pointer, integer, integer, integer, integer, integer)
         ]
         self._library.toka_merge.argtypes = [integer, *(pointer,) * 5, integer, integer]
         self._library.toka_write_kv.argtypes = [
-            *(integer, pointer, pointer, integer, integer, pointer, integer, pointer, integer, integer, integer)
+            *(integer, integer, pointer, pointer, integer, integer, pointer, integer, pointer, *(integer,) * 3)
         ]
         self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 10]
         self._library.toka_score.argtypes = [
             *(integer, pointer, integer, integer, pointer, pointer, pointer, integer, pointer, pointer)
         ]
+
+    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        """Of what products read and write beside weights of weight_dtype."""
+        if weight_dtype == torch.bfloat16 and not self.has_bfloat16_arithmetic:
+            return torch.float32
+        return weight_dtype
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """Threads of all kernels from now on."""
+        self._library.toka_set_num_threads(ctypes.c_int64(num_threads))
 
     def attend(
         self, query: Tensor, cache: Tensor, part: ctypes.Structure, is_partial: bool, page_size: int
@@ -77,8 +106,9 @@ class Kernels:
         output = torch.empty((num_rows, num_heads, head_dim), dtype=output_dtype)
         lse = torch.empty((num_rows, num_heads), dtype=torch.float32)
         self._library.toka_attend(
-            *(query.dtype == torch.bfloat16, query.data_ptr(), query.stride(0), output.data_ptr(), lse.data_ptr()),
-            *(cache.data_ptr(), ctypes.addressof(part), num_heads, cache.shape[1], head_dim, page_size),
+            *(_activation_type(query), cache_type(cache), query.data_ptr(), query.stride(0)),
+            *(output.data_ptr(), lse.data_ptr(), cache.data_ptr(), ctypes.addressof(part)),
+            *(num_heads, cache.shape[1], head_dim, page_size),
         )
         return output, lse
 
@@ -89,7 +119,7 @@ class Kernels:
         assert query.stride()[1:] == (head_dim, 1), "a row's heads lie together"
         output = torch.empty((num_rows, num_heads, head_dim), dtype=query.dtype)
         self._library.toka_attend_layout(
-            *(query.dtype == torch.bfloat16, query.data_ptr(), query.stride(0), output.data_ptr()),
+            *(_activation_type(query), query.data_ptr(), query.stride(0), output.data_ptr()),
             *(ctypes.addressof(forward), layer_index, num_rows, num_heads, num_kv_heads, head_dim),
         )
         return output
@@ -100,18 +130,25 @@ class Kernels:
         num_rows, num_heads, head_dim = first[0].shape
         output = torch.empty((num_rows, num_heads, head_dim), dtype=dtype)
         self._library.toka_merge(
-            *(dtype == torch.bfloat16, first[0].data_ptr(), first[1].data_ptr()),
+            *(_activation_type(output), first[0].data_ptr(), first[1].data_ptr()),
             *(second[0].data_ptr(), second[1].data_ptr(), output.data_ptr(), num_rows * num_heads, head_dim),
         )
         return output
 
-    def write_kv(self, key: Tensor, value: Tensor, token_places: Tensor, cache: Tensor, page_size: int) -> None:
-        """key and value [T, K, D] (rows may be apart) into one layer's cache."""
+    def write_kv(self, key: Tensor, value: Tensor, kv_indices: Tensor, cache: Tensor, page_size: int) -> None:
+        """key and value [T, K, D] (rows may be apart) into one layer's cache, at kv_indices int64 [T]."""
         num_tokens, num_kv_heads, head_dim = key.shape
         assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1), "a row's heads lie together"
         self._library.toka_write_kv(
-            *(key.dtype == torch.bfloat16, key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)),
-            *(token_places.data_ptr(), num_tokens, cache.data_ptr()),
+            *(
+                _activation_type(key),
+                cache_type(cache),
+                key.data_ptr(),
+                value.data_ptr(),
+                key.stride(0),
+                value.stride(0),
+            ),
+            *(kv_indices.data_ptr(), num_tokens, cache.data_ptr()),
             *(num_kv_heads, head_dim, page_size),
         )
 
@@ -155,7 +192,7 @@ class Kernels:
             assert top[1].shape[1] <= vocab_size, "so many tokens there are"
             top_struct = TopLogprobsStruct(top[1].shape[1], *(tensor.data_ptr() for tensor in top))
         self._library.toka_sample(
-            *(logits.dtype == torch.bfloat16, logits.data_ptr(), num_rows, vocab_size),
+            *(_activation_type(logits), logits.data_ptr(), num_rows, vocab_size),
             *(tensor.data_ptr() for tensor in (*limits, noise_keys)),
             *(None if struct is None else ctypes.addressof(struct) for struct in (rules, masks_struct)),
             *(tokens.data_ptr(), 0 if logprobs is None else logprobs.data_ptr()),
@@ -169,7 +206,7 @@ class Kernels:
         num_rows, vocab_size = logits.shape
         assert top_ids.shape[1] <= vocab_size, "so many tokens there are"
         self._library.toka_score(
-            *(logits.dtype == torch.bfloat16, logits.data_ptr(), num_rows, vocab_size),
+            *(_activation_type(logits), logits.data_ptr(), num_rows, vocab_size),
             *(target_ids.data_ptr(), logprobs.data_ptr(), ranks.data_ptr()),
             *(top_ids.shape[1], top_ids.data_ptr(), top_logprobs.data_ptr()),
         )

@@ -6,42 +6,40 @@
 #include <utility>
 #include <vector>
 
-#include "vectors.h"
+#include "simd_math.h"
 
 // -inf behind the row's end.
 template <typename Element>
-static inline f32x16 load_row(const Element* row, int64_t token, int64_t vocab_size) {
-  if (token + 16 <= vocab_size) return load16(row + token);
-  f32x16 x = splat(-INFINITY);
+static inline Floats load_row(const Element* row, int64_t token, int64_t vocab_size) {
+  if (token + kLanes <= vocab_size) return load(row + token);
+  Floats x = splat(-INFINITY);
   for (int64_t lane = 0; token + lane < vocab_size; ++lane) x[lane] = to_float(row[token + lane]);
   return x;
 }
 
-// The sum of e^(logit * scale - largest), whose terms go to `terms` where that is not null, padded to whole sixteens.
+// The sum of e^(logit * scale - largest), whose terms go to `terms` where that is not null, padded to whole vectors.
 template <typename Element>
 float sum_exp(const Element* row, int64_t vocab_size, float scale, float largest, float* terms) {
-  f32x16 total = {};
-  for (int64_t token = 0; token < vocab_size; token += 16) {
-    const f32x16 term = exp_nonpositive(load_row(row, token, vocab_size) * scale - largest);
+  Floats total = {};
+  for (int64_t token = 0; token < vocab_size; token += kLanes) {
+    const Floats term = exp_nonpositive(load_row(row, token, vocab_size) * scale - largest);
     total += term;
-    if (terms != nullptr) store16(terms + token, term);
+    if (terms != nullptr) store(terms + token, term);
   }
-  return sum16(total);
+  return sum(total);
 }
 
 // No more than the count-th largest of `values`, and hardly less; -inf where fewer are larger than -inf, or numbers at all.
-// By bisection, which takes a few passes; num_values: whole sixteens.
+// By bisection, which takes a few passes; num_values: whole vectors.
 static inline float nearly_kth(const float* values, int64_t num_values, int64_t count) {
   const auto num_above = [=](float bar) {  // or at it
-    i32x16 num = {};
-    for (int64_t i = 0; i < num_values; i += 16) num -= load16(values + i) >= bar;
-    int64_t total = 0;
-    for (int lane = 0; lane < 16; ++lane) total += num[lane];
-    return total;
+    Ints num = {};
+    for (int64_t i = 0; i < num_values; i += kLanes) num -= load(values + i) >= bar;
+    return sum(num);
   };
   float below = INFINITY, above = -INFINITY;  // of what is sought
   for (int64_t i = 0; i < num_values; ++i) {
-    above = larger(values[i], above);
+    above = max(values[i], above);
     if (values[i] > -INFINITY && values[i] < below) below = values[i];
   }
   if (num_above(below) < count) return -INFINITY;
@@ -67,8 +65,8 @@ void find_largest(const Element* row, int64_t vocab_size, int64_t count, int32_t
   std::fill(largest, largest + kColumns, -INFINITY);
   for (int64_t line = 0; line < vocab_size; line += kColumns) {
     const int64_t end = std::min(kColumns, vocab_size - line);
-    for (int64_t column = 0; column < end; column += 16)
-      store16(largest + column, greater(load16(largest + column), load_row(row, line + column, vocab_size)));
+    for (int64_t column = 0; column < end; column += kLanes)
+      store(largest + column, max(load(largest + column), load_row(row, line + column, vocab_size)));
   }
   const float least = nearly_kth(largest, kColumns, count);
   found.clear();

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "vectors.h"
+#include "simd.h"
 
 // As RuledRows in logit_rules.py has them, A of them, the place of a row's among them in rule_of_row, -1 where it has none.
 struct LogitRules {

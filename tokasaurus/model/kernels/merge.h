@@ -3,21 +3,21 @@
 
 #include <cmath>
 
-#include "rounding.h"
+#include "simd.h"
 
 // output [head_dim] over both parts, each an output [head_dim] and its lse, -inf where nothing is seen of it. Returns
 // the lse over both. The output may lie where an input does.
 template <typename Element>
 static inline float merge_parts(const float* first, float first_lse, const float* second, float second_lse,
                                 Element* output, int64_t head_dim) {
-  const float largest = larger(first_lse, second_lse);
+  const float largest = max(first_lse, second_lse);
   // If neither is seen, any finite number in place of -inf makes both weights 0.
   const float from = largest == -INFINITY ? 0.0f : largest;
   const float first_weight = std::exp(first_lse - from), second_weight = std::exp(second_lse - from);
   const float total = first_weight + second_weight;
   const float inverse = total == 0 ? 0.0f : 1.0f / total;
   const float first_share = first_weight * inverse, second_share = second_weight * inverse;
-  for (int64_t d = 0; d < head_dim; d += 16)
-    store_rounded(output + d, load16(first + d) * first_share + load16(second + d) * second_share);
+  for (int64_t d = 0; d < head_dim; d += kLanes)
+    store(output + d, load(first + d) * first_share + load(second + d) * second_share);
   return from + std::log(total);
 }

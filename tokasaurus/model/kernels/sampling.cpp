@@ -9,45 +9,46 @@
 #include <numeric>
 #include <vector>
 
+#include "element_type.h"
 #include "logit_rows.h"
 #include "logit_rules.h"
 #include "phases.h"
 #include "threads.h"
 #include "token_masks.h"
-#include "vectors.h"
+#include "simd.h"
 
 namespace {
 
 constexpr float kLargestNoise = 22.88f;  // -log(2^-33)
 
-static inline u32x16 mix32(u32x16 x) {
+static inline UInts mix32(UInts x) {
   x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
   x = (x ^ (x >> 13)) * 0xC2B2AE35u;
   return x ^ (x >> 16);
 }
 
-static inline f32x16 uniform(u32x16 token_ids, uint32_t first_key, uint32_t second_key) {
-  const u32x16 hashed = mix32(mix32(token_ids * 0x9E3779B1u + first_key) ^ second_key);
-  return (__builtin_convertvector(hashed, f32x16) + 0.5f) * 0x1p-32f;
+static inline Floats uniform(UInts token_ids, uint32_t first_key, uint32_t second_key) {
+  const UInts hashed = mix32(mix32(token_ids * 0x9E3779B1u + first_key) ^ second_key);
+  return (__builtin_convertvector(hashed, Floats) + 0.5f) * 0x1p-32f;
 }
 
-static inline f32x16 gumbel(u32x16 token_ids, uint32_t first_key, uint32_t second_key) {
-  const f32x16 u = uniform(token_ids, first_key, second_key);
+static inline Floats gumbel(UInts token_ids, uint32_t first_key, uint32_t second_key) {
+  const Floats u = uniform(token_ids, first_key, second_key);
   // log1p(-u) from the log of the rounded 1 - u, corrected for that rounding (Kahan).
-  f32x16 rest = 1.0f - u;
-  f32x16 taken = 1.0f - rest;
-  const f32x16 smallest = splat(0x1p-126f);
-  f32x16 exponential = -log_positive(greater(rest, smallest)) * u / greater(taken, smallest);
+  Floats rest = 1.0f - u;
+  Floats taken = 1.0f - rest;
+  const Floats smallest = splat(0x1p-126f);
+  Floats exponential = -log_positive(max(rest, smallest)) * u / max(taken, smallest);
   exponential = taken > 0.0f ? exponential : u;
   return -log_positive(exponential);
 }
 
 // At least the noise of each token, from the bits of its uniform u: the noise is at most -log(u), and what the bits say as
 // an integer falls short of log2(u).
-static inline f32x16 at_least_gumbel(u32x16 token_ids, uint32_t first_key, uint32_t second_key) {
-  const i32x16 bits = (i32x16)uniform(token_ids, first_key, second_key);
+static inline Floats at_least_gumbel(UInts token_ids, uint32_t first_key, uint32_t second_key) {
+  const Ints bits = (Ints)uniform(token_ids, first_key, second_key);
   const float log_two = 0.693147180559945309f;
-  return (127 * log_two + 1e-3f) - __builtin_convertvector(bits, f32x16) * (log_two * 0x1p-23f);
+  return (127 * log_two + 1e-3f) - __builtin_convertvector(bits, Floats) * (log_two * 0x1p-23f);
 }
 
 struct Drawn {
@@ -59,44 +60,45 @@ struct Drawn {
 template <typename Element>
 Drawn draw(const Element* row, int64_t vocab_size, float scale, const int64_t* noise_keys) {
   constexpr int kVectors = 4;
-  const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Ints lanes;
+  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = lane;
   const uint32_t first_key = noise_keys == nullptr ? 0 : uint32_t(noise_keys[0]);
   const uint32_t second_key = noise_keys == nullptr ? 0 : uint32_t(noise_keys[1]);
-  f32x16 best = splat(-INFINITY), largest = best;
-  i32x16 best_token = {};
+  Floats best = splat(-INFINITY), largest = best;
+  Ints best_token = {};
   float bar = -INFINITY;
-  for (int64_t first = 0; first < vocab_size; first += 16 * kVectors) {
-    f32x16 scores[kVectors];
-    i32x16 tokens[kVectors];
+  for (int64_t first = 0; first < vocab_size; first += kLanes * kVectors) {
+    Floats scores[kVectors];
+    Ints tokens[kVectors];
     for (int i = 0; i < kVectors; ++i) {
-      tokens[i] = lanes + int32_t(first + 16 * i);
-      scores[i] = load_row(row, first + 16 * i, vocab_size) * scale;
+      tokens[i] = lanes + int32_t(first + kLanes * i);
+      scores[i] = load_row(row, first + kLanes * i, vocab_size) * scale;
     }
-    const f32x16 here = greater(greater(scores[0], scores[1]), greater(scores[2], scores[3]));
-    largest = greater(largest, here);
+    const Floats here = max(max(scores[0], scores[1]), max(scores[2], scores[3]));
+    largest = max(largest, here);
     if (noise_keys != nullptr) {
       // Few tokens could be lifted above the best so far: where the model is sure, not even by the largest noise;
       // elsewhere, hardly ever by their own.
-      const float most_here = max16(here);
+      const float most_here = max(here);
       if (most_here + kLargestNoise < bar || most_here == -INFINITY) continue;
-      f32x16 most = splat(-INFINITY);
+      Floats most = splat(-INFINITY);
       for (int i = 0; i < kVectors; ++i)
-        most = greater(most, scores[i] + at_least_gumbel((u32x16)tokens[i], first_key, second_key));
-      if (max16(most) < bar) continue;
-      for (int i = 0; i < kVectors; ++i) scores[i] += gumbel((u32x16)tokens[i], first_key, second_key);
+        most = max(most, scores[i] + at_least_gumbel((UInts)tokens[i], first_key, second_key));
+      if (max(most) < bar) continue;
+      for (int i = 0; i < kVectors; ++i) scores[i] += gumbel((UInts)tokens[i], first_key, second_key);
     }
     for (int i = 0; i < kVectors; ++i) {
-      const i32x16 wins = scores[i] > best;
+      const Ints wins = scores[i] > best;
       best_token = (tokens[i] & wins) | (best_token & ~wins);
-      best = greater(scores[i], best);
+      best = max(scores[i], best);
     }
-    bar = max16(best);
+    bar = max(best);
   }
   int winner = 0;
-  for (int lane = 1; lane < 16; ++lane)
+  for (int lane = 1; lane < kLanes; ++lane)
     if (best[lane] > best[winner] || (best[lane] == best[winner] && best_token[lane] < best_token[winner]))
       winner = lane;
-  return {best_token[winner], max16(largest)};
+  return {best_token[winner], max(largest)};
 }
 
 // The largest of `values` such that those no smaller reach `target` in sum: by quickselect, which reorders them.
@@ -124,13 +126,13 @@ struct Limits {
   int32_t top_k;
 };
 
-// No more than the k-th largest of values: the k-th largest among the largest of each sixteen.
+// No more than the k-th largest of values: the k-th largest among the largest of each vector.
 float at_most_kth(const std::vector<float>& values, int64_t k) {
   static thread_local std::vector<float> largest;
   largest.clear();
-  for (size_t first = 0; first < values.size(); first += 16) {
-    const float here = max16(load16(values.data() + first));
-    if (here >= 0) largest.push_back(here);  // not of sixteen that are no numbers
+  for (size_t first = 0; first < values.size(); first += kLanes) {
+    const float here = max(load(values.data() + first));
+    if (here >= 0) largest.push_back(here);  // not of a vector of no numbers
   }
   if (int64_t(largest.size()) < k) return 0;
   std::nth_element(largest.begin(), largest.begin() + (k - 1), largest.end(), std::greater<float>());
@@ -143,18 +145,18 @@ template <typename Element>
 float mask_outside(const Element* row, int64_t vocab_size, float scale, const Limits& limits,
                    std::vector<float>& masked) {
   static thread_local std::vector<float> likely;
-  masked.resize((vocab_size + 15) / 16 * 16);
+  masked.resize((vocab_size + kLanes - 1) / kLanes * kLanes);
   likely.resize(masked.size());
   const float largest = draw(row, vocab_size, scale, nullptr).largest;
   double total = sum_exp(row, vocab_size, scale, largest, masked.data());
   const bool by_top_p_alone = limits.top_k <= 0 && limits.min_p <= 0;
   // By top_p alone, those below this do not make up what it leaves out, even if they were all of the vocabulary.
   float unlikely = by_top_p_alone ? float((1 - limits.top_p) * total / double(vocab_size)) : limits.min_p;
-  if (limits.top_k > 0) unlikely = larger(unlikely, at_most_kth(masked, limits.top_k));
+  if (limits.top_k > 0) unlikely = max(unlikely, at_most_kth(masked, limits.top_k));
   size_t num_likely = 0;
-  for (int64_t first = 0; first < vocab_size; first += 16) {
-    if (max16(load16(masked.data() + first)) < unlikely) continue;
-    for (int64_t token = first; token < first + 16; ++token) {
+  for (int64_t first = 0; first < vocab_size; first += kLanes) {
+    if (max(load(masked.data() + first)) < unlikely) continue;
+    for (int64_t token = first; token < first + kLanes; ++token) {
       likely[num_likely] = masked[token];
       num_likely += masked[token] >= unlikely;
     }
@@ -171,9 +173,9 @@ float mask_outside(const Element* row, int64_t vocab_size, float scale, const Li
     if (!by_top_p_alone) total = std::accumulate(likely.begin(), likely.end(), 0.0);
     smallest = likely.empty() ? 0 : smallest_inside(likely, limits.top_p * total);  // empty: NaN
   }
-  for (int64_t token = 0; token < vocab_size; token += 16) {
-    const f32x16 inside = load_row(row, token, vocab_size) * scale;
-    store16(masked.data() + token, load16(masked.data() + token) < smallest ? splat(-INFINITY) : inside);
+  for (int64_t token = 0; token < vocab_size; token += kLanes) {
+    const Floats inside = load_row(row, token, vocab_size) * scale;
+    store(masked.data() + token, load(masked.data() + token) < smallest ? splat(-INFINITY) : inside);
   }
   return largest;
 }
@@ -259,21 +261,17 @@ void sample(const Element* logits, const Rows& rows, int64_t* tokens, float* log
 
 }  // namespace
 
-extern "C" {
-
 // logits [num_rows, vocab_size]; temperatures, 0 for greedy, top_ps, top_ks, 0 for none, and min_ps [num_rows];
 // noise_keys [num_rows, 2]; rules and masks, or null
 // -> tokens and, where not null, their log-probabilities before rules, masks, temperature and limits [num_rows], and with
 // these those of the likeliest tokens.
-void toka_sample(int64_t is_bfloat16, const void* logits, int64_t num_rows, int64_t vocab_size,
-                 const float* temperatures, const float* top_ps, const int32_t* top_ks, const float* min_ps,
-                 const int64_t* noise_keys, const LogitRules* rules, const TokenMasks* masks, int64_t* tokens,
-                 float* logprobs, const TopLogprobs* top) {
+TOKA_EXPORT void toka_sample(int64_t logits_type, const void* logits, int64_t num_rows, int64_t vocab_size,
+                             const float* temperatures, const float* top_ps, const int32_t* top_ks, const float* min_ps,
+                             const int64_t* noise_keys, const LogitRules* rules, const TokenMasks* masks,
+                             int64_t* tokens, float* logprobs, const TopLogprobs* top) {
   const PhaseTimer timer(kSampling);
   const Rows rows = {num_rows, vocab_size, temperatures, top_ps, top_ks, min_ps, noise_keys, rules, masks};
-  if (is_bfloat16)
-    sample((const bfloat16*)logits, rows, tokens, logprobs, top);
-  else
-    sample((const float*)logits, rows, tokens, logprobs, top);
-}
+  with_activation_type(logits_type, [&](auto* element) {
+    sample((const Pointee<decltype(element)>*)logits, rows, tokens, logprobs, top);
+  });
 }

@@ -3,10 +3,11 @@
 #include <cmath>
 #include <vector>
 
+#include "element_type.h"
 #include "logit_rows.h"
 #include "phases.h"
 #include "threads.h"
-#include "vectors.h"
+#include "simd.h"
 
 namespace {
 
@@ -18,16 +19,14 @@ struct Reached {
 // The largest of the row, and how many are larger than `value`.
 template <typename Element>
 Reached reach(const Element* row, int64_t vocab_size, float value) {
-  f32x16 largest = splat(-INFINITY);
-  i32x16 num_larger = {};
-  for (int64_t first = 0; first < vocab_size; first += 16) {
-    const f32x16 here = load_row(row, first, vocab_size);
-    largest = greater(largest, here);
+  Floats largest = splat(-INFINITY);
+  Ints num_larger = {};
+  for (int64_t first = 0; first < vocab_size; first += kLanes) {
+    const Floats here = load_row(row, first, vocab_size);
+    largest = max(largest, here);
     num_larger -= here > value;  // true is -1
   }
-  int64_t total = 0;
-  for (int lane = 0; lane < 16; ++lane) total += num_larger[lane];
-  return {max16(largest), total};
+  return {max(largest), sum(num_larger)};
 }
 
 template <typename Element>
@@ -49,17 +48,14 @@ void score(const Element* logits, int64_t num_rows, int64_t vocab_size, const in
 
 }  // namespace
 
-extern "C" {
-
 // logits [num_rows, vocab_size], target_ids [num_rows] -> log-probabilities and ranks of these, [num_rows], and of the
 // likeliest tokens, falling, [num_rows, num_top].
-void toka_score(int64_t is_bfloat16, const void* logits, int64_t num_rows, int64_t vocab_size,
-                const int32_t* target_ids, float* logprobs, int32_t* ranks, int64_t num_top, int32_t* top_ids,
-                float* top_logprobs) {
+TOKA_EXPORT void toka_score(int64_t logits_type, const void* logits, int64_t num_rows, int64_t vocab_size,
+                            const int32_t* target_ids, float* logprobs, int32_t* ranks, int64_t num_top,
+                            int32_t* top_ids, float* top_logprobs) {
   const PhaseTimer timer(kSampling);
-  if (is_bfloat16)
-    score((const bfloat16*)logits, num_rows, vocab_size, target_ids, logprobs, ranks, num_top, top_ids, top_logprobs);
-  else
-    score((const float*)logits, num_rows, vocab_size, target_ids, logprobs, ranks, num_top, top_ids, top_logprobs);
-}
+  with_activation_type(logits_type, [&](auto* element) {
+    score((const Pointee<decltype(element)>*)logits, num_rows, vocab_size, target_ids, logprobs, ranks, num_top, top_ids,
+          top_logprobs);
+  });
 }

@@ -4,7 +4,6 @@
 // times as long as on one thread.
 #pragma once
 
-#include <omp.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -22,10 +21,9 @@ class Team {
     return *team;
   }
 
-  // As many as were asked for, else as torch's OpenMP threads.
-  static int size() { return num_threads_ > 0 ? num_threads_ : omp_get_max_threads(); }
+  // Threads that share a loop, the caller among them.
+  static int size() { return num_threads_; }
 
-  // 0: as torch.
   static void set_size(int num_threads) { num_threads_ = num_threads; }
 
   // Runs body() in the caller and, meanwhile, in those of num_threads - 1 others that are there; ends when all have
@@ -62,7 +60,7 @@ class Team {
   }
 
  private:
-  static inline int num_threads_ = 0;
+  static inline int num_threads_ = 1;
 
   // Before a thread sleeps: some 20 microseconds, which cover the caller's way from one loop to the next.
   static constexpr int kSpins = 2000;

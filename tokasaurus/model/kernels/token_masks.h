@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "logit_rows.h"
-#include "vectors.h"
+#include "simd.h"
 
 // place_of_row: a row's place in bits, [places, num_words], or -1 for rows that may draw any token.
 struct TokenMasks {
@@ -30,16 +30,16 @@ static inline int64_t first_allowed(const uint32_t* mask) {
   return token;
 }
 
-// allowed = the row's logits, -inf where the mask has no bit, in whole sixteens.
+// allowed = the row's logits, -inf where the mask has no bit, in whole vectors.
 template <typename Element>
 void mask_logits(const uint32_t* mask, const Element* row, int64_t vocab_size, std::vector<float>& allowed) {
-  u32x16 bit_of_lane;
-  for (int lane = 0; lane < 16; ++lane) bit_of_lane[lane] = 1u << lane;
-  allowed.resize((vocab_size + 15) / 16 * 16);
-  for (int64_t first = 0; first < vocab_size; first += 16) {
-    const uint32_t bits = mask[first / 32] >> first % 32 & 0xFFFF;
-    f32x16 logits = splat(-INFINITY);
+  UInts bit_of_lane;
+  for (int lane = 0; lane < kLanes; ++lane) bit_of_lane[lane] = 1u << lane;
+  allowed.resize((vocab_size + kLanes - 1) / kLanes * kLanes);
+  for (int64_t first = 0; first < vocab_size; first += kLanes) {
+    const uint32_t bits = mask[first / 32] >> first % 32 & ((1u << kLanes) - 1);
+    Floats logits = splat(-INFINITY);
     if (bits != 0) logits = ((bit_of_lane & bits) != 0) ? load_row(row, first, vocab_size) : logits;
-    store16(allowed.data() + first, logits);
+    store(allowed.data() + first, logits);
   }
 }

@@ -37,15 +37,15 @@ class VocabShard(Linear):
         return functional.embedding(indices, self.weight) if self.packed is None else self.packed.rows(indices)
 
     def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
-        """hidden [R, E] -> [R, vocab], of the normed hidden states, in the weights' dtype. The next call may overwrite
+        """hidden [R, E] -> [R, vocab], of the normed hidden states, in hidden's dtype. The next call may overwrite
         them."""
-        if self.packed is None or self._mesh.tp_size > 1:
+        if self.packed is None or self._mesh.tp_size > 1 or not self.runs_on_kernels(hidden.shape[0]):
             return gather_last_dim(self(hidden, norm), self._mesh)
         # Memory of this size goes back to the system when it is freed, and getting it again, zeroed and page by page,
         # would take a quarter of the product's time.
         if self._logits is None or len(self._logits) < len(hidden):
             self._logits = hidden.new_empty((len(hidden), self._length))
-        return self.packed.multiply(hidden, (norm.weight, norm.eps), self._logits[: len(hidden)])
+        return self.packed.multiply(hidden, (norm.float_weight, norm.eps), self._logits[: len(hidden)])
 
     def weight_pieces(self, source: str) -> list[WeightPiece]:
         rows = slice(self._start, self._start + self._length)

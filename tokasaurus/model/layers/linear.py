@@ -1,6 +1,6 @@
 """Matrix products whose weights are cut over the tensor-parallel ranks and fused where they share an input."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tokasaurus.model.kernels.layer_kernels import LayerKernels, PackedWeights, takes
+from tokasaurus.model.kernels.product_choice import ALWAYS_KERNELS, ProductChoice, torch_product
 from tokasaurus.model.layers.norm import RMSNorm
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.tensor_parallel import sum_over_shards
@@ -27,51 +28,56 @@ class OutputShard:
 
 
 class Linear(nn.Module):
-    """x [T, in] -> [T, out] with weight [out, in]. After loading, `pack` puts the weight into the layout that the CPU's
-    kernels or matrix library work in; otherwise it would be rearranged in every call, or read at half speed."""
+    """x [T, in] -> [T, out] with weight [out, in].
+
+    On a CPU, `pack` comes after loading: it puts the weight into the layouts of the kernels, of torch, or of both, by
+    which is faster for few rows and for many; x may then be of another type than the weight.
+    """
 
     def __init__(self, in_size: int, out_size: int, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_size, in_size, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_size, dtype=dtype), requires_grad=False) if bias else None
         self.packed: PackedWeights | None = None
-        self._onednn_packed: Tensor | None = None
+        self._choice = ALWAYS_KERNELS
+        self._torch_product: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """norm: applied to x first."""
-        if self.packed is not None:
-            return self.packed.multiply(x, None if norm is None else (norm.weight, norm.eps))
-        if norm is not None:
-            x = norm(x)
-        if self._onednn_packed is None:
-            return functional.linear(x, self.weight, self.bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._onednn_packed, self.bias, "none", [], "")
-        return out
+        if self.packed is not None and self.runs_on_kernels(x.shape[0]):
+            return self.packed.multiply(x, None if norm is None else (norm.float_weight, norm.eps))
+        return self._multiply_by_torch(x if norm is None else norm(x))
 
-    def pack(self, kernels: LayerKernels | None, keep_weight: bool = False) -> None:
-        """kernels: None where they are not built. keep_weight: others read the plain weight, so that it stays where
-        they cannot read the packed one. Without kernels, only bfloat16 on a CPU gains."""
-        if kernels is not None and takes(self.weight):
-            self.packed = self._pack(kernels)
-        elif self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16 and _onednn_packs():
-            self._onednn_packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, _PACK_ROWS)
-            if keep_weight:
-                return
-        else:
+    def runs_on_kernels(self, num_rows: int) -> bool:
+        """Whether a product of so many rows is the kernels'."""
+        return self.packed is not None and self._choice.uses_kernels(num_rows)
+
+    def pack(
+        self, kernels: LayerKernels | None, choice: ProductChoice = ALWAYS_KERNELS, keep_weight: bool = False
+    ) -> None:
+        """kernels: None where there are none. keep_weight: others read the plain weight, so that it stays where they
+        cannot read the packed one."""
+        if self.weight.device.type != "cpu":
             return
-        self.weight.data = self.weight.data.new_empty(0)
+        weight, is_taken = self.weight.data, kernels is not None and takes(self.weight)
+        if kernels is not None and is_taken and not choice.always_torch:
+            self.packed = self._pack(kernels)
+            self._choice = choice
+        if self.packed is None or not choice.always_kernels:
+            dtype = weight.dtype if kernels is None else kernels.activation_dtype(weight.dtype)
+            bias = None if self.bias is None else self.bias.data.to(dtype)
+            self._torch_product = torch_product(weight.to(dtype), bias)
+        if self.packed is not None or not keep_weight:
+            self.weight.data = weight.new_empty(0)
+
+    def _multiply_by_torch(self, x: Tensor) -> Tensor:
+        if self._torch_product is None:
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            return functional.linear(x, self.weight.to(x.dtype), bias)
+        return self._torch_product(x)
 
     def _pack(self, kernels: LayerKernels) -> PackedWeights:
         return PackedWeights(kernels, self.weight.data, self.bias)
-
-
-_PACK_ROWS = 64
-"""Rows of x that oneDNN's layout is chosen for; measured as fast as any other for 1 to 512."""
-
-
-def _onednn_packs() -> bool:
-    """Whether oneDNN is there and multiplies bfloat16 on this processor: it refuses to pack where it does not."""
-    return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class FusedColumnLinear(Linear):
@@ -103,11 +109,8 @@ class GatedLinear(FusedColumnLinear):
     def __init__(self, in_size: int, gate: OutputShard, up: OutputShard, dtype: torch.dtype) -> None:
         super().__init__(in_size, (gate, up), bias=False, dtype=dtype)
 
-    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        product = super().forward(x, norm)
-        if self.packed is not None:
-            return product
-        gate, up = product.chunk(2, dim=-1)
+    def _multiply_by_torch(self, x: Tensor) -> Tensor:
+        gate, up = super()._multiply_by_torch(x).chunk(2, dim=-1)
         return functional.silu(gate) * up
 
     def _pack(self, kernels: LayerKernels) -> PackedWeights:

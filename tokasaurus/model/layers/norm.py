@@ -13,6 +13,14 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
         self._size = size
         self.eps = eps
+        self._float_weight: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, (self._size,), self.weight, self.eps)
+        return functional.rms_norm(x, (self._size,), self.weight.to(x.dtype), self.eps)
+
+    @property
+    def float_weight(self) -> Tensor:
+        """The loaded weight in float32, as the CPU's kernels read it; made at the first call."""
+        if self._float_weight is None:
+            self._float_weight = self.weight.data.float()
+        return self._float_weight

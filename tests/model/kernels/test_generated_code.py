@@ -1,0 +1,50 @@
+"""What the compiler makes of the innermost loops: a sum that does not stay in a register costs most of the speed."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tokasaurus.model.kernels import build
+from tokasaurus.model.kernels.isa import INSTRUCTION_SETS, InstructionSet
+
+X86_SETS = [level for level in INSTRUCTION_SETS if level.machine == "x86_64"]
+LABEL = re.compile(r"^(\.L\w+):")
+JUMP = re.compile(r"^\tj\w+\s+(\.L\w+)")
+STACK_OPERAND = re.compile(r"\(%r[sb]p[,)]")
+
+
+def innermost_loops(assembly: str) -> list[list[str]]:
+    """Instructions from the target of each jump backwards to that jump, where no other loop is inside."""
+    lines = assembly.splitlines()
+    labels = {match[1]: number for number, line in enumerate(lines) if (match := LABEL.match(line))}
+    loops = []
+    for end, line in enumerate(lines):
+        match = JUMP.match(line)
+        if match is None or labels.get(match[1], end) >= end:
+            continue
+        body = lines[labels[match[1]] + 1 : end]
+        if not any((inner := JUMP.match(one)) and labels[match[1]] < labels.get(inner[1], -1) for one in body):
+            loops.append([one.strip() for one in body if one.startswith("\t") and not one.startswith("\t.")])
+    return loops
+
+
+@pytest.mark.parametrize("level", X86_SETS, ids=lambda level: level.name)
+def test_sums_of_matrix_products_stay_in_registers(level: InstructionSet, tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    source = tmp_path / "tile.cpp"
+    tile = "template void multiply_rows(int, const Activation<{0}>*, int64_t, const {0}*, int64_t, int64_t, float*);"
+    source.write_text(
+        f'#include "{build.__file__}/../gemm_tile.h"\n'.replace("build.py/../", "")
+        + "\n".join(tile.format(name) for name in ("float", "bfloat16"))
+    )
+    command = ["g++", *build.COMPILE_FLAGS, *level.compiler_flags, "-S", "-o", "-", str(source)]
+    assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    num_rows = 12 if level.name.startswith("avx512") else 6
+    multiplying = [loop for loop in innermost_loops(assembly) if sum("fmadd" in one or "dpbf16" in one for one in loop)]
+    assert len(multiplying) == 2 * num_rows, "one loop for each number of rows, and for each type of weights"
+    for loop in multiplying:
+        assert not [one for one in loop if STACK_OPERAND.search(one)]

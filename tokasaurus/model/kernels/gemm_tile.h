@@ -1,0 +1,55 @@
+// The microkernel of matrix products: up to kTileRows rows of x [rows, in] by one panel of packed weights [out, in].
+//
+// Weights are packed in panels of kPanel outputs: [out / kPanel][in / kPair][kPanel][kPair], kPair elements of one output
+// side by side: two of bfloat16 where one instruction multiplies and adds pairs, otherwise one. A panel is read from start
+// to end, while the sums of all rows of the tile stay in registers.
+#pragma once
+
+#include "multiply_add.h"
+
+// kPanelVectors * kTileRows sums, the weights of one element of x, and that element fit into the registers.
+#if defined(__AVX512F__)
+constexpr int kPanelVectors = 2, kTileRows = 12;
+#elif defined(__ARM_NEON)
+constexpr int kPanelVectors = 4, kTileRows = 6;
+#else
+constexpr int kPanelVectors = 2, kTileRows = 6;
+#endif
+constexpr int kPanel = kPanelVectors * kLanes;
+
+// sums [M][kPanel] = M rows of x times the panel. Each sum runs over x in order, so that a row's result does not depend on
+// how many rows there are. The memory `ahead` bytes behind what is read is asked for meanwhile.
+template <int M, typename Weight>
+void multiply_tile(const Activation<Weight>* x, int64_t x_stride, const Weight* panel, int64_t in_size, int64_t ahead,
+                   float* sums) {
+  constexpr int P = kPair<Weight>, kStep = kPanel * P;
+  constexpr int kReach = 3;  // rows that one pointer serves: x86 addresses add one register, or twice that
+  constexpr int kPointers = (M + kReach - 1) / kReach;
+  const Activation<Weight>* rows[kPointers];
+  repeat<kPointers>([&](auto i) TOKA_LAMBDA { rows[i] = x + i * kReach * x_stride; });
+  const Weight* const end = panel + in_size * kPanel;
+  Floats total[M][kPanelVectors] = {};
+#pragma GCC unroll 1
+  for (; panel < end; panel += kStep) {
+    repeat<(kStep * sizeof(Weight) + 63) / 64>(
+        [&](auto line) TOKA_LAMBDA { __builtin_prefetch((const char*)panel + ahead + line * 64, 0, 2); });
+    Operand<Weight> weights[kPanelVectors];
+    repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { weights[v] = load_operand(panel + v * kLanes * P); });
+    repeat<M>([&](auto i) TOKA_LAMBDA {
+      const auto value = spread<Weight>(rows[i / kReach] + i % kReach * x_stride);
+      repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { total[i][v] = multiply_add(total[i][v], value, weights[v]); });
+    });
+    repeat<kPointers>([&](auto i) TOKA_LAMBDA { rows[i] += P; });
+  }
+  repeat<M>([&](auto i) TOKA_LAMBDA {
+    repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { store(sums + i * kPanel + v * kLanes, total[i][v]); });
+  });
+}
+
+// The same for 1 to kTileRows rows.
+template <typename Weight, int M = kTileRows>
+void multiply_rows(int num_rows, const Activation<Weight>* x, int64_t x_stride, const Weight* panel, int64_t in_size,
+                   int64_t ahead, float* sums) {
+  if (num_rows == M) return multiply_tile<M>(x, x_stride, panel, in_size, ahead, sums);
+  if constexpr (M > 1) multiply_rows<Weight, M - 1>(num_rows, x, x_stride, panel, in_size, ahead, sums);
+}

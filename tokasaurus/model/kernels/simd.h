@@ -1,0 +1,230 @@
+// Vectors as long as the processor's registers, in the compiler's portable vector types. GCC 12 keeps longer ones in
+// memory. What a compiler does not make of portable code is written once more with the instructions of one processor.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__AVX__) || defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+// kLanes: floats in a register. kRegisters: registers that there are.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kRegisters = 32;
+#elif defined(__AVX__)
+constexpr int kLanes = 8, kRegisters = 16;
+#elif defined(__ARM_NEON)
+constexpr int kLanes = 4, kRegisters = 32;
+#else
+constexpr int kLanes = 4, kRegisters = 16;
+#endif
+
+// Whether one instruction multiplies pairs of bfloat16 numbers and adds both products to a float32 sum.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define TOKA_BFLOAT16_DOT 1
+#else
+#define TOKA_BFLOAT16_DOT 0
+#endif
+
+#define TOKA_INLINE inline __attribute__((always_inline))
+#define TOKA_LAMBDA __attribute__((always_inline))
+
+// A function that Python calls. All others are hidden: two builds of the library in one process share nothing.
+#define TOKA_EXPORT extern "C" __attribute__((visibility("default")))
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t UInts __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t HalfWords __attribute__((vector_size(2 * kLanes)));
+
+struct bfloat16 {
+  uint16_t bits;
+};
+
+struct float16 {
+  uint16_t bits;
+};
+
+// body(i) for i = 0 … N - 1, each i a constant: an array that is indexed by constants alone stays in registers.
+template <int N, int I = 0, typename Body>
+static TOKA_INLINE void repeat(const Body& body) {
+  if constexpr (I < N) {
+    body(std::integral_constant<int, I>{});
+    repeat<N, I + 1>(body);
+  }
+}
+
+static TOKA_INLINE Floats splat(float x) { return x - Floats{}; }
+
+template <typename Vector>
+static TOKA_INLINE Vector load_vector(const void* from) {
+  Vector x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+
+static TOKA_INLINE Floats load(const float* from) { return load_vector<Floats>(from); }
+
+static TOKA_INLINE Floats load(const bfloat16* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
+#else
+  return (Floats)(__builtin_convertvector(load_vector<HalfWords>(from), UInts) << 16);
+#endif
+}
+
+static inline float to_float(float x) { return x; }
+
+static inline float to_float(bfloat16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// A float16 number's bits lie 13 further left in a float, whose exponent is larger by 112: multiplying by 2^112 adds that
+// and makes numbers below the normal ones normal. What becomes 65536 or more was infinite, or no number.
+static inline float to_float(float16 x) {
+  uint32_t bits = uint32_t(x.bits & 0x7FFF) << 13;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  value *= 0x1p112f;
+  std::memcpy(&bits, &value, sizeof bits);
+  if (value >= 65536.0f) bits |= 0x7F800000u;
+  bits |= uint32_t(x.bits & 0x8000) << 16;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static TOKA_INLINE Floats load(const float16* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__ARM_NEON)
+  return (Floats)vcvt_f32_f16(load_vector<float16x4_t>(from));
+#else
+  Floats x;
+  for (int lane = 0; lane < kLanes; ++lane) x[lane] = to_float(from[lane]);
+  return x;
+#endif
+}
+
+static inline void from_float(float* to, float x) { *to = x; }
+
+// Rounds to the nearest, ties to even. NaN stays NaN.
+static inline void from_float(bfloat16* to, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if (x != x)
+    to->bits = uint16_t((bits >> 16) | 0x40);
+  else
+    to->bits = uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+// Rounds likewise; what is too large becomes infinite.
+static inline void from_float(float16* to, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
+  bits &= 0x7FFFFFFF;
+  if (bits > 0x7F800000u) {
+    to->bits = sign | 0x7E00;
+  } else if (bits >= 0x477FF000u) {  // 65520, which rounds to 65536
+    to->bits = sign | 0x7C00;
+  } else if (bits < 0x38800000u) {  // below 2^-14 float16 counts in steps of 2^-24: adding 0.5 rounds to these
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    value += 0.5f;
+    std::memcpy(&bits, &value, sizeof bits);
+    to->bits = sign | uint16_t(bits - 0x3F000000u);
+  } else {
+    bits += 0xFFF + (bits >> 13 & 1);
+    to->bits = sign | uint16_t((bits >> 13) - (112 << 10));
+  }
+}
+
+static TOKA_INLINE void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+
+static TOKA_INLINE void store(bfloat16* to, Floats x) {
+#if defined(__AVX512BF16__)
+  _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+  const UInts bits = (UInts)x;
+  const UInts rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, quiet = (bits >> 16) | 0x40;
+  const HalfWords words = __builtin_convertvector(x != x ? quiet : rounded, HalfWords);
+  std::memcpy(to, &words, sizeof words);
+#endif
+}
+
+static TOKA_INLINE void store(float16* to, Floats x) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+  _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  for (int lane = 0; lane < kLanes; ++lane) from_float(to + lane, x[lane]);
+#endif
+}
+
+// `from` as another element type.
+template <typename To, typename From>
+static TOKA_INLINE void convert(const From& from, To* to) {
+  if constexpr (std::is_same_v<To, From>)
+    *to = from;
+  else
+    from_float(to, to_float(from));
+}
+
+// x as if it had been stored as an Element and loaded again.
+template <typename Element>
+static TOKA_INLINE Floats rounded(Floats x) {
+  if constexpr (std::is_same_v<Element, float>) return x;
+  Element stored[kLanes];
+  store(stored, x);
+  return load(stored);
+}
+
+// Halving keeps the chain of dependent operations short.
+static TOKA_INLINE float sum(Floats x) {
+  float lanes[kLanes];
+  std::memcpy(lanes, &x, sizeof x);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  return lanes[0];
+}
+
+static TOKA_INLINE float max(float a, float b) { return a > b ? a : b; }
+
+static TOKA_INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
+
+static TOKA_INLINE float max(Floats x) {
+  float lanes[kLanes];
+  std::memcpy(lanes, &x, sizeof x);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; ++lane) lanes[lane] = max(lanes[lane], lanes[lane + half]);
+  return lanes[0];
+}
+
+static TOKA_INLINE bool any_greater(Floats x, float limit) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+#elif defined(__AVX__)
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(limit), _CMP_GT_OQ)) != 0;
+#else
+  return max(x) > limit;
+#endif
+}
+
+static TOKA_INLINE int64_t sum(Ints x) {
+  int64_t total = 0;
+  for (int lane = 0; lane < kLanes; ++lane) total += x[lane];
+  return total;
+}
