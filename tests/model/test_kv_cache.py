@@ -1,13 +1,17 @@
 """Sizing of the KV cache."""
 
+import math
+import os
 import re
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.model.kv_cache import available_cpu_bytes, plan_auto, plan_fixed
 
+MIB = 1024**2
 GIB = 1024**3
 
 
@@ -38,8 +42,7 @@ def test_memory_for_not_even_one_block_is_refused() -> None:
 
 
 def test_available_memory_is_positive_and_no_more_than_the_machine_has() -> None:
-    with Path("/proc/meminfo").open() as lines:
-        total = int(next(line for line in lines if line.startswith("MemTotal")).split()[1]) * 1024
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < available_cpu_bytes() <= total
 
 
@@ -49,12 +52,13 @@ def write_files(root: Path, files: dict[str, str]) -> None:
         (root / name).write_text(text)
 
 
-MACHINE = {"proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n"}  # 64 and 32 GiB
+def is_available_on_the_machine(num_bytes: int) -> bool:
+    """Other processes take and free some between two looks."""
+    return math.isclose(num_bytes, psutil.virtual_memory().available, rel_tol=0.1, abs_tol=GIB)
 
 
 def test_without_control_groups_the_machine_decides(tmp_path: Path) -> None:
-    write_files(tmp_path, MACHINE)
-    assert available_cpu_bytes(tmp_path) == 32 * GIB
+    assert is_available_on_the_machine(available_cpu_bytes(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -81,20 +85,19 @@ def test_a_control_group_leaves_its_limit_less_what_is_used_beside_the_page_cach
     write_files(
         tmp_path,
         {
-            **MACHINE,
             "proc/self/cgroup": f"{entry}\n",
-            f"{directory}/{limit}": f"{10 * GIB}\n",
-            f"{directory}/{usage}": f"{9 * GIB}\n",
-            f"{directory}/memory.stat": f"anon 5\n{prefix}inactive_file {4 * GIB}\n{prefix}active_file {GIB}\n",
+            f"{directory}/{limit}": f"{10 * MIB}\n",
+            f"{directory}/{usage}": f"{9 * MIB}\n",
+            f"{directory}/memory.stat": f"anon 5\n{prefix}inactive_file {4 * MIB}\n{prefix}active_file {MIB}\n",
         },
     )
-    assert available_cpu_bytes(tmp_path) == 6 * GIB
+    assert available_cpu_bytes(tmp_path) == 6 * MIB
     (tmp_path / directory / limit).write_text("max\n" if limit == "memory.max" else "9223372036854771712\n")
-    assert available_cpu_bytes(tmp_path) == 32 * GIB
+    assert is_available_on_the_machine(available_cpu_bytes(tmp_path))
 
 
 def test_a_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
     group = "sys/fs/cgroup"
     files = {"proc/self/cgroup": "0::/\n", f"{group}/memory.max": "100\n", f"{group}/memory.current": "300\n"}
-    write_files(tmp_path, {**MACHINE, **files, f"{group}/memory.stat": "inactive_file 50\n"})
+    write_files(tmp_path, {**files, f"{group}/memory.stat": "inactive_file 50\n"})
     assert available_cpu_bytes(tmp_path) == 0

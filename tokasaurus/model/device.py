@@ -1,10 +1,9 @@
 """The device and the number format to compute in."""
 
-from pathlib import Path
-
 import torch
 
 from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.model.kernels.build import LibraryUnavailable, machine_sets
 from tokasaurus.model.kernels.library import Kernels
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -42,8 +41,6 @@ def choose_kv_cache_dtype(name: str | None, dtype: torch.dtype) -> torch.dtype:
 def _cpu_has_bfloat16() -> bool:
     """Whether the processor multiplies bfloat16 itself; emulated, it is slower than float32."""
     try:
-        with Path("/proc/cpuinfo").open() as lines:
-            features = next((line for line in lines if line.startswith(("flags", "Features"))), "").split()
-    except OSError:
+        return any(level.multiplies_bfloat16 for level in machine_sets())
+    except LibraryUnavailable:
         return False
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(features))

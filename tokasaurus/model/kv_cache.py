@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from tokasaurus.messages.lifecycle import UserError
 
 CPU_FRACTION = 0.25
@@ -73,16 +75,10 @@ def plan_auto(
 def available_cpu_bytes(root: Path = Path("/")) -> int:
     """Memory that this process can still get: the machine's, or what its control groups leave if that is less.
 
-    root: holds /proc and /sys.
+    root: where Linux tells of control groups, in /proc and /sys. Other systems have none.
     """
-    return max(0, min([_meminfo_available(root), *_cgroup_headrooms(root)]))
-
-
-def _meminfo_available(root: Path) -> int:
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable; set kv_cache_num_tokens")
+    machine: int = psutil.virtual_memory().available
+    return max(0, min([machine, *_cgroup_headrooms(root)]))
 
 
 def _cgroup_headrooms(root: Path) -> Iterator[int]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import orjson
+import psutil
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -165,7 +166,7 @@ def main(directory: str, vocab_size: str, time_limit_s: str, *eos_ids: str) -> N
 def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        used = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, resource.RLIM_INFINITY))
 
 
