@@ -16,6 +16,7 @@ from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.torch_backend import TorchBackend
 from tokasaurus.model.kernels import build, library
 from tokasaurus.model.kernels.build import Library, LibraryUnavailable, find_or_build, is_there
+from tokasaurus.model.kernels.isa import machine
 from tokasaurus.model.kernels.library import load_kernels
 
 
@@ -57,7 +58,7 @@ def tiny_library(directory: Path, answer: int) -> Library:
     first, second = directory / "first.cpp", directory / "second.cpp"
     first.write_text('int answer(); extern "C" int toka_answer() { return answer(); }')
     second.write_text(f"int answer() {{ return {answer}; }}")
-    return Library("tiny", (first, second), ())
+    return Library("tiny", machine(), (first, second), ())
 
 
 def call(path: Path) -> int:

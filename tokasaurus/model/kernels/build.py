@@ -41,9 +41,10 @@ class LibraryUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """name: of its file. sources: C++ files. compiler_flags: beside those that all have."""
+    """name: of its file. machine: that it is for. sources: C++ files. compiler_flags: beside those that all have."""
 
     name: str
+    machine: str
     sources: tuple[Path, ...]
     compiler_flags: tuple[str, ...]
 
@@ -53,7 +54,11 @@ class Library:
 
     def cache_key(self, compiler: list[str]) -> str:
         version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
-        return f"{self.name}-{_digest(*self._parts(), *_native_tuning(), *compiler, version, machine())}"
+        return f"{self.name}-{_digest(*self._parts(), *self.tuning(), *compiler, version, self.machine)}"
+
+    def tuning(self) -> list[str]:
+        """Flags that put instructions in the order that this processor likes; others of its set run them too."""
+        return ["-mtune=native"] if self.machine == machine() == "x86_64" else []
 
     def _parts(self) -> list[str]:
         flags = (*COMPILE_FLAGS, *_LINK_FLAGS, _EXPORTED, *self.compiler_flags)
@@ -62,11 +67,11 @@ class Library:
 
 def kernel_library(level: InstructionSet) -> Library:
     sources = sorted(path for path in _DIRECTORY.glob("*.cpp") if path.name != _FEATURES_SOURCE)
-    return Library(level.name, tuple(sources), level.compiler_flags)
+    return Library(level.name, level.machine, tuple(sources), level.compiler_flags)
 
 
 def features_library(machine_name: str) -> Library:
-    return Library(f"cpu_features_{machine_name}", (_DIRECTORY / _FEATURES_SOURCE,), ())
+    return Library(f"cpu_features_{machine_name}", machine_name, (_DIRECTORY / _FEATURES_SOURCE,), ())
 
 
 def machine_sets() -> tuple[InstructionSet, ...]:
@@ -125,7 +130,8 @@ def compile_library(
 
 
 def find_compiler() -> list[str]:
-    """The words that call it, CXX's ("ccache g++" has two) before the usual names. Raises LibraryUnavailable."""
+    """For this machine: the words that call it, CXX's ("ccache g++" has two) before the usual names. Raises
+    LibraryUnavailable."""
     commands = [shlex.split(os.environ.get("CXX", "")), ["g++"], ["c++"], ["clang++"]]
     for command in commands:
         if command and shutil.which(command[0]):
@@ -149,12 +155,7 @@ def _cache_place(library: Library, compiler: list[str]) -> Path:
 
 
 def _build_for_here(library: Library, compiler: list[str], directory: Path) -> None:
-    compile_library(library, compiler, directory / _file_name(), tuning=_native_tuning())
-
-
-def _native_tuning() -> list[str]:
-    """Instructions in the order that this processor likes; any other of the instruction set runs them too."""
-    return ["-mtune=native"] if machine() == "x86_64" else []
+    compile_library(library, compiler, directory / _file_name(), tuning=library.tuning())
 
 
 def _file_name() -> str:

@@ -71,7 +71,7 @@ void add_all() {}
 }  // namespace
 
 // The names of the features, with a space behind each.
-extern "C" const char* toka_cpu_features() {
+extern "C" __attribute__((visibility("default"))) const char* toka_cpu_features() {
   names[0] = 0;
   add_all();
   return names;
