@@ -1,11 +1,17 @@
-"""The largest forwards, run at start-up: if they fit, every later one does. They compile what is compiled, too."""
+"""Forwards that are run at start-up.
 
+The largest ones: if they fit, every later one does. They compile what is compiled, too. Or, where the memory of the
+largest is known and reserved (forward_memory.py), a small one of each kind: no first request waits for what is loaded
+late.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.messages.forward import ForwardInput, ScoredRows, TokenMasks
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups, ScoredRows, TokenMasks
 from tokasaurus.messages.slots import LogitRules, SlotChanges, SlotOpens
 from tokasaurus.model.runner import ModelRunner
 from tokasaurus.model.scoring import SCORED_AT_ONCE
@@ -15,7 +21,11 @@ _NUM_LIMITED_ROWS = 64
 """Sampling goes through rows in chunks, so a chunk is enough; limits are slow on flat logits of a made-up prompt."""
 
 _NUM_TOP = 20
-"""Likeliest tokens of each that is scored: a few bytes, however many they are."""
+"""Top-k logprobs of each sampled and of each scored token: a few bytes, however many they are."""
+
+_SMALL_ROWS = 8
+_SMALL_TOKENS = 4
+"""Rows of the small forwards, and prompt tokens of each."""
 
 _NOTHING = np.zeros(0, np.int32)
 
@@ -37,10 +47,7 @@ def widest_prefill(limits: ForwardLimits) -> ForwardInput:
     shares[: limits.max_tokens % num_rows] += 1
     num_tokens = np.minimum(shares, limits.context_length)
     step = _first_step(num_tokens, np.zeros(num_rows, np.int32), limits)
-    counts = np.diff(np.minimum(np.cumsum(num_tokens - 1), SCORED_AT_ONCE), prepend=0).astype(np.int32)
-    rows = np.arange(num_rows, dtype=np.int32)
-    num_top = min(_NUM_TOP, limits.vocab_size)
-    return replace(step, scored=ScoredRows(rows, counts, np.zeros(int(counts.sum()), np.int32), num_top))
+    return _scored(step, limits)
 
 
 def longest_prefill(limits: ForwardLimits) -> ForwardInput:
@@ -82,41 +89,100 @@ def warm_up(runner: ModelRunner, limits: ForwardLimits, is_context_costly: bool)
         runner.run(step).host_token_ids()
 
 
+def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInput]:
+    """One of each kind, each to be run before the next: prefill with prompt logprobs and decode, both with every
+    sampling feature; then, with none, prefill, decode beside prefill, decode in a group that shares a prefix, and one
+    token."""
+    num_rows = min(_SMALL_ROWS, limits.max_seqs, limits.max_tokens)
+    num_tokens = np.full(num_rows, min(_SMALL_TOKENS, limits.max_tokens // num_rows, limits.context_length), np.int32)
+    start = np.zeros(num_rows, np.int32)
+    prefill = _first_step(num_tokens, start, limits)
+    yield _scored(prefill, limits)
+    if limits.context_length > num_tokens[0]:
+        yield replace(decode_after(prefill), masks=prefill.masks)
+        plain = _first_step(num_tokens, start, limits, is_plain=True)
+        yield plain
+        yield _decode_beside_prefill(plain, limits)
+    if limits.context_length > page_size + 1:
+        behind_block = _first_step(np.ones_like(start), np.full_like(start, page_size), limits, is_plain=True)
+        yield behind_block
+        groups = PrefixGroups(np.array([num_rows], np.int32), np.ones(1, np.int32))
+        yield replace(decode_after(behind_block), groups=groups)
+    yield _first_step(np.ones(1, np.int32), np.zeros(1, np.int32), limits, is_plain=True)
+
+
+def warm_up_small(runner: ModelRunner, limits: ForwardLimits, page_size: int) -> None:
+    """Run the small forwards, and read their results as the worker's loop does. Like `warm_up`, leaves slots open."""
+    for step in small_forwards(limits, page_size):
+        result = runner.run(step)
+        result.host_token_ids()
+        result.host_logprobs()
+        result.host_top()
+        result.host_scores()
+
+
+def _decode_beside_prefill(step: ForwardInput, limits: ForwardLimits) -> ForwardInput:
+    """Of the slots of `step`, the first half decode once more, and the others begin again."""
+    num_decode = len(step.slots) // 2
+    num_tokens = step.num_tokens[num_decode:]
+    begun = _first_step(num_tokens, np.zeros_like(num_tokens), limits, is_plain=True, first_slot=num_decode + 1)
+    counts = np.concatenate((np.ones(num_decode, np.int32), num_tokens))
+    return replace(begun, slots=step.slots, num_tokens=counts, num_decode=num_decode)
+
+
+def _scored(step: ForwardInput, limits: ForwardLimits) -> ForwardInput:
+    """As many tokens of its prompts are scored as are at once."""
+    counts = np.diff(np.minimum(np.cumsum(step.num_tokens - 1), SCORED_AT_ONCE), prepend=0).astype(np.int32)
+    rows = np.arange(len(counts), dtype=np.int32)
+    num_top = min(_NUM_TOP, limits.vocab_size)
+    return replace(step, scored=ScoredRows(rows, counts, np.zeros(int(counts.sum()), np.int32), num_top))
+
+
 def _first_step(
-    num_tokens: NDArray[np.int32], first_positions: NDArray[np.int32], limits: ForwardLimits
+    num_tokens: NDArray[np.int32],
+    first_positions: NDArray[np.int32],
+    limits: ForwardLimits,
+    is_plain: bool = False,
+    first_slot: int = 1,
 ) -> ForwardInput:
     """Opens a slot for each row, which ends its prompt. No slot owns a block: all keys and values go to the padding
-    block. The first row is greedy, the others have every sampling feature on."""
+    block. The first row is greedy. is_plain: no row has a sampling feature; else the first ones have each."""
     num_rows = len(num_tokens)
-    slots = np.arange(1, num_rows + 1, dtype=np.int32)
-    ruled = slots[:_NUM_LIMITED_ROWS]
-    rules = LogitRules(
-        slots=ruled,
-        num_request_tokens=np.zeros(len(ruled), np.int32),
-        presence=np.full(len(ruled), 0.5, np.float32),
-        frequency=np.full(len(ruled), 0.5, np.float32),
-        repetition=np.full(len(ruled), 1.5, np.float32),
-        bias_counts=np.ones(len(ruled), np.int32),
-        bias_ids=np.zeros(len(ruled), np.int32),
-        bias_values=np.full(len(ruled), -1.0, np.float32),
-        bias_ends=np.full(len(ruled), np.iinfo(np.int32).max, np.int32),
-    )
+    num_limited = 0 if is_plain else _NUM_LIMITED_ROWS
+    slots = np.arange(first_slot, first_slot + num_rows, dtype=np.int32)
+    ruled = slots[:num_limited]
+    is_limited = np.arange(num_rows) < num_limited
     opened = SlotOpens(
         slots=slots,
         num_prompt_tokens=first_positions + num_tokens,
         first_positions=first_positions,
         temperatures=np.minimum(np.arange(num_rows), 1).astype(np.float32),
-        top_ps=np.where(np.arange(num_rows) < _NUM_LIMITED_ROWS, 0.9, 1.0).astype(np.float32),
-        top_ks=np.where(np.arange(num_rows) < _NUM_LIMITED_ROWS, 2000, 0).astype(np.int32),
-        min_ps=np.where(np.arange(num_rows) < _NUM_LIMITED_ROWS, 0.01, 0.0).astype(np.float32),
+        top_ps=np.where(is_limited, 0.9, 1.0).astype(np.float32),
+        top_ks=np.where(is_limited, 2000, 0).astype(np.int32),
+        min_ps=np.where(is_limited, 0.01, 0.0).astype(np.float32),
         seeds=np.arange(num_rows, dtype=np.uint64),
         sample_indices=np.zeros(num_rows, np.uint32),
-        want_logprobs=np.ones(num_rows, np.bool_),
-        rules=rules,
+        want_logprobs=np.full(num_rows, not is_plain),
+        rules=None if is_plain else _every_rule(ruled),
+        num_top_logprobs=None if is_plain else np.full(num_rows, min(_NUM_TOP, limits.vocab_size), np.int32),
     )
     changes = SlotChanges(closed=_NOTHING, opened=opened, block_slots=_NOTHING, block_ids=_NOTHING)
     prompt_ids = np.zeros(int(num_tokens.sum()), np.int32)
     # Of the whole vocabulary, its bits behind the end included.
     bits = np.full((len(ruled), num_mask_words(limits.vocab_size)), np.iinfo(np.uint32).max, np.uint32)
-    masks = TokenMasks(ruled - np.int32(1), bits)
+    masks = None if is_plain else TokenMasks(np.arange(len(ruled), dtype=np.int32), bits)
     return ForwardInput(0, slots, num_tokens, 0, prompt_ids, changes, masks=masks)
+
+
+def _every_rule(slots: NDArray[np.int32]) -> LogitRules:
+    return LogitRules(
+        slots=slots,
+        num_request_tokens=np.zeros(len(slots), np.int32),
+        presence=np.full(len(slots), 0.5, np.float32),
+        frequency=np.full(len(slots), 0.5, np.float32),
+        repetition=np.full(len(slots), 1.5, np.float32),
+        bias_counts=np.ones(len(slots), np.int32),
+        bias_ids=np.zeros(len(slots), np.int32),
+        bias_values=np.full(len(slots), -1.0, np.float32),
+        bias_ends=np.full(len(slots), np.iinfo(np.int32).max, np.int32),
+    )

@@ -26,8 +26,10 @@ from tokasaurus.model.architectures.decoder import Decoder
 from tokasaurus.model.architectures.registry import build_decoder
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.attention.cpu import CpuBackend
 from tokasaurus.model.compile import Compiler
 from tokasaurus.model.device import choose_device, choose_dtype, choose_kv_cache_dtype
+from tokasaurus.model.forward_memory import largest_forward, reserve_forward_memory
 from tokasaurus.model.hydragen_thresholds import measure_thresholds
 from tokasaurus.model.kernels.library import ACTIVATION_DTYPES, Kernels, load_kernels
 from tokasaurus.model.kernels.product_choice import ALWAYS_KERNELS, choose_products
@@ -44,7 +46,7 @@ from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.runner import ModelRunner
 from tokasaurus.model.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.thread_count import leave_threads_to, set_worker_threads
-from tokasaurus.model.warmup import ForwardLimits, warm_up
+from tokasaurus.model.warmup import ForwardLimits, warm_up, warm_up_small
 from tokasaurus.model.weights import load_weights
 
 PROCESS = "model worker"
@@ -84,19 +86,23 @@ class StartedWorker:
 def start_worker(
     config: ServerConfig, checkpoint: Checkpoint, mesh: Mesh, report: Callable[[PhaseDone], None]
 ) -> StartedWorker:
-    """Load the model, size and fill the KV cache, run the largest forward, and compile what is to be compiled. Raises
-    UserError."""
+    """Load the model, size the KV cache, warm up, and compile what is to be compiled. Raises UserError.
+
+    On the CPU's kernels, the memory of the KV cache is reserved when this returns, and touched in the background."""
 
     console = Console(stderr=True)
+    last_end = time.perf_counter()
 
     @contextmanager
     def phase(name: str, has_progress_bar: bool = False) -> Iterator[list[str]]:
-        """Times the body, on a terminal with a spinner meanwhile; what the body appends is shown to the user."""
+        """Times the body and what came before it since the last phase, on a terminal with a spinner meanwhile; what the
+        body appends is shown to the user."""
+        nonlocal last_end
         details: list[str] = []
-        started = time.perf_counter()
         with nullcontext() if has_progress_bar else console.status(f"{PROCESS}: {name}"):
             yield details
-        report(PhaseDone(PROCESS, name, time.perf_counter() - started, ", ".join(details)))
+        started, last_end = last_end, time.perf_counter()
+        report(PhaseDone(PROCESS, name, last_end - started, ", ".join(details)))
 
     info = checkpoint.info
     context_length = min(info.context_length, config.max_num_tokens_per_request or info.context_length)
@@ -107,7 +113,10 @@ def start_worker(
         kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, dtype)
         details.append(f"{device.type}, {_describe_dtypes(dtype, kv_cache_dtype, kernels)}")
         if device.type == "cpu":
-            details.append(f"{set_worker_threads(config.dp_size * config.pp_size * config.tp_size)} threads")
+            num_threads = set_worker_threads(config.dp_size * config.pp_size * config.tp_size)
+            details.append(f"{num_threads} threads")
+            if kernels is not None:
+                kernels.set_num_threads(num_threads)
     choice = ALWAYS_KERNELS
     if kernels is not None and dtype in ACTIVATION_DTYPES:
         with phase("products") as details:
@@ -137,18 +146,33 @@ def start_worker(
     runner = ModelRunner(model, backend, slots, config.page_size, device, kernels, compiler)
 
     limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length, info.vocab_size)
+    forward_bytes = 0  # not known where torch computes: its operations take what they want
+    if model.runs_on_kernels(backend):
+        parts = largest_forward(
+            *(info, limits, config.page_size, model.activation_dtype.itemsize),
+            *(torch.get_num_threads(), config.max_topk_logprobs),
+        )
+        forward_bytes = sum(parts.values())
 
     def run_largest() -> None:
         # The CPU kernels take the same memory at any context; plain torch, on a CPU, has bounds but no time to show it.
         warm_up(runner, limits, is_context_costly=device.type == "cuda")
 
     with phase("KV cache") as details:
-        plan = _plan_kv_cache(config, shape, backend, run_largest)
-        backend.allocate(plan.num_blocks + 1)
+        plan = _plan_kv_cache(config, shape, backend, forward_bytes, run_largest)
+        try:
+            backend.allocate(plan.num_blocks + 1)
+        except (OSError, RuntimeError) as error:  # of a system that promises no more than it has; of torch
+            first_line, *_ = [*str(error).splitlines(), ""]
+            raise UserError(f"the KV cache of {plan.num_blocks:,} blocks cannot be reserved: {first_line}") from error
         slots.rules.allocate((plan.num_blocks + 1) * config.page_size)
         details.append(plan.arithmetic)
     with phase("warm-up") as details:
-        run_largest()
+        if forward_bytes:
+            reserve_forward_memory(forward_bytes)
+            warm_up_small(runner, limits, config.page_size)
+        else:
+            run_largest()
         if compiler is not None:
             compiler.end_warm_up()
             details.append(f"{compiler.num_compilations} functions compiled")
@@ -163,6 +187,8 @@ def start_worker(
             )
     if kernels is not None:
         kernels.reset_phases()
+    if isinstance(backend, CpuBackend):  # from now on: the figures above are of an idle machine
+        backend.touch_in_background(max(1, torch.get_num_threads() // 2))
     max_tokens = min(context_length, plan.num_blocks * config.page_size)
     limits_found = EngineLimits(plan.num_blocks, config.page_size, max_tokens, hydragen)
     return StartedWorker(runner, limits_found, device, kernels if model.runs_on_kernels(backend) else None)
@@ -199,16 +225,21 @@ def _load_model(
 
 
 def _plan_kv_cache(
-    config: ServerConfig, shape: KVShape, backend: AttentionBackend, run_largest: Callable[[], None]
+    config: ServerConfig,
+    shape: KVShape,
+    backend: AttentionBackend,
+    forward_bytes: int,
+    run_largest: Callable[[], None],
 ) -> KVCachePlan:
-    """The flag's size, else a share of what the device has left."""
+    """The flag's size, else a share of what the device has left. forward_bytes: of the largest forward, 0: unknown."""
+    on_cpu = shape.device.type == "cpu"
     if config.kv_cache_num_tokens is not None:
-        on_cpu = shape.device.type == "cpu"
-        free = available_cpu_bytes() if on_cpu else torch.cuda.mem_get_info(shape.device)[0]
+        free = available_cpu_bytes() - forward_bytes if on_cpu else torch.cuda.mem_get_info(shape.device)[0]
         return plan_fixed(config.kv_cache_num_tokens, config.page_size, shape.bytes_per_block, free)
-    if shape.device.type == "cpu":
-        available, what, fraction = available_cpu_bytes(), "of memory available", CPU_FRACTION
-        num_replicas = config.dp_size
+    if on_cpu:
+        available = available_cpu_bytes() - config.dp_size * config.pp_size * forward_bytes
+        what = "available beside weights and the largest forward" if forward_bytes else "of memory available"
+        fraction, num_replicas = CPU_FRACTION, config.dp_size
     else:
         # With the padding block alone for a cache, the largest forward shows what activations and logits take.
         backend.allocate(1)

@@ -83,7 +83,9 @@ class AttentionBackend(Protocol):
     per layer write and attend."""
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the cache, zeroed and thereby touched; block 0 is the padding block. Replaces an earlier cache."""
+        """Make the cache, all zeros; block 0 is the padding block. Replaces an earlier cache.
+
+        Raises OSError or RuntimeError where there is not that much memory."""
 
     def plan(self, layout: PagedLayout) -> None:
         """Prepare for the layers of one forward."""

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import threading
 
 import torch
 from torch import Tensor
@@ -44,7 +45,11 @@ class CpuBackend:
         size = (shape.num_layers, num_blocks, shape.num_kv_heads, 2, shape.page_size * shape.head_dim)
         # Blocks are read in any order: with pages of 4 KiB, address translation alone would miss on nearly each.
         memory = huge_pages.allocate(math.prod(size) * shape.dtype.itemsize)
-        self._cache = memory.view(shape.dtype).view(size).zero_()
+        self._cache = memory.view(shape.dtype).view(size)  # zeros: it is new
+
+    def touch_in_background(self, num_threads: int) -> list[threading.Thread]:
+        """Have the system provide the cache's memory, blocks with low ids first: these are used first."""
+        return huge_pages.touch_in_background(self._cache.flatten(1), self._kernels, num_threads)
 
     def plan(self, layout: PagedLayout) -> None:
         self._layout = layout  # owns what the structs point to

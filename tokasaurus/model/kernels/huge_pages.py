@@ -2,24 +2,54 @@
 costs a tenth of the time."""
 
 import contextlib
+import ctypes
 import math
 import mmap
+import os
+import sys
+import threading
 
 import torch
 from torch import Tensor
+
+from tokasaurus.model.kernels.library import Kernels
 
 _HUGE_PAGE = 2 * 1024 * 1024
 _CHUNK_BYTES = 64 * 1024 * 1024
 _ALIGNMENT = 64
 
+_BACKGROUND_NICENESS = 10
+"""A thread with it gets a tenth of a core that others want as well."""
+
 
 def allocate(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes], zeros, touched at first use; in huge pages where it spans whole ones and the system allows."""
+    """uint8 [num_bytes], zeros, touched at first use; in huge pages where it spans whole ones and the system allows.
+
+    Raises OSError where the system cannot promise that much."""
     memory = mmap.mmap(-1, num_bytes + 2 * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
+
+
+def touch_in_background(memory: Tensor, kernels: Kernels, num_threads: int) -> list[threading.Thread]:
+    """Have the system provide all of `memory`, [A, B] and contiguous, by threads of low priority that end with the
+    process: the first 2 MiB of each of the A areas, then the next of each. It may be used meanwhile, and keeps what is
+    written."""
+    touch = kernels.library.toka_touch
+    touch.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    num_taken = ctypes.c_int64(0)
+
+    def run() -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
+        touch(memory.data_ptr(), len(memory), memory[0].nbytes, ctypes.byref(num_taken))
+
+    threads = [threading.Thread(target=run, name="touch", daemon=True) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
 class HugePageTensors:

@@ -1,0 +1,90 @@
+"""The most memory that a forward on the CPU's kernels takes beside weights and KV cache, by part."""
+
+import torch
+
+from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.model.scoring import SCORED_AT_ONCE
+from tokasaurus.model.token_masks import num_mask_words
+from tokasaurus.model.warmup import ForwardLimits
+
+_TILE_QUERIES = 96
+"""Query heads of a tile of attention, at most: kTileQueries of attention_piece.h."""
+
+_MAX_HEAD_DIM = 256
+"""For which each thread's tile has room: kMaxHeadDim of attention_piece.h."""
+
+_PIECES_PER_THREAD = 16
+"""Pieces of tiles that are merged at the end: twice kPiecesPerThread of attention_work.h, for what is rounded up."""
+
+_FLOAT = 4
+_INDEX = 8
+
+_HOST_INDICES_PER_TOKEN = 24
+_HOST_INDICES_PER_ROW = 64
+"""Of the arrays that device_batch.py, slot_table.py and sampling.py make of a step, counted generously."""
+
+_BLOCK_TABLE_COPIES = 10
+"""Of int32: tables of rows, of groups and of rows with rules, and the indices, of 8 bytes, that they are taken by."""
+
+_BYTES_PER_PIECE = 240
+"""Of attention's lists of tiles and of pieces, which grow by doubling."""
+
+_VOCABULARIES_PER_THREAD = 10
+"""float32 copies of a row of logits that sampling makes at most: changed, allowed, masked, likely, counts, tokens seen,
+and candidates, of 8 bytes, which grow by doubling."""
+
+_OTHER = 4 << 20
+"""Python's objects, and what the allocators round up."""
+
+
+def largest_forward(
+    info: ModelInfo, limits: ForwardLimits, page_size: int, activation_bytes: int, num_threads: int, num_top: int
+) -> dict[str, int]:
+    """Upper bounds in bytes; their sum is that of the whole forward.
+
+    activation_bytes: of one number between layers. num_threads: the kernels'. num_top: most top-k logprobs of a token.
+    """
+    num_tokens = limits.max_tokens
+    num_rows = min(limits.max_seqs, num_tokens)
+    num_logit_rows = max(num_rows, min(num_tokens, SCORED_AT_ONCE))
+    num_blocks = -(-limits.context_length // page_size)  # of a sequence
+    query_size = info.num_heads * info.head_dim
+    kv_size = info.num_kv_heads * info.head_dim
+
+    # forward.cpp: queries, keys and values; what attention gives; and the inner state of the feed-forward.
+    layer_row = query_size + 2 * kv_size + query_size + info.intermediate_size
+    # The hidden state, and as much again normed; and the angles of rotary embedding.
+    hidden_row = 2 * info.hidden_size * activation_bytes + info.head_dim * _FLOAT
+    # The log-sum-exp of every head; the output and log-sum-exp of rows that share a prefix; lists of tiles; what
+    # threads hold of a tile; and pieces of tiles to be merged.
+    num_tiles = (2 * num_rows + num_tokens * info.num_heads // _TILE_QUERIES + 1) * info.num_kv_heads
+    attention = (
+        num_tokens * info.num_heads * _FLOAT
+        + num_rows * (query_size + info.num_heads) * _FLOAT
+        + num_tiles * _BYTES_PER_PIECE
+        + num_threads * _TILE_QUERIES * _MAX_HEAD_DIM * 3 * _FLOAT
+        + num_threads * _PIECES_PER_THREAD * _TILE_QUERIES * (info.head_dim + 1) * _FLOAT
+    )
+    # Masks as they arrive, unpickled, and as a tensor.
+    masks = 3 * num_rows * num_mask_words(info.vocab_size) * _FLOAT
+    # Of sampled and of scored tokens: ids and log-probabilities, and the message that they are sent in.
+    answers = 2 * (num_rows + num_tokens) * (2 * _INDEX + num_top * 2 * _FLOAT)
+    host = (
+        num_tokens * _HOST_INDICES_PER_TOKEN * _INDEX
+        + num_rows * _HOST_INDICES_PER_ROW * _INDEX
+        + num_rows * num_blocks * _BLOCK_TABLE_COPIES * 4
+    )
+    return {
+        "layers": num_tokens * layer_row * activation_bytes,
+        "hidden states": num_tokens * hidden_row + num_logit_rows * info.hidden_size * activation_bytes,
+        "attention": attention,
+        "logits": num_logit_rows * info.vocab_size * activation_bytes,
+        "sampling": num_threads * _VOCABULARIES_PER_THREAD * info.vocab_size * _FLOAT + masks,
+        "answers": answers,
+        "batch": host + _OTHER,
+    }
+
+
+def reserve_forward_memory(num_bytes: int) -> None:
+    """Show that the system has it, by touching as much and giving it back: better a start that fails than a forward."""
+    torch.empty(num_bytes, dtype=torch.uint8).fill_(1)
