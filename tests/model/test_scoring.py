@@ -2,7 +2,6 @@
 
 import multiprocessing
 import random
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from tests.model.peak_memory import peak, reset_peak
 from tests.model.steps import Score, StepDriver, make_runner
 from tests.model.test_decoder import load, oracle_greedy
 from tests.model.test_logit_rules import Rule, make_rules
@@ -239,20 +239,3 @@ def test_a_long_prompt_is_scored_in_little_memory(tmp_path: Path) -> None:
         grown = peak() - before
         assert len(driver.scores[slot]) == length - 1
     assert grown < 60e6
-
-
-def reset_peak() -> int:
-    """-> bytes resident now."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def peak() -> int:
-    """The most bytes resident since `reset_peak`."""
-    return _status("VmHWM")
-
-
-def _status(name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024

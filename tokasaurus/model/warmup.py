@@ -23,8 +23,8 @@ _NUM_LIMITED_ROWS = 64
 _NUM_TOP = 20
 """Top-k logprobs of each sampled and of each scored token: a few bytes, however many they are."""
 
-_SMALL_ROWS = 8
-_SMALL_TOKENS = 4
+_SMALL_ROWS = 4
+_SMALL_TOKENS = 2
 """Rows of the small forwards, and prompt tokens of each."""
 
 _NOTHING = np.zeros(0, np.int32)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokasaurus.checkpoint import CheckpointError
 
@@ -28,6 +28,16 @@ class WeightPiece:
 def whole(source: str, target: Tensor) -> WeightPiece:
     """A tensor that every rank holds whole."""
     return WeightPiece(source, tuple(target.shape), tuple(slice(None) for _ in target.shape), target)
+
+
+def allocate_parameters(module: nn.Module, device: torch.device) -> None:
+    """Put parameters made on the meta device onto `device`, unfilled. Memory on a CPU is first taken when it is filled.
+
+    As nn.Module.to_empty does it, but that imports sympy for the meta device, which takes a second."""
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            setattr(owner, name, nn.Parameter(empty, requires_grad=False))
 
 
 def load_weights(

@@ -21,7 +21,7 @@ from tokasaurus.model.layers.mlp import GatedMLP
 from tokasaurus.model.layers.norm import RMSNorm
 from tokasaurus.model.layers.rotary import RotaryTable
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.weights import WeightPiece, whole
+from tokasaurus.model.weights import WeightPiece, allocate_parameters, whole
 
 # T tokens in this forward, R rows whose logits are wanted, E hidden size
 
@@ -111,7 +111,7 @@ class Decoder(nn.Module):
 
     def materialize(self, device: torch.device, num_positions: int) -> None:
         """Allocate the parameters on `device`, unfilled, and the rotary table for positions up to num_positions."""
-        self.to_empty(device=device)
+        allocate_parameters(self, device)
         self._device = device
         self._rotary = RotaryTable(self._info.rope, self._info.head_dim, num_positions, device)
 

@@ -1,0 +1,33 @@
+"""The bound of what a forward takes holds for the largest forwards, and is not far above it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests.tiny_model import save_byte_tokenizer
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_largest_forwards_stay_within_the_bound_and_take_half_of_it(dtype: str, tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    save_byte_tokenizer(tmp_path)
+    # In a process of its own: what tests before it have left free would be used again.
+    command = [sys.executable, "-m", "tests.model.largest_forward", str(tmp_path), dtype]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+    bound = sum(found["bounds"].values())
+    assert bound / 2 < found["grown"] < bound, found
