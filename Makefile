@@ -4,7 +4,9 @@ SERVE_ARGS ?=
 BENCH_ARGS ?=
 CLIENTS ?=
 
-.PHONY: serve test lint types unit test-clients bench-manager format clean
+PREBUILT := tokasaurus/model/kernels/prebuilt
+
+.PHONY: serve test lint types unit test-clients test-wheel wheel bench-manager format clean
 
 serve: .venv/installed
 	$(BIN)/toka $(SERVE_ARGS)
@@ -23,6 +25,16 @@ unit: .venv/installed-dev
 
 test-clients: .venv/installed-dev
 	$(BIN)/python -m tests.clients.in_environments $(CLIENTS)
+
+# dist/tokasaurus-*.whl, which carries the kernels compiled. setuptools would put what build/ still has into it.
+wheel: .venv/installed
+	rm -rf build dist
+	$(BIN)/python -m tokasaurus.model.kernels.prebuild
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	rm -rf build $(PREBUILT)
+
+test-wheel: .venv/installed-dev wheel
+	$(BIN)/python -m pytest tests/check_wheel.py
 
 bench-manager: .venv/installed-dev
 	$(BIN)/python -m benchmarks.manager_cpu $(BENCH_ARGS)
@@ -43,4 +55,4 @@ format: .venv/installed-dev
 	touch $@ .venv/installed
 
 clean:
-	rm -rf .venv .venv-clients
+	rm -rf .venv .venv-clients build dist $(PREBUILT)

@@ -1,0 +1,79 @@
+"""What `make wheel` made, installed where there is no compiler: `make test-wheel`, since it takes a minute or two to
+compile the kernels for every instruction set.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tokasaurus.model.kernels.build import machine_sets
+from tokasaurus.model.kernels.isa import INSTRUCTION_SETS, machine
+
+DIST = Path(__file__).parents[1] / "dist"
+
+# Without a compiler, in a process that sees nothing but what is installed.
+USE_KERNELS = """
+import torch
+from tokasaurus.model.kernels import build
+from tokasaurus.model.kernels.isa import choose_set
+from tokasaurus.model.kernels.library import load_kernels
+try:
+    build.find_compiler()
+except build.LibraryUnavailable:
+    pass
+else:
+    raise AssertionError("found a compiler")
+level = choose_set(None, build.machine_sets())
+print(build.find_or_build(build.kernel_library(level)))
+logits = torch.tensor([[0.0, 3.0, 1.0]])
+limits = torch.zeros(1), torch.ones(1), torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+token = torch.empty(1, dtype=torch.int64)
+load_kernels().sample(logits, limits, torch.zeros((1, 2), dtype=torch.int64), None, None, token, None, None)
+print(token.item())
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    (wheel,) = DIST.glob("tokasaurus-*.whl")
+    directory = tmp_path_factory.mktemp("installed")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(directory)]
+    subprocess.run([*command, str(wheel)], check=True)
+    return directory
+
+
+def prebuilt(installed: Path) -> dict[str, Path]:
+    """By the name of what each is for."""
+    directory = installed / "tokasaurus" / "model" / "kernels" / "prebuilt"
+    return {path.stem.rpartition("-")[0]: path for path in directory.iterdir()}
+
+
+def test_the_wheel_carries_the_kernels_for_each_architecture_that_there_is_a_compiler_for(installed: Path) -> None:
+    machines = [name for name in ("x86_64", "aarch64") if name == machine() or shutil.which(f"{name}-linux-gnu-g++")]
+    expected = {f"cpu_features_{name}" for name in machines}
+    expected |= {level.name for level in INSTRUCTION_SETS if level.machine in machines}
+    assert set(prebuilt(installed)) == expected
+
+
+def test_kernels_run_without_a_compiler(installed: Path, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "CXX"}
+    environment |= {"PATH": str(tmp_path), "PYTHONPATH": str(installed), "TOKA_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", USE_KERNELS]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    path, token = done.stdout.split()
+    assert Path(path) == prebuilt(installed)[machine_sets()[0].name]
+    assert token == "1"
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("readelf") is None, reason="reads ELF files by readelf")
+def test_libraries_need_the_c_library_alone(installed: Path) -> None:
+    for path in prebuilt(installed).values():
+        lines = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout.splitlines()
+        needed = {line.partition("[")[2].rstrip("]") for line in lines if "(NEEDED)" in line}
+        assert {name.split(".")[0] for name in needed} <= {"libc", "libm", "ld-linux-x86-64", "ld-linux-aarch64"}, path
