@@ -1,6 +1,7 @@
 """Compile the libraries that a wheel carries: `python -m tokasaurus.model.kernels.prebuild`, which `make wheel` runs.
 
 They are for every instruction set of this machine's architecture and, where a cross compiler is installed, of others.
+They need a C library (glibc) as new as that of this machine; elsewhere the kernels are compiled from source.
 """
 
 import shutil
