@@ -18,7 +18,7 @@ MODULES = {
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["ping", "cluster"],
+    ["ping", "download", "cluster"],
     ["launch"],
     ["process_group"],
     ["child_process"],
@@ -29,7 +29,7 @@ LAYERS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
-WITHOUT_TORCH = ["server", "manager", "text", "config", "flags", "checkpoint", "cli", "ping", "messages"]
+WITHOUT_TORCH = ["server", "manager", "text", "config", "flags", "checkpoint", "cli", "ping", "download", "messages"]
 WITHOUT_TORCH += ["launch", "process_group", "child_process", "monitoring"]
 
 MAX_LINES = 330  # about 300

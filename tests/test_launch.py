@@ -137,10 +137,13 @@ def test_ready_line_names_url_model_kv_size_and_phase_times(launch) -> None:
     ready = launcher.wait_for_line("^ready: ")
     match = re.fullmatch(
         r"ready: http://127\.0\.0\.1:(\d+) serves tiny-llama; KV cache 1,600 tokens in 100 blocks of 16; "
-        r"find model \d+\.\d s, load weights 1\.2 s, \d+\.\d s in all",
+        r"toka \d+\.\d s \(imports \d+\.\d, find model \d+\.\d\), (.*); \d+\.\d s in all",
         ready,
     )
     assert match, ready
+    processes = dict(re.findall(r"([a-z][^,]*?) \d+\.\d s \((.*?)\)(?:, |$)", match[2]))
+    assert processes.keys() == set(CHILDREN.values())
+    assert re.fullmatch(r"imports \d+\.\d, load weights 1\.2", processes["model worker (rank 0)"])
     assert any("load weights" in line and line.endswith("1.25 s  7 of [7] layers") for line in launcher.lines)
     with socket.create_connection(("127.0.0.1", int(match[1])), timeout=5) as connection:
         assert connection.recv(100) == b"tiny-llama"

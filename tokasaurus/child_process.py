@@ -1,5 +1,7 @@
 """What every spawned process does around its entry: die with the launcher, and say why when it fails."""
 
+from __future__ import annotations
+
 import ctypes
 import importlib
 import logging
@@ -7,15 +9,18 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.log_setup import setup_logging
+
+if TYPE_CHECKING:
+    from tokasaurus.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +42,16 @@ class ChildProcess:
     title: str
     entry: str
 
+    @property
+    def kind(self) -> str:
+        """The label without the rank."""
+        return self.label.partition(" (")[0]
+
 
 def run_child(
     child: ChildProcess,
     config: ServerConfig,
+    spawned_at: float,
     launcher_pid: int,
     lifeline: Connection,
     status: StatusChannel,
@@ -48,7 +59,7 @@ def run_child(
 ) -> None:
     """Target of a spawned process: run the entry with `args`; exit code 1 after sending Failed if it raises.
 
-    lifeline: reading end of a pipe that only the launcher can write to, and never does.
+    spawned_at: by time.time(). lifeline: reading end of a pipe that only the launcher can write to, and never does.
     """
     _die_with_launcher(launcher_pid, lifeline)
     _set_title(child.title)
@@ -58,7 +69,9 @@ def run_child(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     setup_logging(config, child.title.removeprefix("toka-"))
     try:
-        _load(child.entry)(*args)
+        entry = _load(child.entry)
+        status.send(PhaseDone(child.kind, "imports", time.time() - spawned_at))
+        entry(*args)
     except UserError as error:
         _fail(child, status, args, str(error))
     except Exception as error:

@@ -2,21 +2,23 @@
 
 import signal
 import socket
+import sys
 import time
 from dataclasses import dataclass, field
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint
 from tokasaurus.child_process import ChildProcess
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import Channel, wait
-from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
-from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits, Failed, PhaseDone, Ready, Shutdown, UserError
 from tokasaurus.model.kernels.build_ahead import kernels_built_ahead
 from tokasaurus.monitoring.log_setup import setup_logging
 from tokasaurus.process_group import DEATH_S, Child, ProcessGroup, StopSignals
+
+if TYPE_CHECKING:  # NumPy, which this process does not need: it would put off the start of the others
+    from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
+    from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
 
 # How long an orderly end may take before SIGTERM: the server's open requests, and the engine's step at hand.
 SERVER_GRACE_S = 3.0
@@ -37,27 +39,27 @@ def serve(config: ServerConfig, entries: Entries | None = None) -> int:
 
     0: stopped because it was asked to. 1: it could not start or a process failed; one line on stderr says why.
     """
+    startup = _Startup()
     setup_logging(config, "launcher")
-    console = Console(stderr=True, markup=False, highlight=False, emoji=False, soft_wrap=True)
     old_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with kernels_built_ahead(config, lambda line: _show_progress(console, line)):
-            return _serve(config, Entries() if entries is None else entries, console)
+        with kernels_built_ahead(config, startup.show_progress):
+            return _serve(config, Entries() if entries is None else entries, startup)
     except KeyboardInterrupt:  # while the checkpoint was fetched
         return 0
     except UserError as error:
-        console.print(f"toka: {error}")
+        _print(f"toka: {error}")
         return 1
     finally:
         signal.signal(signal.SIGTERM, old_handler)
 
 
-def _serve(config: ServerConfig, entries: Entries, console: Console) -> int:
+def _serve(config: ServerConfig, entries: Entries, startup: "_Startup") -> int:
     with _bind(config.host, config.port) as listener:  # before the model is loaded for nothing
-        startup = _Startup(console, _url(listener))
+        startup.end_phase("imports")
+        startup.address = _url(listener)
         checkpoint = resolve_checkpoint(config.model, config.tokenizer, startup.show_progress)
-        seconds = time.perf_counter() - startup.started
-        startup.show_phase(PhaseDone("toka", "find model", seconds, str(checkpoint.directory)))
+        startup.end_phase("find model", str(checkpoint.directory))
         startup.model = checkpoint.name if config.served_model_name is None else config.served_model_name
         with StopSignals() as stop_signals, ProcessGroup() as group:
             engine = _start_all(group, config, checkpoint, listener, entries)
@@ -67,13 +69,13 @@ def _serve(config: ServerConfig, entries: Entries, console: Console) -> int:
                 engine.server.process.terminate()  # first, so that open requests get an answer instead of a reset
                 group.join([engine.server], SERVER_GRACE_S, stop_signals)
                 group.terminate(stop_signals)
-                console.print(f"toka: {failure}")  # last, below what the others log at their end
+                _print(f"toka: {failure}")  # last, below what the others log at their end
                 return 1
-            console.print("stopping; Ctrl-C again kills")
+            _print("stopping; Ctrl-C again kills")
             if startup.is_ready:
                 _end_in_order(group, engine, stop_signals)
             group.terminate(stop_signals)
-            console.print("stopped")
+            _print("stopped")
             return 0
 
 
@@ -81,10 +83,10 @@ def _serve(config: ServerConfig, entries: Entries, console: Console) -> int:
 class _Replica:
     """Channels between the server, the manager of one replica, and its workers."""
 
-    requests: Channel[GenerateRequest | CancelRequest | Shutdown]
-    updates: Channel[EngineUpdate | Ready]
-    inputs: list[Channel[ForwardInput | EndOfInputs]]
-    outputs: Channel[ForwardOutput | Ready]
+    requests: "Channel[GenerateRequest | CancelRequest | Shutdown]"
+    updates: "Channel[EngineUpdate | Ready]"
+    inputs: "list[Channel[ForwardInput | EndOfInputs]]"
+    outputs: "Channel[ForwardOutput | Ready]"
 
 
 @dataclass(frozen=True)
@@ -96,28 +98,41 @@ class _Engine:
     managers_and_workers: list[Child]
 
 
+def _start_of_process() -> float:
+    """By time.perf_counter(); nearly, for up to now this process has hardly waited."""
+    return time.perf_counter() - time.process_time()
+
+
 @dataclass
 class _Startup:
-    """Shows each phase as it ends; then, once the server is up and the KV size known, the ready line with all of them.
+    """Shows each phase as it ends; then, once the server is up and the KV size known, the ready line with all of them,
+    by process: the phases of one follow each other, and the processes run side by side from the end of our own.
 
     The processes report on channels of their own, so that the two may come in either order.
     """
 
-    console: Console
-    address: str
+    address: str = ""
     model: str = ""
-    started: float = field(default_factory=time.perf_counter)
-    phases: list[PhaseDone] = field(default_factory=list)
+    started: float = field(default_factory=_start_of_process)
     limits: EngineLimits | None = None
     is_server_up: bool = False
     is_ready: bool = False
 
-    def show_progress(self, line: str) -> None:
-        _show_progress(self.console, line)
+    def __post_init__(self) -> None:
+        self._phases: dict[str, list[PhaseDone]] = {}
+        self._last_end = self.started
 
-    def show_phase(self, phase: PhaseDone) -> None:
-        self.phases.append(phase)
-        self.console.print(f"{phase.process:>12}  {phase.phase:<16} {phase.seconds:6.2f} s  {phase.detail}".rstrip())
+    def show_progress(self, line: str) -> None:
+        _print(f"{'toka':>12}  {line} ...")
+
+    def end_phase(self, name: str, detail: str = "") -> None:
+        """A phase of this process."""
+        began, self._last_end = self._last_end, time.perf_counter()
+        self.show_phase("toka", PhaseDone("toka", name, self._last_end - began, detail))
+
+    def show_phase(self, process: str, phase: PhaseDone) -> None:
+        self._phases.setdefault(process, []).append(phase)
+        _print(f"{phase.process:>12}  {phase.phase:<16} {phase.seconds:6.2f} s  {phase.detail}".rstrip())
 
     def note_ready(self, message: Ready, is_server: bool) -> None:
         self.limits = self.limits if message.limits is None else message.limits
@@ -128,16 +143,20 @@ class _Startup:
 
     def _show_ready(self, limits: EngineLimits) -> None:
         num_tokens = limits.num_kv_blocks * limits.page_size
-        times = [f"{phase.phase} {phase.seconds:.1f} s" for phase in self.phases]
-        self.console.print(
+        times = [
+            f"{process} {sum(phase.seconds for phase in phases):.1f} s "
+            f"({', '.join(f'{phase.phase} {phase.seconds:.1f}' for phase in phases)})"
+            for process, phases in self._phases.items()
+        ]
+        _print(
             f"ready: {self.address} serves {self.model}; "
             f"KV cache {num_tokens:,} tokens in {limits.num_kv_blocks:,} blocks of {limits.page_size}; "
-            f"{', '.join(times)}, {time.perf_counter() - self.started:.1f} s in all"
+            f"{', '.join(times)}; {time.perf_counter() - self.started:.1f} s in all"
         )
 
 
-def _show_progress(console: Console, line: str) -> None:
-    console.print(f"{'toka':>12}  {line} ...")
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -211,7 +230,7 @@ def _watch(group: ProcessGroup, server: Child, stop_signals: StopSignals, startu
                     case Failed():
                         return f"{child.description.label} failed: {message.message}"
                     case PhaseDone():
-                        startup.show_phase(message)
+                        startup.show_phase(child.description.label, message)
                     case Ready():
                         startup.note_ready(message, is_server=child is server)
         if dead:

@@ -33,6 +33,9 @@ class TimedBackend:
         for part in (*layout.parts, layout.prefix):
             assert part is None or int(part.block_table.min()) >= 1, "no block is that of padding"
 
+    def write(self, key: Tensor, value: Tensor, _layer_index: int) -> None:
+        assert key.shape == value.shape == (key.shape[0], SHAPE.num_kv_heads, SHAPE.head_dim)
+
     def attend(self, query: Tensor, _layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
         read, multiply, per_part = self._costs
         num_rows = part.query_starts.diff()

@@ -42,7 +42,8 @@ def tool_server(template: str, model: ServedModel, directory: Path) -> Any:
     if template != "no template":
         templates = {"hermes": HERMES_TEMPLATE, "llama3": LLAMA3_TEMPLATE, "own way": OWN_WAY_TEMPLATE}
         tokenizer = Tokenizer.load(save_tokenizer_with(templates[template], directory))
-        model = dataclasses.replace(model, tokenizer=tokenizer, tools=find_tool_support(tokenizer, None))
+        support = find_tool_support(tokenizer, None)
+        model = dataclasses.replace(model, tokenizer=tokenizer, find_tools=lambda: support)
     return live_server(model, FakeEngine(limits=LIMITS))
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from tokasaurus.checkpoint.errors import CheckpointError
 
+CONVERSION_VERSION = 1
+"""Of models converted from GGUF (gguf_conversion.py), part of their key: raise it when the result changes."""
+
 
 def cache_directory() -> Path:
     """$TOKA_CACHE, else $XDG_CACHE_HOME/tokasaurus, else ~/.cache/tokasaurus. It need not exist."""

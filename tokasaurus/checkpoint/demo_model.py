@@ -13,9 +13,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tokasaurus.checkpoint.cache import build_once, cache_directory
+from tokasaurus.checkpoint.cache import CONVERSION_VERSION, build_once, cache_directory
 from tokasaurus.checkpoint.errors import CheckpointError
-from tokasaurus.checkpoint.gguf_conversion import CONVERSION_VERSION, write_hf_directory
 
 NAME = "SmolLM2-135M-Instruct"
 _FILE_NAME = f"{NAME}.Q4_1.gguf"
@@ -29,6 +28,8 @@ def demo_directory(on_phase: Callable[[str], None]) -> Path:
     destination = cache_directory() / "converted" / f"{NAME}-{_SHA256[:12]}-v{CONVERSION_VERSION}"
     if destination.is_dir():
         return destination
+    from tokasaurus.checkpoint.gguf_conversion import write_hf_directory  # NumPy: not for a start from the cache
+
     gguf_path = demo_gguf(on_phase)
     on_phase(f"converting {gguf_path.name} (once)")
     return build_once(destination, lambda directory: write_hf_directory(gguf_path, directory))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.checkpoint.cache import build_once, cache_directory
+from tokasaurus.checkpoint.cache import CONVERSION_VERSION, build_once, cache_directory
 from tokasaurus.checkpoint.errors import CheckpointError
 from tokasaurus.checkpoint.gguf_config import architecture_of, generation_config, model_config
 from tokasaurus.checkpoint.gguf_tokenizer import write_tokenizer
@@ -19,8 +19,6 @@ from tokasaurus.checkpoint.json_files import write_json
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
-
-CONVERSION_VERSION = 1  # part of the cache's key: raise it when the result changes
 
 _ELEMENTS_PER_WRITE = 1 << 22  # 16 MB of float32: the only copy of weights in memory
 

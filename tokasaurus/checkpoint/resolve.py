@@ -7,7 +7,6 @@ from pathlib import Path
 from tokasaurus.checkpoint.demo_model import NAME as DEMO_NAME
 from tokasaurus.checkpoint.demo_model import demo_directory
 from tokasaurus.checkpoint.errors import CheckpointError
-from tokasaurus.checkpoint.gguf_conversion import convert_gguf
 from tokasaurus.checkpoint.hub import download_files, is_repo_id
 from tokasaurus.checkpoint.info import ModelInfo, read_model_info
 from tokasaurus.checkpoint.weight_files import weight_file_names, weight_files
@@ -78,6 +77,8 @@ def _locate_local(name: str, on_phase: OnPhase) -> Path | None:
     if path.is_dir():
         return path.absolute()
     if path.suffix.lower() == ".gguf":
+        from tokasaurus.checkpoint.gguf_conversion import convert_gguf  # NumPy: other models need none
+
         return convert_gguf(path, on_phase)
     if path.exists():
         raise CheckpointError(f"{name} is a file, but not a .gguf file")

@@ -1,14 +1,16 @@
 """The manager process: receive, cancel, apply results, admit, schedule, send; then wait for the next message."""
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tokasaurus.checkpoint import Checkpoint
-from tokasaurus.config import ServerConfig
 from tokasaurus.manager.grammars import Grammars
 from tokasaurus.manager.state import EarlyStoppingOptions, EngineOptions, EngineState, HydragenOptions, make_state
 from tokasaurus.manager.turn import Turns
@@ -30,6 +32,9 @@ from tokasaurus.monitoring.timing import BusyFraction
 from tokasaurus.text.grammars import load_grammar_vocabulary
 from tokasaurus.text.stop_strings import StopTokens
 from tokasaurus.text.tokenizer import TokenDecoder, TokenizerError, load_token_decoder
+
+if TYPE_CHECKING:
+    from tokasaurus.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +61,7 @@ def run_manager(
 
     inputs: one channel per rank of the replica's worker; each gets every message.
     """
+    started = time.perf_counter()
     # Freeing one large array makes glibc keep the pages of smaller ones that are freed later; else every array of some
     # tens of kilobytes is given back to the system and faulted in again.
     large = np.empty(LARGE_BYTES, np.uint8)
@@ -63,6 +69,7 @@ def run_manager(
     decoder = load_token_decoder(checkpoint.tokenizer_directory)
     stop_tokens = StopTokens([decoder.decode([token_id]) for token_id in range(checkpoint.info.vocab_size)])
     grammars = _load_grammars(checkpoint)  # while the worker loads the model: later it would hold up a turn
+    status.send(PhaseDone("manager", "load tokenizer", time.perf_counter() - started))
     early: list[RequestMessage] = []
     limits = _await_worker(requests, outputs, early)
     if limits is not None:

@@ -1,6 +1,7 @@
 """From which group size and prefix length on a shared prefix pays on this device, found by trying."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,9 @@ _LEAST_GAIN = 1.1
 """Times as fast as alone: less would not repay what the manager does for it."""
 
 
+_COLD_BYTES = 64 << 20
+"""Keys and values that a trial goes through before it comes back to the same: more than processors cache."""
+
 _LEAST_LENGTH = 256
 """Of the longest prefix tried: with a cache too small for it, nothing is tried."""
 
@@ -35,7 +39,7 @@ def measure_thresholds(
     backend: AttentionBackend, shape: KVShape, num_blocks: int, max_rows: int
 ) -> HydragenThresholds | None:
     """None where no group pays; DEFAULT_HYDRAGEN where the cache is too small to tell. The backend's cache is
-    allocated, with num_blocks besides the padding block; what it holds does not matter, as long as it is finite.
+    allocated, with num_blocks besides the padding block; what it holds is overwritten.
 
     max_rows: of a forward. Takes a tenth of a second on a CPU with the kernels, seconds without them.
     """
@@ -82,6 +86,7 @@ class _Trial:
         self._shape = shape
         self._num_blocks = num_blocks
         self._layer = 0
+        self._num_written = Counter[int]()  # blocks, by layer
         self._own_blocks = -(-_NUM_OWN_TOKENS // shape.page_size)
 
     def fits(self, num_rows: int, prefix_length: int) -> bool:
@@ -94,15 +99,39 @@ class _Trial:
         """The shortest times of num_rows rows in groups, by turns with the same rows alone and with other groups."""
         layouts = {size: self._layouts(size, num_rows, prefix_length) for size in group_sizes}
         shape = self._shape
+        num_layers = {size: self._prepare_layers(size, num_rows, prefix_length) for size in group_sizes}
         query = torch.zeros((num_rows, shape.num_heads, shape.head_dim), dtype=shape.query_dtype, device=shape.device)
         shortest = {size: [float("inf"), float("inf")] for size in group_sizes}
         for _ in range(_NUM_ROUNDS):
             for size, both in layouts.items():
                 for which, layout in enumerate(both):
                     # Another layer each time, as in a forward: what the one before read is in the processor's cache.
-                    self._layer = (self._layer + 1) % shape.num_layers
-                    shortest[size][which] = min(shortest[size][which], self._time(query, self._layer, layout))
+                    self._layer += 1
+                    seconds = self._time(query, self._layer % num_layers[size], layout)
+                    shortest[size][which] = min(shortest[size][which], seconds)
         return {size: _Times(alone_s, together_s) for size, (alone_s, together_s) in shortest.items()}
+
+    def _prepare_layers(self, group_size: int, num_rows: int, prefix_length: int) -> int:
+        """How many layers the trial goes through. Their blocks are written first: memory that never was may be one page
+        for all, which is always in the processor's cache."""
+        shape = self._shape
+        num_blocks = num_rows // group_size * (prefix_length // shape.page_size) + num_rows * self._own_blocks
+        layer_bytes = num_blocks * shape.bytes_per_block // shape.num_layers
+        num_layers = min(shape.num_layers, -(-_COLD_BYTES // layer_bytes))
+        for layer in range(num_layers):
+            num_written = self._num_written[layer]
+            if num_written < num_blocks:
+                self._write_zeros(layer, 1 + num_written, 1 + num_blocks)
+                self._num_written[layer] = num_blocks
+        return num_layers
+
+    def _write_zeros(self, layer: int, first_block: int, end_block: int) -> None:
+        shape = self._shape
+        indices = torch.arange(first_block * shape.page_size, end_block * shape.page_size, device=shape.device)
+        size = len(indices), shape.num_kv_heads, shape.head_dim
+        zeros = torch.zeros(size, dtype=shape.query_dtype, device=shape.device)
+        self._backend.plan(PagedLayout(indices, ()))
+        self._backend.write(zeros, zeros, layer)
 
     def _time(self, query: Tensor, layer: int, layout: PagedLayout) -> float:
         self._backend.plan(layout)

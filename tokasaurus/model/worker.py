@@ -1,16 +1,18 @@
 """Process entry of a model worker: device, weights, KV cache, warm-up, then the loop."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from tokasaurus.checkpoint import Checkpoint, weight_files
-from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
 from tokasaurus.messages.lifecycle import (
@@ -48,6 +50,9 @@ from tokasaurus.model.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.thread_count import leave_threads_to, set_worker_threads
 from tokasaurus.model.warmup import ForwardLimits, warm_up, warm_up_small
 from tokasaurus.model.weights import load_weights
+
+if TYPE_CHECKING:
+    from tokasaurus.config import ServerConfig
 
 PROCESS = "model worker"
 

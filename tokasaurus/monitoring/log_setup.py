@@ -1,9 +1,13 @@
 """Logging of one process: lines on stderr that name the process. Prompts and completions are logged at debug alone."""
 
+from __future__ import annotations
+
 import logging
 import sys
+from typing import TYPE_CHECKING
 
-from tokasaurus.config import ServerConfig
+if TYPE_CHECKING:
+    from tokasaurus.config import ServerConfig
 
 _UVICORN_TRACE = 5  # uvicorn's own level below debug
 

@@ -1,23 +1,28 @@
 """The server process: HTTP in front, channels to the managers behind."""
 
+from __future__ import annotations
+
+import functools
 import hashlib
 import importlib.metadata
 import resource
 import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
 
 from tokasaurus.checkpoint import Checkpoint
-from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
 from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
+from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.server.api_key import ApiKeyMiddleware
 from tokasaurus.server.engine_client import EngineClient
 from tokasaurus.server.errors import add_error_handlers
@@ -27,7 +32,10 @@ from tokasaurus.server.routes import bulk, chat, completions, health, metrics, m
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
 from tokasaurus.server.tool_formats import find_tool_support
-from tokasaurus.text.tokenizer import ChatTemplateError, Tokenizer
+from tokasaurus.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tokasaurus.config import ServerConfig
 
 # How long open requests may go on after SIGTERM.
 GRACE_S = 2
@@ -65,6 +73,16 @@ def run_server(
         broken.append(error)
         http_server.should_exit = True
 
+    def load_chat_template() -> None:
+        lower_thread_priority()  # the engine starts meanwhile
+        started = time.perf_counter()
+        try:
+            model.find_tools()
+        except UserError as error:
+            stop_broken(error)
+        else:
+            status.send(PhaseDone("server", "chat template", time.perf_counter() - started))
+
     engine = EngineClient(
         requests,
         updates,
@@ -87,11 +105,15 @@ def run_server(
         timeout_graceful_shutdown=GRACE_S,
     )
     http_server = _HttpServer(http_config)
+    # It takes longer than all the rest, and completions need none.
+    threading.Thread(target=load_chat_template, name="chat template", daemon=True).start()
     try:
         http_server.run(sockets=[listener])
     finally:
         for channel in requests:
             channel.abandon()
+    if broken and isinstance(broken[0], UserError):
+        raise broken[0]
     if broken:
         raise RuntimeError(f"an answer of the engine cannot be read: {broken[0]!r}") from broken[0]
 
@@ -136,10 +158,8 @@ def create_app(
 
 
 def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedModel:
-    """Loads the tokenizer. Raises TokenizerError."""
+    """Loads the tokenizer; its chat template when it is first used. Raises TokenizerError."""
     tokenizer = Tokenizer.load(checkpoint.tokenizer_directory)
-    with suppress(ChatTemplateError):  # completions do not need one
-        tokenizer.render_chat([{"role": "user", "content": "warm up"}])  # else the first client waits for the imports
     version = importlib.metadata.version("tokasaurus")
     identity: Sequence[object] = (version, checkpoint.name, config.dtype, config.device, config.attention_backend)
     return ServedModel(
@@ -151,7 +171,7 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
         system_fingerprint=f"fp_{hashlib.sha256(repr(identity).encode()).hexdigest()[:10]}",
         allow_logprobs=config.enable_chosen_logprobs,
         max_top_logprobs=config.max_topk_logprobs,
-        tools=find_tool_support(tokenizer, config.tool_call_format),
+        find_tools=functools.cache(lambda: find_tool_support(tokenizer, config.tool_call_format)),
     )
 
 

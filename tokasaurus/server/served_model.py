@@ -1,5 +1,6 @@
 """The model as the API shows it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokasaurus.server.errors import ModelNotFound
@@ -16,6 +17,7 @@ class ServedModel:
 
     system_fingerprint: the same as long as equal seeds are meant to give equal answers.
     allow_logprobs, max_top_logprobs: the flags enable_chosen_logprobs and max_topk_logprobs.
+    find_tools: what `tools` is; called for the first time, it may have to load the chat template.
     """
 
     name: str
@@ -26,7 +28,11 @@ class ServedModel:
     system_fingerprint: str
     allow_logprobs: bool
     max_top_logprobs: int
-    tools: ToolSupport = NO_TOOLS_IN_TEMPLATE
+    find_tools: Callable[[], ToolSupport] = lambda: NO_TOOLS_IN_TEMPLATE
+
+    @property
+    def tools(self) -> ToolSupport:
+        return self.find_tools()
 
     def check_name(self, name: str) -> None:
         """Raises ModelNotFound."""

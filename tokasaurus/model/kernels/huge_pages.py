@@ -5,21 +5,17 @@ import contextlib
 import ctypes
 import math
 import mmap
-import os
-import sys
 import threading
 
 import torch
 from torch import Tensor
 
 from tokasaurus.model.kernels.library import Kernels
+from tokasaurus.monitoring.cores import lower_thread_priority
 
 _HUGE_PAGE = 2 * 1024 * 1024
 _CHUNK_BYTES = 64 * 1024 * 1024
 _ALIGNMENT = 64
-
-_BACKGROUND_NICENESS = 10
-"""A thread with it gets a tenth of a core that others want as well."""
 
 
 def allocate(num_bytes: int) -> Tensor:
@@ -42,8 +38,7 @@ def touch_in_background(memory: Tensor, kernels: Kernels, num_threads: int) -> l
     num_taken = ctypes.c_int64(0)
 
     def run() -> None:
-        if sys.platform == "linux":  # where a thread has a priority of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
+        lower_thread_priority()
         touch(memory.data_ptr(), len(memory), memory[0].nbytes, ctypes.byref(num_taken))
 
     threads = [threading.Thread(target=run, name="touch", daemon=True) for _ in range(num_threads)]
