@@ -13,6 +13,9 @@ _TILE_QUERIES = 96
 _MAX_HEAD_DIM = 256
 """For which each thread's tile has room: kMaxHeadDim of attention_piece.h."""
 
+_CHUNK_TOKENS = 128
+"""Whose keys and values each thread widens at a time: kChunk of attention_tile.h."""
+
 _PIECES_PER_THREAD = 16
 """Pieces of tiles that are merged at the end: twice kPiecesPerThread of attention_work.h, for what is rounded up."""
 
@@ -62,7 +65,7 @@ def largest_forward(
         num_tokens * info.num_heads * _FLOAT
         + num_rows * (query_size + info.num_heads) * _FLOAT
         + num_tiles * _BYTES_PER_PIECE
-        + num_threads * _TILE_QUERIES * _MAX_HEAD_DIM * 3 * _FLOAT
+        + num_threads * (3 * _TILE_QUERIES + 2 * _CHUNK_TOKENS) * _MAX_HEAD_DIM * _FLOAT
         + num_threads * _PIECES_PER_THREAD * _TILE_QUERIES * (info.head_dim + 1) * _FLOAT
     )
     # Masks as they arrive, unpickled, and as a tensor.

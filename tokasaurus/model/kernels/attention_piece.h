@@ -24,6 +24,11 @@ struct Piece {
   int64_t partial;
 };
 
+// What many queries are multiplied with: the cache as it is or, where that would be widened again for every few queries,
+// a copy in floats.
+template <typename Stored>
+using Multiplied = std::conditional_t<std::is_same_v<Activation<Stored>, float>, float, Stored>;
+
 template <typename Stored>
 struct alignas(64) Scratch {
   Activation<Stored> query[kTileQueries * kMaxHeadDim];
@@ -32,6 +37,8 @@ struct alignas(64) Scratch {
   float scores[kScoreQueries * kChunk];
   Floats sum[kTileQueries];
   float reference[kTileQueries];
+  float widened_keys[std::is_same_v<Stored, Multiplied<Stored>> ? 1 : kChunk * kMaxHeadDim];
+  float widened_values[std::is_same_v<Stored, Multiplied<Stored>> ? 1 : kChunk * kMaxHeadDim];
 };
 
 // Segments of query rows, each against its own blocks: backend.PagedPart.
@@ -205,6 +212,36 @@ static void finish_piece(const Problem<Stored>& problem, const Piece& piece, flo
   }
 }
 
+// num_numbers of the cache to floats; for each line, one at `ahead` is asked for.
+template <typename Stored>
+static inline void widen(const Stored* from, const Stored* ahead, int64_t num_numbers, float* to) {
+  constexpr int64_t kLine = 64 / sizeof(Stored);
+  for (int64_t first = 0; first < num_numbers; first += kLine) {
+    __builtin_prefetch(ahead + first);
+    for (int64_t i = first; i < first + kLine; i += kLanes) store(to + i, load(from + i));
+  }
+}
+
+// The chunk as it is multiplied. ahead: what is prefetched for each of its groups.
+template <typename Stored>
+static inline ChunkGroups<Multiplied<Stored>> widened(const ChunkGroups<Stored>& chunk, const ChunkGroups<Stored>& ahead,
+                                                      int64_t head_dim, Scratch<Stored>& scratch) {
+  if constexpr (std::is_same_v<Stored, Multiplied<Stored>>) {
+    return chunk;
+  } else {
+    const int64_t group_size = kGroup * head_dim;
+    ChunkGroups<float> result;
+    result.num_groups = chunk.num_groups;
+    for (int g = 0; g < chunk.num_groups; ++g) {
+      result.keys[g] = scratch.widened_keys + g * group_size;
+      result.values[g] = scratch.widened_values + g * group_size;
+      widen(chunk.keys[g], ahead.keys[g], group_size, scratch.widened_keys + g * group_size);
+      widen(chunk.values[g], ahead.values[g], group_size, scratch.widened_values + g * group_size);
+    }
+    return result;
+  }
+}
+
 // A piece of one KV head. next_piece: what this thread does next, or null: its first tokens are prefetched.
 template <typename Stored>
 static void attend_rows(const Problem<Stored>& problem, const Piece& piece, const Piece* next_piece,
@@ -231,22 +268,26 @@ static void attend_rows(const Problem<Stored>& problem, const Piece& piece, cons
       prefetch(next.keys[g], kGroup * head_dim * sizeof(Stored));
       prefetch(next.values[g], kGroup * head_dim * sizeof(Stored));
     }
+    const ChunkGroups<Multiplied<Stored>> multiplied = widened(chunk, ahead, head_dim, scratch);
+    // A widened chunk is in the cache already, as is then what was to be prefetched.
+    const ChunkGroups<Multiplied<Stored>>* beside = &multiplied;
+    if constexpr (std::is_same_v<Stored, Multiplied<Stored>>) beside = &ahead;
     for (int first = 0; first < num_queries; first += at_once) {
       const int set = std::min(at_once, num_queries - first);
       const int most = problem.visible_to(piece.segment, problem.row_of(piece, first + set - 1)) - start;
       const int num_groups = std::min(chunk.num_groups, (most + kGroup - 1) / kGroup);
       if (num_groups <= 0) continue;
-      score_chunk<kScoreQueries, Stored>(set, scratch.query + first * head_dim, chunk, ahead, num_groups, num_steps,
-                                          scratch.scores);
+      score_chunk<kScoreQueries, Multiplied<Stored>>(set, scratch.query + first * head_dim, multiplied, *beside,
+                                                     num_groups, num_steps, scratch.scores);
       for (int i = 0; i < set; ++i) {
         const int visible = problem.visible_to(piece.segment, problem.row_of(piece, first + i)) - start;
         soften(scratch, first + i, scratch.scores + i * kChunk, visible, num_groups * kGroup, problem.scale(), head_dim,
                scratch.weights + i * kChunk);
       }
       for (int i = 0; i < set; i += kValueQueries)
-        add_chunk<kValueQueries, Stored>(
+        add_chunk<kValueQueries, Multiplied<Stored>>(
             std::min(kValueQueries, set - i), scratch.output + (first + i) * head_dim,
-            scratch.weights + i * kChunk, chunk, ahead, num_groups, head_dim);
+            scratch.weights + i * kChunk, multiplied, *beside, num_groups, head_dim);
     }
     chunk = next;
   }

@@ -61,22 +61,42 @@ int64_t tile_start(int64_t tile, int64_t num_tiles, int64_t num_rows) {
   return kTileRows < 12 ? std::min(tile * kTileRows, num_rows) : num_rows * tile / num_tiles;
 }
 
-// One panel for the rows [first_row, end_row).
-template <typename Weight>
-void multiply_panel(const Gemm<Weight>& gemm, int64_t panel, int64_t first_row, int64_t end_row) {
-  const int64_t in_size = gemm.weights.in_size;
-  const Weight* weights = (const Weight*)gemm.weights.panels + panel * in_size * kPanel;
-  const int64_t num_rows = end_row - first_row;
+// The tiles of one panel, for the rows [first_row, end_row). Multiplies by `panel_weights`, the panel as it is or widened.
+template <typename Weight, typename Widened>
+void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Widened* panel_weights, int64_t next_panel_bytes,
+                    int64_t first_row, int64_t end_row) {
+  const int64_t in_size = gemm.weights.in_size, num_rows = end_row - first_row;
   const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   alignas(64) float sums[kTileRows * kPanel];
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     // With many tiles, the first one asks for the whole next panel, and the others have time to wait for it.
-    const int64_t ahead = num_tiles == 1 ? kStreamAheadBytes : tile == 0 ? in_size * kPanel * sizeof(Weight) : 0;
+    const int64_t ahead = num_tiles == 1 ? kStreamAheadBytes : tile == 0 ? next_panel_bytes : 0;
     const int64_t begin = first_row + tile_start(tile, num_tiles, num_rows);
     const int64_t end = first_row + tile_start(tile + 1, num_tiles, num_rows);
-    multiply_rows(int(end - begin), gemm.x + begin * gemm.x_stride, gemm.x_stride, weights, in_size, ahead, sums);
+    multiply_rows(int(end - begin), gemm.x + begin * gemm.x_stride, gemm.x_stride, panel_weights, in_size, ahead, sums);
     for (int64_t row = begin; row < end; ++row) epilogue(gemm, row, panel, sums + (row - begin) * kPanel);
   }
+}
+
+// From so many tiles on, widening a panel once costs less than widening it for each tile.
+constexpr int64_t kFewestToWiden = 3;
+
+template <typename Weight>
+void multiply_panel(const Gemm<Weight>& gemm, int64_t panel, int64_t first_row, int64_t end_row) {
+  const int64_t panel_size = gemm.weights.in_size * kPanel, panel_bytes = panel_size * sizeof(Weight);
+  const Weight* weights = (const Weight*)gemm.weights.panels + panel * panel_size;
+  if constexpr (std::is_same_v<Activation<Weight>, float> && !std::is_same_v<Weight, float>) {
+    if (end_row - first_row > (kFewestToWiden - 1) * kTileRows) {
+      static thread_local std::vector<float> widened;
+      float* to = scratch(widened, panel_size);
+      for (int64_t i = 0; i < panel_size; i += kLanes) {
+        if (i % (64 / sizeof(Weight)) == 0) __builtin_prefetch((const char*)(weights + i) + panel_bytes, 0, 2);
+        store(to + i, load(weights + i));
+      }
+      return multiply_tiles(gemm, panel, to, 0, first_row, end_row);
+    }
+  }
+  multiply_tiles(gemm, panel, weights, panel_bytes, first_row, end_row);
 }
 
 // Normed rows of x.

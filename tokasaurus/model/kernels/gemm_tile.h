@@ -17,9 +17,12 @@ constexpr int kPanelVectors = 2, kTileRows = 6;
 #endif
 constexpr int kPanel = kPanelVectors * kLanes;
 
+// Elements of x, or pairs, of one turn of the loop: where few registers make small tiles, counting takes a fifth of it.
+constexpr int kUnroll = kRegisters == 16 ? 2 : 1;
+
 // sums [M][kPanel] = M rows of x times the panel. Each sum runs over x in order, so that a row's result does not depend on
-// how many rows there are. The memory `ahead` bytes behind what is read is asked for meanwhile.
-template <int M, typename Weight>
+// how many rows there are. Where `prefetches`, the memory `ahead` bytes behind what is read is asked for meanwhile.
+template <int M, bool prefetches, typename Weight>
 void multiply_tile(const Activation<Weight>* x, int64_t x_stride, const Weight* panel, int64_t in_size, int64_t ahead,
                    float* sums) {
   constexpr int P = kPair<Weight>, kStep = kPanel * P;
@@ -27,29 +30,44 @@ void multiply_tile(const Activation<Weight>* x, int64_t x_stride, const Weight* 
   constexpr int kPointers = (M + kReach - 1) / kReach;
   const Activation<Weight>* rows[kPointers];
   repeat<kPointers>([&](auto i) TOKA_LAMBDA { rows[i] = x + i * kReach * x_stride; });
-  const Weight* const end = panel + in_size * kPanel;
   Floats total[M][kPanelVectors] = {};
-#pragma GCC unroll 1
-  for (; panel < end; panel += kStep) {
-    repeat<(kStep * sizeof(Weight) + 63) / 64>(
-        [&](auto line) TOKA_LAMBDA { __builtin_prefetch((const char*)panel + ahead + line * 64, 0, 2); });
+
+  const auto step = [&](auto u) TOKA_LAMBDA {  // the u-th element of x, or pair, from here
+    if constexpr (prefetches)
+      repeat<(kStep * sizeof(Weight) + 63) / 64>([&](auto line) TOKA_LAMBDA {
+        __builtin_prefetch((const char*)(panel + u * kStep) + ahead + line * 64, 0, 2);
+      });
     Operand<Weight> weights[kPanelVectors];
-    repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { weights[v] = load_operand(panel + v * kLanes * P); });
+    repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { weights[v] = load_operand(panel + u * kStep + v * kLanes * P); });
     repeat<M>([&](auto i) TOKA_LAMBDA {
-      const auto value = spread<Weight>(rows[i / kReach] + i % kReach * x_stride);
+      const auto value = spread<Weight>(rows[i / kReach] + i % kReach * x_stride + u * P);
       repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { total[i][v] = multiply_add(total[i][v], value, weights[v]); });
     });
-    repeat<kPointers>([&](auto i) TOKA_LAMBDA { rows[i] += P; });
-  }
+  };
+  const auto advance = [&](int num_steps) TOKA_LAMBDA {
+    panel += num_steps * kStep;
+    repeat<kPointers>([&](auto i) TOKA_LAMBDA { rows[i] += num_steps * P; });
+  };
+  const int64_t num_steps = in_size / P;
+#pragma GCC unroll 1
+  for (const Weight* const end = panel + num_steps / kUnroll * kUnroll * kStep; panel < end; advance(kUnroll))
+    repeat<kUnroll>(step);
+  if (num_steps % kUnroll) step(std::integral_constant<int, 0>{});
+
   repeat<M>([&](auto i) TOKA_LAMBDA {
     repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { store(sums + i * kPanel + v * kLanes, total[i][v]); });
   });
 }
 
-// The same for 1 to kTileRows rows.
+// The same for 1 to kTileRows rows. ahead: 0 for nothing to be asked for.
 template <typename Weight, int M = kTileRows>
 void multiply_rows(int num_rows, const Activation<Weight>* x, int64_t x_stride, const Weight* panel, int64_t in_size,
                    int64_t ahead, float* sums) {
-  if (num_rows == M) return multiply_tile<M>(x, x_stride, panel, in_size, ahead, sums);
+  if (num_rows == M) {
+    // Most tiles are full ones without; the last may ask for what it reads itself.
+    if constexpr (M == kTileRows)
+      if (ahead == 0) return multiply_tile<M, false>(x, x_stride, panel, in_size, 0, sums);
+    return multiply_tile<M, true>(x, x_stride, panel, in_size, ahead, sums);
+  }
   if constexpr (M > 1) multiply_rows<Weight, M - 1>(num_rows, x, x_stride, panel, in_size, ahead, sums);
 }
