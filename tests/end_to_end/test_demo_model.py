@@ -21,8 +21,8 @@ from tests.random_schemas import random_schema
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.text.tokenizer import Tokenizer
 
-NUM_PROMPTS = 40
-NUM_TOKENS = 48
+NUM_PROMPTS = 24
+NUM_TOKENS = 40
 QUESTIONS = Path(__file__).parents[2] / "benchmarks" / "data" / "gsm8k_test_200.jsonl"
 TIE = 1e-3
 """Two texts may part where the two best scores differ by less: float32 sums depend on the order of their terms."""
@@ -30,7 +30,7 @@ TIE = 1e-3
 
 @pytest.fixture(scope="module")
 def toka() -> Iterator[TokaProcess]:
-    # 40 prompts of about 60 tokens against 256 tokens a step: prompts are cut, and prefill meets decode.
+    # 24 prompts of about 60 tokens against 256 tokens a step: prompts are cut, and prefill meets decode.
     flags = ("dtype=float32", "kv_cache_num_tokens=20000", "max_tokens_per_forward=256", "max_seqs_per_forward=64")
     with running_toka(*flags) as process:
         yield process

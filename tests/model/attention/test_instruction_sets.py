@@ -29,6 +29,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
         pytest.skip("the best, which all other tests use")
     loaded = load_kernels(request.param)
     assert loaded is not None
+    loaded.set_num_threads(2)
     return loaded
 
 
