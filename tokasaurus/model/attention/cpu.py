@@ -1,4 +1,4 @@
-"""Paged attention on the CPU. The kernels (attention.cpp, kv_write.cpp) fix the layout of the cache."""
+"""Paged attention on the CPU. The kernels (attention_layout.h, kv_write.h) fix the layout of the cache."""
 
 import ctypes
 import math
