@@ -6,7 +6,7 @@ CLIENTS ?=
 
 PREBUILT := tokasaurus/model/kernels/prebuilt
 
-.PHONY: serve test lint types unit test-clients test-wheel wheel bench-manager format clean
+.PHONY: serve test lint types unit test-clients test-neon test-wheel wheel bench-manager format clean
 
 serve: .venv/installed
 	$(BIN)/toka $(SERVE_ARGS)
@@ -25,6 +25,10 @@ unit: .venv/installed-dev
 
 test-clients: .venv/installed-dev
 	$(BIN)/python -m tests.clients.in_environments $(CLIENTS)
+
+# Kernels for NEON, cross-compiled, in an emulator: minutes
+test-neon: .venv/installed-dev
+	$(BIN)/python -m pytest -m neon
 
 # dist/tokasaurus-*.whl, which carries the kernels compiled. setuptools would put what build/ still has into it.
 wheel: .venv/installed

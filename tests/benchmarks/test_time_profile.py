@@ -54,7 +54,8 @@ def test_parts_of_a_real_run_add_up(tmp_path: Path) -> None:
     prompt = " ".join(f"word {number}" for number in range(120))
     line = {"prompt": prompt, "n": 24, "max_tokens": 24, "ignore_eos": True}
     load.write_text(json.dumps(line) + "\n", encoding="utf-8")
-    with running_toka("kv_cache_num_tokens=20000", "use_hydragen=T", "hydragen_min_group_size=8") as toka:
+    groups = ("use_hydragen=T", "hydragen_min_group_size=8", "hydragen_min_prefix_len=16")
+    with running_toka("kv_cache_num_tokens=20000", *groups) as toka:
         report, profile = asyncio.run(time_profile.measure(["file", str(load), "--base-url", f"{toka.url}/v1"]))
         assert toka.stop() == 0
     assert report.summary.num_failed == 0

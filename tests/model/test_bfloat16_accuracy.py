@@ -83,7 +83,8 @@ class Scorer:
     def _logits(self, tokens: list[int], first: bool = False) -> torch.Tensor:
         hidden, batch = self._forward(tokens, first)
         with torch.inference_mode():
-            return self.model.logits(hidden[batch.logit_rows]).float()
+            # The next call writes to the same memory.
+            return self.model.logits(hidden[batch.logit_rows]).to(torch.float32, copy=True)
 
     def _forward(
         self, tokens: list[int], first: bool, scored: ScoredRows | None = None

@@ -14,10 +14,13 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SYSTEM = Path("/usr/aarch64-linux-gnu")  # C and C++ libraries, where Debian's cross compiler has them
 OLD, NEW = "cortex-a72", "max"  # processors without and with dot products of bfloat16
 
-pytestmark = pytest.mark.skipif(
-    shutil.which(COMPILER) is None or shutil.which(EMULATOR) is None or not SYSTEM.exists(),
-    reason=f"needs {COMPILER}, {EMULATOR} (Debian: g++-aarch64-linux-gnu, qemu-user) and {SYSTEM}",
-)
+pytestmark = [
+    pytest.mark.neon,
+    pytest.mark.skipif(
+        shutil.which(COMPILER) is None or shutil.which(EMULATOR) is None or not SYSTEM.exists(),
+        reason=f"needs {COMPILER}, {EMULATOR} (Debian: g++-aarch64-linux-gnu, qemu-user) and {SYSTEM}",
+    ),
+]
 
 
 def built(library: Library) -> Path:
