@@ -31,6 +31,9 @@ _LINK_FLAGS = ("-shared", "-pthread")
 _EXPORTED = "toka_*"
 """Only these functions are seen from outside. Else two of the libraries in one process would share variables."""
 
+_TOGETHER = (("gemm", "forward"), ("attention", "kv_write", "merge", "sampling", "scoring", "touch"))
+"""Sources that one call of the compiler takes, in this order: it spends most of a short one's time on the headers."""
+
 _FEATURES_SOURCE = "cpu_features.cpp"
 _BUILD_TIMEOUT_S = 300
 
@@ -107,18 +110,19 @@ def is_there(library: Library) -> bool:
 def compile_library(
     library: Library, compiler: list[str], to: Path, *, tuning: Sequence[str] = (), link_flags: Sequence[str] = ()
 ) -> None:
-    """Each source by a compiler of its own, as many at a time as there are cores; then the linker.
+    """As many calls of the compiler at a time as there are cores; then the linker.
 
     tuning: flags that change no instruction set. Raises OSError and subprocess.SubprocessError.
     """
     # Not beside `to`: what compilers of a killed process still write is nobody's.
     with tempfile.TemporaryDirectory(prefix="toka-kernels-") as scratch:
-        objects = [Path(scratch) / f"{source.stem}.o" for source in library.sources]
         compile_command = [*compiler, *COMPILE_FLAGS, *library.compiler_flags, *tuning]
-        commands = [
-            [*compile_command, "-c", str(source), "-o", str(object_file)]
-            for source, object_file in zip(library.sources, objects, strict=True)
-        ]
+        commands, objects = [], []
+        for sources in _translation_units(library.sources):
+            unit = Path(scratch) / sources[0].name
+            unit.write_text("".join(f'#include "{source}"\n' for source in sources))
+            objects.append(unit.with_suffix(".o"))
+            commands.append([*compile_command, "-c", str(unit), "-o", str(objects[-1])])
         with ThreadPoolExecutor(available_cores()) as pool:
             list(pool.map(_run, commands))
         export_flag = f"-Wl,-exported_symbol,_{_EXPORTED}"
@@ -127,6 +131,13 @@ def compile_library(
             exports.write_text(f"{{ global: {_EXPORTED}; local: *; }};")
             export_flag = f"-Wl,--version-script={exports}"
         _run([*compiler, *_LINK_FLAGS, export_flag, *map(str, objects), *link_flags, "-o", str(to)])
+
+
+def _translation_units(sources: Sequence[Path]) -> list[list[Path]]:
+    by_name = {source.stem: source for source in sources}
+    together = [[by_name.pop(name) for name in names if name in by_name] for names in _TOGETHER]
+    alone = [[source] for source in by_name.values()]
+    return [*alone, *filter(None, together)]
 
 
 def find_compiler() -> list[str]:
