@@ -5,11 +5,13 @@ They need a C library (glibc) as new as that of this machine; elsewhere the kern
 """
 
 import shutil
+import subprocess
 import sys
 
 from tokasaurus.model.kernels.build import (
     PREBUILT,
     Library,
+    LibraryUnavailable,
     compile_library,
     features_library,
     find_compiler,
@@ -24,7 +26,6 @@ def main() -> None:
     for machine_name in dict.fromkeys(level.machine for level in INSTRUCTION_SETS):
         compiler = find_compiler() if machine_name == machine() else _find_cross_compiler(machine_name)
         if compiler is None:
-            print(f"no kernels for {machine_name}: {_cross_compiler(machine_name)} is not installed")
             continue
         levels = [level for level in INSTRUCTION_SETS if level.machine == machine_name]
         for library in (features_library(machine_name), *map(kernel_library, levels)):
@@ -40,13 +41,17 @@ def _prebuild(library: Library, compiler: list[str]) -> None:
 
 
 def _find_cross_compiler(machine_name: str) -> list[str] | None:
-    command = _cross_compiler(machine_name)
-    return None if shutil.which(command) is None else [command]
-
-
-def _cross_compiler(machine_name: str) -> str:
-    return f"{machine_name}-linux-gnu-g++"
+    command = f"{machine_name}-linux-gnu-g++"
+    if sys.platform == "linux" and shutil.which(command) is not None:
+        return [command]
+    print(f"no kernels for {machine_name}: {command} is not installed, or this system is not Linux")
+    return None
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except LibraryUnavailable as error:
+        sys.exit(str(error))
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.stderr)
