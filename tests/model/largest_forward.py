@@ -1,9 +1,9 @@
 """How much memory the largest forwards of a checkpoint take: `python -m tests.model.largest_forward DIRECTORY DTYPE`
-prints as JSON the bounds by part, and the most that they added to this process. On Linux."""
+prints as JSON what is reserved for them, and the most that they added to this process, in bytes. On Linux."""
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,8 @@ from tests.model.steps import CPU, make_runner
 from tokasaurus.checkpoint import read_model_info, weight_files
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups, TokenMasks
 from tokasaurus.model.architectures.registry import build_decoder
-from tokasaurus.model.forward_memory import largest_forward
+from tokasaurus.model.forward_memory import largest_forward, reserve
+from tokasaurus.model.kernels.library import load_kernels
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.token_masks import num_mask_words
 from tokasaurus.model.warmup import (
@@ -39,16 +40,19 @@ def main(directory: Path, dtype: torch.dtype) -> None:
     model = build_decoder(info, Mesh(), dtype)
     model.materialize(CPU, limits.context_length)
     load_weights(weight_files(directory), model.weight_pieces(), model.ignores, lambda _: None)
-    model.pack()
+    model.pack(load_kernels())
     runner = make_runner(model, info, "cpu", PAGE_SIZE, num_blocks=600, num_slots=limits.max_seqs, dtype=dtype)
-    bounds = largest_forward(info, limits, PAGE_SIZE, dtype.itemsize, NUM_THREADS, NUM_TOP)
-    warm_up_small(runner, limits, PAGE_SIZE)
+    memory = largest_forward(info, limits, PAGE_SIZE, model.activation_dtype.itemsize, NUM_THREADS, NUM_TOP)
+    warm_up_small(runner, limits, PAGE_SIZE)  # loads the code of all that follows
     before = reset_peak()
+    reserve(memory, model, limits)
+    reserved = peak() - before
+    reset_peak()
     for step in largest_steps(limits):
         result = runner.run(step)
         result.host_top()
         result.host_scores()
-    print(json.dumps({"bounds": bounds, "grown": peak() - before}))
+    print(json.dumps({"memory": asdict(memory), "reserved": reserved, "grown": peak() - before}))
 
 
 def largest_steps(limits: ForwardLimits) -> list[ForwardInput]:

@@ -1,4 +1,4 @@
-"""The bound of what a forward takes holds for the largest forwards, and is not far above it."""
+"""What is reserved for forwards is enough for the largest, and not far more."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from tests.tiny_model import save_byte_tokenizer
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_largest_forwards_stay_within_the_bound_and_take_half_of_it(dtype: str, tmp_path: Path) -> None:
+def test_the_largest_forwards_stay_within_what_is_reserved_and_take_half_of_it(dtype: str, tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=32_000,
         hidden_size=256,
@@ -29,5 +29,4 @@ def test_the_largest_forwards_stay_within_the_bound_and_take_half_of_it(dtype: s
     # In a process of its own: what tests before it have left free would be used again.
     command = [sys.executable, "-m", "tests.model.largest_forward", str(tmp_path), dtype]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
-    bound = sum(found["bounds"].values())
-    assert bound / 2 < found["grown"] < bound, found
+    assert found["reserved"] / 2 < found["grown"] <= found["reserved"], found

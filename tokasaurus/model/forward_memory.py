@@ -1,8 +1,10 @@
-"""The most memory that a forward on the CPU's kernels takes beside weights and KV cache, by part."""
+"""The most memory that a forward on the CPU's kernels takes beside weights and KV cache, and getting it at start-up."""
 
-import torch
+from dataclasses import dataclass
 
 from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.model.architectures.decoder import Decoder
+from tokasaurus.model.kernels import huge_pages
 from tokasaurus.model.scoring import SCORED_AT_ONCE
 from tokasaurus.model.token_masks import num_mask_words
 from tokasaurus.model.warmup import ForwardLimits
@@ -40,24 +42,34 @@ _OTHER = 4 << 20
 """Python's objects, and what the allocators round up."""
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardMemory:
+    """Upper bounds in bytes, by part. kept: from one forward to the next. passing: given back at its end."""
+
+    kept: dict[str, int]
+    passing: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.kept.values()) + sum(self.passing.values())
+
+
 def largest_forward(
     info: ModelInfo, limits: ForwardLimits, page_size: int, activation_bytes: int, num_threads: int, num_top: int
-) -> dict[str, int]:
-    """Upper bounds in bytes; their sum is that of the whole forward.
-
-    activation_bytes: of one number between layers. num_threads: the kernels'. num_top: most top-k logprobs of a token.
-    """
+) -> ForwardMemory:
+    """activation_bytes: of one number between layers. num_threads: the kernels'. num_top: most top-k logprobs of a
+    token."""
     num_tokens = limits.max_tokens
     num_rows = min(limits.max_seqs, num_tokens)
-    num_logit_rows = max(num_rows, min(num_tokens, SCORED_AT_ONCE))
+    num_logit_rows = _num_logit_rows(limits)
     num_blocks = -(-limits.context_length // page_size)  # of a sequence
     query_size = info.num_heads * info.head_dim
     kv_size = info.num_kv_heads * info.head_dim
 
     # forward.cpp: queries, keys and values; what attention gives; and the inner state of the feed-forward.
     layer_row = query_size + 2 * kv_size + query_size + info.intermediate_size
-    # The hidden state, and as much again normed; and the angles of rotary embedding.
-    hidden_row = 2 * info.hidden_size * activation_bytes + info.head_dim * _FLOAT
+    # With the angles of rotary embedding.
+    hidden_row = info.hidden_size * activation_bytes + info.head_dim * _FLOAT
     # The log-sum-exp of every head; the output and log-sum-exp of rows that share a prefix; lists of tiles; what
     # threads hold of a tile; and pieces of tiles to be merged.
     num_tiles = (2 * num_rows + num_tokens * info.num_heads // _TILE_QUERIES + 1) * info.num_kv_heads
@@ -77,17 +89,29 @@ def largest_forward(
         + num_rows * _HOST_INDICES_PER_ROW * _INDEX
         + num_rows * num_blocks * _BLOCK_TABLE_COPIES * 4
     )
-    return {
-        "layers": num_tokens * layer_row * activation_bytes,
-        "hidden states": num_tokens * hidden_row + num_logit_rows * info.hidden_size * activation_bytes,
-        "attention": attention,
-        "logits": num_logit_rows * info.vocab_size * activation_bytes,
-        "sampling": num_threads * _VOCABULARIES_PER_THREAD * info.vocab_size * _FLOAT + masks,
-        "answers": answers,
-        "batch": host + _OTHER,
-    }
+    return ForwardMemory(
+        kept={
+            "layers": num_tokens * layer_row * activation_bytes,
+            "normed states": num_tokens * info.hidden_size * activation_bytes,
+            "logits": num_logit_rows * info.vocab_size * activation_bytes,
+        },
+        passing={
+            "hidden states": num_tokens * hidden_row + num_logit_rows * info.hidden_size * activation_bytes,
+            "attention": attention,
+            "sampling": num_threads * _VOCABULARIES_PER_THREAD * info.vocab_size * _FLOAT + masks,
+            "answers": answers,
+            "batch": host + _OTHER,
+        },
+    )
 
 
-def reserve_forward_memory(num_bytes: int) -> None:
-    """Show that the system has it, by touching as much and giving it back: better a start that fails than a forward."""
-    torch.empty(num_bytes, dtype=torch.uint8).fill_(1)
+def reserve(memory: ForwardMemory, model: Decoder, limits: ForwardLimits) -> None:
+    """Get what is kept, and show that the system has the rest by touching as much and giving it back: better a start
+    that fails than a forward."""
+    model.reserve(limits.max_tokens, _num_logit_rows(limits))
+    huge_pages.allocate(sum(memory.passing.values())).fill_(1)
+
+
+def _num_logit_rows(limits: ForwardLimits) -> int:
+    """Rows that pass the LM head together, at most: those that sample, or those of prompts that are scored."""
+    return max(min(limits.max_seqs, limits.max_tokens), min(limits.max_tokens, SCORED_AT_ONCE))

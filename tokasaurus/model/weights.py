@@ -1,5 +1,6 @@
 """Stream a checkpoint's tensors from safetensors shards straight into the model's parameters."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,29 +41,57 @@ def allocate_parameters(module: nn.Module, device: torch.device) -> None:
             setattr(owner, name, nn.Parameter(empty, requires_grad=False))
 
 
+class FilledModules:
+    """Calls `then` with each module of `model` whose own parameters have all been filled."""
+
+    def __init__(self, model: nn.Module, then: Callable[[nn.Module], None]) -> None:
+        self._then = then
+        self._owners: dict[int, nn.Module] = {}  # by where a parameter's memory begins
+        self._num_missing = Counter[nn.Module]()  # elements
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                self._owners[parameter.untyped_storage().data_ptr()] = module
+                self._num_missing[module] += parameter.numel()
+
+    def note(self, target: Tensor) -> None:
+        """`target`, of a piece, has been filled."""
+        owner = self._owners[target.untyped_storage().data_ptr()]
+        self._num_missing[owner] -= target.numel()
+        if self._num_missing[owner] == 0:
+            self._then(owner)
+
+
 def load_weights(
     files: Sequence[Path],
     pieces: Iterable[WeightPiece],
     ignored: Callable[[str], bool],
-    on_bytes: Callable[[int], None],
+    on_bytes: Callable[[int], None] = lambda _: None,
+    on_filled: Callable[[Tensor], None] = lambda _: None,
 ) -> None:
     """Fill every piece's target from the safetensors files, one tensor in memory at a time.
 
-    ignored: whether a tensor that no piece names is known and not needed. on_bytes: told the size of each tensor read.
+    pieces: an iterator, if no target is to be kept in memory by it. ignored: whether a tensor that no piece names is
+    known and not needed. on_bytes: told the size of each tensor read. on_filled: given each target when it is filled,
+    for the last time.
     Raises CheckpointError naming the first missing, surplus or misshapen tensor; parameters may then be half filled.
     """
-    expected: dict[str, list[WeightPiece]] = {}
-    for piece in pieces:
-        expected.setdefault(piece.source, []).append(piece)
+    expected = _by_source(pieces)
     seen: set[str] = set()
     for file in files:
         try:
-            _load_file(file, expected, seen, ignored, on_bytes)
+            _load_file(file, expected, seen, ignored, on_bytes, on_filled)
         except SafetensorError as error:
             raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
-    missing = sorted(set(expected) - seen)
+    missing = sorted(expected)
     if missing:
         raise CheckpointError(f"the checkpoint lacks tensor {missing[0]}{_and_more(len(missing) - 1)}")
+
+
+def _by_source(pieces: Iterable[WeightPiece]) -> dict[str, list[WeightPiece]]:
+    by_source: dict[str, list[WeightPiece]] = {}
+    for piece in pieces:
+        by_source.setdefault(piece.source, []).append(piece)
+    return by_source
 
 
 def _load_file(
@@ -71,19 +100,21 @@ def _load_file(
     seen: set[str],
     ignored: Callable[[str], bool],
     on_bytes: Callable[[int], None],
+    on_filled: Callable[[Tensor], None],
 ) -> None:
+    """Takes what it loads out of `expected`, and puts the names into `seen`."""
     with safe_open(file, framework="pt", device="cpu") as tensors:
         # In file order, so that a disk is read from one end to the other.
         for name in tensors.offset_keys():
+            if name in seen:
+                raise CheckpointError(f"tensor {name} is in the checkpoint twice, the second time in {file.name}")
             if name not in expected:
                 if ignored(name):
                     continue
                 raise CheckpointError(f"{file.name} has tensor {name}, which this model has no place for")
-            if name in seen:
-                raise CheckpointError(f"tensor {name} is in the checkpoint twice, the second time in {file.name}")
             seen.add(name)
             view = tensors.get_slice(name)
-            for piece in expected[name]:
+            for piece in expected.pop(name):
                 shape = tuple(view.get_shape())
                 if shape != piece.shape:
                     raise CheckpointError(f"tensor {name} has shape {shape}, but config.json makes it {piece.shape}")
@@ -91,8 +122,9 @@ def _load_file(
                     continue
                 shard = view[piece.shard]
                 with torch.no_grad():
-                    piece.target.copy_(shard)
+                    piece.target.copy_(shard)  # by all threads of torch, each of which reads its part of the file
                 on_bytes(shard.nbytes)
+                on_filled(piece.target)
 
 
 def _and_more(count: int) -> str:

@@ -31,7 +31,7 @@ from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.cpu import CpuBackend
 from tokasaurus.model.compile import Compiler
 from tokasaurus.model.device import choose_device, choose_dtype, choose_kv_cache_dtype
-from tokasaurus.model.forward_memory import largest_forward, reserve_forward_memory
+from tokasaurus.model.forward_memory import ForwardMemory, largest_forward, reserve
 from tokasaurus.model.hydragen_thresholds import measure_thresholds
 from tokasaurus.model.kernels.library import ACTIVATION_DTYPES, Kernels, load_kernels
 from tokasaurus.model.kernels.product_choice import ALWAYS_KERNELS, choose_products
@@ -49,7 +49,7 @@ from tokasaurus.model.runner import ModelRunner
 from tokasaurus.model.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.thread_count import leave_threads_to, set_worker_threads
 from tokasaurus.model.warmup import ForwardLimits, warm_up, warm_up_small
-from tokasaurus.model.weights import load_weights
+from tokasaurus.model.weights import FilledModules, load_weights
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
@@ -129,8 +129,11 @@ def start_worker(
             details.append(choice.describe())
     compiler = Compiler() if config.torch_compile else None
     with phase("weights", has_progress_bar=True):
-        model = _load_model(checkpoint, mesh, device, dtype, context_length, console)
-        model.pack(kernels, choice, compiler)
+        model = _build_model(checkpoint, mesh, dtype)
+        model.materialize(device, context_length)
+        model.begin_packing(kernels, choice, compiler)
+        _load_weights(model, checkpoint, console)
+        model.end_packing()
     shape = KVShape(
         num_layers=len(mesh.stage_layers(info.num_layers)),
         num_heads=mesh.shard(info.num_heads, "attention heads")[1],
@@ -151,20 +154,19 @@ def start_worker(
     runner = ModelRunner(model, backend, slots, config.page_size, device, kernels, compiler)
 
     limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length, info.vocab_size)
-    forward_bytes = 0  # not known where torch computes: its operations take what they want
+    forward_memory = None  # not known where torch computes: its operations take what they want
     if model.runs_on_kernels(backend):
-        parts = largest_forward(
+        forward_memory = largest_forward(
             *(info, limits, config.page_size, model.activation_dtype.itemsize),
             *(torch.get_num_threads(), config.max_topk_logprobs),
         )
-        forward_bytes = sum(parts.values())
 
     def run_largest() -> None:
         # The CPU kernels take the same memory at any context; plain torch, on a CPU, has bounds but no time to show it.
         warm_up(runner, limits, is_context_costly=device.type == "cuda")
 
     with phase("KV cache") as details:
-        plan = _plan_kv_cache(config, shape, backend, forward_bytes, run_largest)
+        plan = _plan_kv_cache(config, shape, backend, forward_memory, run_largest)
         try:
             backend.allocate(plan.num_blocks + 1)
         except (OSError, RuntimeError) as error:  # of a system that promises no more than it has; of torch
@@ -173,8 +175,8 @@ def start_worker(
         slots.rules.allocate((plan.num_blocks + 1) * config.page_size)
         details.append(plan.arithmetic)
     with phase("warm-up") as details:
-        if forward_bytes:
-            reserve_forward_memory(forward_bytes)
+        if forward_memory is not None:
+            reserve(forward_memory, model, limits)
             warm_up_small(runner, limits, config.page_size)
         else:
             run_largest()
@@ -208,42 +210,42 @@ def _describe_dtypes(dtype: torch.dtype, kv_cache_dtype: torch.dtype, kernels: K
     return f"{weights} weights, {activations} activations, {kv_cache} KV cache"
 
 
-def _load_model(
-    checkpoint: Checkpoint,
-    mesh: Mesh,
-    device: torch.device,
-    dtype: torch.dtype,
-    num_positions: int,
-    console: Console,
-) -> Decoder:
+def _build_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> Decoder:
     try:
-        model = build_decoder(checkpoint.info, mesh, dtype)
+        return build_decoder(checkpoint.info, mesh, dtype)
     except ValueError as error:
         raise UserError(str(error)) from error
-    model.materialize(device, num_positions)
+
+
+def _load_weights(model: Decoder, checkpoint: Checkpoint, console: Console) -> None:
+    """Each module is packed when the last of its weights is there."""
+    filled = FilledModules(model, model.pack_module)
     files = weight_files(checkpoint.directory)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("weights", total=sum(file.stat().st_size for file in files))
-        load_weights(files, model.weight_pieces(), model.ignores, lambda size: progress.advance(task, size))
-    return model
+        pieces = iter(model.weight_pieces())  # a list would keep what is packed
+        load_weights(files, pieces, model.ignores, lambda size: progress.advance(task, size), filled.note)
 
 
 def _plan_kv_cache(
     config: ServerConfig,
     shape: KVShape,
     backend: AttentionBackend,
-    forward_bytes: int,
+    forward_memory: ForwardMemory | None,
     run_largest: Callable[[], None],
 ) -> KVCachePlan:
-    """The flag's size, else a share of what the device has left. forward_bytes: of the largest forward, 0: unknown."""
+    """The flag's size, else a share of what the device has left. forward_memory: None where it is not known."""
     on_cpu = shape.device.type == "cpu"
+    forward_bytes = 0 if forward_memory is None else forward_memory.total
     if config.kv_cache_num_tokens is not None:
         free = available_cpu_bytes() - forward_bytes if on_cpu else torch.cuda.mem_get_info(shape.device)[0]
         return plan_fixed(config.kv_cache_num_tokens, config.page_size, shape.bytes_per_block, free)
     if on_cpu:
         available = available_cpu_bytes() - config.dp_size * config.pp_size * forward_bytes
-        what = "available beside weights and the largest forward" if forward_bytes else "of memory available"
+        what = (
+            "available beside weights and the largest forward" if forward_memory is not None else "of memory available"
+        )
         fraction, num_replicas = CPU_FRACTION, config.dp_size
     else:
         # With the padding block alone for a cache, the largest forward shows what activations and logits take.

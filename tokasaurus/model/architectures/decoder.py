@@ -118,31 +118,51 @@ class Decoder(nn.Module):
     def pack(
         self, kernels: Kernels | None, choice: ProductChoice = ALWAYS_KERNELS, compiler: Compiler | None = None
     ) -> None:
-        """Once the weights are loaded: lay them out for the device's matrix products.
+        """Once the weights are loaded: lay them out for the device's matrix products. As begin_packing, then
+        pack_module for each module, then end_packing."""
+        self.begin_packing(kernels, choice, compiler)
+        for module in self.modules():
+            self.pack_module(module)
+        self.end_packing()
 
-        kernels: the CPU's, if there are any. choice: between them and torch. compiler: compiles the layers instead;
-        inductor takes weights as they are.
-        """
+    def begin_packing(
+        self, kernels: Kernels | None, choice: ProductChoice = ALWAYS_KERNELS, compiler: Compiler | None = None
+    ) -> None:
+        """kernels: the CPU's, if there are any. choice: between them and torch. compiler: compiles the layers instead;
+        inductor takes weights as they are."""
         if kernels is not None and self._dtype in ACTIVATION_DTYPES:
             activation_dtype = kernels.activation_dtype(self._dtype)
             if compiler is not None and activation_dtype != self._dtype:
                 kernels = None  # compiled layers compute in the weights' type
             else:
                 self.activation_dtype = activation_dtype
-        layer_kernels = None if kernels is None else LayerKernels(kernels)
-        head = self._head
-        if head is not None:
-            head.pack(layer_kernels, choice, keep_weight=head is self.embedding)
-        if compiler is not None:
-            self._before_attention = compiler.compile(DecoderLayer.before_attention)
-            self._after_attention = compiler.compile(DecoderLayer.after_attention)
-            return
-        for module in self.layers.modules():
-            if isinstance(module, Linear):
-                module.pack(layer_kernels, choice)
-        if layer_kernels is not None and self._mesh.tp_size == 1:
-            self._packed = self._pack_layers(layer_kernels)
-            self._choice = choice
+        self._layer_kernels = None if kernels is None else LayerKernels(kernels)
+        self._choice = choice
+        self._compiler = compiler
+
+    def pack_module(self, module: nn.Module) -> None:
+        """Once the weights of the module itself are loaded. Gives back the memory of those that are laid out anew."""
+        if module is self._head:
+            assert isinstance(module, VocabShard)
+            module.pack(self._layer_kernels, self._choice, keep_weight=module is self.embedding)
+        elif isinstance(module, Linear) and not isinstance(module, VocabShard) and self._compiler is None:
+            module.pack(self._layer_kernels, self._choice)
+
+    def end_packing(self) -> None:
+        """Once every module is packed."""
+        if self._compiler is not None:
+            self._before_attention = self._compiler.compile(DecoderLayer.before_attention)
+            self._after_attention = self._compiler.compile(DecoderLayer.after_attention)
+        elif self._layer_kernels is not None and self._mesh.tp_size == 1:
+            self._packed = self._pack_layers(self._layer_kernels)
+
+    def reserve(self, num_tokens: int, num_logit_rows: int) -> None:
+        """Get the memory that forwards of up to so many tokens and rows of logits keep from one to the next, where the
+        kernels compute them."""
+        if self._packed is not None:
+            self._packed.reserve(num_tokens)
+        if self._head is not None:
+            self._head.reserve(num_logit_rows)
 
     def runs_on_kernels(self, backend: AttentionBackend) -> bool:
         """Whether all layers of any forward are one call of the CPU's kernels."""

@@ -36,6 +36,11 @@ class VocabShard(Linear):
     def _rows(self, indices: Tensor) -> Tensor:
         return functional.embedding(indices, self.weight) if self.packed is None else self.packed.rows(indices)
 
+    def reserve(self, num_rows: int) -> None:
+        """Get the memory of so many rows of logits, where the kernels compute them."""
+        if self.packed is not None and self._mesh.tp_size == 1:
+            self._logits = torch.zeros((num_rows, self._length), dtype=self.packed.activation_dtype)
+
     def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden [R, E] -> [R, vocab], of the normed hidden states, in hidden's dtype. The next call may overwrite
         them."""
