@@ -31,7 +31,7 @@ _LINK_FLAGS = ("-shared", "-pthread")
 _EXPORTED = "toka_*"
 """Only these functions are seen from outside. Else two of the libraries in one process would share variables."""
 
-_TOGETHER = (("gemm", "forward"), ("attention", "kv_write", "merge", "sampling", "scoring", "touch"))
+_TOGETHER = (("gemm", "forward"), ("attention", "sampling", "scoring", "touch"))
 """Sources that one call of the compiler takes, in this order: it spends most of a short one's time on the headers."""
 
 _FEATURES_SOURCE = "cpu_features.cpp"
