@@ -31,7 +31,7 @@ from tokasaurus.manager.loop import run_manager
 from tokasaurus.messages.channel import Channel, wait
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, SequenceDelta
-from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready, Shutdown
+from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, PhaseDone, Ready, Shutdown
 from tokasaurus.text.tokenizer import load_token_decoder
 
 LIMITS = EngineLimits(num_kv_blocks=40, page_size=4, max_tokens_per_sequence=120)
@@ -119,6 +119,9 @@ def test_requests_are_answered_and_the_last_update_says_idle(checkpoint):
     endless = make_request(99, 5, 1, 100, ignore_eos=True)
     with running_manager(checkpoint, with_worker=True) as engine:
         assert engine.updates.receive(TIMEOUT_S) == Ready("manager", LIMITS)
+        tokenizer_loaded = engine.status.receive(TIMEOUT_S)
+        assert isinstance(tokenizer_loaded, PhaseDone)
+        assert tokenizer_loaded.phase == "load tokenizer"
         assert engine.status.receive(TIMEOUT_S) == Ready("manager", LIMITS)
         for message in (endless, *requests, broken, CancelRequest(endless.request_id)):
             engine.requests.send(message)
