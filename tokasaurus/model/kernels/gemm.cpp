@@ -79,7 +79,7 @@ void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Widened* pane
 }
 
 // From so many tiles on, widening a panel once costs less than widening it for each tile.
-constexpr int64_t kFewestToWiden = 3;
+constexpr int64_t kFewestToWiden = 12;
 
 template <typename Weight>
 void multiply_panel(const Gemm<Weight>& gemm, int64_t panel, int64_t first_row, int64_t end_row) {

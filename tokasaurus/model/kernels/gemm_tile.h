@@ -17,9 +17,6 @@ constexpr int kPanelVectors = 2, kTileRows = 6;
 #endif
 constexpr int kPanel = kPanelVectors * kLanes;
 
-// Elements of x, or pairs, of one turn of the loop: where few registers make small tiles, counting takes a fifth of it.
-constexpr int kUnroll = kRegisters == 16 ? 2 : 1;
-
 // sums [M][kPanel] = M rows of x times the panel. Each sum runs over x in order, so that a row's result does not depend on
 // how many rows there are. Where `prefetches`, the memory `ahead` bytes behind what is read is asked for meanwhile.
 template <int M, bool prefetches, typename Weight>
@@ -30,30 +27,22 @@ void multiply_tile(const Activation<Weight>* x, int64_t x_stride, const Weight* 
   constexpr int kPointers = (M + kReach - 1) / kReach;
   const Activation<Weight>* rows[kPointers];
   repeat<kPointers>([&](auto i) TOKA_LAMBDA { rows[i] = x + i * kReach * x_stride; });
+  const Weight* const end = panel + in_size * kPanel;
   Floats total[M][kPanelVectors] = {};
-
-  const auto step = [&](auto u) TOKA_LAMBDA {  // the u-th element of x, or pair, from here
+  // Unrolled, the loop of the AVX2 tiles loses a third of its speed when compiled by GCC 12.
+#pragma GCC unroll 1
+  for (; panel < end; panel += kStep) {
     if constexpr (prefetches)
-      repeat<(kStep * sizeof(Weight) + 63) / 64>([&](auto line) TOKA_LAMBDA {
-        __builtin_prefetch((const char*)(panel + u * kStep) + ahead + line * 64, 0, 2);
-      });
+      repeat<(kStep * sizeof(Weight) + 63) / 64>(
+          [&](auto line) TOKA_LAMBDA { __builtin_prefetch((const char*)panel + ahead + line * 64, 0, 2); });
     Operand<Weight> weights[kPanelVectors];
-    repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { weights[v] = load_operand(panel + u * kStep + v * kLanes * P); });
+    repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { weights[v] = load_operand(panel + v * kLanes * P); });
     repeat<M>([&](auto i) TOKA_LAMBDA {
-      const auto value = spread<Weight>(rows[i / kReach] + i % kReach * x_stride + u * P);
+      const auto value = spread<Weight>(rows[i / kReach] + i % kReach * x_stride);
       repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { total[i][v] = multiply_add(total[i][v], value, weights[v]); });
     });
-  };
-  const auto advance = [&](int num_steps) TOKA_LAMBDA {
-    panel += num_steps * kStep;
-    repeat<kPointers>([&](auto i) TOKA_LAMBDA { rows[i] += num_steps * P; });
-  };
-  const int64_t num_steps = in_size / P;
-#pragma GCC unroll 1
-  for (const Weight* const end = panel + num_steps / kUnroll * kUnroll * kStep; panel < end; advance(kUnroll))
-    repeat<kUnroll>(step);
-  if (num_steps % kUnroll) step(std::integral_constant<int, 0>{});
-
+    repeat<kPointers>([&](auto i) TOKA_LAMBDA { rows[i] += P; });
+  }
   repeat<M>([&](auto i) TOKA_LAMBDA {
     repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { store(sums + i * kPanel + v * kLanes, total[i][v]); });
   });
