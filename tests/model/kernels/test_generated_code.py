@@ -36,7 +36,7 @@ def test_sums_of_matrix_products_stay_in_registers(level: InstructionSet, tmp_pa
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     source = tmp_path / "tile.cpp"
-    tile = "template void multiply_rows(int, const Activation<{0}>*, int64_t, const {0}*, int64_t, int64_t, float*);"
+    tile = "template void multiply_rows(int, const Activation<{0}>*, int64_t, const {0}*, int64_t, Requests, float*);"
     source.write_text(
         f'#include "{build.__file__}/../gemm_tile.h"\n'.replace("build.py/../", "")
         + "\n".join(tile.format(name) for name in ("float", "bfloat16"))
@@ -45,7 +45,7 @@ def test_sums_of_matrix_products_stay_in_registers(level: InstructionSet, tmp_pa
     assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     num_rows = 12 if level.name.startswith("avx512") else 6
     multiplying = [loop for loop in innermost_loops(assembly) if sum("fmadd" in one or "dpbf16" in one for one in loop)]
-    num_loops = num_rows + 1  # one for each number of rows; tiles that are full, with and without prefetching
+    num_loops = num_rows + 1  # one for each number of rows; tiles that are full, with and without requests
     assert len(multiplying) == 2 * num_loops, "for each type of weights"
     for loop in multiplying:
         assert not [one for one in loop if STACK_OPERAND.search(one)]

@@ -118,7 +118,7 @@ static void attend(const Problem<Stored>& problem, const Work& work, Partial& pa
   partial.lse.resize(std::max<size_t>(partial.lse.size(), work.num_partial));
   std::atomic<size_t> num_taken{0};
   const size_t num_pieces = work.pieces.size();
-  Team::get().run(work.num_threads, [&] {
+  Team::get().run(work.num_threads, [&](int) {
     static thread_local Scratch<Stored> scratch;
     size_t index = num_taken++;
     while (index < num_pieces) {

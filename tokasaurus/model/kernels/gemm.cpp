@@ -14,6 +14,9 @@ namespace {
 // The prefetch distance where a panel is read for a single tile: far enough that memory answers in time.
 constexpr int64_t kStreamAheadBytes = 8192;
 
+// With more tiles than one, these request the next panel's memory, a share each: a single one would wait for its requests.
+constexpr int64_t kMostRequesting = 8;
+
 // Rows of x that pass while a panel is in the cache: as many as stay in the last-level cache until the next panel.
 constexpr int64_t kBlockBytes = 4 << 20;
 
@@ -55,25 +58,25 @@ inline void epilogue(const Gemm<Weight>& gemm, int64_t row, int64_t panel, float
   }
 }
 
-// Small tiles are full but for the last one: with fewer rows, multiply-adds wait for each other. Of large ones, half is
-// as fast for each row, and the rows are shared out evenly.
-int64_t tile_start(int64_t tile, int64_t num_tiles, int64_t num_rows) {
-  return kTileRows < 12 ? std::min(tile * kTileRows, num_rows) : num_rows * tile / num_tiles;
-}
-
 // The tiles of one panel, for the rows [first_row, end_row). Multiplies by `panel_weights`, the panel as it is or widened.
 template <typename Weight, typename Widened>
-void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Widened* panel_weights, int64_t next_panel_bytes,
-                    int64_t first_row, int64_t end_row) {
+void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Widened* panel_weights, int64_t first_row,
+                    int64_t end_row) {
   const int64_t in_size = gemm.weights.in_size, num_rows = end_row - first_row;
+  const int64_t panel_bytes = in_size * kPanel * sizeof(Weight);
+  const char* const own = (const char*)gemm.weights.panels + panel * panel_bytes;
   const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  const int64_t num_requesting = std::min(num_tiles, kMostRequesting);
   alignas(64) float sums[kTileRows * kPanel];
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
-    // With many tiles, the first one asks for the whole next panel, and the others have time to wait for it.
-    const int64_t ahead = num_tiles == 1 ? kStreamAheadBytes : tile == 0 ? next_panel_bytes : 0;
-    const int64_t begin = first_row + tile_start(tile, num_tiles, num_rows);
-    const int64_t end = first_row + tile_start(tile + 1, num_tiles, num_rows);
-    multiply_rows(int(end - begin), gemm.x + begin * gemm.x_stride, gemm.x_stride, panel_weights, in_size, ahead, sums);
+    Requests requests{own + kStreamAheadBytes, int64_t(kPanel * kPair<Weight> * sizeof(Weight))};
+    if (num_tiles > 1) {
+      requests.next = own + panel_bytes + panel_bytes * tile / num_requesting;
+      requests.step = tile < num_requesting ? requests.step / num_requesting : 0;
+    }
+    // Evenly shared: a tile of fewer than four rows takes as long as one of four, as each sum waits for its last addition.
+    const int64_t begin = first_row + num_rows * tile / num_tiles, end = first_row + num_rows * (tile + 1) / num_tiles;
+    multiply_rows(int(end - begin), gemm.x + begin * gemm.x_stride, gemm.x_stride, panel_weights, in_size, requests, sums);
     for (int64_t row = begin; row < end; ++row) epilogue(gemm, row, panel, sums + (row - begin) * kPanel);
   }
 }
@@ -83,20 +86,17 @@ constexpr int64_t kFewestToWiden = 12;
 
 template <typename Weight>
 void multiply_panel(const Gemm<Weight>& gemm, int64_t panel, int64_t first_row, int64_t end_row) {
-  const int64_t panel_size = gemm.weights.in_size * kPanel, panel_bytes = panel_size * sizeof(Weight);
+  const int64_t panel_size = gemm.weights.in_size * kPanel;
   const Weight* weights = (const Weight*)gemm.weights.panels + panel * panel_size;
   if constexpr (std::is_same_v<Activation<Weight>, float> && !std::is_same_v<Weight, float>) {
     if (end_row - first_row > (kFewestToWiden - 1) * kTileRows) {
       static thread_local std::vector<float> widened;
       float* to = scratch(widened, panel_size);
-      for (int64_t i = 0; i < panel_size; i += kLanes) {
-        if (i % (64 / sizeof(Weight)) == 0) __builtin_prefetch((const char*)(weights + i) + panel_bytes, 0, 2);
-        store(to + i, load(weights + i));
-      }
-      return multiply_tiles(gemm, panel, to, 0, first_row, end_row);
+      for (int64_t i = 0; i < panel_size; i += kLanes) store(to + i, load(weights + i));
+      return multiply_tiles(gemm, panel, to, first_row, end_row);
     }
   }
-  multiply_tiles(gemm, panel, weights, panel_bytes, first_row, end_row);
+  multiply_tiles(gemm, panel, weights, first_row, end_row);
 }
 
 // Normed rows of x.
@@ -105,7 +105,6 @@ std::vector<Element>& norm_scratch() {
   static std::vector<Element> memory;
   return memory;
 }
-
 
 // The row of the plain weights [rows, in_size] that is output `output` of panel `panel`, or -1 for padding.
 int64_t plain_row(const PackedWeights& weights, int64_t panel, int64_t output) {
@@ -158,7 +157,6 @@ void multiply(const Gemm<Weight>& gemm, const float* norm_weight, double eps) {
   const int64_t block_rows =
       std::max<int64_t>(kTileRows, std::min(cached_rows, (num_rows + wanted_blocks - 1) / wanted_blocks));
   const int64_t num_items = (num_rows + block_rows - 1) / block_rows * num_panels;
-  const int64_t chunk = std::max<int64_t>(1, num_items / (16 * num_threads));
 
   Gemm<Weight> normed = gemm;
   if (norm_weight != nullptr) {
@@ -169,7 +167,7 @@ void multiply(const Gemm<Weight>& gemm, const float* norm_weight, double eps) {
     normed.x = rows;
     normed.x_stride = in_size;
   }
-  Team::get().share(num_items, chunk, [&](int64_t item) {
+  Team::get().share_ranges(num_items, [&](int64_t item) {
     const int64_t first = item / num_panels * block_rows;
     multiply_panel(normed, item % num_panels, first, std::min(first + block_rows, num_rows));
   });

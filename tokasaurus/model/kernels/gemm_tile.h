@@ -17,11 +17,18 @@ constexpr int kPanelVectors = 2, kTileRows = 6;
 #endif
 constexpr int kPanel = kPanelVectors * kLanes;
 
+// Memory that is requested while a tile is computed, so that it is in the cache when it is read: from `next` on, `step`
+// bytes for each element of x, or pair. A step of 0: none.
+struct Requests {
+  const char* next;
+  int64_t step;
+};
+
 // sums [M][kPanel] = M rows of x times the panel. Each sum runs over x in order, so that a row's result does not depend on
-// how many rows there are. Where `prefetches`, the memory `ahead` bytes behind what is read is asked for meanwhile.
+// how many rows there are. prefetches: whether there are requests.
 template <int M, bool prefetches, typename Weight>
-void multiply_tile(const Activation<Weight>* x, int64_t x_stride, const Weight* panel, int64_t in_size, int64_t ahead,
-                   float* sums) {
+void multiply_tile(const Activation<Weight>* x, int64_t x_stride, const Weight* panel, int64_t in_size,
+                   Requests requests, float* sums) {
   constexpr int P = kPair<Weight>, kStep = kPanel * P;
   constexpr int kReach = 3;  // rows that one pointer serves: x86 addresses add one register, or twice that
   constexpr int kPointers = (M + kReach - 1) / kReach;
@@ -32,9 +39,11 @@ void multiply_tile(const Activation<Weight>* x, int64_t x_stride, const Weight* 
   // Unrolled, the loop of the AVX2 tiles loses a third of its speed when compiled by GCC 12.
 #pragma GCC unroll 1
   for (; panel < end; panel += kStep) {
-    if constexpr (prefetches)
+    if constexpr (prefetches) {
       repeat<(kStep * sizeof(Weight) + 63) / 64>(
-          [&](auto line) TOKA_LAMBDA { __builtin_prefetch((const char*)panel + ahead + line * 64, 0, 2); });
+          [&](auto line) TOKA_LAMBDA { __builtin_prefetch(requests.next + line * 64, 0, 2); });
+      requests.next += requests.step;
+    }
     Operand<Weight> weights[kPanelVectors];
     repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { weights[v] = load_operand(panel + v * kLanes * P); });
     repeat<M>([&](auto i) TOKA_LAMBDA {
@@ -48,15 +57,15 @@ void multiply_tile(const Activation<Weight>* x, int64_t x_stride, const Weight* 
   });
 }
 
-// The same for 1 to kTileRows rows. ahead: 0 for nothing to be asked for.
+// The same for 1 to kTileRows rows.
 template <typename Weight, int M = kTileRows>
 void multiply_rows(int num_rows, const Activation<Weight>* x, int64_t x_stride, const Weight* panel, int64_t in_size,
-                   int64_t ahead, float* sums) {
+                   Requests requests, float* sums) {
   if (num_rows == M) {
-    // Most tiles are full ones without; the last may ask for what it reads itself.
+    // Of many tiles, most are full ones without requests.
     if constexpr (M == kTileRows)
-      if (ahead == 0) return multiply_tile<M, false>(x, x_stride, panel, in_size, 0, sums);
-    return multiply_tile<M, true>(x, x_stride, panel, in_size, ahead, sums);
+      if (requests.step == 0) return multiply_tile<M, false>(x, x_stride, panel, in_size, requests, sums);
+    return multiply_tile<M, true>(x, x_stride, panel, in_size, requests, sums);
   }
-  if constexpr (M > 1) multiply_rows<Weight, M - 1>(num_rows, x, x_stride, panel, in_size, ahead, sums);
+  if constexpr (M > 1) multiply_rows<Weight, M - 1>(num_rows, x, x_stride, panel, in_size, requests, sums);
 }

@@ -26,14 +26,14 @@ class Team {
 
   static void set_size(int num_threads) { num_threads_ = num_threads; }
 
-  // Runs body() in the caller and, meanwhile, in those of num_threads - 1 others that are there; ends when all have
-  // returned. The bodies share out the work: a body that starts late finds none. One caller at a time.
+  // Runs body(thread) in the caller, thread 0, and, meanwhile, in those of num_threads - 1 others that are there; ends when
+  // all have returned. The bodies share out the work: a body that starts late finds none. One caller at a time.
   template <typename Body>
   void run(int num_threads, const Body& body) {
-    if (num_threads == 1) return body();
+    if (num_threads == 1) return body(0);
     for (; num_helpers_ < num_threads - 1; ++num_helpers_) std::thread(&Team::help, this, num_helpers_).detach();
     body_ = &body;
-    call_ = [](const void* body) { (*(const Body*)body)(); };
+    call_ = [](const void* body, int thread) { (*(const Body*)body)(thread); };
     num_wanted_ = num_threads - 1;
     is_open_ = true;
     ++generation_;
@@ -41,7 +41,7 @@ class Team {
       { std::lock_guard<std::mutex> lock(mutex_); }
       wake_.notify_all();
     }
-    body();
+    body(0);
     is_open_ = false;
     for (int spins = 0; num_inside_ > 0; ++spins) relax(spins);
   }
@@ -50,11 +50,34 @@ class Team {
   template <typename Body>
   void share(int64_t num_items, int64_t chunk, const Body& body) {
     std::atomic<int64_t> num_taken{0};
-    run(num_items <= chunk ? 1 : size(), [&] {
+    run(num_items <= chunk ? 1 : size(), [&](int) {
       for (;;) {
         const int64_t first = num_taken.fetch_add(chunk), end = std::min(first + chunk, num_items);
         if (first >= num_items) return;
         for (int64_t item = first; item < end; ++item) body(item);
+      }
+    });
+  }
+
+  // body(item) for each item of [0, num_items), where a thread asks for the memory of the next item meanwhile: each thread
+  // begins with a range of its own, and then takes items from the ranges of others.
+  template <typename Body>
+  void share_ranges(int64_t num_items, const Body& body) {
+    struct alignas(64) Range {
+      std::atomic<int64_t> next;
+      int64_t end;
+    };
+    constexpr int kMostRanges = 64;
+    Range ranges[kMostRanges];
+    const int num_threads = num_items == 1 ? 1 : size(), num_ranges = std::min(num_threads, kMostRanges);
+    for (int i = 0; i < num_ranges; ++i) {
+      ranges[i].next = num_items * i / num_ranges;
+      ranges[i].end = num_items * (i + 1) / num_ranges;
+    }
+    run(num_threads, [&](int thread) {
+      for (int i = 0; i < num_ranges; ++i) {
+        Range& range = ranges[(thread + i) % num_ranges];
+        for (int64_t item; (item = range.next++) < range.end;) body(item);
       }
     });
   }
@@ -84,13 +107,13 @@ class Team {
       seen = generation_;
       // Who is inside is waited for; who comes when it is closed does not look at the body, which may be gone.
       ++num_inside_;
-      if (is_open_ && index < num_wanted_) call_(body_);
+      if (is_open_ && index < num_wanted_) call_(body_, index + 1);
       --num_inside_;
     }
   }
 
   const void* body_ = nullptr;
-  void (*call_)(const void*) = nullptr;
+  void (*call_)(const void*, int) = nullptr;
   int num_wanted_ = 0, num_helpers_ = 0;
   alignas(64) std::atomic<uint64_t> generation_{0};
   std::atomic<bool> is_open_{false};
