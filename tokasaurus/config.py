@@ -161,7 +161,7 @@ SERVER_FLAGS = FlagTable(
                 none_means="auto",
             ),
             "kv_cache_dtype": Flag(
-                "of the KV cache; auto is the weights' dtype",
+                "of the KV cache; auto is the weights' dtype, and float16 on a CPU without bfloat16 arithmetic",
                 choices=("bfloat16", "float16", "float32"),
                 none_means="auto",
             ),

@@ -33,9 +33,13 @@ def choose_dtype(name: str | None, device: torch.device, kernels: Kernels | None
     return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
-def choose_kv_cache_dtype(name: str | None, dtype: torch.dtype) -> torch.dtype:
-    """name: of a torch dtype, or None for that of the weights."""
-    return dtype if name is None else _DTYPES[name]
+def choose_kv_cache_dtype(name: str | None, dtype: torch.dtype, kernels: Kernels | None) -> torch.dtype:
+    """name: of a torch dtype, or None: that of the weights. Where the CPU's kernels widen bfloat16 weights, float16: as
+    small, three bits more exact, and measured faster, as the processor widens it in one instruction."""
+    if name is not None:
+        return _DTYPES[name]
+    is_widened = kernels is not None and kernels.activation_dtype(dtype) != dtype
+    return torch.float16 if is_widened else dtype
 
 
 def _cpu_has_bfloat16() -> bool:

@@ -115,7 +115,7 @@ def start_worker(
         device = choose_device(config.device)
         kernels = load_kernels(config.cpu_isa) if device.type == "cpu" else None
         dtype = choose_dtype(config.dtype, device, kernels, config.torch_compile)
-        kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, dtype)
+        kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, dtype, kernels)
         details.append(f"{device.type}, {_describe_dtypes(dtype, kv_cache_dtype, kernels)}")
         if device.type == "cpu":
             num_threads = set_worker_threads(config.dp_size * config.pp_size * config.tp_size)

@@ -50,7 +50,7 @@ def fill(backend: AttentionBackend, shape: KVShape, segments: list[Segment], tab
             page_size, tokens = shape.page_size, range(segment.kv_length)
             places = [table[token // page_size] * page_size + token % page_size for token in tokens]
             size = (segment.kv_length, shape.num_kv_heads, shape.head_dim)
-            key, value = (torch.randn(size, generator=generator).to(shape.dtype) for _ in range(2))
+            key, value = (torch.randn(size, generator=generator).to(shape.query_dtype) for _ in range(2))
             backend.plan(PagedLayout(torch.tensor(places), ()))
             backend.write(key, value, layer)
 
@@ -58,7 +58,7 @@ def fill(backend: AttentionBackend, shape: KVShape, segments: list[Segment], tab
 def spoil(backend: AttentionBackend, shape: KVShape, num_blocks: int) -> None:
     """What earlier sequences left in the blocks, and the padding block: read by mistake, it would outweigh the rest."""
     num_tokens = num_blocks * shape.page_size
-    left = torch.full((num_tokens, shape.num_kv_heads, shape.head_dim), 100.0, dtype=shape.dtype)
+    left = torch.full((num_tokens, shape.num_kv_heads, shape.head_dim), 100.0, dtype=shape.query_dtype)
     backend.plan(PagedLayout(torch.arange(num_tokens), ()))
     for layer in range(shape.num_layers):
         backend.write(left, left, layer)
@@ -82,5 +82,5 @@ def attend_all(
     part = make_part(segments, tables, first_row=0, causal=causal)
     backend.plan(PagedLayout(torch.zeros(0, dtype=torch.int64), (part,)))
     generator = torch.Generator().manual_seed(seed)
-    query = torch.randn((part.num_rows, shape.num_heads, shape.head_dim), generator=generator).to(shape.dtype)
+    query = torch.randn((part.num_rows, shape.num_heads, shape.head_dim), generator=generator).to(shape.query_dtype)
     return backend.attend(query, layer, part)

@@ -69,6 +69,30 @@ def test_bfloat16_stays_as_close_to_float32_as_its_rounding_allows(name: str) ->
     assert error.max() < 3e-2
 
 
+@pytest.mark.parametrize("name", ["cpu", "torch"])
+def test_a_float16_cache_beside_float32_activations_equals_the_reference(name: str) -> None:
+    segments = [Segment(1, 600), Segment(1, 33), Segment(70, 200)]
+    shape = KVShape(1, 9, 3, 64, 16, torch.float16, CPU, activation_dtype=torch.float32)
+    result = attend_all(name, shape, segments, True, 0, 3)
+    torch.testing.assert_close(result, attend_all("reference", shape, segments, True, 0, 3), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cpu", "torch", "reference"])
+def test_a_float16_cache_rounds_as_torch_does_and_stays_finite(name: str) -> None:
+    """A row that sees one token's value only, and so returns it."""
+    shape = KVShape(1, 1, 1, 64, 16, torch.float16, CPU, activation_dtype=torch.float32)
+    backend = make_backend(name, shape, load_kernels())
+    backend.allocate(2)
+    value = torch.cat((torch.tensor([1e6, -7e4, 65504.0, 65519.0, 1e-8, 3e-8, 6e-5, -0.0]), torch.randn(56))).view(
+        1, 1, 64
+    )
+    part = make_part([Segment(1, 1)], [[1]], first_row=0, causal=True)
+    backend.plan(PagedLayout(torch.tensor([16]), (part,)))
+    backend.write(torch.full((1, 1, 64), 1e6), value, 0)
+    output, _ = backend.attend(torch.zeros(1, 1, 64), 0, part)
+    torch.testing.assert_close(output, value.clamp(-65504, 65504).half().float(), atol=0, rtol=0)
+
+
 def test_the_reference_is_scaled_dot_product_attention() -> None:
     shape = KVShape(1, 4, 2, 16, 16, torch.float32, CPU)
     backend = make_backend("reference", shape, None)

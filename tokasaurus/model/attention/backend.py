@@ -109,3 +109,12 @@ class LayoutBackend(Protocol):
 
     def attend_layout(self, query: Tensor, layer_index: int, layout: PagedLayout) -> Tensor:
         """query [T, H, D] of the planned layout -> [T, H, D]; 0 for padding."""
+
+
+def as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values in the cache's dtype. What float16 cannot hold becomes its largest number: an infinite one would
+    spoil all that attend to it."""
+    if dtype == torch.float16:
+        limits = torch.finfo(dtype)
+        x = x.clamp(limits.min, limits.max)
+    return x.to(dtype)

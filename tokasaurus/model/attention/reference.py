@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
+from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, as_stored
 from tokasaurus.model.attention.shared_prefix import merge_partial
 
 # T tokens, H query heads, K key/value heads, D head size, L tokens in a segment's blocks
@@ -25,8 +25,8 @@ class ReferenceBackend:
         self._token_places = layout.token_places
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
-        self._keys[layer_index, self._token_places] = key.to(self._shape.dtype)
-        self._values[layer_index, self._token_places] = value.to(self._shape.dtype)
+        self._keys[layer_index, self._token_places] = as_stored(key, self._shape.dtype)
+        self._values[layer_index, self._token_places] = as_stored(value, self._shape.dtype)
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
         output = torch.empty(query.shape, dtype=torch.float32 if part.is_partial else query.dtype, device=query.device)

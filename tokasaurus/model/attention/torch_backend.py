@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
+from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, as_stored
 from tokasaurus.model.attention.shared_prefix import merge_partial
 
 # T tokens, S segments in a bucket, H query heads, K key/value heads, G = H / K, D head size, B blocks, P page size,
@@ -59,7 +59,7 @@ class TorchBackend:
         shape = self._shape
         for cache, new in ((self._keys, key), (self._values, value)):
             tokens = cache[layer_index].view(shape.num_kv_heads, -1, shape.head_dim)
-            tokens[:, self._token_places] = new.transpose(0, 1).to(cache.dtype)
+            tokens[:, self._token_places] = as_stored(new.transpose(0, 1), cache.dtype)
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
         output = torch.empty(query.shape, dtype=torch.float32 if part.is_partial else query.dtype, device=query.device)

@@ -89,18 +89,14 @@ static inline float to_float(bfloat16 x) {
   return value;
 }
 
-// A float16 number's bits lie 13 further left in a float, whose exponent is larger by 112: multiplying by 2^112 adds that
-// and makes numbers below the normal ones normal. What becomes 65536 or more was infinite, or no number.
 static inline float to_float(float16 x) {
-  uint32_t bits = uint32_t(x.bits & 0x7FFF) << 13;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  value *= 0x1p112f;
-  std::memcpy(&bits, &value, sizeof bits);
-  if (value >= 65536.0f) bits |= 0x7F800000u;
-  bits |= uint32_t(x.bits & 0x8000) << 16;
-  std::memcpy(&value, &bits, sizeof value);
+#if defined(__F16C__)
+  return _cvtsh_ss(x.bits);
+#else
+  __fp16 value;
+  std::memcpy(&value, &x, sizeof value);
   return value;
+#endif
 }
 
 static TOKA_INLINE Floats load(const float16* from) {
@@ -108,12 +104,8 @@ static TOKA_INLINE Floats load(const float16* from) {
   return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 #elif defined(__F16C__)
   return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
-#elif defined(__ARM_NEON)
-  return (Floats)vcvt_f32_f16(load_vector<float16x4_t>(from));
 #else
-  Floats x;
-  for (int lane = 0; lane < kLanes; ++lane) x[lane] = to_float(from[lane]);
-  return x;
+  return (Floats)vcvt_f32_f16(load_vector<float16x4_t>(from));
 #endif
 }
 
@@ -129,26 +121,18 @@ static inline void from_float(bfloat16* to, float x) {
     to->bits = uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
-// Rounds likewise; what is too large becomes infinite.
+// Rounds likewise. What is too large becomes the largest number: in the KV cache an infinite one would spoil all that
+// attend to it.
 static inline void from_float(float16* to, float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
-  bits &= 0x7FFFFFFF;
-  if (bits > 0x7F800000u) {
-    to->bits = sign | 0x7E00;
-  } else if (bits >= 0x477FF000u) {  // 65520, which rounds to 65536
-    to->bits = sign | 0x7C00;
-  } else if (bits < 0x38800000u) {  // below 2^-14 float16 counts in steps of 2^-24: adding 0.5 rounds to these
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    value += 0.5f;
-    std::memcpy(&bits, &value, sizeof bits);
-    to->bits = sign | uint16_t(bits - 0x3F000000u);
-  } else {
-    bits += 0xFFF + (bits >> 13 & 1);
-    to->bits = sign | uint16_t((bits >> 13) - (112 << 10));
-  }
+  constexpr float kLargest = 65504;
+  x = x > kLargest ? kLargest : x;
+  x = x < -kLargest ? -kLargest : x;
+#if defined(__F16C__)
+  to->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  const __fp16 value = x;
+  std::memcpy(to, &value, sizeof value);
+#endif
 }
 
 static TOKA_INLINE void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
@@ -161,16 +145,6 @@ static TOKA_INLINE void store(bfloat16* to, Floats x) {
   const UInts rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, quiet = (bits >> 16) | 0x40;
   const HalfWords words = __builtin_convertvector(x != x ? quiet : rounded, HalfWords);
   std::memcpy(to, &words, sizeof words);
-#endif
-}
-
-static TOKA_INLINE void store(float16* to, Floats x) {
-#if defined(__AVX512F__)
-  _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#elif defined(__F16C__)
-  _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#else
-  for (int lane = 0; lane < kLanes; ++lane) from_float(to + lane, x[lane]);
 #endif
 }
 
