@@ -131,7 +131,7 @@ SERVER_FLAGS = FlagTable(
             "trust_remote_code": Flag("run Python code that a model repository brings along"),
             "dtype": Flag(
                 "of the weights in memory, and of all else where the device computes with it: a CPU without bfloat16 "
-                "arithmetic computes in float32; auto is bfloat16, or float32 where neither is fast",
+                "arithmetic computes in float32; auto is bfloat16, or float32 where bfloat16 would be slow",
                 choices=("bfloat16", "float16", "float32"),
                 none_means="auto",
             ),
@@ -161,7 +161,8 @@ SERVER_FLAGS = FlagTable(
                 none_means="auto",
             ),
             "kv_cache_dtype": Flag(
-                "of the KV cache; auto is the weights' dtype, and float16 on a CPU without bfloat16 arithmetic",
+                "of the KV cache; auto is the weights' dtype, but float16 beside bfloat16 weights on a CPU without "
+                "bfloat16 arithmetic",
                 choices=("bfloat16", "float16", "float32"),
                 none_means="auto",
             ),

@@ -15,6 +15,7 @@ from tokasaurus.messages.slots import SlotChanges
 from tokasaurus.model.architectures.registry import build_decoder
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.device import choose_kv_cache_dtype
 from tokasaurus.model.device_batch import DeviceBatch, build_batch
 from tokasaurus.model.kernels.library import load_kernels
 from tokasaurus.model.parallel.mesh import Mesh
@@ -49,16 +50,18 @@ def by_transformers(model: torch.nn.Module, prompt: list[int], continuation: lis
 
 
 class Scorer:
-    """Our model in bfloat16."""
+    """Our model with bfloat16 weights. kv_cache_dtype: None for what a server has by default."""
 
-    def __init__(self, checkpoint: Checkpoint, backend: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, backend: str, kv_cache_dtype: str | None) -> None:
         info = checkpoint.info
         self.model = build_decoder(info, Mesh(), torch.bfloat16)
         self.model.materialize(CPU, MAX_TOKENS)
         load_weights(weight_files(checkpoint.directory), self.model.weight_pieces(), self.model.ignores, lambda _: None)
         self.model.pack(load_kernels())
+        activation_dtype = self.model.activation_dtype
         shape = KVShape(
-            info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim, PAGE_SIZE, torch.bfloat16, CPU
+            *(info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim, PAGE_SIZE),
+            *(choose_kv_cache_dtype(kv_cache_dtype, torch.bfloat16, activation_dtype), CPU, activation_dtype),
         )
         self.backend = make_backend(backend, shape, load_kernels())
         self.backend.allocate(MAX_TOKENS // PAGE_SIZE + 1)
@@ -117,12 +120,12 @@ def errors_of_transformers(demo: Checkpoint) -> tuple[list[np.ndarray], float]:
     return exact, float(np.abs(np.concatenate(rounded) - np.concatenate(exact)).mean())
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize(("backend", "kv_cache_dtype"), [("cpu", None), ("torch", None), ("cpu", "bfloat16")])
 def test_the_mean_error_is_at_most_a_fifth_above_that_of_transformers(
-    backend: str, demo: Checkpoint, errors_of_transformers: tuple[list[np.ndarray], float]
+    backend: str, kv_cache_dtype: str | None, demo: Checkpoint, errors_of_transformers: tuple[list[np.ndarray], float]
 ) -> None:
     exact, allowed = errors_of_transformers
-    scorer = Scorer(demo, backend)
+    scorer = Scorer(demo, backend, kv_cache_dtype)
     texts = read_texts(Tokenizer.load(demo.tokenizer_directory))
     for score_text in (scorer.score_sampled, scorer.score_prompt):
         ours = [score_text(*text) for text in texts]

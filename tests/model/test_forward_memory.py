@@ -18,7 +18,7 @@ def test_the_largest_forwards_stay_within_what_is_reserved_and_take_half_of_it(d
     config = LlamaConfig(
         vocab_size=32_000,
         hidden_size=256,
-        intermediate_size=512,
+        intermediate_size=2048,
         num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=2,

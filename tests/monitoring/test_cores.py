@@ -40,3 +40,17 @@ def test_a_process_pinned_to_one_core_has_one() -> None:
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "1"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
+@pytest.mark.parametrize(("niceness", "expected"), [(0, 10), (15, 15)])
+def test_a_background_thread_leaves_the_cores_to_others(niceness: int, expected: int) -> None:
+    """In processes that `nice` has started or not; an ordinary user may not raise a priority again."""
+    code = (
+        "import os; from tokasaurus.monitoring.cores import lower_thread_priority\n"
+        f"os.nice({niceness} - os.nice(0))\n"
+        "if os.geteuid() == 0: os.setuid(65534)\n"
+        "lower_thread_priority(); print(os.getpriority(os.PRIO_PROCESS, 0))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert int(output) == expected

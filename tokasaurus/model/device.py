@@ -33,18 +33,23 @@ def choose_dtype(name: str | None, device: torch.device, kernels: Kernels | None
     return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
-def choose_kv_cache_dtype(name: str | None, dtype: torch.dtype, kernels: Kernels | None) -> torch.dtype:
-    """name: of a torch dtype, or None: that of the weights. Where the CPU's kernels widen bfloat16 weights, float16: as
-    small, three bits more exact, and measured faster, as the processor widens it in one instruction."""
+def choose_activation_dtype(dtype: torch.dtype, kernels: Kernels | None, is_compiled: bool) -> torch.dtype:
+    """Of hidden states beside weights of `dtype`: the same, or what the CPU's kernels widen these to. is_compiled:
+    layers are compiled by torch."""
+    return dtype if kernels is None or is_compiled else kernels.activation_dtype(dtype)
+
+
+def choose_kv_cache_dtype(name: str | None, dtype: torch.dtype, activation_dtype: torch.dtype) -> torch.dtype:
+    """name: of a torch dtype, or None: that of the weights, dtype. Where they are widened to another activation_dtype,
+    float16: as small, three bits more exact, and measured faster, as the processor widens it in one instruction."""
     if name is not None:
         return _DTYPES[name]
-    is_widened = kernels is not None and kernels.activation_dtype(dtype) != dtype
-    return torch.float16 if is_widened else dtype
+    return dtype if activation_dtype == dtype else torch.float16
 
 
 def _cpu_has_bfloat16() -> bool:
     """Whether the processor multiplies bfloat16 itself; emulated, it is slower than float32."""
     try:
         return any(level.multiplies_bfloat16 for level in machine_sets())
-    except LibraryUnavailable:
-        return False
+    except LibraryUnavailable:  # no compiler: torch asks the processor, too, of x86 alone
+        return bool(torch.cpu._is_avx512_bf16_supported())

@@ -38,6 +38,9 @@ _VOCABULARIES_PER_THREAD = 10
 """float32 copies of a row of logits that sampling makes at most: changed, allowed, masked, likely, counts, tokens seen,
 and candidates, of 8 bytes, which grow by doubling."""
 
+_MAX_PANEL = 32
+"""Outputs of a panel of weights, at most: kPanel of gemm_tile.h. Each thread widens one at a time."""
+
 _OTHER = 4 << 20
 """Python's objects, and what the allocators round up."""
 
@@ -89,11 +92,13 @@ def largest_forward(
         + num_rows * _HOST_INDICES_PER_ROW * _INDEX
         + num_rows * num_blocks * _BLOCK_TABLE_COPIES * 4
     )
+    panel_bytes = _MAX_PANEL * _FLOAT  # for each input
     return ForwardMemory(
         kept={
             "layers": num_tokens * layer_row * activation_bytes,
             "normed states": num_tokens * info.hidden_size * activation_bytes,
             "logits": num_logit_rows * info.vocab_size * activation_bytes,
+            "widened weights": num_threads * max(info.intermediate_size, query_size, info.hidden_size) * panel_bytes,
         },
         passing={
             "hidden states": num_tokens * hidden_row + num_logit_rows * info.hidden_size * activation_bytes,

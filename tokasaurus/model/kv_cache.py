@@ -62,7 +62,7 @@ def plan_auto(
     if num_blocks < 1:
         raise UserError(
             f"{_size(budget)} of memory is too little for a KV cache with blocks of {_size(bytes_per_block)};"
-            " free some memory, or set kv_cache_num_tokens"
+            " free some memory, or set kv_cache_num_tokens, or a lower max_tokens_per_forward"
         )
     share = "" if num_replicas == 1 else f" / {num_replicas} replicas"
     return KVCachePlan(

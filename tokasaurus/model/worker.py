@@ -30,7 +30,7 @@ from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.cpu import CpuBackend
 from tokasaurus.model.compile import Compiler
-from tokasaurus.model.device import choose_device, choose_dtype, choose_kv_cache_dtype
+from tokasaurus.model.device import choose_activation_dtype, choose_device, choose_dtype, choose_kv_cache_dtype
 from tokasaurus.model.forward_memory import ForwardMemory, largest_forward, reserve
 from tokasaurus.model.hydragen_thresholds import measure_thresholds
 from tokasaurus.model.kernels.library import ACTIVATION_DTYPES, Kernels, load_kernels
@@ -113,10 +113,13 @@ def start_worker(
     context_length = min(info.context_length, config.max_num_tokens_per_request or info.context_length)
     with phase("device") as details:
         device = choose_device(config.device)
+        if device.type != "cpu" and config.cpu_isa is not None:
+            raise UserError(f"cpu_isa={config.cpu_isa}: device={device.type} computes nothing on the CPU")
         kernels = load_kernels(config.cpu_isa) if device.type == "cpu" else None
         dtype = choose_dtype(config.dtype, device, kernels, config.torch_compile)
-        kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, dtype, kernels)
-        details.append(f"{device.type}, {_describe_dtypes(dtype, kv_cache_dtype, kernels)}")
+        activation_dtype = choose_activation_dtype(dtype, kernels, config.torch_compile)
+        kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, dtype, activation_dtype)
+        details.append(f"{device.type}, {_describe_dtypes(dtype, activation_dtype, kv_cache_dtype)}")
         if device.type == "cpu":
             num_threads = set_worker_threads(config.dp_size * config.pp_size * config.tp_size)
             details.append(f"{num_threads} threads")
@@ -125,7 +128,7 @@ def start_worker(
     choice = ALWAYS_KERNELS
     if kernels is not None and dtype in ACTIVATION_DTYPES:
         with phase("products") as details:
-            choice = choose_products(kernels, info.hidden_size, dtype)
+            choice = choose_products(kernels, info, dtype)
             details.append(choice.describe())
     compiler = Compiler() if config.torch_compile else None
     with phase("weights", has_progress_bar=True):
@@ -142,7 +145,7 @@ def start_worker(
         page_size=config.page_size,
         dtype=kv_cache_dtype,
         device=device,
-        activation_dtype=model.activation_dtype,
+        activation_dtype=activation_dtype,
     )
     try:
         backend = make_backend(config.attention_backend, shape, kernels)
@@ -201,10 +204,9 @@ def start_worker(
     return StartedWorker(runner, limits_found, device, kernels if model.runs_on_kernels(backend) else None)
 
 
-def _describe_dtypes(dtype: torch.dtype, kv_cache_dtype: torch.dtype, kernels: Kernels | None) -> str:
-    """For the user."""
-    computed = dtype if kernels is None else kernels.activation_dtype(dtype)
-    weights, activations, kv_cache = (str(one).removeprefix("torch.") for one in (dtype, computed, kv_cache_dtype))
+def _describe_dtypes(*dtypes: torch.dtype) -> str:
+    """Of weights, activations and KV cache; for the user."""
+    weights, activations, kv_cache = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     if weights == activations == kv_cache:
         return weights
     return f"{weights} weights, {activations} activations, {kv_cache} KV cache"
@@ -239,10 +241,10 @@ def _plan_kv_cache(
     on_cpu = shape.device.type == "cpu"
     forward_bytes = 0 if forward_memory is None else forward_memory.total
     if config.kv_cache_num_tokens is not None:
-        free = available_cpu_bytes() - forward_bytes if on_cpu else torch.cuda.mem_get_info(shape.device)[0]
+        free = max(0, available_cpu_bytes() - forward_bytes) if on_cpu else torch.cuda.mem_get_info(shape.device)[0]
         return plan_fixed(config.kv_cache_num_tokens, config.page_size, shape.bytes_per_block, free)
     if on_cpu:
-        available = available_cpu_bytes() - config.dp_size * config.pp_size * forward_bytes
+        available = max(0, available_cpu_bytes() - config.dp_size * config.pp_size * forward_bytes)
         what = (
             "available beside weights and the largest forward" if forward_memory is not None else "of memory available"
         )

@@ -8,15 +8,17 @@ from pathlib import Path
 
 _CGROUP_QUOTAS = (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
 
-
 _BACKGROUND_NICENESS = 10
 """A thread with it gets a tenth of a core that others want as well."""
 
 
 def lower_thread_priority() -> None:
     """The calling thread, until it ends, leaves the cores to others that want them, where the system can do that."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
+    if sys.platform != "linux":
+        return
+    thread = threading.get_native_id()
+    if os.getpriority(os.PRIO_PROCESS, thread) < _BACKGROUND_NICENESS:  # else started by `nice`; raising is not allowed
+        os.setpriority(os.PRIO_PROCESS, thread, _BACKGROUND_NICENESS)
 
 
 def available_cores() -> int:

@@ -161,7 +161,8 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
     """Loads the tokenizer; its chat template when it is first used. Raises TokenizerError."""
     tokenizer = Tokenizer.load(checkpoint.tokenizer_directory)
     version = importlib.metadata.version("tokasaurus")
-    identity: Sequence[object] = (version, checkpoint.name, config.dtype, config.device, config.attention_backend)
+    formats = (config.dtype, config.kv_cache_dtype, config.cpu_isa)
+    identity: Sequence[object] = (version, checkpoint.name, *formats, config.device, config.attention_backend)
     return ServedModel(
         name=checkpoint.name if config.served_model_name is None else config.served_model_name,
         tokenizer=tokenizer,

@@ -10,7 +10,6 @@ from tests.model.attention.paged_problems import CPU, Segment, attend_all
 from tests.model.attention.test_row_split import NAMED_CASES, Case
 from tests.model.kernels import test_forward_kernels
 from tests.model.kernels.test_forward_kernels import check_stage
-from tokasaurus.model.architectures import decoder
 from tokasaurus.model.architectures.decoder import DecoderOptions
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.kernels.build import machine_sets
@@ -60,6 +59,5 @@ def test_kernels_for_other_processors_equal_the_reference(
 def test_layers_for_other_processors_equal_those_of_torch(
     kernels: Kernels, dtype: torch.dtype, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoder, "load_kernels", lambda: kernels)
     monkeypatch.setattr(test_forward_kernels, "load_kernels", lambda: kernels)
     check_stage(dataclasses.replace(case, dtype=dtype), DecoderOptions(qk_norm=True))

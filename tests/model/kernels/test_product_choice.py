@@ -1,5 +1,6 @@
 """The choice between the kernels' matrix products and torch's, and products by that choice."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tests.model.layers.test_linear import activation_dtype, assert_close, fill,
 from tests.model.steps import StepDriver, make_runner
 from tests.model.test_decoder import load
 from tests.tiny_model import save_tiny_model
+from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.model.kernels import product_choice
 from tokasaurus.model.kernels.library import load_kernels
 from tokasaurus.model.kernels.product_choice import MANY_ROWS, ProductChoice, choose_products
@@ -68,36 +70,58 @@ def test_models_give_the_same_tokens_whoever_multiplies(choice: ProductChoice, t
     assert generate(choice) == generate(product_choice.ALWAYS_KERNELS)
 
 
-def test_the_choice_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelInfo:
+    """Of a tiny model, whose products are soon timed."""
+    monkeypatch.setattr(product_choice, "_ALL_BYTES", 1 << 18)
+    save_tiny_model(tmp_path / "model", "qwen2")
+    return load(tmp_path / "model")[1]
+
+
+def test_the_choice_is_measured_once_and_kept(info: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = load_kernels()
     assert kernels is not None
-    monkeypatch.setattr(product_choice, "_MATRIX_BYTES", 1 << 16)
-    first = choose_products(kernels, 64, torch.bfloat16)
+    first = choose_products(kernels, info, torch.bfloat16)
     assert first.few_speedup > 0
     assert first.many_speedup > 0
+    assert first.may_mix == kernels.has_bfloat16_arithmetic
 
     def measure_again(*_: object) -> ProductChoice:
         raise AssertionError("it is in the cache")
 
     with monkeypatch.context() as patch:
         patch.setattr(product_choice, "_measure", measure_again)
-        assert choose_products(kernels, 64, torch.bfloat16) == first
+        assert choose_products(kernels, info, torch.bfloat16) == first
+        other_model = dataclasses.replace(info, intermediate_size=128)
         with pytest.raises(AssertionError, match="in the cache"):
-            choose_products(kernels, 96, torch.bfloat16)  # another model
+            choose_products(kernels, other_model, torch.bfloat16)
+        with pytest.raises(AssertionError, match="in the cache"):
+            choose_products(kernels, info, torch.float32)
+        # A library from a wheel: all levels lie in one directory.
+        patch.setattr(kernels, "path", kernels.path.with_name("other.so"))
+        with pytest.raises(AssertionError, match="in the cache"):
+            choose_products(kernels, info, torch.bfloat16)
 
 
 def test_a_broken_file_or_no_place_to_write_only_means_another_measurement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    info: ModelInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = load_kernels()
     assert kernels is not None
-    monkeypatch.setattr(product_choice, "_MATRIX_BYTES", 1 << 16)
-    choose_products(kernels, 64, torch.float32)
+    choose_products(kernels, info, torch.float32)
     (file,) = (tmp_path / "cache" / "products").iterdir()
     file.write_text("{")
-    assert choose_products(kernels, 64, torch.float32).few_speedup > 0
+    assert choose_products(kernels, info, torch.float32).few_speedup > 0
     monkeypatch.setenv("TOKA_CACHE", "/dev/null/cache")
-    assert choose_products(kernels, 64, torch.float32).few_speedup > 0
+    assert choose_products(kernels, info, torch.float32).few_speedup > 0
+
+
+def test_torch_must_be_clearly_faster_and_with_weights_in_one_layout_for_all_rows() -> None:
+    assert ProductChoice(0.9, 0.9).always_kernels
+    assert ProductChoice(0.8, 0.8).always_torch
+    assert not ProductChoice(0.8, 2.0).uses_kernels(1)
+    assert ProductChoice(0.8, 2.0, may_mix=False).always_kernels
+    assert ProductChoice(0.8, 0.8, may_mix=False).always_torch
 
 
 def test_the_line_for_the_user_names_each_winner() -> None:

@@ -163,3 +163,16 @@ def test_silu_of_the_largest_gates_is_finite_and_right() -> None:
     linear.pack(layer_kernels())
     expected = torch.nn.functional.silu(gates.double())
     torch.testing.assert_close(linear(torch.tensor([[1.0, 1.0]]))[0].double(), expected, atol=1e-34, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_gives_the_same_bits_among_any_number_of_rows(dtype: torch.dtype) -> None:
+    """As many as one tile has, and around those from which bfloat16 weights are widened once for all tiles."""
+    linear = Linear(72, 40, bias=True, dtype=dtype)
+    fill(linear)
+    linear.pack(layer_kernels())
+    x = random_rows(200, 72, activation_dtype(dtype))
+    together = linear(x)
+    for num_rows in (1, 2, 5, 6, 7, 12, 13, 66, 67, 68, 143, 144, 145):
+        assert torch.equal(linear(x[:num_rows]), together[:num_rows])
+        assert torch.equal(linear(x[-num_rows:]), together[-num_rows:])

@@ -30,5 +30,6 @@ def make_backend(name: str | None, shape: KVShape, kernels: Kernels | None) -> A
     if shape.device.type != "cpu":
         raise ValueError(f"attention_backend=cpu does not run on device={shape.device.type}")
     if kernels is None:
-        raise ValueError("attention_backend=cpu needs a C++ compiler")
+        why = "cpu_isa=torch turns them off, or they could not be built"
+        raise ValueError(f"attention_backend=cpu needs the CPU kernels: {why}")
     return CpuBackend(shape, kernels)

@@ -110,8 +110,7 @@ struct Partial {
   std::vector<float> output, lse;
 };
 
-// work: share_out of the same segments. Static, as all here: a process that loads the library in two builds, as tests do,
-// must not share what depends on the length of vectors.
+// work: share_out of the same segments.
 template <typename Stored>
 static void attend(const Problem<Stored>& problem, const Work& work, Partial& partial) {
   partial.output.resize(std::max<size_t>(partial.output.size(), work.num_partial * problem.shape.head_dim));

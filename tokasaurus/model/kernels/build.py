@@ -81,9 +81,15 @@ def machine_sets() -> tuple[InstructionSet, ...]:
     """The instruction sets of this machine, the best first. Raises LibraryUnavailable."""
     if not any(level.machine == machine() for level in INSTRUCTION_SETS):
         return ()
+    return supported_sets(machine(), processor_features())
+
+
+def processor_features() -> list[str]:
+    """Raises LibraryUnavailable."""
     library = ctypes.CDLL(str(find_or_build(features_library(machine()))))
     library.toka_cpu_features.restype = ctypes.c_char_p
-    return supported_sets(machine(), library.toka_cpu_features().decode().split())
+    features: str = library.toka_cpu_features().decode()
+    return features.split()
 
 
 def find_or_build(library: Library) -> Path:

@@ -42,8 +42,8 @@ void rotate(Element* head, int64_t head_dim, const float* cos_sin) {
 // heads [num_rows, query, key and value heads, head_dim]; cos_sin [num_rows, head_dim].
 template <typename Stored, typename Element>
 void rotate_and_store_heads(const PackedLayer& layer, const CacheLayer<Stored>& cache, const int64_t* kv_indices,
-                 int64_t num_rows, const float* cos_sin, Element* heads) {
-  constexpr int64_t kRows = 16;   // of one thread at a time
+                            int64_t num_rows, const float* cos_sin, Element* heads) {
+  constexpr int64_t kRows = 16;  // of one thread at a time
   constexpr int64_t kAhead = 2;  // rows whose memory in the cache is on its way
   const PhaseTimer timer(kHeads);
   const int64_t head_dim = layer.head_dim, num_rotated = layer.num_query_heads + layer.num_kv_heads;

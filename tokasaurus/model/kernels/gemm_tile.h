@@ -26,8 +26,9 @@ struct Requests {
 
 // sums [M][kPanel] = M rows of x times the panel. Each sum runs over x in order, so that a row's result does not depend on
 // how many rows there are. prefetches: whether there are requests.
+// Not inlined: with the caller's variables beside it, a compiler runs out of registers.
 template <int M, bool prefetches, typename Weight>
-void multiply_tile(const Activation<Weight>* x, int64_t x_stride, const Weight* panel, int64_t in_size,
+__attribute__((noinline)) void multiply_tile(const Activation<Weight>* x, int64_t x_stride, const Weight* panel, int64_t in_size,
                    Requests requests, float* sums) {
   constexpr int P = kPair<Weight>, kStep = kPanel * P;
   constexpr int kReach = 3;  // rows that one pointer serves: x86 addresses add one register, or twice that

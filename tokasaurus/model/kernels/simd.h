@@ -21,7 +21,7 @@ constexpr int kLanes = 8, kRegisters = 16;
 #elif defined(__ARM_NEON)
 constexpr int kLanes = 4, kRegisters = 32;
 #else
-constexpr int kLanes = 4, kRegisters = 16;
+#error "no vector instructions that this is written for: see isa.py for the flags"
 #endif
 
 // Whether one instruction multiplies pairs of bfloat16 numbers and adds both products to a float32 sum.

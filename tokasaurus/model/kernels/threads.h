@@ -91,6 +91,8 @@ class Team {
   static void relax(int spins) {
 #ifdef __x86_64__
     __builtin_ia32_pause();
+#else
+    asm volatile("isb");  // as long; a yield is over at once
 #endif
     if (spins > kSpins) sched_yield();
   }
