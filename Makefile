@@ -20,8 +20,9 @@ lint: .venv/installed-dev
 types: .venv/installed-dev
 	$(BIN)/mypy
 
+# Two files at a time: many tests wait for one process, or compute on one thread
 unit: .venv/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-clients: .venv/installed-dev
 	$(BIN)/python -m tests.clients.in_environments $(CLIENTS)
