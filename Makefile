@@ -4,7 +4,7 @@ SERVE_ARGS ?=
 BENCH_ARGS ?=
 CLIENTS ?=
 
-PREBUILT := tokasaurus/model/kernels/prebuilt
+PREBUILT := tokasaurus/model/cpu/prebuilt
 
 .PHONY: serve test lint types unit test-clients test-neon test-wheel wheel bench-manager format clean
 
@@ -34,7 +34,7 @@ test-neon: .venv/installed-dev
 # dist/tokasaurus-*.whl, which carries the kernels compiled. setuptools would put what build/ still has into it.
 wheel: .venv/installed
 	rm -rf build dist
-	$(BIN)/python -m tokasaurus.model.kernels.prebuild
+	$(BIN)/python -m tokasaurus.model.cpu.prebuild
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	rm -rf build $(PREBUILT)
 

@@ -13,7 +13,7 @@ from benchmarks.attention_numba import make_decode
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.row_split import attend_rows
-from tokasaurus.model.kernels.library import load_kernels
+from tokasaurus.model.cpu.bindings import load_kernels
 
 # S sequences, R query rows, H query heads, K key/value heads, D head size, L tokens of context
 

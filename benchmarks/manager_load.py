@@ -8,9 +8,9 @@ from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 
+from tokasaurus.manager.engine.engine import Turns
 from tokasaurus.manager.loop import LARGE_BYTES
-from tokasaurus.manager.state import EngineOptions, EngineState, make_state
-from tokasaurus.manager.turn import Turns
+from tokasaurus.manager.state.engine_state import EngineOptions, EngineState, make_state
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import EngineUpdate, GenerateRequest, SamplingParams
 from tokasaurus.messages.lifecycle import EngineLimits

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.manager_load import PAGE_SIZE, VOCAB_SIZE, InlineEngine, Load, engine_options
-from tokasaurus.manager.outlook import look_ahead
-from tokasaurus.manager.prefix_tree import PrefixTree
-from tokasaurus.manager.sequence import make_prompt
+from tokasaurus.manager.engine.kv_forecast import look_ahead
+from tokasaurus.manager.kv_cache.prefix_tree import PrefixTree
+from tokasaurus.manager.state.sequence import make_prompt
 
 MAX_NEW_TOKENS = 1024
 

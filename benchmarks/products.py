@@ -70,8 +70,8 @@ def measure(cpu_isa: str, num_rounds: int) -> Level:
     import torch
 
     from benchmarks.attention_cases import in_turns, reads
-    from tokasaurus.model.kernels.layer_kernels import LayerKernels, PackedWeights
-    from tokasaurus.model.kernels.library import load_kernels
+    from tokasaurus.model.cpu.bindings import load_kernels
+    from tokasaurus.model.cpu.packed_weights import LayerKernels, PackedWeights
 
     kernels = load_kernels(cpu_isa)
     assert kernels is not None
@@ -121,7 +121,7 @@ def measure_in_child(cpu_isa: str, args: argparse.Namespace) -> Level:
 
 def machine_levels() -> list[str]:
     """The values of cpu_isa that this machine has kernels for, the best first."""
-    from tokasaurus.model.kernels.build import machine_sets
+    from tokasaurus.model.cpu.build import machine_sets
 
     return list(dict.fromkeys(level.cpu_isa for level in machine_sets()))
 

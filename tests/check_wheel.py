@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tokasaurus.model.kernels.build import machine_sets
-from tokasaurus.model.kernels.isa import INSTRUCTION_SETS, machine
+from tokasaurus.model.cpu.build import machine_sets
+from tokasaurus.model.cpu.isa import INSTRUCTION_SETS, machine
 
 DIST = Path(__file__).parents[1] / "dist"
 
 # Without a compiler, in a process that sees nothing but what is installed.
 USE_KERNELS = """
 import torch
-from tokasaurus.model.kernels import build
-from tokasaurus.model.kernels.isa import choose_set
-from tokasaurus.model.kernels.library import load_kernels
+from tokasaurus.model.cpu import build
+from tokasaurus.model.cpu.isa import choose_set
+from tokasaurus.model.cpu.bindings import load_kernels
 try:
     build.find_compiler()
 except build.LibraryUnavailable:

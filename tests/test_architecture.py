@@ -1,4 +1,4 @@
-"""What keeps the rooms apart: imports point down, torch stays in the workers, modules stay small."""
+"""What keeps packages apart: imports point down, torch stays in the workers, modules and folders stay small."""
 
 import ast
 import subprocess
@@ -14,7 +14,7 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-# From the top down. A room imports from those below its own line, never from its own line.
+# From the top down. A package or module imports from lines below its own, never from its own line.
 LAYERS = [
     ["__main__"],
     ["cli"],
@@ -27,16 +27,40 @@ LAYERS = [
     ["messages", "config"],
     ["flags"],
 ]
-LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+# The same inside the three processes' packages.
+INNER_LAYERS = {
+    "server": [
+        ["app"],
+        ["routes"],
+        ["state", "openapi", "disconnect", "respond"],
+        ["api_key", "prepare"],
+        ["structured_output", "engine_client"],
+        ["served_model"],
+        ["tools"],
+        ["protocol", "errors"],
+    ],
+    # planning: pure functions over arrays and numbers, which know no engine state.
+    "manager": [["loop"], ["engine"], ["state"], ["planning", "kv_cache"]],
+    "model": [["worker"], ["execution"], ["decoder", "sampling"], ["attention"], ["cpu", "parallel"]],
+}
+
+
+def levels(layers: list[list[str]]) -> dict[str, int]:
+    return {name: level for level, names in enumerate(layers) for name in names}
+
+
+LEVEL = levels(LAYERS)
 
 WITHOUT_TORCH = ["server", "manager", "text", "config", "flags", "checkpoint", "cli", "ping", "download", "messages"]
 WITHOUT_TORCH += ["launch", "process_group", "child_process", "monitoring"]
 
 MAX_LINES = 330  # about 300
+MAX_MODULES = 14  # of a folder; about 12
 
 
-def room_of(module: str) -> str:
-    return module.split(".")[1] if "." in module else ""
+def package_of(module: str, depth: int = 1) -> str:
+    """The name behind `tokasaurus.`, or further behind; "" for what lies above it."""
+    return ".".join(module.split(".")[depth : depth + 1])
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -52,21 +76,50 @@ def imported_modules(path: Path) -> set[str]:
     return names
 
 
-def test_every_room_has_a_place_in_the_layers() -> None:
-    assert {room_of(module) for module in MODULES} - {""} <= set(LEVEL)
+def test_every_package_has_its_layer() -> None:
+    assert {package_of(module) for module in MODULES} - {""} <= set(LEVEL)
+    for package, layers in INNER_LAYERS.items():
+        inner = {package_of(module, 2) for module in MODULES if package_of(module) == package} - {""}
+        assert inner == set(levels(layers))
+
+
+def check_imports_point_down(module: str, depth: int, level: dict[str, int]) -> None:
+    own = package_of(module, depth)
+    for name in imported_modules(MODULES[module]):
+        imported = package_of(name, depth)
+        is_beside = name.split(".")[:depth] == module.split(".")[:depth]
+        if is_beside and imported in level and imported != own:
+            assert level[imported] > level.get(own, -1), f"{module} imports {name}"
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_down(module: str) -> None:
-    room = room_of(module)
-    for name in imported_modules(MODULES[module]):
-        if name.startswith("tokasaurus.") and room_of(name) != room and room_of(name) in LEVEL:
-            assert LEVEL[room_of(name)] > LEVEL.get(room, -1), f"{module} imports {name}"
+    check_imports_point_down(module, 1, LEVEL)
+    if package_of(module) in INNER_LAYERS:
+        check_imports_point_down(module, 2, levels(INNER_LAYERS[package_of(module)]))
+
+
+def test_an_import_upwards_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = "tokasaurus.manager.planning.victims"
+    changed = tmp_path / "victims.py"
+    changed.write_text("from tokasaurus.manager.state.engine_state import EngineState\n")
+    monkeypatch.setitem(MODULES, module, changed)
+    with pytest.raises(AssertionError, match=r"imports tokasaurus\.manager\.state"):
+        test_imports_point_down(module)
+
+
+def test_no_modules_import_each_other() -> None:
+    imports = {module: imported_modules(path) & set(MODULES) - {module} for module, path in MODULES.items()}
+    while leaves := [module for module, imported in imports.items() if not imported]:
+        for leaf in leaves:
+            del imports[leaf]
+        imports = {module: imported - set(leaves) for module, imported in imports.items()}
+    assert not imports, "each of these imports another of them"
 
 
 def test_only_the_workers_load_torch() -> None:
     """Checked per module, in one process: what is loaded only grows."""
-    modules = [module for module in MODULES if room_of(module) in WITHOUT_TORCH]
+    modules = [module for module in MODULES if package_of(module) in WITHOUT_TORCH]
     script = (
         "import importlib, sys\n"
         f"for module in {modules!r}:\n"
@@ -99,3 +152,11 @@ def test_no_module_is_a_grab_bag() -> None:
 @pytest.mark.parametrize("path", [*MODULES.values(), *sorted((ROOT / "benchmarks").rglob("*.py"))], ids=str)
 def test_file_can_be_read_in_one_sitting(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+def test_folders_can_be_overseen() -> None:
+    folders: dict[Path, int] = {}
+    for path in MODULES.values():
+        if path.name != "__init__.py":
+            folders[path.parent] = folders.get(path.parent, 0) + 1
+    assert max(folders.values()) <= MAX_MODULES, folders

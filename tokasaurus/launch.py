@@ -12,7 +12,7 @@ from tokasaurus.child_process import ChildProcess
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import Channel, wait
 from tokasaurus.messages.lifecycle import EngineLimits, Failed, PhaseDone, Ready, Shutdown, UserError
-from tokasaurus.model.kernels.build_ahead import kernels_built_ahead
+from tokasaurus.model.cpu.build_ahead import kernels_built_ahead
 from tokasaurus.monitoring.log_setup import setup_logging
 from tokasaurus.process_group import DEATH_S, Child, ProcessGroup, StopSignals
 
@@ -31,7 +31,7 @@ class Entries:
 
     server: str = "tokasaurus.server.app:run_server"
     manager: str = "tokasaurus.manager.loop:run_manager"
-    worker: str = "tokasaurus.model.worker:run_worker"
+    worker: str = "tokasaurus.model.worker.entry:run_worker"
 
 
 def serve(config: ServerConfig, entries: Entries | None = None) -> int:

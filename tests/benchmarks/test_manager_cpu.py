@@ -15,9 +15,9 @@ from benchmarks.manager_occupancy import completion_lengths, measure_occupancy, 
 from benchmarks.manager_parts import measure_shares, measure_simulation
 from benchmarks.manager_process import ProcessCost, cpu_seconds, measure_process
 from benchmarks.manager_report import check_costs
-from tokasaurus.manager import turn
-from tokasaurus.manager.state import EarlyStoppingOptions, make_state
-from tokasaurus.manager.turn import Turns
+from tokasaurus.manager.engine import engine
+from tokasaurus.manager.engine.engine import Turns
+from tokasaurus.manager.state.engine_state import EarlyStoppingOptions, make_state
 
 
 def lengths_asked(load: Load, num: int) -> dict[str, int]:
@@ -95,7 +95,7 @@ def test_all_that_want_to_run_do_where_the_cache_is_large() -> None:
 
 def test_occupancy_is_the_same_in_every_run_and_that_of_known_lengths_is_what_the_cache_holds(monkeypatch) -> None:
     # A stalled machine makes optional work look slow, and then steps are sent before it.
-    monkeypatch.setattr(turn, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     first, second = (measure_occupancy("gsm8k", 100, 600, 3, int) for _ in range(2))
     assert first == second
     assert first.num_kv_tokens == round(0.1 * 100 * (200 + 1024))

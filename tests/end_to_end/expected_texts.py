@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.end_to_end.toka_process import TokaProcess, running_toka
 from tokasaurus.checkpoint import resolve_checkpoint
-from tokasaurus.model.sampling_noise import gumbel_noise, position_keys, sequence_keys
+from tokasaurus.model.sampling.noise import gumbel_noise, position_keys, sequence_keys
 from tokasaurus.text.tokenizer import Tokenizer
 
 TIE = 1e-3

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from tests.end_to_end.test_engine_scores import Worker
 from tests.manager.bench import Bench, EndsNext, make_options
 from tests.manager.fake_worker import make_request
+from tests.model.decoder.test_decoder import load
 from tests.model.steps import make_runner, one_thread
-from tests.model.test_decoder import load
 from tests.tiny_model import EOS_ID, VOCAB_SIZE, save_tiny_model
 from tokasaurus.text.grammars import GrammarVocabulary, load_grammar_vocabulary, make_matcher
 from tokasaurus.text.tokenizer import load_token_decoder

@@ -10,12 +10,12 @@ import torch
 
 from tests.manager.bench import Bench, make_options
 from tests.manager.fake_worker import make_request
+from tests.model.decoder.test_decoder import load
 from tests.model.steps import make_runner, one_thread
-from tests.model.test_decoder import load
 from tests.tiny_model import VOCAB_SIZE, save_tiny_model
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.model.runner import ModelRunner
+from tokasaurus.model.execution.runner import ModelRunner
 
 NUM_BLOCKS = 24
 

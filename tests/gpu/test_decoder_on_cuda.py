@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.model.test_decoder import FAMILIES, assert_equals_oracle
+from tests.model.decoder.test_decoder import FAMILIES, assert_equals_oracle
 from tests.tiny_model import save_tiny_model
 
 pytestmark = [

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.model.test_sampling import make_rows, noise_keys
-from tests.model.test_scoring import scores_of
-from tests.model.test_token_masks import make_masks
-from tokasaurus.model.sampling import sample
+from tests.model.sampling.test_prompt_logprobs import scores_of
+from tests.model.sampling.test_sample import make_rows, noise_keys
+from tests.model.sampling.test_token_masks import make_masks
+from tokasaurus.model.sampling.sample import sample
 
 pytestmark = [
     pytest.mark.gpu,

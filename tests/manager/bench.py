@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from tests.manager.fake_scores import assert_kept_scores_are_true, assert_scores_are_true
 from tests.manager.fake_worker import EOS_ID, VOCAB_SIZE, FakeWorker, decode_text, make_request, simulate
 from tests.manager.holdings_check import assert_each_block_has_one_place, tree_nodes
-from tokasaurus.manager.early_stopping import Forecast
-from tokasaurus.manager.grammars import Grammars, Job
-from tokasaurus.manager.sequence import Sequence
-from tokasaurus.manager.state import EarlyStoppingOptions, EngineOptions, make_state
-from tokasaurus.manager.turn import Turns
+from tokasaurus.manager.engine.engine import Turns
+from tokasaurus.manager.planning.length_predictor import Forecast
+from tokasaurus.manager.state.engine_state import EarlyStoppingOptions, EngineOptions, make_state
+from tokasaurus.manager.state.grammar_manager import Grammars, Job
+from tokasaurus.manager.state.sequence import Sequence
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest, SequenceDelta
 from tokasaurus.messages.lifecycle import EngineLimits

@@ -9,8 +9,8 @@ import zlib
 import numpy as np
 
 from tests.manager.holdings_check import tree_nodes
-from tokasaurus.manager.prompt_scores import PromptScores
-from tokasaurus.manager.state import EngineState, StepInFlight
+from tokasaurus.manager.kv_cache.prompt_logprobs import PromptScores
+from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
 from tokasaurus.messages.forward import ForwardInput, TokenScores
 from tokasaurus.messages.generation import PromptLogprobs
 

@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from tokasaurus.manager.prefix_tree import PrefixNode
-from tokasaurus.manager.sequence import Phase, Sequence
-from tokasaurus.manager.state import EngineState
+from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
+from tokasaurus.manager.state.engine_state import EngineState
+from tokasaurus.manager.state.sequence import Phase, Sequence
 
 
 def block_table(state: EngineState, sequence: Sequence) -> list[int]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from tokasaurus.manager.early_stopping import (
+from tokasaurus.manager.planning.length_predictor import (
     CERTAIN_HAZARD,
     MOST_HAZARD,
     CompletionLengths,

@@ -6,10 +6,10 @@ from collections import deque
 import numpy as np
 
 from tests.manager.fake_scores import no_scores
-from tokasaurus.manager.input_building import num_blocks_short
-from tokasaurus.manager.outputs import apply_output
-from tokasaurus.manager.state import EngineState
-from tokasaurus.manager.turn import next_step
+from tokasaurus.manager.engine.engine import next_step
+from tokasaurus.manager.engine.input_building import num_blocks_short
+from tokasaurus.manager.engine.outputs import apply_output
+from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.messages.forward import ForwardOutput
 
 

@@ -11,10 +11,10 @@ import tokasaurus.text.grammars as grammars_of_text
 from tests.manager.bench import Bench, assert_equals_simulation, make_options
 from tests.manager.fake_grammars import BY_GRAMMAR, NO_GRAMMAR, TOKEN_BYTES
 from tests.manager.fake_worker import make_request
-from tests.manager.test_grammars import ANYTHING, MANY_STATES, VOCABULARY, grammar_request, make_bench
+from tests.manager.state.test_grammar_manager import ANYTHING, MANY_STATES, VOCABULARY, grammar_request, make_bench
 from tests.manager.test_streams import join
-from tokasaurus.manager import grammars, matching
-from tokasaurus.manager.state import EarlyStoppingOptions
+from tokasaurus.manager.state import grammar_manager, grammar_matcher
+from tokasaurus.manager.state.engine_state import EarlyStoppingOptions
 from tokasaurus.messages.generation import CancelRequest
 from tokasaurus.text.grammars import make_matcher
 
@@ -116,7 +116,7 @@ def note_made_matchers(monkeypatch):
         made.append(make_matcher(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(matching, "make_matcher", make_and_note)
+    monkeypatch.setattr(grammar_matcher, "make_matcher", make_and_note)
     return made
 
 
@@ -167,8 +167,8 @@ def test_a_fault_of_the_library_ends_the_sequences_that_met_it(monkeypatch):
     plain, other = make_request(1, 6, 2, 20, ignore_eos=True), grammar_request(2, ANYTHING, 2)
     bench.turn([plain, other])
     bench.turn([], 1)
-    monkeypatch.setattr(matching.MatcherThreads, "advance", fail)
-    monkeypatch.setattr(matching.MatcherThreads, "compile", fail)
+    monkeypatch.setattr(grammar_matcher.MatcherThreads, "advance", fail)
+    monkeypatch.setattr(grammar_matcher.MatcherThreads, "compile", fail)
     bench.turn([grammar_request(3, MANY_STATES.grammar)])
     bench.run_until_idle()
     errors = ends_of(bench)
@@ -185,10 +185,10 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(limit, monkeypatch):
         made.append(grammar)
         return make_matcher(vocabulary, grammar)
 
-    monkeypatch.setattr(matching, "make_matcher", note_and_make)
+    monkeypatch.setattr(grammar_matcher, "make_matcher", note_and_make)
     texts = [LLMatcher.grammar_from_regex(f"a{{{count}}}") for count in range(1, 6)]
     assert len({len(text) for text in texts}) == 1
-    monkeypatch.setattr(grammars, limit, 3 if limit == "MOST_PROTOTYPES" else 3 * len(texts[0]))
+    monkeypatch.setattr(grammar_manager, limit, 3 if limit == "MOST_PROTOTYPES" else 3 * len(texts[0]))
     bench = make_bench()
     bench.worker.requests = Ignored()
     for number, which in enumerate([0, 1, 2, 0, 3, 0, 2, 1, 4, 3]):
@@ -228,7 +228,7 @@ def test_whoever_is_cancelled_while_its_last_token_is_read_leaves_nothing():
 
 
 def test_a_lane_does_its_jobs_in_order_and_ends_behind_the_one_at_hand():
-    lane, done, has_begun, may_end = grammars.ThreadLane("test"), [], threading.Event(), threading.Event()
+    lane, done, has_begun, may_end = grammar_manager.ThreadLane("test"), [], threading.Event(), threading.Event()
 
     def take_long():
         has_begun.set()

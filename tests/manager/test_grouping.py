@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.manager.bench import Bench, EndsNext, assert_equals_simulation, make_options, make_requests
+from tests.manager.engine.test_engine import crowded_options_strategy, crowding_shapes_strategy
 from tests.manager.fake_worker import make_request
-from tests.manager.test_turn import crowded_options_strategy, crowding_shapes_strategy
-from tokasaurus.manager import turn
-from tokasaurus.manager.holdings import preempt
-from tokasaurus.manager.prefix_tree import PrefixNode
-from tokasaurus.manager.state import EngineState, HydragenOptions
+from tokasaurus.manager.engine import engine
+from tokasaurus.manager.engine.lifecycle import preempt
+from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
+from tokasaurus.manager.state.engine_state import EngineState, HydragenOptions
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
 
@@ -116,7 +116,7 @@ def ask(number: int, question: int, num_tokens: int) -> GenerateRequest:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """It stands still: no work seems to take time, so grouping is done before a step is sent, where it may be."""
-    monkeypatch.setattr(turn, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: 0.0))
 
 
 def make_bench(mode: str = "always", min_group_size: int = 2, min_blocks: int = 1, steps_ahead: int = 2) -> Bench:

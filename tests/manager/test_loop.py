@@ -7,7 +7,7 @@ import pytest
 from tests.manager.fake_worker import decode_text
 from tokasaurus.config import ServerConfig
 from tokasaurus.manager.loop import engine_options, is_worth_an_update
-from tokasaurus.manager.state import EarlyStoppingOptions, EngineOptions, HydragenOptions
+from tokasaurus.manager.state.engine_state import EarlyStoppingOptions, EngineOptions, HydragenOptions
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, HydragenThresholds
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokasaurus.model.kernels.library import load_kernels
+from tokasaurus.model.cpu.bindings import load_kernels
 
 
 @pytest.fixture(autouse=True)

@@ -13,12 +13,13 @@ from tests.model.peak_memory import peak, reset_peak
 from tests.model.steps import CPU, make_runner
 from tokasaurus.checkpoint import read_model_info, weight_files
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups, TokenMasks
-from tokasaurus.model.architectures.registry import build_decoder
-from tokasaurus.model.forward_memory import largest_forward, reserve
-from tokasaurus.model.kernels.library import load_kernels
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.decoder.registry import build_decoder
+from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.token_masks import num_mask_words
-from tokasaurus.model.warmup import (
+from tokasaurus.model.sampling.token_masks import num_mask_words
+from tokasaurus.model.worker.forward_memory import largest_forward, reserve
+from tokasaurus.model.worker.warmup import (
     ForwardLimits,
     decode_after,
     longest_last_tokens,
@@ -26,7 +27,6 @@ from tokasaurus.model.warmup import (
     warm_up_small,
     widest_prefill,
 )
-from tokasaurus.model.weights import load_weights
 
 PAGE_SIZE = 16
 NUM_THREADS = 2

@@ -11,13 +11,13 @@ import torch
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups, ScoredRows
 from tokasaurus.messages.slots import LogitRules, SlotChanges, SlotOpens
-from tokasaurus.model.architectures.decoder import Decoder
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
-from tokasaurus.model.compile import Compiler
-from tokasaurus.model.kernels.library import load_kernels
-from tokasaurus.model.runner import ModelRunner, StepResult
-from tokasaurus.model.slot_table import SlotTable, SlotTableSize
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.execution.runner import ModelRunner, StepResult
+from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 
 CPU = torch.device("cpu")
 NOTHING = np.zeros(0, np.int32)

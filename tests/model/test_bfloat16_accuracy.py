@@ -12,16 +12,16 @@ from tests.model.steps import CPU, NOTHING, int32, open_greedy
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint, weight_files
 from tokasaurus.messages.forward import ForwardInput, ScoredRows
 from tokasaurus.messages.slots import SlotChanges
-from tokasaurus.model.architectures.registry import build_decoder
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
-from tokasaurus.model.device import choose_kv_cache_dtype
-from tokasaurus.model.device_batch import DeviceBatch, build_batch
-from tokasaurus.model.kernels.library import load_kernels
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.decoder.registry import build_decoder
+from tokasaurus.model.decoder.weights import load_weights
+from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
+from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.scoring import score
-from tokasaurus.model.slot_table import SlotTable, SlotTableSize
-from tokasaurus.model.weights import load_weights
+from tokasaurus.model.sampling.prompt_logprobs import score
+from tokasaurus.model.worker.device import choose_kv_cache_dtype
 from tokasaurus.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "gsm8k_test_200.jsonl"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.model.decoder.test_decoder import FAMILIES, load
 from tests.model.steps import StepDriver, make_runner, one_thread
-from tests.model.test_decoder import FAMILIES, load
 from tests.tiny_model import VOCAB_SIZE, save_tiny_model
 
 

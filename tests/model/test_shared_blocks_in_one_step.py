@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.model.decoder.test_decoder import load, oracle_greedy
 from tests.model.steps import StepDriver, make_runner
-from tests.model.test_decoder import load, oracle_greedy
 from tests.tiny_model import VOCAB_SIZE, save_tiny_model
 
 BACKENDS = ["reference", "torch", "cpu"]

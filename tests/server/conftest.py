@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from tests.fake_engine import FakeEngine
 from tests.server.small_tokenizer import EOS_IDS, VOCAB_SIZE, save_small_tokenizer
 from tokasaurus.server.app import create_app
-from tokasaurus.server.engine_client import EngineClient
+from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.tokenizer import Tokenizer
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.server.test_prepare import chat, completion, prompts_of
+from tests.server.prepare.test_requests import chat, completion, prompts_of
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.served_model import ServedModel
 
@@ -22,7 +22,7 @@ def test_what_n_makes_of_the_prompts_in_an_answer_is_bounded(
     per_token: int,
     param: str,
 ) -> None:
-    monkeypatch.setattr("tokasaurus.server.prepare.MAX_PROMPT_VALUES", 2**20)
+    monkeypatch.setattr("tokasaurus.server.prepare.requests.MAX_PROMPT_VALUES", 2**20)
     prompts = [[1] * 90, [2] * 60]
     largest = 2**20 // (150 * per_token)
     assert completion(served_model, prompt=prompts, n=largest, **fields).requests
@@ -36,7 +36,7 @@ def test_ids_in_the_first_chunks_of_a_chat_are_bounded(
     monkeypatch: pytest.MonkeyPatch, served_model: ServedModel
 ) -> None:
     num_tokens = len(prompts_of(chat(served_model))[0])
-    monkeypatch.setattr("tokasaurus.server.prepare.MAX_PROMPT_VALUES", 100 * num_tokens)
+    monkeypatch.setattr("tokasaurus.server.prepare.requests.MAX_PROMPT_VALUES", 100 * num_tokens)
     chat(served_model, n=100, return_token_ids=True, stream=True)
     chat(served_model, n=101, return_token_ids=True)
     chat(served_model, n=101, stream=True)

@@ -14,8 +14,8 @@ from tests.server.conftest import LiveServer, live_server
 from tests.server.refusals import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tests.server.test_disconnect import never, wait_until_clean
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server import bulk
 from tokasaurus.server.routes import bulk as bulk_route
+from tokasaurus.server.routes import bulk_lines
 from tokasaurus.server.served_model import ServedModel
 
 BULK = "/v1/bulk"
@@ -183,7 +183,7 @@ def test_a_fault_of_ours_is_one_lines_result(shared_server: LiveServer, monkeypa
 
 
 def test_a_queue_with_a_limit_makes_lines_wait(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "QUEUE_RETRY_S", 0.05)
+    monkeypatch.setattr(bulk_lines, "QUEUE_RETRY_S", 0.05)
     with live_server(served_model, FakeEngine(), max_queued_requests=2) as server:
         results = ask(server, b"".join(line_of(str(number), GOOD) for number in range(200)))
         assert [result["response"]["status_code"] for result in results] == [200] * 200

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.fake_engine import FakeEngine, Reply
-from tests.server.test_engine_client import make_request, run_with, until
+from tests.server.engine_client.test_client import make_request, run_with, until
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.arrivals import FinishedSequence
-from tokasaurus.server.engine_client import EngineClient
+from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.engine_client.collectors import FinishedSequence
 
 
 @pytest.fixture

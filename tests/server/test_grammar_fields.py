@@ -11,7 +11,6 @@ from llguidance import LLMatcher, LLTokenizer
 from pydantic import TypeAdapter
 
 from tests.server.small_tokenizer import EOS_IDS, VOCAB_SIZE
-from tokasaurus.server.grammar_process import compile_grammar
 from tokasaurus.server.protocol.grammar_fields import (
     GrammarSource,
     GuidedChoice,
@@ -21,6 +20,7 @@ from tokasaurus.server.protocol.grammar_fields import (
     ResponseFormat,
     StructuredOutputs,
 )
+from tokasaurus.server.structured_output.validator_process import compile_grammar
 from tokasaurus.text.grammars import load_grammar_vocabulary
 
 

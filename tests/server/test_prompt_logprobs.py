@@ -10,12 +10,12 @@ import pytest
 
 from tests.fake_engine import FakeEngine, score_prompt
 from tests.server.conftest import LiveServer, live_server
-from tests.server.test_echo import entries_of, expected_entries, say_hello
-from tests.server.test_engine_client import make_request, run_with, until
+from tests.server.engine_client.test_client import make_request, run_with, until
+from tests.server.prepare.test_echo import entries_of, expected_entries, say_hello
 from tests.server.test_openai_client import sync_client
 from tokasaurus.messages.generation import GenerateRequest, PromptLogprobs, TopLogprobs
-from tokasaurus.server.engine_client import EngineClient
-from tokasaurus.server.logprobs import build_prompt_logprobs
+from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.respond.logprobs import build_prompt_logprobs
 from tokasaurus.server.served_model import ServedModel
 
 HELLO: list[Any] = [{"role": "user", "content": "hello world"}]

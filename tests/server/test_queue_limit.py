@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.fake_engine import FakeEngine
 from tests.server.conftest import LiveServer, live_server
 from tests.server.refusals import CHAT, COMPLETIONS, assert_openai_error, minimal_body
-from tokasaurus.server.load_balancer import is_queue_full
+from tokasaurus.server.engine_client.load_balancer import is_queue_full
 from tokasaurus.server.served_model import ServedModel
 
 

@@ -7,18 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from tests.server.respond.test_stream import finished, interleaved, parse
+from tests.server.respond.test_whole import make_request
 from tests.server.small_tokenizer import IM_END
-from tests.server.test_call_reader import FRAGMENTS, NAMES
-from tests.server.test_respond import make_request
-from tests.server.test_streaming import finished, interleaved, parse
 from tests.server.tool_answers import joined, without_ids
-from tokasaurus.server.call_reader import CallRules
-from tokasaurus.server.prepare import Prepared
+from tests.server.tools.test_parser import FRAGMENTS, NAMES
+from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
-from tokasaurus.server.respond import build_chat_completion
+from tokasaurus.server.respond.stream import ChatStream
+from tokasaurus.server.respond.whole import build_chat_completion
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.streaming import ChatStream
-from tokasaurus.server.tool_formats import FORMATS, ToolCallFormat
+from tokasaurus.server.tools.formats import FORMATS, ToolCallFormat
+from tokasaurus.server.tools.parser import CallRules
 
 
 @settings(max_examples=150, deadline=None)

@@ -17,8 +17,8 @@ from tests.server.conftest import LiveServer, live_server
 from tests.server.small_tokenizer import IM_END
 from tests.server.test_openai_client import assert_exactly_openai_shaped, sync_client
 from tokasaurus.messages.generation import GenerateRequest, SequenceDelta, TopLogprobs
-from tokasaurus.server.arrivals import FinishedSequence
-from tokasaurus.server.logprobs import ScoredToken, build_completion_logprobs
+from tokasaurus.server.engine_client.collectors import FinishedSequence
+from tokasaurus.server.respond.logprobs import ScoredToken, build_completion_logprobs
 from tokasaurus.server.served_model import ServedModel
 
 HELLO: list[Any] = [{"role": "user", "content": "hi"}]

@@ -18,7 +18,7 @@ from tests.server.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, OWN_WA
 from tokasaurus.messages.generation import FinishReason, GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.tool_formats import HERMES, LLAMA3, find_tool_support
+from tokasaurus.server.tools.formats import HERMES, LLAMA3, find_tool_support
 from tokasaurus.text.tokenizer import Tokenizer
 
 QUESTION: list[Any] = [{"role": "user", "content": "Warm there?"}]

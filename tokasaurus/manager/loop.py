@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tokasaurus.checkpoint import Checkpoint
-from tokasaurus.manager.grammars import Grammars
-from tokasaurus.manager.state import EarlyStoppingOptions, EngineOptions, EngineState, HydragenOptions, make_state
-from tokasaurus.manager.turn import Turns
+from tokasaurus.manager.engine.engine import Turns
+from tokasaurus.manager.state.engine_state import (
+    EarlyStoppingOptions,
+    EngineOptions,
+    EngineState,
+    HydragenOptions,
+    make_state,
+)
+from tokasaurus.manager.state.grammar_manager import Grammars
 from tokasaurus.messages.channel import Channel, wait
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest

@@ -24,14 +24,14 @@ from tokasaurus.messages.generation import CancelRequest, EngineUpdate, Generate
 from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.server.api_key import ApiKeyMiddleware
-from tokasaurus.server.engine_client import EngineClient
+from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import add_error_handlers
-from tokasaurus.server.grammars import GrammarChecker
 from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.routes import bulk, chat, completions, health, metrics, models, tokenize
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
-from tokasaurus.server.tool_formats import find_tool_support
+from tokasaurus.server.structured_output.validator import GrammarChecker
+from tokasaurus.server.tools.formats import find_tool_support
 from tokasaurus.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokasaurus.server.errors import ModelNotFound
-from tokasaurus.server.tool_formats import NO_TOOLS_IN_TEMPLATE, ToolSupport
+from tokasaurus.server.tools.formats import NO_TOOLS_IN_TEMPLATE, ToolSupport
 from tokasaurus.text.tokenizer import Tokenizer
 
 # Accepted as a model's name beside the served one.

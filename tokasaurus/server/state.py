@@ -9,10 +9,10 @@ from typing import ParamSpec, TypeVar, cast
 from fastapi import Request
 
 from tokasaurus.messages.lifecycle import EngineLimits
-from tokasaurus.server.engine_client import EngineClient
+from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import EngineNotReady
-from tokasaurus.server.grammars import GrammarChecker
 from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.structured_output.validator import GrammarChecker
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")

@@ -6,7 +6,7 @@ import torch
 
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend
-from tokasaurus.model.kernels.library import Kernels, load_kernels
+from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from tests.model.attention.paged_problems import CPU, Segment, attend_all, fill,
 from tokasaurus.model.attention import torch_backend
 from tokasaurus.model.attention.backend import KVShape, PagedLayout
 from tokasaurus.model.attention.choose import make_backend
-from tokasaurus.model.kernels.library import load_kernels
+from tokasaurus.model.cpu.bindings import load_kernels
 
 
 @st.composite

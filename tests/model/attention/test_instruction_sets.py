@@ -8,13 +8,13 @@ import torch
 
 from tests.model.attention.paged_problems import CPU, Segment, attend_all
 from tests.model.attention.test_row_split import NAMED_CASES, Case
-from tests.model.kernels import test_forward_kernels
-from tests.model.kernels.test_forward_kernels import check_stage
-from tokasaurus.model.architectures.decoder import DecoderOptions
+from tests.model.cpu import test_layer_executor
+from tests.model.cpu.test_layer_executor import check_stage
 from tokasaurus.model.attention.backend import KVShape
-from tokasaurus.model.kernels.build import machine_sets
-from tokasaurus.model.kernels.isa import INSTRUCTION_SETS
-from tokasaurus.model.kernels.library import Kernels, load_kernels
+from tokasaurus.model.cpu.bindings import Kernels, load_kernels
+from tokasaurus.model.cpu.build import machine_sets
+from tokasaurus.model.cpu.isa import INSTRUCTION_SETS
+from tokasaurus.model.decoder.decoder import DecoderOptions
 
 SEGMENTS = [Segment(1, 600), Segment(1, 33), Segment(70, 200), Segment(1, 1)]
 
@@ -59,5 +59,5 @@ def test_kernels_for_other_processors_equal_the_reference(
 def test_layers_for_other_processors_equal_those_of_torch(
     kernels: Kernels, dtype: torch.dtype, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(test_forward_kernels, "load_kernels", lambda: kernels)
+    monkeypatch.setattr(test_layer_executor, "load_kernels", lambda: kernels)
     check_stage(dataclasses.replace(case, dtype=dtype), DecoderOptions(qk_norm=True))

@@ -18,9 +18,9 @@ from tokasaurus.messages.slots import SlotChanges, SlotOpens
 from tokasaurus.model.attention.backend import KVShape, PagedLayout
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.row_split import attend_rows
-from tokasaurus.model.device_batch import build_batch
-from tokasaurus.model.kernels.library import load_kernels
-from tokasaurus.model.slot_table import SlotTable, SlotTableSize
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.execution.device_batch import build_batch
+from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 
 
 @dataclass(frozen=True)

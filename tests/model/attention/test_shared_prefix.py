@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tokasaurus.model.attention.shared_prefix import merge_partial
-from tokasaurus.model.kernels.library import load_kernels
+from tokasaurus.model.cpu.bindings import load_kernels
 
 Part = tuple[Tensor, Tensor]
 Merge = Callable[[Part, Part, torch.dtype], Tensor]

@@ -6,7 +6,7 @@ from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.cpu import CpuBackend, why_unfit
 from tokasaurus.model.attention.reference import ReferenceBackend
 from tokasaurus.model.attention.torch_backend import TorchBackend
-from tokasaurus.model.kernels.library import Kernels
+from tokasaurus.model.cpu.bindings import Kernels
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
-from tokasaurus.model.kernels import huge_pages
-from tokasaurus.model.kernels.forward_kernels import PagedForwardStruct, PagedPartStruct
-from tokasaurus.model.kernels.library import ACTIVATION_DTYPES, KV_CACHE_DTYPES, Kernels, cache_type
+from tokasaurus.model.cpu import huge_pages
+from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, KV_CACHE_DTYPES, Kernels, cache_type
+from tokasaurus.model.cpu.layer_executor import PagedForwardStruct, PagedPartStruct
 
 # T tokens, H query heads, K key/value heads, D head size
 

@@ -11,16 +11,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tokasaurus.messages.lifecycle import EngineLimits
-from tokasaurus.server.arrivals import FinishedSequence
-from tokasaurus.server.bulk import BulkRun, IncomingBody, Line, refused
 from tokasaurus.server.disconnect import run_while_connected
+from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.errors import ApiError, ClientGone, InvalidRequest, ServerStopping
 from tokasaurus.server.openapi import error_responses
-from tokasaurus.server.prepare import Prepared, prepare_chat, prepare_completion
+from tokasaurus.server.prepare.requests import Prepared, prepare_chat, prepare_completion
 from tokasaurus.server.protocol.bulk import LINE_SCHEMA, MAX_CUSTOM_ID_CHARS, RESULT_SCHEMA, BulkLine
 from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from tokasaurus.server.protocol.completions import Completion, CompletionRequest
-from tokasaurus.server.respond import build_chat_completion, build_completion
+from tokasaurus.server.respond.whole import build_chat_completion, build_completion
+from tokasaurus.server.routes.bulk_lines import BulkRun, IncomingBody, Line, refused
 from tokasaurus.server.routes.event_stream import HEADERS
 from tokasaurus.server.routes.generation import Body, generate_answer
 from tokasaurus.server.routes.json_body import MAX_INLINE_BYTES, check_type, validate_body

@@ -2,12 +2,12 @@
 
 from fastapi import APIRouter, Request, Response
 
-from tokasaurus.server.prepare import prepare_chat
+from tokasaurus.server.prepare.requests import prepare_chat
 from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest
-from tokasaurus.server.respond import build_chat_completion
+from tokasaurus.server.respond.stream import ChatStream
+from tokasaurus.server.respond.whole import build_chat_completion
 from tokasaurus.server.routes.generation import ERROR_RESPONSES, STREAMED, answer_generation
 from tokasaurus.server.routes.json_body import JsonBodyRoute
-from tokasaurus.server.streaming import ChatStream
 
 router = APIRouter(route_class=JsonBodyRoute, tags=["generation"])
 

@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from tokasaurus.server.disconnect import run_while_connected
 from tokasaurus.server.errors import ApiError, ClientGone
-from tokasaurus.server.streaming import error_event
+from tokasaurus.server.respond.stream import error_event
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter for nginx, which collects answers
 

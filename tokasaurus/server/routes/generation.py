@@ -8,19 +8,19 @@ from typing import TypeVar
 from fastapi import Request, Response
 
 from tokasaurus.messages.lifecycle import EngineLimits
-from tokasaurus.server.arrivals import FinishedSequence, SequenceGivenUp
 from tokasaurus.server.disconnect import run_while_connected
+from tokasaurus.server.engine_client.collectors import FinishedSequence, SequenceGivenUp
 from tokasaurus.server.errors import GrammarTooComplex, InvalidRequest
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
-from tokasaurus.server.prepare import Prepared
+from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.chat import ChatCompletion
 from tokasaurus.server.protocol.completions import Completion
 from tokasaurus.server.protocol.sampling_fields import SamplingFields, StreamOptions
-from tokasaurus.server.respond import write_answer
+from tokasaurus.server.respond.stream import AnswerStream
+from tokasaurus.server.respond.whole import write_answer
 from tokasaurus.server.routes.event_stream import EventStream
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState, state_of
-from tokasaurus.server.streaming import AnswerStream
 
 Body = TypeVar("Body", bound=SamplingFields)
 

@@ -5,9 +5,10 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request, Response
 
-from tokasaurus.server.chat_prompt import encode_messages
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
+from tokasaurus.server.prepare.chat_prompt import encode_messages
+from tokasaurus.server.prepare.tool_choice import check_names
 from tokasaurus.server.protocol.template_fields import TemplateFields
 from tokasaurus.server.protocol.tokenize import (
     DetokenizeRequest,
@@ -18,7 +19,6 @@ from tokasaurus.server.protocol.tokenize import (
 from tokasaurus.server.routes.json_body import JsonBodyRoute
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import state_of
-from tokasaurus.server.tool_use import check_names
 
 router = APIRouter(tags=["tokenizer"])
 _body_router = APIRouter(route_class=JsonBodyRoute, tags=["tokenizer"])

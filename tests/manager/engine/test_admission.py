@@ -1,0 +1,276 @@
+"""Admission against the engine itself, driven to the end without another admission, and against plain counting."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.manager.bench import Bench, EndsNext, Shape, make_options, make_requests
+from tests.manager.replay import copy_state, replay_usage
+from tokasaurus.manager.engine.admission import (
+    admit_waiting,
+    describe,
+    num_fitting,
+    num_obviously_fitting,
+    simulate_candidates,
+)
+from tokasaurus.manager.engine.engine import next_step
+from tokasaurus.manager.engine.kv_forecast import look_ahead
+from tokasaurus.manager.engine.lifecycle import admit
+from tokasaurus.manager.engine.outputs import apply_output
+from tokasaurus.manager.engine.requests import add_request
+from tokasaurus.manager.planning.kv_simulation import fits_together
+from tokasaurus.manager.planning.length_predictor import Forecast
+from tokasaurus.manager.state.engine_state import EngineOptions, EngineState
+from tokasaurus.manager.state.sequence import Sequence
+from tokasaurus.messages.lifecycle import EngineLimits
+
+STEP_SECONDS = 0.001
+"""So short that as many steps are sent ahead as may be."""
+
+shapes_strategy = st.lists(
+    st.builds(
+        Shape,
+        prefix=st.integers(-2, 1),
+        num_shared=st.integers(0, 24),
+        num_fresh=st.integers(0, 8),
+        num_sequences=st.integers(1, 4),
+        max_new_tokens=st.integers(1, 30),
+        cache_salt=st.sampled_from(["", "", "", "x"]),
+        prompt_top=st.sampled_from([None, None, None, 0, 2]),
+    ),
+    min_size=2,
+    max_size=8,
+)
+
+options_strategy = st.builds(
+    make_options,
+    num_blocks=st.integers(18, 40),
+    page_size=st.sampled_from([3, 4]),
+    max_tokens_per_forward=st.integers(4, 40),
+    max_seqs_per_forward=st.integers(2, 30),
+    max_steps_ahead=st.sampled_from([1, 2, 8]),
+    onboard_batch_size=st.sampled_from([None, 1, 3, 128]),
+    prefill_multiple=st.sampled_from([None, None, 1, 4]),
+    target_utilization=st.sampled_from([1.0, 1.0, 0.7]),
+)
+
+
+def make_bench(options: EngineOptions, seed: int = 0, forecast: Forecast | None = None) -> Bench:
+    """An engine that knows already how long its steps take."""
+    bench = Bench(options, (STEP_SECONDS,), forecast, random.Random(seed))
+    bench.state.step_seconds = STEP_SECONDS
+    return bench
+
+
+def can_be_started(state: EngineState) -> bool:
+    """Whether the first that waits could start now, with no block missing at any later moment."""
+    state = copy_state(state)
+    sequence = state.queues.take_first_waiting()
+    match = state.blocks.tree.match(
+        sequence.prompt.token_bytes, sequence.salt, (len(sequence.prompt) - 1) // state.options.limits.page_size
+    )
+    held = state.blocks.tree.hold(match)
+    num_own = -(-len(sequence.prompt) // state.options.limits.page_size) - match.num_blocks
+    is_there = num_own <= state.blocks.num_available
+    state.blocks.tree.release(held)
+    if not is_there:
+        return False
+    admit(state, sequence)
+    return max(replay_usage(state)) <= int(state.options.target_utilization * state.blocks.num_blocks)
+
+
+def stop_halfway(shapes: list[Shape], options: EngineOptions, seed: int) -> tuple[EngineState, list[Sequence]]:
+    """An engine that runs some of the requests, and the sequences of the others, which wait."""
+    bench = make_bench(options, seed)
+    requests = make_requests(shapes, options.limits)
+    num_first = bench.rng.randint(0, len(requests) - 1)
+    bench.turn(requests[:num_first])
+    for _ in range(bench.rng.randint(0, 12)):
+        bench.turn([], bench.rng.randint(0, 2))
+    for request in requests[num_first:]:
+        add_request(bench.state, request)
+    return bench.state, bench.state.queues.first_waiting(100)
+
+
+@settings(max_examples=180)
+@given(
+    shapes=shapes_strategy,
+    options=options_strategy,
+    seed=st.integers(0, 2**32),
+    forecast=st.sampled_from([None, EndsNext()]),
+)
+def test_nothing_is_put_back_where_lengths_are_known(shapes, options, seed, forecast):
+    """All sequences ignore eos, so that no forecast is for them."""
+    bench = make_bench(options, seed, forecast)
+    requests = make_requests(shapes, options.limits)
+    longest = max(len(request.prompt_ids) + request.max_new_tokens - 1 for request in requests)
+    num_alone = -(-longest // options.limits.page_size)
+    most = max(num_alone, int(options.target_utilization * options.limits.num_kv_blocks))
+    while requests or bench.queue:
+        bench.turn([requests.pop(0) for _ in range(bench.rng.randint(0, 2)) if requests], bench.rng.randint(0, 2))
+        assert bench.state.blocks.num_used <= most
+    assert bench.state.totals.preemptions == 0
+    bench.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_tokens", "cached", "shapes"),
+    [
+        (21, 6, [(0, 30, 0), (1, 24, 0)], [(3, 18, 1, 2, 30), (0, 6, 3, 1, 6)]),
+        (22, 7, [(0, 30, 0), (1, 30, 0)], [(2, 6, 3, 1, 15), (3, 24, 1, 2, 30), (1, 6, 1, 1, 6)]),
+        (25, 13, [(0, 18, 0), (1, 30, 0)], [(3, 30, 3, 1, 15), (2, 30, 3, 1, 30), (1, 30, 1, 2, 6)]),
+    ],
+)
+def test_whose_cached_prompt_is_evicted_by_one_admitted_before_it_is_simulated_again(
+    num_blocks, max_tokens, cached, shapes
+):
+    """It starts later than it would have, which these cases bear only if it is admitted later, too."""
+    options = make_options(num_blocks, 3, max_tokens_per_forward=max_tokens, max_seqs_per_forward=12, max_steps_ahead=1)
+    bench = make_bench(options)
+    before = [Shape(*prompt, num_sequences=1, max_new_tokens=1) for prompt in cached]
+    requests = make_requests([*before, *(Shape(*shape) for shape in shapes)], options.limits)
+    for request in requests[: len(before)]:
+        bench.turn([request])
+        bench.run_until_idle(1)
+    bench.turn(requests[len(before) :])
+    bench.run_until_idle(1)
+    assert bench.state.totals.preemptions == 0
+
+
+@settings(max_examples=120)
+@given(
+    shapes=shapes_strategy,
+    options=options_strategy,
+    num_ahead=st.integers(1, 2),
+    batch=st.sampled_from([1, 3, 128]),
+    seed=st.integers(0, 2**32),
+)
+def test_whoever_waits_for_want_of_blocks_would_lack_them(shapes, options, num_ahead, batch, seed):
+    """Looked at where it can be exact: with two steps at most with the worker, it is known when blocks come back; and
+    when admission has nothing more to admit, the first that waits is simulated by itself."""
+    options = dataclasses.replace(options, max_steps_ahead=num_ahead, onboard_batch_size=batch, prefill_multiple=None)
+    bench = make_bench(options, seed)
+    state = bench.state
+    requests = make_requests(shapes, options.limits)
+    while requests or bench.queue or state.queues.num_waiting:
+        for request in [requests.pop(0) for _ in range(bench.rng.randint(0, 2)) if requests]:
+            add_request(state, request)
+        num_results = max(bench.rng.randint(0, 2), len(bench.queue) - num_ahead + 1)
+        for message in [bench.queue.popleft() for _ in range(num_results) if bench.queue]:
+            apply_output(state, bench.worker.forward(message, STEP_SECONDS))
+        num_waiting = None
+        while num_waiting != state.queues.num_waiting:
+            num_waiting = state.queues.num_waiting
+            admit_waiting(state)
+        if num_waiting and state.free_slots and bench.rng.random() < 0.2:
+            assert not can_be_started(state)
+        while len(bench.queue) < num_ahead and (message := next_step(state)) is not None:
+            bench.send(message)
+    assert state.totals.preemptions == 0
+
+
+@settings(max_examples=300)
+@given(
+    shapes=shapes_strategy,
+    options=options_strategy,
+    seed=st.integers(0, 2**32),
+    batch=st.integers(1, 9),
+    most=st.sampled_from([1, 3, 100]),
+)
+def test_as_many_are_admitted_at_once_as_fit_one_by_one(shapes, options, seed, batch, most):
+    state, waiting = stop_halfway(shapes, options, seed)
+    page_size, num_blocks = options.limits.page_size, options.limits.num_kv_blocks
+    candidates, outlook = describe(state, waiting), look_ahead(state, None)
+    fits = [
+        fits_together(outlook.curve, simulate_candidates(candidates, num, outlook, page_size), num_blocks)
+        for num in range(1, len(waiting) + 1)
+    ]
+    assert fits == sorted(fits, reverse=True), "more sequences never need fewer blocks"
+    assert num_fitting(candidates, 0, outlook, num_blocks, page_size, batch, most) == min(sum(fits), most)
+
+
+@settings(max_examples=300)
+@given(shapes=shapes_strategy, options=options_strategy, seed=st.integers(0, 2**32))
+def test_candidates_are_simulated_as_they_will_be_once_they_run(shapes, options, seed):
+    """The curve of the running sequences and that of the candidates together are the curve after their admission; or
+    above it, where several candidates use one node of the tree to different depths."""
+    options = dataclasses.replace(options, limits=EngineLimits(500, options.limits.page_size, 80))
+    state, waiting = stop_halfway(shapes, options, seed)
+    page_size, steps = options.limits.page_size, np.arange(400)
+    before, candidates = look_ahead(state, None), describe(state, waiting)
+    families = {family.start: family for family in candidates.families}
+    steps_of_paths = {step for family in candidates.families for step in family.path}
+    is_exact = len(steps_of_paths) == len({node for node, _ in steps_of_paths})
+    for num, sequence in enumerate(waiting[: len(state.free_slots)], 1):
+        if num - 1 in families:
+            prompt = sequence.prompt
+            match = state.blocks.tree.match(prompt.token_bytes, sequence.salt, (len(prompt) - 1) // page_size)
+            assert match.num_blocks == families[num - 1].num_cached_blocks
+        admit(state, state.queues.take_first_waiting())
+        assert num_to_compute(state, [sequence]) == candidates.num_to_compute[num - 1]
+        simulated = before.curve.at(steps) + simulate_candidates(candidates, num, before, page_size).at(steps)
+        real = look_ahead(state, None).curve.at(steps)
+        assert (simulated >= real).all()
+        assert not is_exact or simulated.tolist() == real.tolist()
+
+
+def num_to_compute(state: EngineState, sequences: list[Sequence]) -> list[int]:
+    """Prompt tokens of running sequences."""
+    slots, arrays = [sequence.slot for sequence in sequences], state.slots
+    return (arrays.num_prefill_tokens[slots] - arrays.first_positions[slots]).tolist()
+
+
+@pytest.mark.parametrize(("num_first", "num_second", "expected"), [(16, 24, [16, 16, 9, 13]), (17, 24, [17, 17, 9, 9])])
+def test_candidates_count_on_what_those_before_them_will_score(num_first, num_second, expected):
+    """Each of two prompts twice, first with fewer likeliest tokens. The last block of a prompt of 16 tokens is for
+    those that are longer, not for the same again."""
+    state = make_bench(make_options(100, 4, max_seqs_per_forward=8)).state
+    shapes = [Shape(0, num_tokens, 0, 1, 9, prompt_top=top) for num_tokens in (num_first, num_second) for top in (1, 2)]
+    for request in make_requests(shapes, state.options.limits):
+        add_request(state, request)
+    waiting = state.queues.first_waiting(8)
+    simulated = describe(state, waiting).num_to_compute.tolist()
+    for _ in waiting:
+        admit(state, state.queues.take_first_waiting())
+    assert simulated == num_to_compute(state, waiting) == expected
+
+
+def test_a_prompt_is_scored_again_behind_a_sample_that_was_put_back_after_it():
+    """Then the one that scores it is not the first of its samples."""
+    state = make_bench(make_options(100, 4, max_seqs_per_forward=8)).state
+    for request in make_requests([Shape(0, 30, 0, 2, 9, prompt_top=1)], state.options.limits):
+        add_request(state, request)
+    scored, sample = state.queues.take_first_waiting(), state.queues.take_first_waiting()
+    for sequence in (scored, sample):
+        state.queues.add_waiting(sequence, first=True)
+    before, candidates = look_ahead(state, None), describe(state, [sample, scored])
+    simulated = simulate_candidates(candidates, 2, before, 4).at(np.arange(60))
+    for _ in range(2):
+        admit(state, state.queues.take_first_waiting())
+    assert state.slots.first_positions[[sample.slot, scored.slot]].tolist() == [0, 0]
+    assert look_ahead(state, None).curve.at(np.arange(60)).tolist() == simulated.tolist()
+
+
+@given(
+    prompts=st.lists(st.integers(1, 20), min_size=1, max_size=8),
+    max_new_tokens=st.integers(1, 20),
+    page_size=st.integers(1, 5),
+    num_blocks=st.integers(0, 40),
+)
+def test_what_obviously_fits_does_when_every_token_has_its_own_place(prompts, max_new_tokens, page_size, num_blocks):
+    shapes = [Shape(0, 0, num_tokens, 1, max_new_tokens) for num_tokens in prompts]
+    options = make_options(100, page_size)
+    state = make_bench(options).state
+    for request in make_requests(shapes, EngineLimits(100, page_size, 1000)):
+        add_request(state, request)
+    touched = [
+        {(number, position // page_size) for position in range(num_tokens + max_new_tokens - 1)}
+        for number, num_tokens in enumerate(prompts)
+    ]
+    expected = max(num for num in range(len(prompts) + 1) if len(set().union(*touched[:num])) <= num_blocks)
+    candidates = describe(state, state.queues.first_waiting(100))
+    assert num_obviously_fitting(candidates, num_blocks, page_size) == expected

@@ -1,0 +1,98 @@
+"""When the forecast of completion lengths is made, and from what."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.manager.bench import Bench, Shape, make_options, make_requests
+from tokasaurus.manager.engine.length_updates import forecast_is_old, note_ends, update_forecast
+from tokasaurus.manager.engine.lifecycle import sampled_tokens
+from tokasaurus.manager.planning.length_predictor import CompletionLengths, fit_forecast
+from tokasaurus.manager.state.engine_state import EarlyStoppingOptions, make_state
+
+
+@given(
+    ends=st.lists(st.integers(0, 60), max_size=20),
+    initial_wait=st.integers(0, 50),
+    buffer_size=st.sampled_from([1, 50, 128, 1000]),
+)
+def test_a_forecast_is_old_when_one_in_64_of_what_it_would_be_made_from_is_new(ends, initial_wait, buffer_size):
+    early = EarlyStoppingOptions(buffer_size=buffer_size, initial_wait=initial_wait)
+    state = make_state(make_options(early_stopping=early))
+    num_ended = num_known = 0
+    for num_new in ends:
+        state.ended = [(3, True)] * num_new
+        note_ends(state)
+        assert state.ended == []
+        num_ended += num_new
+        num_remembered = min(num_ended, buffer_size)
+        expected = (
+            num_ended >= initial_wait and num_ended > num_known and 64 * (num_ended - num_known) >= num_remembered
+        )
+        assert forecast_is_old(state) is expected
+        if expected:
+            update_forecast(state)
+            num_known = num_ended
+            assert not forecast_is_old(state)
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32), buffer_size=st.sampled_from([4, 100]), num_buckets=st.sampled_from([3, 1000]))
+def test_the_forecast_is_made_from_those_that_may_stop(seed, buffer_size, num_buckets):
+    """Sequences that end by their length alone say nothing of the lengths of the others, running or ended."""
+    rng = random.Random(seed)
+    early = EarlyStoppingOptions(buffer_size=buffer_size, num_prediction_buckets=num_buckets, initial_wait=10**6)
+    bench = Bench(make_options(60, max_seqs_per_forward=8, early_stopping=early, optional_work="always"), rng=rng)
+    shapes = [
+        Shape(0, rng.randint(0, 9), 1, 3, 30, rng.choice([(), ("ab",)]), ignore_eos=rng.random() < 0.3)
+        for _ in range(8)
+    ]
+    requests = make_requests(shapes, bench.options.limits)
+    may_stop = {request.request_id for request in requests if not request.ignore_eos or request.stop_strings}
+    bench.turn(requests)
+    lengths = CompletionLengths(buffer_size)
+    for _ in range(rng.randint(5, 40)):
+        # What a stop string ends is noted with the results of the turn after.
+        deltas = [delta for delta in bench.turn([], rng.randint(0, 2)) if delta.request_id in may_stop]
+        bench.turn()
+        if deltas:
+            ended = [len(delta.token_ids) for delta in deltas]
+            stopped = [delta.finish_reason == "stop" for delta in deltas]
+            lengths.record(np.array(ended), np.array(stopped), bench.state.last_result_id)
+    running = [
+        len(sequence.kept_token_ids) + len(sampled_tokens(bench.state, sequence))
+        for sequence in bench.running()
+        if sequence.request.request_id in may_stop
+    ]
+    expected = fit_forecast(lengths, np.array(running, np.int64), bench.state.last_result_id, num_buckets, 0.25)
+    update_forecast(bench.state)
+    assert bench.state.forecast is not None
+    cases = np.arange(30)
+    for rank in range(3):
+        ranks = np.full(30, rank)
+        assert (
+            bench.state.forecast.expected(cases, cases + 7, ranks).tolist()
+            == expected.expected(cases, cases + 7, ranks).tolist()
+        )
+
+
+@pytest.mark.parametrize("initial_wait", [1, 6])
+def test_nothing_is_predicted_before_enough_have_ended(initial_wait):
+    early = EarlyStoppingOptions(initial_wait=initial_wait)
+    bench = Bench(make_options(60, early_stopping=early, optional_work="always"))
+    requests = make_requests([Shape(0, 5, 2, 1, 8, ignore_eos=False)] * 8, bench.options.limits)
+    for num_ended, request in enumerate(requests):
+        assert (bench.state.forecast is not None) == (num_ended >= initial_wait)
+        bench.turn([request])
+        bench.run_until_idle()
+
+
+def test_a_first_guess_is_used_until_enough_have_ended():
+    early = EarlyStoppingOptions(init_mean=0.3, init_std=0.4, std_buffer_scale=0.5)
+    state = make_state(make_options(early_stopping=early))
+    assert state.forecast is not None
+    none, most = np.zeros(3, np.int64), np.array([10, 20, 100])
+    assert state.forecast.expected(none, most, np.arange(3)).tolist() == [5, 10, 50]

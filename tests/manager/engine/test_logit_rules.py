@@ -1,0 +1,81 @@
+"""What the worker is told of biases, penalties and tokens that may not come yet."""
+
+import dataclasses
+
+import numpy as np
+
+from tests.manager.bench import Bench, make_options
+from tests.manager.fake_worker import EOS_ID, make_request
+from tokasaurus.manager.engine.lifecycle import preempt
+from tokasaurus.messages.generation import GenerateRequest, SamplingParams
+from tokasaurus.messages.slots import LogitRules, SlotOpens
+
+ALWAYS = np.iinfo(np.int32).max
+PLAIN = (0.0, 0.0, 1.0)
+
+
+def change(request: GenerateRequest, min_tokens: int = 0, stops: tuple[int, ...] = (), **params: object):
+    sampling: SamplingParams = dataclasses.replace(request.sampling, **params)
+    return dataclasses.replace(request, sampling=sampling, min_tokens=min_tokens, stop_token_ids=stops)
+
+
+def by_seed(opened: SlotOpens) -> dict[int, tuple[int, tuple[float, ...], list[tuple[int, float, int]]]]:
+    """(request tokens, penalties, biases) of the slots with rules, by the seed of their sequence."""
+    rules, found = opened.rules, {}
+    assert isinstance(rules, LogitRules)
+    ends = np.cumsum(rules.bias_counts)
+    assert len(rules.bias_ids) == len(rules.bias_values) == len(rules.bias_ends) == ends[-1]
+    biases = list(zip(rules.bias_ids.tolist(), rules.bias_values.tolist(), rules.bias_ends.tolist(), strict=True))
+    for row, slot in enumerate(rules.slots):
+        seed = int(opened.seeds[opened.slots == slot][0])
+        penalties = tuple(map(float, (rules.presence[row], rules.frequency[row], rules.repetition[row])))
+        own = biases[ends[row] - rules.bias_counts[row] : ends[row]]
+        found[seed] = (int(rules.num_request_tokens[row]), penalties, own)
+    return found
+
+
+def test_only_sequences_that_ask_have_rules_and_limits_reach_each_row():
+    requests = [
+        make_request(0),
+        change(make_request(1), presence_penalty=0.5, frequency_penalty=-1, repetition_penalty=1.5),
+        change(make_request(2), top_k=7, min_p=0.25),
+        change(make_request(3, 9), min_tokens=4, stops=(5, 3), logit_bias=((7, -2.5), (3, 100.0))),
+        change(make_request(4, ignore_eos=True), min_tokens=2, stops=(5,)),
+        change(make_request(5), stops=(5,)),
+    ]
+    bench = Bench(make_options(100, max_seqs_per_forward=8, max_tokens_per_forward=100))
+    bench.turn(requests)
+    opened = bench.queue[0].changes.opened
+    assert opened is not None
+    forbidden = [(token_id, -np.inf, 13) for token_id in sorted([EOS_ID, 3, 5])]
+    assert by_seed(opened) == {
+        1: (5, (0.5, -1.0, 1.5), []),
+        3: (9, PLAIN, [(7, -2.5, ALWAYS), (3, 100.0, ALWAYS), *forbidden]),
+        4: (5, PLAIN, [(5, -np.inf, 7)]),
+    }
+    assert dict(zip(opened.seeds.tolist(), opened.top_ks.tolist(), strict=True)) == {0: 0, 1: 0, 2: 7, 3: 0, 4: 0, 5: 0}
+    assert opened.min_ps[opened.seeds == 2] == [0.25]
+    assert not opened.min_ps[opened.seeds != 2].any()
+
+
+def test_what_asks_for_no_rule_sends_none():
+    bench = Bench()
+    bench.turn([make_request(1)])
+    opened = bench.queue[0].changes.opened
+    assert opened is not None
+    assert opened.rules is None
+
+
+def test_a_sequence_put_back_still_counts_from_the_end_of_its_own_prompt():
+    bench = Bench()
+    bench.turn([change(make_request(1, 6, max_new_tokens=20, ignore_eos=True), presence_penalty=1.0)])
+    bench.turn([], 2)
+    (sequence,) = bench.running()
+    preempt(bench.state, sequence)
+    bench.turn()
+    opened = bench.queue[-1].changes.opened or bench.queue[-2].changes.opened
+    while opened is None:
+        bench.turn([], 1)
+        opened = bench.queue[-1].changes.opened
+    assert opened.num_prompt_tokens.tolist() == [8]
+    assert by_seed(opened) == {1: (6, (1.0, 0.0, 1.0), [])}

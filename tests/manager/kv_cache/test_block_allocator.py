@@ -1,0 +1,162 @@
+"""The allocator against lists of who has each block."""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokasaurus.manager.kv_cache.block_allocator import BlockAllocator
+from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
+
+PAGE = 2
+
+
+@dataclass(eq=False)
+class Running:
+    """A sequence. path: the blocks it shares, down to `node`; the blocks behind them are its own."""
+
+    tokens: bytes
+    node: PrefixNode
+    path: list[int]
+    own: list[int]
+
+
+class Pool:
+    """An allocator, and what is known of it from outside: the stack of free ids, the sequences, and the rest."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.allocator = BlockAllocator(num_blocks, PAGE)
+        self.free = list(range(num_blocks, 0, -1))
+        self.running: list[Running] = []
+
+    def used(self) -> set[int]:
+        return {block for sequence in self.running for block in sequence.path + sequence.own}
+
+    def cached(self) -> set[int]:
+        return set(range(1, self.allocator.num_blocks + 1)) - self.used() - set(self.free)
+
+    def take(self, num_blocks: int) -> list[int]:
+        cached = self.cached()
+        self.allocator.is_computed[:] = True
+        taken = self.allocator.take(num_blocks)
+        assert taken.dtype == np.int32
+        assert not self.allocator.is_computed[taken].any()
+        assert self.allocator.is_computed.sum() == self.allocator.num_blocks + 1 - num_blocks
+        num_from_free = min(num_blocks, len(self.free))
+        assert taken[:num_from_free].tolist() == [self.free.pop() for _ in range(num_from_free)]
+        evicted = taken[num_from_free:].tolist()
+        assert len(set(evicted)) == num_blocks - num_from_free
+        assert set(evicted) <= cached
+        return taken.tolist()
+
+    def give_back(self, blocks: list[int]) -> None:
+        self.allocator.give_back(np.array(blocks, np.int32))
+        self.free += reversed(blocks)
+
+    def start(self, tokens: bytes) -> None:
+        tree = self.allocator.tree
+        match = tree.match(tokens)
+        path = tree.blocks_on_path(match).tolist()
+        node = tree.hold(match)
+        sequence = Running(tokens, node, path, [])
+        self.running.append(sequence)
+        num_missing = len(tokens) // (PAGE * 4) - len(path)
+        if num_missing <= self.allocator.num_available:
+            sequence.own = self.take(num_missing)
+        else:
+            self.finish(sequence)
+
+    def share(self, sequence: Running, num_blocks: int) -> None:
+        first, last = len(sequence.path) * PAGE * 4, (len(sequence.path) + num_blocks) * PAGE * 4
+        blocks = np.array(sequence.own[:num_blocks], np.int32)
+        node = self.allocator.tree.insert(sequence.node, sequence.tokens[first:last], blocks)
+        if node is not sequence.node:
+            sequence.node = node
+            sequence.path += sequence.own[:num_blocks]
+            del sequence.own[:num_blocks]
+
+    def finish(self, sequence: Running) -> None:
+        self.running.remove(sequence)
+        self.allocator.tree.release(sequence.node)
+        self.give_back(sequence.own)
+
+    def cancel(self, sequence: Running) -> None:
+        self.finish(sequence)
+        is_computed = np.zeros(self.allocator.num_blocks + 1, np.bool_)
+        removed = self.allocator.tree.trim(sequence.node, is_computed).tolist()
+        assert set(removed) <= set(sequence.path) - self.used()
+        self.give_back(removed)
+
+    def check(self) -> None:
+        allocator, used = self.allocator, self.used()
+        own = [block for sequence in self.running for block in sequence.own]
+        shared = {block for sequence in self.running for block in sequence.path}
+        assert len(own) == len(set(own))
+        assert not set(own) & shared
+        assert not used & set(self.free)
+        assert allocator.num_free == len(self.free)
+        assert allocator.num_used == len(used)
+        assert allocator.num_available == allocator.num_blocks - len(used)
+        assert allocator.tree.num_unused_blocks == len(self.cached())
+        for sequence in self.running:
+            assert allocator.tree.blocks_on_path(allocator.tree.match(sequence.tokens))[
+                : len(sequence.path)
+            ].tolist() == (sequence.path)
+
+
+ACTIONS = ("start", "start", "start", "share", "share", "finish", "cancel")
+
+
+@settings(max_examples=700)
+@given(
+    num_blocks=st.integers(1, 25),
+    actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 9999)), min_size=20, max_size=40),
+)
+def test_every_block_is_free_or_owned_or_cached_and_the_pool_is_whole_afterwards(num_blocks, actions):
+    pool = Pool(num_blocks)
+    for action, choice in actions:
+        rng = random.Random(choice)
+        if action == "start":
+            pool.start(np.array(rng.choices((0, 1), weights=(3, 1), k=rng.randrange(16)), np.int32).tobytes())
+        elif pool.running:
+            sequence = rng.choice(pool.running)
+            if action == "share" and sequence.own:
+                num_whole = min(len(sequence.own), len(sequence.tokens) // (PAGE * 4) - len(sequence.path))
+                pool.share(sequence, rng.randint(1, num_whole))
+            elif action == "finish":
+                pool.finish(sequence)
+            elif action == "cancel":
+                pool.cancel(sequence)
+        pool.check()
+    for sequence in list(pool.running):
+        pool.finish(sequence)
+    pool.check()
+    assert sorted(pool.take(num_blocks)) == list(range(1, num_blocks + 1))
+    assert pool.allocator.tree.num_blocks == 0
+
+
+def test_new_memory_is_as_described():
+    allocator = BlockAllocator(3, PAGE)
+    assert (allocator.tokens.shape, allocator.tokens.dtype) == ((4, PAGE), np.int32)
+    assert allocator.is_computed.tolist() == [False] * 4
+    assert allocator.take(0).tolist() == []
+    assert allocator.take(3).tolist() == [1, 2, 3]
+
+
+def test_our_own_mistakes_are_caught():
+    allocator = BlockAllocator(3, PAGE)
+    taken = allocator.take(2)
+    with pytest.raises(AssertionError, match="2 blocks asked, 1 available"):
+        allocator.take(2)
+    with pytest.raises(AssertionError, match="block 0 freed twice"):
+        allocator.give_back(np.array([0], np.int32))
+    with pytest.raises(AssertionError, match="block 2 freed twice"):
+        BlockAllocator(3, PAGE).give_back(np.array([2], np.int32))
+    allocator.give_back(taken[:1])
+    with pytest.raises(AssertionError, match="block 1 freed twice"):
+        allocator.give_back(taken)
+    with pytest.raises(AssertionError, match="block 2 freed twice"):
+        allocator.give_back(taken[[1, 1]])

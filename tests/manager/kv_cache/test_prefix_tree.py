@@ -1,0 +1,298 @@
+"""The radix tree against a trie of single blocks that knows the users of each."""
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokasaurus.manager.kv_cache.prefix_tree import PrefixMatch, PrefixNode, PrefixTree
+
+PAGE = 2
+SALTS = (b"", b"tenant")
+
+
+@dataclass
+class TrieBlock:
+    """One block, under its salt and all tokens up to its end. users: sequences; last_used: when the last one left."""
+
+    block: int
+    users: set[int] = field(default_factory=set)
+    last_used: int = 0
+
+
+class Trie:
+    """What PrefixTree promises, block by block."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[bytes, tuple[int, ...]], TrieBlock] = {}
+        self.tick = 0
+
+    def path(self, salt: bytes, tokens: list[int]) -> list[TrieBlock]:
+        path = []
+        for end in range(PAGE, len(tokens) + 1, PAGE):
+            if (salt, tuple(tokens[:end])) not in self.blocks:
+                break
+            path.append(self.blocks[salt, tuple(tokens[:end])])
+        return path
+
+    def unused_leaves(self) -> list[tuple[bytes, tuple[int, ...]]]:
+        parents = {(salt, tokens[:-PAGE]) for salt, tokens in self.blocks}
+        return [key for key, block in self.blocks.items() if not block.users and key not in parents]
+
+    def release(self, sequence: int) -> None:
+        self.tick += 1
+        for block in self.blocks.values():
+            if sequence in block.users:
+                block.users.remove(sequence)
+                if not block.users:
+                    block.last_used = self.tick
+
+    def evict(self, num_blocks: int) -> list[int]:
+        return [
+            self.blocks.pop(min(self.unused_leaves(), key=lambda key: self.blocks[key].last_used)).block
+            for _ in range(num_blocks)
+        ]
+
+    def trim(self, salt: bytes, tokens: list[int], computed: set[int]) -> set[int]:
+        removed = set()
+        for end in range(len(tokens), 0, -PAGE):
+            key = (salt, tuple(tokens[:end]))
+            if key not in self.unused_leaves() or self.blocks[key].block in computed:
+                break
+            removed.add(self.blocks.pop(key).block)
+        return removed
+
+
+def as_bytes(tokens: list[int]) -> bytes:
+    return np.array(tokens, np.int32).tobytes()
+
+
+@dataclass
+class User:
+    """A sequence that holds `node`, whose path is the first `num_held` of its blocks."""
+
+    number: int
+    salt: bytes
+    tokens: list[int]
+    node: PrefixNode
+    num_held: int = 0
+
+
+class Both:
+    """A tree and a trie that see the same operations; each compares what the two answer."""
+
+    def __init__(self) -> None:
+        self.tree, self.trie = PrefixTree(PAGE), Trie()
+        self.users: list[User] = []
+        self.next_block = itertools.count(1)
+        self.next_user = itertools.count(1)
+        self.is_computed = np.zeros(2000, np.bool_)
+
+    def match(self, user: User, max_blocks: int | None = None) -> PrefixMatch:
+        rest = as_bytes(user.tokens[user.num_held * PAGE :])
+        match = self.tree.match(rest, user.salt, max_blocks, user.node)
+        path = self.trie.path(user.salt, user.tokens)
+        limit = len(path) if max_blocks is None else max(user.num_held, max_blocks)
+        expected = [block.block for block in path][:limit]
+        assert match.num_blocks == len(expected)
+        assert self.tree.blocks_on_path(match).tolist() == expected
+        return match
+
+    def hold(self, user: User, match: PrefixMatch) -> None:
+        user.node = self.tree.hold(match, None if user.node is self.tree.root else user.node)
+        user.num_held = match.num_blocks
+        for block in self.trie.path(user.salt, user.tokens)[: match.num_blocks]:
+            block.users.add(user.number)
+
+    def start(self, salt: bytes, tokens: list[int]) -> User:
+        return User(next(self.next_user), salt, tokens, self.tree.root)
+
+    def insert(self, user: User, num_blocks: int) -> None:
+        first, last = user.num_held * PAGE, (user.num_held + num_blocks) * PAGE
+        blocks = np.array([next(self.next_block) for _ in range(num_blocks)], np.int32)
+        node = self.tree.insert(user.node, as_bytes(user.tokens[first:last]), blocks, user.salt)
+        blocks_in_trie = blocks.tolist()
+        blocks[:] = -1  # the caller may write to its array afterwards
+        if len(self.trie.path(user.salt, user.tokens)) > user.num_held:
+            assert node is user.node
+            return
+        for place, block in enumerate(blocks_in_trie):
+            end = first + (place + 1) * PAGE
+            self.trie.blocks[user.salt, tuple(user.tokens[:end])] = TrieBlock(block, {user.number})
+        user.node, user.num_held = node, user.num_held + num_blocks
+
+    def release(self, user: User) -> None:
+        self.tree.release(user.node)
+        self.trie.release(user.number)
+
+    def trim(self, user: User) -> None:
+        removed = self.tree.trim(user.node, self.is_computed)
+        computed = set(np.flatnonzero(self.is_computed).tolist())
+        expected = self.trie.trim(user.salt, user.tokens[: user.num_held * PAGE], computed)
+        assert sorted(removed.tolist()) == sorted(expected)
+
+    def evict(self, num_blocks: int) -> None:
+        assert sorted(self.tree.evict(num_blocks).tolist()) == sorted(self.trie.evict(num_blocks))
+
+    def check(self) -> None:
+        """The tree holds the blocks of the trie, and its counters and arrays agree with them."""
+        tree, found, indices = self.tree, {}, set()
+        nodes = [(child, tree.root, b"", 0) for child in tree.root.children.values()]
+        for node, parent, before, begin in nodes:
+            assert node.parent is parent
+            assert len(node.tokens) == len(node.blocks) * PAGE * 4 > 0
+            assert node.end_block == begin + len(node.blocks)
+            arrays = tree.parents[node.index], tree.end_blocks[node.index], tree.num_sequences[node.index]
+            assert arrays == (parent.index, node.end_block, node.num_sequences)
+            assert node.index not in indices | {0}
+            indices.add(node.index)
+            salt = node.key[: -PAGE * 4] if parent is tree.root else b""
+            path = before + salt + node.tokens
+            for place, block in enumerate(node.blocks.tolist()):
+                end = len(path) - (len(node.blocks) - 1 - place) * PAGE * 4
+                found[path[:end]] = (block, node.num_sequences)
+            nodes += [(child, node, path, node.end_block) for child in node.children.values()]
+        blocks = self.trie.blocks
+        assert found == {
+            salt + as_bytes(list(tokens)): (block.block, len(block.users)) for (salt, tokens), block in blocks.items()
+        }
+        assert tree.num_blocks == len(blocks)
+        assert tree.num_unused_blocks == sum(not block.users for block in blocks.values())
+        assert (tree.parents[0], tree.end_blocks[0]) == (0, 0)
+        assert tree.num_sequences[0] > len(self.users)
+        for user in self.users:
+            assert user.node.end_block == user.num_held
+
+
+OPERATIONS = ("start", "start", "start two", "extend", "insert", "release", "release", "cancel", "evict")
+
+
+def apply(both: Both, operation: str, choice: int) -> None:
+    rng = random.Random(choice)
+    users = both.users
+    if operation.startswith("start"):
+        new = []
+        for _ in range(2 if operation == "start two" else 1):
+            user = both.start(rng.choice(SALTS), rng.choices((0, 1), weights=(4, 1), k=rng.randrange(16)))
+            new.append((user, both.match(user, rng.choice((None, rng.randrange(7))))))
+        for user, match in new:  # the second match is held after the first may have split its nodes
+            both.hold(user, match)
+            users.append(user)
+    elif operation == "evict":
+        both.evict(rng.randint(0, both.tree.num_unused_blocks))
+    elif users:
+        user = users[rng.randrange(len(users))]
+        num_left = len(user.tokens) // PAGE - user.num_held
+        if operation == "extend":
+            user.tokens += rng.choices((0, 1), k=rng.randrange(5))
+            both.hold(user, both.match(user, rng.choice((None, user.num_held + rng.randrange(-1, 3)))))
+        elif operation == "insert" and num_left:
+            both.insert(user, rng.randint(1, num_left))
+            both.is_computed[user.node.blocks] = rng.choices((True, False), k=len(user.node.blocks))
+        elif operation in ("release", "cancel"):
+            users.remove(user)
+            both.release(user)
+            if operation == "cancel":
+                both.trim(user)
+
+
+@settings(max_examples=600)
+@given(operations=st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 9999)), min_size=25, max_size=50))
+def test_every_operation_does_what_it_does_to_a_trie_of_single_blocks(operations):
+    both = Both()
+    for operation, choice in operations:
+        apply(both, operation, choice)
+        both.check()
+    for user in both.users:
+        both.release(user)
+    both.users.clear()
+    both.check()
+    while both.tree.num_blocks:  # one by one, so that the whole order is compared
+        both.evict(1)
+    both.check()
+    assert not both.tree.root.children
+
+
+@settings(max_examples=600)
+@given(
+    prompts=st.lists(st.tuples(st.sampled_from(SALTS), st.lists(st.integers(0, 1), max_size=14)), max_size=8),
+    asked=st.tuples(st.sampled_from(SALTS), st.lists(st.integers(0, 1), max_size=14)),
+    max_blocks=st.none() | st.integers(0, 7),
+)
+def test_match_is_the_longest_whole_block_prefix_of_the_same_salt(prompts, asked, max_blocks):
+    tree, ids, cached = PrefixTree(PAGE), itertools.count(1), {}
+    for salt, tokens in prompts:
+        node = tree.hold(tree.match(as_bytes(tokens), salt))
+        rest = tokens[node.end_block * PAGE : len(tokens) // PAGE * PAGE]
+        blocks = [next(ids) for _ in range(len(rest) // PAGE)]
+        if blocks:
+            for place, block in enumerate(blocks):
+                cached[salt, tuple(tokens[: (node.end_block + place + 1) * PAGE])] = block
+            tree.insert(node, as_bytes(rest), np.array(blocks), salt)
+    salt, tokens = asked
+    keys = [(salt, tuple(tokens[:end])) for end in range(PAGE, len(tokens) + 1, PAGE)]
+    expected = [cached[key] for key in itertools.takewhile(cached.__contains__, keys)][:max_blocks]
+    match = tree.match(as_bytes(tokens), salt, max_blocks)
+    assert tree.blocks_on_path(match).tolist() == expected
+    assert match.num_blocks == len(expected)
+
+
+def test_a_split_leaves_the_deepest_node_of_a_sequence_its_own():
+    tree = PrefixTree(PAGE)
+    long = tree.insert(tree.root, as_bytes([1, 2, 3, 4, 5, 6, 7, 8]), np.array([5, 6, 7, 8]))
+    short = tree.hold(tree.match(as_bytes([1, 2, 3, 4, 0, 0])))
+    assert (short.blocks.tolist(), long.blocks.tolist()) == ([5, 6], [7, 8])
+    assert (short.num_sequences, long.num_sequences) == (2, 1)
+    assert long.parent is short
+    tree.release(long)
+    assert (short.num_sequences, long.num_sequences, tree.num_unused_blocks) == (1, 0, 2)
+    middle = tree.hold(tree.match(as_bytes([1, 2, 3, 4, 5, 6])), held=short)
+    assert (middle.parent, long.parent) == (short, middle)
+    assert middle.last_used == long.last_used > 0
+    assert (short.num_sequences, middle.num_sequences, long.num_sequences) == (1, 1, 0)
+    tree.release(middle)
+    assert tree.num_unused_blocks == 4
+
+
+def test_many_uses_of_one_prefix_cost_no_memory():
+    tree = PrefixTree(PAGE)
+    tree.release(tree.insert(tree.root, as_bytes([1, 2]), np.array([1])))
+    for _ in range(1000):
+        tree.release(tree.hold(tree.match(as_bytes([1, 2]))))
+    assert len(tree._unused_leaves) < 10
+    assert tree.evict(1).tolist() == [1]
+
+
+def test_nodes_that_come_and_go_use_the_same_places():
+    tree = PrefixTree(PAGE)
+    for first in range(1000):
+        tree.release(tree.insert(tree.root, as_bytes([first, 0]), np.array([1])))
+        tree.evict(1)
+    assert len(tree.parents) == len(tree.end_blocks) == len(tree.num_sequences) == 2
+
+
+def test_our_own_mistakes_are_caught():
+    tree = PrefixTree(PAGE)
+    node = tree.insert(tree.root, as_bytes([1, 2, 3, 4]), np.array([1, 2]))
+    tree.insert(tree.root, as_bytes([5, 6]), np.array([3]))
+    whole = tree.match(as_bytes([1, 2, 3, 4]))
+    with pytest.raises(AssertionError, match="not whole blocks"):
+        tree.insert(node, as_bytes([1]), np.array([3]))
+    with pytest.raises(AssertionError, match="1 blocks asked, 0 unused"):
+        tree.evict(1)
+    tree.release(node)
+    with pytest.raises(AssertionError, match="more often than held"):
+        tree.release(node)
+    tree.evict(1)
+    with pytest.raises(AssertionError, match="no longer in the tree"):
+        tree.hold(whole)
+    shorter = PrefixMatch(whole.node, 1)
+    tree.evict(1)
+    with pytest.raises(AssertionError, match="no longer in the tree"):
+        tree.hold(shorter)
+    with pytest.raises(AssertionError, match="not on the path"):
+        tree.hold(tree.match(as_bytes([5, 6])), node)

@@ -1,0 +1,117 @@
+"""Simulated block usage against a replay of every step."""
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokasaurus.manager.planning.kv_simulation import (
+    SequenceLoads,
+    SharedLoads,
+    UsageCurve,
+    fits_together,
+    simulate_usage,
+)
+
+PAGE_SIZES = st.sampled_from([1, 4, 7, 16])
+SEQUENCES = st.lists(
+    st.tuples(st.integers(0, 40), st.sampled_from([0, 0, 1, 2, 7, 19]), st.integers(0, 25)), max_size=8
+)
+SHARED = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20), st.integers(0, 30)), max_size=4)
+
+Sequences = list[tuple[int, int, int]]
+"""Of each sequence: tokens now, steps before it decodes, decode steps."""
+SharedRuns = list[tuple[int, int, int]]
+"""Of each shared run: blocks, first step, steps after the first."""
+
+
+def make_loads(sequences: Sequences) -> SequenceLoads:
+    return SequenceLoads(*np.array(sequences, np.int64).reshape(-1, 3).T)
+
+
+def make_shared(runs: SharedRuns) -> SharedLoads:
+    num_blocks, first_steps, num_more = np.array(runs, np.int64).reshape(-1, 3).T
+    return SharedLoads(num_blocks, first_steps, first_steps + num_more)
+
+
+def simulate(sequences: Sequences, runs: SharedRuns, page_size: int, hold_steps: int) -> UsageCurve:
+    return simulate_usage(make_loads(sequences), make_shared(runs), page_size, hold_steps)
+
+
+def replay(sequences: Sequences, runs: SharedRuns, page_size: int, hold_steps: int) -> list[int]:
+    """Blocks in use after 0, 1, 2, ... steps, each sequence kept as its own count of tokens; ends with a zero."""
+    num_tokens = [tokens for tokens, _, _ in sequences]
+    usage = []
+    while not usage or usage[-1] > 0 or len(usage) < 120:
+        now = len(usage)
+        if now > 0:
+            for index, (_, start, num_steps) in enumerate(sequences):
+                if start < now <= start + num_steps:
+                    num_tokens[index] += 1
+        in_use = 0
+        for index, (_, start, num_steps) in enumerate(sequences):
+            if now <= start + num_steps + hold_steps:
+                in_use += len(range(0, num_tokens[index], page_size))
+        for num_blocks, first, num_more in runs:
+            if first <= now <= first + num_more:
+                in_use += num_blocks
+        usage.append(in_use)
+    return usage
+
+
+@settings(max_examples=600)
+@given(SEQUENCES, SHARED, PAGE_SIZES, st.integers(0, 9))
+def test_usage_equals_a_replay_of_every_step(sequences, runs, page_size, hold_steps):
+    expected = replay(sequences, runs, page_size, hold_steps)
+
+    curve = simulate(sequences, runs, page_size, hold_steps)
+
+    assert curve.at(np.arange(len(expected))).tolist() == expected
+    assert curve.peak == max(expected)
+    assert curve.blocks.tolist() == [expected[step] for step in curve.steps]
+    assert curve.at(np.array([10**6, 0], np.int64)).tolist() == [0, expected[0]]
+
+
+@settings(max_examples=500)
+@given(SEQUENCES, SHARED, PAGE_SIZES, st.integers(0, 9))
+def test_breakpoints_rise_and_hold_every_step_before_usage_falls(sequences, runs, page_size, hold_steps):
+    expected = replay(sequences, runs, page_size, hold_steps)
+
+    steps = simulate(sequences, runs, page_size, hold_steps).steps.tolist()
+
+    assert steps == sorted(set(steps))
+    falls = {now for now, (before, after) in enumerate(pairwise(expected)) if after < before}
+    assert falls <= set(steps)
+
+
+@settings(max_examples=600)
+@given(SEQUENCES, SEQUENCES, SHARED, SHARED, PAGE_SIZES, st.integers(0, 9))
+def test_two_curves_fit_exactly_where_their_largest_sum_does(base, extra, base_runs, extra_runs, page_size, hold_steps):
+    replays = replay(base, base_runs, page_size, hold_steps), replay(extra, extra_runs, page_size, hold_steps)
+    # Each replay ends with zeros, so that the shorter one may end first.
+    peak = max([sum(pair) for pair in zip(*replays, strict=False)] + replays[0] + replays[1])
+    base_curve = simulate(base, base_runs, page_size, hold_steps)
+    extra_curve = simulate(extra, extra_runs, page_size, hold_steps)
+
+    assert fits_together(base_curve, extra_curve, peak)
+    assert fits_together(extra_curve, base_curve, peak)
+    assert not fits_together(base_curve, extra_curve, peak - 1)
+    assert not fits_together(extra_curve, base_curve, peak - 1)
+
+
+def test_thousands_of_sequences_over_thousands_of_steps_equal_their_closed_form():
+    random = np.random.default_rng(0)
+    loads = SequenceLoads(
+        random.integers(0, 4000, 3000), random.integers(0, 300, 3000) // 100 * 50, random.integers(0, 3000, 3000)
+    )
+    runs = SharedLoads(random.integers(0, 90, 200), random.integers(0, 50, 200), random.integers(50, 3000, 200))
+    ends = loads.start_steps + loads.num_steps
+    expected = []
+    for now in range(0, 3200, 23):
+        num_tokens = loads.num_tokens + np.clip(now - loads.start_steps, 0, loads.num_steps)
+        own = np.ceil(num_tokens / 16)[now <= ends + 8].sum()
+        shared = runs.num_blocks[(runs.first_steps <= now) & (now <= runs.last_steps)].sum()
+        expected.append(int(own + shared))
+
+    assert simulate_usage(loads, runs, 16, 8).at(np.arange(0, 3200, 23)).tolist() == expected

@@ -1,0 +1,33 @@
+"""The threads in which grammars run."""
+
+import subprocess
+import sys
+
+DEEP = """
+from tests.manager.fake_grammars import TOKEN_BYTES, fake_vocabulary
+from tokasaurus.manager.state.grammar_manager import ThreadLane
+from tokasaurus.manager.state.grammar_matcher import MatcherThreads
+
+rules = [f'r{n}: "a" r{n + 1} "b" | "c"' for n in range(3000)]
+grammar = "start: r0\\n" + "\\n".join(rules) + '\\nr3000: "d"'
+
+def follow():
+    threads = MatcherThreads(fake_vocabulary(), 2)
+    prototype = threads.compile(grammar)
+    matchings = [prototype.begin(False) for _ in range(3)]
+    for _ in range(4):
+        for matching in matchings:
+            matching.token_ids.append(TOKEN_BYTES.index(b"a"))
+        threads.advance(matchings)
+    print([matching.error for matching in matchings])
+
+lane = ThreadLane("deep")
+lane(follow)
+lane.close(60)
+"""
+
+
+def test_nesting_that_the_server_lets_through_is_far_from_overflowing_a_stack():
+    """It checks grammars on a stack of 2 MB, on which this one crashes the process."""
+    done = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "['', '', '']\n"), done.stderr

@@ -1,0 +1,402 @@
+// Checks a library of the kernels against plain loops in double precision, without Python: for processors that are only
+// emulated here. Prints a line for each check, and ends with 1 if one fails.
+//
+// All inputs are multiples of 1/64 up to 2, which every element type holds exactly: only the kernels round.
+
+#include <cmath>
+#include <cstdio>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "attention/attention_layout.h"
+#include "simd/element_type.h"
+#include "gemm/gemm.h"
+
+using std::vector;
+
+// What the library exports. PackedLayer is forward.cpp's, LogitRules, TokenMasks and TopLogprobs are not used here.
+struct PackedLayer {
+  PackedWeights qkv, out, gate_up, down;
+  const float *attention_norm, *mlp_norm, *query_norm, *key_norm;
+  int64_t num_query_heads, num_kv_heads, head_dim;
+  double eps;
+};
+
+extern "C" {
+int64_t toka_has_bfloat16_arithmetic();
+void toka_set_num_threads(int64_t num_threads);
+void toka_pack(const PackedWeights* weights, const void* plain, void* panels);
+void toka_multiply(const PackedWeights* weights, const void* x, int64_t x_stride, int64_t num_rows,
+                   const float* norm_weight, double eps, void* out);
+void toka_embed(const PackedWeights* weights, const int64_t* token_ids, int64_t num_tokens, void* out);
+void toka_write_kv(int64_t activation_type, int64_t cache_type, const void* key, const void* value, int64_t key_stride,
+                   int64_t value_stride, const int64_t* kv_indices, int64_t num_tokens, void* cache,
+                   int64_t num_kv_heads, int64_t head_dim, int64_t page_size);
+void toka_attend(int64_t activation_type, int64_t cache_type, const void* query, int64_t query_row_stride, void* output,
+                 float* lse, const void* cache, const PagedPart* part, int64_t num_heads, int64_t num_kv_heads,
+                 int64_t head_dim, int64_t page_size);
+void toka_merge(int64_t output_type, const float* first, const float* first_lse, const float* second,
+                const float* second_lse, void* output, int64_t count, int64_t head_dim);
+void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward, int64_t num_rows,
+                     const float* cos_sin, void* hidden);
+void toka_sample(int64_t logits_type, const void* logits, int64_t num_rows, int64_t vocab_size,
+                 const float* temperatures, const float* top_ps, const int32_t* top_ks, const float* min_ps,
+                 const int64_t* noise_keys, const void* rules, const void* masks, int64_t* tokens, float* logprobs,
+                 const void* top);
+}
+
+namespace {
+
+template <typename Element>
+constexpr ElementType kTypeOf = std::is_same_v<Element, bfloat16>  ? kBfloat16
+                                : std::is_same_v<Element, float16> ? kFloat16
+                                                                   : kFloat32;
+const char* const kNames[] = {"float32", "bfloat16", "float16"};
+
+std::mt19937 generator(1);
+bool has_failed = false;
+
+vector<double> random_values(int64_t size) {
+  vector<double> values(size);
+  for (double& value : values) value = (double(generator() % 257) - 128) / 64;
+  return values;
+}
+
+template <typename Element>
+vector<Element> as(const vector<double>& values) {
+  vector<Element> elements(values.size());
+  for (size_t i = 0; i < values.size(); ++i) from_float(&elements[i], float(values[i]));
+  return elements;
+}
+
+// tolerance: of the largest error, by the largest of the expected values.
+template <typename Element>
+void compare(const std::string& name, const vector<Element>& found, const vector<double>& expected, double tolerance) {
+  double error = 0, largest = 1e-30;
+  for (double value : expected) largest = std::max(largest, std::abs(value));
+  bool is_right = found.size() == expected.size();
+  for (size_t i = 0; i < std::min(found.size(), expected.size()); ++i) {
+    const double difference = std::abs(to_float(found[i]) - expected[i]);
+    is_right = is_right && difference <= tolerance * largest;  // NaN is not
+    error = std::max(error, difference);
+  }
+  has_failed = has_failed || !is_right;
+  std::printf("%s %s: error %.2g of %.3g\n", is_right ? "ok" : "WRONG", name.c_str(), error, largest);
+}
+
+// What kernels that compute with these numbers may lose to rounding.
+template <typename Element>
+constexpr double kTolerance = std::is_same_v<Element, bfloat16> ? 0.01 : 1e-5;
+
+// --- Products
+
+vector<double> normed(const vector<double>& x, const vector<double>& weight, double eps) {
+  const size_t size = weight.size();
+  vector<double> to(x.size());
+  for (size_t first = 0; first < x.size(); first += size) {
+    double squares = 0;
+    for (size_t i = 0; i < size; ++i) squares += x[first + i] * x[first + i];
+    for (size_t i = 0; i < size; ++i) to[first + i] = x[first + i] / std::sqrt(squares / size + eps) * weight[i];
+  }
+  return to;
+}
+
+// Weights [out, in], or [2 * out, in], gates before ups, and what the library makes of them.
+template <typename Weight>
+struct Matrix {
+  int64_t in_size, out_size;
+  bool is_gated;
+  vector<double> plain, bias;
+  vector<Weight> panels = {};
+  vector<float> packed_bias = {};
+  PackedWeights packed = {};
+
+  Matrix(int64_t in_size, int64_t out_size, bool is_gated, bool has_bias, double scale)
+      : in_size(in_size), out_size(out_size), is_gated(is_gated), plain(random_values((1 + is_gated) * out_size * in_size)) {
+    for (double& value : plain) value *= scale;
+    packed = {std::is_same_v<Weight, bfloat16>, in_size, out_size, is_gated, nullptr, nullptr};
+    panels.resize(packed.num_panels() * kPanel * in_size);
+    packed.panels = panels.data();
+    if (has_bias) {
+      bias = random_values(out_size);
+      packed_bias = as<float>(bias);
+      packed_bias.resize(packed.num_panels() * kPanel);
+      packed.bias = packed_bias.data();
+    }
+    toka_pack(&packed, as<Weight>(plain).data(), panels.data());
+  }
+
+  vector<double> times(const vector<double>& x) const {
+    const int64_t num_rows = x.size() / in_size;
+    vector<double> to(num_rows * out_size);
+    for (int64_t row = 0; row < num_rows; ++row)
+      for (int64_t output = 0; output < out_size; ++output) {
+        double sums[2] = {};
+        for (int half = 0; half < 1 + is_gated; ++half)
+          for (int64_t i = 0; i < in_size; ++i)
+            sums[half] += x[row * in_size + i] * plain[(half * out_size + output) * in_size + i];
+        const double gated = sums[0] / (1 + std::exp(-sums[0])) * sums[1];
+        to[row * out_size + output] = is_gated ? gated : sums[0] + (bias.empty() ? 0 : bias[output]);
+      }
+    return to;
+  }
+};
+
+template <typename Weight>
+void check_products() {
+  typedef Activation<Weight> Element;
+  constexpr int64_t kIn = 96, kOut = 130;
+  const std::string weights = kNames[kTypeOf<Weight>];
+  const vector<double> norm = random_values(kIn);
+  for (int64_t num_rows : {1, 2, 5, 6, 7, 12, 13, 64}) {
+    const vector<double> x = random_values(num_rows * kIn);
+    for (const bool is_gated : {false, true})
+      for (const bool is_normed : {false, true}) {
+        const Matrix<Weight> matrix(kIn, kOut, is_gated, !is_gated, 1.0 / 16);
+        vector<Element> out(num_rows * kOut);
+        toka_multiply(&matrix.packed, as<Element>(x).data(), kIn, num_rows,
+                      is_normed ? as<float>(norm).data() : nullptr, 1e-5, out.data());
+        const std::string name = weights + (is_gated ? " gated" : " plain") + (is_normed ? " after a norm" : "");
+        compare(name + ", rows: " + std::to_string(num_rows), out, matrix.times(is_normed ? normed(x, norm, 1e-5) : x),
+                kTolerance<Element>);
+      }
+  }
+  const Matrix<Weight> matrix(kIn, kOut, false, false, 1);
+  const vector<int64_t> ids = {0, 129, 5, 64};
+  vector<Element> rows(ids.size() * kIn);
+  toka_embed(&matrix.packed, ids.data(), ids.size(), rows.data());
+  vector<double> expected;
+  for (int64_t id : ids)
+    expected.insert(expected.end(), matrix.plain.begin() + id * kIn, matrix.plain.begin() + (id + 1) * kIn);
+  compare(weights + " embedding", rows, expected, 0);
+}
+
+// --- Attention
+
+constexpr int64_t kHeads = 6, kKvHeads = 2, kHeadDim = 32, kPage = 16;
+
+// One query [kHeads, kHeadDim] against `length` tokens' keys and values, each [tokens, kKvHeads, kHeadDim].
+void attend_plainly(const double* query, const double* key, const double* value, int64_t length, double* output,
+                    double* lse) {
+  for (int64_t head = 0; head < kHeads; ++head) {
+    const int64_t kv_head = head / (kHeads / kKvHeads);
+    vector<double> weights(length);
+    double total = 0;
+    for (int64_t token = 0; token < length; ++token) {
+      double score = 0;
+      for (int64_t d = 0; d < kHeadDim; ++d)
+        score += query[head * kHeadDim + d] * key[(token * kKvHeads + kv_head) * kHeadDim + d];
+      total += weights[token] = std::exp(score / std::sqrt(double(kHeadDim)));
+    }
+    lse[head] = std::log(total);
+    for (int64_t d = 0; d < kHeadDim; ++d) {
+      double sum = 0;
+      for (int64_t token = 0; token < length; ++token)
+        sum += weights[token] * value[(token * kKvHeads + kv_head) * kHeadDim + d];
+      output[head * kHeadDim + d] = sum / total;
+    }
+  }
+}
+
+// Sequences of which each has one row or several at its end; blocks in no order.
+template <typename Stored, typename Element>
+void check_attention() {
+  const vector<int32_t> lengths = {300, 37, 70, 1}, num_rows = {1, 5, 40, 1};
+  constexpr int64_t kTableWidth = 19;
+  vector<int32_t> table(lengths.size() * kTableWidth), starts = {0};
+  for (size_t i = 0; i < table.size(); ++i) table[i] = int32_t(i * 7 % table.size());
+  vector<Stored> cache(table.size() * kKvHeads * 2 * kPage * kHeadDim);
+  vector<double> queries, expected, expected_lse;
+  for (size_t segment = 0; segment < lengths.size(); ++segment) {
+    const int64_t length = lengths[segment], size = kKvHeads * kHeadDim;
+    const vector<double> key = random_values(length * size), value = random_values(length * size);
+    vector<int64_t> kv_indices;
+    for (int64_t token = 0; token < length; ++token)
+      kv_indices.push_back(table[segment * kTableWidth + token / kPage] * kPage + token % kPage);
+    toka_write_kv(kTypeOf<Element>, kTypeOf<Stored>, as<Element>(key).data(), as<Element>(value).data(), size, size,
+                  kv_indices.data(), length, cache.data(), kKvHeads, kHeadDim, kPage);
+    for (int64_t row = 0; row < num_rows[segment]; ++row) {
+      const vector<double> query = random_values(kHeads * kHeadDim);
+      queries.insert(queries.end(), query.begin(), query.end());
+      vector<double> output(query.size()), lse(kHeads);
+      attend_plainly(query.data(), key.data(), value.data(), length - num_rows[segment] + 1 + row, output.data(),
+                     lse.data());
+      expected.insert(expected.end(), output.begin(), output.end());
+      expected_lse.insert(expected_lse.end(), lse.begin(), lse.end());
+    }
+    starts.push_back(starts.back() + num_rows[segment]);
+  }
+  const int64_t total = starts.back(), num_segments = lengths.size();
+  const PagedPart part{0, total, num_segments, starts.data(), table.data(), kTableWidth, lengths.data(), 1, 0};
+  vector<Element> output(expected.size());
+  vector<float> lse(expected_lse.size());
+  toka_attend(kTypeOf<Element>, kTypeOf<Stored>, as<Element>(queries).data(), kHeads * kHeadDim, output.data(),
+              lse.data(), cache.data(), &part, kHeads, kKvHeads, kHeadDim, kPage);
+  const std::string name = std::string("attention of ") + kNames[kTypeOf<Element>] + " to " + kNames[kTypeOf<Stored>];
+  compare(name, output, expected, std::max(kTolerance<Element>, kTolerance<Activation<Stored>>));
+  compare(name + ", lse", lse, expected_lse, kTolerance<Activation<Stored>>);
+}
+
+template <typename Element>
+void check_merge() {
+  const int64_t count = 3000;
+  const vector<double> first = random_values(count * kHeadDim), second = random_values(count * kHeadDim);
+  const vector<double> first_lse = random_values(count), second_lse = random_values(count);
+  vector<double> expected(first.size());
+  for (int64_t i = 0; i < count * kHeadDim; ++i) {
+    const double a = std::exp(first_lse[i / kHeadDim]), b = std::exp(second_lse[i / kHeadDim]);
+    expected[i] = (a * first[i] + b * second[i]) / (a + b);
+  }
+  vector<Element> output(first.size());
+  toka_merge(kTypeOf<Element>, as<float>(first).data(), as<float>(first_lse).data(), as<float>(second).data(),
+             as<float>(second_lse).data(), output.data(), count, kHeadDim);
+  compare(std::string("merge to ") + kNames[kTypeOf<Element>], output, expected, kTolerance<Element>);
+}
+
+// --- A whole layer
+
+// Norms and rotates heads [rows, count, kHeadDim]; row i is at position i.
+vector<double> rotated(const vector<double>& heads, int64_t count, const vector<double>& norm, double eps,
+                       const vector<double>& cos_sin) {
+  vector<double> to = normed(heads, norm, eps);
+  for (size_t head = 0; head < to.size() / kHeadDim; ++head) {
+    const double *cos = &cos_sin[head / count * kHeadDim], *sin = cos + kHeadDim / 2;
+    double *first = &to[head * kHeadDim], *second = first + kHeadDim / 2;
+    for (int64_t i = 0; i < kHeadDim / 2; ++i) {
+      const double a = first[i], b = second[i];
+      first[i] = a * cos[i] - b * sin[i];
+      second[i] = b * cos[i] + a * sin[i];
+    }
+  }
+  return to;
+}
+
+// Columns [begin, end) of rows of row_size.
+vector<double> columns(const vector<double>& rows, int64_t row_size, int64_t begin, int64_t end) {
+  vector<double> to;
+  for (size_t first = 0; first < rows.size(); first += row_size)
+    to.insert(to.end(), rows.begin() + first + begin, rows.begin() + first + end);
+  return to;
+}
+
+vector<double> sum(vector<double> a, const vector<double>& b) {
+  for (size_t i = 0; i < a.size(); ++i) a[i] += b[i];
+  return a;
+}
+
+template <typename Weight, typename Stored>
+void check_layer() {
+  typedef Activation<Weight> Element;
+  constexpr int64_t kRows = 20, kHidden = 96, kInner = 160, kQuery = kHeads * kHeadDim, kKv = kKvHeads * kHeadDim;
+  constexpr int64_t kRow = kQuery + 2 * kKv;
+  constexpr double kEps = 1e-5;
+  const Matrix<Weight> qkv(kHidden, kRow, false, true, 1.0 / 16), out(kQuery, kHidden, false, false, 1.0 / 16);
+  const Matrix<Weight> gate_up(kHidden, kInner, true, false, 1.0 / 16), down(kInner, kHidden, false, false, 1.0 / 16);
+  const vector<double> norm = random_values(kHidden), mlp_norm = random_values(kHidden);
+  const vector<double> query_norm = random_values(kHeadDim), key_norm = random_values(kHeadDim);
+  const vector<double> hidden = random_values(kRows * kHidden);
+  vector<double> cos_sin;
+  for (int64_t row = 0; row < kRows; ++row)
+    for (int64_t i = 0; i < kHeadDim; ++i) {
+      const double angle = row * std::pow(100.0, -2.0 * (i % (kHeadDim / 2)) / kHeadDim);
+      cos_sin.push_back(i < kHeadDim / 2 ? std::cos(angle) : std::sin(angle));
+    }
+
+  const vector<double> heads = qkv.times(normed(hidden, norm, kEps));
+  const vector<double> query = rotated(columns(heads, kRow, 0, kQuery), kHeads, query_norm, kEps, cos_sin);
+  const vector<double> key = rotated(columns(heads, kRow, kQuery, kQuery + kKv), kKvHeads, key_norm, kEps, cos_sin);
+  const vector<double> value = columns(heads, kRow, kQuery + kKv, kRow);
+  vector<double> attended(kRows * kQuery), lse(kHeads);
+  for (int64_t row = 0; row < kRows; ++row)
+    attend_plainly(&query[row * kQuery], key.data(), value.data(), row + 1, &attended[row * kQuery], lse.data());
+  const vector<double> middle = sum(hidden, out.times(attended));
+  const vector<double> expected = sum(middle, down.times(gate_up.times(normed(middle, mlp_norm, kEps))));
+
+  vector<Stored> cache(4 * kKvHeads * 2 * kPage * kHeadDim);
+  const vector<int32_t> table = {3, 1}, starts = {0, kRows}, lengths = {kRows};
+  vector<int64_t> kv_indices;
+  for (int64_t row = 0; row < kRows; ++row) kv_indices.push_back(table[row / kPage] * kPage + row % kPage);
+  const PagedPart part{0, kRows, 1, starts.data(), table.data(), 2, lengths.data(), 1, 0};
+  const PagedForward forward{
+      kTypeOf<Stored>, cache.data(), int64_t(cache.size()), kPage, kv_indices.data(), &part, 1, nullptr};
+  const vector<float> norms[] = {as<float>(norm), as<float>(mlp_norm), as<float>(query_norm), as<float>(key_norm)};
+  const PackedLayer layer{qkv.packed,      out.packed,      gate_up.packed,  down.packed,
+                          norms[0].data(), norms[1].data(), norms[2].data(), norms[3].data(),
+                          kHeads,          kKvHeads,        kHeadDim,        kEps};
+  vector<Element> found = as<Element>(hidden);
+  toka_run_layers(&layer, 1, &forward, kRows, as<float>(cos_sin).data(), found.data());
+  // Rounded a dozen times on the way; the cache rounds keys and values.
+  const double tolerance = std::is_same_v<Element, bfloat16> ? 0.03 : std::is_same_v<Stored, float> ? 1e-5 : 0.01;
+  compare(std::string("a layer of ") + kNames[kTypeOf<Weight>] + " with a cache of " + kNames[kTypeOf<Stored>], found,
+          expected, tolerance);
+}
+
+// --- Sampling
+
+uint32_t mixed(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
+  x = (x ^ (x >> 13)) * 0xC2B2AE35u;
+  return x ^ (x >> 16);
+}
+
+// What sampling_noise.gumbel_noise defines.
+double gumbel(uint32_t token, const int64_t* keys) {
+  const uint32_t hash = mixed(mixed(token * 0x9E3779B1u + uint32_t(keys[0])) ^ uint32_t(keys[1]));
+  return -std::log(-std::log1p(-(hash + 0.5) * 0x1p-32));
+}
+
+template <typename Element>
+void check_sampling() {
+  constexpr int64_t kRows = 40, kVocab = 1003;
+  vector<double> logits = random_values(kRows * kVocab), expected_tokens, expected_logprobs;
+  vector<float> temperatures, top_ps(kRows, 1), min_ps(kRows, 0);
+  vector<int32_t> top_ks(kRows, 0);
+  vector<int64_t> keys;
+  for (int64_t row = 0; row < kRows; ++row) {
+    logits[row * kVocab + generator() % kVocab] = 3;  // one is the largest
+    temperatures.push_back(row % 4 == 0 ? 0 : row % 4 == 1 ? 0.7f : 1);
+    top_ks[row] = row % 4 == 3;  // the likeliest alone
+    keys.push_back(generator());
+    keys.push_back(generator());
+    const bool is_greedy = row % 4 == 0 || row % 4 == 3;
+    double total = 0, best = -INFINITY;
+    int64_t best_token = 0;
+    for (int64_t token = 0; token < kVocab; ++token) {
+      const double logit = logits[row * kVocab + token];
+      total += std::exp(logit);
+      const double score = is_greedy ? logit : logit / temperatures[row] + gumbel(uint32_t(token), &keys[2 * row]);
+      if (score > best) best = score, best_token = token;
+    }
+    expected_tokens.push_back(best_token);
+    expected_logprobs.push_back(logits[row * kVocab + best_token] - std::log(total));
+  }
+  vector<int64_t> tokens(kRows);
+  vector<float> logprobs(kRows);
+  toka_sample(kTypeOf<Element>, as<Element>(logits).data(), kRows, kVocab, temperatures.data(), top_ps.data(),
+              top_ks.data(), min_ps.data(), keys.data(), nullptr, nullptr, tokens.data(), logprobs.data(), nullptr);
+  const std::string name = std::string("sampling from ") + kNames[kTypeOf<Element>];
+  compare(name + ", tokens", vector<float>(tokens.begin(), tokens.end()), expected_tokens, 0);
+  compare(name + ", logprobs", logprobs, expected_logprobs, 1e-6);
+}
+
+}  // namespace
+
+int main() {
+  toka_set_num_threads(2);
+  std::printf("dot products of bfloat16: %s\n", toka_has_bfloat16_arithmetic() ? "yes" : "no");
+  check_products<float>();
+  check_products<bfloat16>();
+  check_attention<float, float>();
+  check_attention<bfloat16, float>();
+  check_attention<float16, float>();
+  check_attention<bfloat16, bfloat16>();
+  check_merge<float>();
+  check_merge<bfloat16>();
+  check_layer<float, float>();
+  check_layer<float, float16>();
+  check_layer<bfloat16, bfloat16>();
+  check_sampling<float>();
+  check_sampling<bfloat16>();
+  return has_failed;
+}

@@ -1,0 +1,148 @@
+"""Where the libraries of the kernels come from, and what happens where there are none."""
+
+import ctypes
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.model.steps import CPU
+from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.model.attention.backend import KVShape
+from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.attention.torch_backend import TorchBackend
+from tokasaurus.model.cpu import bindings, build
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.cpu.build import Library, LibraryUnavailable, find_or_build, is_there
+from tokasaurus.model.cpu.isa import machine
+
+
+@pytest.fixture
+def nothing_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    load_kernels.cache_clear()
+    yield
+    load_kernels.cache_clear()
+
+
+@pytest.fixture
+def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.fixture
+def failing_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "broken"
+    script = '[ "$1" = --version ] && echo broken 1.0 && exit 0\necho In a file: >&2\necho error: bad luck >&2\nexit 1'
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+
+
+@pytest.fixture
+def counting_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Compiles as usual; a file with a line for each of its calls."""
+    calls, compiler = tmp_path / "calls", tmp_path / "counting"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    return calls
+
+
+def tiny_library(directory: Path, answer: int) -> Library:
+    directory.mkdir(exist_ok=True)
+    first, second = directory / "first.cpp", directory / "second.cpp"
+    first.write_text('int answer(); extern "C" int toka_answer() { return answer(); }')
+    second.write_text(f"int answer() {{ return {answer}; }}")
+    return Library("tiny", machine(), (first, second), ())
+
+
+def call(path: Path) -> int:
+    answer: int = ctypes.CDLL(str(path)).toka_answer()
+    return answer
+
+
+def assert_one_warning(caplog: pytest.LogCaptureFixture, about: str) -> None:
+    (record,) = [record for record in caplog.records if record.name == bindings.__name__]
+    assert record.levelno == logging.WARNING
+    assert about in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+@pytest.mark.usefixtures("nothing_loaded", "no_compiler")
+def test_without_a_compiler_one_line_warns_and_plain_torch_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    assert load_kernels() is None
+    assert load_kernels() is None
+    assert_one_warning(caplog, "no C++ compiler found")
+    shape = KVShape(1, 4, 2, 16, 16, torch.float32, CPU)
+    assert isinstance(make_backend(None, shape, load_kernels()), TorchBackend)
+
+
+@pytest.mark.usefixtures("nothing_loaded", "failing_compiler")
+def test_a_compiler_that_fails_is_one_line_of_warning_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    assert load_kernels() is None
+    assert_one_warning(caplog, "error: bad luck")
+
+
+@pytest.mark.usefixtures("nothing_loaded", "no_compiler")
+def test_an_instruction_set_that_is_asked_for_is_never_replaced_by_plain_torch() -> None:
+    with pytest.raises(UserError, match=r"^cpu_isa=avx2: .*no C\+\+ compiler found"):
+        load_kernels("avx2")
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_plain_torch_builds_nothing_and_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert load_kernels("torch") is None
+    assert not list(tmp_path.iterdir())
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_a_library_is_built_once_and_then_found(tmp_path: Path, counting_compiler: Path) -> None:
+    tiny = tiny_library(tmp_path / "sources", 5)
+    assert not is_there(tiny)
+    paths = [find_or_build(tiny) for _ in range(2)]
+    assert is_there(tiny)
+    assert paths[0] == paths[1]
+    assert call(paths[0]) == 5
+    builds = [line for line in counting_compiler.read_text().splitlines() if line != "--version"]
+    assert len(builds) == 3  # each source, and the linker
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_changed_sources_are_built_anew(tmp_path: Path) -> None:
+    assert [call(find_or_build(tiny_library(tmp_path / "sources", answer))) for answer in (5, 6)] == [5, 6]
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_only_the_functions_that_python_calls_are_seen_from_outside(tmp_path: Path) -> None:
+    path = find_or_build(tiny_library(tmp_path / "sources", 5))
+    with pytest.raises(AttributeError):
+        ctypes.CDLL(str(path))._Z6answerv  # noqa: B018
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_a_library_that_the_package_carries_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = tiny_library(tmp_path / "sources", 5)
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    built = find_or_build(tiny)
+    shutil.copy(built, tmp_path / tiny.prebuilt_name(built.suffix))
+    monkeypatch.setenv("PATH", "")
+    assert is_there(tiny)
+    assert find_or_build(tiny).parent == tmp_path
+    with pytest.raises(LibraryUnavailable):  # it is of other sources
+        find_or_build(tiny_library(tmp_path / "sources", 6))
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_a_library_that_this_system_cannot_load_is_built_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = tiny_library(tmp_path / "sources", 5)
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    (tmp_path / tiny.prebuilt_name(".so")).write_text("made for another system")
+    assert call(find_or_build(tiny)) == 5

@@ -1,0 +1,68 @@
+"""Memory of huge pages: tensors in it, and touching it in the background."""
+
+import ctypes
+import mmap
+import sys
+
+import pytest
+import torch
+
+from tests.model.peak_memory import reset_peak
+from tokasaurus.model.cpu import huge_pages
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.cpu.huge_pages import HugePageTensors, touch_in_background
+
+
+def test_tensors_are_apart_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "_CHUNK_BYTES", 1000)  # so that some begin a chunk, and one is more than it
+    memory = HugePageTensors()
+    shapes: list[tuple[int, ...]] = [(3, 5), (1,), (0,), (7, 11, 2), (40, 40), (2, 2), (15, 16)]
+    dtypes = [torch.float32, torch.bfloat16, torch.int64]
+    tensors = [torch.randn(shape).mul(100).to(dtype) for shape in shapes for dtype in dtypes]
+    copies = [memory.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):  # after all were written
+        assert torch.equal(copy, tensor)
+        assert copy.dtype == tensor.dtype
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 64 == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_reserved_at_once_and_there_when_it_is_touched() -> None:
+    num_bytes = 96 << 20
+    before = reset_peak()
+    memory = huge_pages.allocate(num_bytes).view(3, -1)
+    assert reset_peak() - before < 8 << 20
+    for thread in touch_in_background(memory, load_kernels(), num_threads=2):
+        thread.join()
+    assert reset_peak() - before >= num_bytes
+    assert not memory.any()
+
+
+def test_what_is_written_while_memory_is_touched_survives() -> None:
+    memory = huge_pages.allocate(64 << 20).view(4, -1)
+    expected = torch.randint(256, memory.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    threads = touch_in_background(memory, load_kernels(), num_threads=3)
+    memory.copy_(expected)
+    for thread in threads:
+        thread.join()
+    assert torch.equal(memory, expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the system which pages are there")
+def test_the_beginning_of_every_area_is_touched_before_the_rest_of_any() -> None:
+    """Of 3 areas of 4 chunks, threads that are told that 9 chunks are done do the last of each area."""
+    area_bytes = 8 << 20
+    memory = mmap.mmap(-1, 3 * area_bytes)  # in small pages
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    num_taken = ctypes.c_int64(9)
+    load_kernels().library.toka_touch(
+        ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(3), ctypes.c_int64(area_bytes), ctypes.byref(num_taken)
+    )
+    num_pages = len(tensor) // mmap.PAGESIZE
+    is_there = (ctypes.c_ubyte * num_pages)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(len(tensor)), is_there) == 0
+    areas = torch.tensor(list(is_there)).view(3, 4, -1)
+    assert not areas[:, :3].any()
+    assert areas[:, 3].all()

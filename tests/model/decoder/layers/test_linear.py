@@ -1,0 +1,178 @@
+"""Matrix products with weights packed for the CPU, and without, against the plain formula in double precision."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.cpu.packed_weights import LayerKernels
+from tokasaurus.model.decoder.layers.linear import GatedLinear, Linear, OutputShard
+from tokasaurus.model.decoder.layers.norm import RMSNorm
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Of the largest magnitude in the result, or of 1: the rounding of one bfloat16, and of a sum in float32.
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-8}
+
+
+def layer_kernels() -> LayerKernels:
+    kernels = load_kernels()
+    assert kernels is not None, "the tests need a C++ compiler"
+    return LayerKernels(kernels)
+
+
+def activation_dtype(weight_dtype: torch.dtype) -> torch.dtype:
+    """What the kernels of this machine take and give beside such weights."""
+    return layer_kernels().activation_dtype(weight_dtype)
+
+
+def fill(module: torch.nn.Module, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def make_norm(size: int, dtype: torch.dtype) -> RMSNorm:
+    norm = RMSNorm(size, 1e-5, dtype)
+    fill(norm, seed=1)
+    return norm
+
+
+def random_rows(num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(num_rows, size, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
+    assert result.shape == expected.shape
+    if expected.numel():
+        error = float((result.double() - expected).abs().max() / expected.abs().max().clamp(min=1))
+        assert error <= TOLERANCE[result.dtype]
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 63, 200])
+@pytest.mark.parametrize("keep_weight", [False, True])
+def test_a_product_packed_for_onednn_is_that_of_the_weight(num_rows: int, keep_weight: bool) -> None:
+    linear = Linear(48, 80, bias=True, dtype=torch.bfloat16)
+    fill(linear)
+    weight = linear.weight.detach().clone()
+    linear.pack(None, keep_weight=keep_weight)
+    x = random_rows(num_rows, 48, torch.bfloat16)
+    assert_close(linear(x), x.double() @ weight.double().T + linear.bias.double())
+    assert not keep_weight or torch.equal(linear.weight, weight)
+
+
+def test_where_the_processor_has_no_bfloat16_onednn_packs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("needs the cpu support")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
+    linear = Linear(48, 80, bias=True, dtype=torch.bfloat16)
+    fill(linear)
+    weight = linear.weight.detach().clone()
+    linear.pack(None)
+    x = random_rows(5, 48, torch.bfloat16)
+    torch.testing.assert_close(linear(x), torch.nn.functional.linear(x, weight, linear.bias))
+
+
+@settings(max_examples=80)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    num_rows=st.integers(0, 40) | st.sampled_from([100, 600]),
+    half_in_size=st.integers(1, 60),
+    out_size=st.integers(1, 140),
+    bias=st.booleans(),
+)
+def test_a_product_by_the_kernels_is_that_of_the_weight(
+    dtype: torch.dtype, num_rows: int, half_in_size: int, out_size: int, bias: bool
+) -> None:
+    linear = Linear(2 * half_in_size, out_size, bias, dtype)
+    fill(linear)
+    x = random_rows(num_rows, 2 * half_in_size, activation_dtype(dtype))
+    expected = x.double() @ linear.weight.double().T + (0 if linear.bias is None else linear.bias.double())
+    linear.pack(layer_kernels())
+    assert linear.weight.numel() == 0, "one copy is kept"
+    assert_close(linear(x), expected)
+
+
+def test_rows_of_a_wider_tensor_are_multiplied_where_they_lie() -> None:
+    linear = Linear(32, 64, bias=False, dtype=torch.bfloat16)
+    fill(linear)
+    wide = random_rows(7, 100, activation_dtype(torch.bfloat16))
+    expected = wide[:, 10:42].double() @ linear.weight.double().T
+    linear.pack(layer_kernels())
+    assert_close(linear(wide[:, 10:42]), expected)
+
+
+def test_the_blocks_of_very_many_rows_are_all_multiplied() -> None:
+    linear = Linear(1024, 40, bias=False, dtype=torch.bfloat16)
+    fill(linear)
+    x = random_rows(
+        2 * (4 << 20) // 2048 + 100, 1024, activation_dtype(torch.bfloat16)
+    )  # more than two blocks of kBlockBytes
+    expected = torch.nn.functional.linear(x.float(), linear.weight.float()).double()
+    linear.pack(layer_kernels())
+    assert_close(linear(x), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 4, 5, 70])
+def test_a_normed_product_equals_the_product_of_the_normed_rows(num_rows: int, dtype: torch.dtype) -> None:
+    linear, norm = Linear(72, 48, bias=False, dtype=dtype), make_norm(72, dtype)
+    fill(linear)
+    x = random_rows(num_rows, 72, activation_dtype(dtype))
+    expected = norm(x).double() @ linear.weight.double().T
+    linear.pack(layer_kernels())
+    before = x.clone()
+    result = linear(x, norm)
+    assert_close(result, expected)
+    assert torch.equal(x, before)
+    assert torch.equal(result[-1:], linear(x[-1:], norm)), "a row's result does not depend on the others"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 96, 100])
+@pytest.mark.parametrize("num_rows", [1, 30])
+def test_a_gated_product_equals_that_of_torch(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    gate, up = (OutputShard(name, size, 0, size) for name in ("gate", "up"))
+    linear, norm = GatedLinear(64, gate, up, dtype), make_norm(64, dtype)
+    fill(linear)
+    linear.weight.mul_(0.3)
+    x = random_rows(num_rows, 64, activation_dtype(dtype))
+    plain = linear(x, norm)
+    gates, ups = (norm(x).double() @ linear.weight.double().T).chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gates) * ups
+    assert float(gates.min()) < -3
+    assert float(gates.max()) > 3
+    linear.pack(layer_kernels())
+    packed = linear(x, norm)
+    if x.dtype == torch.float32:
+        assert_close(packed, expected)
+        assert_close(plain, expected)
+    else:
+        # Both round the gate, the up, and what the gate becomes: where a sum rounds alike, the results are equal.
+        assert (packed == plain).float().mean() > 0.97
+        assert float((packed.double() - expected).abs().max()) < 3 * 2**-8 * float(expected.abs().max())
+
+
+def test_silu_of_the_largest_gates_is_finite_and_right() -> None:
+    gate, up = (OutputShard(name, 16, 0, 16) for name in ("gate", "up"))
+    linear = GatedLinear(2, gate, up, torch.float32)
+    gates = torch.tensor([-1e30, -3e4, -100, -88, -87, -20, -1, -0.0, 0, 1, 20, 87, 88, 100, 3e4, 1e30])
+    linear.weight.copy_(torch.stack((torch.cat((gates, torch.ones(16))), torch.zeros(32)), dim=1))
+    linear.pack(layer_kernels())
+    expected = torch.nn.functional.silu(gates.double())
+    torch.testing.assert_close(linear(torch.tensor([[1.0, 1.0]]))[0].double(), expected, atol=1e-34, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_gives_the_same_bits_among_any_number_of_rows(dtype: torch.dtype) -> None:
+    """As many as one tile has, and around those from which bfloat16 weights are widened once for all tiles."""
+    linear = Linear(72, 40, bias=True, dtype=dtype)
+    fill(linear)
+    linear.pack(layer_kernels())
+    x = random_rows(200, 72, activation_dtype(dtype))
+    together = linear(x)
+    for num_rows in (1, 2, 5, 6, 7, 12, 13, 66, 67, 68, 143, 144, 145):
+        assert torch.equal(linear(x[:num_rows]), together[:num_rows])
+        assert torch.equal(linear(x[-num_rows:]), together[-num_rows:])

@@ -1,0 +1,180 @@
+"""Compiled layers: the tokens are the same, and no step after warm-up waits for a compilation."""
+
+import itertools
+import logging
+import multiprocessing
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor.utils import fresh_cache
+
+from tests.model.decoder.test_decoder import FAMILIES, greedy_in_a_mixed_batch, load, oracle_greedy
+from tests.model.steps import StepDriver, make_runner, one_thread
+from tests.model.test_hydragen import Samples
+from tests.tiny_model import VOCAB_SIZE, save_tiny_model
+from tokasaurus.checkpoint import cache_directory, resolve_checkpoint
+from tokasaurus.config import parse_server_config
+from tokasaurus.messages.channel import Channel
+from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
+from tokasaurus.messages.lifecycle import PhaseDone, Ready, UserError
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.worker.entry import start_worker
+from tokasaurus.model.worker.loop import run_steps
+from tokasaurus.model.worker.warmup import ForwardLimits, single_token, warm_up, widest_prefill
+
+NUM_BLOCKS, NUM_SLOTS = 400, 120
+LIMITS = ForwardLimits(max_tokens=256, max_seqs=20, context_length=512, vocab_size=VOCAB_SIZE)
+FLAGS = ["dtype=float32", "kv_cache_num_tokens=1000", "max_tokens_per_forward=64", "max_seqs_per_forward=8"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In this process; what is on disk may stay, as it does from one start to the next."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache_directory() / "inductor"))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    torch.compiler.reset()
+    with one_thread():
+        yield
+    torch.compiler.reset()
+
+
+def whole_warm_up(runner: ModelRunner) -> None:
+    warm_up(runner, LIMITS, is_context_costly=False)
+
+
+def compiled_runner(
+    directory: Path, backend: str, do_warm_up: Callable[[ModelRunner], object] = whole_warm_up
+) -> tuple[ModelRunner, Compiler]:
+    compiler = Compiler()
+    model, info = load(directory)
+    model.pack(load_kernels(), compiler=compiler)
+    runner = make_runner(model, info, backend, num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS, compiler=compiler)
+    do_warm_up(runner)
+    compiler.end_warm_up()
+    return runner, compiler
+
+
+@pytest.mark.parametrize(("family", "backend"), [*((family, "cpu") for family in FAMILIES), ("qwen3", "torch")])
+def test_one_compilation_for_all_layers_gives_the_tokens_of_transformers(
+    family: str, backend: str, tmp_path: Path
+) -> None:
+    oracle = save_tiny_model(tmp_path, family, tied=family == "llama")
+    runner, compiler = compiled_runner(tmp_path, backend)
+    assert compiler.num_compilations == 2, "what is before attention, and what is behind it"
+    rng = random.Random(FAMILIES.index(family))
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 16, 33, 90]))] for _ in range(5)]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        tokens, logprobs = greedy_in_a_mixed_batch(StepDriver(runner), prompts, 12, rng)
+    for prompt, got_tokens, got_logprobs in zip(prompts, tokens, logprobs, strict=True):
+        expected_tokens, expected_logprobs = oracle_greedy(oracle, prompt, 12)
+        assert got_tokens == expected_tokens
+        assert got_logprobs == pytest.approx(expected_logprobs, abs=1e-4)
+    assert (compiler.num_compilations, compiler.num_recompiles) == (2, 0)
+
+
+def run_steps_of_every_kind(runner: ModelRunner) -> list[dict[int, tuple[int, float | None]]]:
+    """Groups; prompts of every length up to 70, of the model's own sizes, and of the most tokens that a step may have;
+    then rows that decode, one to fourteen of them, with a prompt beside them. -> what each step sampled."""
+    samples = Samples(StepDriver(runner), 16, seed=1)
+    samples.run(4, grouped=True)
+    assert samples.num_grouped
+    rng = random.Random(0)
+    driver, steps = StepDriver(runner, num_blocks=NUM_BLOCKS), []
+    slots = iter(range(len(samples.sampled) + 1, NUM_SLOTS + 1))
+    for length in (*range(1, 71), 96, 128, 192, 256):
+        slot = next(slots)
+        driver.open(slot, [rng.randrange(VOCAB_SIZE) for _ in range(length)])
+        steps.append(driver.run([], [(slot, length)]))
+    decode: list[int] = []
+    for slot in itertools.islice(slots, 15):
+        driver.open(slot, [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))])
+        steps.append(driver.run(decode, [(slot, driver.remaining(slot))]))
+        decode.append(slot)
+    return [*steps, driver.run(decode, [])]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_no_step_of_any_shape_is_compiled_after_warm_up(backend: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    runner, compiler = compiled_runner(tmp_path, backend)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        sampled = run_steps_of_every_kind(runner)
+    assert (compiler.num_compilations, compiler.num_recompiles) == (2, 0)
+    model, info = load(tmp_path)
+    eager = run_steps_of_every_kind(make_runner(model, info, backend, num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS))
+    for step, expected in zip(sampled, eager, strict=True):
+        assert step.keys() == expected.keys()
+        for slot, (token, logprob) in step.items():
+            assert token == expected[slot][0]
+            assert logprob == pytest.approx(expected[slot][1], abs=1e-4)
+
+
+def test_sizes_that_are_not_marked_are_compiled_again_and_that_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch._dynamo.decorators.mark_unbacked", lambda *_, **__: None)
+    save_tiny_model(tmp_path, "llama")
+    runner, compiler = compiled_runner(tmp_path, "cpu", lambda runner: runner.run(widest_prefill(LIMITS)))
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="recompile"):
+        runner.run(single_token(LIMITS))
+    runner.run(single_token(LIMITS))
+    assert compiler.num_recompiles > 0
+
+
+def test_a_recompile_is_logged_and_sent_with_its_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_tiny_model(tmp_path, "llama")
+    runner, compiler = compiled_runner(tmp_path, "cpu")
+    context = multiprocessing.get_context("spawn")
+    inputs: Channel[ForwardInput | EndOfInputs] = Channel(context)
+    outputs: Channel[ForwardOutput | Ready] = Channel(context)
+    for message in (single_token(LIMITS), single_token(LIMITS), EndOfInputs()):
+        inputs.send(message)
+    torch.set_num_threads(2)  # of which compiled code has a fixed number
+    run_steps(runner, inputs, outputs, steps_behind=0)
+    answers = [outputs.receive(timeout_s=60) for _ in range(2)]
+    assert [answer.num_recompiles for answer in answers] == [2, 0]
+    assert compiler.num_recompiles == 2
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 2
+    assert "compiled again after warm-up" in errors[0].getMessage()
+
+
+def test_a_worker_compiles_before_it_is_ready(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    phases: list[PhaseDone] = []
+    config = parse_server_config([*FLAGS, "torch_compile=T"])
+    worker = start_worker(config, resolve_checkpoint(str(tmp_path)), Mesh(), phases.append)
+    assert {done.phase: done.detail for done in phases}["warm-up"] == "2 functions compiled"
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert worker.runner.run(single_token(LIMITS)).num_recompiles == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("exit 1", "No working C\\+\\+ compiler found"),
+        ('[ "$1" = --version ] && echo g++ || { echo "x.h:1: error: no Python.h" >&2; exit 1; }', "error: no Python.h"),
+    ],
+)
+def test_where_nothing_can_be_compiled_the_worker_says_so_in_one_line(
+    script: str, message: str, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "bad-g++"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    model = tmp_path / "model"
+    save_tiny_model(model, "llama")
+    config = parse_server_config([*FLAGS, "torch_compile=T"])
+    with (
+        fresh_cache(),
+        torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}),
+        pytest.raises(UserError, match=f"^torch_compile=T: .*{message}.*$") as caught,
+    ):
+        start_worker(config, resolve_checkpoint(str(model)), Mesh(), lambda _: None)
+    assert "\n" not in str(caught.value)

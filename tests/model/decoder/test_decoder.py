@@ -1,0 +1,209 @@
+"""The decoder against transformers, in float32."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.model.steps import CPU, StepDriver, make_runner
+from tests.tiny_model import VOCAB_SIZE, save_tiny_model
+from tokasaurus.checkpoint import ModelInfo, info, read_model_info, weight_files
+from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
+from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.decoder import registry
+from tokasaurus.model.decoder.decoder import Decoder, DecoderOptions
+from tokasaurus.model.decoder.layers.linear import Linear
+from tokasaurus.model.decoder.registry import build_decoder
+from tokasaurus.model.decoder.weights import load_weights
+from tokasaurus.model.parallel.mesh import Mesh
+
+FAMILIES = ["llama", "qwen2", "qwen3"]
+
+
+def load(
+    directory: Path, mesh: Mesh | None = None, device: torch.device = CPU, packed: bool = False
+) -> tuple[Decoder, ModelInfo]:
+    """packed: for the kernels, as the server does; otherwise plain torch computes all but attention."""
+    model_info = read_model_info(directory)
+    model = build_decoder(model_info, mesh or Mesh(), torch.float32)
+    model.materialize(device, model_info.context_length)
+    load_weights(weight_files(directory), model.weight_pieces(), model.ignores, lambda _: None)
+    if packed:
+        model.pack(load_kernels())
+    return model, model_info
+
+
+def oracle_greedy(oracle: PreTrainedModel, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
+    """Each token from a whole forward of everything before it."""
+    ids = list(prompt)
+    logprobs = []
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            scores = oracle(torch.tensor([ids])).logits[0, -1].log_softmax(dim=-1)
+        ids.append(int(scores.argmax()))
+        logprobs.append(float(scores.max()))
+    return ids[len(prompt) :], logprobs
+
+
+def greedy_in_a_mixed_batch(
+    driver: StepDriver, prompts: list[list[int]], num_tokens: int, rng: random.Random
+) -> tuple[list[list[int]], list[list[float]]]:
+    """All prompts at once: chunks of random sizes while others decode."""
+    slots = list(range(1, len(prompts) + 1))
+    tokens: dict[int, list[int]] = {slot: [] for slot in slots}
+    logprobs: dict[int, list[float]] = {slot: [] for slot in slots}
+    for slot, prompt in zip(slots, prompts, strict=True):
+        driver.open(slot, prompt)
+    while any(len(tokens[slot]) < num_tokens for slot in slots):
+        decode = [slot for slot in slots if not driver.remaining(slot) and len(tokens[slot]) < num_tokens]
+        prefilling = [slot for slot in slots if driver.remaining(slot)]
+        chosen = rng.sample(prefilling, rng.randint(0 if decode else 1, len(prefilling))) if prefilling else []
+        prefill = [(slot, min(driver.remaining(slot), rng.randint(1, 25))) for slot in chosen]
+        for slot, (token, logprob) in driver.run(decode, prefill).items():
+            tokens[slot].append(token)
+            logprobs[slot].append(logprob)
+    return list(tokens.values()), list(logprobs.values())
+
+
+def assert_equals_oracle(
+    directory: Path, oracle: PreTrainedModel, backend: str, seed: int, device: torch.device = CPU
+) -> None:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 15, 16, 17, 33, 90]))] for _ in range(6)]
+    model, model_info = load(directory, device=device, packed=backend == "cpu")
+    driver = StepDriver(make_runner(model, model_info, backend, device=device), seed=seed)
+    tokens, logprobs = greedy_in_a_mixed_batch(driver, prompts, 20, rng)
+    for prompt, got_tokens, got_logprobs in zip(prompts, tokens, logprobs, strict=True):
+        expected_tokens, expected_logprobs = oracle_greedy(oracle, prompt, 20)
+        assert got_tokens == expected_tokens
+        assert got_logprobs == pytest.approx(expected_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunked_mixed_batches_give_the_tokens_of_transformers(family: str, backend: str, tmp_path: Path) -> None:
+    oracle = save_tiny_model(tmp_path, family)
+    assert_equals_oracle(tmp_path, oracle, backend, seed=FAMILIES.index(family))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_tied_embeddings_serve_as_the_lm_head(backend: str, tmp_path: Path) -> None:
+    oracle = save_tiny_model(tmp_path, "llama", tied=True)
+    assert_equals_oracle(tmp_path, oracle, backend, seed=7)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_is_packed_only_where_it_is_the_lm_head_too(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that only embeds is read by rows, which lie apart in packed weights."""
+    packed: list[torch.nn.Module] = []
+    monkeypatch.setattr(Linear, "pack", lambda linear, *_, **__: packed.append(linear))
+    save_tiny_model(tmp_path, "llama", tied=tied)
+    model, _ = load(tmp_path)
+    model.pack(None)
+    # Of each of the 3 layers: queries, keys and values; attention's output; gate and up; down.
+    assert len(packed) == 3 * 4 + 1
+    assert any(module is model.embedding for module in packed) == tied
+
+
+def test_weights_come_from_a_sharded_checkpoint(tmp_path: Path) -> None:
+    oracle = save_tiny_model(tmp_path, "qwen2", max_shard_size="60KB")
+    assert len(weight_files(tmp_path)) > 2
+    assert_equals_oracle(tmp_path, oracle, "torch", seed=8)
+
+
+def test_a_family_is_added_by_two_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/adding_a_model.md says, with Mistral for an example."""
+    oracle = save_tiny_model(tmp_path, "mistral")
+    monkeypatch.setitem(info.FAMILIES, "mistral", info.FamilyConfig("MistralForCausalLM", ("sliding_window",)))
+    monkeypatch.setitem(registry.FAMILIES, "mistral", DecoderOptions())
+    assert_equals_oracle(tmp_path, oracle, "torch", seed=9)
+
+
+def run_whole_prompt(
+    model: Decoder, model_info: ModelInfo, mesh: Mesh, hidden: torch.Tensor | None, token_ids: torch.Tensor
+) -> torch.Tensor:
+    """One stage's forward of one prompt, with a KV cache of its own -> its hidden states, or all logits."""
+    num_heads = mesh.shard(model_info.num_heads, "")[1]
+    num_kv_heads = mesh.kv_head_shard(model_info.num_kv_heads)[1]
+    shape = KVShape(len(model.layers), num_heads, num_kv_heads, model_info.head_dim, 16, torch.float32, CPU)
+    backend = make_backend("reference", shape, None)
+    num_tokens = len(token_ids)
+    num_blocks = -(-num_tokens // 16)
+    backend.allocate(num_blocks + 1)
+    everything = PagedPart(
+        first_row=0,
+        num_rows=num_tokens,
+        query_starts=torch.tensor([0, num_tokens], dtype=torch.int32),
+        block_table=torch.arange(1, num_blocks + 1, dtype=torch.int32).unsqueeze(0),
+        kv_lengths=torch.tensor([num_tokens], dtype=torch.int32),
+        causal=True,
+    )
+    positions = torch.arange(num_tokens)
+    layout = PagedLayout(positions + 16, (everything,))
+    backend.plan(layout)
+    with torch.inference_mode():
+        out: torch.Tensor = model(token_ids, hidden, positions, backend, layout)
+        return model.logits(out) if mesh.is_last_stage else out
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_pipeline_stages_run_one_after_the_other_equal_the_whole(tied: bool, tmp_path: Path) -> None:
+    oracle = save_tiny_model(tmp_path, "qwen3", tied=tied)
+    token_ids = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(0))
+    hidden = None
+    num_layers = []
+    for pp_rank in range(2):
+        mesh = Mesh(pp_rank=pp_rank, pp_size=2)
+        stage, model_info = load(tmp_path, mesh, packed=True)
+        num_layers.append(len(stage.layers))
+        hidden = run_whole_prompt(stage, model_info, mesh, hidden, token_ids)
+    assert num_layers == [2, 1]
+    with torch.inference_mode():
+        expected = oracle(token_ids.unsqueeze(0)).logits[0]
+    torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
+
+
+def run_tensor_shard(rank: int, directory: Path, rendezvous: Path, token_ids: torch.Tensor) -> None:
+    """In a process of its own: rank 0 saves the logits."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    mesh = Mesh(tp_rank=rank, tp_size=2, tp_group=torch.distributed.group.WORLD)
+    model, model_info = load(directory, mesh, packed=True)
+    logits = run_whole_prompt(model, model_info, mesh, None, token_ids)
+    if rank == 0:
+        torch.save(logits, directory / "logits.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_tensor_parallel_processes_equal_one(family: str, tmp_path: Path) -> None:
+    oracle = save_tiny_model(tmp_path, family)
+    token_ids = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(0))
+    torch.multiprocessing.spawn(run_tensor_shard, args=(tmp_path, tmp_path / "rendezvous", token_ids), nprocs=2)
+    with torch.inference_mode():
+        expected = oracle(token_ids.unsqueeze(0)).logits[0]
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_tensor_shards_put_together_equal_the_whole(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen2")
+    whole, _ = load(tmp_path)
+    shards = [load(tmp_path, Mesh(tp_rank=rank, tp_size=2))[0] for rank in range(2)]
+    head = torch.cat([shard.lm_head.weight for shard in shards])
+    assert torch.equal(head, whole.lm_head.weight)
+    for index, layer in enumerate(whole.layers):
+        parts = [shard.layers[index] for shard in shards]
+        # The fused rows of a shard are its own queries, keys and values: 2 of 4 heads, 1 of 2 KV heads, 16 each.
+        for name in ("weight", "bias"):
+            pieces = [getattr(part.attention.qkv, name).split([32, 16, 16]) for part in parts]
+            rebuilt = torch.cat([piece for triple in zip(*pieces, strict=True) for piece in triple])
+            assert torch.equal(rebuilt, getattr(layer.attention.qkv, name))
+        out = torch.cat([part.attention.out.weight for part in parts], dim=1)
+        assert torch.equal(out, layer.attention.out.weight)
+        down = torch.cat([part.mlp.down.weight for part in parts], dim=1)
+        assert torch.equal(down, layer.mlp.down.weight)

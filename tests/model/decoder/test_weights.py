@@ -1,0 +1,60 @@
+"""Checkpoints that do not fit the model end in an error that names the tensor."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.model.decoder.test_decoder import load
+from tests.tiny_model import save_tiny_model
+from tokasaurus.checkpoint import CheckpointError
+
+
+def rewrite(directory: Path, change: dict[str, torch.Tensor | None]) -> None:
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in change.items():
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("model.layers.1.self_attn.k_proj.weight", None, r"lacks tensor model.layers.1.self_attn.k_proj.weight"),
+        ("model.layers.7.mlp.up_proj.weight", torch.zeros(96, 64), r"model.layers.7.mlp.up_proj.weight.*no place"),
+        ("model.layers.0.self_attn.q_proj.bias", torch.zeros(64), r"model.layers.0.self_attn.q_proj.bias.*no place"),
+        ("model.norm.weight", torch.zeros(65), r"model.norm.weight has shape \(65,\).*\(64,\)"),
+        ("lm_head.weight", None, r"lacks tensor lm_head.weight"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(
+    name: str, tensor: torch.Tensor | None, message: str, tmp_path: Path
+) -> None:
+    save_tiny_model(tmp_path, "llama")
+    rewrite(tmp_path, {name: tensor})
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_old_rotary_tables_and_a_stored_tied_head_are_passed_over(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama", tied=True)
+    surplus = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+        "lm_head.weight": torch.zeros(272, 64),
+    }
+    rewrite(tmp_path, surplus)
+    model, _ = load(tmp_path)
+    assert model.embedding.weight.abs().sum() > 0
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match=r"model.safetensors is not a readable safetensors file"):
+        load(tmp_path)

@@ -1,0 +1,66 @@
+"""The counts that batches are padded to."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.model.decoder.test_decoder import load
+from tests.model.steps import StepDriver, make_runner
+from tests.tiny_model import save_tiny_model
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.cpu.layer_executor import PackedLayers
+from tokasaurus.model.execution.device_batch import padded_count
+
+
+def test_padding_adds_at_most_a_sixteenth_and_leaves_few_counts() -> None:
+    padded = [padded_count(count) for count in range(8193)]
+    assert padded[:17] == list(range(17))
+    assert padded == sorted(padded)
+    for count, result in enumerate(padded):
+        assert count <= result <= count + count / 16
+        assert padded_count(result) == result
+    # 16 exact ones, then 16 to each of the 9 doublings up to 8,192; and 0.
+    assert len(set(padded)) == 161
+
+
+def test_matrix_products_see_padded_counts_alone(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    model, info = load(tmp_path)
+    counts: set[int] = set()
+    for linear in (model.layers[0].mlp.gate_up, model.lm_head):
+        linear.register_forward_hook(lambda _module, inputs, _output: counts.add(inputs[0].shape[0]))
+    driver = StepDriver(make_runner(model, info, "torch", num_blocks=600), num_blocks=600)
+    rng = random.Random(0)
+    asked: set[int] = set()
+    for slot in range(1, 21):
+        prompt = [1] * rng.randint(17, 400)
+        driver.open(slot, prompt, num_prompt_top=1 if slot % 2 else None)
+        asked.add(len(prompt))
+        driver.run([], [(slot, len(prompt))])
+        driver.run(list(range(1, slot + 1)), [])
+    assert counts <= {padded_count(count) for count in range(1, 401)}
+    assert not asked <= counts, "most prompts are no padded count"
+
+
+def test_forwards_of_the_kernels_have_the_tokens_asked_for_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_model(tmp_path, "llama")
+    model, info = load(tmp_path)
+    model.pack(load_kernels())
+    counts: list[int] = []
+    run = PackedLayers.run
+
+    def run_counted(layers: PackedLayers, hidden: Tensor, *others: Any) -> None:
+        counts.append(len(hidden))
+        run(layers, hidden, *others)
+
+    monkeypatch.setattr(PackedLayers, "run", run_counted)
+    driver = StepDriver(make_runner(model, info, "cpu", num_blocks=600), num_blocks=600)
+    for slot, length in enumerate((17, 1, 35, 129), start=1):
+        driver.open(slot, [1] * length)
+        driver.run([], [(slot, length)])
+    assert counts == [17, 1, 35, 129]

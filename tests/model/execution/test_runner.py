@@ -1,0 +1,106 @@
+"""Slots that end and begin between steps, and steps that sample nothing."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.model.decoder.test_decoder import oracle_greedy
+from tests.model.steps import CPU, NOTHING, int32, make_runner
+from tests.tiny_model import VOCAB_SIZE, save_tiny_model
+from tokasaurus.checkpoint import read_model_info, weight_files
+from tokasaurus.messages.forward import ForwardInput
+from tokasaurus.messages.slots import SlotChanges, SlotOpens
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.decoder.registry import build_decoder
+from tokasaurus.model.decoder.weights import load_weights
+from tokasaurus.model.execution.runner import ModelRunner, StepResult
+from tokasaurus.model.parallel.mesh import Mesh
+
+
+def load_runner(directory: Path, dtype: torch.dtype) -> ModelRunner:
+    """With the attention backend and the weights' layout that the server would choose."""
+    info = read_model_info(directory)
+    model = build_decoder(info, Mesh(), dtype)
+    model.materialize(CPU, info.context_length)
+    load_weights(weight_files(directory), model.weight_pieces(), model.ignores, lambda _: None)
+    model.pack(load_kernels())
+    return make_runner(model, info, None, dtype=dtype)
+
+
+class OneSlot:
+    """Runs slot 1 alone, message by message, as the test spells them out."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def prefill(
+        self,
+        tokens: list[int],
+        blocks: list[int],
+        opens: tuple[int, int] | None = None,
+        closes: bool = False,
+        temperature: float = 0.0,
+    ) -> StepResult:
+        """opens: (prompt tokens, first position) of a slot opened by the same message, which may close it first."""
+        opened = None if opens is None else open_slot(*opens, temperature)
+        changes = SlotChanges(int32([1] if closes else []), opened, int32([1] * len(blocks)), int32(blocks))
+        return self._runner.run(ForwardInput(1, int32([1]), int32([len(tokens)]), 0, int32(tokens), changes))
+
+    def decode(self, num_tokens: int) -> list[int]:
+        step = ForwardInput(1, int32([1]), int32([1]), 1, NOTHING, SlotChanges(NOTHING, None, NOTHING, NOTHING))
+        return [int(self._runner.run(step).host_token_ids()[0]) for _ in range(num_tokens)]
+
+
+def open_slot(num_prompt_tokens: int, first_position: int, temperature: float) -> SlotOpens:
+    return SlotOpens(
+        slots=int32([1]),
+        num_prompt_tokens=int32([num_prompt_tokens]),
+        first_positions=int32([first_position]),
+        temperatures=np.array([temperature], np.float32),
+        top_ps=np.ones(1, np.float32),
+        top_ks=np.zeros(1, np.int32),
+        min_ps=np.zeros(1, np.float32),
+        seeds=np.array([3], np.uint64),
+        sample_indices=np.zeros(1, np.uint32),
+        want_logprobs=np.ones(1, np.bool_),
+    )
+
+
+def random_prompt() -> list[int]:
+    rng = random.Random(1)
+    return [rng.randrange(VOCAB_SIZE) for _ in range(40)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_sequence_put_back_goes_on_with_the_same_tokens(temperature: float, tmp_path: Path) -> None:
+    """Its slot is closed and opened by one message, its first two blocks are still cached, and its prompt now ends with
+    four tokens that it had sampled."""
+    oracle = save_tiny_model(tmp_path, "llama")
+    slot = OneSlot(load_runner(tmp_path, torch.float32))
+    prompt = random_prompt()
+    first = slot.prefill(prompt, [7, 3, 9], opens=(40, 0), temperature=temperature)
+    tokens = [*first.host_token_ids().tolist(), *slot.decode(6)]
+    if temperature == 0:
+        assert tokens == oracle_greedy(oracle, prompt, 7)[0]
+    else:
+        assert len(set(tokens)) > 1
+
+    longer = prompt + tokens[:4]
+    fifth = slot.prefill(longer[32:], [7, 3, 11], opens=(44, 32), closes=True, temperature=temperature)
+    assert [*fifth.host_token_ids().tolist(), *slot.decode(2)] == tokens[4:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_step_that_ends_no_prompt_samples_nothing(dtype: torch.dtype, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    prompt = random_prompt()
+    slot = OneSlot(load_runner(tmp_path, dtype))
+    first = slot.prefill(prompt[:20], [7, 3], opens=(40, 0))
+    assert first.host_token_ids().tolist() == []
+    assert first.host_logprobs() is None
+    second = slot.prefill(prompt[20:], [9])
+    whole = OneSlot(load_runner(tmp_path, dtype)).prefill(prompt, [1, 2, 3], opens=(40, 0))
+    assert second.host_token_ids().tolist() == whole.host_token_ids().tolist()

@@ -1,0 +1,208 @@
+"""Draws from the tokens that a mask leaves, against the plain distribution of these tokens."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.model.decoder.test_decoder import load
+from tests.model.sampling.test_logit_rules import ALWAYS, Contexts, Rule, make_rules
+from tests.model.sampling.test_sample import LOGITS, chi_square, inside_by_hand, make_rows, noise_keys
+from tests.model.steps import NOTHING, int32, make_runner, open_greedy
+from tests.tiny_model import VOCAB_SIZE, save_tiny_model
+from tokasaurus.messages.forward import ForwardInput, TokenMasks
+from tokasaurus.messages.slots import SlotChanges
+from tokasaurus.model.cpu.bindings import Kernels, load_kernels
+from tokasaurus.model.sampling.logit_rules import RuledRows
+from tokasaurus.model.sampling.noise import gumbel_noise
+from tokasaurus.model.sampling.sample import SamplingRows, TopRows, sample
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def kernels(request: pytest.FixtureRequest) -> Kernels | None:
+    return None if request.param == "torch" else load_kernels()
+
+
+def make_masks(allowed: dict[int, np.ndarray]) -> TokenMasks:
+    """allowed: bool [V] by row."""
+    padded = [np.pad(row, (0, -len(row) % 32)).reshape(-1, 32) for row in allowed.values()]
+    bits = (np.stack(padded).astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(axis=2).astype(np.uint32)
+    return TokenMasks(int32(list(allowed)), bits)
+
+
+def rules_of_rows(num_rows: int, biases: dict[int, tuple[tuple[int, float], ...]]) -> RuledRows:
+    """Biases, (token, value) each, of some rows."""
+    rules = {row: Rule(biases=tuple((*bias, ALWAYS) for bias in own)) for row, own in biases.items()}
+    contexts = Contexts({row: [1] for row in range(num_rows)}, num_rows)
+    contexts.rules.open(int32(list(range(num_rows))), make_rules(rules))
+    selected = contexts.rules.select(int32(list(range(num_rows))), int32([1] * num_rows), contexts.tables, 4)
+    assert selected is not None
+    return selected
+
+
+def sampled_rows(num_rows: int, temperature: float = 1.0, seed: int = 1) -> SamplingRows:
+    keys = noise_keys([seed] * num_rows, [0] * num_rows, list(range(num_rows)))
+    return make_rows([temperature] * num_rows, [1.0] * num_rows, keys)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k", "min_p"), [(0.7, 1.0, 0, 0.0), (1.0, 0.8, 0, 0.0), (1.0, 1.0, 2, 0.0)]
+)
+def test_draws_follow_the_softmax_of_what_is_allowed(
+    temperature: float, top_p: float, top_k: int, min_p: float, kernels: Kernels | None
+) -> None:
+    """Limits count what the mask leaves: the likeliest token is not among it."""
+    num_draws = 20_000
+    allowed = np.array([0, 1, 1, 0, 1, 1, 0], np.bool_)
+    scores = np.where(allowed, np.array(LOGITS) / temperature, -np.inf)
+    inside = inside_by_hand(scores, top_p, top_k, min_p)
+    probabilities = np.where(inside, np.exp(scores), 0)
+    probabilities /= probabilities.sum()
+    keys = noise_keys([7] * num_draws, [0] * num_draws, list(range(num_draws)))
+    rows = make_rows([temperature] * num_draws, [top_p] * num_draws, keys, top_k, min_p)
+    masks = make_masks(dict.fromkeys(range(num_draws), allowed))
+    tokens = sample(torch.tensor(LOGITS).repeat(num_draws, 1), dataclasses.replace(rows, masks=masks), kernels).tokens
+    counts = np.bincount(tokens.numpy(), minlength=len(LOGITS))
+    assert 2 <= inside.sum() < 5
+    assert counts.sum() == counts[inside].sum()
+    # Up to 3 degrees of freedom: above 21.1 once in 10,000 honest runs.
+    assert chi_square(counts[inside], probabilities[inside]) < 21.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [3, 64, 1003])
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
+def test_with_every_sampling_feature_on_the_winner_is_that_of_the_tokens_left(
+    share: float, vocab_size: int, dtype: torch.dtype, kernels: Kernels | None
+) -> None:
+    rng = np.random.default_rng(vocab_size)
+    num_rows = 150
+    logits = torch.tensor(rng.normal(size=(num_rows, vocab_size)) * 3, dtype=torch.float32).to(dtype)
+    temperatures = rng.choice([0.0, 0.5, 1.5], num_rows)
+    top_ps, top_ks, min_ps = (rng.choice(values, num_rows) for values in ([1.0, 0.9], [0, 5], [0.0, 0.02]))
+    masked = rng.random(num_rows) < 0.8
+    allowed = rng.random((num_rows, vocab_size)) < share
+    allowed[np.arange(num_rows), rng.integers(0, vocab_size, num_rows)] = True
+    biases = {
+        int(row): tuple((int(token), float(rng.normal() * 5)) for token in rng.integers(0, vocab_size, 3))
+        for row in np.flatnonzero(rng.random(num_rows) < 0.5)
+    }
+    keys = noise_keys(list(range(num_rows)), [0] * num_rows, [3] * num_rows)
+    rows = dataclasses.replace(
+        make_rows(temperatures.tolist(), top_ps.tolist(), keys, top_k=1),
+        top_ks=torch.tensor(top_ks, dtype=torch.int32),
+        min_ps=torch.tensor(min_ps, dtype=torch.float32),
+        rules=rules_of_rows(num_rows, biases),
+        masks=make_masks({int(row): allowed[row] for row in np.flatnonzero(masked)}),
+        top=TopRows(np.arange(0, num_rows, 2), 3),
+    )
+    sampled = sample(logits, rows, kernels)
+    tokens = sampled.tokens.numpy()
+    allowed[~masked] = True
+    assert allowed[np.arange(num_rows), tokens].all()
+
+    noise = gumbel_noise(keys, vocab_size).double().numpy()
+    winners = []
+    for row in range(num_rows):
+        scores = logits[row].double().numpy()
+        for token, value in biases.get(row, ()):
+            scores[token] += value
+        scores[~allowed[row]] = -np.inf
+        if temperatures[row] > 0:
+            scores /= temperatures[row]
+            scores[~inside_by_hand(scores, top_ps[row], top_ks[row], min_ps[row])] = -np.inf
+            scores += noise[row]
+        winners.append(scores.argmax())
+    assert (tokens == winners).mean() >= 0.97  # near ties, and sums that may cross top_p one token apart
+    plain = logits.double().log_softmax(dim=-1)
+    assert sampled.logprobs is not None
+    assert sampled.top_logprobs is not None
+    chosen = plain.gather(1, sampled.tokens.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(sampled.logprobs.double(), chosen, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sampled.top_logprobs.double(), plain[::2].topk(3).values, atol=1e-5, rtol=1e-5)
+
+
+def test_a_draw_that_the_mask_allows_is_the_draw_without_it(kernels: Kernels | None) -> None:
+    logits = torch.randn(100, 2500, generator=torch.Generator().manual_seed(0))
+    free = sample(logits, sampled_rows(100), kernels).tokens.numpy()
+    allowed = np.random.default_rng(0).random((100, 2500)) < 0.3
+    allowed[np.arange(0, 100, 2), free[::2]] = True
+    allowed[np.arange(1, 100, 2), free[1::2]] = False
+    masks = make_masks(dict(enumerate(allowed)))
+    drawn = sample(logits, dataclasses.replace(sampled_rows(100), masks=masks), kernels).tokens.numpy()
+    assert (drawn[::2] == free[::2]).all()
+    assert (drawn[1::2] != free[1::2]).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+@pytest.mark.parametrize("bias", [None, -100.0, -np.inf])
+def test_the_only_token_left_is_drawn_whatever_its_bias(
+    bias: float | None, top_p: float, temperature: float, kernels: Kernels | None
+) -> None:
+    vocab_size, only = 203, list(range(203))
+    keys = noise_keys(only, [0] * vocab_size, [0] * vocab_size)
+    rows = make_rows([temperature] * vocab_size, [top_p] * vocab_size, keys)
+    biases = {} if bias is None else {token: ((token, bias),) for token in only}
+    rows = dataclasses.replace(
+        rows,
+        rules=None if bias is None else rules_of_rows(vocab_size, biases),
+        masks=make_masks(dict(enumerate(np.eye(vocab_size, dtype=np.bool_)))),
+    )
+    logits = torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(1)) * 5
+    assert sample(logits, rows, kernels).tokens.tolist() == only
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_of_several_tokens_left_one_without_a_bias_that_forbids_it_is_drawn(
+    temperature: float, kernels: Kernels | None
+) -> None:
+    allowed = np.zeros(100, np.bool_)
+    allowed[[40, 41, 77]] = True
+    forbidden = ((40, -np.inf), (41, -np.inf))
+    rules = rules_of_rows(2, {0: forbidden, 1: (*forbidden, (77, -np.inf))})
+    rows = sampled_rows(2, temperature)
+    rows = dataclasses.replace(rows, rules=rules, masks=make_masks({0: allowed, 1: allowed}))
+    drawn = sample(torch.zeros(2, 100), rows, kernels).tokens.tolist()
+    assert drawn[0] == 77
+    assert drawn[1] in (40, 41, 77)
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_no_number_keeps_to_its_mask(value: float, temperature: float, kernels: Kernels | None) -> None:
+    allowed = np.zeros(100, np.bool_)
+    allowed[[50, 99]] = True
+    rows = dataclasses.replace(sampled_rows(3, temperature), masks=make_masks({1: allowed}))
+    logits = torch.randn(3, 100)
+    logits[1] = value
+    tokens = sample(logits, rows, kernels).tokens.tolist()
+    assert tokens[1] in (50, 99)
+    without = dataclasses.replace(rows, masks=None)
+    assert sample(logits, without, kernels).tokens.tolist()[::2] == tokens[::2]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_masks_are_of_the_rows_that_sample(backend: str, tmp_path: Path) -> None:
+    """Of a step with a row in the middle that does not: slot 2 is amid its prompt."""
+    save_tiny_model(tmp_path, "llama")
+    model, info = load(tmp_path, packed=backend == "cpu")
+    runner = make_runner(model, info, backend)
+    opens = [open_greedy(slot, num_tokens) for slot, num_tokens in ((1, 3), (2, 9), (3, 5))]
+    fields = (field.name for field in dataclasses.fields(opens[0]))
+    joined = {
+        name: np.concatenate([getattr(own, name) for own in opens])
+        for name in fields
+        if getattr(opens[0], name) is not None
+    }
+    changes = SlotChanges(NOTHING, type(opens[0])(**joined), int32([1, 2, 3]), int32([1, 2, 3]))
+    only = np.arange(VOCAB_SIZE) == 200
+    masks = make_masks({1: only})
+    step = ForwardInput(1, int32([1, 2, 3]), int32([3, 4, 5]), 0, int32(range(12)), changes, masks=masks)
+    free = dataclasses.replace(step, masks=None)
+    masked_tokens = runner.run(step).host_token_ids().tolist()
+    free_tokens = runner.run(free).host_token_ids().tolist()
+    assert masked_tokens == [free_tokens[0], 200]
+    assert free_tokens[1] != 200

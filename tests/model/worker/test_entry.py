@@ -1,0 +1,79 @@
+"""A worker from start to end, over real channels, in a thread of the test."""
+
+import multiprocessing
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.model.steps import NOTHING, int32, open_greedy
+from tests.tiny_model import save_tiny_model
+from tokasaurus.checkpoint import resolve_checkpoint
+from tokasaurus.config import parse_server_config
+from tokasaurus.messages.channel import Channel
+from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
+from tokasaurus.messages.lifecycle import PhaseDone, Ready, UserError
+from tokasaurus.messages.slots import SlotChanges
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.worker.entry import run_worker, start_worker
+
+FLAGS = ["dtype=float32", "max_tokens_per_forward=64", "max_seqs_per_forward=8"]
+
+
+def prompt_step(step_id: int, prompt: list[int]) -> ForwardInput:
+    opened = open_greedy(1, len(prompt))
+    changes = SlotChanges(int32([]), opened, int32([1]), int32([1]))
+    return ForwardInput(step_id, int32([1]), int32([len(prompt)]), 0, int32(prompt), changes)
+
+
+def decode_step(step_id: int) -> ForwardInput:
+    changes = SlotChanges(NOTHING, None, NOTHING, NOTHING)
+    return ForwardInput(step_id, int32([1]), int32([1]), 1, NOTHING, changes)
+
+
+def test_a_worker_reports_its_phases_then_answers_every_step_in_order_and_ends(tmp_path: Path) -> None:
+    oracle = save_tiny_model(tmp_path, "llama")
+    checkpoint = resolve_checkpoint(str(tmp_path))
+    context = multiprocessing.get_context("spawn")
+    inputs: Channel[ForwardInput | EndOfInputs] = Channel(context)
+    outputs: Channel[ForwardOutput | Ready] = Channel(context)
+    status: Channel[PhaseDone | Ready] = Channel(context)
+    config = parse_server_config([*FLAGS, "kv_cache_num_tokens=100"])
+    worker = threading.Thread(target=run_worker, args=(config, checkpoint, 0, inputs, outputs, status), daemon=True)
+    worker.start()
+    ready = outputs.receive(timeout_s=60)
+    assert isinstance(ready, Ready)
+    assert ready.limits is not None
+    assert (ready.limits.num_kv_blocks, ready.limits.page_size) == (7, 16)
+    assert ready.limits.max_tokens_per_sequence == 112, "the KV pool is smaller than the context"
+    phases = [message.phase for message in status.drain() if isinstance(message, PhaseDone)]
+    assert phases == ["device", "products", "weights", "KV cache", "warm-up", "shared prefixes"]
+
+    prompt = [5, 6, 7]
+    for step in (prompt_step(1, prompt), decode_step(2), decode_step(3), EndOfInputs()):
+        inputs.send(step)
+    answers = [outputs.receive(timeout_s=60) for _ in range(3)]
+    worker.join(timeout=60)
+    assert not worker.is_alive()
+    expected = oracle.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False, eos_token_id=None)
+    assert [answer.step_id for answer in answers] == [1, 2, 3]
+    assert [answer.token_ids.tolist() for answer in answers] == [[token] for token in expected[0, 3:].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["attention_backend=cpu", "page_size=8"], "page_size=8"),
+        (["kv_cache_num_tokens=2000000000"], "kv_cache_num_tokens=2000000000"),
+        pytest.param(
+            *(["device=cuda"], "device=cuda"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a CUDA device"),
+        ),
+    ],
+)
+def test_what_the_worker_cannot_do_is_one_line(flags: list[str], message: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen2")
+    config = parse_server_config([*FLAGS, "kv_cache_num_tokens=100", *flags])
+    with pytest.raises(UserError, match=message):
+        start_worker(config, resolve_checkpoint(str(tmp_path)), Mesh(), lambda _: None)

@@ -1,0 +1,103 @@
+"""Sizing of the KV cache."""
+
+import math
+import os
+import re
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.model.worker.kv_memory import available_cpu_bytes, plan_auto, plan_fixed
+
+MIB = 1024**2
+GIB = 1024**3
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(16, 1), (17, 2), (4096, 256)])
+def test_a_size_that_is_asked_for_holds_at_least_as_many_tokens(num_tokens: int, num_blocks: int) -> None:
+    plan = plan_fixed(num_tokens, page_size=16, bytes_per_block=1000, available_bytes=(num_blocks + 1) * 1000)
+    assert plan.num_blocks == num_blocks
+
+
+def test_a_size_that_memory_cannot_hold_is_refused_with_the_largest_that_it_can() -> None:
+    with pytest.raises(UserError, match=r"kv_cache_num_tokens=200: .* at most 144$"):
+        plan_fixed(200, page_size=16, bytes_per_block=1000, available_bytes=10_500)
+    assert plan_fixed(144, page_size=16, bytes_per_block=1000, available_bytes=10_500).num_blocks == 9
+
+
+def test_the_automatic_size_is_the_share_of_memory_less_the_padding_block() -> None:
+    plan = plan_auto(16 * GIB, "of memory available", 0.25, num_replicas=2, page_size=16, bytes_per_block=2**20)
+    assert plan.num_blocks == 2 * GIB // 2**20 - 1
+    # The arithmetic shown to the user is that of the result.
+    assert re.search(
+        r"16 GiB .* x 0.25 / 2 replicas / 1 MiB a block = 2,047 blocks of 16 = 32,752 tokens", plan.arithmetic
+    )
+
+
+def test_memory_for_not_even_one_block_is_refused() -> None:
+    with pytest.raises(UserError, match="kv_cache_num_tokens"):
+        plan_auto(GIB, "of memory available", 0.25, 1, page_size=16, bytes_per_block=GIB)
+
+
+def test_available_memory_is_positive_and_no_more_than_the_machine_has() -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < available_cpu_bytes() <= total
+
+
+def write_files(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def is_available_on_the_machine(num_bytes: int) -> bool:
+    """Other processes take and free some between two looks."""
+    return math.isclose(num_bytes, psutil.virtual_memory().available, rel_tol=0.1, abs_tol=GIB)
+
+
+def test_without_control_groups_the_machine_decides(tmp_path: Path) -> None:
+    assert is_available_on_the_machine(available_cpu_bytes(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("entry", "directory", "limit", "usage", "prefix"),
+    [
+        # A service's own group; a group above it; a container, which sees its group as the root.
+        ("0::/system.slice/toka", "sys/fs/cgroup/system.slice/toka", "memory.max", "memory.current", ""),
+        ("0::/system.slice/toka", "sys/fs/cgroup/system.slice", "memory.max", "memory.current", ""),
+        ("0::/", "sys/fs/cgroup", "memory.max", "memory.current", ""),
+        ("0::/../toka", "sys/fs/cgroup", "memory.max", "memory.current", ""),
+        # Version 1, and a container in which /proc shows the host's path.
+        *(
+            (entry, directory, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            for entry, directory in (
+                ("3:cpu:/\n4:hugetlb,memory:/a/b", "sys/fs/cgroup/memory/a/b"),
+                ("4:memory:/docker/123", "sys/fs/cgroup/memory"),
+            )
+        ),
+    ],
+)
+def test_a_control_group_leaves_its_limit_less_what_is_used_beside_the_page_cache(
+    entry: str, directory: str, limit: str, usage: str, prefix: str, tmp_path: Path
+) -> None:
+    write_files(
+        tmp_path,
+        {
+            "proc/self/cgroup": f"{entry}\n",
+            f"{directory}/{limit}": f"{10 * MIB}\n",
+            f"{directory}/{usage}": f"{9 * MIB}\n",
+            f"{directory}/memory.stat": f"anon 5\n{prefix}inactive_file {4 * MIB}\n{prefix}active_file {MIB}\n",
+        },
+    )
+    assert available_cpu_bytes(tmp_path) == 6 * MIB
+    (tmp_path / directory / limit).write_text("max\n" if limit == "memory.max" else "9223372036854771712\n")
+    assert is_available_on_the_machine(available_cpu_bytes(tmp_path))
+
+
+def test_a_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup"
+    files = {"proc/self/cgroup": "0::/\n", f"{group}/memory.max": "100\n", f"{group}/memory.current": "300\n"}
+    write_files(tmp_path, {**files, f"{group}/memory.stat": "inactive_file 50\n"})
+    assert available_cpu_bytes(tmp_path) == 0

@@ -1,0 +1,214 @@
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+
+import numpy as np
+import pytest
+import uvloop
+
+from tests.fake_engine import FakeEngine, Reply, echo
+from tokasaurus.messages.generation import GenerateRequest, SamplingParams, SequenceDelta
+from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
+from tokasaurus.server.engine_client.client import EngineClient, _PendingRequest
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    engine = FakeEngine()
+    yield engine
+    engine.stop()
+
+
+def make_request(request_id: str, prompt_ids: list[int], num_sequences: int = 1) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_ids=np.array(prompt_ids, dtype=np.int32),
+        num_sequences=num_sequences,
+        max_new_tokens=100,
+        sampling=SamplingParams(1.0, 1.0, 0),
+        stop_strings=(),
+        ignore_eos=False,
+        want_logprobs=True,
+    )
+
+
+def run_with(engines: list[FakeEngine], use: Callable[[EngineClient], Awaitable[None]]) -> None:
+    """`use` a client on an event loop as the server has it; afterwards nothing may be left in it."""
+    ready = asyncio.Event()
+    client = EngineClient(
+        [engine.request_channel for engine in engines], [engine.update_channel for engine in engines], ready.set
+    )
+
+    async def main() -> None:
+        with client.listening():
+            for engine in engines:
+                engine.start()
+            await asyncio.wait_for(ready.wait(), 10)
+            await asyncio.wait_for(use(client), 20)
+
+    uvloop.run(main())
+    assert client.num_pending_requests == 0
+    assert client._num_unfinished_sequences == [0] * len(engines)
+
+
+async def until(engine: FakeEngine, condition: Callable[[FakeEngine], bool]) -> None:
+    await asyncio.to_thread(engine.wait_until, condition)
+
+
+def test_sequences_come_back_by_request_and_index(engine: FakeEngine) -> None:
+    engine.script = lambda request, index: Reply(
+        [*request.prompt_ids.tolist(), index], [-1.0] * (len(request.prompt_ids) + 1), "length", index
+    )
+
+    async def use(client: EngineClient) -> None:
+        requests = [make_request("a", [1, 2], 3), make_request("b", [7], 2)]
+        results = await client.generate(requests)
+        assert [[sequence.token_ids for sequence in sequences] for sequences in results] == [
+            [[1, 2, 0], [1, 2, 1], [1, 2, 2]],
+            [[7, 0], [7, 1]],
+        ]
+        assert results[0][2].logprobs == [-1.0] * 3
+        assert results[0][2].finish_reason == "length"
+        assert [sequence.num_cached_tokens for sequence in results[0]] == [0, 1, 2]
+
+    run_with([engine], use)
+
+
+def test_many_callers_each_get_their_own(engine: FakeEngine) -> None:
+    async def use(client: EngineClient) -> None:
+        requests = [make_request(f"r{number}", [number, number + 1]) for number in range(300)]
+        results = await asyncio.gather(*(client.generate([request]) for request in requests))
+        assert [result[0][0].token_ids for result in results] == [[number, number + 1] for number in range(300)]
+
+    run_with([engine], use)
+
+
+def test_an_update_larger_than_the_pipe_comes_whole(engine: FakeEngine) -> None:
+    """Linux gives a pipe 64 KiB: the rest of a message is written while its beginning is read."""
+    token_ids = list(range(200_000))
+    engine.script = lambda request, _index: Reply(token_ids) if request.request_id == "long" else echo(request, 0)
+
+    async def use(client: EngineClient) -> None:
+        requests = [make_request("long", [1]), make_request("after", [2])]
+        results = await asyncio.gather(*(client.generate([request]) for request in requests))
+        assert results[0][0][0].token_ids == token_ids
+        assert results[1][0][0].token_ids == [2]
+
+    run_with([engine], use)
+
+
+def test_cancelled_caller_cancels_what_is_unfinished_and_nothing_else(engine: FakeEngine) -> None:
+    engine.script = lambda request, index: None if request.request_id == "hangs" else echo(request, index)
+
+    async def use(client: EngineClient) -> None:
+        requests = [make_request("done", [1]), make_request("hangs", [2], 3), make_request("done too", [3])]
+        call = asyncio.create_task(client.generate(requests))
+        await until(engine, lambda engine: len(engine.requests) == 3)
+        assert client.num_pending_requests == 3
+        other = await client.generate([make_request("other", [9])])
+        assert other[0][0].token_ids == [9]
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert client.num_pending_requests == 0
+        await until(engine, lambda engine: len(engine.cancelled) > 0)
+
+    run_with([engine], use)
+    assert engine.cancelled == ["hangs"]
+
+
+def test_answer_that_crosses_its_cancellation_is_ignored(engine: FakeEngine) -> None:
+    engine.script = lambda _request, _index: None
+
+    async def use(client: EngineClient) -> None:
+        call = asyncio.create_task(client.generate([make_request("late", [1])]))
+        await until(engine, lambda engine: len(engine.requests) == 1)
+        call.cancel()
+        await asyncio.wait([call])
+        engine._answer(make_request("late", [1]))  # no delta, for it is scripted to hang
+        engine.script = echo
+        engine._answer(make_request("late", [1]))
+        assert (await client.generate([make_request("next", [5])]))[0][0].token_ids == [5]
+
+    run_with([engine], use)
+
+
+def test_stats_count_an_answer_as_soon_as_it_is_there(engine: FakeEngine) -> None:
+    async def use(client: EngineClient) -> None:
+        assert client.stats == [EngineStats(0, 0, 0, engine.limits.num_kv_blocks, 0, 0, 0)]
+        for number in range(1, 20):
+            await client.generate([make_request(str(number), [1, 2, 3], 2)])
+            (stats,) = client.stats
+            assert stats is not None
+            assert (stats.total_prompt_tokens, stats.total_generation_tokens) == (3 * number, 6 * number)
+
+    run_with([engine], use)
+
+
+def test_requests_go_to_the_replica_with_the_fewest_unfinished_sequences() -> None:
+    engines = [FakeEngine(script=lambda _request, _index: None) for _ in range(3)]
+
+    async def use(client: EngineClient) -> None:
+        calls = [
+            asyncio.create_task(client.generate([make_request(str(number), [1], num_sequences)]))
+            for number, num_sequences in enumerate([5, 1, 3, 1, 2, 1])
+        ]
+        expected = [["0"], ["1", "3", "4"], ["2", "5"]]
+        for engine, ids in zip(engines, expected, strict=True):
+            await until(engine, lambda engine, ids=ids: len(engine.requests) == len(ids))
+            assert [request.request_id for request in engine.requests] == ids
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+        for engine, ids in zip(engines, expected, strict=True):
+            await until(engine, lambda engine, ids=ids: len(engine.cancelled) == len(ids))
+            assert sorted(engine.cancelled) == ids
+
+    try:
+        run_with(engines, use)
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+def test_limits_are_unknown_until_every_replica_is_up_and_then_the_tightest() -> None:
+    limits = [EngineLimits(64, 16, 900), EngineLimits(32, 16, 500)]
+    engines = [FakeEngine(limits=one) for one in limits]
+    num_ready = 0
+
+    def on_ready() -> None:
+        nonlocal num_ready
+        num_ready += 1
+
+    async def main() -> None:
+        client = EngineClient(
+            [engine.request_channel for engine in engines], [engine.update_channel for engine in engines], on_ready
+        )
+        with client.listening():
+            assert client.limits is None
+            for number, engine in enumerate(engines):
+                assert (client.limits, num_ready) == (None, 0)
+                engine.update_channel.send(Ready("manager", limits[number]))
+                while client.stats[number] is None:  # noqa: ASYNC110 - nothing to wait for
+                    await asyncio.sleep(0.005)
+            assert client.limits == limits[1]
+            assert num_ready == 1
+
+    asyncio.run(main())
+
+
+def test_deltas_of_one_sequence_add_up() -> None:
+    async def main() -> None:
+        engine = FakeEngine()
+        client = EngineClient([engine.request_channel], [engine.update_channel])
+        call = asyncio.create_task(client.generate([make_request("a", [1])]))
+        await asyncio.sleep(0)
+        pending: _PendingRequest = client._pending["a"]
+        pending.add(SequenceDelta("a", 0, [1, 2], [-1.0, -2.0], None, 3, 1, 0, 0))
+        pending.add(SequenceDelta("a", 0, [5], [-5.0], "stop", 3, 4, 5, 6))
+        (sequence,) = (await asyncio.wait_for(call, 5))[0]
+        assert (sequence.token_ids, sequence.logprobs) == ([1, 2, 5], [-1.0, -2.0, -5.0])
+        assert (sequence.finish_reason, sequence.num_cached_tokens) == ("stop", 3)
+        counts = (sequence.num_computed_tokens, sequence.num_recomputed_tokens, sequence.num_shared_tokens)
+        assert counts == (4, 5, 6), "as the last delta has them"
+
+    asyncio.run(main())

@@ -1,0 +1,291 @@
+"""Prompts that are echoed before their completions, as the OpenAI client sees them."""
+
+import dataclasses
+import random
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types import Completion, CompletionChoice
+from tokenizers import Tokenizer as BaseTokenizer
+from tokenizers import normalizers, processors
+
+from tests.fake_engine import LIMITS, FakeEngine, Reply, score_prompt
+from tests.server.conftest import LiveServer, live_server
+from tests.server.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
+from tests.server.test_openai_client import sync_client
+from tokasaurus.messages.generation import GenerateRequest, TopLogprobs
+from tokasaurus.server.prepare.echo import make_echo
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.text.tokenizer import Tokenizer
+
+NEW_TOKENS = [259, *"€".encode(), IM_END]  # "hello€"
+CHOSEN = [-0.25, -0.5, -0.75, -1.0, -1.25]
+
+
+def say_hello(request: GenerateRequest, _index: int) -> Reply:
+    count, num_top = request.max_new_tokens, request.num_top_logprobs
+    token_ids, logprobs = NEW_TOKENS[:count], CHOSEN[:count]
+    ids = np.array([[token_id, *range(97, 96 + num_top)][:num_top] for token_id in token_ids], np.int32)
+    values = np.array([value - np.arange(num_top) for value in logprobs], np.float32)
+    top = TopLogprobs(ids.reshape(-1, num_top), values.reshape(-1, num_top)) if num_top else None
+    reason = "stop" if count >= len(NEW_TOKENS) else "length"
+    return Reply(token_ids, logprobs if request.want_logprobs else None, reason, top=top)
+
+
+@pytest.fixture
+def client(server: LiveServer) -> openai.OpenAI:
+    server.engine.script = say_hello
+    return sync_client(server)
+
+
+def texts_of(answer: Completion) -> list[tuple[int, str]]:
+    return [(choice.index, choice.text) for choice in answer.choices]
+
+
+def test_the_prompt_comes_before_every_completion(server: LiveServer, client: openai.OpenAI) -> None:
+    plain = client.completions.create(model="default", prompt=["a b", "<|im_end|>"], n=2, stop="o")
+    answer = client.completions.create(model="default", prompt=["o b", "<|im_end|>"], n=2, stop="o", echo=True)
+    assert texts_of(answer) == [(0, "o bhell"), (1, "o bhell"), (2, "<|im_end|>hell"), (3, "<|im_end|>hell")]
+    assert answer.usage == plain.usage, "what is echoed was not generated"
+    assert {choice.logprobs for choice in answer.choices} == {None}
+    assert {request.want_prompt_logprobs for request in server.engine.requests} == {False}
+    ids = client.completions.create(model="default", prompt=[[104, 259], [IM_START, 0xE2, 97]], echo=True)
+    assert texts_of(ids) == [(0, "hhellohello€"), (1, "<|im_start|>\ufffdahello€")]
+
+
+def expected_entries(request: GenerateRequest, num_top: int, tokenizer: Tokenizer) -> list[tuple[Any, ...]]:
+    """Text, log-probability and likeliest tokens of each token of a prompt, from what the engine says of it."""
+    scores = score_prompt(dataclasses.replace(request, num_top_prompt_logprobs=num_top))
+    entries: list[tuple[Any, ...]] = []
+    for place, token_id in enumerate(request.prompt_ids.tolist()):
+        if place == 0:
+            entries.append((tokenizer.token_text(token_id), None, None))
+            continue
+        top: dict[str, float] | None = None
+        if num_top:
+            assert scores.top is not None
+            pairs = list(zip(scores.top.token_ids[place].tolist(), scores.top.logprobs[place].tolist(), strict=True))
+            pairs.append((token_id, float(scores.logprobs[place])))
+            top = {}
+            for other_id, value in sorted(pairs, key=lambda pair: pair[1]):  # the likeliest of those alike comes last
+                top[tokenizer.token_text(other_id)] = value
+        entries.append((tokenizer.token_text(token_id), float(scores.logprobs[place]), top))
+    return entries
+
+
+def entries_of(choice: CompletionChoice) -> list[tuple[Any, ...]]:
+    logprobs = choice.logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    tops = logprobs.top_logprobs or [None] * len(logprobs.tokens)
+    return list(zip(logprobs.tokens, logprobs.token_logprobs or [], tops, strict=True))
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5])
+def test_entries_of_the_prompt_come_before_those_of_the_completion(
+    server: LiveServer, client: openai.OpenAI, served_model: ServedModel, num_top: int
+) -> None:
+    prompts = ["hello world, hello €uro", "x"]
+    plain = client.completions.create(model="default", prompt=prompts, n=2, logprobs=num_top, max_tokens=3)
+    answer = client.completions.create(model="default", prompt=prompts, n=2, logprobs=num_top, max_tokens=3, echo=True)
+    assert {request.want_prompt_logprobs for request in server.engine.requests[:2]} == {False}
+    requests = server.engine.requests[2:]
+    assert [(request.want_prompt_logprobs, request.num_top_prompt_logprobs) for request in requests] == [
+        (True, num_top)
+    ] * 2
+    for choice, without in zip(answer.choices, plain.choices, strict=True):
+        prompt, request = prompts[choice.index // 2], requests[choice.index // 2]
+        expected = expected_entries(request, num_top, served_model.tokenizer)
+        assert entries_of(choice) == expected + entries_of(without)
+        assert choice.text == prompt + without.text
+        assert choice.logprobs is not None
+        assert without.logprobs is not None
+        offsets, own = choice.logprobs.text_offset or [], without.logprobs.text_offset or []
+        assert offsets[len(expected) :] == [len(prompt) + offset for offset in own]
+        assert (choice.logprobs.top_logprobs is None) == (num_top == 0)
+
+
+def test_a_token_that_is_the_likeliest_has_exactly_the_largest_value(client: openai.OpenAI) -> None:
+    """As lm-eval tells whether a continuation is greedy, at every split of the prompt into context and continuation."""
+    token_ids = [104, 101, 97, 98, 259, 120, 121, 122, 0xE2, 0xE3]
+    (choice,) = client.completions.create(
+        model="default", prompt=[token_ids], max_tokens=1, logprobs=1, echo=True, temperature=0, seed=1234
+    ).choices
+    logprobs = choice.logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert logprobs.top_logprobs is not None
+    assert len(logprobs.token_logprobs) == len(token_ids) + 1
+    assert [value is None for value in logprobs.token_logprobs] == [True] + [False] * len(token_ids)
+    pairs = zip(logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True)
+    is_greedy = [value == max(top.values()) for value, top in pairs]
+    assert is_greedy == [1 + place % 7 == 1 for place in range(1, len(token_ids))] + [True]
+
+
+@pytest.mark.parametrize("stop_token_ids", [[], [65]])
+def test_the_token_that_ends_the_text_has_an_entry(
+    server: LiveServer, client: openai.OpenAI, stop_token_ids: list[int]
+) -> None:
+    end = stop_token_ids[0] if stop_token_ids else IM_END
+    server.engine.script = lambda _request, _index: Reply([end], [-0.125])
+    asked: dict[str, Any] = {"model": "default", "prompt": "ab", "max_tokens": 1, "logprobs": 0}
+    asked["extra_body"] = {"stop_token_ids": stop_token_ids}
+    (choice,) = client.completions.create(**asked, echo=True).choices
+    assert (choice.text, choice.finish_reason) == ("ab", "stop")
+    assert entries_of(choice)[2:] == [("A" if stop_token_ids else "<|im_end|>", -0.125, None)]
+    assert choice.logprobs is not None
+    assert choice.logprobs.text_offset == [0, 1, 2]
+    streamed = list(client.completions.create(**asked, echo=True, stream=True))
+    assert [entry for chunk in streamed for entry in entries_of(chunk.choices[0])] == entries_of(choice)
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+def test_no_token_need_be_generated(
+    server: LiveServer, client: openai.OpenAI, served_model: ServedModel, logprobs: int | None
+) -> None:
+    asked: dict[str, Any] = {"model": "default", "prompt": ["a" * LIMITS.max_tokens_per_sequence, "b"], "max_tokens": 0}
+    answer = client.completions.create(**asked, echo=True, logprobs=logprobs)
+    assert [(choice.text, choice.finish_reason) for choice in answer.choices] == [
+        (asked["prompt"][0], "length"),
+        ("b", "length"),
+    ]
+    assert answer.usage is not None
+    assert (answer.usage.completion_tokens, answer.usage.prompt_tokens) == (0, LIMITS.max_tokens_per_sequence + 1)
+    assert [request.max_new_tokens for request in server.engine.requests] == [0, 0]
+    for choice, request in zip(answer.choices, server.engine.requests, strict=True):
+        if logprobs is None:
+            assert choice.logprobs is None
+        else:
+            assert entries_of(choice) == expected_entries(request, logprobs, served_model.tokenizer)
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(**asked)
+    assert refused.value.param == "max_tokens"
+
+
+def test_the_fingerprint_has_the_completion_and_the_choices_the_prompt(
+    server: LiveServer, client: openai.OpenAI, served_model: ServedModel
+) -> None:
+    answer = client.completions.create(
+        model="default", prompt="ab", logprobs=1, echo=True, extra_body={"logprobs_in_fingerprint": True}
+    )
+    (request,) = server.engine.requests
+    assert entries_of(answer.choices[0]) == expected_entries(request, 1, served_model.tokenizer)
+    assert orjson.loads(answer.system_fingerprint or "")["completion_ids"] == [NEW_TOKENS]
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_stream_begins_with_the_prompt_of_each_choice(client: openai.OpenAI, logprobs: int | None) -> None:
+    """The engine sends the sequences that have no log-probabilities of the prompt before the one that has."""
+    asked: dict[str, Any] = {"model": "default", "prompt": ["hello world", "€"], "n": 3, "logprobs": logprobs}
+    whole = client.completions.create(**asked, echo=True)
+    chunks: dict[int, list[CompletionChoice]] = {}
+    for chunk in client.completions.create(**asked, echo=True, stream=True, extra_body={"return_token_ids": True}):
+        (choice,) = chunk.choices
+        chunks.setdefault(choice.index, []).append(choice)
+    assert sorted(chunks) == list(range(6))
+    for choice in whole.choices:
+        first, *later = chunks[choice.index]
+        assert first.text == asked["prompt"][choice.index // 3]
+        assert (first.model_extra or {})["prompt_token_ids"]
+        assert {(part.model_extra or {})["prompt_token_ids"] for part in later} == {None}
+        assert first.text + "".join(part.text for part in later) == choice.text
+        if logprobs is not None:
+            assert [entry for part in chunks[choice.index] for entry in entries_of(part)] == entries_of(choice)
+
+
+PARTS = ["a", "hello w", "é", "€uro", "😀", "<|im_end|>", "<|im_start|>", " ", "\ufffd"]
+
+
+@given(st.lists(st.sampled_from(PARTS), min_size=1, max_size=8))
+@settings(max_examples=200, deadline=None)
+def test_each_token_begins_where_its_text_is(served_model: ServedModel, parts: list[str]) -> None:
+    """Oracle: the bytes before each token, of which all but those of a character that is not complete are text."""
+    text, tokenizer = "".join(parts), served_model.tokenizer
+    token_ids = tokenizer.encode(text, add_special_tokens=True)
+    pieces = [tokenizer.token_bytes(token_id) for token_id in token_ids]
+    expected = [len(b"".join(pieces[:place]).decode(errors="ignore")) for place in range(len(pieces))]
+    for prompt in (text, token_ids):
+        echo = make_echo(prompt, token_ids, tokenizer, wants_offsets=True)
+        assert (echo.text, echo.offsets) == (text, expected)
+    assert make_echo(text, token_ids, tokenizer, wants_offsets=False).offsets == []
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_ids_are_echoed_as_they_read(served_model: ServedModel, seed: int) -> None:
+    rng = random.Random(seed)
+    token_ids = [rng.choice([rng.randrange(VOCAB_SIZE), *"€😀".encode()]) for _ in range(20)]
+    echo = make_echo(token_ids, token_ids, served_model.tokenizer, wants_offsets=True)
+    whole = b"".join(map(served_model.tokenizer.token_bytes, token_ids))
+    assert echo.text == whole.decode(errors="replace")
+    for offset, token_id, end in zip(echo.offsets, token_ids, [*echo.offsets[1:], len(echo.text)], strict=True):
+        token_bytes = served_model.tokenizer.token_bytes(token_id)
+        if token_bytes.isascii():
+            assert echo.text[offset:end].lstrip("\ufffd") == token_bytes.decode()
+
+
+AROUND_A_TEXT = processors.TemplateProcessing(
+    single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", IM_START), ("<|im_end|>", IM_END)]
+)
+
+
+@pytest.fixture(scope="module")
+def normalizing(tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Composes characters, as Qwen's does, and puts tokens around each text."""
+    base = BaseTokenizer.from_file(str(tokenizer_directory / "tokenizer.json"))
+    base.normalizer = normalizers.NFC()
+    base.post_processor = AROUND_A_TEXT
+    directory = tmp_path_factory.mktemp("normalizing")
+    base.save(str(directory / "tokenizer.json"))
+    return Tokenizer.load(directory)
+
+
+def test_white_space_belongs_to_its_token_though_the_tokenizer_says_otherwise(
+    tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    """As Llama 3's does."""
+    base = BaseTokenizer.from_file(str(tokenizer_directory / "tokenizer.json"))
+    base.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), AROUND_A_TEXT])
+    base.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    text = "hello world <|im_end|> €"
+    token_ids = tokenizer.encode(text, add_special_tokens=True)
+    assert tokenizer.token_starts(text, add_special_tokens=True)[2] == 6
+    echo = make_echo(text, token_ids, tokenizer, wants_offsets=True)
+    assert echo.offsets == [0, 0, 5, 8, 11, 12, 22, 23, 23, 23, 24]
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "e\u0301te\u0301 here", "<|im_start|>a", "nin\u0303o <|im_end|> e\u0301", "é"]
+)
+def test_text_is_echoed_as_it_came_whatever_the_tokenizer_makes_of_it(normalizing: Tokenizer, text: str) -> None:
+    token_ids = normalizing.encode(text, add_special_tokens=True)
+    echo = make_echo(text, token_ids, normalizing, wants_offsets=True)
+    assert echo.text == text
+    assert (echo.offsets[0], echo.offsets[-1]) == (0, len(text))
+    for start, end, token_id in zip(echo.offsets, echo.offsets[1:], token_ids, strict=False):
+        if start < end:  # else it is but a part of a character, or not in the text
+            shown = unicodedata.normalize("NFC", text[start:end])
+            assert shown.encode().endswith(normalizing.token_bytes(token_id))
+
+
+def test_ids_get_no_token_put_before_them(served_model: ServedModel, normalizing: Tokenizer) -> None:
+    model = dataclasses.replace(served_model, tokenizer=normalizing)
+    with live_server(model, FakeEngine(say_hello)) as server:
+        client = sync_client(server)
+        asked: dict[str, Any] = {"model": "default", "logprobs": 0, "echo": True, "max_tokens": 0}
+        text, ids = (client.completions.create(prompt=prompt, **asked) for prompt in ("ab", [97, 98]))
+    assert [choice.text for answer in (text, ids) for choice in answer.choices] == ["ab", "ab"]
+    assert [entry[:2] for entry in entries_of(text.choices[0])] == [
+        ("<|im_start|>", None),
+        ("a", -1.0),
+        ("b", -1.5),
+        ("<|im_end|>", -2.0),
+    ]
+    assert [entry[:2] for entry in entries_of(ids.choices[0])] == [("a", None), ("b", -1.0)]

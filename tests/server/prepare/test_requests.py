@@ -1,0 +1,277 @@
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.server.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
+from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest
+from tokasaurus.server.prepare.requests import Prepared, prepare_chat, prepare_completion
+from tokasaurus.server.protocol.chat import ChatCompletionRequest
+from tokasaurus.server.protocol.completions import CompletionRequest
+from tokasaurus.server.served_model import ServedModel
+
+REFUSED = [{"role": "user", "content": "refuse me"}]
+LIMITS = EngineLimits(num_kv_blocks=10, page_size=16, max_tokens_per_sequence=100)
+
+
+def completion(model: ServedModel, **fields: Any) -> Prepared:
+    body = CompletionRequest.model_validate({"model": "default", "prompt": "abc"} | fields)
+    return prepare_completion(body, model, LIMITS)
+
+
+def chat(model: ServedModel, *contents: str, **fields: Any) -> Prepared:
+    messages = [{"role": "user", "content": content} for content in contents or ("abc",)]
+    body = ChatCompletionRequest.model_validate({"model": "default", "messages": messages} | fields)
+    return prepare_chat(body, model, LIMITS)
+
+
+def prompts_of(prepared: Prepared) -> list[list[int]]:
+    assert all(request.prompt_ids.dtype == np.int32 for request in prepared.requests)
+    return [request.prompt_ids.tolist() for request in prepared.requests]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("abc", [[97, 98, 99]]),
+        ([97, 5], [[97, 5]]),
+        (["a", "bc"], [[97], [98, 99]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+def test_prompt_may_be_text_or_ids_one_or_many(served_model: ServedModel, prompt: object, expected: object) -> None:
+    assert prompts_of(completion(served_model, prompt=prompt)) == expected
+
+
+def test_chat_prompt_is_the_rendered_template(served_model: ServedModel) -> None:
+    def text(words: str) -> list[int]:
+        return served_model.tokenizer.encode(words, add_special_tokens=False)
+
+    expected = [IM_START, *text("user\nabc"), IM_END, *text("\n"), IM_START, *text("assistant\n")]
+    assert prompts_of(chat(served_model, "abc")) == [expected]
+
+
+def test_content_parts_are_put_together(served_model: ServedModel) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "bc"}]
+    in_parts = chat(served_model, messages=[{"role": "user", "content": parts}])
+    assert prompts_of(in_parts) == prompts_of(chat(served_model, "abc"))
+
+
+@given(num_prompt_tokens=st.integers(1, 120), max_tokens=st.none() | st.integers(1, 120))
+@settings(deadline=None)
+def test_completion_max_tokens_is_what_was_asked_or_the_default_if_it_fits(
+    served_model: ServedModel, num_prompt_tokens: int, max_tokens: int | None
+) -> None:
+    fitting = [count for count in range(1, 101) if num_prompt_tokens + count <= 100]
+    fields = {"prompt": [1] * num_prompt_tokens, "max_tokens": max_tokens}
+    if not fitting or (max_tokens is not None and max_tokens not in fitting):
+        with pytest.raises(ContextLengthExceeded):
+            completion(served_model, **fields)
+        return
+    expected = max(count for count in fitting if count <= 16) if max_tokens is None else max_tokens
+    assert completion(served_model, **fields).requests[0].max_new_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"max_tokens": 7}, 7),
+        ({"max_completion_tokens": 7}, 7),
+        ({"max_tokens": 7, "max_completion_tokens": 7}, 7),
+        ({"max_tokens": None, "max_completion_tokens": 1}, 1),
+    ],
+)
+def test_chat_max_tokens_is_what_was_asked_or_all_that_is_left(
+    served_model: ServedModel, fields: dict[str, int | None], expected: int | None
+) -> None:
+    request = chat(served_model, **fields).requests[0]
+    assert request.max_new_tokens == (100 - len(request.prompt_ids) if expected is None else expected)
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_chat_refuses_more_than_fits_by_the_name_that_was_used(served_model: ServedModel, field: str) -> None:
+    room = chat(served_model).requests[0].max_new_tokens
+    assert chat(served_model, **{field: room}).requests[0].max_new_tokens == room
+    with pytest.raises(ContextLengthExceeded) as error:
+        chat(served_model, **{field: room + 1})
+    assert error.value.param == field
+
+
+@pytest.mark.parametrize(("seed", "expected"), [(0, 0), (5, 5), (-1, 2**64 - 1), (2**64 - 1, 2**64 - 1)])
+def test_seed_is_read_as_64_bits_for_every_prompt(served_model: ServedModel, seed: int, expected: int) -> None:
+    requests = completion(served_model, prompt=["a", "b"], seed=seed).requests
+    assert [request.sampling.seed for request in requests] == [expected, expected]
+
+
+def test_unseeded_prompts_get_seeds_of_their_own(served_model: ServedModel) -> None:
+    requests = completion(served_model, prompt=["a"] * 200).requests + chat(served_model).requests
+    seeds = {request.sampling.seed for request in requests}
+    assert len(seeds) == 201
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert max(seeds) > 2**62  # all bits are drawn; fails once in 2**57 runs
+
+
+def test_request_ids_are_unique_and_belong_to_the_response(served_model: ServedModel) -> None:
+    first, second = completion(served_model, prompt=["a", "b"]), completion(served_model)
+    answer = chat(served_model)
+    assert first.response_id.startswith("cmpl-")
+    assert answer.response_id.startswith("chatcmpl-")
+    ids = [request.request_id for prepared in (first, second, answer) for request in prepared.requests]
+    assert len(set(ids)) == 4
+    assert all(request.request_id.startswith(first.response_id) for request in first.requests)
+
+
+def test_fields_reach_the_engine(served_model: ServedModel) -> None:
+    fields = {"n": 3, "temperature": 0.25, "top_p": 0.5, "stop": ["x", "y"], "ignore_eos": True, "max_tokens": 9}
+    for prepared in (
+        completion(served_model, logprobs=0, **fields),
+        chat(served_model, logprobs=True, **fields),
+    ):
+        (request,) = prepared.requests
+        assert (request.num_sequences, request.max_new_tokens, request.ignore_eos) == (3, 9, True)
+        assert (request.sampling.temperature, request.sampling.top_p) == (0.25, 0.5)
+        assert request.stop_strings == ("x", "y")
+        assert request.want_logprobs
+
+
+def test_what_changes_and_limits_the_distribution_reaches_the_engine(served_model: ServedModel) -> None:
+    fields = {"top_k": 5, "min_p": 0.25, "presence_penalty": 1.5, "frequency_penalty": -0.5, "repetition_penalty": 2}
+    fields |= {"logit_bias": {"7": -100, "3": 0.5}, "stop_token_ids": [4, 9], "min_tokens": 2}
+    for prepared in (completion(served_model, **fields), chat(served_model, **fields)):
+        (request,) = prepared.requests
+        sampling = request.sampling
+        assert (sampling.top_k, sampling.min_p, sampling.logit_bias) == (5, 0.25, ((7, -100.0), (3, 0.5)))
+        penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
+        assert penalties == (1.5, -0.5, 2.0)
+        assert (request.stop_token_ids, request.min_tokens) == ((4, 9), 2)
+
+
+@pytest.mark.parametrize("top_k", [None, -1, 0, VOCAB_SIZE, 2**70])
+def test_a_top_k_that_excludes_nothing_is_none(served_model: ServedModel, top_k: int | None) -> None:
+    assert completion(served_model, top_k=top_k).requests[0].sampling.top_k == 0
+    assert completion(served_model, top_k=VOCAB_SIZE - 1).requests[0].sampling.top_k == VOCAB_SIZE - 1
+
+
+def test_no_repetition_penalty_takes_a_logit_out_of_float32(served_model: ServedModel) -> None:
+    for penalty in (1e-300, 1e300):
+        taken = np.float32(completion(served_model, repetition_penalty=penalty).requests[0].sampling.repetition_penalty)
+        assert np.isfinite(np.float32(1e3) * taken)
+        assert np.isfinite(np.float32(1e3) / taken)
+
+
+def test_the_cache_salt_goes_with_every_prompt_as_it_came(served_model: ServedModel) -> None:
+    salt = " Tenant \U0001f99c\0"
+    requests = completion(served_model, prompt=["a", "b"], cache_salt=salt).requests
+    requests += chat(served_model, cache_salt=salt).requests
+    assert [request.cache_salt for request in requests] == [salt] * 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "opening", "end"),
+    [
+        ({}, "", "<|im_end|>\n<|im_start|>assistant\n"),
+        ({"add_generation_prompt": None, "continue_final_message": None}, "", "<|im_end|>\n<|im_start|>assistant\n"),
+        ({"add_generation_prompt": True}, "", "<|im_end|>\n<|im_start|>assistant\n"),
+        ({"add_generation_prompt": False}, "", "<|im_end|>\n"),
+        ({"continue_final_message": True}, "", ""),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "", ""),
+        ({"continue_final_message": False}, "", "<|im_end|>\n<|im_start|>assistant\n"),
+        ({"chat_template_kwargs": {"opening": "Hear!"}}, "Hear!", "<|im_end|>\n<|im_start|>assistant\n"),
+        ({"chat_template_kwargs": {"unknown": {"a": [1]}}}, "", "<|im_end|>\n<|im_start|>assistant\n"),
+        ({"apply_chat_template_overrides": {"add_generation_prompt": False, "opening": "a"}}, "a", "<|im_end|>\n"),
+        ({"apply_chat_template_overrides": {"continue_final_message": True}}, "", ""),
+        ({"apply_chat_template_overrides": {"opening": "a"}, "chat_template_kwargs": {"opening": "a"}}, "a", None),
+    ],
+)
+def test_what_is_said_to_the_template_reaches_it(
+    served_model: ServedModel, fields: dict[str, Any], opening: str, end: str | None
+) -> None:
+    (prompt,) = prompts_of(chat(served_model, "abc", **fields))
+    end = "<|im_end|>\n<|im_start|>assistant\n" if end is None else end
+    text = served_model.tokenizer.decode(prompt, skip_special_tokens=False)
+    assert text == f"{opening}<|im_start|>user\nabc{end}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"conversations": []}}, "messages"),
+        ({"chat_template_kwargs": {"continue_final_message": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"raise_exception": 1}, "messages": REFUSED}, "messages"),
+        ({"apply_chat_template_overrides": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        ({"apply_chat_template_overrides": {"add_generation_prompt": 1}}, "apply_chat_template_overrides"),
+        (
+            {"apply_chat_template_overrides": {"opening": 1}, "chat_template_kwargs": {"opening": True}},
+            "apply_chat_template_overrides",
+        ),
+        (
+            {"apply_chat_template_overrides": {"add_generation_prompt": True}, "add_generation_prompt": False},
+            "apply_chat_template_overrides",
+        ),
+    ],
+)
+def test_what_the_template_cannot_be_told_is_refused_by_name(
+    served_model: ServedModel, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        chat(served_model, **fields)
+    assert error.value.param == param
+    assert param in error.value.message
+
+
+def test_text_of_special_tokens_is_text_in_a_message_and_a_token_in_a_prompt(served_model: ServedModel) -> None:
+    (prompt,) = prompts_of(chat(served_model, "a<|im_end|>"))
+    assert prompt.count(IM_END) == 1
+    assert prompts_of(completion(served_model, prompt="a<|im_end|>")) == [[97, IM_END]]
+
+
+def test_what_must_be_too_long_is_not_tokenized(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(*_args: object, **_options: object) -> None:
+        raise AssertionError("tokenized")
+
+    text = "a b " * 500
+    monkeypatch.setattr(served_model.tokenizer, "_base", SimpleNamespace(encode_batch_fast=encode))
+    for ask in (lambda: completion(served_model, prompt=["a", text]), lambda: chat(served_model, text)):
+        with pytest.raises(ContextLengthExceeded, match="at least"):
+            ask()
+
+
+OPTIONAL = ["n", "temperature", "top_p", "stop", "seed", "ignore_eos", "cache_salt", "top_k", "min_p", "logit_bias"]
+OPTIONAL += ["presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "min_tokens"]
+
+
+@pytest.mark.parametrize("fields", [{}, dict.fromkeys(OPTIONAL)])
+def test_absent_and_null_fields_are_the_defaults(served_model: ServedModel, fields: dict[str, None]) -> None:
+    for prepared in (completion(served_model, **fields), chat(served_model, **fields)):
+        (request,) = prepared.requests
+        assert (request.num_sequences, request.stop_strings, request.ignore_eos) == (1, (), False)
+        assert (request.sampling.temperature, request.sampling.top_p) == (1.0, 1.0)
+        assert not request.want_logprobs
+        assert request.cache_salt == ""
+        assert (request.stop_token_ids, request.min_tokens) == ((), 0)
+        assert not request.sampling.changes_logits
+        assert (request.sampling.top_k, request.sampling.min_p) == (0, 0.0)
+
+
+def test_temperatures_and_top_ps_that_float32_cannot_divide_by_are_greedy(served_model: ServedModel) -> None:
+    sampling = completion(served_model, temperature=1e-300, top_p=1e-300).requests[0].sampling
+    assert sampling.temperature == 0
+    assert np.float32(sampling.top_p) > 0
+
+
+def test_logprobs_are_refused_where_the_flag_forbids_them(served_model: ServedModel) -> None:
+    without = replace(served_model, allow_logprobs=False)
+    assert completion(without).requests
+    for refused in (lambda: completion(without, logprobs=0), lambda: chat(without, logprobs=True)):
+        with pytest.raises(InvalidRequest) as error:
+            refused()
+        assert error.value.param == "logprobs"

@@ -1,0 +1,257 @@
+"""The chunks of a stream, put together, against the answer that is not streamed."""
+
+import dataclasses
+import itertools
+import random
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.fake_engine import score_prompt
+from tests.server.respond.test_whole import make_request
+from tests.server.small_tokenizer import IM_END, IM_START
+from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta
+from tokasaurus.server.engine_client.collectors import FinishedSequence
+from tokasaurus.server.prepare.echo import Echo
+from tokasaurus.server.prepare.requests import Prepared
+from tokasaurus.server.protocol.sampling_fields import StreamOptions
+from tokasaurus.server.respond.stream import AnswerStream, ChatStream, CompletionStream
+from tokasaurus.server.respond.whole import build_chat_completion, build_completion
+from tokasaurus.server.served_model import ServedModel
+
+HELLO, SPACE_WO = 259, 261  # "hello", " wo"
+TOKENS = [HELLO, SPACE_WO, *b"helo w", *"é€".encode(), 0xFF, IM_START]
+STOPS = [(), ("o w",), ("lo", "hello h"), ("é",), ("\ufffd",), ("hello hello",), ("ohello",), ("zz", "w")]
+
+SEQUENCES = st.tuples(st.lists(st.sampled_from(TOKENS), max_size=12), st.booleans())
+
+
+def parse(events: bytes) -> list[dict[str, Any]]:
+    """Events that are well formed, one after the other."""
+    assert events.endswith(b"\n\n") or not events
+    lines = events.split(b"\n\n")[:-1]
+    assert all(line.startswith(b"data: ") and b"\n" not in line for line in lines)
+    return [orjson.loads(line.removeprefix(b"data: ")) for line in lines]
+
+
+def cut_into_deltas(sequence: FinishedSequence, index: int, rng: random.Random) -> list[SequenceDelta]:
+    num_tokens = len(sequence.token_ids)
+    inner = sorted(rng.choices(range(num_tokens), k=rng.randint(0, num_tokens)))  # some empty deltas
+    assert sequence.logprobs is not None
+    return [
+        SequenceDelta(
+            request_id="r",
+            sequence_index=index,
+            token_ids=sequence.token_ids[start:end],
+            logprobs=sequence.logprobs[start:end],
+            finish_reason=sequence.finish_reason if end == num_tokens else None,
+            num_cached_tokens=sequence.num_cached_tokens,
+            num_computed_tokens=3,
+            num_recomputed_tokens=0,
+            num_shared_tokens=0,
+            prompt_logprobs=sequence.prompt_logprobs if place == 0 else None,
+        )
+        for place, (start, end) in enumerate(itertools.pairwise([0, *inner, num_tokens]))
+    ]
+
+
+def finished(token_ids: list[int], finish_reason: FinishReason) -> FinishedSequence:
+    logprobs = [-float(position) for position in range(len(token_ids))]
+    return FinishedSequence(token_ids, logprobs, finish_reason, num_cached_tokens=1, num_computed_tokens=3)
+
+
+def interleaved(rows: list[list[FinishedSequence]], rng: random.Random) -> list[list[tuple[int, SequenceDelta]]]:
+    """All deltas, each sequence's in order, in groups as they may be read together."""
+    queues = [
+        [(request_index, delta) for delta in cut_into_deltas(sequence, index, rng)]
+        for request_index, row in enumerate(rows)
+        for index, sequence in enumerate(row)
+    ]
+    groups: list[list[tuple[int, SequenceDelta]]] = []
+    while queues := [queue for queue in queues if queue]:
+        groups.append([queue.pop(0) for queue in rng.sample(queues, rng.randint(1, len(queues)))])
+    return groups
+
+
+def join_completion(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    joined: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        whole = joined.setdefault(choice["index"], {"text": "", "logprobs": None, "finish_reason": None})
+        assert whole["finish_reason"] is None, "a chunk after the last"
+        whole["text"] += choice["text"]
+        whole["finish_reason"] = choice["finish_reason"]
+        for name, values in (choice["logprobs"] or {}).items():
+            whole["logprobs"] = whole["logprobs"] or {}
+            if values is None:
+                whole["logprobs"][name] = None
+            else:
+                whole["logprobs"][name] = whole["logprobs"].get(name, []) + values
+    return joined
+
+
+def join_chat(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    joined: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        if choice["index"] not in joined:
+            assert choice["delta"] == {"role": "assistant", "content": "", "refusal": None}
+            joined[choice["index"]] = {"content": "", "logprobs": None, "finish_reason": None}
+            continue
+        whole = joined[choice["index"]]
+        assert whole["finish_reason"] is None, "a chunk after the last"
+        whole["content"] += choice["delta"]["content"]
+        whole["finish_reason"] = choice["finish_reason"]
+        if choice["logprobs"] is not None:
+            whole["logprobs"] = (whole["logprobs"] or []) + choice["logprobs"]["content"]
+    return joined
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(SEQUENCES, min_size=4, max_size=4),
+    st.sampled_from(STOPS),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([StreamOptions(), StreamOptions(include_usage=True), StreamOptions(continuous_usage_stats=True)]),
+    st.sampled_from([0, 0, 1, 2, 4]),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+@example([([HELLO, 0xE2, 0x82], False)] * 4, ("\ufffd",), True, False, StreamOptions(), 0, False, 0)
+@example([([*b"hello h", IM_START], True)] * 4, ("hello hello",), True, False, StreamOptions(), 0, True, 1)
+@example([([HELLO, 0xE2, HELLO, HELLO], True)] * 4, ("lo", "\ufffd"), True, False, StreamOptions(), 2, True, 2)
+def test_joined_chunks_are_the_whole_answer(
+    served_model: ServedModel,
+    sequences: list[tuple[list[int], bool]],
+    stop: tuple[str, ...],
+    want_logprobs: bool,
+    ignore_eos: bool,
+    options: StreamOptions,
+    min_tokens: int,
+    echoes: bool,
+    seed: int,
+) -> None:
+    """Two prompts of two samples each, echoed or not, or a chat of four."""
+    results = [
+        finished([*token_ids, IM_END], "stop") if ends else finished(token_ids or [HELLO], "length")
+        for token_ids, ends in sequences
+    ]
+    # The engine gives a sequence no fewer, so that the least here is one token before the eos.
+    min_tokens = min(min_tokens, *(len(sequence.token_ids) - 1 for sequence in results))
+    request = dataclasses.replace(
+        make_request(3, stop, ignore_eos, want_logprobs, num_sequences=2), min_tokens=max(0, min_tokens)
+    )
+
+    scores = score_prompt(request)
+    rows = [
+        [dataclasses.replace(first, prompt_logprobs=scores), second] for first, second in (results[:2], results[2:])
+    ]
+    asked = dataclasses.replace(request, want_prompt_logprobs=echoes and want_logprobs)
+    echo = Echo("lo€", [0, 1, 2])
+    prepared = Prepared("cmpl-1", [asked, asked], echoes=[echo, echo] if echoes else [])
+    whole = build_completion(prepared, rows, served_model)
+    chunks = run(
+        CompletionStream(prepared, served_model, options), rows, seed, options, orjson.loads(orjson.dumps(whole.usage))
+    )
+    if echoes:
+        firsts = {choice["index"]: choice for chunk in reversed(chunks) for choice in chunk["choices"]}
+        assert {choice["text"] for choice in firsts.values()} == {"lo€"}
+    expected = {choice["index"]: choice for choice in orjson.loads(orjson.dumps(whole.choices))}
+    for index, joined in join_completion(chunks).items():
+        choice = expected.pop(index)
+        if choice["logprobs"] is not None and not choice["logprobs"]["tokens"]:
+            joined["logprobs"] = joined["logprobs"] or choice["logprobs"]  # none to be put together
+        assert joined == {name: choice[name] for name in ("text", "logprobs", "finish_reason")}
+    assert not expected
+
+    chat = dataclasses.replace(request, num_sequences=4)
+    prepared = Prepared("chatcmpl-1", [chat])
+    whole_chat = build_chat_completion(prepared, [results], served_model)
+    chunks = run(
+        ChatStream(prepared, served_model, options),
+        [results],
+        seed,
+        options,
+        orjson.loads(orjson.dumps(whole_chat.usage)),
+    )
+    for index, joined in join_chat(chunks).items():
+        choice = orjson.loads(orjson.dumps(whole_chat.choices[index]))
+        assert joined["content"] == choice["message"]["content"]
+        assert joined["finish_reason"] == choice["finish_reason"]
+        assert joined["logprobs"] == (choice["logprobs"]["content"] if want_logprobs else None)
+    assert len(join_chat(chunks)) == 4
+
+
+def run(
+    stream: AnswerStream, rows: list[list[FinishedSequence]], seed: int, options: StreamOptions, usage: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The chunks that have a choice; what is said of usage, and the end, are checked."""
+    chunks = [chunk for group in interleaved(rows, random.Random(seed)) for chunk in parse(stream.events(group))]
+    end = stream.end()
+    assert end.endswith(b"data: [DONE]\n\n")
+    last = parse(end.removesuffix(b"data: [DONE]\n\n"))
+    if options.include_usage:
+        (summary,) = last
+        assert (summary["choices"], summary["usage"]) == ([], usage)
+        assert {chunk["usage"] for chunk in chunks} == {None}
+    else:
+        assert last == []
+    if options.continuous_usage_stats:
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert chunks[-1]["usage"] == usage
+    elif not options.include_usage:
+        assert all("usage" not in chunk for chunk in chunks)
+    return chunks
+
+
+@pytest.mark.parametrize(("stream_type", "firsts"), [(CompletionStream, "TTFTF"), (ChatStream, "TFFFF")])
+def test_it_is_foreseen_which_deltas_bring_prompts(
+    served_model: ServedModel, stream_type: type[AnswerStream], firsts: str
+) -> None:
+    """Which may be long, and are not written on the event loop."""
+    prepared = Prepared("cmpl-1", [make_request(num_sequences=3)], return_token_ids=True)
+    stream = stream_type(prepared, served_model, StreamOptions())
+    for index, is_first in zip((0, 1, 0, 2, 1), firsts, strict=True):
+        delta = (0, SequenceDelta("r", index, [HELLO], None, None, 0, 0, 0, 0))
+        foreseen = stream.shows_prompts([delta])
+        events = stream.events([delta])
+        assert foreseen == (b'"prompt_token_ids":[' in events) == (is_first == "T")
+
+
+def test_a_stop_string_within_the_fewest_tokens_is_shown_as_it_comes(served_model: ServedModel) -> None:
+    request = dataclasses.replace(make_request(3, ("hello",)), min_tokens=3)
+    token_ids = [HELLO, ord("h"), HELLO, HELLO]
+    assert one_by_one(served_model, request, token_ids) == ["hello", "", "hhello", ""]
+
+
+def one_by_one(model: ServedModel, request: GenerateRequest, token_ids: list[int]) -> list[str]:
+    """The text that each token brings; the last ends by its length."""
+    stream = CompletionStream(Prepared("cmpl-1", [request]), model, StreamOptions())
+    texts = []
+    for position, token_id in enumerate(token_ids):
+        reason: FinishReason | None = "length" if position == len(token_ids) - 1 else None
+        chunks = parse(stream.events([(0, SequenceDelta("r", 0, [token_id], [-1.0], reason, 0, 0, 0, 0))]))
+        texts.append("".join(chunk["choices"][0]["text"] for chunk in chunks))
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("stop", "token_ids", "texts"),
+    [
+        ((), [HELLO, SPACE_WO, *"€".encode()], ["hello", " wo", "", "", "€"]),
+        ((), [HELLO, 0xE2], ["hello", "�"]),
+        (("o wa",), [HELLO, SPACE_WO, HELLO], ["hell", "o w", "ohello"]),
+        (("o wo",), [HELLO, SPACE_WO], ["hell", ""]),
+        (("zz",), [HELLO, ord("z"), ord("a"), ord("z")], ["hello", "", "za", "z"]),
+        (("€",), [HELLO, *"€".encode(), HELLO], ["hello", "", "", "", ""]),
+    ],
+)
+def test_text_comes_as_soon_as_it_can_be_no_part_of_a_stop_string(
+    served_model: ServedModel, stop: tuple[str, ...], token_ids: list[int], texts: list[str]
+) -> None:
+    assert one_by_one(served_model, make_request(3, stop), token_ids) == texts

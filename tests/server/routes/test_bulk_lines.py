@@ -1,0 +1,245 @@
+"""Lines and results without HTTP: whatever the pieces, each line gets one result, and no more than so many run."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Awaitable, Callable
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.types import Message
+
+from tokasaurus.server.errors import QueueFull, ServerStopping
+from tokasaurus.server.routes import bulk_lines
+from tokasaurus.server.routes.bulk_lines import BulkRun, IncomingBody, Line, LineSplitter
+
+Pieces = list[bytes]
+
+
+@given(
+    lines=st.lists(st.binary(max_size=12).map(lambda line: line.replace(b"\n", b"")), max_size=8),
+    cuts=st.lists(st.integers(0, 100), max_size=6),
+    max_bytes=st.none() | st.integers(0, 10),
+    ends_in_newline=st.booleans(),
+)
+def test_lines_are_those_of_the_whole_however_it_is_cut(
+    lines: list[bytes], cuts: list[int], max_bytes: int | None, ends_in_newline: bool
+) -> None:
+    text = b"\n".join(lines) + b"\n" * ends_in_newline
+    whole = text.split(b"\n") if text else []
+    if whole and whole[-1] == b"":
+        whole.pop()  # behind the last end there is no line
+    splitter = LineSplitter(max_bytes)
+    borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    found: list[bytes | None] = []
+    for start, end in itertools.pairwise(borders):
+        found += splitter.add(text[start:end])
+    found += splitter.finish()
+    assert found == [line if max_bytes is None or len(line) <= max_bytes else None for line in whole]
+
+
+def messages_of(pieces: Pieces) -> Callable[[], Awaitable[Message]]:
+    """An ASGI `receive` whose client stays."""
+    left = iter(pieces)
+
+    async def receive() -> Message:
+        await asyncio.sleep(0)
+        piece = next(left, None)
+        if piece is None:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": piece, "more_body": piece != b""}
+
+    return receive
+
+
+async def run_lines(
+    run: BulkRun, pieces: Pieces, write: Callable[[bytes], Awaitable[None]], body: IncomingBody | None = None
+) -> None:
+    body = IncomingBody(messages_of([*pieces, b""])) if body is None else body
+
+    async def receive_all() -> None:
+        while True:
+            await body.receive()
+
+    receiving = asyncio.ensure_future(receive_all())
+    try:
+        await asyncio.wait_for(run.run(body, write), 10)
+    finally:
+        receiving.cancel()
+
+
+class Answers:
+    """Answers a line, its custom_id, after a random number of turns."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.num_running = self.most_running = self.num_started = 0
+        self.written: list[bytes] = []
+        self._random = random.Random(seed)
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def read_line(self, content: bytes) -> Line:
+        async def answer() -> bytes:
+            self.num_started += 1
+            self.num_running += 1
+            self.most_running = max(self.most_running, self.num_running)
+            try:
+                for _ in range(self._random.randrange(20)):
+                    await asyncio.sleep(0)
+                await self.gate.wait()
+            finally:
+                self.num_running -= 1
+            return orjson.dumps(content.decode())
+
+        return Line(content.decode(), answer)
+
+    async def write(self, content: bytes) -> None:
+        assert content.endswith(b"\n")
+        self.written += content.splitlines()
+
+    def results(self) -> dict[str, int]:
+        """Status by custom_id, of which there are no two alike."""
+        results = [orjson.loads(line) for line in self.written]
+        assert len({result["custom_id"] for result in results}) == len(results)
+        return {result["custom_id"]: result["response"]["status_code"] for result in results}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_line_has_one_result_and_the_bound_is_reached_and_kept(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk_lines, "MAX_LINES_IN_FLIGHT", 7)
+    monkeypatch.setattr(bulk_lines, "MAX_UNREAD_BYTES", 50)
+    text = b"".join(b"line %d\n" % number for number in range(300))
+    borders = sorted(random.Random(seed).sample(range(len(text)), 40))
+    pieces = [text[start:end] for start, end in zip([0, *borders], [*borders, len(text)], strict=True)]
+
+    async def go() -> Answers:
+        answers = Answers(seed)
+        await run_lines(BulkRun(answers.read_line, None), [piece for piece in pieces if piece], answers.write)
+        return answers
+
+    answers = asyncio.run(go())
+    assert answers.results() == {f"line {number}": 200 for number in range(300)}
+    assert answers.most_running == 7
+
+
+def test_reading_stops_while_so_many_lines_are_unanswered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk_lines, "MAX_LINES_IN_FLIGHT", 3)
+    monkeypatch.setattr(bulk_lines, "MAX_UNREAD_BYTES", 100)
+
+    async def go() -> None:
+        answers = Answers()
+        answers.gate.clear()
+        num_read = 0
+        receive = messages_of([b"%d\n" % number for number in range(1000, 2000)] + [b""])
+
+        async def counted() -> Message:
+            nonlocal num_read
+            num_read += 1
+            return await receive()
+
+        body = IncomingBody(counted)
+        running = asyncio.ensure_future(run_lines(BulkRun(answers.read_line, None), [], answers.write, body))
+        await asyncio.sleep(0.1)
+        assert answers.num_started == 3
+        assert 3 <= num_read <= 3 + 1 + 100 // 5 + 2  # those that run, one that waits, what is read ahead, and a piece
+        answers.gate.set()
+        await running
+        assert len(answers.results()) == 1000
+
+    asyncio.run(go())
+
+
+def test_a_client_that_reads_only_when_it_has_sent_all_gets_all() -> None:
+    async def go() -> None:
+        answers = Answers()
+        is_sent = asyncio.Event()
+        pieces = [b"%d\n" % number for number in range(20_000)] + [b""]
+        receive = messages_of(pieces)
+
+        async def until_sent() -> Message:
+            message = await receive()
+            if not message["more_body"]:
+                is_sent.set()
+            return message
+
+        async def write(content: bytes) -> None:
+            await is_sent.wait()
+            await answers.write(content)
+
+        await run_lines(BulkRun(answers.read_line, None), [], write, IncomingBody(until_sent))
+        assert len(answers.results()) == 20_000
+
+    asyncio.run(go())
+
+
+def test_reading_stops_while_too_much_is_unsent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk_lines, "MAX_UNSENT_BYTES", 5_000)
+
+    async def go() -> None:
+        answers = Answers()
+        takes = asyncio.Event()
+
+        async def write(content: bytes) -> None:
+            await takes.wait()
+            await answers.write(content)
+
+        pieces = [b"%d\n" % number for number in range(2000)]
+        running = asyncio.ensure_future(run_lines(BulkRun(answers.read_line, None), pieces, write))
+        await asyncio.sleep(0.3)
+        assert 20 <= answers.num_started <= 100  # a result has some 150 bytes
+        takes.set()
+        await running
+        assert len(answers.results()) == 2000
+
+    asyncio.run(go())
+
+
+def test_leaving_cancels_what_runs_and_the_rest_can_still_be_told() -> None:
+    async def go() -> None:
+        answers = Answers()
+        run = BulkRun(answers.read_line, None)
+        await run_lines(run, [b"a\nb\nc\n"], answers.write)
+
+        answers.gate.clear()
+        run = BulkRun(answers.read_line, None)
+        running = asyncio.ensure_future(run_lines(run, [b"d\ne\n"], answers.write))
+        await asyncio.sleep(0.05)
+        assert answers.num_running == 2
+        running.cancel()
+        await asyncio.wait([running])
+        assert answers.num_running == 0
+        await answers.write(run.results_of_rest(ServerStopping("the server is stopping")))
+        assert answers.results() == {"a": 200, "b": 200, "c": 200, "d": 503, "e": 503}
+
+    asyncio.run(go())
+
+
+def test_a_line_that_meets_a_full_queue_waits_and_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for the clock where other lines finish."""
+    monkeypatch.setattr(bulk_lines, "QUEUE_RETRY_S", 0.2)
+
+    async def go() -> None:
+        answers = Answers()
+
+        async def read_line(content: bytes) -> Line:
+            line = await answers.read_line(content)
+
+            async def answer() -> bytes:
+                if answers.num_running >= 4:
+                    raise QueueFull("4 run")
+                return await line.answer()
+
+            return Line(line.custom_id, answer)
+
+        started = asyncio.get_running_loop().time()
+        pieces = [b"%d\n" % number for number in range(1000)]
+        await run_lines(BulkRun(read_line, None), pieces, answers.write)
+        assert answers.results() == {str(number): 200 for number in range(1000)}
+        assert answers.most_running == 4
+        assert asyncio.get_running_loop().time() - started < 5  # 250 times the clock would take 50
+
+    asyncio.run(go())

@@ -1,0 +1,300 @@
+"""What the grammar checker lets through, what it refuses and how soon. Its child processes are real."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TypeVar
+
+import orjson
+import pytest
+
+from tokasaurus.server.errors import InvalidRequest
+from tokasaurus.server.protocol.grammar_fields import GrammarFormat, GrammarSource
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.structured_output import validator
+from tokasaurus.server.structured_output.validator import GrammarChecker
+
+Result = TypeVar("Result")
+
+DEEP_REFERENCES = {  # an object within an object …, 20,000 deep: more than a stack holds
+    "$ref": "#/$defs/d0",
+    "$defs": {
+        **{
+            f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["a"]}
+            for i in range(10_000)
+        },
+        "d10000": {"type": "string"},
+    },
+}
+SLOW_REGEX = "a*" * 40_000  # half a minute
+
+
+def source(format: GrammarFormat, text: str | dict, param: str = "field") -> GrammarSource:
+    return GrammarSource(format, text if isinstance(text, str) else orjson.dumps(text).decode(), param)
+
+
+def run(
+    model: ServedModel,
+    work: Callable[[GrammarChecker], Awaitable[Result]],
+    time_limit_s: float = validator.TIME_LIMIT_S,
+) -> Result:
+    async def with_checker() -> Result:
+        checker = GrammarChecker(model, time_limit_s)
+        try:
+            return await work(checker)
+        finally:
+            await checker.close()
+
+    return asyncio.run(with_checker())
+
+
+async def refusal(checker: GrammarChecker, wrong: GrammarSource) -> str:
+    with pytest.raises(InvalidRequest) as error:
+        await checker.check(wrong)
+    assert error.value.param == wrong.param
+    return error.value.message
+
+
+REFUSED = [
+    ({"not": {"type": "string"}}, "not"),
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ({"type": "array", "contains": {"type": "integer"}}, "contains"),
+    ({"if": {"type": "string"}, "then": {"minLength": 3}}, "if"),
+    ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames"),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+    ({"properties": {"a": {"properties": {"b": {"unevaluatedProperties": False}}}}}, "unevaluatedProperties"),
+    ({"type": "string", "format": "password"}, "password"),
+    ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+    ({"type": "strin"}, "strin"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf is followed only where no two"),
+    ({"$ref": "https://example.com/schema.json"}, "example.com"),
+    ({"$ref": "#/$defs/nowhere"}, "nowhere"),
+    ({"$ref": "#"}, "no text"),
+    (
+        {
+            "type": "array",
+            "prefixItems": [{"const": 1}, {"$ref": "#/$defs/x"}],
+            "minItems": 2,
+            "$defs": {"x": {"$ref": "#/$defs/x"}},
+        },
+        "nothing may follow",
+    ),
+    ({"enum": []}, "empty"),
+    ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength"),
+    ({"type": "integer", "minimum": 5, "maximum": 2}, "minimum"),
+    ({"anyOf": [False]}, "false"),
+    ({"type": "object", "properties": {f"name_{i}": {"type": "string"} for i in range(1000)}}, "too much work"),
+    ({"not": {}, "x-guidance": {"lenient": True}}, "not"),  # a warning is no less
+]
+REFUSED_TEXTS: list[tuple[GrammarFormat, str, str]] = [
+    ("regex", "(a", "unclosed"),
+    ("regex", r"\bfoo\b", "lookarounds"),
+    ("regex", "(" * 1000 + ")" * 1000, "invalid regex"),
+    ("regex", "((((a{1,100}){1,100}){1,100}){1,100}){1,100}", "too much work"),
+    ("regex", "a{1000000}", "too much work"),
+    ("lark", 'start: a "b"', "unknown name"),
+    ("lark", 'rule: "b"', "start"),
+    ("lark", "start: <|no_such_token|>", "no_such_token"),
+    ("lark", "start: " + "(" * 9000 + '"a"' + ")" * 9000, "too deeply"),
+    ("lark", 'start: %json {"type": "object", "uniqueItems": true, "x-guidance": {"lenient": true}}', "uniqueItems"),
+    ("lark", 'start: word\nword[temperature=0.1]: "a"', "temperature"),
+    ("lark", ' {"grammars": [{"lark_grammar": "start[temperature=0.1]: /a/"}]}', "neither"),
+    ("gbnf", 'root ::= "a" other', "other"),
+    ("gbnf", 'start ::= "a"', "root"),
+    ("gbnf", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "too deeply"),
+    ("gbnf", r'root ::= "\ud800"', "no character"),
+]
+
+
+def test_what_cannot_be_followed_is_refused_and_named(served_model: ServedModel) -> None:
+    async def check_all(checker: GrammarChecker) -> None:
+        for schema, named in REFUSED:
+            assert named in await refusal(checker, source("json_schema", schema)), schema
+        for format, text, named in REFUSED_TEXTS:
+            message = await refusal(checker, source(format, text))
+            assert named in message, (text[:50], message)
+            assert len(message) < 400
+
+    run(served_model, check_all)
+
+
+def test_bombs_are_refused_within_the_limit_and_hold_up_nothing(served_model: ServedModel) -> None:
+    """Neither the event loop nor other grammars, though one crashes its process and one has to be killed."""
+
+    async def check_bombs(checker: GrammarChecker) -> None:
+        good = source("regex", "a+")
+        await checker.check(source("regex", "warm up"))
+        started = time.monotonic()
+        bombs = [
+            source("json_schema", DEEP_REFERENCES),
+            source("regex", SLOW_REGEX),
+            source("regex", "a" * (validator.MAX_GRAMMAR_CHARS + 1)),
+        ]
+        refusals = [asyncio.create_task(refusal(checker, bomb)) for bomb in bombs]
+        longest_pause_s = 0.0
+        await checker.check(good)
+        assert not refusals[1].done()
+        while not all(task.done() for task in refusals):
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest_pause_s = max(longest_pause_s, time.monotonic() - before)
+        messages = [task.result() for task in refusals]
+        assert "too deeply" in messages[0]
+        assert "longer than 1.5 s" in messages[1]
+        assert "at most" in messages[2]
+        assert time.monotonic() - started < 1.5 + 3  # the two take turns with others' work on this machine
+        assert longest_pause_s < 0.3
+        await checker.check(source("regex", "b+"))  # still at work
+        assert len(checker._processes) <= validator.MAX_PROCESSES
+
+    run(served_model, check_bombs, time_limit_s=1.5)
+
+
+def test_a_grammar_is_compiled_once(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether many ask at the same time or later, and though the first who asked is gone."""
+    asked: list[bytes] = []
+    ask = validator._ask
+
+    async def counting(process: asyncio.subprocess.Process, question: bytes) -> bytes:
+        asked.append(question)
+        return await ask(process, question)
+
+    monkeypatch.setattr(validator, "_ask", counting)
+
+    async def check_often(checker: GrammarChecker) -> None:
+        wanted = source("json_schema", {"type": "integer"})
+        first = asyncio.create_task(checker.check(wanted))
+        await asyncio.sleep(0)
+        first.cancel()
+        answers = await asyncio.gather(*(checker.check(wanted) for _ in range(20)))
+        assert set(answers) == {await checker.check(wanted)}
+        assert len(asked) == 1
+        await checker.check(source("json_schema", {"type": "number"}))
+        assert len(asked) == 2
+
+    run(served_model, check_often)
+
+
+def test_a_grammar_whose_askers_have_left_before_its_turn_takes_none(
+    served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    all_busy, gate = asyncio.Event(), asyncio.Event()
+    ask = validator._ask
+
+    async def waiting(process: asyncio.subprocess.Process, question: bytes) -> bytes:
+        asked.append(orjson.loads(question)[1])
+        if len(asked) == validator.MAX_PROCESSES:
+            all_busy.set()
+        await gate.wait()
+        return await ask(process, question)
+
+    monkeypatch.setattr(validator, "_ask", waiting)
+
+    async def leave(checker: GrammarChecker) -> None:
+        def start(*texts: str) -> list[asyncio.Task[str]]:
+            return [asyncio.create_task(checker.check(source("regex", text))) for text in texts]
+
+        staying = start("a", "b")
+        await all_busy.wait()
+        leaving, staying = start("c", "d", "e"), staying + start("d", "f")
+        await asyncio.sleep(0)
+        for task in leaving:
+            task.cancel()
+        gate.set()
+        await asyncio.gather(*staying)
+        assert sorted(asked) == ["a", "b", "d", "f"]
+        assert not checker._num_waiting
+
+    run(served_model, leave)
+
+
+def test_cache_is_bounded_by_count_and_by_bytes(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validator, "_MAX_KNOWN", 3)
+    monkeypatch.setattr(validator, "_MAX_KNOWN_BYTES", 20_000)
+
+    async def fill(checker: GrammarChecker) -> None:
+        for index in (0, 1, 2, 0, 3):
+            await checker.check(source("regex", f"a{index}"))
+        assert [text for _, text in checker._known] == ["a2", "a0", "a3"]  # the least recently used is gone
+        await checker.check(source("regex", "b" * 5000))
+        await checker.check(source("regex", "c" * 5000))
+        assert [text[0] for _, text in checker._known] == ["c"]
+        assert checker._num_known_bytes == sum(outcome.num_bytes for outcome in checker._known.values()) <= 20_000
+
+    run(served_model, fill)
+
+
+def test_a_process_that_was_killed_is_replaced_and_none_is_left_behind(served_model: ServedModel) -> None:
+    pids: list[int] = []
+
+    async def kill_one(checker: GrammarChecker) -> None:
+        assert not checker._processes, "the first starts with the first grammar"
+        await checker.check(source("regex", "a"))
+        (process,) = checker._processes
+        pids.append(process.pid)
+        process.kill()
+        await process.wait()
+        await checker.check(source("regex", "b"))
+        pids.extend(process.pid for process in checker._processes)
+
+    run(served_model, kill_one)
+    assert len(pids) == 2
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_tokenizer_that_grammars_cannot_read_is_no_fault_of_the_server(
+    served_model: ServedModel, tmp_path: Path
+) -> None:
+    async def ask(checker: GrammarChecker) -> None:
+        assert "tokenizer" in await refusal(checker, source("regex", "a"))
+        assert not checker._processes
+
+    (tmp_path / "tokenizer.json").write_text('{"model": "none"}')
+    run(replace(served_model, tokenizer=SimpleNamespace(directory=tmp_path)), ask)
+
+
+ORPHAN = """
+import asyncio, sys
+from types import SimpleNamespace
+from pathlib import Path
+from tokasaurus.server.structured_output.validator import GrammarChecker
+from tokasaurus.server.protocol.grammar_fields import GrammarSource
+
+async def main():
+    tokenizer = SimpleNamespace(directory=Path(sys.argv[1]))
+    checker = GrammarChecker(SimpleNamespace(tokenizer=tokenizer, vocab_size=266, eos_ids={265}), time_limit_s=60)
+    await checker.check(GrammarSource("regex", "a", "x"))
+    asyncio.create_task(checker.check(GrammarSource("regex", "a*" * 40_000, "x")))
+    await asyncio.sleep(0.1)
+    print(*(process.pid for process in checker._processes), flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process ends when it has compiled, or by its timer")
+def test_a_process_dies_with_its_server_amid_a_grammar(tokenizer_directory: Path) -> None:
+    server = subprocess.Popen([sys.executable, "-c", ORPHAN, tokenizer_directory], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    pid = int(server.stdout.readline())
+    assert is_alive(pid)
+    server.kill()
+    server.wait()
+    deadline = time.monotonic() + 3
+    while is_alive(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"  # nobody may have waited for it
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,205 @@
+"""Grammars of calls: what they allow the reader of calls reads, and nothing else is a call."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as BaseTokenizer
+
+from tests.server.grammar_engine import follow_grammars
+from tests.server.respond.test_whole import make_request
+from tests.server.small_tokenizer import IM_END, save_small_tokenizer
+from tokasaurus.messages.generation import SamplingParams
+from tokasaurus.server.errors import InvalidRequest, Unsupported
+from tokasaurus.server.protocol.grammar_fields import GrammarSource
+from tokasaurus.server.protocol.tools import Tool
+from tokasaurus.server.structured_output.validator_process import compile_grammar
+from tokasaurus.server.tools.formats import FORMATS, HERMES, LLAMA3, ToolCallFormat
+from tokasaurus.server.tools.grammar import write_calls_or_json, write_forced_calls, write_free_calls
+from tokasaurus.server.tools.parser import CallPiece, CallReader, CallRules
+from tokasaurus.text.grammars import load_grammar_vocabulary
+from tokasaurus.text.tokenizer import Tokenizer
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+PARAMETERS: dict[str, dict[str, Any] | None] = {
+    "go": {
+        "properties": {"to": {"$ref": "#/$defs/point"}, "by": {"enum": ["car", "fo</tool_call>ot", 'é"']}},
+        "required": ["to"],
+        "additionalProperties": False,
+        "$defs": {"point": POINT},
+    },
+    "stop": None,
+    "say": {"type": ["object", "null"]},
+}
+TOOLS = [
+    Tool.model_validate(
+        {"type": "function", "function": {"name": name, "parameters": parameters, "strict": name != "say"}}
+    )
+    for name, parameters in PARAMETERS.items()
+]
+ALL = frozenset(PARAMETERS)
+
+
+def is_right(name: str, arguments: str) -> bool:
+    if name == "stop":
+        return arguments == "{}"
+    schema = {**(PARAMETERS[name] or {}), "type": "object"}
+    return jsonschema_rs.is_valid(schema, json.loads(arguments))
+
+
+def read(text: str, rules: CallRules) -> tuple[str, list[tuple[str, str]]]:
+    reader = CallReader(rules)
+    pieces = [*reader.add(text), *reader.finish()]
+    calls = [(piece.name or "", piece.arguments) for piece in pieces if isinstance(piece, CallPiece)]
+    return "".join(piece for piece in pieces if isinstance(piece, str)), calls
+
+
+@pytest.mark.parametrize("names", [ALL, {"go"}, {"stop", "say"}])
+@pytest.mark.parametrize("format_", FORMATS.values())
+def test_whatever_is_drawn_from_a_forced_grammar_are_calls_that_are_right(
+    format_: ToolCallFormat, names: set[str], tokenizer_directory: Path
+) -> None:
+    tokenizer = Tokenizer.load(tokenizer_directory)
+    script = follow_grammars(tokenizer_directory)
+    compiler = load_grammar_vocabulary(tokenizer_directory, tokenizer.vocab_size, [IM_END]).tokenizer
+    seen: set[str] = set()
+    lengths: set[int] = set()
+    for parallel in (True, False):
+        rules = CallRules(format_, frozenset(names), parallel)
+        source = write_forced_calls(TOOLS, rules, tokenizer.added_tokens)
+        assert source.param == "tools"
+        grammar = compile_grammar(compiler, source.format, source.text)
+        for seed in range(12):
+            sampling = SamplingParams(1.0, 1.0, seed)
+            request = dataclasses.replace(make_request(), sampling=sampling, grammar=grammar, max_new_tokens=700)
+            reply = script(request, 0)
+            assert reply is not None
+            content, calls = read(tokenizer.decode(reply.token_ids), rules)
+            assert content == ""
+            is_whole = reply.finish_reason == "stop"
+            assert all(is_right(*call) for call in (calls if is_whole else calls[:-1])), calls
+            assert calls or not is_whole
+            assert parallel or len(calls) <= 1
+            seen.update(name for name, _ in calls)
+            lengths.add(len(calls))
+    assert seen == names
+    assert max(lengths) > 1
+
+
+THOUGHTS = ("<think>", "</think>")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("spelt", ()), ("spelt", THOUGHTS), ("token", ()), ("token", THOUGHTS), ("special token", THOUGHTS)],
+)
+def marks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, LLTokenizer]:
+    """Tokenizers that have the marks of Hermes, and those of thoughts, in each of the ways that there are."""
+    kind, thoughts = request.param
+    directory = save_small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    base = BaseTokenizer.from_file(str(directory / "tokenizer.json"))
+    base.add_tokens([AddedToken(mark, special=False) for mark in thoughts])
+    marks = [AddedToken(mark, special=kind == "special token") for mark in ("<tool_call>", "</tool_call>")]
+    if kind == "token":
+        base.add_tokens(marks)
+    elif kind == "special token":
+        base.add_special_tokens(marks)
+    base.save(str(directory / "tokenizer.json"))
+    tokenizer = Tokenizer.load(directory)
+    assert ("<tool_call>" in tokenizer.added_tokens) == (kind != "spelt")
+    return tokenizer, load_grammar_vocabulary(directory, tokenizer.vocab_size, [IM_END]).tokenizer
+
+
+def matcher_of(
+    write: Callable[..., Any], format_: ToolCallFormat, marks: tuple[Tokenizer, LLTokenizer], parallel: bool = True
+) -> Callable[[str], bool]:
+    """Whether a text is one of the grammar's."""
+    tokenizer, compiler = marks
+    source = write(TOOLS, CallRules(format_, ALL, parallel), tokenizer.added_tokens)
+    grammar = compile_grammar(compiler, source.format, source.text)
+
+    def matches(text: str) -> bool:
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(token_ids) == text
+        matcher = LLMatcher(compiler, grammar, log_level=0)
+        return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+    return matches
+
+
+GO = ("go", {"to": {"x": 5}, "by": 'é"'})
+WRONG = [("go", {"to": {"x": "5"}}), ("go", {}), ("stop", {"a": 1})]
+
+
+@pytest.mark.parametrize("format_", FORMATS.values())
+def test_calls_as_the_model_is_taught_to_write_them_may_be_forced(
+    format_: ToolCallFormat, marks: tuple[Tokenizer, LLTokenizer]
+) -> None:
+    matches = matcher_of(write_forced_calls, format_, marks)
+    for calls in ([GO], [("stop", {})], [GO, ("say", {"a": ["b"]}), GO]):
+        text = format_.separator.join(format_.write(name, arguments) for name, arguments in calls)
+        assert matches(text)
+        assert not matches(f"{text} ")
+        assert not matches(f"Sure. {text}")
+    for name, arguments in [*WRONG, ("unknown", {})]:
+        assert not matches(format_.write(name, arguments))
+    assert not matches("")
+    say = format_.write("say", {"a": 1})
+    assert matches(say)
+    assert not matches(say.replace('"a": 1', '"a": 1, "\\u0061": 2')), "the same name, spelt otherwise"
+    assert not matcher_of(write_forced_calls, format_, marks, parallel=False)(
+        format_.separator.join([format_.write(*GO)] * 2)
+    )
+
+
+@pytest.mark.parametrize("format_", FORMATS.values())
+def test_calls_among_free_text_are_right_where_the_tool_is_strict(
+    format_: ToolCallFormat, marks: tuple[Tokenizer, LLTokenizer]
+) -> None:
+    matches = matcher_of(write_free_calls, format_, marks)
+    go, say = format_.write(*GO), format_.write("say", {"a": 1})
+    for text in ("", "Sure {5} é.", go, f"Sure.\n{go}", f"{go}{format_.separator}{say} bye", '{"name": "Ann"}'):
+        assert matches(text), text
+        assert matches(f"<think>\nwell {{\n</think>\n\n{text}<think>"), text
+    for name, arguments in WRONG:
+        assert not matches(format_.write(name, arguments))
+        assert not matches(f"Sure.\n{go}\n{format_.write(name, arguments)}")
+    if format_ is HERMES:
+        assert not matches("<tool_call>")
+        assert not matches(format_.write("unknown", {}))
+    one = matcher_of(write_free_calls, format_, marks, parallel=False)
+    assert one(f"Sure.\n{go}")
+    assert one(f"<think>hm</think>{go}")
+    assert one("<think>hm</think> Sure.")
+    assert not one(f"{go} bye")
+
+
+def test_calls_may_stand_in_place_of_json(marks: tuple[Tokenizer, LLTokenizer]) -> None:
+    content = GrammarSource("json_schema", json.dumps(POINT), "response_format")
+
+    def write(*asked: Any) -> GrammarSource:
+        source = write_calls_or_json(*asked, content)
+        assert source.param == "response_format"
+        return source
+
+    matches = matcher_of(write, HERMES, marks)
+    go = HERMES.write(*GO)
+    for text in ('{"x": 5}', go, f"{go}\n{HERMES.write('say', {})}"):
+        assert matches(text), text
+    for text in ("", '{"x": "5"}', f'{{"x": 5}}\n{go}', f"Sure.\n{go}", *(HERMES.write(*call) for call in WRONG)):
+        assert not matches(text), text
+    with pytest.raises(Unsupported):
+        matcher_of(write, LLAMA3, marks)
+
+
+def test_arguments_that_can_be_no_object_are_refused() -> None:
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}})
+    with pytest.raises(InvalidRequest) as refused:
+        write_forced_calls([TOOLS[0], tool], CallRules(LLAMA3, frozenset({"go", "f"})), ())
+    assert refused.value.param == "tools[1].function.parameters"

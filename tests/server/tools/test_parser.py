@@ -1,0 +1,228 @@
+"""Calls of tools in the text of answers: what they are, and that no cut of the text changes it."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tokasaurus.server.tools.formats import FORMATS, HERMES, LLAMA3, ToolCallFormat
+from tokasaurus.server.tools.parser import CallPiece, CallReader, CallRules
+
+NAMES = frozenset({"f", "get_weather"})
+Calls = list[tuple[str, str]]
+
+
+def read(text: str, format_: ToolCallFormat, rng: random.Random | None = None, parallel: bool = True) -> Any:
+    """(content, calls); in random pieces, or whole."""
+    reader = CallReader(CallRules(format_, NAMES, parallel))
+    pieces: list[str | CallPiece] = []
+    position = 0
+    while position < len(text):
+        end = len(text) if rng is None else position + rng.choice([1, 1, 2, 3, 9])
+        pieces += reader.add(text[position:end])
+        position = end
+    pieces += reader.finish()
+    calls: list[tuple[str, list[str]]] = []
+    for piece in pieces:
+        if isinstance(piece, CallPiece):
+            assert (piece.name is not None) == (piece.index == len(calls)), "each begins once, in order"
+            if piece.name is not None:
+                calls.append((piece.name, []))
+            calls[piece.index][1].append(piece.arguments)
+        else:
+            assert piece
+    assert reader.num_calls == len(calls)
+    content = "".join(piece for piece in pieces if isinstance(piece, str))
+    return content, [(name, "".join(parts)) for name, parts in calls]
+
+
+CONTENT = st.sampled_from(["", "Sure.", "two lines\nof text", "<think>\nhm, <tool\n</think>", "a < b } [1]", "€;"])
+ARGUMENTS = st.dictionaries(
+    st.sampled_from(["a", "é", 'q"', "<tool_call>", "\\"]),
+    st.recursive(
+        st.integers() | st.booleans() | st.text(max_size=4) | st.sampled_from(["</tool_call>", '{"name": "f"', "}}"]),
+        lambda values: st.lists(values, max_size=2) | st.dictionaries(st.text(max_size=2), values, max_size=2),
+        max_leaves=4,
+    ),
+    max_size=3,
+)
+SPACES = st.sampled_from(["", "\n", " ", "\n\n"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(list(FORMATS.values())),
+    CONTENT,
+    st.lists(st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS, SPACES, st.booleans()), max_size=3),
+    CONTENT,
+    st.integers(0, 10**6),
+)
+def test_what_was_written_is_read(
+    format_: ToolCallFormat,
+    before: str,
+    calls: list[tuple[str, dict[str, Any], str, bool]],
+    after: str,
+    seed: int,
+) -> None:
+    text = before
+    for name, arguments, space, is_swapped in calls:
+        written = format_.write(name, arguments)
+        if is_swapped:
+            fields = {format_.arguments_key: arguments, "name": name}
+            written = format_.start + json.dumps(fields, ensure_ascii=False) + format_.end
+        text += space + written
+    text += after
+    expected = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments, *_ in calls]
+    assert read(text, format_) == (before + after, expected)
+    assert read(text, format_, random.Random(seed)) == (before + after, expected)
+
+
+FRAGMENTS = ["<tool_call>", "</tool_call>", "\n", " ", ";", "{", "}", '"name"', '"f"', '"get_weather"', '"g"', ":", ","]
+FRAGMENTS += ['"arguments"', '"parameters"', '{"a": 1}', "[", '"', "x", "tru", '"type": "function"', "\\", "<tool"]
+FRAGMENTS += ['<tool_call>{"name": "f", "arguments": {', '{"name": "f", "parameters": {"a"', '{"parameters": {}, "na']
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.sampled_from(list(FORMATS.values())), st.lists(st.sampled_from(FRAGMENTS), max_size=14), st.booleans())
+@example(HERMES, ['<tool_call>{"name": "f", "arguments": {', "}", "}", "<tool", "<tool_call>"], True)
+@example(LLAMA3, ['{"name": "f", "parameters": {"a"', ":", "}", "}"], True)
+def test_no_cut_changes_what_is_read(format_: ToolCallFormat, fragments: list[str], parallel: bool) -> None:
+    text = "".join(fragments)
+    whole = read(text, format_, parallel=parallel)
+    for seed in range(4):
+        assert read(text, format_, random.Random(seed), parallel) == whole
+    if not whole[1]:
+        assert whole[0] == text, "nothing is lost"
+    assert parallel or len(whole[1]) <= 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>",
+        "<tool_call>\n",
+        '<tool_call>\n{"name": "f", "argum',
+        '<tool_call>\n{"name": "f", "arguments": [1]}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": "{}"}\n</tool_call>',
+        '<tool_call>\n{"name": "f"}\n</tool_call>',
+        '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "name": "f", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "more": 1, "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"type": "object", "name": "f", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"arguments": {"a": }, "name": "f"}\n</tool_call>',
+        '<tool_call>\n{"unknown": "<tool_call>{\\"name\\": \\"f\\", \\"arguments\\": {}}"}\n</tool_call>',
+        '<tool_call>\n{"arguments": {"a": 1}, "parameters": {}, "name": "f"}\n</tool_call>',
+        '{"name": "f", "arguments": {}}',
+        " \n ",
+    ],
+)
+def test_what_is_no_call_is_content_as_it_was_written(text: str) -> None:
+    assert read(text, HERMES) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        # several, with or without what should stand between them
+        (
+            '{"name": "f", "parameters": {}}; {"name": "f", "parameters": {"a": 1}}',
+            "",
+            [("f", "{}"), ("f", '{"a": 1}')],
+        ),
+        ('{"name": "f", "parameters": {}}\n{"name": "f", "arguments": {}};\n', "", [("f", "{}"), ("f", "{}")]),
+        ('{"name": "f", "parameters": {}}; and so on', "; and so on", [("f", "{}")]),
+        ('Well: {"type": "function", "name": "f", "parameters": {}}', "Well:", [("f", "{}")]),
+        # an object within one that is no call is none
+        ('{"x": {"name": "f", "parameters": {}}}', '{"x": {"name": "f", "parameters": {}}}', []),
+        ('{"x": 1, "y": [{"name": "f", "parameters": {}}]}', '{"x": 1, "y": [{"name": "f", "parameters": {}}]}', []),
+        ('{ {"name": "f", "parameters": {}}', "{", [("f", "{}")]),
+        # cut short, as by max_tokens
+        ('{"name": "f", "parameters": {"a": [1, "b', "", [("f", '{"a": [1, "b')]),
+        # broken: nothing tells where they end
+        ('{"name": "f", "parameters": {"a": tru e}} x', "", [("f", '{"a": tru e}} x')]),
+        ('{"name": "f", "parameters": {}', "", [("f", "{}")]),
+    ],
+)
+def test_calls_of_llama(text: str, content: str, calls: Calls) -> None:
+    assert read(text, LLAMA3) == (content, calls)
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"{CALL}\n{CALL}", "", [("f", '{"a": 1}')] * 2),
+        (f"one\n{CALL}\ntwo", "one\ntwo", [("f", '{"a": 1}')]),
+        (f"<tool_call> {CALL}", "<tool_call>", [("f", '{"a": 1}')]),
+        (f"<tool_call>\nno\n</tool_call>{CALL}", "<tool_call>\nno\n</tool_call>", [("f", '{"a": 1}')]),
+        # a string that is not closed ends with its line
+        (f'<tool_call>{{"name": "f\n{CALL}', '<tool_call>{"name": "f', [("f", '{"a": 1}')]),
+        # broken arguments go on to the mark of the end
+        ('<tool_call>{"name": "f", "arguments": {a}}</tool_call>ok', "ok", [("f", "{a}}")]),
+        ('<tool_call>{"name": "f", "arguments": {a}}</tool_', "", [("f", "{a}}</tool_")]),
+        # what should stand behind the arguments may be missing, in part or altogether
+        ('<tool_call>{"name": "f", "arguments": {}</tool_call>ok', "ok", [("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": {}}\n</tool', "", [("f", "{}")]),
+        (f'<tool_call>{{"name": "f", "arguments": {{}}}}\n{CALL}', "", [("f", "{}"), ("f", '{"a": 1}')]),
+        ('<tool_call>{"name": "f", "arguments": {}}}</tool_call>', "}</tool_call>", [("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>', "", [("f", '{"a": "x\ny"}')]),
+    ],
+)
+def test_calls_of_hermes(text: str, content: str, calls: Calls) -> None:
+    assert read(text, HERMES) == (content, calls)
+
+
+def test_where_one_call_is_allowed_the_answer_ends_with_it() -> None:
+    assert read(f"Hm. {CALL}\n{CALL} more", HERMES, parallel=False) == ("Hm.", [("f", '{"a": 1}')])
+    broken = '<tool_call>{"name": "f", "arguments": {a}}</tool_call>'
+    assert read(f"{broken}\n{CALL} more", HERMES, parallel=False) == ("", [("f", "{a}}")])
+
+
+@pytest.mark.parametrize(
+    ("format_", "pieces", "shown"),
+    [
+        (HERMES, ["Hi <", "tool", "s> <tool_call", ">"], ["Hi", "", " <tools>", ""]),
+        (
+            HERMES,
+            ['<tool_call>{"name": "f", "arguments": ', '{"a": "', "é", '"}', "}"],
+            ["", 'f{"a": "', "é", '"}', ""],
+        ),
+        (LLAMA3, ["Hi", ' {"na', 'ms": 1', "} x"], ["Hi", "", ' {"nams": 1', "} x"]),
+        (LLAMA3, ['{"parameters": {"a": 1}, ', '"name": "f', '"}'], ["", "", 'f{"a": 1}']),
+    ],
+)
+def test_nothing_is_held_longer_than_it_may_be_part_of_a_call(
+    format_: ToolCallFormat, pieces: list[str], shown: list[str]
+) -> None:
+    reader = CallReader(CallRules(format_, NAMES))
+    seen = [
+        "".join(
+            found if isinstance(found, str) else (found.name or "") + found.arguments for found in reader.add(piece)
+        )
+        for piece in pieces
+    ]
+    assert seen == shown
+
+
+def test_reading_takes_time_in_proportion_to_the_text() -> None:
+    """Texts that look like calls at every turn; counted in characters read, since the machine may be busy."""
+    for text in ('{"arguments": ' * 4000, "{" * 20_000, '<tool_call>{"name": "f' * 2000, '{"name": "f", ' * 3000):
+        for format_ in FORMATS.values():
+            reader = CallReader(CallRules(format_, NAMES))
+            count = 0
+            original = reader._read_character
+
+            def counted(character: str, original: Any = original) -> bool:
+                nonlocal count
+                count += 1
+                return bool(original(character))
+
+            reader._read_character = counted  # type: ignore[method-assign]
+            for character in text:
+                reader.add(character)
+            assert count <= 3 * len(text)

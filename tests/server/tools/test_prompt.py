@@ -1,0 +1,178 @@
+"""What the model is told of tools and calls, through templates of several kinds."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.small_tokenizer import IM_END, IM_START, save_small_tokenizer
+from tests.server.tool_templates import (
+    HERMES_TEMPLATE,
+    LLAMA3_TEMPLATE,
+    OWN_WAY_TEMPLATE,
+    TWO_TEMPLATES,
+    save_tokenizer_with,
+)
+from tokasaurus.config import SERVER_FLAGS
+from tokasaurus.server.errors import InvalidRequest
+from tokasaurus.server.protocol.chat import ChatMessage
+from tokasaurus.server.protocol.tools import Tool
+from tokasaurus.server.tools.formats import (
+    FORMATS,
+    HERMES,
+    LLAMA3,
+    NO_TOOLS_IN_TEMPLATE,
+    ToolSupport,
+    find_tool_support,
+)
+from tokasaurus.server.tools.prompt import template_input
+from tokasaurus.text.tokenizer import Tokenizer
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather <|im_end|> of é",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "strict": True,
+    },
+}
+TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
+SHOWN_WEATHER = {"type": "function", "function": {k: v for k, v in WEATHER["function"].items() if k != "strict"}}
+SHOWN_TIME = {"type": "function", "function": TIME["function"] | {"parameters": {"type": "object", "properties": {}}}}
+
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "Warm"}, {"type": "text", "text": " there?"}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "c1",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": '{"city":"Köln<|im_end|>"}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "20 °C<|im_start|>"}]},
+]
+
+
+def parse(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> tuple[list[ChatMessage], list[Tool]]:
+    return [ChatMessage.model_validate(message) for message in messages], [Tool.model_validate(tool) for tool in tools]
+
+
+def load(template: Any, directory: Path) -> Tokenizer:
+    return Tokenizer.load(
+        save_small_tokenizer(directory) if template is None else save_tokenizer_with(template, directory)
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "support"),
+    [
+        (HERMES_TEMPLATE, ToolSupport(HERMES, in_template=True)),
+        (LLAMA3_TEMPLATE, ToolSupport(LLAMA3, in_template=True)),
+        (OWN_WAY_TEMPLATE, ToolSupport(None, in_template=True)),
+        (TWO_TEMPLATES, ToolSupport(HERMES, in_template=True, needs_list=True)),
+        (None, NO_TOOLS_IN_TEMPLATE),
+    ],
+)
+def test_the_format_is_that_of_the_template_unless_it_is_given(
+    template: Any, support: ToolSupport, tmp_path: Path
+) -> None:
+    tokenizer = load(template, tmp_path)
+    assert find_tool_support(tokenizer, None) == support
+    for name, format_ in FORMATS.items():
+        assert find_tool_support(tokenizer, name) == dataclasses.replace(support, format=format_)
+    assert SERVER_FLAGS.flags["tool_call_format"].choices == tuple(FORMATS)
+
+
+def render(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+    """The prompt as ids make it, special tokens by their names in brackets."""
+    support = find_tool_support(tokenizer, None)
+    shown_messages, shown_tools = template_input(*parse(messages, tools), support)
+    ids = tokenizer.encode_chat(shown_messages, tools=shown_tools)
+    text = ""
+    rest = ids
+    while rest:
+        end = next((index for index, id_ in enumerate(rest) if id_ in (IM_START, IM_END)), len(rest))
+        text += tokenizer.decode(rest[:end])
+        text += {IM_START: "[start]", IM_END: "[end]"}[rest[end]] if end < len(rest) else ""
+        rest = rest[end + 1 :]
+    return text
+
+
+def test_a_template_that_knows_tools_gets_them_and_special_text_stays_text(tmp_path: Path) -> None:
+    tools = [json.dumps(tool, ensure_ascii=False) for tool in (SHOWN_WEATHER, SHOWN_TIME)]
+    assert render(load(HERMES_TEMPLATE, tmp_path), CONVERSATION, [WEATHER, TIME]) == (
+        f"[start]system\n{tools[0]}\n{tools[1]}\n[end]\n[start]user\nWarm there?[end]\n"
+        "[start]assistant\n\n<tool_call>\n"
+        '{"name": "get_weather", "arguments": {"city": "Köln<|im_end|>"}}\n</tool_call>[end]\n'
+        "[start]user\n<tool_response>20 °C<|im_start|></tool_response>[end]\n[start]assistant\n"
+    )
+
+
+def test_calls_are_shown_though_the_template_for_tools_is_another(tmp_path: Path) -> None:
+    tokenizer = load(TWO_TEMPLATES, tmp_path)
+    assert "<tool_call>" in render(tokenizer, CONVERSATION, [])
+    assert "<tool_response>" in render(tokenizer, CONVERSATION, [])
+    assert render(tokenizer, CONVERSATION[:1], []) == "[start]user\nWarm there?"
+
+
+def test_a_template_of_llamas(tmp_path: Path) -> None:
+    tools = json.dumps([SHOWN_WEATHER], ensure_ascii=False, indent=4)
+    assert render(load(LLAMA3_TEMPLATE, tmp_path), CONVERSATION, [WEATHER]) == (
+        f'[start]user\n{tools}Warm there?[end][start]assistant\n{{"name": "get_weather", "parameters": '
+        '{"city": "Köln<|im_end|>"}}[end][start]ipython\n"20 °C<|im_start|>"[end][start]assistant\n'
+    )
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_a_template_without_tools_is_told_of_them_in_text(system: str | None, tmp_path: Path) -> None:
+    tokenizer = load(None, tmp_path)
+    result = {"role": "tool", "tool_call_id": "c1", "content": "calm"}
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    prompt = render(tokenizer, [*opening, *CONVERSATION, result, {"role": "user", "content": "So?"}], [WEATHER, TIME])
+    first, *others = prompt.split("[end]\n")
+    assert first.startswith("[start]system\n" + ("" if system is None else f"{system}\n\n"))
+    lines = first.split("\n")
+    assert [json.loads(line) for line in lines if line.startswith('{"name": "get')] == [
+        SHOWN_WEATHER["function"],
+        SHOWN_TIME["function"],
+    ]
+    assert "<tool_call>" in lines
+    assert others == [
+        "[start]user\nWarm there?",
+        '[start]assistant\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln<|im_end|>"}}\n</tool_call>',
+        "[start]user\n<tool_response>\n20 °C<|im_start|>\n</tool_response>\n<tool_response>\ncalm\n</tool_response>",
+        "[start]user\nSo?",
+        "[start]assistant\n",
+    ]
+
+
+def test_without_tools_and_calls_templates_are_given_what_they_always_were() -> None:
+    messages, _ = parse([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], [])
+    expected = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    for support in (NO_TOOLS_IN_TEMPLATE, ToolSupport(HERMES, in_template=True)):
+        assert template_input(messages, [], support) == (expected, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [("", {}), (" ", {}), ("{}", {}), ('{"n": 123456789012345678901}', {"n": 123456789012345678901})],
+)
+def test_arguments_are_objects_for_the_template(arguments: str, value: dict[str, Any]) -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages, _ = parse([{"role": "assistant", "content": None, "tool_calls": [call]}], [])
+    ((message,), _) = template_input(messages, [], ToolSupport(HERMES, in_template=True))
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": value}
+
+
+def test_a_result_must_be_of_an_earlier_call() -> None:
+    messages, _ = parse([*CONVERSATION, CONVERSATION[2] | {"tool_call_id": "c2"}], [])
+    with pytest.raises(InvalidRequest) as refused:
+        template_input(messages, [], NO_TOOLS_IN_TEMPLATE)
+    assert refused.value.param == "messages[3].tool_call_id"

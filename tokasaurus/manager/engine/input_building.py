@@ -1,0 +1,225 @@
+"""The next step: its blocks are taken, its sequences moved past it, and the message for the workers built."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokasaurus.manager.engine.grammar_scheduling import build_masks, ready_to_decode
+from tokasaurus.manager.engine.logit_rules import build_logit_rules
+from tokasaurus.manager.engine.token_counters import count_computed, count_shared, count_start
+from tokasaurus.manager.kv_cache.prompt_logprobs import ScoredChunk, build_scored_rows
+from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
+from tokasaurus.manager.state.sequence import Phase, Sequence
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups
+from tokasaurus.messages.slots import SlotChanges, SlotOpens, TableCopies
+
+MIN_COPIED_BLOCKS = 4
+"""Fewer are sent as they are: a copy takes as many bytes as a block and a half."""
+
+
+def num_blocks_short(state: EngineState) -> int:
+    """Blocks that the sequences that are ready to decode need for one token more each, and that are not there. 0 or
+    less: enough."""
+    slots = state.slots
+    ready = ready_to_decode(state)
+    num_needed = int((slots.num_kv_tokens[ready] == slots.num_covered_tokens[ready]).sum())
+    return num_needed - state.blocks.num_available
+
+
+def start_step(state: EngineState, chunks: list[int]) -> ForwardInput:
+    """One token for each sequence that is ready to decode, then `chunks[i]` tokens of the i-th prefilling prompt.
+
+    Something has to run; blocks have to be there.
+    """
+    step_id = state.next_step_id
+    decode, groups = _in_groups(state, ready_to_decode(state))
+    block_slots, block_ids = _step_decoding(state, decode)
+    prefill = [sequence for sequence, _ in zip(state.queues.prefilling, chunks, strict=False)]
+    scored = _score(state, prefill, chunks, len(decode)) if state.blocks.scores is not None else []
+    prompt_ids, opened, done = _step_prefilling(state, prefill, chunks)
+    copies: list[tuple[int, int, int]] = []
+    for sequence in opened:
+        source_slot, num_copied = _find_table_to_copy(state, sequence)
+        sequence.table_is_sent = True
+        if num_copied:
+            copies.append((sequence.slot, source_slot, num_copied))
+        num_blocks = int(state.slots.num_covered_tokens[sequence.slot]) // state.options.limits.page_size
+        ids = state.slots.block_tables[sequence.slot, num_copied:num_blocks]
+        block_slots.append(np.full(len(ids), sequence.slot, np.int32))
+        block_ids.append(ids.copy())
+    prefill_slots = np.array([sequence.slot for sequence in prefill], np.int64)
+    sampled = decode if not done else np.concatenate((decode, np.array(done, np.int64)))
+    message = ForwardInput(
+        step_id=step_id,
+        slots=np.concatenate((decode, prefill_slots)).astype(np.int32),
+        num_tokens=np.concatenate((np.ones(len(decode), np.int32), np.array(chunks, np.int32))),
+        num_decode=len(decode),
+        prompt_ids=np.concatenate(prompt_ids) if prompt_ids else np.empty(0, np.int32),
+        changes=SlotChanges(
+            closed=np.array(state.slots_to_close, np.int32),
+            opened=_build_opens(state, opened),
+            block_slots=np.concatenate(block_slots),
+            block_ids=np.concatenate(block_ids),
+            copies=TableCopies(*np.array(copies, np.int32).T) if copies else None,
+        ),
+        groups=groups,
+        scored=build_scored_rows(scored),
+        masks=build_masks(state, sampled) if state.num_with_grammars else None,
+    )
+    state.steps_in_flight.append(StepInFlight(step_id, sampled, len(message.slots), len(message.prompt_ids), scored))
+    _sort_by_phase(state, decode, done)
+    state.slots_to_close = []
+    state.next_step_id += 1
+    return message
+
+
+def _find_table_to_copy(state: EngineState, sequence: Sequence) -> tuple[int, int]:
+    """A slot that the worker knows whose block table begins as the sequence's does, and for how many blocks; 0, 0 where
+    none is known. The slot that last opened with a node of the prefix tree is looked at; it may have changed hands."""
+    tables, slot_of_node = state.slots.block_tables, state.slot_of_node
+    found = (0, 0)
+    node = sequence.node
+    assert node is not None
+    while node is not state.blocks.tree.root:
+        source_slot = slot_of_node.get(node.index, 0)
+        source = state.sequences[source_slot]
+        if source is not None and source.table_is_sent and not found[1]:
+            end = min(node.end_block, sequence.num_tree_blocks)
+            if end >= MIN_COPIED_BLOCKS and (tables[source_slot, :end] == tables[sequence.slot, :end]).all():
+                found = (source_slot, end)
+        slot_of_node[node.index] = sequence.slot
+        node = node.parent
+    return found
+
+
+def _in_groups(state: EngineState, decode: NDArray[np.int64]) -> tuple[NDArray[np.int64], PrefixGroups | None]:
+    """`decode` with the members of each group next to each other, those of none behind them; and the groups."""
+    if len(state.group_num_blocks) == 1:
+        return decode, None
+    groups = state.slots.groups[decode]
+    # Sequences that are held now take part in later steps.
+    if state.groups_are_new or state.num_with_grammars:
+        count_shared(state, decode, groups)
+        state.groups_are_new = False
+    sizes = np.bincount(groups, minlength=len(state.group_num_blocks))
+    sizes[0] = 0
+    kept = np.flatnonzero(sizes)
+    if not len(kept):
+        return decode, None
+    order = np.argsort(np.where(groups == 0, len(sizes), groups), kind="stable")
+    shared = PrefixGroups(sizes[kept].astype(np.int32), state.group_num_blocks[kept].astype(np.int32))
+    return decode[order], shared
+
+
+def _step_decoding(
+    state: EngineState, decode: NDArray[np.int64]
+) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int32]]]:
+    """Move `decode` one token on. Gives the slots that get a block, and the blocks: lists of one array each."""
+    slots, blocks, page_size = state.slots, state.blocks, state.options.limits.page_size
+    num_kv_tokens = slots.num_kv_tokens[decode]
+    needs_block = num_kv_tokens == slots.num_covered_tokens[decode]
+    needy = decode[needs_block]
+    new = blocks.take(len(needy))
+    slots.block_tables[needy, num_kv_tokens[needs_block] // page_size] = new
+    slots.num_covered_tokens[needy] += page_size
+    # The newest token had no place until now; where it is not back yet, it will find this one.
+    blocks.tokens[new, 0] = slots.last_tokens[needy]
+    if state.block_logprobs is not None:
+        state.block_logprobs[new, 0] = state.last_logprobs[needy]
+    slots.num_kv_tokens[decode] = num_kv_tokens + 1
+    return [needy.astype(np.int32)], [new]
+
+
+def _step_prefilling(
+    state: EngineState, prefill: list[Sequence], chunks: list[int]
+) -> tuple[list[NDArray[np.int32]], list[Sequence], list[int]]:
+    """Move each prompt on by its chunk. Gives the chunks' token ids, the sequences that the worker has not seen before,
+    and the slots whose prompt is through, which sample."""
+    slots, page_size, is_computed = state.slots, state.options.limits.page_size, state.blocks.is_computed
+    prompt_ids: list[NDArray[np.int32]] = []
+    opened: list[Sequence] = []
+    done: list[int] = []
+    for sequence, num_tokens in zip(prefill, chunks, strict=True):
+        slot = sequence.slot
+        start = int(slots.num_kv_tokens[slot])
+        end = start + num_tokens
+        if not sequence.is_open:
+            opened.append(sequence)
+            _open(state, sequence, start)
+        count_computed(state, sequence, start, end)
+        prompt_ids.append(sequence.prompt.token_ids[start:end])
+        slots.num_kv_tokens[slot] = end
+        is_computed[slots.block_tables[slot, start // page_size : end // page_size]] = True
+        if end == len(sequence.prompt):
+            done.append(slot)
+    return prompt_ids, opened, done
+
+
+def _score(state: EngineState, prefill: list[Sequence], chunks: list[int], num_decode: int) -> list[ScoredChunk]:
+    """Of the chunks that the step at hand computes, those of prompts that are scored."""
+    slots, scores = state.slots, state.blocks.scores
+    assert scores is not None
+    scored = []
+    for row, (sequence, num_tokens) in enumerate(zip(prefill, chunks, strict=True), num_decode):
+        if sequence.scores_prompt:
+            slot, num_top = sequence.slot, sequence.request.num_top_prompt_logprobs
+            start = int(slots.num_kv_tokens[slot])
+            table, token_ids = slots.block_tables[slot], sequence.prompt.token_ids
+            scored.append(scores.send_chunk(row, token_ids, table, start, start + num_tokens, num_top))
+    return [chunk for chunk in scored if len(chunk.places)]
+
+
+def _open(state: EngineState, sequence: Sequence, start: int) -> None:
+    """The step at hand gives the sequence's slot to the worker: its first `start` tokens are cached."""
+    sequence.is_open = True
+    state.slots.opened_at[sequence.slot] = state.next_step_id
+    count_start(state, sequence, start)
+
+
+def _sort_by_phase(state: EngineState, decode: NDArray[np.int64], done: list[int]) -> None:
+    """After the step: who has had the last of its steps drains, whose prompt is through decodes."""
+    slots, queues = state.slots, state.queues
+    has_all = slots.num_kv_tokens[decode] == slots.max_kv_tokens[decode]
+    state.groups_are_old |= bool(done) or bool(has_all.any())
+    if has_all.any():
+        drained = decode[has_all]
+        slots.is_decoding[drained] = False
+        for slot in drained.tolist():
+            sequence = state.sequences[slot]
+            assert sequence is not None
+            sequence.phase = Phase.DRAINING
+    begin = []
+    for slot in done:
+        sequence = state.sequences[slot]
+        assert sequence is not None
+        del queues.prefilling[sequence]
+        if slots.num_kv_tokens[slot] == slots.max_kv_tokens[slot]:
+            sequence.phase = Phase.DRAINING
+        else:
+            sequence.phase = Phase.DECODE
+            begin.append(slot)
+    if begin:
+        queues.add_decoding(np.array(begin, np.int64))
+
+
+def _build_opens(state: EngineState, sequences: list[Sequence]) -> SlotOpens | None:
+    if not sequences:
+        return None
+    slots = np.array([sequence.slot for sequence in sequences], np.int32)
+    sampling = [sequence.request.sampling for sequence in sequences]
+    num_top = np.array([sequence.request.num_top_logprobs for sequence in sequences], np.int32)
+    first_positions, first_writes = state.slots.first_positions[slots], state.slots.first_writes[slots]
+    return SlotOpens(
+        slots=slots,
+        num_prompt_tokens=state.slots.num_prefill_tokens[slots].astype(np.int32),
+        first_positions=first_positions.astype(np.int32),
+        temperatures=np.array([params.temperature for params in sampling], np.float32),
+        top_ps=np.array([params.top_p for params in sampling], np.float32),
+        top_ks=np.array([params.top_k for params in sampling], np.int32),
+        min_ps=np.array([params.min_p for params in sampling], np.float32),
+        seeds=np.array([params.seed for params in sampling], np.uint64),
+        sample_indices=np.array([sequence.index for sequence in sequences], np.uint32),
+        want_logprobs=state.slots.want_logprobs[slots],
+        rules=build_logit_rules(sequences, state.options.eos_ids),
+        num_top_logprobs=num_top if num_top.any() else None,
+        first_writes=first_writes.astype(np.int32) if (first_writes != first_positions).any() else None,
+    )

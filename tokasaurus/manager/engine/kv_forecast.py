@@ -1,0 +1,95 @@
+"""What the running sequences are expected to need, step by step, until the last of them ends."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokasaurus.manager.planning.kv_simulation import SequenceLoads, UsageCurve, simulate_usage
+from tokasaurus.manager.planning.prefill_forecast import PrefillForecast, count_decoding, forecast_prefill
+from tokasaurus.manager.planning.shared_blocks import find_shared_blocks
+from tokasaurus.manager.planning.step_budget import num_steps_to_keep_in_flight, prefill_rate
+from tokasaurus.manager.state.engine_state import EngineState
+
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The future of the running sequences.
+
+    curve: blocks in use. prefill: when the prompts are done that have begun or wait in front of any new one.
+    node_last_steps: by node of the prefix tree, the last step in which a sequence holds it; -1 where none does.
+    hold_steps: how many steps after its last a sequence's blocks come back.
+    """
+
+    curve: UsageCurve
+    prefill: PrefillForecast
+    node_last_steps: Int64Array
+    hold_steps: int
+
+
+def expected_decode_steps(state: EngineState, slots: Int64Array) -> Int64Array:
+    """Decode steps that each of running sequences `slots` will still take after the steps sent, [N]; those that
+    prefill: after their prefill."""
+    arrays = state.slots
+    num_kv_tokens = np.maximum(arrays.num_kv_tokens[slots], arrays.num_prefill_tokens[slots])
+    max_kv_tokens = arrays.max_kv_tokens[slots]
+    num_prompt_tokens = arrays.num_prompt_tokens[slots]
+    num_steps = max_kv_tokens - num_kv_tokens
+    if state.forecast is None:
+        return num_steps
+    # A step that computes the KV of g sampled tokens samples one more: so the sequence has got past g tokens.
+    num_past = num_kv_tokens - num_prompt_tokens
+    expected = state.forecast.expected(num_past, max_kv_tokens - num_prompt_tokens + 1, arrays.admitted_at[slots])
+    return np.where(arrays.may_stop[slots], expected - num_past - 1, num_steps)
+
+
+def running_slots(state: EngineState) -> tuple[Int64Array, Int64Array]:
+    """Slots of the sequences past their prefill, in any order, and of those that prefill, in theirs."""
+    prefilling = np.array([sequence.slot for sequence in state.queues.prefilling], np.int64)
+    is_past = state.slots.is_running.copy()
+    is_past[prefilling] = False
+    return np.flatnonzero(is_past), prefilling
+
+
+def wanted_prefill_rate(state: EngineState, num_tokens: Int64Array, num_steps: Int64Array) -> int | None:
+    """Most prefill tokens of a step for the running sequences and others, [K], that have num_tokens to prefill and
+    num_steps to decode; None where prefill is greedy. There must be one or the other."""
+    if state.options.prefill_multiple is None:
+        return None
+    arrays = state.slots
+    slots = np.flatnonzero(arrays.is_running)
+    num_past_steps = np.maximum(0, arrays.num_kv_tokens[slots] - arrays.num_prefill_tokens[slots])
+    return prefill_rate(
+        np.concatenate((arrays.num_prefill_tokens[slots] - arrays.first_positions[slots], num_tokens)),
+        np.concatenate((num_past_steps + expected_decode_steps(state, slots), num_steps)),
+        state.options.prefill_multiple,
+    )
+
+
+def look_ahead(state: EngineState, prefill_rate: int | None) -> Outlook:
+    """Simulate the running sequences to their expected ends, with at most `prefill_rate` prefill tokens a step."""
+    arrays, tree, page_size = state.slots, state.blocks.tree, state.options.limits.page_size
+    most_ahead = state.options.max_steps_ahead
+    if state.step_seconds is not None:
+        wanted = num_steps_to_keep_in_flight(state.step_seconds, most_ahead)
+        most_ahead = max(wanted, len(state.steps_in_flight))
+    hold_steps = most_ahead - 1
+    past, prefilling = running_slots(state)
+    slots = np.concatenate((past, prefilling))
+    num_steps = expected_decode_steps(state, slots)
+    num_tokens = np.maximum(arrays.num_kv_tokens[slots], arrays.num_prefill_tokens[slots])
+    num_past = len(past)
+    start_steps = np.zeros(len(slots), np.int64)
+    counts = count_decoding(SequenceLoads(num_tokens[:num_past], start_steps[:num_past], num_steps[:num_past]))
+    num_left = arrays.num_prefill_tokens[prefilling] - arrays.num_kv_tokens[prefilling]
+    max_tokens = state.options.max_tokens_per_forward
+    prefill = forecast_prefill(num_left, num_steps[num_past:], counts, max_tokens, prefill_rate)
+    start_steps[num_past:] = prefill.start_steps
+    shared = find_shared_blocks(
+        arrays.nodes[slots], start_steps + num_steps + hold_steps, tree.parents, tree.end_blocks, tree.num_sequences
+    )
+    num_tokens -= shared.num_shared_blocks * page_size
+    curve = simulate_usage(SequenceLoads(num_tokens, start_steps, num_steps), shared.loads, page_size, hold_steps)
+    return Outlook(curve, prefill, shared.last_steps, hold_steps)

@@ -1,0 +1,256 @@
+"""Results come back: tokens are noted, and it is decided which sequences end."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokasaurus.manager.engine.grammar_scheduling import note_tokens
+from tokasaurus.manager.engine.lifecycle import keep_prompt_logprobs, release, sampled_logprobs, sampled_tokens
+from tokasaurus.manager.planning.step_budget import average_step_seconds
+from tokasaurus.manager.state.engine_state import EngineState
+from tokasaurus.manager.state.sequence import Phase, Sequence
+from tokasaurus.messages.forward import ForwardOutput, TopOfRows
+from tokasaurus.messages.generation import FinishReason, SequenceDelta
+from tokasaurus.text.stop_strings import StopMatcher
+
+MOST_SPECIAL_TOKENS = 16
+"""Among the last tokens of a completion, beyond which all of it is read for stop strings."""
+
+
+def apply_output(state: EngineState, output: ForwardOutput) -> None:
+    """The results of the oldest step in flight. The sequences that they end are released, with their deltas.
+
+    A sequence that had left before (the step was sent ahead of the result that ended it) loses its token here; it is
+    not counted anywhere.
+    """
+    step = state.steps_in_flight.popleft()
+    assert step.step_id == output.step_id, f"result of step {output.step_id}, expected {step.step_id}"
+    assert len(step.sampled) == len(output.token_ids), f"step {step.step_id}: {len(output.token_ids)} tokens"
+    state.step_seconds = average_step_seconds(state.step_seconds, output.forward_seconds)
+    state.step_totals.num_steps += 1
+    state.step_totals.num_rows += step.num_rows
+    state.step_totals.num_prefill_tokens += step.num_prefill_tokens
+    state.step_totals.busy_seconds += output.forward_seconds
+    state.totals.recompiles += output.num_recompiles
+    state.totals.phase_seconds = output.phase_seconds
+    if step.scored:
+        assert state.blocks.scores is not None
+        assert output.scores is not None, f"step {step.step_id}: no scores"
+        state.blocks.scores.note(step.scored, output.scores)
+    slots, token_ids, logprobs = step.sampled, output.token_ids, output.logprobs
+    is_valid = state.slots.opened_at[slots] <= step.step_id
+    if output.top is not None:
+        _note_top(state, slots, is_valid, output.top)
+    if not is_valid.all():
+        slots, token_ids = slots[is_valid], token_ids[is_valid]
+        logprobs = None if logprobs is None else logprobs[is_valid]
+    num_known = _note_tokens(state, slots, token_ids, logprobs)
+    num_with_stops = _mark_for_stop_check(state, slots, token_ids) if state.num_with_stops else 0
+    state.totals.generation_tokens += len(slots) - num_with_stops
+    stops = np.zeros(len(slots), np.bool_)
+    for eos_id in state.options.eos_ids:
+        stops |= token_ids == eos_id
+    stops &= state.slots.ends_at_eos[slots]
+    if state.num_with_stop_tokens:
+        stops |= (state.slots.stop_token_ids[slots] == token_ids[:, None]).any(axis=1)
+    is_last = num_known > state.slots.max_kv_tokens[slots]
+    if state.num_with_grammars:
+        is_last &= ~note_tokens(state, slots, token_ids, stops)
+    ends = np.flatnonzero(stops | is_last)
+    for slot, is_stop in zip(slots[ends].tolist(), stops[ends].tolist(), strict=True):
+        end_sequence(state, slot, is_stop)
+    state.last_result_id = step.step_id
+
+
+def _mark_for_stop_check(state: EngineState, slots: NDArray[np.int64], token_ids: NDArray[np.int32]) -> int:
+    """Note which of the tokens may complete a stop string. Gives the number of sequences that have any: their tokens
+    count only once they are known to be none that follow a stop string."""
+    arrays = state.slots
+    has_stops = arrays.has_stops[slots]
+    slots, token_ids = slots[has_stops], token_ids[has_stops]
+    stop_tokens = state.options.stop_tokens
+    arrays.may_have_stopped[slots] |= (
+        True if stop_tokens is None else stop_tokens.may_end[arrays.stop_rows[slots], token_ids]
+    )
+    state.has_uncounted |= len(slots) > 0
+    return len(slots)
+
+
+def check_stop_strings(state: EngineState) -> None:
+    """Look at all sampled tokens that have not been looked at yet, and end the sequences that a stop string ends.
+
+    The later this is done, the fewer texts are decoded for it, and the more tokens are sampled in vain.
+    """
+    arrays = state.slots
+    for slot in np.flatnonzero(arrays.is_running & arrays.may_have_stopped).tolist():
+        sequence = state.sequences[slot]
+        assert sequence is not None
+        assert sequence.stop_matcher is not None
+        num_tokens = _find_stop(state, sequence, sequence.stop_matcher)
+        if num_tokens is not None:
+            token_ids = sequence.kept_token_ids + sampled_tokens(state, sequence).tolist()
+            _finish(state, sequence, token_ids[:num_tokens], "stop")
+    arrays.may_have_stopped[:] = False
+    slots = np.flatnonzero(arrays.is_running & arrays.has_stops)
+    num_generated = arrays.num_known_tokens[slots] - arrays.num_prompt_tokens[slots]
+    state.totals.generation_tokens += int((num_generated - arrays.num_counted_tokens[slots]).sum())
+    arrays.num_counted_tokens[slots] = num_generated
+    state.has_uncounted = False
+
+
+def _find_stop(state: EngineState, sequence: Sequence, matcher: StopMatcher) -> int | None:
+    """After how many sampled tokens a stop string is complete that was not before; None where none is."""
+    arrays, slot = state.slots, sequence.slot
+    num_generated = int(arrays.num_known_tokens[slot] - arrays.num_prompt_tokens[slot])
+    num_checked = int(arrays.num_counted_tokens[slot])
+    # A long completion is not copied for each look at its end; nor need it be, as few special tokens as there are.
+    num_read = num_generated - num_checked + matcher.lookback + MOST_SPECIAL_TOKENS
+    num_sampled = num_generated - len(sequence.kept_token_ids)
+    tail = sampled_tokens(state, sequence, min(num_read, num_sampled)).tolist()
+    if num_read > num_sampled:
+        tail = sequence.kept_token_ids[-(num_read - num_sampled) :] + tail
+    special_ids = state.options.special_ids
+    if matcher.needs_whole_text or sum(token_id in special_ids for token_id in tail) > MOST_SPECIAL_TOKENS:
+        tail = sequence.kept_token_ids + sampled_tokens(state, sequence).tolist()
+    num_before = num_generated - len(tail)
+    num_exempt = sequence.request.min_tokens - num_before
+    num_tokens = matcher.first_completion(tail, num_checked - num_before, num_exempt)
+    return None if num_tokens is None else num_tokens + num_before
+
+
+def _note_tokens(
+    state: EngineState, slots: NDArray[np.int64], token_ids: NDArray[np.int32], logprobs: NDArray[np.float32] | None
+) -> NDArray[np.int64]:
+    """Write each token to its place in its sequence's blocks; a token without a block yet goes to the padding block,
+    and is copied from `last_tokens` when its block is taken. Gives the number of known tokens of each, int64 [R]."""
+    arrays, page_size = state.slots, state.options.limits.page_size
+    positions = arrays.num_known_tokens[slots]
+    block_places, offsets = np.divmod(positions, page_size)
+    block_ids = arrays.block_tables[slots, block_places]
+    state.blocks.tokens[block_ids, offsets] = token_ids
+    arrays.last_tokens[slots] = token_ids
+    if logprobs is not None:
+        if state.block_logprobs is None:
+            state.block_logprobs = np.full(state.blocks.tokens.shape, np.nan, np.float32)
+        state.block_logprobs[block_ids, offsets] = logprobs
+        state.last_logprobs[slots] = logprobs
+    positions += 1
+    arrays.num_known_tokens[slots] = positions
+    return positions
+
+
+def _note_top(state: EngineState, slots: NDArray[np.int64], is_valid: NDArray[np.bool_], top: TopOfRows) -> None:
+    """slots, is_valid: [R], of all rows, and whether their sequences are still there."""
+    for slot, is_there, token_ids, logprobs in zip(
+        slots[top.rows].tolist(), is_valid[top.rows].tolist(), top.token_ids, top.logprobs, strict=True
+    ):
+        if is_there:
+            sequence = state.sequences[slot]
+            assert sequence is not None
+            assert sequence.kept_top is not None, "likeliest tokens come where they were asked for"
+            sequence.kept_top.append(token_ids, logprobs)
+
+
+def end_sequence(state: EngineState, slot: int, is_stop: bool, error: str = "") -> None:
+    """The last token of a sequence is known, unless a stop string ended it before. A stop at the last allowed token is
+    a stop. error: why it is given up with that."""
+    sequence = state.sequences[slot]
+    assert sequence is not None
+    if sequence.request.max_new_tokens == 0:
+        state.totals.generation_tokens -= 1  # it was sampled, and nobody asked for it
+        _finish(state, sequence, [], "length")
+        return
+    token_ids = sequence.kept_token_ids + sampled_tokens(state, sequence).tolist()
+    reason: FinishReason = "stop" if is_stop else "length"
+    if sequence.stop_matcher is not None:
+        num_checked = int(state.slots.num_counted_tokens[slot])
+        num_tokens = sequence.stop_matcher.first_completion(token_ids, num_checked, sequence.request.min_tokens)
+        if num_tokens is not None:
+            token_ids, reason, error = token_ids[:num_tokens], "stop", ""
+    _finish(state, sequence, token_ids, reason, error)
+
+
+def give_up(state: EngineState, sequence: Sequence, error: str) -> None:
+    """End a sequence that has not started, for its grammar cannot be had."""
+    assert sequence.phase is Phase.WAITING
+    release(state, sequence)
+    sequence.num_cached_tokens = 0
+    logprobs: list[float] | None = [] if sequence.request.want_logprobs else None
+    state.deltas.append(_delta(sequence, [], logprobs, "stop", error))
+
+
+def _finish(
+    state: EngineState, sequence: Sequence, token_ids: list[int], reason: FinishReason, error: str = ""
+) -> None:
+    """Release a running sequence whose completion is `token_ids`, the first of those that it has sampled."""
+    if sequence.stop_matcher is not None:
+        state.totals.generation_tokens += len(token_ids) - int(state.slots.num_counted_tokens[sequence.slot])
+    logprobs = None
+    if sequence.request.want_logprobs:
+        logprobs = (sequence.kept_logprobs + sampled_logprobs(state, sequence).tolist())[: len(token_ids)]
+        logprobs = logprobs[sequence.num_streamed_tokens :]
+    if sequence.may_stop and not error:
+        state.ended.append((len(token_ids), reason == "stop"))
+    keep_prompt_logprobs(state, sequence)
+    release(state, sequence)
+    state.deltas.append(_delta(sequence, token_ids[sequence.num_streamed_tokens :], logprobs, reason, error))
+
+
+def stream_new_tokens(state: EngineState) -> None:
+    """Deltas of the running sequences that are streamed and have new tokens.
+
+    Of those with stop strings, only what is known not to follow one: nothing that has been sent is taken back.
+    """
+    arrays = state.slots
+    slots = np.array([sequence.slot for sequence in state.streaming], np.int64)
+    num_generated = arrays.num_known_tokens[slots] - arrays.num_prompt_tokens[slots]
+    num_final = np.where(arrays.has_stops[slots], arrays.num_counted_tokens[slots], num_generated)
+    columns = (num_generated, num_final, arrays.last_tokens[slots], state.last_logprobs[slots])
+    for sequence, generated, final, last_token, last_logprob in zip(
+        state.streaming, *(column.tolist() for column in columns), strict=True
+    ):
+        num_new = final - sequence.num_streamed_tokens
+        if num_new <= 0:
+            continue
+        keep_prompt_logprobs(state, sequence)
+        logprobs: list[float] | None = None
+        # The usual case, without a look at the blocks. A token kept over a preemption is not the slot's last.
+        if num_new == 1 and final == generated > len(sequence.kept_token_ids):
+            token_ids = [last_token]
+            if sequence.request.want_logprobs:
+                logprobs = [last_logprob]
+        else:
+            most = generated - max(sequence.num_streamed_tokens, len(sequence.kept_token_ids))
+            new_ids = sampled_tokens(state, sequence, most).tolist()
+            token_ids = (sequence.kept_token_ids[sequence.num_streamed_tokens :] + new_ids)[:num_new]
+            if sequence.request.want_logprobs:
+                new_logprobs = sampled_logprobs(state, sequence, most).tolist()
+                logprobs = (sequence.kept_logprobs[sequence.num_streamed_tokens :] + new_logprobs)[:num_new]
+        state.deltas.append(_delta(sequence, token_ids, logprobs, None))
+        sequence.num_streamed_tokens = final
+
+
+def _delta(
+    sequence: Sequence,
+    token_ids: list[int],
+    logprobs: list[float] | None,
+    reason: FinishReason | None,
+    error: str = "",
+) -> SequenceDelta:
+    """The next tokens of a sequence, behind those that are in deltas already."""
+    assert sequence.num_cached_tokens is not None
+    start = sequence.num_streamed_tokens
+    prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+    return SequenceDelta(
+        request_id=sequence.request.request_id,
+        sequence_index=sequence.index,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=reason,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_computed_tokens=sequence.counts.computed,
+        num_recomputed_tokens=sequence.counts.recomputed,
+        num_shared_tokens=sequence.counts.shared,
+        top=None if sequence.kept_top is None else sequence.kept_top.part(start, start + len(token_ids)),
+        prompt_logprobs=prompt_logprobs,
+        error=error,
+    )

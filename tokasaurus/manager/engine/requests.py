@@ -1,0 +1,53 @@
+"""Requests and cancellations come in."""
+
+from tokasaurus.manager.engine.lifecycle import release
+from tokasaurus.manager.engine.outputs import give_up
+from tokasaurus.manager.state.engine_state import EngineState
+from tokasaurus.manager.state.sequence import Sequence, make_prompt
+from tokasaurus.manager.state.top_logprobs import KeptTop
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.text.stop_strings import StopMatcher
+
+
+def add_request(state: EngineState, request: GenerateRequest) -> None:
+    """Its sequences wait, behind all that wait already, or first for their grammar. It must fit the pool, which the
+    server has checked."""
+    options = state.options
+    assert request.request_id not in state.unfinished, f"request id {request.request_id} is in use"
+    stop_matcher, stop_row = None, 0
+    if request.stop_strings and request.max_new_tokens > 0:
+        stop_matcher = StopMatcher(
+            options.decode_text, request.stop_strings, options.special_ids, options.min_lookback_tokens
+        )
+        if options.stop_tokens is not None:
+            stop_row = options.stop_tokens.row(request.stop_strings)
+    prompt, salt = make_prompt(request.prompt_ids), request.cache_salt.encode()
+    sequences = [
+        Sequence(request, index, prompt, salt, stop_matcher, stop_row) for index in range(request.num_sequences)
+    ]
+    if request.num_top_logprobs:
+        for sequence in sequences:
+            sequence.kept_top = KeptTop(request.num_top_logprobs)
+    if request.want_prompt_logprobs:
+        sequences[0].scores_prompt = True
+        state.blocks.keep_scores(request.num_top_prompt_logprobs)
+    # One that can never be admitted would hold back all behind it for ever.
+    max_kv_tokens = sequences[0].max_kv_tokens
+    limits = options.limits
+    assert max_kv_tokens <= limits.num_kv_blocks * limits.page_size, f"{request.request_id} cannot fit the KV pool"
+    state.unfinished[request.request_id] = dict.fromkeys(sequences)
+    if sequences[0].has_grammar and (state.grammars is None or not state.grammars.begin(sequences)):
+        for sequence in sequences:
+            state.queues.hold(sequence)
+            if state.grammars is None:
+                give_up(state, sequence, "grammars cannot be used with this model's tokenizer")
+        return
+    for sequence in sequences:
+        state.queues.add_waiting(sequence)
+
+
+def cancel_request(state: EngineState, request_id: str) -> None:
+    """End every sequence of the request, in whatever phase. What steps in flight return for them is discarded later.
+    An id that is unknown, or whose sequences have all finished, is no error."""
+    for sequence in list(state.unfinished.get(request_id, ())):
+        release(state, sequence)

@@ -1,5 +1,0 @@
-"""Llama 3.x, and the models of its shape such as SmolLM2."""
-
-from tokasaurus.model.architectures.decoder import DecoderOptions
-
-LLAMA = DecoderOptions()

@@ -1,0 +1,233 @@
+"""The C++ kernels as Python calls them, with torch tensors."""
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tokasaurus.messages.forward import FORWARD_PHASES
+from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.model.cpu.build import LibraryUnavailable, find_or_build, kernel_library, machine_sets
+from tokasaurus.model.cpu.isa import PLAIN_TORCH, choose_set
+
+logger = logging.getLogger(__name__)
+
+ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
+"""Of weights, activations and logits."""
+
+KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of the KV caches that the kernels read. In the order of ElementType in element_type.h."""
+
+
+def cache_type(cache: Tensor) -> int:
+    """The ElementType of element_type.h."""
+    return KV_CACHE_DTYPES.index(cache.dtype)
+
+
+def _activation_type(tensor: Tensor) -> int:
+    """The same of activations and logits, which are never float16."""
+    return ACTIVATION_DTYPES.index(tensor.dtype)
+
+
+class LogitRulesStruct(ctypes.Structure):
+    """LogitRules of logit_rules.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rule_of_row", "tokens", "block_tables", "lengths")),
+        *((name, ctypes.c_void_p) for name in ("num_request_tokens", "penalties")),
+        *((name, ctypes.c_void_p) for name in ("bias_starts", "bias_ids", "bias_values")),
+        *((name, ctypes.c_int64) for name in ("num_rules", "page_size", "table_width")),
+    )
+
+
+class TokenMasksStruct(ctypes.Structure):
+    """TokenMasks of token_masks.h."""
+
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("place_of_row", "bits")), ("num_words", ctypes.c_int64))
+
+
+class TopLogprobsStruct(ctypes.Structure):
+    """TopLogprobs of sampling.cpp."""
+
+    _fields_ = (("count", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("place_of_row", "ids", "logprobs")))
+
+
+class Kernels:
+    """The functions of the built library. Tensors are on the CPU; shapes are the caller's to get right."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._library = ctypes.CDLL(str(path))
+        constants = ("toka_max_head_dim", "toka_max_group", "toka_panel_size", "toka_has_bfloat16_arithmetic")
+        for name in constants:
+            getattr(self._library, name).restype = ctypes.c_int64
+        self.max_head_dim: int = self._library.toka_max_head_dim()
+        self.max_group: int = self._library.toka_max_group()
+        self.panel_size: int = self._library.toka_panel_size()
+        self.has_bfloat16_arithmetic = bool(self._library.toka_has_bfloat16_arithmetic())
+        self.set_num_threads(torch.get_num_threads())
+        pointer, integer = ctypes.c_void_p, ctypes.c_int64
+        self._library.toka_attend.argtypes = [
+            *(integer, integer, pointer, integer, pointer, pointer, pointer, pointer, *(integer,) * 4)
+        ]
+        self._library.toka_attend_layout.argtypes = [
+            *(integer, pointer, integer, pointer, pointer, integer, integer, integer, integer, integer)
+        ]
+        self._library.toka_merge.argtypes = [integer, *(pointer,) * 5, integer, integer]
+        self._library.toka_write_kv.argtypes = [
+            *(integer, integer, pointer, pointer, integer, integer, pointer, integer, pointer, *(integer,) * 3)
+        ]
+        self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 10]
+        self._library.toka_score.argtypes = [
+            *(integer, pointer, integer, integer, pointer, pointer, pointer, integer, pointer, pointer)
+        ]
+
+    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        """Of what products read and write beside weights of weight_dtype."""
+        if weight_dtype == torch.bfloat16 and not self.has_bfloat16_arithmetic:
+            return torch.float32
+        return weight_dtype
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """Threads of all kernels from now on."""
+        self._library.toka_set_num_threads(ctypes.c_int64(num_threads))
+
+    def attend(
+        self, query: Tensor, cache: Tensor, part: ctypes.Structure, is_partial: bool, page_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """query [rows, H, D] (rows may be apart), cache one layer's [blocks, K, 2, P * D], part: PagedPart of
+        attention_piece.h -> output [rows, H, D], float32 if partial, and lse float32 [rows, H]."""
+        num_rows, num_heads, head_dim = query.shape
+        assert query.stride()[1:] == (head_dim, 1), "a row's heads lie together"
+        output_dtype = torch.float32 if is_partial else query.dtype
+        output = torch.empty((num_rows, num_heads, head_dim), dtype=output_dtype)
+        lse = torch.empty((num_rows, num_heads), dtype=torch.float32)
+        self._library.toka_attend(
+            *(_activation_type(query), cache_type(cache), query.data_ptr(), query.stride(0)),
+            *(output.data_ptr(), lse.data_ptr(), cache.data_ptr(), ctypes.addressof(part)),
+            *(num_heads, cache.shape[1], head_dim, page_size),
+        )
+        return output, lse
+
+    def attend_layout(self, query: Tensor, layer_index: int, forward: ctypes.Structure, num_kv_heads: int) -> Tensor:
+        """query [T, H, D] (rows may be apart), forward: PagedForward of attention_layout.h -> [T, H, D]; 0 for
+        padding."""
+        num_rows, num_heads, head_dim = query.shape
+        assert query.stride()[1:] == (head_dim, 1), "a row's heads lie together"
+        output = torch.empty((num_rows, num_heads, head_dim), dtype=query.dtype)
+        self._library.toka_attend_layout(
+            *(_activation_type(query), query.data_ptr(), query.stride(0), output.data_ptr()),
+            *(ctypes.addressof(forward), layer_index, num_rows, num_heads, num_kv_heads, head_dim),
+        )
+        return output
+
+    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+        """Each: output float32 [R, H, D], lse float32 [R, H], contiguous -> [R, H, D] in dtype."""
+        assert all(tensor.is_contiguous() for tensor in (*first, *second)), "parts as attend returned them"
+        num_rows, num_heads, head_dim = first[0].shape
+        output = torch.empty((num_rows, num_heads, head_dim), dtype=dtype)
+        self._library.toka_merge(
+            *(_activation_type(output), first[0].data_ptr(), first[1].data_ptr()),
+            *(second[0].data_ptr(), second[1].data_ptr(), output.data_ptr(), num_rows * num_heads, head_dim),
+        )
+        return output
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_indices: Tensor, cache: Tensor, page_size: int) -> None:
+        """key and value [T, K, D] (rows may be apart) into one layer's cache, at kv_indices int64 [T]."""
+        num_tokens, num_kv_heads, head_dim = key.shape
+        assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1), "a row's heads lie together"
+        self._library.toka_write_kv(
+            *(
+                _activation_type(key),
+                cache_type(cache),
+                key.data_ptr(),
+                value.data_ptr(),
+                key.stride(0),
+                value.stride(0),
+            ),
+            *(kv_indices.data_ptr(), num_tokens, cache.data_ptr()),
+            *(num_kv_heads, head_dim, page_size),
+        )
+
+    def phase_seconds(self) -> tuple[float, ...]:
+        """Seconds that each of FORWARD_PHASES has taken since `reset_phases`."""
+        seconds = (ctypes.c_double * len(FORWARD_PHASES))()
+        self._library.toka_phase_seconds(seconds)
+        return tuple(seconds)
+
+    def reset_phases(self) -> None:
+        self._library.toka_reset_phases()
+
+    @property
+    def library(self) -> ctypes.CDLL:
+        """For modules that bind functions of their own."""
+        return self._library
+
+    def sample(
+        self,
+        logits: Tensor,
+        limits: tuple[Tensor, Tensor, Tensor, Tensor],
+        noise_keys: Tensor,
+        rules: LogitRulesStruct | None,
+        masks: tuple[Tensor, Tensor] | None,
+        tokens: Tensor,
+        logprobs: Tensor | None,
+        top: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> None:
+        """logits [R, V], contiguous; limits: temperatures, top_ps, top_ks, min_ps, these and noise_keys as in
+        SamplingRows -> tokens int64 [R] and, where wanted, their log-probabilities float32 [R].
+        masks: place_of_row int32 [R], a row's place among those with a mask, or -1; and their masks, int32 [A, W].
+        top: place_of_row int32 [R], a row's place among those that want their likeliest tokens, or -1; whose
+        ids, int32, and log-probabilities, float32, go to the others, [A, K]; only with logprobs."""
+        num_rows, vocab_size = logits.shape
+        masks_struct = None
+        if masks is not None:
+            masks_struct = TokenMasksStruct(*(tensor.data_ptr() for tensor in masks), masks[1].shape[1])
+        top_struct = None
+        if top is not None:
+            assert logprobs is not None, "the likeliest tokens go with the log-probabilities of the chosen"
+            assert top[1].shape[1] <= vocab_size, "so many tokens there are"
+            top_struct = TopLogprobsStruct(top[1].shape[1], *(tensor.data_ptr() for tensor in top))
+        self._library.toka_sample(
+            *(_activation_type(logits), logits.data_ptr(), num_rows, vocab_size),
+            *(tensor.data_ptr() for tensor in (*limits, noise_keys)),
+            *(None if struct is None else ctypes.addressof(struct) for struct in (rules, masks_struct)),
+            *(tokens.data_ptr(), 0 if logprobs is None else logprobs.data_ptr()),
+            None if top_struct is None else ctypes.addressof(top_struct),
+        )
+
+    def score(
+        self, logits: Tensor, target_ids: Tensor, logprobs: Tensor, ranks: Tensor, top_ids: Tensor, top_logprobs: Tensor
+    ) -> None:
+        """logits [Q, V], target_ids int32 [Q] -> the others, as in scoring.Scores; all contiguous."""
+        num_rows, vocab_size = logits.shape
+        assert top_ids.shape[1] <= vocab_size, "so many tokens there are"
+        self._library.toka_score(
+            *(_activation_type(logits), logits.data_ptr(), num_rows, vocab_size),
+            *(target_ids.data_ptr(), logprobs.data_ptr(), ranks.data_ptr()),
+            *(top_ids.shape[1], top_ids.data_ptr(), top_logprobs.data_ptr()),
+        )
+
+
+@functools.cache
+def load_kernels(cpu_isa: str | None = None) -> Kernels | None:
+    """The kernels for an instruction set of this machine, None: the best; built if they have not been built yet.
+
+    None for cpu_isa=torch, and, after one warning line, where there are none for this machine. Raises UserError if
+    cpu_isa asks for what cannot be had.
+    """
+    if cpu_isa == PLAIN_TORCH:
+        return None
+    try:
+        level = choose_set(cpu_isa, machine_sets())
+        if level is None:
+            raise LibraryUnavailable("they need AVX2 and FMA, or NEON")
+        return Kernels(find_or_build(kernel_library(level)))
+    except LibraryUnavailable as error:
+        if cpu_isa is not None:
+            raise UserError(f"cpu_isa={cpu_isa}: no CPU kernels: {error}") from error
+        logger.warning("no CPU kernels, plain torch, which is slower, is used: %s", error)
+        return None

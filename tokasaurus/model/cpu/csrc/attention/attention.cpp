@@ -1,0 +1,69 @@
+// The steps of attention one by one: keys and values into one layer of the cache, attention of one part of a forward or of
+// all of them, and the merge of two parts.
+
+#include "attention/attention_layout.h"
+#include "simd/element_type.h"
+#include "attention/kv_write.h"
+
+// Largest head size, and most query heads per KV head, that the kernels take. Head sizes are multiples of 16.
+TOKA_EXPORT int64_t toka_max_head_dim() { return kMaxHeadDim; }
+TOKA_EXPORT int64_t toka_max_group() { return kMaxGroup; }
+
+// query: of activation_type, as is the output unless the part is partial.
+TOKA_EXPORT void toka_attend(int64_t activation_type, int64_t cache_type, const void* query, int64_t query_row_stride,
+                             void* output, float* lse, const void* cache, const PagedPart* part, int64_t num_heads,
+                             int64_t num_kv_heads, int64_t head_dim, int64_t page_size) {
+  const Shape shape{num_heads, num_kv_heads, head_dim, page_size};
+  const bool is_bfloat16 = activation_type == kBfloat16;
+  with_stored_type(cache_type, [&](auto* stored) {
+    typedef Pointee<decltype(stored)> Stored;
+    const Problem<Stored> problem{shape, *part, is_bfloat16, query, query_row_stride, output, lse, (const Stored*)cache};
+    attend_part(problem);
+  });
+}
+
+// query: rows of query_row_stride elements -> output [num_rows, H, D], 0 in rows that are in no part.
+TOKA_EXPORT void toka_attend_layout(int64_t activation_type, const void* query, int64_t query_row_stride, void* output,
+                                    const PagedForward* forward, int64_t layer, int64_t num_rows, int64_t num_heads,
+                                    int64_t num_kv_heads, int64_t head_dim) {
+  const Shape shape{num_heads, num_kv_heads, head_dim, forward->page_size};
+  with_stored_type(forward->cache_type, [&](auto* stored) {
+    typedef Pointee<decltype(stored)> Stored;
+    with_activation_type(activation_type, [&](auto* element) {
+      typedef Pointee<decltype(element)> Element;
+      std::fill((Element*)output, (Element*)output + num_rows * num_heads * head_dim, Element{});
+    });
+    LayoutAttention<Stored>(*forward, shape, activation_type == kBfloat16, query, query_row_stride, output).run(layer);
+  });
+}
+
+// key, value: [num_tokens, kv heads, head_dim] of activation_type, rows apart by the strides. cache: of cache_type.
+TOKA_EXPORT void toka_write_kv(int64_t activation_type, int64_t cache_type, const void* key, const void* value,
+                               int64_t key_stride, int64_t value_stride, const int64_t* kv_indices, int64_t num_tokens,
+                               void* cache, int64_t num_kv_heads, int64_t head_dim, int64_t page_size) {
+  with_stored_type(cache_type, [&](auto* stored) {
+    with_activation_type(activation_type, [&](auto* element) {
+      typedef Pointee<decltype(stored)> Stored;
+      typedef Pointee<decltype(element)> Element;
+      const CacheLayer<Stored> layer{(Stored*)cache, num_kv_heads, head_dim, page_size};
+      for (int64_t token = 0; token < num_tokens; ++token)
+        layer.write(kv_indices[token], (const Element*)key + token * key_stride,
+                    (const Element*)value + token * value_stride);
+    });
+  });
+}
+
+// Merges two parts of the same rows, as attention/shared_prefix.py does in torch.
+// first, second [count, head_dim] and their lse [count] -> output [count, head_dim] of output_type; count is rows times
+// query heads, head_dim a multiple of 16.
+TOKA_EXPORT void toka_merge(int64_t output_type, const float* first, const float* first_lse, const float* second,
+                            const float* second_lse, void* output, int64_t count, int64_t head_dim) {
+  constexpr int64_t kFewest = 2048;  // below, a second thread costs more than it saves
+  with_activation_type(output_type, [&](auto* element) {
+    typedef Pointee<decltype(element)> Element;
+    Team::get().share(count, kFewest, [&](int64_t index) {
+      const int64_t at = index * head_dim;
+      merge_parts(first + at, first_lse[index], second + at, second_lse[index], (Element*)output + at, head_dim);
+    });
+  });
+}

@@ -1,0 +1,49 @@
+// Definitions of attention_layout.h.
+#pragma once
+
+#include "attention/attention_layout.h"
+#include "simd/phases.h"
+
+template <typename Stored>
+LayoutAttention<Stored>::LayoutAttention(const PagedForward& forward, const Shape& shape, bool is_bfloat16,
+                                         const void* heads, int64_t row_size, void* attended)
+    : forward_(forward) {
+  const int64_t query_size = shape.num_heads * shape.head_dim;
+  const int64_t element_size = is_bfloat16 ? sizeof(bfloat16) : sizeof(float);
+  for (int64_t i = 0; i < forward.num_parts; ++i) num_rows_ += forward.parts[i].num_rows;
+  lse_.resize(num_rows_ * shape.num_heads);
+  const auto plan = [&](const PagedPart& part, void* output, float* lse) {
+    const void* query = (const char*)heads + part.first_row * row_size * element_size;
+    problems_.push_back({shape, part, is_bfloat16, query, row_size, output, lse, nullptr});
+    work_.push_back(share_out(problems_.back()));
+  };
+  if (forward.prefix != nullptr) {
+    prefix_output_.resize(forward.prefix->num_rows * query_size);
+    prefix_lse_.resize(forward.prefix->num_rows * shape.num_heads);
+    plan(*forward.prefix, prefix_output_.data(), prefix_lse_.data());
+  }
+  for (int64_t i = 0; i < forward.num_parts; ++i) {
+    const PagedPart& part = forward.parts[i];
+    plan(part, (char*)attended + part.first_row * query_size * element_size,
+         lse_.data() + part.first_row * shape.num_heads);
+  }
+  if (forward.prefix != nullptr) {  // of the rows of the first part
+    problems_[1].beside_output = prefix_output_.data();
+    problems_[1].beside_lse = prefix_lse_.data();
+  }
+}
+
+template <typename Stored>
+void LayoutAttention<Stored>::run(int64_t layer) {
+  for (size_t i = 0; i < problems_.size(); ++i) {
+    const PhaseTimer timer(i == 0 && forward_.prefix != nullptr ? kPrefixAttention : kAttention);
+    problems_[i].cache = (const Stored*)forward_.cache + layer * forward_.layer_size;
+    attend(problems_[i], work_[i], partial_);
+  }
+}
+
+template <typename Stored>
+void attend_part(const Problem<Stored>& problem) {
+  static Partial partial;
+  attend(problem, share_out(problem), partial);
+}

@@ -1,0 +1,48 @@
+// Stores keys and values where the attention kernel expects them. A block holds, per KV head, its keys and then its
+// values: one run of memory that is read in one go. Both come in groups of sixteen tokens, keys as
+// [head size / E][16][E], values as [16 / E][head size][E], with E = kPair<Stored> (multiply_add.h).
+#pragma once
+
+#include "simd/multiply_add.h"
+
+// One layer of the cache: [blocks][kv heads][keys, values][page size][head size].
+template <typename Stored>
+struct CacheLayer {
+  static constexpr int64_t E = kPair<Stored>;
+
+  Stored* cache;
+  int64_t num_kv_heads, head_dim, page_size;
+
+  // The group of keys that a token belongs to; its group of values lies page_size * head_dim behind.
+  Stored* key_group(int64_t kv_index, int64_t head) const {
+    const int64_t block = kv_index / page_size, offset = kv_index % page_size;
+    return cache + ((block * num_kv_heads + head) * 2 * page_size + offset / 16 * 16) * head_dim;
+  }
+
+  // key and value: [kv heads][head size].
+  template <typename Element>
+  void write(int64_t kv_index, const Element* key, const Element* value) const {
+    const int64_t offset = kv_index % page_size % 16;
+    for (int64_t head = 0; head < num_kv_heads; ++head, key += head_dim, value += head_dim) {
+      Stored* keys = key_group(kv_index, head);
+      Stored* to = keys + offset * E;
+      for (int64_t d = 0; d < head_dim; d += E)
+        for (int64_t i = 0; i < E; ++i) convert(key[d + i], to + d * 16 + i);
+      // With E = 2, neighbouring tokens share pairs: each replaces its half.
+      to = keys + (page_size + offset / E * E) * head_dim + offset % E;
+      for (int64_t d = 0; d < head_dim; ++d) convert(value[d], to + d * E);
+    }
+  }
+
+  // Asks for the memory that `write` will change: a line for each element, or pair, of the key.
+  void prefetch(int64_t kv_index) const {
+    constexpr int64_t kLine = 64 / sizeof(Stored);
+    const int64_t first = kv_index % page_size % 16 / E * E;
+    for (int64_t head = 0; head < num_kv_heads; ++head) {
+      const Stored* keys = key_group(kv_index, head);
+      for (int64_t at = 0; at < 16 * head_dim; at += kLine) __builtin_prefetch(keys + at, 1);
+      const Stored* values = keys + (page_size + first) * head_dim;
+      for (int64_t at = 0; at < E * head_dim; at += kLine) __builtin_prefetch(values + at, 1);
+    }
+  }
+};

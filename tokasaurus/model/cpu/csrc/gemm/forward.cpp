@@ -1,0 +1,126 @@
+// All decoder layers of one forward in one call: calling each part of each layer from Python takes as long as computing
+// it where rows are few.
+
+#include "attention/attention_layout.h"
+#include "simd/element_type.h"
+#include "gemm/gemm.h"
+#include "attention/kv_write.h"
+#include "simd/phases.h"
+#include "gemm/rms_norm.h"
+#include "simd/threads.h"
+
+// One layer as forward_kernels.PackedLayers holds it. Norms' weights are float32; the query and key norms, [head_dim], are
+// null where the model has none.
+struct PackedLayer {
+  PackedWeights qkv, out, gate_up, down;
+  const float *attention_norm, *mlp_norm, *query_norm, *key_norm;
+  int64_t num_query_heads, num_kv_heads, head_dim;
+  double eps;
+};
+
+namespace {
+
+// cos_sin: [head_dim], cosines before sines.
+template <typename Element>
+void rotate(Element* head, int64_t head_dim, const float* cos_sin) {
+  const int64_t half = head_dim / 2;
+  int64_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const Floats cos = load(cos_sin + i), sin = load(cos_sin + half + i);
+    const Floats first = load(head + i), second = load(head + half + i);
+    store(head + i, first * cos - second * sin);
+    store(head + half + i, second * cos + first * sin);
+  }
+  for (; i < half; ++i) {
+    const float first = to_float(head[i]), second = to_float(head[half + i]);
+    from_float(head + i, first * cos_sin[i] - second * cos_sin[half + i]);
+    from_float(head + half + i, second * cos_sin[i] + first * cos_sin[half + i]);
+  }
+}
+
+// Norms and rotates queries and keys, and stores keys and values, of the rows that are no padding.
+// heads [num_rows, query, key and value heads, head_dim]; cos_sin [num_rows, head_dim].
+template <typename Stored, typename Element>
+void rotate_and_store_heads(const PackedLayer& layer, const CacheLayer<Stored>& cache, const int64_t* kv_indices,
+                            int64_t num_rows, const float* cos_sin, Element* heads) {
+  constexpr int64_t kRows = 16;  // of one thread at a time
+  constexpr int64_t kAhead = 2;  // rows whose memory in the cache is on its way
+  const PhaseTimer timer(kHeads);
+  const int64_t head_dim = layer.head_dim, num_rotated = layer.num_query_heads + layer.num_kv_heads;
+  Team::get().share(num_rows, kRows, [&](int64_t row) {
+    if (row + kAhead < num_rows) cache.prefetch(kv_indices[row + kAhead]);
+    Element* own = heads + row * layer.qkv.out_size;
+    for (int64_t index = 0; index < num_rotated; ++index) {
+      Element* head = own + index * head_dim;
+      const float* norm = index < layer.num_query_heads ? layer.query_norm : layer.key_norm;
+      if (norm != nullptr) rms_norm(head, norm, float(layer.eps), head_dim, head);
+      rotate(head, head_dim, cos_sin + row * head_dim);
+    }
+    cache.write(kv_indices[row], own + layer.num_query_heads * head_dim, own + num_rotated * head_dim);
+  });
+}
+
+template <typename Element>
+std::vector<Element>& layer_scratch() {
+  static std::vector<Element> memory;
+  return memory;
+}
+
+// Elements of one row of heads, what they attended to, and the MLP's gated values.
+int64_t scratch_row_size(const PackedLayer& layer) {
+  return layer.qkv.out_size + layer.out.in_size + layer.gate_up.out_size;
+}
+
+template <typename Weight, typename Stored>
+void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward& forward, int64_t num_rows,
+                const float* cos_sin, Activation<Weight>* hidden) {
+  typedef Activation<Weight> Element;
+  const PackedLayer& first = layers[0];
+  const Shape shape{first.num_query_heads, first.num_kv_heads, first.head_dim, forward.page_size};
+  const int64_t hidden_size = first.out.out_size, query_size = first.out.in_size;
+  Element* heads = scratch(layer_scratch<Element>(), num_rows * scratch_row_size(first));
+  Element* attended = heads + num_rows * first.qkv.out_size;
+  Element* inner = attended + num_rows * query_size;
+  constexpr bool kIsBfloat16 = std::is_same_v<Element, bfloat16>;
+  LayoutAttention<Stored> attention(forward, shape, kIsBfloat16, heads, first.qkv.out_size, attended);
+  std::fill(attended, inner, Element{});  // rows of padding are in no part
+  for (int64_t index = 0; index < num_layers; ++index) {
+    const PackedLayer& layer = layers[index];
+    const CacheLayer<Stored> cache{(Stored*)forward.cache + index * forward.layer_size, shape.num_kv_heads,
+                                   shape.head_dim, shape.page_size};
+    multiply<Weight>({layer.qkv, hidden, hidden_size, num_rows, nullptr, heads}, layer.attention_norm, layer.eps);
+    // Every row's keys and values, before any row attends: a row may read blocks that another row of this forward fills.
+    rotate_and_store_heads(layer, cache, forward.kv_indices, attention.num_rows(), cos_sin, heads);
+    attention.run(index);
+    multiply<Weight>({layer.out, attended, query_size, num_rows, hidden, hidden}, nullptr, 0);
+    multiply<Weight>({layer.gate_up, hidden, hidden_size, num_rows, nullptr, inner}, layer.mlp_norm, layer.eps);
+    multiply<Weight>({layer.down, inner, layer.down.in_size, num_rows, hidden, hidden}, nullptr, 0);
+  }
+}
+
+}  // namespace
+
+// hidden [num_rows, hidden size] through the layers, in place.
+TOKA_EXPORT void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward,
+                                 int64_t num_rows, const float* cos_sin, void* hidden) {
+  with_stored_type(forward->cache_type, [&](auto* stored) {
+    typedef Pointee<decltype(stored)> Stored;
+    if (layers->qkv.is_bfloat16)
+      run_layers<bfloat16, Stored>(layers, num_layers, *forward, num_rows, cos_sin, (Activation<bfloat16>*)hidden);
+    else
+      run_layers<float, Stored>(layers, num_layers, *forward, num_rows, cos_sin, (float*)hidden);
+  });
+}
+
+// Gets the memory that forwards of up to num_rows rows through these layers keep between calls, and touches it.
+TOKA_EXPORT void toka_reserve_forward(const PackedLayer* layers, int64_t num_rows) {
+  const auto reserve = [&](auto* element) {
+    typedef Pointee<decltype(element)> Element;
+    scratch(layer_scratch<Element>(), num_rows * scratch_row_size(*layers));
+    reserve_normed_rows<Element>(num_rows, layers->qkv.in_size);
+  };
+  if (layers->qkv.is_bfloat16)
+    reserve((Activation<bfloat16>*)nullptr);
+  else
+    reserve((float*)nullptr);
+}

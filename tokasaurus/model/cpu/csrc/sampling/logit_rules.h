@@ -1,0 +1,59 @@
+// Biases and penalties of rows of logits. See messages/slots.py, LogitRules, for what they do.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "simd/simd.h"
+
+// As RuledRows in logit_rules.py has them, A of them, the place of a row's among them in rule_of_row, -1 where it has none.
+struct LogitRules {
+  const int32_t* rule_of_row;
+  const int32_t* tokens;
+  const int32_t* block_tables;  // [A, table_width]
+  const int32_t* lengths;
+  const int32_t* num_request_tokens;
+  const float* penalties;  // [3, A]
+  const int64_t* bias_starts;
+  const int32_t* bias_ids;
+  const float* bias_values;
+  int64_t num_rules, page_size, table_width;
+};
+
+// changed [vocab_size] = the row's logits by the rule.
+template <typename Element>
+void change_logits(const LogitRules& rules, int64_t rule, const Element* row, int64_t vocab_size,
+                   std::vector<float>& changed) {
+  static thread_local std::vector<int32_t> counts;  // of each token: 0 if not seen, else 1 + how often it was generated
+  static thread_local std::vector<int32_t> seen;
+  changed.resize(vocab_size);
+  for (int64_t token = 0; token < vocab_size; ++token) changed[token] = to_float(row[token]);
+  for (int64_t i = rules.bias_starts[rule]; i < rules.bias_starts[rule + 1]; ++i)
+    changed[rules.bias_ids[i]] += rules.bias_values[i];
+
+  const float presence = rules.penalties[rule], frequency = rules.penalties[rules.num_rules + rule];
+  const float repetition = rules.penalties[2 * rules.num_rules + rule];
+  const int32_t* table = rules.block_tables + rule * rules.table_width;
+  if (int64_t(counts.size()) < vocab_size) counts.resize(vocab_size, 0);
+  seen.clear();
+  const int64_t length = rules.lengths[rule], page_size = rules.page_size;
+  for (int64_t first = 0; first < length; first += page_size) {
+    const int32_t* tokens = rules.tokens + *table++ * page_size;
+    for (int64_t position = first; position < std::min(first + page_size, length); ++position) {
+      const int32_t token = tokens[position - first];
+      if (counts[token] == 0) {
+        counts[token] = 1;
+        seen.push_back(token);
+      }
+      counts[token] += position >= rules.num_request_tokens[rule];
+    }
+  }
+  for (const int32_t token : seen) {
+    float logit = changed[token];
+    logit = logit > 0 ? logit / repetition : logit * repetition;
+    const float num_generated = float(counts[token] - 1);
+    changed[token] = logit - frequency * num_generated - (num_generated > 0 ? presence : 0);
+    counts[token] = 0;
+  }
+}

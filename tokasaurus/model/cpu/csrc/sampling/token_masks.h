@@ -1,0 +1,45 @@
+// Which tokens may be drawn from some rows of logits. See messages/forward.py, TokenMasks.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "sampling/logit_rows.h"
+#include "simd/simd.h"
+
+// place_of_row: a row's place in bits, [places, num_words], or -1 for rows that may draw any token.
+struct TokenMasks {
+  const int32_t* place_of_row;
+  const uint32_t* bits;
+  int64_t num_words;
+
+  // Null for any token.
+  const uint32_t* of_row(int64_t row) const {
+    return place_of_row[row] < 0 ? nullptr : bits + place_of_row[row] * num_words;
+  }
+};
+
+static inline bool allows(const uint32_t* mask, int64_t token) { return mask[token / 32] >> token % 32 & 1; }
+
+// One is.
+static inline int64_t first_allowed(const uint32_t* mask) {
+  int64_t token = 0;
+  while (mask[token / 32] == 0) token += 32;
+  while (!allows(mask, token)) ++token;
+  return token;
+}
+
+// allowed = the row's logits, -inf where the mask has no bit, in whole vectors.
+template <typename Element>
+void mask_logits(const uint32_t* mask, const Element* row, int64_t vocab_size, std::vector<float>& allowed) {
+  UInts bit_of_lane;
+  for (int lane = 0; lane < kLanes; ++lane) bit_of_lane[lane] = 1u << lane;
+  allowed.resize((vocab_size + kLanes - 1) / kLanes * kLanes);
+  for (int64_t first = 0; first < vocab_size; first += kLanes) {
+    const uint32_t bits = mask[first / 32] >> first % 32 & ((1u << kLanes) - 1);
+    Floats logits = splat(-INFINITY);
+    if (bits != 0) logits = ((bit_of_lane & bits) != 0) ? load_row(row, first, vocab_size) : logits;
+    store(allowed.data() + first, logits);
+  }
+}

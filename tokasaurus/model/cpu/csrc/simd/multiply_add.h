@@ -1,0 +1,53 @@
+// The multiply-add of matrix products and of attention: a vector of stored numbers (weights, or the KV cache) times one
+// number of another operand (x, queries, or the softmax's weights). Everything is summed in float32.
+//
+// Where the processor multiplies bfloat16, one instruction multiplies pairs of them and adds both products: stored
+// bfloat16 numbers then lie in pairs, and the other operand is bfloat16, too. Otherwise stored numbers of 16 bits are
+// widened on their way to the registers, and the other operand is float32.
+#pragma once
+
+#include "simd/simd.h"
+
+// Stored numbers that one lane multiplies at a time.
+template <typename Stored>
+constexpr int kPair = TOKA_BFLOAT16_DOT && std::is_same_v<Stored, bfloat16> ? 2 : 1;
+
+// The type of the other operand.
+template <typename Stored>
+using Activation = std::conditional_t<kPair<Stored> == 2, bfloat16, float>;
+
+// A register of stored numbers, or of pairs, ready to be multiplied.
+template <typename Stored>
+using Operand = std::conditional_t<kPair<Stored> == 2, Ints, Floats>;
+
+template <typename Stored>
+static TOKA_INLINE Operand<Stored> load_operand(const Stored* from) {
+  if constexpr (kPair<Stored> == 2)
+    return load_vector<Ints>(from);
+  else
+    return load(from);
+}
+
+// One number of the other operand, or one pair, in every lane.
+template <typename Stored>
+static TOKA_INLINE Operand<Stored> spread(const Activation<Stored>* x) {
+  if constexpr (kPair<Stored> == 2) {
+    int32_t both;
+    std::memcpy(&both, x, sizeof both);
+    return Ints{} + both;
+  } else {
+    return splat(*x);
+  }
+}
+
+static TOKA_INLINE Floats multiply_add(Floats sum, Floats x, Floats stored) { return sum + x * stored; }
+
+#if TOKA_BFLOAT16_DOT
+static TOKA_INLINE Floats multiply_add(Floats sum, Ints x, Ints stored) {
+#if defined(__AVX512BF16__)
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)stored);
+#else
+  return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)x, (bfloat16x8_t)stored);
+#endif
+}
+#endif

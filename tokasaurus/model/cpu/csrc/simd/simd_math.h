@@ -1,0 +1,70 @@
+// Exponentials and logarithms of vectors.
+#pragma once
+
+#include "simd/simd.h"
+
+static TOKA_INLINE Floats round_to_int(Floats x) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  return (x + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23: floats of this size are whole numbers
+#endif
+}
+
+// e^x for x <= 0 to a relative error of 2e-7; 0 below -87. x = n ln 2 + r, |r| <= ln 2 / 2, Taylor polynomial in r.
+static TOKA_INLINE Floats exp_nonpositive(Floats x) {
+  const Floats clamped = max(x, splat(-87.0f));
+  const Floats n = round_to_int(clamped * 1.44269504088896341f);
+  Floats r = clamped - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Floats p = splat(1.0f / 5040);
+  p = p * r + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const Ints exponent = __builtin_convertvector(n, Ints) << 23;
+  const Floats value = (Floats)((Ints)p + exponent);
+  return x < splat(-87.0f) ? Floats{} : value;
+}
+
+// 2^x to a relative error of 2e-7 for x below 128; where that is less than a normal number, something no larger.
+static TOKA_INLINE Floats exp2(Floats x) {
+#if !defined(__AVX512F__)
+  x = max(x, splat(-127.0f));
+#endif
+  const Floats n = round_to_int(x);
+  // The polynomial with the smallest relative error from 2^f for |f| <= 1/2.
+  const Floats f = x - n;
+  Floats p = f * 1.32647272e-3f + 9.67151264e-3f;
+  p = p * f + 5.55073374e-2f;
+  p = p * f + 2.40222421e-1f;
+  p = p * f + 6.93146978e-1f;
+  p = p * f + 1.0f;
+#if defined(__AVX512F__)
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  const Ints exponent = __builtin_convertvector(n, Ints);
+  const Ints value = (Ints)p + (exponent << 23);
+  return (Floats)(value & (exponent > -127));
+#endif
+}
+
+// Natural logarithm of positive normal numbers to a relative error of 3e-7.
+// x = 2^n m, sqrt(1/2) <= m < sqrt(2); log m = 2 atanh(s), s = (m - 1) / (m + 1), by its odd series.
+static TOKA_INLINE Floats log_positive(Floats x) {
+  const UInts half_sqrt_bits = UInts{} + 0x3F3504F3u;
+  const UInts bits = (UInts)x - half_sqrt_bits;
+  const Floats n = __builtin_convertvector((Ints)bits >> 23, Floats);
+  const Floats m = (Floats)((bits & 0x007FFFFFu) + half_sqrt_bits);
+  const Floats s = (m - 1.0f) / (m + 1.0f);
+  const Floats square = s * s;
+  Floats p = splat(2.0f / 9);
+  p = p * square + 2.0f / 7;
+  p = p * square + 2.0f / 5;
+  p = p * square + 2.0f / 3;
+  p = p * square + 2.0f;
+  return n * 0.693147180559945309f + p * s;
+}

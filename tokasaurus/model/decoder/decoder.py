@@ -1,0 +1,263 @@
+"""The decoder that every family shares; a family is a `DecoderOptions` (see registry)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
+from tokasaurus.model.attention.cpu import CpuBackend
+from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
+from tokasaurus.model.cpu.layer_executor import PackedLayer, PackedLayers
+from tokasaurus.model.cpu.packed_weights import LayerKernels
+from tokasaurus.model.cpu.product_choice import ALWAYS_KERNELS, ProductChoice
+from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.decoder.layers.attention import Attention
+from tokasaurus.model.decoder.layers.embedding import VocabShard
+from tokasaurus.model.decoder.layers.linear import Linear
+from tokasaurus.model.decoder.layers.mlp import GatedMLP
+from tokasaurus.model.decoder.layers.norm import RMSNorm
+from tokasaurus.model.decoder.layers.rotary import RotaryTable
+from tokasaurus.model.decoder.weights import WeightPiece, allocate_parameters, whole
+from tokasaurus.model.parallel.mesh import Mesh
+
+# T tokens in this forward, R rows whose logits are wanted, E hidden size
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderOptions:
+    """In what a family differs. qkv_bias: biases on the query, key and value projections. qk_norm: RMS norms over each
+    head's query and key before rotary."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+class DecoderLayer(nn.Module):
+    """hidden [T, E] -> [T, E]: attention, then feed-forward, each on the normed input and added to it. In two methods:
+    between them the attention backend is called, which is never compiled."""
+
+    def __init__(
+        self, info: ModelInfo, options: DecoderOptions, mesh: Mesh, layer_index: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(info.hidden_size, info.norm_eps, dtype)
+        self.attention = Attention(info, mesh, layer_index, options.qkv_bias, options.qk_norm, dtype)
+        self.mlp_norm = RMSNorm(info.hidden_size, info.norm_eps, dtype)
+        self.mlp = GatedMLP(info, mesh, dtype)
+
+    def before_attention(self, hidden: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [T, E] -> query [T, H, D], key and value [T, K, D], rotated."""
+        return self.attention.project(hidden, self.attention_norm, cos_sin)
+
+    def after_attention(self, attended: Tensor, hidden: Tensor) -> Tensor:
+        """attended [T, H, D], and hidden [T, E] as before_attention had it -> hidden [T, E] for the next layer."""
+        attention_out: Tensor = self.attention.out(attended.flatten(1))
+        hidden = hidden + attention_out
+        fed: Tensor = self.mlp(hidden, self.mlp_norm)
+        return hidden + fed
+
+    def packed(self) -> PackedLayer | None:
+        """This layer for the kernels, once its products are packed for them."""
+        attention, mlp = self.attention, self.mlp
+        qkv, out, gate_up, down = (linear.packed for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down))
+        if qkv is None or out is None or gate_up is None or down is None:
+            return None
+        query_norm, key_norm = (
+            None if norm is None else norm.float_weight for norm in (attention.query_norm, attention.key_norm)
+        )
+        norms = (self.attention_norm.float_weight, self.mlp_norm.float_weight, query_norm, key_norm)
+        return PackedLayer(qkv, out, gate_up, down, *norms)
+
+    def weight_pieces(self, prefix: str) -> list[WeightPiece]:
+        return [
+            whole(f"{prefix}input_layernorm.weight", self.attention_norm.weight),
+            *self.attention.weight_pieces(f"{prefix}self_attn."),
+            whole(f"{prefix}post_attention_layernorm.weight", self.mlp_norm.weight),
+            *self.mlp.weight_pieces(f"{prefix}mlp."),
+        ]
+
+
+class Decoder(nn.Module):
+    """This rank's stage and shard of the model.
+
+    Parameters are made on the meta device: call `materialize`, fill `weight_pieces`, then call `pack`.
+    """
+
+    def __init__(self, info: ModelInfo, options: DecoderOptions, mesh: Mesh, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._info = info
+        self._options = options
+        self._mesh = mesh
+        self._dtype = dtype
+        self._rotary: RotaryTable | None = None
+        self.activation_dtype = dtype
+        self._packed: PackedLayers | None = None
+        self._choice = ALWAYS_KERNELS
+        self._before_attention = DecoderLayer.before_attention
+        self._after_attention = DecoderLayer.after_attention
+        stage = mesh.stage_layers(info.num_layers)
+        with torch.device("meta"):
+            needs_embedding = mesh.is_first_stage or (mesh.is_last_stage and info.tie_embeddings)
+            self.embedding = VocabShard(info, mesh, dtype) if needs_embedding else None
+            self.layers = nn.ModuleList(
+                DecoderLayer(info, options, mesh, layer_index, dtype) for layer_index in range(len(stage))
+            )
+            self.final_norm = RMSNorm(info.hidden_size, info.norm_eps, dtype) if mesh.is_last_stage else None
+            needs_head = mesh.is_last_stage and not info.tie_embeddings
+            self.lm_head = VocabShard(info, mesh, dtype) if needs_head else None
+
+    def materialize(self, device: torch.device, num_positions: int) -> None:
+        """Allocate the parameters on `device`, unfilled, and the rotary table for positions up to num_positions."""
+        allocate_parameters(self, device)
+        self._device = device
+        self._rotary = RotaryTable(self._info.rope, self._info.head_dim, num_positions, device)
+
+    def pack(
+        self, kernels: Kernels | None, choice: ProductChoice = ALWAYS_KERNELS, compiler: Compiler | None = None
+    ) -> None:
+        """Once the weights are loaded: lay them out for the device's matrix products. As begin_packing, then
+        pack_module for each module, then end_packing."""
+        self.begin_packing(kernels, choice, compiler)
+        for module in self.modules():
+            self.pack_module(module)
+        self.end_packing()
+
+    def begin_packing(
+        self, kernels: Kernels | None, choice: ProductChoice = ALWAYS_KERNELS, compiler: Compiler | None = None
+    ) -> None:
+        """kernels: the CPU's, if there are any. choice: between them and torch. compiler: compiles the layers instead;
+        inductor takes weights as they are."""
+        if kernels is not None and self._dtype in ACTIVATION_DTYPES:
+            activation_dtype = kernels.activation_dtype(self._dtype)
+            if compiler is not None and activation_dtype != self._dtype:
+                kernels = None  # compiled layers compute in the weights' type
+            else:
+                self.activation_dtype = activation_dtype
+        self._layer_kernels = None if kernels is None else LayerKernels(kernels)
+        self._choice = choice
+        self._compiler = compiler
+
+    def pack_module(self, module: nn.Module) -> None:
+        """Once the weights of the module itself are loaded. Gives back the memory of those that are laid out anew."""
+        if module is self._head:
+            assert isinstance(module, VocabShard)
+            module.pack(self._layer_kernels, self._choice, keep_weight=module is self.embedding)
+        elif isinstance(module, Linear) and not isinstance(module, VocabShard) and self._compiler is None:
+            module.pack(self._layer_kernels, self._choice)
+
+    def end_packing(self) -> None:
+        """Once every module is packed."""
+        if self._compiler is not None:
+            self._before_attention = self._compiler.compile(DecoderLayer.before_attention)
+            self._after_attention = self._compiler.compile(DecoderLayer.after_attention)
+        elif self._layer_kernels is not None and self._mesh.tp_size == 1:
+            self._packed = self._pack_layers(self._layer_kernels)
+
+    def reserve(self, num_tokens: int, num_logit_rows: int) -> None:
+        """Get the memory that forwards of up to so many tokens and rows of logits keep from one to the next, where the
+        kernels compute them."""
+        if self._packed is not None:
+            self._packed.reserve(num_tokens)
+        if self._head is not None:
+            self._head.reserve(num_logit_rows)
+
+    def runs_on_kernels(self, backend: AttentionBackend) -> bool:
+        """Whether all layers of any forward are one call of the CPU's kernels."""
+        return self._packed is not None and self._choice.always_kernels and isinstance(backend, CpuBackend)
+
+    def _pack_layers(self, kernels: LayerKernels) -> PackedLayers | None:
+        packed = [layer.packed() for layer in self._decoder_layers()]
+        whole_layers = [layer for layer in packed if layer is not None]
+        if not packed or len(whole_layers) < len(packed):
+            return None
+        info = self._info
+        return PackedLayers(kernels, whole_layers, info.num_heads, info.num_kv_heads, info.head_dim, info.norm_eps)
+
+    @property
+    def _head(self) -> VocabShard | None:
+        """The last stage's LM head."""
+        if not self._mesh.is_last_stage:
+            return None
+        return self.embedding if self.lm_head is None else self.lm_head
+
+    def _decoder_layers(self) -> Iterator[DecoderLayer]:
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            yield layer
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor | None,
+        positions: Tensor,
+        backend: AttentionBackend,
+        layout: PagedLayout,
+    ) -> Tensor:
+        """One stage of one forward. The first stage reads token_ids int64 [T], later ones hidden [T, E], which may be
+        overwritten.
+
+        positions: int64 [T]. -> hidden [T, E], for the next stage, or of the last one for `logits`.
+        """
+        assert self._rotary is not None, "materialize comes first"
+        if hidden is None:
+            assert self.embedding is not None, "only the first stage embeds"
+            hidden = self.embedding.embed(token_ids).to(self.activation_dtype)
+        cos_sin = self._rotary.at(positions)
+        is_one_call = self._packed is not None and self._choice.uses_kernels(hidden.shape[0])
+        if self._packed is not None and is_one_call and isinstance(backend, CpuBackend):
+            self._packed.run(hidden, cos_sin, backend.planned)
+        else:
+            for layer in self._decoder_layers():
+                query, key, value = self._before_attention(layer, hidden, cos_sin)
+                attended = layer.attention.attend(query, key, value, backend, layout)
+                hidden = self._after_attention(layer, attended, hidden)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, E], some rows of what the last stage's `forward` gave -> [R, vocab], in hidden's dtype. The
+        next call may overwrite them."""
+        head = self._head
+        assert head is not None, "the last stage has an LM head"
+        assert self.final_norm is not None
+        return head.logits(hidden, self.final_norm)
+
+    def weight_pieces(self) -> list[WeightPiece]:
+        """Every tensor of the whole checkpoint, with a target where this stage holds it."""
+        info, mesh = self._info, self._mesh
+        stage = mesh.stage_layers(info.num_layers)
+        pieces: list[WeightPiece] = []
+        for index in range(info.num_layers):
+            prefix = f"model.layers.{index}."
+            if index in stage:
+                layer = self.layers[index - stage.start]
+                assert isinstance(layer, DecoderLayer)
+                pieces += layer.weight_pieces(prefix)
+            else:
+                template = self.layers[0]
+                assert isinstance(template, DecoderLayer)
+                pieces += map(_held_elsewhere, template.weight_pieces(prefix))
+        vocab_shape = (info.vocab_size, info.hidden_size)
+        pieces += _pieces_or_elsewhere(self.embedding, "model.embed_tokens.weight", vocab_shape)
+        if not info.tie_embeddings:
+            pieces += _pieces_or_elsewhere(self.lm_head, "lm_head.weight", vocab_shape)
+        if self.final_norm is not None:
+            pieces.append(whole("model.norm.weight", self.final_norm.weight))
+        else:
+            pieces.append(WeightPiece("model.norm.weight", (info.hidden_size,), (), None))
+        return pieces
+
+    def ignores(self, source: str) -> bool:
+        """Whether a checkpoint may hold this tensor although the model has no place for it: rotary tables of old
+        checkpoints, and an LM head stored beside the embedding that it is tied to."""
+        return source.endswith("rotary_emb.inv_freq") or (self._info.tie_embeddings and source == "lm_head.weight")
+
+
+def _held_elsewhere(piece: WeightPiece) -> WeightPiece:
+    return WeightPiece(piece.source, piece.shape, piece.shard, None)
+
+
+def _pieces_or_elsewhere(shard: VocabShard | None, source: str, shape: tuple[int, ...]) -> list[WeightPiece]:
+    return [WeightPiece(source, shape, (), None)] if shard is None else shard.weight_pieces(source)

@@ -1,0 +1,69 @@
+"""The attention layer: fused projections, optional query/key norms, rotary, and the paged backend."""
+
+import torch
+from torch import Tensor, nn
+
+from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
+from tokasaurus.model.attention.row_split import attend_rows
+from tokasaurus.model.decoder.layers.linear import FusedColumnLinear, OutputShard, RowLinear
+from tokasaurus.model.decoder.layers.norm import RMSNorm
+from tokasaurus.model.decoder.layers.rotary import rotate
+from tokasaurus.model.decoder.weights import WeightPiece, whole
+from tokasaurus.model.parallel.mesh import Mesh
+
+# T tokens, E hidden size, H query heads, K key/value heads, D head size
+
+
+class Attention(nn.Module):
+    """x [T, E] -> [T, E]: project, attend, then `out`. layer_index counts within this pipeline stage, as the KV cache
+    does."""
+
+    def __init__(
+        self, info: ModelInfo, mesh: Mesh, layer_index: int, qkv_bias: bool, qk_norm: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self._layer_index = layer_index
+        self._head_dim = info.head_dim
+        head_start, self.num_heads = mesh.shard(info.num_heads, "attention heads")
+        kv_start, self.num_kv_heads = mesh.kv_head_shard(info.num_kv_heads)
+        query_size = info.num_heads * info.head_dim
+        query_shard = (head_start * info.head_dim, self.num_heads * info.head_dim)
+        kv_size = info.num_kv_heads * info.head_dim
+        kv_shard = (kv_start * info.head_dim, self.num_kv_heads * info.head_dim)
+        outputs = [
+            OutputShard("q_proj", query_size, *query_shard),
+            OutputShard("k_proj", kv_size, *kv_shard),
+            OutputShard("v_proj", kv_size, *kv_shard),
+        ]
+        self.qkv = FusedColumnLinear(info.hidden_size, outputs, qkv_bias, dtype)
+        self.out = RowLinear("o_proj", query_size, query_shard, info.hidden_size, mesh, dtype)
+        self.query_norm = RMSNorm(info.head_dim, info.norm_eps, dtype) if qk_norm else None
+        self.key_norm = RMSNorm(info.head_dim, info.norm_eps, dtype) if qk_norm else None
+
+    def project(self, x: Tensor, norm: RMSNorm, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """query [T, H, D], key and value [T, K, D] of the normed x, rotated."""
+        heads = self.qkv(x, norm).unflatten(-1, (-1, self._head_dim))  # [T, H + 2K, D]
+        num_rotated = self.num_heads + self.num_kv_heads
+        rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+            rotated = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
+        rotated = rotate(rotated, cos_sin)
+        return rotated[:, : self.num_heads], rotated[:, self.num_heads :], value
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, backend: AttentionBackend, layout: PagedLayout
+    ) -> Tensor:
+        """query [T, H, D], key and value [T, K, D], rotated, stored in this layer's cache -> [T, H, D]."""
+        # Every row's keys and values, before any row attends: a row may read blocks that another row of this forward
+        # fills (see ForwardInput).
+        backend.write(key, value, self._layer_index)
+        return attend_rows(backend, query, self._layer_index, layout)
+
+    def weight_pieces(self, prefix: str) -> list[WeightPiece]:
+        pieces = self.qkv.weight_pieces(prefix) + self.out.weight_pieces(prefix)
+        if self.query_norm is not None and self.key_norm is not None:
+            pieces.append(whole(f"{prefix}q_norm.weight", self.query_norm.weight))
+            pieces.append(whole(f"{prefix}k_norm.weight", self.key_norm.weight))
+        return pieces

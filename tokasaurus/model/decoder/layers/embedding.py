@@ -1,0 +1,57 @@
+"""Token embedding and LM head, both cut by vocabulary over the tensor-parallel ranks."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.model.decoder.layers.linear import Linear
+from tokasaurus.model.decoder.layers.norm import RMSNorm
+from tokasaurus.model.decoder.weights import WeightPiece
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.parallel.tensor_parallel import gather_last_dim, sum_over_shards
+
+
+class VocabShard(Linear):
+    """Rows of a [vocab, E] matrix for this rank's range of token ids; serves as embedding, as LM head, or as both."""
+
+    def __init__(self, info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> None:
+        start, length = mesh.shard(info.vocab_size, "vocabulary")
+        super().__init__(info.hidden_size, length, bias=False, dtype=dtype)
+        self._start = start
+        self._length = length
+        self._mesh = mesh
+        self._shape = (info.vocab_size, info.hidden_size)
+        self._logits: Tensor | None = None
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] -> [T, E]."""
+        if self._mesh.tp_size == 1:
+            return self._rows(token_ids)
+        local = token_ids - self._start
+        elsewhere = (local < 0) | (local >= self._length)
+        rows = self._rows(local.masked_fill(elsewhere, 0))
+        return sum_over_shards(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self._mesh)
+
+    def _rows(self, indices: Tensor) -> Tensor:
+        return functional.embedding(indices, self.weight) if self.packed is None else self.packed.rows(indices)
+
+    def reserve(self, num_rows: int) -> None:
+        """Get the memory of so many rows of logits, where the kernels compute them."""
+        if self.packed is not None and self._mesh.tp_size == 1:
+            self._logits = torch.zeros((num_rows, self._length), dtype=self.packed.activation_dtype)
+
+    def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+        """hidden [R, E] -> [R, vocab], of the normed hidden states, in hidden's dtype. The next call may overwrite
+        them."""
+        if self.packed is None or self._mesh.tp_size > 1 or not self.runs_on_kernels(hidden.shape[0]):
+            return gather_last_dim(self(hidden, norm), self._mesh)
+        # Memory of this size goes back to the system when it is freed, and getting it again, zeroed and page by page,
+        # would take a quarter of the product's time.
+        if self._logits is None or len(self._logits) < len(hidden):
+            self._logits = hidden.new_empty((len(hidden), self._length))
+        return self.packed.multiply(hidden, (norm.float_weight, norm.eps), self._logits[: len(hidden)])
+
+    def weight_pieces(self, source: str) -> list[WeightPiece]:
+        rows = slice(self._start, self._start + self._length)
+        return [WeightPiece(source, self._shape, (rows, slice(None)), self.weight)]

@@ -1,0 +1,139 @@
+"""Matrix products whose weights are cut over the tensor-parallel ranks and fused where they share an input."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tokasaurus.model.cpu.packed_weights import LayerKernels, PackedWeights, takes
+from tokasaurus.model.cpu.product_choice import ALWAYS_KERNELS, ProductChoice, torch_product
+from tokasaurus.model.decoder.layers.norm import RMSNorm
+from tokasaurus.model.decoder.weights import WeightPiece
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.parallel.tensor_parallel import sum_over_shards
+
+# T tokens
+
+
+@dataclass(frozen=True, slots=True)
+class OutputShard:
+    """One of the fused products: `size` output features in the checkpoint, of which this rank computes a range."""
+
+    source: str
+    size: int
+    start: int
+    length: int
+
+
+class Linear(nn.Module):
+    """x [T, in] -> [T, out] with weight [out, in].
+
+    On a CPU, `pack` comes after loading: it puts the weight into the layouts of the kernels, of torch, or of both, by
+    which is faster for few rows and for many; x may then be of another type than the weight.
+    """
+
+    def __init__(self, in_size: int, out_size: int, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_size, in_size, dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_size, dtype=dtype), requires_grad=False) if bias else None
+        self.packed: PackedWeights | None = None
+        self._choice = ALWAYS_KERNELS
+        self._torch_product: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """norm: applied to x first."""
+        if self.packed is not None and self.runs_on_kernels(x.shape[0]):
+            return self.packed.multiply(x, None if norm is None else (norm.float_weight, norm.eps))
+        return self._multiply_by_torch(x if norm is None else norm(x))
+
+    def runs_on_kernels(self, num_rows: int) -> bool:
+        """Whether a product of so many rows is the kernels'."""
+        return self.packed is not None and self._choice.uses_kernels(num_rows)
+
+    def pack(
+        self, kernels: LayerKernels | None, choice: ProductChoice = ALWAYS_KERNELS, keep_weight: bool = False
+    ) -> None:
+        """kernels: None where there are none. keep_weight: others read the plain weight, so that it stays where they
+        cannot read the packed one."""
+        if self.weight.device.type != "cpu":
+            return
+        weight, is_taken = self.weight.data, kernels is not None and takes(self.weight)
+        if kernels is not None and is_taken and not choice.always_torch:
+            self.packed = self._pack(kernels)
+            self._choice = choice
+        if self.packed is None or not choice.always_kernels:
+            dtype = weight.dtype if kernels is None else kernels.activation_dtype(weight.dtype)
+            bias = None if self.bias is None else self.bias.data.to(dtype)
+            self._torch_product = torch_product(weight.to(dtype), bias)
+        if self.packed is not None or not keep_weight:
+            self.weight.data = weight.new_empty(0)
+
+    def _multiply_by_torch(self, x: Tensor) -> Tensor:
+        if self._torch_product is None:
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            return functional.linear(x, self.weight.to(x.dtype), bias)
+        return self._torch_product(x)
+
+    def _pack(self, kernels: LayerKernels) -> PackedWeights:
+        return PackedWeights(kernels, self.weight.data, self.bias)
+
+
+class FusedColumnLinear(Linear):
+    """x [T, in] -> [T, sum of lengths]: several products of one input as one, each cut by output features."""
+
+    def __init__(self, in_size: int, outputs: Sequence[OutputShard], bias: bool, dtype: torch.dtype) -> None:
+        super().__init__(in_size, sum(output.length for output in outputs), bias, dtype)
+        self._in_size = in_size
+        self._outputs = tuple(outputs)
+
+    def weight_pieces(self, prefix: str) -> list[WeightPiece]:
+        pieces = []
+        row = 0
+        for output in self._outputs:
+            shard = slice(output.start, output.start + output.length)
+            rows = slice(row, row + output.length)
+            row += output.length
+            name = f"{prefix}{output.source}"
+            shape = (output.size, self._in_size)
+            pieces.append(WeightPiece(f"{name}.weight", shape, (shard, slice(None)), self.weight[rows]))
+            if self.bias is not None:
+                pieces.append(WeightPiece(f"{name}.bias", (output.size,), (shard,), self.bias[rows]))
+        return pieces
+
+
+class GatedLinear(FusedColumnLinear):
+    """x [T, in] -> silu(gate(x)) * up(x), [T, length]. Source: arXiv 2002.05202 (SwiGLU)."""
+
+    def __init__(self, in_size: int, gate: OutputShard, up: OutputShard, dtype: torch.dtype) -> None:
+        super().__init__(in_size, (gate, up), bias=False, dtype=dtype)
+
+    def _multiply_by_torch(self, x: Tensor) -> Tensor:
+        gate, up = super()._multiply_by_torch(x).chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    def _pack(self, kernels: LayerKernels) -> PackedWeights:
+        return PackedWeights(kernels, self.weight.data, None, is_gated=True)
+
+
+class RowLinear(Linear):
+    """x [T, in / tp_size] -> [T, out]: cut by input features, summed over the ranks."""
+
+    def __init__(
+        self, source: str, in_size: int, shard: tuple[int, int], out_size: int, mesh: Mesh, dtype: torch.dtype
+    ):
+        super().__init__(shard[1], out_size, bias=False, dtype=dtype)
+        self._source = source
+        self._in_size = in_size
+        self._start = shard[0]
+        self._mesh = mesh
+
+    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        return sum_over_shards(super().forward(x, norm), self._mesh)
+
+    def weight_pieces(self, prefix: str) -> list[WeightPiece]:
+        out_size, length = self.weight.shape
+        columns = slice(self._start, self._start + length)
+        shape = (out_size, self._in_size)
+        return [WeightPiece(f"{prefix}{self._source}.weight", shape, (slice(None), columns), self.weight)]

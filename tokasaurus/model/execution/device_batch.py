@@ -1,0 +1,203 @@
+"""ForwardInput and the slots' state to the tensors of one forward."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups, ScoredRows
+from tokasaurus.model.attention.backend import PagedLayout, PagedPart
+from tokasaurus.model.execution.slot_table import SlotTable
+from tokasaurus.model.sampling.noise import position_keys
+from tokasaurus.model.sampling.prompt_logprobs import SCORED_AT_ONCE, ScoredTokens
+from tokasaurus.model.sampling.sample import SamplingRows, TopRows
+
+# T tokens, S rows of the batch (one per running slot), R rows that sample; T and R with padding, if any
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """One forward on the device. Tokens, and rows that pass the LM head, may be padded to one of few counts.
+
+    token_ids, positions: int64 [T]. logit_rows: int64 [R], rows of T that pass the LM head; the first num_sampled of
+    them are sampled, and only those have sampled_slots (int64, whose last token that becomes), sampling parameters, and
+    want_logprobs (bool, on the host).
+    scored: None where no tokens of prompts are.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    logit_rows: Tensor
+    num_sampled: int
+    sampled_slots: Tensor
+    layout: PagedLayout
+    sampling: SamplingRows
+    want_logprobs: NDArray[np.bool_]
+    scored: ScoredTokens | None = None
+
+
+def padded_count(count: int) -> int:
+    """The next count that matrices come in: exact up to 16, then 16 to each doubling, so at most a sixteenth more.
+
+    The CPU's matrix library makes and keeps code for each shape it meets: where every count was a shape of its own, the
+    worker grew by 2 MB with each new one.
+    """
+    step = max(1, 1 << ((count - 1).bit_length() - 5)) if count > 16 else 1
+    return -(-count // step) * step
+
+
+def build_batch(
+    step: ForwardInput, slots: SlotTable, page_size: int, device: torch.device, is_padded: bool = True
+) -> DeviceBatch:
+    """The batch of `step`, whose changes are already applied to `slots`; moves the slots' positions past it.
+
+    is_padded: tokens and logit rows come in one of few counts.
+    """
+
+    def to_device(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    first_positions = slots.positions[step.slots]
+    kv_lengths = first_positions + step.num_tokens
+    slots.positions[step.slots] = kv_lengths
+    starts = np.zeros(len(step.slots) + 1, np.int32)
+    np.cumsum(step.num_tokens, out=starts[1:])
+
+    token_rows = np.repeat(np.arange(len(step.slots)), step.num_tokens)
+    token_positions = np.arange(starts[-1]) - starts[token_rows] + first_positions[token_rows]
+    blocks = slots.block_tables[step.slots[token_rows], token_positions // page_size]
+    # What is there already goes to the padding block: other slots may read it now.
+    blocks[token_positions < slots.first_writes[step.slots][token_rows]] = 0
+    token_places = blocks.astype(np.int64) * page_size + token_positions % page_size
+
+    decoded = slots.last_tokens[to_device(step.slots[: step.num_decode].astype(np.int64))]
+
+    def pad(count: int) -> NDArray[np.int64]:
+        return np.zeros(padded_count(count) - count if is_padded else 0, np.int64)
+
+    padding = pad(int(starts[-1]))  # token 0 at position 0, its key and value in the padding block
+    token_ids = torch.cat((decoded, to_device(np.concatenate((step.prompt_ids, padding)))))
+
+    all_places = to_device(np.concatenate((token_places, padding)))
+    slots.rules.tokens[all_places] = token_ids.int()
+
+    # A decode row is past its prompt, a prefill row samples when its chunk ends it.
+    samples = kv_lengths >= slots.num_prompt_tokens[step.slots]
+    sampled_slots = step.slots[samples]
+    temperatures = slots.temperatures[sampled_slots]
+    top_ps = slots.top_ps[sampled_slots]
+    top_ks = slots.top_ks[sampled_slots]
+    min_ps = slots.min_ps[sampled_slots]
+    want_logprobs = slots.want_logprobs[sampled_slots]
+    any_logprobs = bool(want_logprobs.any())
+    keys = position_keys(slots.noise_keys[sampled_slots], kv_lengths[samples])
+    sampling = SamplingRows(
+        temperatures=to_device(temperatures),
+        top_ps=to_device(top_ps),
+        top_ks=to_device(top_ks),
+        min_ps=to_device(min_ps),
+        noise_keys=to_device(keys.astype(np.int64)),
+        any_sampled=bool((temperatures > 0).any()),
+        any_limited=bool((((top_ps < 1) | (top_ks > 0) | (min_ps > 0)) & (temperatures > 0)).any()),
+        any_logprobs=any_logprobs,
+        rules=slots.rules.select(sampled_slots, kv_lengths[samples], slots.block_tables, page_size),
+        top=_top_rows(slots.num_top_logprobs[sampled_slots]) if any_logprobs else None,
+        masks=step.masks,
+    )
+    logit_rows = starts[1:][samples].astype(np.int64) - 1
+    scored = None
+    if step.scored is not None:
+        rows = _scored_rows(step.scored, starts)
+        # Padded where the last of those that pass the LM head together end: more are a padded count, whole.
+        rows = np.concatenate((rows, pad(len(rows) % SCORED_AT_ONCE)))
+        scored = ScoredTokens(to_device(rows), to_device(step.scored.target_ids), step.scored.num_top)
+    parts, prefix = _parts(step, slots, starts, kv_lengths, page_size)
+    return DeviceBatch(
+        token_ids=token_ids,
+        positions=to_device(np.concatenate((token_positions, padding))),
+        logit_rows=to_device(np.concatenate((logit_rows, pad(len(logit_rows))))),
+        num_sampled=len(logit_rows),
+        sampled_slots=to_device(sampled_slots.astype(np.int64)),
+        layout=PagedLayout(all_places, parts, prefix),
+        sampling=sampling,
+        want_logprobs=want_logprobs,
+        scored=scored,
+    )
+
+
+def _scored_rows(scored: ScoredRows, starts: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Of the forward's tokens, those whose successors are scored: int64 [Q]."""
+    rows = np.arange(len(scored.target_ids))
+    rows += np.repeat(starts[scored.rows] - (np.cumsum(scored.counts) - scored.counts), scored.counts)
+    return rows
+
+
+def _top_rows(counts: NDArray[np.int32]) -> TopRows | None:
+    """counts: [R], likeliest tokens that each row asked for."""
+    rows = np.flatnonzero(counts)
+    return TopRows(rows, int(counts.max())) if len(rows) else None
+
+
+def _parts(
+    step: ForwardInput,
+    slots: SlotTable,
+    starts: NDArray[np.int32],
+    kv_lengths: NDArray[np.int32],
+    page_size: int,
+) -> tuple[tuple[PagedPart, ...], PagedPart | None]:
+    """What rows attend to by themselves: decode rows in groups, behind their prefix; the other decode rows; the prefill
+    rows; each left out if there are none. And the prefixes of the groups."""
+    num_grouped, prefix = 0, None
+    skipped = np.zeros(len(step.slots), np.int32)  # blocks of each row that its group attends to for it
+    if step.groups is not None:
+        num_grouped = int(step.groups.sizes.sum())
+        skipped[:num_grouped] = np.repeat(step.groups.num_blocks, step.groups.sizes)
+        prefix = _prefix_part(step.slots, step.groups, slots.block_tables, page_size)
+    parts = []
+    for begin, end in ((0, num_grouped), (num_grouped, step.num_decode), (step.num_decode, len(step.slots))):
+        if begin == end:
+            continue
+        is_partial = end == num_grouped
+        own_lengths = kv_lengths[begin:end] - skipped[begin:end] * np.int32(page_size)
+        longest = int(own_lengths.max())
+        num_columns = -(-longest // page_size)
+        if is_partial:
+            columns = skipped[begin:end, None] + np.arange(num_columns)
+            np.minimum(columns, slots.block_tables.shape[1] - 1, out=columns)
+            tables = slots.block_tables[step.slots[begin:end, None], columns]
+        else:
+            tables = slots.block_tables[step.slots[begin:end], :num_columns]
+        parts.append(
+            PagedPart(
+                first_row=int(starts[begin]),
+                num_rows=int(starts[end] - starts[begin]),
+                query_starts=torch.from_numpy(starts[begin : end + 1] - starts[begin]),
+                block_table=torch.from_numpy(tables),
+                kv_lengths=torch.from_numpy(own_lengths),
+                causal=True,
+                is_partial=is_partial,
+            )
+        )
+    return tuple(parts), prefix
+
+
+def _prefix_part(
+    row_slots: NDArray[np.int32], groups: PrefixGroups, block_tables: NDArray[np.int32], page_size: int
+) -> PagedPart:
+    """A segment for each group, with the blocks with which the table of its first row begins."""
+    query_starts = np.zeros(len(groups.sizes) + 1, np.int32)
+    np.cumsum(groups.sizes, out=query_starts[1:])
+    lengths = groups.num_blocks * np.int32(page_size)
+    tables = block_tables[row_slots[query_starts[:-1]], : int(groups.num_blocks.max())]
+    return PagedPart(
+        first_row=0,
+        num_rows=int(query_starts[-1]),
+        query_starts=torch.from_numpy(query_starts),
+        block_table=torch.from_numpy(tables),
+        kv_lengths=torch.from_numpy(lengths),
+        causal=False,
+        is_partial=True,
+    )

@@ -1,0 +1,84 @@
+"""The worker's memory of each batch slot, kept up by the changes that every ForwardInput carries."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tokasaurus.messages.slots import SlotChanges, SlotOpens
+from tokasaurus.model.sampling.logit_rules import SlotRules
+from tokasaurus.model.sampling.noise import sequence_keys
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTableSize:
+    """num_slots: the padding slot included. max_blocks: blocks of the longest sequence."""
+
+    num_slots: int
+    max_blocks: int
+
+
+class SlotTable:
+    """State per slot, on the host; only tokens live on the device, since no one waits for them.
+
+    positions: int32 [slots], tokens of the slot that earlier steps have computed.
+    first_writes: int32 [slots], tokens at positions before it have their KV already, though they may be computed again.
+    block_tables: int32 [slots, max_blocks], 0 behind a slot's num_blocks, int32 [slots]. A table may be ahead of the
+    position: the blocks of a whole prompt come when its slot opens.
+    rules: of their logits.
+    """
+
+    def __init__(self, size: SlotTableSize, device: torch.device) -> None:
+        slots = size.num_slots
+        self.positions: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.first_writes: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.num_prompt_tokens: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.block_tables: NDArray[np.int32] = np.zeros((slots, size.max_blocks), np.int32)
+        self.num_blocks: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.temperatures: NDArray[np.float32] = np.zeros(slots, np.float32)
+        self.top_ps: NDArray[np.float32] = np.ones(slots, np.float32)
+        self.top_ks: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.min_ps: NDArray[np.float32] = np.zeros(slots, np.float32)
+        self.noise_keys: NDArray[np.uint64] = np.zeros(slots, np.uint64)
+        self.want_logprobs: NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        self.num_top_logprobs: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.rules = SlotRules(slots, device)
+        self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
+
+    def apply(self, changes: SlotChanges) -> None:
+        """Close, open, append blocks in the order given, then copy what tables begin with."""
+        self.block_tables[changes.closed] = 0
+        self.num_blocks[changes.closed] = 0
+        self.rules.close(changes.closed)
+        if changes.opened is not None:
+            self._open(changes.opened)
+        copies = changes.copies
+        if copies is not None:
+            self.num_blocks[copies.slots] = copies.num_blocks
+        slots = changes.block_slots
+        if len(slots):
+            # A slot may get several blocks at once: the i-th of them goes i places further.
+            order = np.argsort(slots, kind="stable")
+            ordered = slots[order]
+            first = np.searchsorted(ordered, ordered, side="left")
+            rank = np.arange(len(ordered)) - first
+            self.block_tables[ordered, self.num_blocks[ordered] + rank] = changes.block_ids[order]
+            np.add.at(self.num_blocks, slots, 1)
+        if copies is not None:
+            for slot, source, num_blocks in zip(copies.slots, copies.source_slots, copies.num_blocks, strict=True):
+                self.block_tables[slot, :num_blocks] = self.block_tables[source, :num_blocks]
+
+    def _open(self, opened: SlotOpens) -> None:
+        slots = opened.slots
+        self.positions[slots] = opened.first_positions
+        self.first_writes[slots] = opened.first_positions if opened.first_writes is None else opened.first_writes
+        self.num_prompt_tokens[slots] = opened.num_prompt_tokens
+        self.temperatures[slots] = opened.temperatures
+        self.top_ps[slots] = opened.top_ps
+        self.top_ks[slots] = opened.top_ks
+        self.min_ps[slots] = opened.min_ps
+        self.noise_keys[slots] = sequence_keys(opened.seeds, opened.sample_indices)
+        self.want_logprobs[slots] = opened.want_logprobs
+        self.num_top_logprobs[slots] = 0 if opened.num_top_logprobs is None else opened.num_top_logprobs
+        self.rules.open(slots, opened.rules)

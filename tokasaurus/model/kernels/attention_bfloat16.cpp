@@ -1,6 +1,0 @@
-// Attention to a cache of bfloat16 numbers.
-
-#include "attention_layout.cpp.h"
-
-template class LayoutAttention<bfloat16>;
-template void attend_part(const Problem<bfloat16>&);

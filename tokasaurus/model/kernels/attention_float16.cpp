@@ -1,6 +1,0 @@
-// Attention to a cache of float16 numbers.
-
-#include "attention_layout.cpp.h"
-
-template class LayoutAttention<float16>;
-template void attend_part(const Problem<float16>&);

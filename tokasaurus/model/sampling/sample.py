@@ -1,0 +1,210 @@
+"""Logits to tokens and log-probabilities."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokasaurus.messages.forward import TokenMasks
+from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, LogitRulesStruct
+from tokasaurus.model.sampling.logit_rules import RuledRows, change_logits
+from tokasaurus.model.sampling.noise import gumbel_noise
+from tokasaurus.model.sampling.token_masks import masked_rows, num_mask_words
+
+# R rows that sample, V vocabulary
+
+_ROWS_AT_ONCE = 64
+"""Bounds the memory of intermediate results: hashing noise takes 64-bit integers, 8 bytes a logit."""
+
+_MOST_CANDIDATES = 1024
+"""Tokens looked at before a row's whole vocabulary is sorted for its limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopRows:
+    """Those of the R rows whose `count` likeliest tokens are wanted: int64 [A], ascending, on the host."""
+
+    rows: NDArray[np.int64]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each of the R rows of logits is sampled.
+
+    temperatures: float32 [R], 0 is greedy. noise_keys: int64 [R, 2], from position_keys.
+    top_ps, min_ps: float32 [R], top_ks: int32 [R], 0 for no limit: of rows that are not greedy. See SamplingParams.
+    any_sampled, any_limited (by top_p, top_k or min_p), any_logprobs: whether some row is, known to the host.
+    rules: None where no row's logits are changed.
+    top: None where no row's likeliest tokens are wanted; else any_logprobs is true.
+    masks: None where every row may draw any token.
+    """
+
+    temperatures: Tensor
+    top_ps: Tensor
+    top_ks: Tensor
+    min_ps: Tensor
+    noise_keys: Tensor
+    any_sampled: bool
+    any_limited: bool
+    any_logprobs: bool
+    rules: RuledRows | None = None
+    top: TopRows | None = None
+    masks: TokenMasks | None = None
+
+
+class Sampled(NamedTuple):
+    """tokens: int64 [R]. The others are of the model's own distribution, before rules, masks, temperature and limits.
+
+    logprobs: float32 [R], of the tokens; None where no row wants them.
+    top_ids, top_logprobs: int32 and float32 [A, K], of the K likeliest tokens of `SamplingRows.top`, falling; None
+    without. A token's value is the same float in both. Which of equals are among them is open.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+
+def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -> Sampled:
+    """logits [R, V]. kernels: does the same on the CPU, faster."""
+    masks = rows.masks
+    assert masks is None or masks.bits.shape == (len(masks.rows), num_mask_words(logits.shape[1])), "a bit per token"
+    if kernels is not None and logits.device.type == "cpu" and logits.dtype in ACTIVATION_DTYPES:
+        return _sample_by_kernels(logits, rows, kernels)
+    is_plain = not rows.any_sampled and rows.rules is None and masks is None
+    tokens = logits.argmax(dim=-1) if is_plain else _draw(logits, rows)
+    if not rows.any_logprobs:
+        return Sampled(tokens)
+    normalizers = _normalizers(logits)
+    chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1).float()
+    top = () if rows.top is None else _top_logprobs(logits, rows.top, normalizers)
+    return Sampled(tokens, chosen - normalizers, *top)
+
+
+def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> Sampled:
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    logprobs = torch.empty(len(logits), dtype=torch.float32) if rows.any_logprobs else None
+    rules = None
+    if rows.rules is not None:
+        ruled = rows.rules
+        tensors = (
+            *(_places_of_rows(ruled.rows, len(logits)), ruled.tokens, ruled.block_tables, ruled.lengths),
+            *(ruled.num_request_tokens, ruled.penalties, torch.from_numpy(ruled.bias_starts)),
+            *(ruled.bias_ids, ruled.bias_values),
+        )
+        assert all(tensor.is_contiguous() for tensor in tensors), "read as they lie"
+        rules = LogitRulesStruct(
+            *(tensor.data_ptr() for tensor in tensors), len(ruled.rows), ruled.page_size, ruled.block_tables.shape[1]
+        )
+    masks = None
+    if rows.masks is not None:
+        bits = torch.from_numpy(rows.masks.bits.view(np.int32))
+        masks = _places_of_rows(rows.masks.rows, len(logits)), bits.contiguous()
+    top = None
+    if rows.top is not None:
+        shape = len(rows.top.rows), rows.top.count
+        place_of_row = _places_of_rows(rows.top.rows, len(logits))
+        top = place_of_row, torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32)
+    limits = rows.temperatures, rows.top_ps, rows.top_ks, rows.min_ps
+    kernels.sample(logits, limits, rows.noise_keys, rules, masks, tokens, logprobs, top)
+    return Sampled(tokens, logprobs, *(() if top is None else top[1:]))
+
+
+def _places_of_rows(rows: NDArray[np.integer[Any]], num_rows: int) -> Tensor:
+    """int32 [num_rows]: a row's place in `rows`, or -1."""
+    places = torch.full((num_rows,), -1, dtype=torch.int32)
+    places[torch.from_numpy(rows)] = torch.arange(len(rows), dtype=torch.int32)
+    return places
+
+
+def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    for chunk in _chunks(logits.shape[0]):
+        temperatures = rows.temperatures[chunk].unsqueeze(1)
+        scores = logits[chunk].to(torch.float32, copy=True)
+        if rows.rules is not None:
+            change_logits(scores, rows.rules, chunk.start)
+        masked = None if rows.masks is None else masked_rows(rows.masks, scores, chunk.start)
+        if masked is not None:
+            masked.forbid(scores)
+        scores /= torch.where(temperatures > 0, temperatures, 1)
+        if rows.any_limited:
+            _mask_outside(scores, rows, chunk)
+        if rows.any_sampled:
+            scores += gumbel_noise(rows.noise_keys[chunk], logits.shape[1]).masked_fill_(temperatures == 0, 0)
+        tokens[chunk] = scores.argmax(dim=-1)
+        if masked is not None:
+            masked.correct(tokens[chunk])
+    return tokens
+
+
+def _mask_outside(scores: Tensor, rows: SamplingRows, chunk: slice) -> None:
+    """-inf for the tokens that the limits of the chunk's rows exclude; scores [r, V], at their temperatures."""
+    top_ps, top_ks, min_ps = rows.top_ps[chunk], rows.top_ks[chunk], rows.min_ps[chunk]
+    is_limited = ((top_ps < 1) | (top_ks > 0) | (min_ps > 0)) & (rows.temperatures[chunk] > 0)
+    limited = is_limited.nonzero().squeeze(1)
+    if len(limited):
+        some = scores[limited]
+        outside = outside_limits(some, top_ps[limited], top_ks[limited], min_ps[limited])
+        scores[limited] = some.masked_fill_(outside, -torch.inf)
+
+
+def _normalizers(logits: Tensor) -> Tensor:
+    """What log-probabilities are less than logits, float32 [R]."""
+    return torch.cat([logits[chunk].float().logsumexp(dim=-1) for chunk in _chunks(logits.shape[0])])
+
+
+def _top_logprobs(logits: Tensor, top: TopRows, normalizers: Tensor) -> tuple[Tensor, Tensor]:
+    """top_ids and top_logprobs of Sampled."""
+    rows = torch.from_numpy(top.rows).to(logits.device)
+    likeliest = [logits[rows[chunk]].float().topk(top.count, dim=-1) for chunk in _chunks(len(rows))]
+    values = torch.cat([part.values for part in likeliest])
+    return torch.cat([part.indices for part in likeliest]).int(), values - normalizers[rows].unsqueeze(1)
+
+
+def outside_limits(scores: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor) -> Tensor:
+    """All tokens but those inside min_p, top_k and then top_p, each of what the one before it leaves, as in vLLM.
+
+    Tokens as likely as the last one inside are inside, and so is the token that crosses top_p.
+    scores: float32 [R, V]. top_ps, min_ps: float32 [R], top_ks: int32 [R] -> bool [R, V].
+    Sources: arXiv 1904.09751 (top_p), 2407.01082 (min_p).
+    """
+    probabilities = scores.softmax(dim=-1)
+    vocab_size = scores.shape[1]
+    ordered = probabilities.topk(min(_MOST_CANDIDATES, vocab_size), dim=-1).values
+    smallest = _smallest_inside(ordered, top_ps, top_ks, min_ps, is_whole=ordered.shape[1] == vocab_size)
+    if smallest is None:
+        ordered = probabilities.sort(dim=-1, descending=True).values
+        smallest = _smallest_inside(ordered, top_ps, top_ks, min_ps, is_whole=True)
+        assert smallest is not None, "with the whole vocabulary there is nothing to miss"
+    return probabilities < smallest
+
+
+def _smallest_inside(ordered: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor, is_whole: bool) -> Tensor | None:
+    """The least probability inside the limits, [R, 1]; ordered: float32 [R, C], the largest, in falling order. None
+    where the C tokens do not show it for every row; is_whole: there are no more."""
+    last = ordered.shape[1] - 1
+    smallest = ordered[:, :1] * min_ps.unsqueeze(1)
+    kth = ordered.gather(1, (top_ks.long() - 1).clamp(0, last).unsqueeze(1))
+    smallest = torch.where(top_ks.unsqueeze(1) > 0, smallest.maximum(kth), smallest)
+    by_top_p_alone = smallest == 0  # of all tokens, which are 1 in sum: the least likely need not be looked at
+    left = torch.where(ordered >= smallest, ordered, 0)
+    sums = left.cumsum(dim=-1)
+    targets = top_ps.unsqueeze(1) * torch.where(by_top_p_alone, 1, sums[:, -1:])
+    has_top_p = top_ps.unsqueeze(1) < 1
+    if not is_whole:
+        reaches_on = torch.where(by_top_p_alone, sums[:, -1:] < targets, ordered[:, -1:] >= smallest)
+        if bool((reaches_on | (top_ks.unsqueeze(1) > last)).any()):
+            return None
+    num_inside = ((sums - left < targets) & (left > 0)).sum(dim=-1, keepdim=True)
+    crossing = ordered.gather(1, (num_inside - 1).clamp(min=0))
+    return torch.where(has_top_p, smallest.maximum(crossing), smallest)
+
+
+def _chunks(num_rows: int) -> list[slice]:
+    return [slice(start, start + _ROWS_AT_ONCE) for start in range(0, num_rows, _ROWS_AT_ONCE)]

@@ -1,0 +1,262 @@
+"""Process entry of a model worker: device, weights, KV cache, warm-up, then the loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from tokasaurus.checkpoint import Checkpoint, weight_files
+from tokasaurus.messages.channel import Channel
+from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
+from tokasaurus.messages.lifecycle import (
+    DEFAULT_HYDRAGEN,
+    EngineLimits,
+    Failed,
+    HydragenThresholds,
+    PhaseDone,
+    Ready,
+    UserError,
+)
+from tokasaurus.model.attention.backend import AttentionBackend, KVShape
+from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.attention.cpu import CpuBackend
+from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, load_kernels
+from tokasaurus.model.cpu.product_choice import ALWAYS_KERNELS, choose_products
+from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.registry import build_decoder
+from tokasaurus.model.decoder.weights import FilledModules, load_weights
+from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.worker.device import choose_activation_dtype, choose_device, choose_dtype, choose_kv_cache_dtype
+from tokasaurus.model.worker.forward_memory import ForwardMemory, largest_forward, reserve
+from tokasaurus.model.worker.hydragen_thresholds import measure_thresholds
+from tokasaurus.model.worker.kv_memory import (
+    CPU_FRACTION,
+    CUDA_FRACTION,
+    KVCachePlan,
+    available_cpu_bytes,
+    plan_auto,
+    plan_fixed,
+)
+from tokasaurus.model.worker.loop import run_steps
+from tokasaurus.model.worker.threads import leave_threads_to, set_worker_threads
+from tokasaurus.model.worker.warmup import ForwardLimits, warm_up, warm_up_small
+
+if TYPE_CHECKING:
+    from tokasaurus.config import ServerConfig
+
+PROCESS = "model worker"
+
+
+def run_worker(
+    config: ServerConfig,
+    checkpoint: Checkpoint,
+    rank: int,
+    inputs: Channel[ForwardInput | EndOfInputs],
+    outputs: Channel[ForwardOutput | Ready],
+    status: Channel[PhaseDone | Ready | Failed],
+) -> None:
+    """Serve the steps of one rank of one replica until EndOfInputs. rank: stage * tp_size + shard."""
+    mesh = Mesh(rank // config.tp_size, config.pp_size, rank % config.tp_size, config.tp_size)
+    worker = start_worker(config, checkpoint, mesh, status.send)
+    if mesh.replies:
+        outputs.send(Ready(PROCESS, worker.limits))
+    status.send(Ready(PROCESS, worker.limits))
+    # A CUDA device computes on its own; a CPU step is done when the call returns.
+    steps_behind = 0 if worker.device.type == "cpu" else 1
+    threads = nullcontext() if worker.kernels is None else leave_threads_to(worker.kernels)
+    with threads:
+        run_steps(worker.runner, inputs, outputs if mesh.replies else None, steps_behind)
+
+
+@dataclass(frozen=True, slots=True)
+class StartedWorker:
+    """kernels: those that whole forwards run on, if they do."""
+
+    runner: ModelRunner
+    limits: EngineLimits
+    device: torch.device
+    kernels: Kernels | None
+
+
+def start_worker(
+    config: ServerConfig, checkpoint: Checkpoint, mesh: Mesh, report: Callable[[PhaseDone], None]
+) -> StartedWorker:
+    """Load the model, size the KV cache, warm up, and compile what is to be compiled. Raises UserError.
+
+    On the CPU's kernels, the memory of the KV cache is reserved when this returns, and touched in the background."""
+
+    console = Console(stderr=True)
+    last_end = time.perf_counter()
+
+    @contextmanager
+    def phase(name: str, has_progress_bar: bool = False) -> Iterator[list[str]]:
+        """Times the body and what came before it since the last phase, on a terminal with a spinner meanwhile; what the
+        body appends is shown to the user."""
+        nonlocal last_end
+        details: list[str] = []
+        with nullcontext() if has_progress_bar else console.status(f"{PROCESS}: {name}"):
+            yield details
+        started, last_end = last_end, time.perf_counter()
+        report(PhaseDone(PROCESS, name, last_end - started, ", ".join(details)))
+
+    info = checkpoint.info
+    context_length = min(info.context_length, config.max_num_tokens_per_request or info.context_length)
+    with phase("device") as details:
+        device = choose_device(config.device)
+        if device.type != "cpu" and config.cpu_isa is not None:
+            raise UserError(f"cpu_isa={config.cpu_isa}: device={device.type} computes nothing on the CPU")
+        kernels = load_kernels(config.cpu_isa) if device.type == "cpu" else None
+        dtype = choose_dtype(config.dtype, device, kernels, config.torch_compile)
+        activation_dtype = choose_activation_dtype(dtype, kernels, config.torch_compile)
+        kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, dtype, activation_dtype)
+        details.append(f"{device.type}, {_describe_dtypes(dtype, activation_dtype, kv_cache_dtype)}")
+        if device.type == "cpu":
+            num_threads = set_worker_threads(config.dp_size * config.pp_size * config.tp_size)
+            details.append(f"{num_threads} threads")
+            if kernels is not None:
+                kernels.set_num_threads(num_threads)
+    choice = ALWAYS_KERNELS
+    if kernels is not None and dtype in ACTIVATION_DTYPES:
+        with phase("products") as details:
+            choice = choose_products(kernels, info, dtype)
+            details.append(choice.describe())
+    compiler = Compiler() if config.torch_compile else None
+    with phase("weights", has_progress_bar=True):
+        model = _build_model(checkpoint, mesh, dtype)
+        model.materialize(device, context_length)
+        model.begin_packing(kernels, choice, compiler)
+        _load_weights(model, checkpoint, console)
+        model.end_packing()
+    shape = KVShape(
+        num_layers=len(mesh.stage_layers(info.num_layers)),
+        num_heads=mesh.shard(info.num_heads, "attention heads")[1],
+        num_kv_heads=mesh.kv_head_shard(info.num_kv_heads)[1],
+        head_dim=info.head_dim,
+        page_size=config.page_size,
+        dtype=kv_cache_dtype,
+        device=device,
+        activation_dtype=activation_dtype,
+    )
+    try:
+        backend = make_backend(config.attention_backend, shape, kernels)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    max_blocks = -(-context_length // config.page_size)
+    slots = SlotTable(SlotTableSize(config.max_seqs_per_forward + 1, max_blocks), device)
+    slots.rules.allocate(config.page_size)  # the padding block, all that the first forwards write to
+    runner = ModelRunner(model, backend, slots, config.page_size, device, kernels, compiler)
+
+    limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length, info.vocab_size)
+    forward_memory = None  # not known where torch computes: its operations take what they want
+    if model.runs_on_kernels(backend):
+        forward_memory = largest_forward(
+            *(info, limits, config.page_size, model.activation_dtype.itemsize),
+            *(torch.get_num_threads(), config.max_topk_logprobs),
+        )
+
+    def run_largest() -> None:
+        # The CPU kernels take the same memory at any context; plain torch, on a CPU, has bounds but no time to show it.
+        warm_up(runner, limits, is_context_costly=device.type == "cuda")
+
+    with phase("KV cache") as details:
+        plan = _plan_kv_cache(config, shape, backend, forward_memory, run_largest)
+        try:
+            backend.allocate(plan.num_blocks + 1)
+        except (OSError, RuntimeError) as error:  # of a system that promises no more than it has; of torch
+            first_line, *_ = [*str(error).splitlines(), ""]
+            raise UserError(f"the KV cache of {plan.num_blocks:,} blocks cannot be reserved: {first_line}") from error
+        slots.rules.allocate((plan.num_blocks + 1) * config.page_size)
+        details.append(plan.arithmetic)
+    with phase("warm-up") as details:
+        if forward_memory is not None:
+            reserve(forward_memory, model, limits)
+            warm_up_small(runner, limits, config.page_size)
+        else:
+            run_largest()
+        if compiler is not None:
+            compiler.end_warm_up()
+            details.append(f"{compiler.num_compilations} functions compiled")
+    hydragen: HydragenThresholds | None = DEFAULT_HYDRAGEN
+    if config.use_hydragen is not False and None in (config.hydragen_min_group_size, config.hydragen_min_prefix_len):
+        with phase("shared prefixes") as details, torch.inference_mode():
+            hydragen = measure_thresholds(backend, shape, plan.num_blocks, config.max_seqs_per_forward)
+            details.append(
+                "of no use here"
+                if hydragen is None
+                else f"pay from {hydragen.min_group_size} sequences and {hydragen.min_prefix_len} tokens on"
+            )
+    if kernels is not None:
+        kernels.reset_phases()
+    if isinstance(backend, CpuBackend):  # from now on: the figures above are of an idle machine
+        backend.touch_in_background(max(1, torch.get_num_threads() // 2))
+    max_tokens = min(context_length, plan.num_blocks * config.page_size)
+    limits_found = EngineLimits(plan.num_blocks, config.page_size, max_tokens, hydragen)
+    return StartedWorker(runner, limits_found, device, kernels if model.runs_on_kernels(backend) else None)
+
+
+def _describe_dtypes(*dtypes: torch.dtype) -> str:
+    """Of weights, activations and KV cache; for the user."""
+    weights, activations, kv_cache = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if weights == activations == kv_cache:
+        return weights
+    return f"{weights} weights, {activations} activations, {kv_cache} KV cache"
+
+
+def _build_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> Decoder:
+    try:
+        return build_decoder(checkpoint.info, mesh, dtype)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _load_weights(model: Decoder, checkpoint: Checkpoint, console: Console) -> None:
+    """Each module is packed when the last of its weights is there."""
+    filled = FilledModules(model, model.pack_module)
+    files = weight_files(checkpoint.directory)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("weights", total=sum(file.stat().st_size for file in files))
+        pieces = iter(model.weight_pieces())  # a list would keep what is packed
+        load_weights(files, pieces, model.ignores, lambda size: progress.advance(task, size), filled.note)
+
+
+def _plan_kv_cache(
+    config: ServerConfig,
+    shape: KVShape,
+    backend: AttentionBackend,
+    forward_memory: ForwardMemory | None,
+    run_largest: Callable[[], None],
+) -> KVCachePlan:
+    """The flag's size, else a share of what the device has left. forward_memory: None where it is not known."""
+    on_cpu = shape.device.type == "cpu"
+    forward_bytes = 0 if forward_memory is None else forward_memory.total
+    if config.kv_cache_num_tokens is not None:
+        free = max(0, available_cpu_bytes() - forward_bytes) if on_cpu else torch.cuda.mem_get_info(shape.device)[0]
+        return plan_fixed(config.kv_cache_num_tokens, config.page_size, shape.bytes_per_block, free)
+    if on_cpu:
+        available = max(0, available_cpu_bytes() - config.dp_size * config.pp_size * forward_bytes)
+        what = (
+            "available beside weights and the largest forward" if forward_memory is not None else "of memory available"
+        )
+        fraction, num_replicas = CPU_FRACTION, config.dp_size
+    else:
+        # With the padding block alone for a cache, the largest forward shows what activations and logits take.
+        backend.allocate(1)
+        torch.cuda.reset_peak_memory_stats(shape.device)
+        before = torch.cuda.memory_allocated(shape.device)
+        run_largest()
+        activations = torch.cuda.max_memory_allocated(shape.device) - before
+        torch.cuda.empty_cache()
+        available = torch.cuda.mem_get_info(shape.device)[0] - activations
+        what, fraction, num_replicas = "free beside weights and the largest forward", CUDA_FRACTION, 1
+    return plan_auto(available, what, fraction, num_replicas, config.page_size, shape.bytes_per_block)

@@ -1,0 +1,185 @@
+"""The server's end of the channels to the managers: submit requests, await or follow their sequences, cancel."""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from tokasaurus.messages.channel import Channel
+from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest, SequenceDelta
+from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
+from tokasaurus.server.engine_client.collectors import Arrivals, FinishedSequence, Results
+from tokasaurus.server.engine_client.load_balancer import choose_replica, is_queue_full
+from tokasaurus.server.errors import QueueFull
+
+
+@dataclass(slots=True)
+class _PendingRequest:
+    """add: takes its deltas."""
+
+    replica: int
+    num_unfinished: int
+    add: Callable[[SequenceDelta], None]
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+class EngineClient:
+    """One per server. All methods run on the event loop's thread.
+
+    requests, updates: one channel per replica. on_ready: called once, when every replica is up. on_broken: called when
+    what a manager sent cannot be read; answers are lost from then on. max_queued_requests: that may wait; None: any
+    number.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Channel[GenerateRequest | CancelRequest]],
+        updates: Sequence[Channel[EngineUpdate | Ready]],
+        on_ready: Callable[[], None] = lambda: None,
+        on_broken: Callable[[Exception], None] = _raise,
+        max_queued_requests: int | None = None,
+    ) -> None:
+        assert len(requests) == len(updates) > 0, "one channel each way per replica"
+        self._requests = requests
+        self._updates = updates
+        self._on_ready = on_ready
+        self._on_broken = on_broken
+        self._max_queued_requests = max_queued_requests
+        self._limits: list[EngineLimits | None] = [None] * len(updates)
+        self._stats: list[EngineStats | None] = [None] * len(updates)
+        self._num_unfinished_sequences = [0] * len(updates)
+        self._pending: dict[str, _PendingRequest] = {}
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, what the managers send is received by the running event loop."""
+        loop = asyncio.get_running_loop()
+        for replica, channel in enumerate(self._updates):
+            loop.add_reader(channel.reader.fileno(), self._receive, replica)
+            # uvloop makes it non-blocking, and then a message that is still being written would be torn in two: the
+            # queue reads its length, finds the rest missing, and takes the next bytes for another message.
+            os.set_blocking(channel.reader.fileno(), True)
+        try:
+            yield
+        finally:
+            for channel in self._updates:
+                loop.remove_reader(channel.reader.fileno())
+
+    @property
+    def limits(self) -> EngineLimits | None:
+        """What every replica can hold: the first replica's limits with the least room; None until all are up."""
+        known = [limits for limits in self._limits if limits is not None]
+        if len(known) < len(self._limits):
+            return None
+        return min(known, key=lambda limits: limits.max_tokens_per_sequence)
+
+    @property
+    def stats(self) -> Sequence[EngineStats | None]:
+        """The latest snapshot of each replica; None for one that is not up."""
+        return self._stats
+
+    @property
+    def num_pending_requests(self) -> int:
+        """Requests that a `generate` or `stream` call is waiting for or has not yet cleaned up."""
+        return len(self._pending)
+
+    def check_queue(self) -> None:
+        """Raises QueueFull if so many requests wait that no further one may join them."""
+        if self._max_queued_requests is None or len(self._pending) < self._max_queued_requests:
+            return
+        num_running = sum(stats.num_running for stats in self._stats if stats is not None)
+        num_waiting = sum(self._num_unfinished_sequences) - num_running
+        newest_first = (pending.num_unfinished for pending in reversed(self._pending.values()))
+        if is_queue_full(newest_first, num_waiting, self._max_queued_requests):
+            raise QueueFull(f"{self._max_queued_requests} requests are waiting already (max_queued_requests)")
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[FinishedSequence]]:
+        """The finished sequences of each request, in order of `sequence_index`. At least one request.
+
+        Request ids must be new. If the caller is cancelled, what is unfinished is cancelled at the managers. Raises
+        QueueFull, and SequenceGivenUp as soon as that happens to one.
+        """
+        results = Results(requests)
+        with self._submitted(requests, results.add):
+            await results.finished
+        return results.sequences
+
+    @contextmanager
+    def stream(self, requests: Sequence[GenerateRequest]) -> Iterator[Arrivals]:
+        """Inside, the requests run, and what has come of them can be read; at least one request, all `is_streamed`.
+
+        Request ids must be new. At the end, what is unfinished is cancelled at the managers. Raises QueueFull.
+        """
+        arrivals = Arrivals(requests)
+        with self._submitted(requests, arrivals.add):
+            yield arrivals
+
+    @contextmanager
+    def _submitted(
+        self, requests: Sequence[GenerateRequest], add: Callable[[int, SequenceDelta], None]
+    ) -> Iterator[None]:
+        """Inside, the requests run, and `add` gets the index of the request and the delta of all that comes. Raises
+        QueueFull."""
+        self.check_queue()
+        with ExitStack() as stack:
+            for index, request in enumerate(requests):
+                stack.enter_context(self._one_submitted(request, partial(add, index)))
+            yield
+
+    @contextmanager
+    def _one_submitted(self, request: GenerateRequest, add: Callable[[SequenceDelta], None]) -> Iterator[None]:
+        assert request.request_id not in self._pending, f"request id {request.request_id} used twice"
+        replica = choose_replica(self._num_unfinished_sequences)
+        pending = _PendingRequest(replica, request.num_sequences, add)
+        self._pending[request.request_id] = pending
+        self._num_unfinished_sequences[replica] += request.num_sequences
+        self._requests[replica].send(request)
+        try:
+            yield
+        finally:
+            del self._pending[request.request_id]
+            self._num_unfinished_sequences[replica] -= pending.num_unfinished
+            if pending.num_unfinished > 0:
+                self._requests[replica].send(CancelRequest(request.request_id))
+
+    def _receive(self, replica: int) -> None:
+        try:
+            self._apply_updates(replica)
+        except Exception as error:
+            self._on_broken(error)
+
+    def _apply_updates(self, replica: int) -> None:
+        for message in self._updates[replica].drain():
+            if isinstance(message, Ready):
+                self._start_replica(replica, message)
+                continue
+            # First the stats: whoever sees an answer sees it counted.
+            self._stats[replica] = message.stats
+            for delta in message.deltas:
+                pending = self._pending.get(delta.request_id)
+                if pending is None:  # cancelled while the delta was on its way
+                    continue
+                pending.add(delta)
+                if delta.finish_reason is not None:
+                    pending.num_unfinished -= 1
+                    self._num_unfinished_sequences[replica] -= 1
+
+    def _start_replica(self, replica: int, ready: Ready) -> None:
+        assert ready.limits is not None, "the manager says what its engine can hold"
+        self._limits[replica] = ready.limits
+        self._stats[replica] = EngineStats(
+            num_running=0,
+            num_waiting=0,
+            num_kv_blocks_used=0,
+            num_kv_blocks_total=ready.limits.num_kv_blocks,
+            total_prompt_tokens=0,
+            total_generation_tokens=0,
+            worker_queue_depth=0,
+        )
+        if self.limits is not None:
+            self._on_ready()

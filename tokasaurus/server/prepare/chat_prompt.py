@@ -1,0 +1,89 @@
+"""Messages → prompt ids, by the model's own chat template and what a body says to it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, shorten
+from tokasaurus.server.protocol.chat import ChatMessage
+from tokasaurus.server.protocol.template_fields import TemplateFields
+from tokasaurus.server.protocol.tools import Tool
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.tools.prompt import template_input
+from tokasaurus.text.tokenizer import ChatTemplateError, TemplateVariableError, TextTooLong
+
+_MAX_REASON_CHARS = 300
+_FLAGS = ("add_generation_prompt", "continue_final_message")
+
+
+def encode_messages(
+    messages: Sequence[ChatMessage],
+    fields: TemplateFields,
+    model: ServedModel,
+    max_tokens: int | None = None,
+    tools: Sequence[Tool] = (),
+) -> list[int]:
+    """Tokenizes, so not for the event loop. Raises InvalidRequest.
+
+    max_tokens: refuses at once what must have more, by its length; what has more need not be refused.
+    """
+    variables = _merged(fields)
+    add_generation_prompt, continues = (_take_flag(variables, name) for name in _FLAGS)
+    if add_generation_prompt and continues:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt: the final message is either open or answered",
+            "continue_final_message",
+        )
+    shown_messages, shown_tools = template_input(messages, tools, model.tools)
+    try:
+        return model.tokenizer.encode_chat(
+            shown_messages,
+            add_generation_prompt=not continues if add_generation_prompt is None else add_generation_prompt,
+            tools=shown_tools,
+            continue_final_message=bool(continues),
+            template_variables=variables,
+            max_tokens=max_tokens,
+        )
+    except TemplateVariableError as error:
+        raise InvalidRequest(f"chat_template_kwargs: {_reason(error)}", "chat_template_kwargs") from error
+    except ChatTemplateError as error:
+        raise InvalidRequest(f"messages: {_reason(error)}", "messages") from error
+    except TextTooLong as error:
+        raise too_long("messages", error, max_tokens) from None
+
+
+def _reason(error: ChatTemplateError) -> str:
+    """Some errors quote the whole prompt."""
+    return str(error)[:_MAX_REASON_CHARS]
+
+
+def too_long(param: str, error: TextTooLong, max_tokens: int | None) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"{param} has at least {error.fewest_tokens} tokens: with the answer there may be {max_tokens}", param
+    )
+
+
+def _merged(fields: TemplateFields) -> dict[str, Any]:
+    """All that the four fields say, under the names of apply_chat_template_overrides; what is null is left out."""
+    said = {name: getattr(fields, name) for name in _FLAGS if getattr(fields, name) is not None}
+    for name in _FLAGS:
+        if name in fields.chat_template_kwargs:
+            raise InvalidRequest(
+                f"{name} is a field of its own, not one of chat_template_kwargs", "chat_template_kwargs"
+            )
+    said |= fields.chat_template_kwargs
+    for name, value in fields.apply_chat_template_overrides.items():
+        if name in said and (type(said[name]), said[name]) != (type(value), value):
+            raise InvalidRequest(
+                f"apply_chat_template_overrides: {shorten(name)!r} is also given elsewhere, with another value",
+                "apply_chat_template_overrides",
+            )
+    return said | fields.apply_chat_template_overrides
+
+
+def _take_flag(variables: dict[str, Any], name: str) -> bool | None:
+    value = variables.pop(name, None)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidRequest(
+            f"apply_chat_template_overrides: {name} must be true or false", "apply_chat_template_overrides"
+        )
+    return value

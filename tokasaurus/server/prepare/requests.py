@@ -1,0 +1,271 @@
+"""OpenAI body → GenerateRequest: everything that a body leaves open is decided here. Plain functions, no server."""
+
+import secrets
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tokasaurus.messages.generation import GenerateRequest, SamplingParams
+from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, Unsupported
+from tokasaurus.server.prepare.chat_prompt import encode_messages, too_long
+from tokasaurus.server.prepare.echo import Echo, make_echo
+from tokasaurus.server.prepare.tool_choice import resolve_tools
+from tokasaurus.server.protocol.chat import ChatCompletionRequest
+from tokasaurus.server.protocol.completions import CompletionRequest, Prompt
+from tokasaurus.server.protocol.grammar_fields import GrammarSource
+from tokasaurus.server.protocol.sampling_fields import SamplingFields
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.structured_output.validator import asked_grammar
+from tokasaurus.server.tools.parser import CallRules
+from tokasaurus.text.tokenizer import TextTooLong
+
+# Of one body: n times its prompts.
+MAX_SEQUENCES = 65_536
+# Of one body: what `echo`, `prompt_logprobs` and `return_token_ids` bring into its answer, one for each token of a
+# prompt and one for each of the likeliest at its place, in each choice. So many make an answer of some hundred
+# megabytes.
+MAX_PROMPT_VALUES = 1 << 23
+# Of one body: its grammar goes to the engine with each of its prompts, and is there as often while they wait.
+MAX_GRAMMAR_CHARS_OF_PROMPTS = 1 << 27
+DEFAULT_COMPLETION_TOKENS = 16
+# The engine draws in float32. Below these, a draw differs from greedy, or from the likeliest token alone, only
+# between tokens that tie to within float32; dividing by less would overflow.
+_MIN_TEMPERATURE = 1e-5
+_MIN_TOP_P = 1e-6
+# Within these no logit, divided or multiplied by it, leaves float32.
+_REPETITION_PENALTIES = (1e-30, 1e30)
+_UINT64_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One body, ready for the engine. response_id: of the answer. requests: one per prompt, in order. The others: how
+    the answer is written, see SamplingFields; calls: which calls of tools it may have, None: it is all content.
+
+    grammar: what each completion must match; None for anything. It has not been checked and is not in the requests:
+    `routes.generation` sees to both.
+    echoes: one per prompt where it is echoed, else empty. num_top_prompt_logprobs: that `prompt_logprobs` asks for, of
+    which the engine may be asked for more; None where it does not ask.
+    """
+
+    response_id: str
+    requests: list[GenerateRequest]
+    logprobs_in_fingerprint: bool = False
+    return_token_ids: bool = False
+    grammar: GrammarSource | None = None
+    calls: CallRules | None = None
+    echoes: Sequence[Echo] = ()
+    num_top_prompt_logprobs: int | None = None
+
+
+def prepare_completion(body: CompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:
+    """Tokenizes, so not for the event loop. Raises InvalidRequest."""
+    if body.best_of is not None and body.best_of != body.n:
+        raise Unsupported("best_of other than n is not implemented", "best_of")
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens must be at least 1, unless echo is true", "max_tokens")
+    _check_fields(len(body.prompt), body, model)
+    num_top = None if body.logprobs is None else _checked_top(body.logprobs, "logprobs", model)
+    num_prompt_top = _prompt_top(body, model)
+    grammar = asked_grammar(body)
+    if grammar is not None and len(grammar.text) * len(body.prompt) > MAX_GRAMMAR_CHARS_OF_PROMPTS:
+        raise InvalidRequest(f"{grammar.param} is too large for so many prompts", grammar.param)
+    response_id = f"cmpl-{uuid.uuid4().hex}"
+    requests, echoes = [], []
+    for index, (prompt, prompt_ids) in enumerate(zip(body.prompt, _tokenize(body.prompt, model, limits), strict=True)):
+        room = _room(prompt_ids, limits, "prompt", fewest=0 if body.max_tokens == 0 else 1)
+        max_new_tokens = min(DEFAULT_COMPLETION_TOKENS, room)
+        if body.max_tokens is not None:
+            max_new_tokens = _checked_max_tokens(body.max_tokens, "max_tokens", prompt_ids, room)
+        request_id = f"{response_id}-{index}"
+        request = _request(request_id, body, prompt_ids, max_new_tokens, num_top, model)
+        requests.append(_scored(request, num_prompt_top, num_top if body.echo else None))
+        if body.echo:
+            echoes.append(make_echo(prompt, prompt_ids, model.tokenizer, wants_offsets=num_top is not None))
+    if body.echo:
+        _check_prompt_values(requests, num_top or 0, "echo")
+    if num_prompt_top is not None:
+        _check_prompt_values(requests, num_prompt_top, "prompt_logprobs")
+    if body.return_token_ids:
+        _check_prompt_values(requests, 0, "return_token_ids")
+    return Prepared(
+        response_id,
+        requests,
+        body.logprobs_in_fingerprint,
+        body.return_token_ids,
+        echoes=echoes,
+        num_top_prompt_logprobs=num_prompt_top,
+        grammar=grammar,
+    )
+
+
+def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:
+    """Tokenizes, so not for the event loop. Raises InvalidRequest."""
+    _check_fields(1, body, model)
+    tool_use = resolve_tools(body, model, asked_grammar(body))
+    prompt_ids = encode_messages(body.messages, body, model, limits.max_tokens_per_sequence, tool_use.shown)
+    _check_vocabulary(prompt_ids, model, "messages")
+    room = _room(prompt_ids, limits, "messages")
+    max_new_tokens = room
+    asked = _asked_chat_tokens(body)
+    if asked is not None:
+        max_new_tokens = _checked_max_tokens(*asked, prompt_ids, room)
+    num_top, num_prompt_top = _checked_top(body.top_logprobs or 0, "top_logprobs", model), _prompt_top(body, model)
+    if num_top and not body.logprobs:
+        raise InvalidRequest("top_logprobs goes with logprobs=true", "top_logprobs")
+    response_id = f"chatcmpl-{uuid.uuid4().hex}"
+    request = _request(f"{response_id}-0", body, prompt_ids, max_new_tokens, num_top if body.logprobs else None, model)
+    requests = [_scored(request, num_prompt_top)]
+    if body.return_token_ids and body.stream:  # the first chunk of each choice has them
+        _check_prompt_values(requests, 0, "return_token_ids")
+    return Prepared(
+        response_id,
+        requests,
+        body.logprobs_in_fingerprint,
+        body.return_token_ids,
+        grammar=tool_use.grammar,
+        calls=tool_use.rules,
+        num_top_prompt_logprobs=num_prompt_top,
+    )
+
+
+def _check_fields(num_prompts: int, body: SamplingFields, model: ServedModel) -> None:
+    if num_prompts * body.n > MAX_SEQUENCES:
+        raise InvalidRequest(f"n times the number of prompts may be at most {MAX_SEQUENCES}", "n")
+    if body.logprobs_in_fingerprint and body.stream:
+        raise InvalidRequest("logprobs_in_fingerprint is for answers that are not streamed", "logprobs_in_fingerprint")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs is for answers that are not streamed", "prompt_logprobs")
+    _check_vocabulary([token_id for token_id, _ in body.logit_bias], model, "logit_bias")
+    _check_vocabulary(body.stop_token_ids, model, "stop_token_ids")
+
+
+def _checked_top(asked: int, param: str, model: ServedModel) -> int:
+    """How many of the likeliest tokens the engine is asked for."""
+    if asked > model.max_top_logprobs:
+        raise InvalidRequest(f"{param} may be at most {model.max_top_logprobs} (max_topk_logprobs)", param)
+    return min(asked, model.vocab_size)
+
+
+def _prompt_top(body: SamplingFields, model: ServedModel) -> int | None:
+    if body.prompt_logprobs is None:
+        return None
+    if not model.allow_logprobs:
+        message = "prompt_logprobs are switched off at this server (enable_chosen_logprobs)"
+        raise InvalidRequest(message, "prompt_logprobs")
+    return _checked_top(body.prompt_logprobs, "prompt_logprobs", model)
+
+
+def _check_prompt_values(requests: Sequence[GenerateRequest], num_top: int, param: str) -> None:
+    num_tokens = sum(len(request.prompt_ids) * request.num_sequences for request in requests)
+    if num_tokens * (1 + num_top) > MAX_PROMPT_VALUES:
+        message = (
+            f"{param} is for {MAX_PROMPT_VALUES} values at most in an answer; n, prompts and likeliest tokens make "
+        )
+        raise InvalidRequest(f"{message}{num_tokens * (1 + num_top)}", param)
+
+
+def _scored(request: GenerateRequest, *num_top: int | None) -> GenerateRequest:
+    """num_top: likeliest tokens at the places of the prompt's that each use of them needs; None for no use."""
+    needed = [number for number in num_top if number is not None]
+    if not needed:
+        return request
+    return replace(request, want_prompt_logprobs=True, num_top_prompt_logprobs=max(needed))
+
+
+def _tokenize(prompts: list[Prompt], model: ServedModel, limits: EngineLimits) -> list[list[int]]:
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    max_tokens = limits.max_tokens_per_sequence
+    try:
+        encoded = iter(model.tokenizer.encode_batch(texts, add_special_tokens=True, max_tokens=max_tokens))
+    except TextTooLong as error:
+        raise too_long("prompt", error, max_tokens) from None
+    prompts_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+    for prompt_ids in prompts_ids:
+        if not prompt_ids:
+            raise InvalidRequest("prompt holds no token", "prompt")
+        _check_vocabulary(prompt_ids, model, "prompt")
+    return prompts_ids
+
+
+def _check_vocabulary(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
+    for outlier in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= outlier < model.vocab_size:
+            raise InvalidRequest(
+                f"{param} holds the token id {outlier}; the model's go from 0 to {model.vocab_size - 1}", param
+            )
+
+
+def _room(prompt_ids: list[int], limits: EngineLimits, param: str, fewest: int = 1) -> int:
+    """New tokens that fit behind the prompt, at least `fewest`."""
+    room = limits.max_tokens_per_sequence - len(prompt_ids)
+    if room < fewest:
+        raise ContextLengthExceeded(
+            f"{param} has {len(prompt_ids)} tokens, which leaves no room for an answer: "
+            f"both together may have {limits.max_tokens_per_sequence}",
+            param,
+        )
+    return room
+
+
+def _asked_chat_tokens(body: ChatCompletionRequest) -> tuple[int, str] | None:
+    """(most new tokens, name of the field that says so)."""
+    if body.max_completion_tokens is None:
+        return None if body.max_tokens is None else (body.max_tokens, "max_tokens")
+    if body.max_tokens is not None and body.max_tokens != body.max_completion_tokens:
+        raise InvalidRequest("max_tokens is an older name of max_completion_tokens: give one of them", "max_tokens")
+    return body.max_completion_tokens, "max_completion_tokens"
+
+
+def _checked_max_tokens(max_tokens: int, param: str, prompt_ids: list[int], room: int) -> int:
+    if max_tokens > room:
+        raise ContextLengthExceeded(
+            f"{param} is {max_tokens} and the prompt has {len(prompt_ids)} tokens: both together may have "
+            f"{room + len(prompt_ids)}",
+            param,
+        )
+    return max_tokens
+
+
+def _request(
+    request_id: str,
+    body: SamplingFields,
+    prompt_ids: list[int],
+    max_new_tokens: int,
+    num_top_logprobs: int | None,
+    model: ServedModel,
+) -> GenerateRequest:
+    """num_top_logprobs: None for no log-probabilities, 0 for those of the chosen tokens alone."""
+    if num_top_logprobs is not None and not model.allow_logprobs:
+        raise InvalidRequest("logprobs are switched off at this server (enable_chosen_logprobs)", "logprobs")
+    if body.min_tokens > max_new_tokens:
+        raise InvalidRequest(f"min_tokens is {body.min_tokens}, and there are {max_new_tokens} at most", "min_tokens")
+    sampling = SamplingParams(
+        temperature=body.temperature if body.temperature >= _MIN_TEMPERATURE else 0.0,
+        top_p=max(body.top_p, _MIN_TOP_P),
+        seed=secrets.randbits(64) if body.seed is None else body.seed & _UINT64_MASK,
+        top_k=body.top_k if 0 < body.top_k < model.vocab_size else 0,
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=min(max(body.repetition_penalty, _REPETITION_PENALTIES[0]), _REPETITION_PENALTIES[1]),
+        logit_bias=body.logit_bias,
+    )
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_ids=np.array(prompt_ids, dtype=np.int32),
+        num_sequences=body.n,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_strings=body.stop,
+        ignore_eos=body.ignore_eos,
+        want_logprobs=num_top_logprobs is not None,
+        cache_salt=body.cache_salt,
+        stop_token_ids=body.stop_token_ids,
+        min_tokens=body.min_tokens,
+        is_streamed=body.stream,
+        num_top_logprobs=num_top_logprobs or 0,
+    )

@@ -1,0 +1,226 @@
+"""Deltas of sequences → the events of a streamed answer. No server here; they detokenize.
+
+Put together, the chunks of a choice are the choice of the answer that is not streamed.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import orjson
+
+from tokasaurus.messages.generation import SequenceDelta
+from tokasaurus.server.errors import ApiError, error_response
+from tokasaurus.server.prepare.requests import Prepared
+from tokasaurus.server.protocol.chat import ChatFinishReason
+from tokasaurus.server.protocol.chunks import (
+    ChatChunkChoice,
+    ChatChunkChoiceWithIds,
+    CompletionChunkChoice,
+    CompletionChunkChoiceWithIds,
+    ContentDelta,
+    EmptyDelta,
+    RoleDelta,
+)
+from tokasaurus.server.protocol.completions import CompletionLogprobs
+from tokasaurus.server.protocol.sampling_fields import StreamOptions
+from tokasaurus.server.protocol.usage import Usage
+from tokasaurus.server.respond.choice import Piece, StreamedSequence
+from tokasaurus.server.respond.logprobs import build_chat_logprobs, build_completion_logprobs
+from tokasaurus.server.respond.whole import build_echo, build_usage
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.tools.messages import CallDelta, CallStream
+
+
+class AnswerStream(ABC):
+    """Makes server-sent events of one body's deltas.
+
+    With `include_usage` every chunk has a usage, which is null but in a last one without choices; with
+    `continuous_usage_stats` each chunk has that of the answer so far.
+    """
+
+    object_name: str
+
+    def __init__(self, prepared: Prepared, model: ServedModel, options: StreamOptions) -> None:
+        self._prepared = prepared
+        self._model = model
+        self._options = options
+        self._head: dict[str, Any] = {
+            "id": prepared.response_id,
+            "object": self.object_name,
+            "created": int(time.time()),
+            "model": model.name,
+            "system_fingerprint": model.system_fingerprint,
+        }
+        self._sequences = [
+            [StreamedSequence(request, model, len(prepared.echoes) > 0) for _ in range(request.num_sequences)]
+            for request in prepared.requests
+        ]
+        self._has_begun = False
+
+    def events(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> bytes:
+        """deltas: with the index of each one's request. Empty where nothing can be shown yet."""
+        pieces = [
+            (self._choice_index(request_index, delta), self._sequences[request_index][delta.sequence_index].add(delta))
+            for request_index, delta in self._ready(deltas)
+        ]
+        usage = self._usage() if self._options.continuous_usage_stats else None
+        events = []
+        if not self._has_begun:
+            self._has_begun = True
+            extra = self._first_fields()
+            events += [self._event([choice], usage, extra) for choice in self._first_choices()]
+        shows_ids = self._prepared.return_token_ids
+        for index, piece in pieces:
+            if piece.text or piece.scored or piece.finish_reason is not None or (shows_ids and piece.token_ids):
+                events += [self._event([choice], usage) for choice in self._choices(index, piece)]
+        return b"".join(events)
+
+    @abstractmethod
+    def shows_prompts(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> bool:
+        """Whether the events of these deltas have prompts in them."""
+
+    def end(self) -> bytes:
+        """Behind the last delta."""
+        events = [self._event([], self._usage())] if self._options.include_usage else []
+        return b"".join([*events, b"data: [DONE]\n\n"])
+
+    def _ready(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> Sequence[tuple[int, SequenceDelta]]:
+        """Those of which something may be shown now, with those that were kept before."""
+        return deltas
+
+    def _choice_index(self, request_index: int, delta: SequenceDelta) -> int:
+        return request_index * self._prepared.requests[0].num_sequences + delta.sequence_index  # n is the body's
+
+    def _usage(self) -> Usage:
+        return build_usage(self._prepared, [[sequence.so_far for sequence in row] for row in self._sequences])
+
+    def _event(
+        self, choices: list[object], usage: Usage | None, extra: Mapping[str, object] = MappingProxyType({})
+    ) -> bytes:
+        chunk = {**self._head, "choices": choices, **extra}
+        if self._options.include_usage or self._options.continuous_usage_stats:
+            chunk["usage"] = usage
+        return b"data: %b\n\n" % orjson.dumps(chunk)
+
+    @abstractmethod
+    def _first_choices(self) -> list[object]:
+        """What comes before all text, each in a chunk of its own."""
+
+    def _first_fields(self) -> Mapping[str, object]:
+        """What the chunks of `_first_choices` have beside them."""
+        return {}
+
+    @abstractmethod
+    def _choices(self, index: int, piece: Piece) -> Sequence[object]:
+        """What the piece adds to a choice, each in a chunk of its own."""
+
+
+class CompletionStream(AnswerStream):
+    object_name = "text_completion"
+
+    def __init__(self, prepared: Prepared, model: ServedModel, options: StreamOptions) -> None:
+        super().__init__(prepared, model, options)
+        self._num_samples = prepared.requests[0].num_sequences  # n is the body's
+        self._begun: set[int] = set()  # choices of which a chunk has been sent
+        self._echoes: dict[int, tuple[str, CompletionLogprobs | None]] = {}  # by request
+        self._waiting: dict[int, list[SequenceDelta]] = {}  # by request, until its echo is there
+
+    def shows_prompts(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> bool:
+        if not self._prepared.echoes and not self._prepared.return_token_ids:
+            return False
+        return any(self._choice_index(place, delta) not in self._begun for place, delta in deltas)
+
+    def _first_choices(self) -> list[object]:
+        return []
+
+    def _ready(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> Sequence[tuple[int, SequenceDelta]]:
+        """An echo's log-probabilities come with sequence 0, and the others may be ahead of it."""
+        if not self._prepared.echoes:
+            return deltas
+        ready = []
+        for place, delta in deltas:
+            if place not in self._echoes:
+                if self._prepared.requests[place].want_prompt_logprobs and delta.prompt_logprobs is None:
+                    self._waiting.setdefault(place, []).append(delta)
+                    continue
+                self._echoes[place] = build_echo(place, self._prepared, delta.prompt_logprobs, self._model)
+                ready += [(place, earlier) for earlier in self._waiting.pop(place, [])]
+            ready.append((place, delta))
+        return ready
+
+    def _choices(self, index: int, piece: Piece) -> list[CompletionChunkChoice]:
+        place = index // self._num_samples
+        echo, echo_logprobs = self._echoes.get(place, ("", None))
+        chunks = []
+        if self._prepared.echoes and index not in self._begun:
+            chunks.append(self._chunk(index, Piece(echo, None, [], None), echo_logprobs))
+        logprobs = None
+        if piece.scored is not None:
+            asks_top = self._prepared.requests[0].num_top_logprobs > 0
+            logprobs = build_completion_logprobs(piece.scored, asks_top, self._model.tokenizer, len(echo))
+        return [*chunks, self._chunk(index, piece, logprobs)]
+
+    def _chunk(self, index: int, piece: Piece, logprobs: CompletionLogprobs | None) -> CompletionChunkChoice:
+        is_first = index not in self._begun
+        self._begun.add(index)
+        if not self._prepared.return_token_ids:
+            return CompletionChunkChoice(index, piece.text, logprobs, piece.finish_reason)
+        request = self._prepared.requests[index // self._num_samples]
+        prompt_ids = request.prompt_ids.tolist() if is_first else None
+        return CompletionChunkChoiceWithIds(
+            index, piece.text, logprobs, piece.finish_reason, piece.token_ids, prompt_ids
+        )
+
+
+class ChatStream(AnswerStream):
+    object_name = "chat.completion.chunk"
+
+    def __init__(self, prepared: Prepared, model: ServedModel, options: StreamOptions) -> None:
+        super().__init__(prepared, model, options)
+        rules = prepared.calls
+        self._call_streams = [] if rules is None else [CallStream(rules) for _ in self._sequences[0]]
+
+    def shows_prompts(self, _deltas: Sequence[tuple[int, SequenceDelta]]) -> bool:
+        return self._prepared.return_token_ids and not self._has_begun
+
+    def _first_choices(self) -> list[object]:
+        # Of all, in order: the OpenAI client can collect no choice before those of smaller index.
+        # An answer with calls may have no content, which no later chunk could take back.
+        role = RoleDelta(content="" if self._prepared.calls is None else None)
+        return [ChatChunkChoice(index, role, None, None) for index in range(len(self._sequences[0]))]
+
+    def _first_fields(self) -> Mapping[str, object]:
+        if not self._prepared.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self._prepared.requests[0].prompt_ids.tolist()}
+
+    def _choices(self, index: int, piece: Piece) -> list[ChatChunkChoice]:
+        logprobs = None if piece.scored is None else build_chat_logprobs(piece.scored, self._model.tokenizer)
+        deltas: list[CallDelta] = [ContentDelta(piece.text)]
+        finish_reason: ChatFinishReason | None = piece.finish_reason
+        if self._call_streams:
+            calls = self._call_streams[index]
+            deltas = calls.add(piece.text, is_last=piece.finish_reason is not None)
+            if piece.finish_reason is not None:
+                finish_reason = calls.finish_reason(piece.finish_reason)
+            elif not deltas and (piece.scored or self._prepared.return_token_ids):
+                deltas = [EmptyDelta()]
+        choices: list[ChatChunkChoice] = []
+        for number, delta in enumerate(deltas):
+            # what belongs to tokens comes with the first, what ends the choice with the last
+            scores = logprobs if number == 0 else None
+            reason = finish_reason if number == len(deltas) - 1 else None
+            if self._prepared.return_token_ids:
+                token_ids = piece.token_ids if number == 0 else []
+                choices.append(ChatChunkChoiceWithIds(index, delta, scores, reason, token_ids))
+            else:
+                choices.append(ChatChunkChoice(index, delta, scores, reason))
+        return choices
+
+
+def error_event(error: ApiError) -> bytes:
+    """The last event of a stream that breaks off; no [DONE] follows."""
+    return b"data: %b\n\n" % bytes(error_response(error).body)

@@ -1,0 +1,227 @@
+"""Finished sequences → OpenAI's completion objects. Plain functions, no server; they detokenize."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import orjson
+
+from tokasaurus.messages.generation import FinishReason, GenerateRequest, PromptLogprobs
+from tokasaurus.server.engine_client.collectors import FinishedSequence
+from tokasaurus.server.prepare.requests import Prepared
+from tokasaurus.server.protocol.chat import (
+    AssistantMessage,
+    CallingMessage,
+    ChatChoice,
+    ChatChoiceWithIds,
+    ChatCompletion,
+    ChatFinishReason,
+    ExtendedChatCompletion,
+)
+from tokasaurus.server.protocol.completions import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    ExtendedCompletionChoice,
+)
+from tokasaurus.server.protocol.usage import PromptTokensDetails, Usage
+from tokasaurus.server.respond.fingerprint import build_fingerprint
+from tokasaurus.server.respond.logprobs import (
+    ScoredToken,
+    TokenOffsets,
+    build_chat_logprobs,
+    build_completion_logprobs,
+    build_echo_logprobs,
+    build_prompt_logprobs,
+    join_logprobs,
+    score_tokens,
+)
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.tools.messages import build_message
+from tokasaurus.text.stop_strings import find_first_stop
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What the client sees of one sequence.
+
+    scored: the tokens whose text is returned, at least in part; neither eos, unless the prompt is echoed, nor what
+    follows a stop string's start. None where log-probabilities were not asked, or are in the fingerprint.
+    token_ids: as sampled. prompt_ids: what they follow; None where they are not returned.
+    """
+
+    text: str
+    finish_reason: FinishReason
+    scored: list[ScoredToken] | None
+    token_ids: list[int]
+    prompt_ids: list[int] | None
+
+
+def build_completion(
+    prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel
+) -> Completion:
+    """results: the sequences of each of `prepared.requests`."""
+    answers = _all_answers(prepared, results, model)
+    echoes = [build_echo(place, prepared, row[0].prompt_logprobs, model) for place, row in enumerate(results)]
+    prompt_logprobs = [
+        _prompt_logprobs(place, prepared, row[0].prompt_logprobs, model) for place, row in enumerate(results)
+    ]
+    asks_top = prepared.requests[0].num_top_logprobs > 0
+    choices: list[CompletionChoice] = []
+    for index, answer in enumerate(answers):
+        place = index // prepared.requests[0].num_sequences  # n is the body's
+        echo, logprobs = echoes[place]
+        if answer.scored is not None:
+            own = build_completion_logprobs(answer.scored, asks_top, model.tokenizer, len(echo))
+            logprobs = own if logprobs is None else join_logprobs(logprobs, own)
+        choice = (index, echo + answer.text, logprobs, answer.finish_reason)
+        if prepared.return_token_ids or prompt_logprobs[place] is not None:
+            choices.append(ExtendedCompletionChoice(*choice, *_ids(prepared, answer), prompt_logprobs[place]))
+        else:
+            choices.append(CompletionChoice(*choice))
+    return Completion(
+        id=prepared.response_id,
+        object="text_completion",
+        created=int(time.time()),
+        model=model.name,
+        system_fingerprint=_fingerprint(prepared, results, model),
+        choices=choices,
+        usage=build_usage(prepared, results),
+    )
+
+
+def build_chat_completion(
+    prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel
+) -> ChatCompletion:
+    """results: the sequences of each of `prepared.requests`."""
+    answers = _all_answers(prepared, results, model)
+    choices: list[ChatChoice] = []
+    for index, answer in enumerate(answers):
+        logprobs = None if answer.scored is None else build_chat_logprobs(answer.scored, model.tokenizer)
+        message: AssistantMessage | CallingMessage = AssistantMessage(answer.text)
+        finish_reason: ChatFinishReason = answer.finish_reason
+        if prepared.calls is not None:
+            message, finish_reason = build_message(answer.text, answer.finish_reason, prepared.calls)
+        choice = (index, message, logprobs, finish_reason)
+        if prepared.return_token_ids:
+            choices.append(ChatChoiceWithIds(*choice, answer.token_ids))
+        else:
+            choices.append(ChatChoice(*choice))
+    object_name: Literal["chat.completion"] = "chat.completion"
+    fingerprint, usage = _fingerprint(prepared, results, model), build_usage(prepared, results)
+    fields = (prepared.response_id, object_name, int(time.time()), model.name, fingerprint, choices, usage)
+    prompt_logprobs = _prompt_logprobs(0, prepared, results[0][0].prompt_logprobs, model)
+    if prepared.return_token_ids or prompt_logprobs is not None:
+        return ExtendedChatCompletion(*fields, _ids(prepared, answers[0])[1], prompt_logprobs)
+    return ChatCompletion(*fields)
+
+
+def write_answer(answer: Completion | ChatCompletion) -> bytes:
+    """As JSON, one choice after the other: the event loop stands still while one is written, and prompts with
+    log-probabilities may make hundreds of megabytes of all."""
+    shown = {field.name: getattr(answer, field.name) for field in fields(answer)}
+    shown["choices"] = [orjson.Fragment(orjson.dumps(choice)) for choice in answer.choices]
+    return orjson.dumps(shown)
+
+
+def build_echo(
+    place: int, prepared: Prepared, scores: PromptLogprobs | None, model: ServedModel
+) -> tuple[str, CompletionLogprobs | None]:
+    """What comes before the completions of the request at `place`. scores: of its prompt, where they are asked."""
+    if not prepared.echoes:
+        return "", None
+    echo, request = prepared.echoes[place], prepared.requests[place]
+    if not request.want_logprobs:
+        return echo.text, None
+    assert scores is not None, "the engine returns log-probabilities where they are asked"
+    num_top = request.num_top_logprobs
+    return echo.text, build_echo_logprobs(echo, request.prompt_ids, scores, num_top, model.tokenizer)
+
+
+def build_usage(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]]) -> Usage:
+    prompt_tokens = sum(len(request.prompt_ids) for request in prepared.requests)
+    all_sequences = [sequence for sequences in results for sequence in sequences]
+    completion_tokens = sum(len(sequence.token_ids) for sequence in all_sequences)
+    # Each sequence computes its prompt from its first token that is not cached: the one that read the fewest computed
+    # all that had to be, and what its siblings read of that was no saving of an earlier request's.
+    cached_tokens = sum(min(sequence.num_cached_tokens for sequence in sequences) for sequences in results)
+    details = PromptTokensDetails(
+        cached_tokens,
+        computed_tokens=sum(sequence.num_computed_tokens for sequence in all_sequences),
+        shared_tokens=sum(sequence.num_shared_tokens for sequence in all_sequences),
+        recomputed_tokens=sum(sequence.num_recomputed_tokens for sequence in all_sequences),
+    )
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+
+
+def without_end_token(token_ids: list[int], request: GenerateRequest, model: ServedModel) -> list[int]:
+    """token_ids: the last of a sequence that has ended, without the eos or stop token id that ended it: no text."""
+    ends = request.stop_token_ids if request.ignore_eos else (*request.stop_token_ids, *model.eos_ids)
+    return token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
+
+
+def num_exempt_characters(token_ids: list[int], request: GenerateRequest, model: ServedModel) -> int:
+    """Of the text of a sequence's tokens, those in which no stop string counts."""
+    return len(model.tokenizer.decode(token_ids[: request.min_tokens])) if request.min_tokens else 0
+
+
+def _ids(prepared: Prepared, answer: _Answer) -> tuple[list[int] | None, list[int] | None]:
+    """Of the answer and its prompt."""
+    return (answer.token_ids, answer.prompt_ids) if prepared.return_token_ids else (None, None)
+
+
+def _prompt_logprobs(
+    place: int, prepared: Prepared, scores: PromptLogprobs | None, model: ServedModel
+) -> orjson.Fragment | None:
+    """place, scores: as in `build_echo`."""
+    if prepared.num_top_prompt_logprobs is None:
+        return None
+    assert scores is not None, "the engine returns log-probabilities where they are asked"
+    prompt_ids = prepared.requests[place].prompt_ids
+    entries = build_prompt_logprobs(prompt_ids, scores, prepared.num_top_prompt_logprobs, model.tokenizer)
+    return orjson.Fragment(orjson.dumps(entries))
+
+
+def _fingerprint(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel) -> str:
+    if not prepared.logprobs_in_fingerprint:
+        return model.system_fingerprint
+    return build_fingerprint([sequence for sequences in results for sequence in sequences])
+
+
+def _all_answers(
+    prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel
+) -> list[_Answer]:
+    answers = []
+    for request, sequences in zip(prepared.requests, results, strict=True):
+        prompt_ids = request.prompt_ids.tolist() if prepared.return_token_ids else None
+        answers += [_answer(sequence, request, prompt_ids, prepared, model) for sequence in sequences]
+    return answers
+
+
+def _answer(
+    sequence: FinishedSequence,
+    request: GenerateRequest,
+    prompt_ids: list[int] | None,
+    prepared: Prepared,
+    model: ServedModel,
+) -> _Answer:
+    token_ids = without_end_token(sequence.token_ids, request, model)
+    text = model.tokenizer.decode(token_ids)
+    finish_reason = sequence.finish_reason
+    stop = None
+    if request.stop_strings:
+        num_exempt = num_exempt_characters(token_ids, request, model)
+        stop = find_first_stop(text, request.stop_strings, num_exempt)
+    if stop is not None:
+        text = text[: stop[0]]
+        finish_reason = "stop"
+    scored = None
+    if request.want_logprobs and not prepared.logprobs_in_fingerprint:
+        assert sequence.logprobs is not None, "the engine returns log-probabilities where they are asked"
+        if prepared.echoes:
+            token_ids = sequence.token_ids  # evaluations count on an entry for each token, the last included
+        scored = score_tokens(token_ids, sequence.logprobs, sequence.top, TokenOffsets(model.tokenizer))
+        if stop is not None:
+            scored = [token for token in scored if token.offset < stop[0]]  # offsets never fall
+    return _Answer(text, finish_reason, scored, sequence.token_ids, prompt_ids)

@@ -1,0 +1,136 @@
+"""Tools → the grammar of an answer whose calls must be right, in llguidance's dialect of Lark.
+
+The reader of calls takes all calls that a grammar allows.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokasaurus.server.errors import InvalidRequest, Unsupported
+from tokasaurus.server.protocol.grammar_fields import SHORT_ESCAPES, GrammarSource
+from tokasaurus.server.protocol.tools import Tool
+from tokasaurus.server.tools.parser import CallRules
+
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_ARGUMENTS = {"type": "object"}
+# As json.dumps does it, and so the templates and the models that learned from them. Free white space may never end.
+_LAYOUT: dict[str, object] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_TEXT = r"TEXT: /(.|\n)*/"
+_FUNCTION = re.compile(r"function_(\d+): ")
+
+
+def write_forced_calls(tools: Sequence[Tool], rules: CallRules, added_tokens: Mapping[str, int]) -> GrammarSource:
+    """The answer is a call, or several where they may be parallel, and nothing else; arguments match their schemas.
+
+    added_tokens: texts that are tokens of their own, and their ids. A grammar must name these, or it would have them
+    spelt. Raises InvalidRequest.
+    """
+    return _source(["start: calls", *_calls(tools, rules, added_tokens, all_strict=True)], "tools")
+
+
+def write_calls_or_json(
+    tools: Sequence[Tool], rules: CallRules, added_tokens: Mapping[str, int], content: GrammarSource
+) -> GrammarSource:
+    """The answer is either content in the form of a JSON schema, or calls, of which those of strict tools are right. As
+    above. Raises Unsupported where nothing but what is in it tells a call from content.
+    """
+    if not rules.format.start:
+        raise Unsupported(
+            f"{content.param} and tools go together only where the model marks calls, or tool_choice is none",
+            content.param,
+        )
+    lines = ["start: calls | content", f"content: %json {content.text}"]
+    return _source([*lines, *_calls(tools, rules, added_tokens, all_strict=False)], content.param)
+
+
+def write_free_calls(tools: Sequence[Tool], rules: CallRules, added_tokens: Mapping[str, int]) -> GrammarSource:
+    """The answer is text, with calls or without; arguments of strict tools match their schemas. As above.
+
+    Where calls have no mark, the name behind their brace is what they are known by.
+    """
+    format_ = rules.format
+    mark = format_.start.strip()
+    openings = {index: json.dumps(format_.opening(tool.function.name)) for index, tool in _callable(tools, rules)}
+    lines = []
+    if not mark:
+        lines += [f"start_{index}[lazy]: TEXT {opening}" for index, opening in openings.items()]
+        openings = {index: f"start_{index}" for index in openings}
+        start = ""
+    elif mark in added_tokens:
+        start = f"TEXT {_mark(format_.start, added_tokens)}"
+    else:
+        start = f"start_mark {json.dumps(format_.start.removeprefix(mark))}"
+        lines.append(f"start_mark[lazy]: TEXT {json.dumps(mark)}")
+    call = f"call: {start} function {_mark(format_.end, added_tokens)}"
+    answer = "start: (call | thought)* TEXT" if rules.parallel else "start: thought* (call | TEXT)"
+    # Thoughts, for instance, have tokens of their own around them.
+    ids = ",".join(str(id_) for text, id_ in added_tokens.items() if text not in (mark, format_.end.strip()))
+    if ids:
+        lines.append(f"thought: TEXT <[{ids}]>")
+    else:
+        answer = "start: call* TEXT" if rules.parallel else "start: call | TEXT"
+    return _source([answer, call, _TEXT, *lines, *_functions(tools, openings, all_strict=False)], "tools")
+
+
+def _calls(tools: Sequence[Tool], rules: CallRules, added_tokens: Mapping[str, int], all_strict: bool) -> list[str]:
+    """One, or several where they may be parallel."""
+    format_ = rules.format
+    lines = ["calls: call (separator call)*" if rules.parallel else "calls: call"]
+    if rules.parallel:
+        lines.append(f"separator: {json.dumps(format_.separator)}")
+    lines.append(f"call: {_mark(format_.start, added_tokens)} function {_mark(format_.end, added_tokens)}")
+    openings = {index: json.dumps(format_.opening(tool.function.name)) for index, tool in _callable(tools, rules)}
+    return [*lines, *_functions(tools, openings, all_strict)]
+
+
+def _callable(tools: Sequence[Tool], rules: CallRules) -> list[tuple[int, Tool]]:
+    return [(index, tool) for index, tool in enumerate(tools) if tool.function.name in rules.names]
+
+
+def _functions(tools: Sequence[Tool], openings: dict[int, str], all_strict: bool) -> list[str]:
+    """openings: by the index of a tool, what stands before its arguments."""
+    lines = [f"function: {' | '.join(f'function_{index}' for index in openings)}"]
+    for index, opening in openings.items():
+        schema = _ANY_ARGUMENTS
+        if all_strict or tools[index].function.strict:
+            schema = _arguments_schema(index, tools[index])
+        lines.append(f'function_{index}: {opening} %json {_with_layout(schema)} "}}"')
+    return lines
+
+
+def _arguments_schema(index: int, tool: Tool) -> dict[str, Any]:
+    """Arguments are an object, though the schema may not say so."""
+    schema = _NO_ARGUMENTS if tool.function.parameters is None else tool.function.parameters
+    type_ = schema.get("type", "object")
+    param = f"tools[{index}].function.parameters"
+    if type_ != "object" and not (isinstance(type_, list) and "object" in type_):
+        raise InvalidRequest(f"{param} must have the type object", param)
+    if "x-guidance" in schema:
+        raise Unsupported(f"{param}: x-guidance is not implemented", param)
+    return schema | {"type": "object"}
+
+
+def _with_layout(schema: Mapping[str, Any]) -> str:
+    text = json.dumps(schema, ensure_ascii=False)
+    layout = _LAYOUT
+    if r"\u00" not in text and "\x7f" not in text:
+        # No name of a property can come twice, in another spelling. Control characters have no other.
+        layout = layout | {"json_allowed_escapes": SHORT_ESCAPES}
+    return json.dumps({**schema, "x-guidance": layout}, ensure_ascii=False)
+
+
+def _mark(text: str, tokens: Mapping[str, int]) -> str:
+    """A mark with the line end beside it, as part of a rule."""
+    mark = text.strip()
+    if mark not in tokens:
+        return json.dumps(text) if text else ""
+    before, _, after = text.partition(mark)
+    return " ".join(part for part in (before and json.dumps(before), mark, after and json.dumps(after)) if part)
+
+
+def _source(lines: list[str], param: str) -> GrammarSource:
+    functions = {number: match[1] for number, line in enumerate(lines, 1) if (match := _FUNCTION.match(line))}
+    line_params = {number: f"tools[{index}].function.parameters" for number, index in functions.items()}
+    return GrammarSource("lark", "\n".join(lines), param, line_params)

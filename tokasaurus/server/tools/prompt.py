@@ -1,0 +1,105 @@
+"""Messages and tools of a body → what a chat template is given: where it knows no tools, they are told in text."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tokasaurus.server.errors import InvalidRequest
+from tokasaurus.server.protocol.chat import ChatMessage
+from tokasaurus.server.protocol.tools import Tool
+from tokasaurus.server.tools.formats import HERMES, ToolCallFormat, ToolSupport
+
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+
+
+def template_input(
+    messages: Sequence[ChatMessage], tools: Sequence[Tool], support: ToolSupport
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """(messages, tools) for the template. Raises InvalidRequest."""
+    _check_call_ids(messages)
+    definitions = [_definition(tool) for tool in tools]
+    if support.in_template:
+        has_calls = any(message.tool_calls or message.role == "tool" for message in messages)
+        no_tools: list[dict[str, Any]] | None = [] if has_calls and support.needs_list else None
+        return [_as_dict(message) for message in messages], definitions or no_tools
+    format_ = support.format or HERMES
+    written = _write_messages(messages, format_)
+    if definitions:
+        text = _describe(definitions, format_)
+        if written[0]["role"] == "system":
+            written[0]["content"] += f"\n\n{text}"
+        else:
+            written.insert(0, {"role": "system", "content": text})
+    return written, None
+
+
+def _check_call_ids(messages: Sequence[ChatMessage]) -> None:
+    """Most templates show no ids: a result that belongs nowhere would be taken for another's."""
+    known: set[str] = set()
+    for index, message in enumerate(messages):
+        known.update(call.id for call in message.tool_calls)
+        if message.tool_call_id is not None and message.tool_call_id not in known:
+            param = f"messages[{index}].tool_call_id"
+            raise InvalidRequest(f"{param} is of no call in an earlier message", param)
+
+
+def _definition(tool: Tool) -> dict[str, Any]:
+    """What the model is to know of it."""
+    function = tool.function
+    shown: dict[str, Any] = {"name": function.name}
+    if function.description is not None:
+        shown["description"] = function.description
+    shown["parameters"] = _NO_PARAMETERS if function.parameters is None else function.parameters
+    return {"type": "function", "function": shown}
+
+
+def _as_dict(message: ChatMessage) -> dict[str, Any]:
+    """As templates expect it: arguments are objects."""
+    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        shown["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        shown["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        shown["name"] = message.name
+    return shown
+
+
+def _write_messages(messages: Sequence[ChatMessage], format_: ToolCallFormat) -> list[dict[str, Any]]:
+    """Calls as part of the content; results that follow each other as a message of the user."""
+    written: list[dict[str, Any]] = []
+    was_result = False
+    for message in messages:
+        is_result = message.role == "tool"
+        content = f"<tool_response>\n{message.content}\n</tool_response>" if is_result else message.content
+        if message.tool_calls:
+            calls = [format_.write(call.function.name, call.function.arguments) for call in message.tool_calls]
+            content = f"{content}\n" if content else ""
+            content += format_.separator.join(calls)
+        if is_result and was_result:
+            written[-1]["content"] += f"\n{content}"
+        else:
+            written.append({"role": "user" if is_result else message.role, "content": content})
+        was_result = is_result
+    return written
+
+
+def _describe(definitions: Sequence[dict[str, Any]], format_: ToolCallFormat) -> str:
+    lines = [json.dumps(definition["function"], ensure_ascii=False) for definition in definitions]
+    example = format_.write("name of the function", {"name of a parameter": "its value"})
+    return "\n".join(
+        [
+            "You can call these functions, each given as a JSON object with its parameters:",
+            *lines,
+            "",
+            "To call one, write a JSON object in exactly this form, and nothing behind it:",
+            example,
+        ]
+    )
