@@ -8,7 +8,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 
-from tokasaurus.manager.engine.engine import Turns
+from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.loop import LARGE_BYTES
 from tokasaurus.manager.state.engine_state import EngineOptions, EngineState, make_state
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
@@ -32,7 +32,7 @@ def engine_options(
     num_kv_tokens: int,
     max_seqs_per_forward: int = MAX_SEQS_PER_FORWARD,
     max_tokens_per_forward: int = MAX_TOKENS_PER_FORWARD,
-    optional_work: str | None = None,
+    deferred_tasks: str | None = None,
 ) -> EngineOptions:
     """The engine's defaults, with a pool of about `num_kv_tokens`. No request of a Load has stop strings."""
     return EngineOptions(
@@ -44,7 +44,7 @@ def engine_options(
         decode_text=lambda token_ids: "".join(map(chr, token_ids)),
         special_ids=frozenset({EOS_ID}),
         min_lookback_tokens=5,
-        optional_work=optional_work,
+        deferred_tasks=deferred_tasks,
     )
 
 
@@ -133,7 +133,7 @@ class InstantWorker:
 class Counts:
     """What an engine has done so far: of its manager, CPU seconds in all and wall seconds by section."""
 
-    num_turns: int = 0
+    num_steps_deferred: int = 0
     cpu_s: float = 0.0
     num_generated_tokens: int = 0
     num_finished: int = 0
@@ -162,7 +162,7 @@ class InlineEngine:
         np.empty(LARGE_BYTES, np.uint8)  # and freed: glibc then keeps small arrays' pages, as in the manager's process
         self.state: EngineState = make_state(options)
         self.load = load
-        self._turns = Turns(self.state, self._send)
+        self._engine = Engine(self.state, self._send)
         self._worker = InstantWorker(options.num_slots, forward_seconds)
         self._sent: deque[ForwardInput] = deque()
         self._counts = Counts()
@@ -172,7 +172,7 @@ class InlineEngine:
         """A copy."""
         return Counts(
             **{name: getattr(self._counts, name) for name in Counts.__slots__ if name != "section_s"},
-            section_s=dict(self._turns.timers.totals),
+            section_s=dict(self._engine.timers.totals),
         )
 
     @property
@@ -190,17 +190,17 @@ class InlineEngine:
             counts.num_prefill_tokens += len(message.prompt_ids)
             results = [ForkingPickler.dumps(self._worker.forward(message))]
         start_s = time.process_time()
-        with self._turns.timers.section("receiving"):
+        with self._engine.timers.section("receiving"):
             requests_read = [ForkingPickler.loads(data) for data in requests]
             results_read = [ForkingPickler.loads(data) for data in results]
-        self._turns.take(requests_read, results_read)
+        self._engine.step(requests_read, results_read)
         num_finished = len(state.deltas)
         if num_finished:
-            with self._turns.timers.section("updates"):
+            with self._engine.timers.section("updates"):
                 ForkingPickler.dumps(EngineUpdate(state.deltas, state.stats()))
                 state.deltas = []
         counts.cpu_s += time.process_time() - start_s
-        counts.num_turns += 1
+        counts.num_steps_deferred += 1
         counts.num_finished += num_finished
         counts.num_generated_tokens = state.totals.generation_tokens
         counts.sum_running += state.num_running

@@ -65,7 +65,7 @@ def run(
 ) -> Occupancy:
     """`num_wanted` sequences run or wait at any time, until `num_sequences` have been sent."""
     # Whether optional work is put off depends on how fast this machine is; the run shall not.
-    options = engine_options(num_kv_tokens, num_wanted, MAX_TOKENS_PER_FORWARD, optional_work="always")
+    options = engine_options(num_kv_tokens, num_wanted, MAX_TOKENS_PER_FORWARD, deferred_tasks="always")
     load = Load(PROMPT_LENGTHS, lengths, None if is_known else MAX_NEW_TOKENS, seed)
     engine = InlineEngine(options, load, FORWARD_SECONDS)
     num_new, warm = num_wanted, None
@@ -82,9 +82,9 @@ def run(
     end, totals = engine.counts, engine.state.totals
     assert end.num_finished == num_sequences
     return Occupancy(
-        num_steps=end.num_turns,
-        mean_running=counts.sum_running / counts.num_turns,
-        mean_running_warm=later.sum_running / later.num_turns,
+        num_steps=end.num_steps_deferred,
+        mean_running=counts.sum_running / counts.num_steps_deferred,
+        mean_running_warm=later.sum_running / later.num_steps_deferred,
         num_preemptions=totals.preemptions,
         preempted_share=totals.tokens.recomputed / (end.num_prefill_tokens + end.num_decode_tokens),
     )

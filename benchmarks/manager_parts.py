@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.manager_load import PAGE_SIZE, VOCAB_SIZE, InlineEngine, Load, engine_options
-from tokasaurus.manager.engine.kv_forecast import look_ahead
+from tokasaurus.manager.engine.kv_forecast import forecast_kv
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixTree
 from tokasaurus.manager.state.sequence import make_prompt
 
@@ -96,9 +96,9 @@ def measure_shares(
         num_sequences=num_sequences,
         mean_prompt_tokens=mean_prompt_tokens,
         is_known=is_known,
-        mean_running=counts.sum_running / counts.num_turns,
+        mean_running=counts.sum_running / counts.num_steps_deferred,
         us_per_token=us_per_token,
-        us_per_turn=counts.cpu_s * 1e6 / counts.num_turns,
+        us_per_turn=counts.cpu_s * 1e6 / counts.num_steps_deferred,
         sections={name: us_per_token * seconds / sections_s for name, seconds in counts.section_s.items()},
         bytes_per_row=counts.num_bytes_sent / counts.num_decode_tokens,
         prompt_bytes_per_row=counts.num_prompt_bytes_sent / counts.num_decode_tokens,
@@ -143,7 +143,7 @@ def measure_simulation(num_sequences: int, num_calls: int, advance: Callable[[],
         name = f"{engine.state.num_running} sequences, " + (
             "no prompt shared" if num_samples == 1 else "16 of a prompt"
         )
-        timings.append(_timing(name, [partial(look_ahead, engine.state, None)] * num_calls))
+        timings.append(_timing(name, [partial(forecast_kv, engine.state, None)] * num_calls))
     return timings
 
 

@@ -99,11 +99,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--request-rate",
         type=_positive,
         metavar="PER_SECOND",
-        help="offer requests at Poisson arrivals of this rate; then concurrency is 0 unless given, and a latency"
+        help="offer requests at Poisson collector of this rate; then concurrency is 0 unless given, and a latency"
         " counts from the arrival",
     )
     load.add_argument("--temperature", type=_number, default=0.6, metavar="T", help="default: %(default)s")
-    load.add_argument("--seed", type=_whole(0), default=0, metavar="N", help="of prompts, lengths and arrivals")
+    load.add_argument("--seed", type=_whole(0), default=0, metavar="N", help="of prompts, lengths and collector")
     load.add_argument("--warmup", type=_whole(0), default=1, metavar="N", help="requests before timing (default: 1)")
     load.add_argument(
         "--timeout", type=_positive, default=7200.0, metavar="SECONDS", help="of one request (default: %(default)g)"

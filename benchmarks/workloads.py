@@ -212,9 +212,9 @@ def _parse_line(line: str, temperature: float, ignore_eos: bool) -> OfferedReque
 def with_poisson_arrivals(requests: list[OfferedRequest], per_second: float, seed: int) -> list[OfferedRequest]:
     """The same requests in the same order, due at the times of a Poisson process that starts with the run."""
     rng = random.Random(seed)
-    arrivals = itertools.accumulate(rng.expovariate(per_second) for _ in requests)
+    collector = itertools.accumulate(rng.expovariate(per_second) for _ in requests)
     return [
-        dataclasses.replace(request, arrival_s=arrival) for request, arrival in zip(requests, arrivals, strict=True)
+        dataclasses.replace(request, arrival_s=arrival) for request, arrival in zip(requests, collector, strict=True)
     ]
 
 

@@ -19,7 +19,7 @@ kv_cache_num_tokens=None kv_cache_dtype=None page_size=16 max_tokens_per_forward
 max_num_tokens_per_request=None
 torch_compile=F use_cudagraphs=T cudagraph_max_size=None cudagraph_step=16 attention_backend=None
 use_hydragen=None hydragen_min_group_size=None hydragen_min_prefix_len=None
-scheduling_steps_ahead=8 optional_work=None prefill_round_up_multiple=16 greedy_prefill=T enable_precise_onboard=T
+scheduling_steps_ahead=8 deferred_tasks=None prefill_round_up_multiple=16 greedy_prefill=T enable_precise_onboard=T
 precise_onboard_batch_size=128 track_early_stopping=T early_stopping_buffer_size=2048
 early_stopping_num_prediction_buckets=1024 early_stopping_initial_wait=16 early_stopping_init_mean=None
 early_stopping_init_std=None use_spec_allocation=T spec_allocation_std_buffer_scale=0.25
@@ -86,8 +86,8 @@ def test_every_field_is_in_the_table_and_the_help_once() -> None:
         ("cpu_isa=avx512_bf16", "cpu_isa", "avx512_bf16"),
         ("cpu_isa=auto", "cpu_isa", None),
         ("attention_backend=reference", "attention_backend", "reference"),
-        ("optional_work=deferred", "optional_work", "deferred"),
-        ("optional_work=auto", "optional_work", None),
+        ("deferred_tasks=deferred", "deferred_tasks", "deferred"),
+        ("deferred_tasks=auto", "deferred_tasks", None),
         ("greedy_prefill=F", "greedy_prefill", False),
         ("precise_onboard_batch_size=1", "precise_onboard_batch_size", 1),
         ("early_stopping_init_mean=1", "early_stopping_init_mean", 1.0),
@@ -155,7 +155,7 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
         ("log_level=loud", "log_level=loud: must be error, warning, info or debug"),
         ("model=", "model=: must be some text, or None (demo)"),
         ("host=", "host=: must be some text"),
-        ("optional_work=T", "optional_work=T: must be always or deferred, or None (auto)"),
+        ("deferred_tasks=T", "deferred_tasks=T: must be always or deferred, or None (auto)"),
         ("prefill_round_up_multiple=0", "prefill_round_up_multiple=0: must be a whole number from 1 to 2147483647"),
         ("precise_onboard_batch_size=0", "precise_onboard_batch_size=0: must be a whole number from 1 to 2147483647"),
         ("early_stopping_buffer_size=0", "early_stopping_buffer_size=0: must be a whole number from 1 to 2147483647"),

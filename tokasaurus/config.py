@@ -53,7 +53,7 @@ class ServerConfig(Config):
     hydragen_min_prefix_len: int | None = None
 
     scheduling_steps_ahead: int = 8
-    optional_work: str | None = None
+    deferred_tasks: str | None = None
     prefill_round_up_multiple: int = 16
     greedy_prefill: bool = True
     enable_precise_onboard: bool = True
@@ -200,7 +200,7 @@ SERVER_FLAGS = FlagTable(
         },
         "scheduler": {
             "scheduling_steps_ahead": _count("steps sent to the model before their results are back"),
-            "optional_work": Flag(
+            "deferred_tasks": Flag(
                 "when the manager does its optional work (admission, stop strings, grouping, predictions): auto puts "
                 "it off while the model's queue runs low; always and deferred force one way",
                 choices=("always", "deferred"),

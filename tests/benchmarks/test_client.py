@@ -61,9 +61,9 @@ def test_concurrency_is_reached_and_never_exceeded(
 
 
 def test_requests_are_sent_when_they_are_due(scripted_server: Any) -> None:
-    arrivals = (0.0, 0.1, 0.3)
-    results = offer(scripted_server.base_url, [offered(arrival_s=arrival) for arrival in arrivals])
-    for result, arrival_s in zip(results, arrivals, strict=True):
+    collector = (0.0, 0.1, 0.3)
+    results = offer(scripted_server.base_url, [offered(arrival_s=arrival) for arrival in collector])
+    for result, arrival_s in zip(results, collector, strict=True):
         assert arrival_s <= result.sent_s < arrival_s + 1
 
 

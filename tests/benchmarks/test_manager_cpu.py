@@ -16,8 +16,8 @@ from benchmarks.manager_parts import measure_shares, measure_simulation
 from benchmarks.manager_process import ProcessCost, cpu_seconds, measure_process
 from benchmarks.manager_report import check_costs
 from tokasaurus.manager.engine import engine
-from tokasaurus.manager.engine.engine import Turns
-from tokasaurus.manager.state.engine_state import EarlyStoppingOptions, make_state
+from tokasaurus.manager.engine.engine import Engine
+from tokasaurus.manager.state.engine_state import LengthPredictorOptions, make_state
 
 
 def lengths_asked(load: Load, num: int) -> dict[str, int]:
@@ -35,14 +35,14 @@ def test_completions_end_at_their_length_preempted_or_not(is_known: bool, init_m
         return Load(range(1, 60), range(1, 81), None if is_known else 80, seed=5)
 
     options = dataclasses.replace(
-        engine_options(1600, 32, 200), early_stopping=EarlyStoppingOptions(initial_wait=10**6, init_mean=init_mean)
+        engine_options(1600, 32, 200), early_stopping=LengthPredictorOptions(initial_wait=10**6, init_mean=init_mean)
     )
     state, load = make_state(options), make_load()
     sent, lengths, reasons = deque(), {}, {}
-    turns, worker = Turns(state, sent.append), InstantWorker(options.num_slots, 0.01)
-    turns.take([load.next() for _ in range(120)], [])
+    engine, worker = Engine(state, sent.append), InstantWorker(options.num_slots, 0.01)
+    engine.step([load.next() for _ in range(120)], [])
     while sent:
-        turns.take([], [worker.forward(sent.popleft())])
+        engine.step([], [worker.forward(sent.popleft())])
         for delta in state.deltas:
             lengths[delta.request_id] = len(delta.token_ids)
             reasons[delta.request_id] = delta.finish_reason
@@ -75,7 +75,7 @@ def test_counts_are_those_of_the_requests_that_ran() -> None:
     assert end.num_generated_tokens == num_tokens
     assert end.num_decode_tokens == num_tokens - 50, "the first token of each is sampled by its prefill"
     assert end.num_bytes_sent > end.num_prompt_bytes_sent + 8 * end.num_decode_tokens
-    assert end.num_turns >= 50
+    assert end.num_steps_deferred >= 50
     assert end.cpu_s > 0
     assert {"receiving", "requests", "results", "admission", "steps", "sending", "updates"} <= set(end.section_s)
     assert middle is not None

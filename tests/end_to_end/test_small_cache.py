@@ -30,8 +30,8 @@ QUESTIONS = Path(__file__).parents[2] / "benchmarks" / "data" / "gsm8k_test_200.
 SMALL = (*FLAGS, "kv_cache_num_tokens=640", "early_stopping_init_mean=0.02", "early_stopping_initial_wait=1000000")
 MODES = [
     (),
-    ("optional_work=always", "scheduling_steps_ahead=1"),
-    ("optional_work=deferred", "greedy_prefill=F"),
+    ("deferred_tasks=always", "scheduling_steps_ahead=1"),
+    ("deferred_tasks=deferred", "greedy_prefill=F"),
 ]
 
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from tests.manager.fake_scores import assert_kept_scores_are_true, assert_scores_are_true
 from tests.manager.fake_worker import EOS_ID, VOCAB_SIZE, FakeWorker, decode_text, make_request, simulate
 from tests.manager.holdings_check import assert_each_block_has_one_place, tree_nodes
-from tokasaurus.manager.engine.engine import Turns
+from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.planning.length_predictor import Forecast
-from tokasaurus.manager.state.engine_state import EarlyStoppingOptions, EngineOptions, make_state
+from tokasaurus.manager.state.engine_state import EngineOptions, LengthPredictorOptions, make_state
 from tokasaurus.manager.state.grammar_manager import Grammars, Job
 from tokasaurus.manager.state.sequence import Sequence
 from tokasaurus.messages.forward import ForwardInput
@@ -24,7 +24,7 @@ from tokasaurus.messages.generation import CancelRequest, GenerateRequest, Seque
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.text.grammars import GrammarVocabulary
 
-NEVER_LEARNS = EarlyStoppingOptions(learns=False, init_mean=0.01)
+NEVER_LEARNS = LengthPredictorOptions(learns=False, init_mean=0.01)
 """A sequence is expected to end with its first tokens, and to use all it may once it has not."""
 
 
@@ -84,7 +84,7 @@ class Bench:
         self.state = make_state(options, grammars)
         if self.forecast is not None:
             self.state.forecast = self.forecast
-        self.turns = Turns(self.state, self.send)
+        self.engine = Engine(self.state, self.send)
 
     def send(self, message: ForwardInput) -> None:
         self.queue.append(message)
@@ -103,7 +103,7 @@ class Bench:
         results = [
             self.worker.forward(self.queue.popleft(), self.rng.choice(self.step_seconds)) for _ in range(num_results)
         ]
-        self.turns.take(messages, results)
+        self.engine.step(messages, results)
         deltas, self.state.deltas = self.state.deltas, []
         self.deltas += deltas
         assert len(self.state.steps_in_flight) == len(self.queue)
@@ -170,7 +170,7 @@ class Bench:
             assert not (state.blocks.scores.num_top > np.where(state.blocks.is_computed, 1 << 30, -1)).any()
             assert_kept_scores_are_true(state, state.blocks.scores)
         num_blocks = state.blocks.num_blocks
-        assert sorted(state.blocks.take(num_blocks).tolist()) == list(range(1, num_blocks + 1))
+        assert sorted(state.blocks.allocate(num_blocks).tolist()) == list(range(1, num_blocks + 1))
         assert state.blocks.tree.num_blocks == 0
 
 

@@ -52,8 +52,8 @@ def assert_each_block_has_one_place(state: EngineState) -> None:
         assert state.sequences[sequence.slot] is sequence
         assert state.slots.nodes[sequence.slot] == sequence.node.index
     cached = [block for node in nodes for block in node.blocks.tolist()]
-    free = blocks.take(blocks.num_free)
-    blocks.give_back(free)
+    free = blocks.allocate(blocks.num_free)
+    blocks.free(free)
     assert sorted([*free.tolist(), *own, *cached]) == list(range(1, blocks.num_blocks + 1))
 
     num_cached_in_use = 0
@@ -75,7 +75,7 @@ def _assert_each_sequence_has_one_place(state: EngineState, running: list[Sequen
     assert slots.is_running.nonzero()[0].tolist() == sorted(busy)
     waiting = queues.first_waiting(10**6)
     unfinished = [sequence for sequences in state.unfinished.values() for sequence in sequences]
-    held = [one for one in unfinished if one.phase is Phase.WAITING and one.has_grammar and one.matching is None]
+    held = [one for one in unfinished if one.phase is Phase.WAITING and one.has_grammar and one.grammar_matcher is None]
     waiting += held
     assert len(waiting) == queues.num_waiting
     assert all(sequence.phase is Phase.WAITING and sequence.slot == 0 for sequence in waiting)
@@ -87,11 +87,11 @@ def _assert_each_sequence_has_one_place(state: EngineState, running: list[Sequen
     assert len(unfinished) == len(running) + len(waiting)
     for sequence in running:
         slot = sequence.slot
-        assert slots.has_grammar[slot] == sequence.has_grammar == (sequence.matching is not None)
+        assert slots.has_grammar[slot] == sequence.has_grammar == (sequence.grammar_matcher is not None)
         if slots.is_held[slot]:
             assert sequence.phase in (Phase.DECODE, Phase.DRAINING)
         elif sequence.has_grammar:
-            num_read = len(sequence.matching.token_ids)
+            num_read = len(sequence.grammar_matcher.token_ids)
             assert num_read == slots.num_known_tokens[slot] - slots.num_prompt_tokens[slot], "all that is known"
             assert sequence.phase is Phase.PREFILL or slots.num_known_tokens[slot] == slots.num_kv_tokens[slot] + 1
     assert state.num_with_grammars == sum(sequence.has_grammar for sequence in running)

@@ -14,7 +14,7 @@ from tests.manager.fake_worker import make_request
 from tests.manager.state.test_grammar_manager import ANYTHING, MANY_STATES, VOCABULARY, grammar_request, make_bench
 from tests.manager.test_streams import join
 from tokasaurus.manager.state import grammar_manager, grammar_matcher
-from tokasaurus.manager.state.engine_state import EarlyStoppingOptions
+from tokasaurus.manager.state.engine_state import LengthPredictorOptions
 from tokasaurus.messages.generation import CancelRequest
 from tokasaurus.text.grammars import make_matcher
 
@@ -91,7 +91,7 @@ def test_a_grammar_that_takes_too_much_work_ends_its_sequences_alone(monkeypatch
 def test_a_sequence_that_a_stop_string_ended_before_its_grammar_failed_is_not_given_up(monkeypatch):
     """Stop strings are looked for some turns later."""
     monkeypatch.setattr(grammars_of_text, "LIMITS", LLParserLimits(max_items_in_row=12, verbose_errors=False))
-    bench = make_bench(optional_work="deferred", early_stopping=EarlyStoppingOptions())
+    bench = make_bench(deferred_tasks="deferred", early_stopping=LengthPredictorOptions())
     bench.worker.requests = Ignored()
     request = grammar_request(3, 'start: e\ne: e e | "f" | "g" |', 16, 40)
     bench.turn([replace(request, stop_strings=("fg",))])
@@ -177,7 +177,7 @@ def test_a_fault_of_the_library_ends_the_sequences_that_met_it(monkeypatch):
     bench.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("limit", ["MOST_PROTOTYPES", "MOST_GRAMMAR_CHARS"])
+@pytest.mark.parametrize("limit", ["MOST_COMPILED_GRAMMARS", "MOST_GRAMMAR_CHARS"])
 def test_a_grammar_is_compiled_once_and_few_are_kept(limit, monkeypatch):
     made = []
 
@@ -188,7 +188,7 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(limit, monkeypatch):
     monkeypatch.setattr(grammar_matcher, "make_matcher", note_and_make)
     texts = [LLMatcher.grammar_from_regex(f"a{{{count}}}") for count in range(1, 6)]
     assert len({len(text) for text in texts}) == 1
-    monkeypatch.setattr(grammar_manager, limit, 3 if limit == "MOST_PROTOTYPES" else 3 * len(texts[0]))
+    monkeypatch.setattr(grammar_manager, limit, 3 if limit == "MOST_COMPILED_GRAMMARS" else 3 * len(texts[0]))
     bench = make_bench()
     bench.worker.requests = Ignored()
     for number, which in enumerate([0, 1, 2, 0, 3, 0, 2, 1, 4, 3]):

@@ -55,7 +55,7 @@ class GroupingBench(Bench):
         super().__post_init__()
         self.found: list[tuple[Members, int]] = []
         self.num_checked = 0
-        (task,) = (task for task in self.turns.tasks if task.name == "grouping")
+        (task,) = (task for task in self.engine.tasks if task.name == "grouping")
         self.regroup, task.run = task.run, self.find_groups
 
     def find_groups(self, state: EngineState) -> None:
@@ -125,7 +125,7 @@ def make_bench(mode: str = "always", min_group_size: int = 2, min_blocks: int = 
         max_tokens_per_forward=100,
         max_seqs_per_forward=8,
         max_steps_ahead=steps_ahead,
-        optional_work=mode,
+        deferred_tasks=mode,
         hydragen=HydragenOptions(min_group_size, min_blocks),
     )
     return Bench(options, step_seconds=(0.01,))

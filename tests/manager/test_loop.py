@@ -7,7 +7,7 @@ import pytest
 from tests.manager.fake_worker import decode_text
 from tokasaurus.config import ServerConfig
 from tokasaurus.manager.loop import engine_options, is_worth_an_update
-from tokasaurus.manager.state.engine_state import EarlyStoppingOptions, EngineOptions, HydragenOptions
+from tokasaurus.manager.state.engine_state import EngineOptions, HydragenOptions, LengthPredictorOptions
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, HydragenThresholds
 
 
@@ -63,7 +63,7 @@ def test_every_flag_of_the_manager_has_its_effect():
         ("stop_string_num_token_lookback", 9, "min_lookback_tokens"),
         ("precise_onboard_batch_size", 5, "onboard_batch_size"),
         ("spec_allocation_target_kv_cache_utilization", 0.5, "target_utilization"),
-        ("optional_work", "deferred", "optional_work"),
+        ("deferred_tasks", "deferred", "deferred_tasks"),
     ]:
         assert options_for(**{flag: value}) == dataclasses.replace(default, **{field: value})
     for flag, value, field in [
@@ -112,7 +112,7 @@ def test_groups_are_made_where_the_worker_found_that_they_pay_or_where_they_are_
 
 def test_flags_at_their_defaults_are_the_options_at_theirs():
     default = options_for()
-    assert default.early_stopping == EarlyStoppingOptions()
+    assert default.early_stopping == LengthPredictorOptions()
     for field in dataclasses.fields(EngineOptions):
         # The default for hydragen is in tokens, so depends on the page size.
         if field.default is not dataclasses.MISSING and field.name != "hydragen":

@@ -67,7 +67,7 @@ def join(deltas: Iterable[SequenceDelta]) -> list[SequenceDelta]:
     st.integers(0, 1000),
 )
 def test_joined_deltas_are_the_whole_sequence_whatever_is_put_off_or_put_back(shapes, mode, seed):
-    options = make_options(20, optional_work=mode, stop_tokens=STOP_TOKENS if seed % 2 else None)
+    options = make_options(20, deferred_tasks=mode, stop_tokens=STOP_TOKENS if seed % 2 else None)
     requests = make_requests([shape for shape, _ in shapes], options.limits)
     requests = [
         streamed(request) if is_streamed else request
@@ -87,7 +87,7 @@ def test_joined_deltas_are_the_whole_sequence_whatever_is_put_off_or_put_back(sh
 
 
 def test_sequences_that_are_put_back_amid_their_streams_go_on_where_they_were():
-    bench = Bench(make_options(12, optional_work="always"), forecast=EndsNext())
+    bench = Bench(make_options(12, deferred_tasks="always"), forecast=EndsNext())
     requests = [streamed(make_request(n, 5, 2, 30, ("zz",) * (n % 2), True, n % 3 == 0)) for n in range(4)]
     bench.run(requests)
     assert bench.state.stats().total_preemptions > 4
@@ -98,7 +98,7 @@ def test_sequences_that_are_put_back_amid_their_streams_go_on_where_they_were():
 @pytest.mark.parametrize("stop_strings", [(), ("never",)])
 def test_each_result_leaves_in_the_turn_in_which_it_comes(stop_strings):
     request = streamed(make_request(3, 5, 2, 20, stop_strings, ignore_eos=True, want_logprobs=True))
-    bench = Bench(make_options(40, optional_work="always", stop_tokens=STOP_TOKENS), (0.01,))
+    bench = Bench(make_options(40, deferred_tasks="always", stop_tokens=STOP_TOKENS), (0.01,))
     bench.turn([request])
     expected = [simulate(request, index)[0] for index in range(2)]
     for position in range(20):
@@ -113,7 +113,9 @@ def test_each_result_leaves_in_the_turn_in_which_it_comes(stop_strings):
 def test_nothing_leaves_that_may_follow_a_stop_string():
     """Looking for stop strings is put off, so tokens are known before it is known that they count."""
     requests = [streamed(make_request(n, 5, 1, 60, ("ab", "c", "dd"), ignore_eos=True)) for n in range(8)]
-    bench = Bench(make_options(200, max_seqs_per_forward=8, optional_work="deferred", stop_tokens=STOP_TOKENS), (0.01,))
+    bench = Bench(
+        make_options(200, max_seqs_per_forward=8, deferred_tasks="deferred", stop_tokens=STOP_TOKENS), (0.01,)
+    )
     bench.turn(requests)
     sent: dict[str, list[int]] = defaultdict(list)
     while bench.queue:
@@ -127,7 +129,7 @@ def test_nothing_leaves_that_may_follow_a_stop_string():
 
 def test_a_stream_that_is_cancelled_sends_no_more():
     requests = [streamed(make_request(n, 5, 1, 60, ignore_eos=True)) for n in range(2)]
-    bench = Bench(make_options(200, optional_work="always"), (0.01,))
+    bench = Bench(make_options(200, deferred_tasks="always"), (0.01,))
     bench.turn(requests)
     for _ in range(5):
         bench.turn([], 1)

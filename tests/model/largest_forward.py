@@ -39,7 +39,7 @@ def main(directory: Path, dtype: torch.dtype) -> None:
     limits = ForwardLimits(max_tokens=4096, max_seqs=512, context_length=2048, vocab_size=info.vocab_size)
     model = build_decoder(info, Mesh(), dtype)
     model.materialize(CPU, limits.context_length)
-    load_weights(weight_files(directory), model.weight_pieces(), model.ignores, lambda _: None)
+    load_weights(weight_files(directory), model.weight_shards(), model.ignores, lambda _: None)
     model.pack(load_kernels())
     runner = make_runner(model, info, "cpu", PAGE_SIZE, num_blocks=600, num_slots=limits.max_seqs, dtype=dtype)
     memory = largest_forward(info, limits, PAGE_SIZE, model.activation_dtype.itemsize, NUM_THREADS, NUM_TOP)

@@ -56,7 +56,7 @@ class Scorer:
         info = checkpoint.info
         self.model = build_decoder(info, Mesh(), torch.bfloat16)
         self.model.materialize(CPU, MAX_TOKENS)
-        load_weights(weight_files(checkpoint.directory), self.model.weight_pieces(), self.model.ignores, lambda _: None)
+        load_weights(weight_files(checkpoint.directory), self.model.weight_shards(), self.model.ignores, lambda _: None)
         self.model.pack(load_kernels())
         activation_dtype = self.model.activation_dtype
         shape = KVShape(

@@ -36,14 +36,14 @@ async def follow(
 ) -> list[list[FinishedSequence]]:
     """As `generate`, from what is read every `pause_s`."""
     sequences = [[FinishedSequence() for _ in range(request.num_sequences)] for request in requests]
-    with client.stream(requests) as arrivals:
-        while deltas := await arrivals.read():
+    with client.stream(requests) as collector:
+        while deltas := await collector.read():
             for request_index, delta in deltas:
                 sequences[request_index][delta.sequence_index].append(delta)
             places = [(request_index, delta.sequence_index) for request_index, delta in deltas]
             assert len(set(places)) == len(places), "one delta of each sequence"
             await asyncio.sleep(pause_s)
-        assert await arrivals.read() == []
+        assert await collector.read() == []
     return sequences
 
 
@@ -88,9 +88,9 @@ def test_a_follower_who_leaves_cancels_what_is_unfinished_and_nothing_else(engin
     async def use(client: EngineClient) -> None:
         asked = [streamed(make_request("whole", [1])), streamed(make_request("endless", [2], 2))]
         num_ended = 0
-        with client.stream(asked) as arrivals:
+        with client.stream(asked) as collector:
             while num_ended < 2:
-                num_ended += sum(delta.finish_reason is not None for _, delta in await arrivals.read())
+                num_ended += sum(delta.finish_reason is not None for _, delta in await collector.read())
             assert client.num_pending_requests == 2
         assert client.num_pending_requests == 0
         await until(engine, lambda engine: len(engine.cancelled) > 0)

@@ -125,10 +125,10 @@ def test_a_slow_reader_of_a_stream_gets_them_too() -> None:
     found: list[PromptLogprobs | None] = []
 
     async def use(client: EngineClient) -> None:
-        with client.stream([request]) as arrivals:
+        with client.stream([request]) as collector:
             await until(engine, lambda engine: len(engine.requests) == 1)
             await asyncio.sleep(0.1)  # all of it has come by then
-            found.extend(delta.prompt_logprobs for _, delta in await arrivals.read())
+            found.extend(delta.prompt_logprobs for _, delta in await collector.read())
 
     try:
         run_with([engine], use)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tokasaurus.checkpoint import Checkpoint
-from tokasaurus.manager.engine.engine import Turns
+from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.state.engine_state import (
-    EarlyStoppingOptions,
     EngineOptions,
     EngineState,
     HydragenOptions,
+    LengthPredictorOptions,
     make_state,
 )
 from tokasaurus.manager.state.grammar_manager import Grammars
@@ -135,11 +135,11 @@ def _serve(
     readers: list[Connection | int] = [requests.reader, outputs.reader]
     if state.grammars is not None:
         readers.append(state.grammars.reader)
-    turns, busy = Turns(state, send), BusyFraction()
+    engine, busy = Engine(state, send), BusyFraction()
     last_stats, last_update_s = state.stats(), time.monotonic()
     while not any(isinstance(message, Shutdown) for message in messages):
         start_s = time.monotonic()
-        turns.take(messages, [message for message in outputs.drain() if isinstance(message, ForwardOutput)])
+        engine.step(messages, [message for message in outputs.drain() if isinstance(message, ForwardOutput)])
         now_s = time.monotonic()
         busy.add_busy(start_s, now_s)
         stats = state.stats(busy.read(now_s), time.process_time())
@@ -163,7 +163,7 @@ def engine_options(
     stop_tokens: StopTokens | None,
 ) -> EngineOptions:
     """What `config` asks for. eos_ids: the model's. stop_tokens: which may end a stop string; None: all."""
-    early_stopping = EarlyStoppingOptions(
+    early_stopping = LengthPredictorOptions(
         learns=config.track_early_stopping,
         buffer_size=config.early_stopping_buffer_size,
         num_prediction_buckets=config.early_stopping_num_prediction_buckets,
@@ -187,7 +187,7 @@ def engine_options(
         early_stopping=early_stopping if config.use_spec_allocation else None,
         target_utilization=config.spec_allocation_target_kv_cache_utilization,
         hydragen=_hydragen_options(config, limits),
-        optional_work=config.optional_work,
+        deferred_tasks=config.deferred_tasks,
     )
 
 

@@ -18,7 +18,7 @@ from tokasaurus.manager.engine.admission import (
     simulate_candidates,
 )
 from tokasaurus.manager.engine.engine import next_step
-from tokasaurus.manager.engine.kv_forecast import look_ahead
+from tokasaurus.manager.engine.kv_forecast import forecast_kv
 from tokasaurus.manager.engine.lifecycle import admit
 from tokasaurus.manager.engine.outputs import apply_output
 from tokasaurus.manager.engine.requests import add_request
@@ -73,7 +73,7 @@ def can_be_started(state: EngineState) -> bool:
     match = state.blocks.tree.match(
         sequence.prompt.token_bytes, sequence.salt, (len(sequence.prompt) - 1) // state.options.limits.page_size
     )
-    held = state.blocks.tree.hold(match)
+    held = state.blocks.tree.acquire(match)
     num_own = -(-len(sequence.prompt) // state.options.limits.page_size) - match.num_blocks
     is_there = num_own <= state.blocks.num_available
     state.blocks.tree.release(held)
@@ -184,13 +184,13 @@ def test_whoever_waits_for_want_of_blocks_would_lack_them(shapes, options, num_a
 def test_as_many_are_admitted_at_once_as_fit_one_by_one(shapes, options, seed, batch, most):
     state, waiting = stop_halfway(shapes, options, seed)
     page_size, num_blocks = options.limits.page_size, options.limits.num_kv_blocks
-    candidates, outlook = describe(state, waiting), look_ahead(state, None)
+    candidates, kv_forecast = describe(state, waiting), forecast_kv(state, None)
     fits = [
-        fits_together(outlook.curve, simulate_candidates(candidates, num, outlook, page_size), num_blocks)
+        fits_together(kv_forecast.curve, simulate_candidates(candidates, num, kv_forecast, page_size), num_blocks)
         for num in range(1, len(waiting) + 1)
     ]
     assert fits == sorted(fits, reverse=True), "more sequences never need fewer blocks"
-    assert num_fitting(candidates, 0, outlook, num_blocks, page_size, batch, most) == min(sum(fits), most)
+    assert num_fitting(candidates, 0, kv_forecast, num_blocks, page_size, batch, most) == min(sum(fits), most)
 
 
 @settings(max_examples=300)
@@ -201,7 +201,7 @@ def test_candidates_are_simulated_as_they_will_be_once_they_run(shapes, options,
     options = dataclasses.replace(options, limits=EngineLimits(500, options.limits.page_size, 80))
     state, waiting = stop_halfway(shapes, options, seed)
     page_size, steps = options.limits.page_size, np.arange(400)
-    before, candidates = look_ahead(state, None), describe(state, waiting)
+    before, candidates = forecast_kv(state, None), describe(state, waiting)
     families = {family.start: family for family in candidates.families}
     steps_of_paths = {step for family in candidates.families for step in family.path}
     is_exact = len(steps_of_paths) == len({node for node, _ in steps_of_paths})
@@ -213,7 +213,7 @@ def test_candidates_are_simulated_as_they_will_be_once_they_run(shapes, options,
         admit(state, state.queues.take_first_waiting())
         assert num_to_compute(state, [sequence]) == candidates.num_to_compute[num - 1]
         simulated = before.curve.at(steps) + simulate_candidates(candidates, num, before, page_size).at(steps)
-        real = look_ahead(state, None).curve.at(steps)
+        real = forecast_kv(state, None).curve.at(steps)
         assert (simulated >= real).all()
         assert not is_exact or simulated.tolist() == real.tolist()
 
@@ -247,12 +247,12 @@ def test_a_prompt_is_scored_again_behind_a_sample_that_was_put_back_after_it():
     scored, sample = state.queues.take_first_waiting(), state.queues.take_first_waiting()
     for sequence in (scored, sample):
         state.queues.add_waiting(sequence, first=True)
-    before, candidates = look_ahead(state, None), describe(state, [sample, scored])
+    before, candidates = forecast_kv(state, None), describe(state, [sample, scored])
     simulated = simulate_candidates(candidates, 2, before, 4).at(np.arange(60))
     for _ in range(2):
         admit(state, state.queues.take_first_waiting())
     assert state.slots.first_positions[[sample.slot, scored.slot]].tolist() == [0, 0]
-    assert look_ahead(state, None).curve.at(np.arange(60)).tolist() == simulated.tolist()
+    assert forecast_kv(state, None).curve.at(np.arange(60)).tolist() == simulated.tolist()
 
 
 @given(

@@ -8,7 +8,7 @@ import pytest
 from tests.manager.bench import Bench, assert_equals_simulation, make_options
 from tests.manager.fake_worker import make_request
 from tokasaurus.manager.engine import engine
-from tokasaurus.manager.engine.deferred_tasks import OptionalTask, may_run
+from tokasaurus.manager.engine.deferred_tasks import DeferredTask, may_run
 from tokasaurus.messages.forward import ForwardInput
 
 STEP_SECONDS = 0.01
@@ -16,16 +16,16 @@ NUM_AHEAD = 4
 """Steps of 10 ms that the manager keeps with the worker."""
 
 
-def make_task(seconds: float, most_turns: int = 5, num_turns: int = 0) -> OptionalTask:
-    return OptionalTask("work", lambda _: True, lambda _: None, most_turns, seconds, num_turns)
+def make_task(seconds: float, max_steps_deferred: int = 5, num_steps_deferred: int = 0) -> DeferredTask:
+    return DeferredTask("work", lambda _: True, lambda _: None, max_steps_deferred, seconds, num_steps_deferred)
 
 
 @pytest.mark.parametrize("mode", ["always", "deferred", None])
-@pytest.mark.parametrize("num_turns", [0, 4, 5, 6])
+@pytest.mark.parametrize("num_steps_deferred", [0, 4, 5, 6])
 @pytest.mark.parametrize("seconds", [0.0, 0.01, 0.5])
 @pytest.mark.parametrize("seconds_left", [0.0, 0.015, 0.025, 2.0])
-def test_work_is_put_off_where_it_might_take_half_of_the_time_left(mode, num_turns, seconds, seconds_left):
-    is_overdue = num_turns in (5, 6)
+def test_work_is_put_off_where_it_might_take_half_of_the_time_left(mode, num_steps_deferred, seconds, seconds_left):
+    is_overdue = num_steps_deferred in (5, 6)
     is_short = (seconds, seconds_left) in {
         (0.0, 0.015),
         (0.0, 0.025),
@@ -35,15 +35,15 @@ def test_work_is_put_off_where_it_might_take_half_of_the_time_left(mode, num_tur
         (0.5, 2.0),
     }
     expected = is_overdue or mode == "always" or (mode is None and is_short)
-    assert may_run(make_task(seconds, 5, num_turns), seconds_left, mode) is expected
+    assert may_run(make_task(seconds, 5, num_steps_deferred), seconds_left, mode) is expected
 
 
 def test_the_time_of_a_task_is_an_average_over_some_of_its_last_runs():
-    task = make_task(0.0, num_turns=3)
+    task = make_task(0.0, num_steps_deferred=3)
     for _ in range(30):
         task.note_run(0.1)
     assert task.seconds == pytest.approx(0.1, rel=0.01)
-    assert task.num_turns == 0
+    assert task.num_steps_deferred == 0
     task.note_run(1.0)
     assert 0.1 < task.seconds < 0.5
 
@@ -58,10 +58,10 @@ class SteppedBench(Bench):
         self.now_s = 100.0
         monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
         self.events: list[tuple[str, int]] = []
-        super().__init__(make_options(200, optional_work=mode), (STEP_SECONDS,))
+        super().__init__(make_options(200, deferred_tasks=mode), (STEP_SECONDS,))
         self.state.step_seconds = STEP_SECONDS
-        self.slow = OptionalTask("slow", lambda _: True, self.run_slow, 5, slow_seconds)
-        self.turns.tasks.append(self.slow)
+        self.slow = DeferredTask("slow", lambda _: True, self.run_slow, 5, slow_seconds)
+        self.engine.tasks.append(self.slow)
 
     def send(self, message: ForwardInput) -> None:
         super().send(message)
@@ -93,12 +93,12 @@ def test_work_that_takes_long_is_done_behind_a_full_queue_and_at_the_latest_afte
 ):
     bench = SteppedBench(monkeypatch, mode, slow_seconds)
     bench.events_of_turn(make_request(1, 5, 4, 60, ignore_eos=True))
-    turns = [bench.events_of_turn() for _ in range(37)]
-    for events in turns:
+    engine = [bench.events_of_turn() for _ in range(37)]
+    for events in engine:
         assert events.count(("send", NUM_AHEAD)) == 1, "one step is done, one is sent"
         if slow_seconds > NUM_AHEAD * STEP_SECONDS:
             assert ("run", NUM_AHEAD - 1) not in events, "the step is sent first"
-    did_run = ["run" in dict(events) for events in turns]
+    did_run = ["run" in dict(events) for events in engine]
     gaps = [len(list(group)) for ran, group in itertools.groupby(did_run) if not ran]
     if num_put_off:
         assert set(gaps[1:-1]) == {num_put_off}
@@ -112,7 +112,7 @@ def test_work_that_takes_long_is_done_behind_a_full_queue_and_at_the_latest_afte
 def test_nothing_is_put_off_where_no_step_could_be_sent_without_it(monkeypatch, mode):
     """An idle engine admits a request in the turn in which it comes, however long admission seems to take."""
     bench = SteppedBench(monkeypatch, mode, 0.0)
-    for task in bench.turns.tasks:
+    for task in bench.engine.tasks:
         task.seconds = 60.0
     request = make_request(1, 5, 4, 20, ignore_eos=True)
     assert ("send", 1) in bench.events_of_turn(request)
@@ -137,7 +137,7 @@ def test_work_is_put_off_when_the_step_that_runs_is_nearly_done(monkeypatch):
 @pytest.mark.parametrize("mode", ["always", "deferred", None])
 def test_the_mode_changes_no_token(mode):
     requests = [make_request(n, 9, 3, 30, ("ab",) if n % 2 else ()) for n in range(6)]
-    bench = Bench(make_options(30, optional_work=mode))
+    bench = Bench(make_options(30, deferred_tasks=mode))
     bench.turn(requests)
     bench.run_until_idle()
     assert_equals_simulation(bench.deltas, requests)

@@ -20,7 +20,7 @@ from tests.manager.fake_worker import VOCAB_SIZE, decode_text, make_request, sim
 from tests.manager.holdings_check import assert_each_block_has_one_place, block_table
 from tokasaurus.manager.engine.lifecycle import sampled_tokens
 from tokasaurus.manager.planning.length_predictor import Forecast
-from tokasaurus.manager.state.engine_state import EarlyStoppingOptions, EngineOptions, HydragenOptions
+from tokasaurus.manager.state.engine_state import EngineOptions, HydragenOptions, LengthPredictorOptions
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.generation import CancelRequest
 from tokasaurus.text.stop_strings import StopTokens
@@ -72,7 +72,7 @@ varied_options = {
     "max_steps_ahead": st.sampled_from([1, 2, 3, 8]),
     "prefill_multiple": st.sampled_from([None, 1, 4]),
     "onboard_batch_size": st.sampled_from([None, 1, 2, 128]),
-    "optional_work": st.sampled_from([None, "always", "deferred"]),
+    "deferred_tasks": st.sampled_from([None, "always", "deferred"]),
     "stop_tokens": st.sampled_from([None, STOP_TOKENS]),
     "hydragen": st.sampled_from([None, HydragenOptions(2, 1), HydragenOptions(3, 2)]),
 }
@@ -83,7 +83,7 @@ options_strategy = st.builds(
     page_size=st.sampled_from([4, 7]),
     max_tokens_per_forward=st.integers(1, 40),
     max_seqs_per_forward=st.integers(1, 12),
-    early_stopping=st.sampled_from([None, NEVER_LEARNS, EarlyStoppingOptions(initial_wait=2)]),
+    early_stopping=st.sampled_from([None, NEVER_LEARNS, LengthPredictorOptions(initial_wait=2)]),
     target_utilization=st.sampled_from([1.0, 0.5]),
     **varied_options,
 )
@@ -280,12 +280,12 @@ def test_all_prompts_and_decodes_share_the_steps():
         bench.turn([], 1)
     first, second = (sequence for siblings in bench.state.unfinished.values() for sequence in siblings)
     num_before = len(sampled_tokens(bench.state, first))
-    num_turns = 0
+    num_steps_deferred = 0
     while second.phase is not Phase.FINISHED:
         bench.turn([], 1)
-        num_turns += 1
-    assert num_turns == 10, "90 prompt tokens, 9 in each step beside the one that decodes"
-    assert len(sampled_tokens(bench.state, first)) == num_before + num_turns
+        num_steps_deferred += 1
+    assert num_steps_deferred == 10, "90 prompt tokens, 9 in each step beside the one that decodes"
+    assert len(sampled_tokens(bench.state, first)) == num_before + num_steps_deferred
 
 
 def test_a_stop_at_the_last_allowed_token_is_a_stop():

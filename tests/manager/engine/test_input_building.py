@@ -7,7 +7,7 @@ import pytest
 
 from tests.manager.bench import make_options
 from tests.manager.fake_worker import make_request
-from tokasaurus.manager.engine.engine import Turns
+from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.state.engine_state import make_state
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import GenerateRequest
@@ -24,7 +24,7 @@ def bytes_per_row(num_sequences: int, num_prompt_tokens: int, num_steps: int) ->
     )
     state = make_state(options)
     messages: list[ForwardInput] = []
-    turns = Turns(state, messages.append)
+    engine = Engine(state, messages.append)
 
     def new_request(number: int) -> GenerateRequest:
         return make_request(number, num_prompt_tokens, 1, 60 + number % 80, ignore_eos=True)
@@ -33,13 +33,13 @@ def bytes_per_row(num_sequences: int, num_prompt_tokens: int, num_steps: int) ->
     requests = [new_request(number) for number in range(num_requests)]
     num_bytes = num_rows = 0
     for step in range(num_steps + 8):
-        turns.take(requests, [])
+        engine.step(requests, [])
         message = messages.pop(0)
         if step >= 8:
             num_bytes += len(pickle.dumps(message)) - message.prompt_ids.nbytes
             num_rows += message.num_decode
         num_sampled = len(state.steps_in_flight[0].sampled)
-        turns.take([], [ForwardOutput(message.step_id, np.ones(num_sampled, np.int32), None, 0.01)])
+        engine.step([], [ForwardOutput(message.step_id, np.ones(num_sampled, np.int32), None, 0.01)])
         requests = [new_request(num_requests + row) for row in range(len(state.deltas))]
         num_requests += len(requests)
         state.deltas = []

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.manager.bench import Bench, Shape, make_options, make_requests
 from tests.manager.replay import replay_usage
-from tokasaurus.manager.engine.kv_forecast import look_ahead
+from tokasaurus.manager.engine.kv_forecast import forecast_kv
 from tokasaurus.manager.state.sequence import Phase
 
 STEP_SECONDS = 0.001
@@ -61,7 +61,7 @@ def test_the_curve_is_what_a_replay_uses(
             continue
         usage = replay_usage(bench.state)
         num_hold = max_steps_ahead - 1
-        curve = look_ahead(bench.state, bench.state.prefill_rate).curve.at(np.arange(len(usage) + num_hold)).tolist()
+        curve = forecast_kv(bench.state, bench.state.prefill_rate).curve.at(np.arange(len(usage) + num_hold)).tolist()
         assert curve[num_hold + 1 :] == [*usage, *[0] * num_hold][num_hold + 1 :]
         assert max(usage) <= options.limits.num_kv_blocks
         if any(sequence.phase is Phase.DRAINING for sequence in bench.running()):

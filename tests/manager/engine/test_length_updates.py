@@ -11,7 +11,7 @@ from tests.manager.bench import Bench, Shape, make_options, make_requests
 from tokasaurus.manager.engine.length_updates import forecast_is_old, note_ends, update_forecast
 from tokasaurus.manager.engine.lifecycle import sampled_tokens
 from tokasaurus.manager.planning.length_predictor import CompletionLengths, fit_forecast
-from tokasaurus.manager.state.engine_state import EarlyStoppingOptions, make_state
+from tokasaurus.manager.state.engine_state import LengthPredictorOptions, make_state
 
 
 @given(
@@ -20,7 +20,7 @@ from tokasaurus.manager.state.engine_state import EarlyStoppingOptions, make_sta
     buffer_size=st.sampled_from([1, 50, 128, 1000]),
 )
 def test_a_forecast_is_old_when_one_in_64_of_what_it_would_be_made_from_is_new(ends, initial_wait, buffer_size):
-    early = EarlyStoppingOptions(buffer_size=buffer_size, initial_wait=initial_wait)
+    early = LengthPredictorOptions(buffer_size=buffer_size, initial_wait=initial_wait)
     state = make_state(make_options(early_stopping=early))
     num_ended = num_known = 0
     for num_new in ends:
@@ -44,8 +44,8 @@ def test_a_forecast_is_old_when_one_in_64_of_what_it_would_be_made_from_is_new(e
 def test_the_forecast_is_made_from_those_that_may_stop(seed, buffer_size, num_buckets):
     """Sequences that end by their length alone say nothing of the lengths of the others, running or ended."""
     rng = random.Random(seed)
-    early = EarlyStoppingOptions(buffer_size=buffer_size, num_prediction_buckets=num_buckets, initial_wait=10**6)
-    bench = Bench(make_options(60, max_seqs_per_forward=8, early_stopping=early, optional_work="always"), rng=rng)
+    early = LengthPredictorOptions(buffer_size=buffer_size, num_prediction_buckets=num_buckets, initial_wait=10**6)
+    bench = Bench(make_options(60, max_seqs_per_forward=8, early_stopping=early, deferred_tasks="always"), rng=rng)
     shapes = [
         Shape(0, rng.randint(0, 9), 1, 3, 30, rng.choice([(), ("ab",)]), ignore_eos=rng.random() < 0.3)
         for _ in range(8)
@@ -81,8 +81,8 @@ def test_the_forecast_is_made_from_those_that_may_stop(seed, buffer_size, num_bu
 
 @pytest.mark.parametrize("initial_wait", [1, 6])
 def test_nothing_is_predicted_before_enough_have_ended(initial_wait):
-    early = EarlyStoppingOptions(initial_wait=initial_wait)
-    bench = Bench(make_options(60, early_stopping=early, optional_work="always"))
+    early = LengthPredictorOptions(initial_wait=initial_wait)
+    bench = Bench(make_options(60, early_stopping=early, deferred_tasks="always"))
     requests = make_requests([Shape(0, 5, 2, 1, 8, ignore_eos=False)] * 8, bench.options.limits)
     for num_ended, request in enumerate(requests):
         assert (bench.state.forecast is not None) == (num_ended >= initial_wait)
@@ -91,7 +91,7 @@ def test_nothing_is_predicted_before_enough_have_ended(initial_wait):
 
 
 def test_a_first_guess_is_used_until_enough_have_ended():
-    early = EarlyStoppingOptions(init_mean=0.3, init_std=0.4, std_buffer_scale=0.5)
+    early = LengthPredictorOptions(init_mean=0.3, init_std=0.4, std_buffer_scale=0.5)
     state = make_state(make_options(early_stopping=early))
     assert state.forecast is not None
     none, most = np.zeros(3, np.int64), np.array([10, 20, 100])

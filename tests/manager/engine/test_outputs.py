@@ -25,7 +25,7 @@ def run_counting_texts(stop_strings: tuple[str, ...], mode: str, stop_tokens: St
         return decode_text(list(token_ids))
 
     request = make_request(4, 5, 1, 60, stop_strings, ignore_eos=True)
-    bench = Bench(make_options(decode_text=decode, optional_work=mode, stop_tokens=stop_tokens), (0.01,))
+    bench = Bench(make_options(decode_text=decode, deferred_tasks=mode, stop_tokens=stop_tokens), (0.01,))
     bench.turn([request])
     bench.run_until_idle(1)
     assert_equals_simulation(bench.deltas, [request])
@@ -49,7 +49,7 @@ def test_tokens_behind_a_stop_string_or_of_a_cancelled_request_count_nowhere(mod
     """Steps are sent ahead, so the worker samples more than is kept."""
     requests = [make_request(n, 5, 2, 60, ("ab", "c"), want_logprobs=True) for n in range(4)]
     gone = make_request(9, 5, 1, 60, ignore_eos=True)
-    bench = Bench(make_options(200, max_seqs_per_forward=9, optional_work=mode, stop_tokens=STOP_TOKENS), (0.01,))
+    bench = Bench(make_options(200, max_seqs_per_forward=9, deferred_tasks=mode, stop_tokens=STOP_TOKENS), (0.01,))
     bench.turn([*requests, gone])
     for _ in range(5):
         bench.turn([], 1)

@@ -148,7 +148,7 @@ def test_samples_of_one_prompt_read_and_share_what_the_first_computed():
 
 
 @pytest.mark.parametrize(
-    ("num_turns", "counts"),
+    ("num_steps_deferred", "counts"),
     [
         (0, TokenCounts(asked=0)),
         (1, TokenCounts(asked=30, computed=10)),
@@ -156,19 +156,19 @@ def test_samples_of_one_prompt_read_and_share_what_the_first_computed():
         (9, TokenCounts(asked=30, computed=30)),
     ],
 )
-def test_of_a_cancelled_request_what_was_done_counts(num_turns, counts):
+def test_of_a_cancelled_request_what_was_done_counts(num_steps_deferred, counts):
     """Prompts of 30 tokens in steps of 10, one in flight at a time."""
     bench = CountingBench(make_options(60, max_tokens_per_forward=10, max_steps_ahead=1), (0.01,))
     request = make_request(1, 30, 1, 20, ignore_eos=True)
-    if num_turns == 0:
+    if num_steps_deferred == 0:
         bench.turn([request, CancelRequest("r1")])
     else:
         bench.turn([request])
-        for _ in range(num_turns - 1):
+        for _ in range(num_steps_deferred - 1):
             bench.turn([], 1)
         bench.turn([CancelRequest("r1")])
     bench.run_until_idle()
-    assert check_counts(bench) == counts if num_turns else bench.state.totals.tokens == counts
+    assert check_counts(bench) == counts if num_steps_deferred else bench.state.totals.tokens == counts
 
 
 def test_what_a_decode_step_in_flight_had_computed_is_computed_again():

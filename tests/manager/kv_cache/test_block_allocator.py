@@ -41,7 +41,7 @@ class Pool:
     def take(self, num_blocks: int) -> list[int]:
         cached = self.cached()
         self.allocator.is_computed[:] = True
-        taken = self.allocator.take(num_blocks)
+        taken = self.allocator.allocate(num_blocks)
         assert taken.dtype == np.int32
         assert not self.allocator.is_computed[taken].any()
         assert self.allocator.is_computed.sum() == self.allocator.num_blocks + 1 - num_blocks
@@ -52,15 +52,15 @@ class Pool:
         assert set(evicted) <= cached
         return taken.tolist()
 
-    def give_back(self, blocks: list[int]) -> None:
-        self.allocator.give_back(np.array(blocks, np.int32))
+    def free(self, blocks: list[int]) -> None:
+        self.allocator.free(np.array(blocks, np.int32))
         self.free += reversed(blocks)
 
     def start(self, tokens: bytes) -> None:
         tree = self.allocator.tree
         match = tree.match(tokens)
         path = tree.blocks_on_path(match).tolist()
-        node = tree.hold(match)
+        node = tree.acquire(match)
         sequence = Running(tokens, node, path, [])
         self.running.append(sequence)
         num_missing = len(tokens) // (PAGE * 4) - len(path)
@@ -81,14 +81,14 @@ class Pool:
     def finish(self, sequence: Running) -> None:
         self.running.remove(sequence)
         self.allocator.tree.release(sequence.node)
-        self.give_back(sequence.own)
+        self.free(sequence.own)
 
     def cancel(self, sequence: Running) -> None:
         self.finish(sequence)
         is_computed = np.zeros(self.allocator.num_blocks + 1, np.bool_)
         removed = self.allocator.tree.trim(sequence.node, is_computed).tolist()
         assert set(removed) <= set(sequence.path) - self.used()
-        self.give_back(removed)
+        self.free(removed)
 
     def check(self) -> None:
         allocator, used = self.allocator, self.used()
@@ -134,7 +134,7 @@ def test_every_block_is_free_or_owned_or_cached_and_the_pool_is_whole_afterwards
     for sequence in list(pool.running):
         pool.finish(sequence)
     pool.check()
-    assert sorted(pool.take(num_blocks)) == list(range(1, num_blocks + 1))
+    assert sorted(pool.allocate(num_blocks)) == list(range(1, num_blocks + 1))
     assert pool.allocator.tree.num_blocks == 0
 
 
@@ -142,21 +142,21 @@ def test_new_memory_is_as_described():
     allocator = BlockAllocator(3, PAGE)
     assert (allocator.tokens.shape, allocator.tokens.dtype) == ((4, PAGE), np.int32)
     assert allocator.is_computed.tolist() == [False] * 4
-    assert allocator.take(0).tolist() == []
-    assert allocator.take(3).tolist() == [1, 2, 3]
+    assert allocator.allocate(0).tolist() == []
+    assert allocator.allocate(3).tolist() == [1, 2, 3]
 
 
 def test_our_own_mistakes_are_caught():
     allocator = BlockAllocator(3, PAGE)
-    taken = allocator.take(2)
+    taken = allocator.allocate(2)
     with pytest.raises(AssertionError, match="2 blocks asked, 1 available"):
-        allocator.take(2)
+        allocator.allocate(2)
     with pytest.raises(AssertionError, match="block 0 freed twice"):
-        allocator.give_back(np.array([0], np.int32))
+        allocator.free(np.array([0], np.int32))
     with pytest.raises(AssertionError, match="block 2 freed twice"):
-        BlockAllocator(3, PAGE).give_back(np.array([2], np.int32))
-    allocator.give_back(taken[:1])
+        BlockAllocator(3, PAGE).free(np.array([2], np.int32))
+    allocator.free(taken[:1])
     with pytest.raises(AssertionError, match="block 1 freed twice"):
-        allocator.give_back(taken)
+        allocator.free(taken)
     with pytest.raises(AssertionError, match="block 2 freed twice"):
-        allocator.give_back(taken[[1, 1]])
+        allocator.free(taken[[1, 1]])

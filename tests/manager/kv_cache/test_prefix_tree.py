@@ -103,7 +103,7 @@ class Both:
         return match
 
     def hold(self, user: User, match: PrefixMatch) -> None:
-        user.node = self.tree.hold(match, None if user.node is self.tree.root else user.node)
+        user.node = self.tree.acquire(match, None if user.node is self.tree.root else user.node)
         user.num_held = match.num_blocks
         for block in self.trie.path(user.salt, user.tokens)[: match.num_blocks]:
             block.users.add(user.number)
@@ -180,7 +180,7 @@ def apply(both: Both, operation: str, choice: int) -> None:
             user = both.start(rng.choice(SALTS), rng.choices((0, 1), weights=(4, 1), k=rng.randrange(16)))
             new.append((user, both.match(user, rng.choice((None, rng.randrange(7))))))
         for user, match in new:  # the second match is held after the first may have split its nodes
-            both.hold(user, match)
+            both.acquire(user, match)
             users.append(user)
     elif operation == "evict":
         both.evict(rng.randint(0, both.tree.num_unused_blocks))
@@ -189,7 +189,7 @@ def apply(both: Both, operation: str, choice: int) -> None:
         num_left = len(user.tokens) // PAGE - user.num_held
         if operation == "extend":
             user.tokens += rng.choices((0, 1), k=rng.randrange(5))
-            both.hold(user, both.match(user, rng.choice((None, user.num_held + rng.randrange(-1, 3)))))
+            both.acquire(user, both.match(user, rng.choice((None, user.num_held + rng.randrange(-1, 3)))))
         elif operation == "insert" and num_left:
             both.insert(user, rng.randint(1, num_left))
             both.is_computed[user.node.blocks] = rng.choices((True, False), k=len(user.node.blocks))
@@ -226,7 +226,7 @@ def test_every_operation_does_what_it_does_to_a_trie_of_single_blocks(operations
 def test_match_is_the_longest_whole_block_prefix_of_the_same_salt(prompts, asked, max_blocks):
     tree, ids, cached = PrefixTree(PAGE), itertools.count(1), {}
     for salt, tokens in prompts:
-        node = tree.hold(tree.match(as_bytes(tokens), salt))
+        node = tree.acquire(tree.match(as_bytes(tokens), salt))
         rest = tokens[node.end_block * PAGE : len(tokens) // PAGE * PAGE]
         blocks = [next(ids) for _ in range(len(rest) // PAGE)]
         if blocks:
@@ -244,13 +244,13 @@ def test_match_is_the_longest_whole_block_prefix_of_the_same_salt(prompts, asked
 def test_a_split_leaves_the_deepest_node_of_a_sequence_its_own():
     tree = PrefixTree(PAGE)
     long = tree.insert(tree.root, as_bytes([1, 2, 3, 4, 5, 6, 7, 8]), np.array([5, 6, 7, 8]))
-    short = tree.hold(tree.match(as_bytes([1, 2, 3, 4, 0, 0])))
+    short = tree.acquire(tree.match(as_bytes([1, 2, 3, 4, 0, 0])))
     assert (short.blocks.tolist(), long.blocks.tolist()) == ([5, 6], [7, 8])
     assert (short.num_sequences, long.num_sequences) == (2, 1)
     assert long.parent is short
     tree.release(long)
     assert (short.num_sequences, long.num_sequences, tree.num_unused_blocks) == (1, 0, 2)
-    middle = tree.hold(tree.match(as_bytes([1, 2, 3, 4, 5, 6])), held=short)
+    middle = tree.acquire(tree.match(as_bytes([1, 2, 3, 4, 5, 6])), held=short)
     assert (middle.parent, long.parent) == (short, middle)
     assert middle.last_used == long.last_used > 0
     assert (short.num_sequences, middle.num_sequences, long.num_sequences) == (1, 1, 0)
@@ -262,7 +262,7 @@ def test_many_uses_of_one_prefix_cost_no_memory():
     tree = PrefixTree(PAGE)
     tree.release(tree.insert(tree.root, as_bytes([1, 2]), np.array([1])))
     for _ in range(1000):
-        tree.release(tree.hold(tree.match(as_bytes([1, 2]))))
+        tree.release(tree.acquire(tree.match(as_bytes([1, 2]))))
     assert len(tree._unused_leaves) < 10
     assert tree.evict(1).tolist() == [1]
 
@@ -289,10 +289,10 @@ def test_our_own_mistakes_are_caught():
         tree.release(node)
     tree.evict(1)
     with pytest.raises(AssertionError, match="no longer in the tree"):
-        tree.hold(whole)
+        tree.acquire(whole)
     shorter = PrefixMatch(whole.node, 1)
     tree.evict(1)
     with pytest.raises(AssertionError, match="no longer in the tree"):
-        tree.hold(shorter)
+        tree.acquire(shorter)
     with pytest.raises(AssertionError, match="not on the path"):
-        tree.hold(tree.match(as_bytes([5, 6])), node)
+        tree.acquire(tree.match(as_bytes([5, 6])), node)

@@ -24,7 +24,7 @@ from tests.manager.fake_worker import VOCAB_SIZE, make_request, simulate
 from tests.manager.test_streams import join, streamed
 from tokasaurus.manager.engine.lifecycle import preempt
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptScores
-from tokasaurus.manager.state.engine_state import EarlyStoppingOptions, HydragenOptions
+from tokasaurus.manager.state.engine_state import HydragenOptions, LengthPredictorOptions
 from tokasaurus.manager.state.sequence import Phase
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
 
@@ -78,7 +78,7 @@ def test_scores_are_true_whatever_is_preempted_cancelled_or_streamed():
             max_tokens_per_forward=max_tokens,
             max_seqs_per_forward=12,
             max_steps_ahead=steps_ahead,
-            optional_work=mode,
+            deferred_tasks=mode,
             early_stopping=NEVER_LEARNS,
             hydragen=HydragenOptions(2, 1) if seed % 2 else None,
         )
@@ -208,15 +208,15 @@ def test_the_options_of_one_context_compute_it_once(at_once):
     assert_equals_simulation(bench.deltas, requests)
 
 
-@pytest.mark.parametrize("num_turns", range(0, 21, 2))
+@pytest.mark.parametrize("num_steps_deferred", range(0, 21, 2))
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_whoever_is_preempted_goes_on_where_scores_end(num_turns, is_streamed):
+def test_whoever_is_preempted_goes_on_where_scores_end(num_steps_deferred, is_streamed):
     """Put back while it prefills, in chunks of 10: it is scored on; while it decodes: its scores are known."""
     request = scoring(make_request(1, 45, 2, 30, ignore_eos=True, want_logprobs=True), 2)
     request = dataclasses.replace(request, is_streamed=is_streamed)
-    bench = Bench(make_options(60, max_tokens_per_forward=10, max_steps_ahead=2, optional_work="always"), (0.01,))
+    bench = Bench(make_options(60, max_tokens_per_forward=10, max_steps_ahead=2, deferred_tasks="always"), (0.01,))
     bench.turn([request])
-    for _ in range(num_turns):
+    for _ in range(num_steps_deferred):
         bench.turn([], 1)
     state = bench.state
     sequence = next(iter(state.unfinished["r1"]))
@@ -257,7 +257,7 @@ def test_whoever_relied_on_scores_that_were_cancelled_computes_them(num_steps):
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("stop_strings", [(), ("a",)])
 def test_where_no_token_is_wanted_none_comes(is_streamed, stop_strings):
-    bench = Bench(make_options(40, optional_work="always", early_stopping=EarlyStoppingOptions()))
+    bench = Bench(make_options(40, deferred_tasks="always", early_stopping=LengthPredictorOptions()))
     request = make_request(1, 21, 3, 0, stop_strings, want_logprobs=True)
     request = dataclasses.replace(scoring(request, 2), is_streamed=is_streamed, num_top_logprobs=2, min_tokens=0)
     bench.turn([request])
@@ -277,9 +277,9 @@ def test_more_likeliest_tokens_in_a_large_pool_hold_nobody_up():
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    num_places = 9 << 20
-    scores = PromptScores(num_places // 16, page_size=16)
+    num_kv_indices = 9 << 20
+    scores = PromptScores(num_kv_indices // 16, page_size=16)
     before = resident_bytes()
     for num_top in (1, 2, 5):
         scores.widen(num_top)
-    assert resident_bytes() - before < num_places
+    assert resident_bytes() - before < num_kv_indices

@@ -11,7 +11,7 @@ from tokasaurus.manager.planning.kv_simulation import (
     SharedLoads,
     UsageCurve,
     fits_together,
-    simulate_usage,
+    simulate_kv,
 )
 
 PAGE_SIZES = st.sampled_from([1, 4, 7, 16])
@@ -35,11 +35,11 @@ def make_shared(runs: SharedRuns) -> SharedLoads:
     return SharedLoads(num_blocks, first_steps, first_steps + num_more)
 
 
-def simulate(sequences: Sequences, runs: SharedRuns, page_size: int, hold_steps: int) -> UsageCurve:
-    return simulate_usage(make_loads(sequences), make_shared(runs), page_size, hold_steps)
+def simulate(sequences: Sequences, runs: SharedRuns, page_size: int, release_delay: int) -> UsageCurve:
+    return simulate_kv(make_loads(sequences), make_shared(runs), page_size, release_delay)
 
 
-def replay(sequences: Sequences, runs: SharedRuns, page_size: int, hold_steps: int) -> list[int]:
+def replay(sequences: Sequences, runs: SharedRuns, page_size: int, release_delay: int) -> list[int]:
     """Blocks in use after 0, 1, 2, ... steps, each sequence kept as its own count of tokens; ends with a zero."""
     num_tokens = [tokens for tokens, _, _ in sequences]
     usage = []
@@ -51,7 +51,7 @@ def replay(sequences: Sequences, runs: SharedRuns, page_size: int, hold_steps: i
                     num_tokens[index] += 1
         in_use = 0
         for index, (_, start, num_steps) in enumerate(sequences):
-            if now <= start + num_steps + hold_steps:
+            if now <= start + num_steps + release_delay:
                 in_use += len(range(0, num_tokens[index], page_size))
         for num_blocks, first, num_more in runs:
             if first <= now <= first + num_more:
@@ -62,10 +62,10 @@ def replay(sequences: Sequences, runs: SharedRuns, page_size: int, hold_steps: i
 
 @settings(max_examples=600)
 @given(SEQUENCES, SHARED, PAGE_SIZES, st.integers(0, 9))
-def test_usage_equals_a_replay_of_every_step(sequences, runs, page_size, hold_steps):
-    expected = replay(sequences, runs, page_size, hold_steps)
+def test_usage_equals_a_replay_of_every_step(sequences, runs, page_size, release_delay):
+    expected = replay(sequences, runs, page_size, release_delay)
 
-    curve = simulate(sequences, runs, page_size, hold_steps)
+    curve = simulate(sequences, runs, page_size, release_delay)
 
     assert curve.at(np.arange(len(expected))).tolist() == expected
     assert curve.peak == max(expected)
@@ -75,10 +75,10 @@ def test_usage_equals_a_replay_of_every_step(sequences, runs, page_size, hold_st
 
 @settings(max_examples=500)
 @given(SEQUENCES, SHARED, PAGE_SIZES, st.integers(0, 9))
-def test_breakpoints_rise_and_hold_every_step_before_usage_falls(sequences, runs, page_size, hold_steps):
-    expected = replay(sequences, runs, page_size, hold_steps)
+def test_breakpoints_rise_and_hold_every_step_before_usage_falls(sequences, runs, page_size, release_delay):
+    expected = replay(sequences, runs, page_size, release_delay)
 
-    steps = simulate(sequences, runs, page_size, hold_steps).steps.tolist()
+    steps = simulate(sequences, runs, page_size, release_delay).steps.tolist()
 
     assert steps == sorted(set(steps))
     falls = {now for now, (before, after) in enumerate(pairwise(expected)) if after < before}
@@ -87,12 +87,14 @@ def test_breakpoints_rise_and_hold_every_step_before_usage_falls(sequences, runs
 
 @settings(max_examples=600)
 @given(SEQUENCES, SEQUENCES, SHARED, SHARED, PAGE_SIZES, st.integers(0, 9))
-def test_two_curves_fit_exactly_where_their_largest_sum_does(base, extra, base_runs, extra_runs, page_size, hold_steps):
-    replays = replay(base, base_runs, page_size, hold_steps), replay(extra, extra_runs, page_size, hold_steps)
+def test_two_curves_fit_exactly_where_their_largest_sum_does(
+    base, extra, base_runs, extra_runs, page_size, release_delay
+):
+    replays = replay(base, base_runs, page_size, release_delay), replay(extra, extra_runs, page_size, release_delay)
     # Each replay ends with zeros, so that the shorter one may end first.
     peak = max([sum(pair) for pair in zip(*replays, strict=False)] + replays[0] + replays[1])
-    base_curve = simulate(base, base_runs, page_size, hold_steps)
-    extra_curve = simulate(extra, extra_runs, page_size, hold_steps)
+    base_curve = simulate(base, base_runs, page_size, release_delay)
+    extra_curve = simulate(extra, extra_runs, page_size, release_delay)
 
     assert fits_together(base_curve, extra_curve, peak)
     assert fits_together(extra_curve, base_curve, peak)
@@ -114,4 +116,4 @@ def test_thousands_of_sequences_over_thousands_of_steps_equal_their_closed_form(
         shared = runs.num_blocks[(runs.first_steps <= now) & (now <= runs.last_steps)].sum()
         expected.append(int(own + shared))
 
-    assert simulate_usage(loads, runs, 16, 8).at(np.arange(0, 3200, 23)).tolist() == expected
+    assert simulate_kv(loads, runs, 16, 8).at(np.arange(0, 3200, 23)).tolist() == expected

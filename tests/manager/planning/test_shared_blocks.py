@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokasaurus.manager.planning.kv_simulation import SequenceLoads, simulate_usage
+from tokasaurus.manager.planning.kv_simulation import SequenceLoads, simulate_kv
 from tokasaurus.manager.planning.shared_blocks import SharedBlocks, find_shared_blocks
 
 Block = tuple[int, int]
@@ -88,7 +88,7 @@ def test_shared_blocks_equal_those_in_two_paths(tree):
 
 @settings(max_examples=500)
 @given(trees(), st.sampled_from([1, 4, 7, 16]), st.integers(0, 5), st.data())
-def test_own_and_shared_blocks_together_equal_sets_of_blocks(tree, page_size, hold_steps, data):
+def test_own_and_shared_blocks_together_equal_sets_of_blocks(tree, page_size, release_delay, data):
     """Each sequence holds the blocks of its path, and behind them blocks that it fills by decoding."""
     num_sequences = len(tree.node_of_sequence)
     tails = [data.draw(st.integers(0, 20)) for _ in range(num_sequences)]
@@ -97,19 +97,19 @@ def test_own_and_shared_blocks_together_equal_sets_of_blocks(tree, page_size, ho
     for now in range(40):
         in_use: set[tuple[str | int, ...]] = set()
         for number, end in enumerate(tree.end_steps):
-            if now <= end + hold_steps:
+            if now <= end + release_delay:
                 num_tokens = tails[number] + sum(1 for step in range(1, now + 1) if starts[number] < step <= end)
                 in_use |= {("tree", *block) for block in tree.blocks_of(number)}
                 in_use |= {("tail", number, place // page_size) for place in range(num_tokens)}
         expected.append(len(in_use))
 
-    held = Tree(tree.parents, tree.lengths, tree.node_of_sequence, [end + hold_steps for end in tree.end_steps])
+    held = Tree(tree.parents, tree.lengths, tree.node_of_sequence, [end + release_delay for end in tree.end_steps])
     shared = held.find()
     num_path_blocks = np.array([len(tree.blocks_of(number)) for number in range(num_sequences)], np.int64)
     num_tokens = (num_path_blocks - shared.num_shared_blocks) * page_size + np.array(tails, np.int64)
     start_steps = np.array(starts, np.int64)
     loads = SequenceLoads(num_tokens, start_steps, np.array(tree.end_steps, np.int64) - start_steps)
-    curve = simulate_usage(loads, shared.loads, page_size, hold_steps)
+    curve = simulate_kv(loads, shared.loads, page_size, release_delay)
 
     assert curve.at(np.arange(40)).tolist() == expected
     assert curve.peak == max(expected)

@@ -126,13 +126,13 @@ def test_whoever_loses_least_is_preempted_and_waits_in_front_of_all():
     assert num_checked > 100
 
 
-@pytest.mark.parametrize("num_turns", range(0, 28, 3))
-def test_whoever_comes_back_finds_its_tokens_in_the_cache(num_turns):
+@pytest.mark.parametrize("num_steps_deferred", range(0, 28, 3))
+def test_whoever_comes_back_finds_its_tokens_in_the_cache(num_steps_deferred):
     """Put back while it prefills, in chunks of 10, and while it decodes: what was computed in whole blocks is read."""
     request = make_request(1, 45, 1, 30, ignore_eos=True, want_logprobs=True)
     bench = Bench(make_options(40, max_tokens_per_forward=10), (0.01,))
     bench.turn([request])
-    for _ in range(num_turns):
+    for _ in range(num_steps_deferred):
         bench.turn([], 1)
     (sequence,) = bench.running()
     state = bench.state

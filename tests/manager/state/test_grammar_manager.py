@@ -153,9 +153,9 @@ def test_nobody_waits_for_a_slow_grammar(monkeypatch):
     compile_quickly = grammar_matcher.MatcherThreads.compile
 
     def compile_grammar(threads, grammar):
-        prototype = compile_quickly(threads, grammar)
-        prototype.is_slow = grammar == MANY_STATES.grammar
-        return prototype
+        compiled_grammar = compile_quickly(threads, grammar)
+        compiled_grammar.is_slow = grammar == MANY_STATES.grammar
+        return compiled_grammar
 
     monkeypatch.setattr(grammar_matcher.MatcherThreads, "compile", compile_grammar)
     monkeypatch.setitem(BY_GRAMMAR, MANY_STATES.grammar, MANY_STATES)

@@ -13,13 +13,13 @@ grammar = "start: r0\\n" + "\\n".join(rules) + '\\nr3000: "d"'
 
 def follow():
     threads = MatcherThreads(fake_vocabulary(), 2)
-    prototype = threads.compile(grammar)
-    matchings = [prototype.begin(False) for _ in range(3)]
+    compiled_grammar = threads.compile(grammar)
+    grammar_matchers = [compiled_grammar.begin(False) for _ in range(3)]
     for _ in range(4):
-        for matching in matchings:
+        for matching in grammar_matchers:
             matching.token_ids.append(TOKEN_BYTES.index(b"a"))
-        threads.advance(matchings)
-    print([matching.error for matching in matchings])
+        threads.advance(grammar_matchers)
+    print([matching.error for matching in grammar_matchers])
 
 lane = ThreadLane("deep")
 lane(follow)

@@ -41,7 +41,7 @@ def joined_top(deltas: list[SequenceDelta]) -> TopLogprobs | None:
     st.integers(0, 1000),
 )
 def test_top_is_that_of_each_token_streamed_or_not_and_put_back_or_not(shapes, mode, seed):
-    options = make_options(20, optional_work=mode)
+    options = make_options(20, deferred_tasks=mode)
     requests = [
         dataclasses.replace(request, is_streamed=is_streamed, num_top_logprobs=num_top)
         for request, (_, is_streamed, num_top) in zip(

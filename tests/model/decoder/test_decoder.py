@@ -30,7 +30,7 @@ def load(
     model_info = read_model_info(directory)
     model = build_decoder(model_info, mesh or Mesh(), torch.float32)
     model.materialize(device, model_info.context_length)
-    load_weights(weight_files(directory), model.weight_pieces(), model.ignores, lambda _: None)
+    load_weights(weight_files(directory), model.weight_shards(), model.ignores, lambda _: None)
     if packed:
         model.pack(load_kernels())
     return model, model_info

@@ -25,7 +25,7 @@ def load_runner(directory: Path, dtype: torch.dtype) -> ModelRunner:
     info = read_model_info(directory)
     model = build_decoder(info, Mesh(), dtype)
     model.materialize(CPU, info.context_length)
-    load_weights(weight_files(directory), model.weight_pieces(), model.ignores, lambda _: None)
+    load_weights(weight_files(directory), model.weight_shards(), model.ignores, lambda _: None)
     model.pack(load_kernels())
     return make_runner(model, info, None, dtype=dtype)
 

@@ -22,7 +22,7 @@ from tokasaurus.server.protocol.tools import Tool
 from tokasaurus.server.structured_output.validator_process import compile_grammar
 from tokasaurus.server.tools.formats import FORMATS, HERMES, LLAMA3, ToolCallFormat
 from tokasaurus.server.tools.grammar import write_calls_or_json, write_forced_calls, write_free_calls
-from tokasaurus.server.tools.parser import CallPiece, CallReader, CallRules
+from tokasaurus.server.tools.parser import CallFragment, CallReader, CallRules
 from tokasaurus.text.grammars import load_grammar_vocabulary
 from tokasaurus.text.tokenizer import Tokenizer
 
@@ -56,7 +56,7 @@ def is_right(name: str, arguments: str) -> bool:
 def read(text: str, rules: CallRules) -> tuple[str, list[tuple[str, str]]]:
     reader = CallReader(rules)
     pieces = [*reader.add(text), *reader.finish()]
-    calls = [(piece.name or "", piece.arguments) for piece in pieces if isinstance(piece, CallPiece)]
+    calls = [(piece.name or "", piece.arguments) for piece in pieces if isinstance(piece, CallFragment)]
     return "".join(piece for piece in pieces if isinstance(piece, str)), calls
 
 

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tokasaurus.server.tools.formats import FORMATS, HERMES, LLAMA3, ToolCallFormat
-from tokasaurus.server.tools.parser import CallPiece, CallReader, CallRules
+from tokasaurus.server.tools.parser import CallFragment, CallReader, CallRules
 
 NAMES = frozenset({"f", "get_weather"})
 Calls = list[tuple[str, str]]
@@ -18,7 +18,7 @@ Calls = list[tuple[str, str]]
 def read(text: str, format_: ToolCallFormat, rng: random.Random | None = None, parallel: bool = True) -> Any:
     """(content, calls); in random pieces, or whole."""
     reader = CallReader(CallRules(format_, NAMES, parallel))
-    pieces: list[str | CallPiece] = []
+    pieces: list[str | CallFragment] = []
     position = 0
     while position < len(text):
         end = len(text) if rng is None else position + rng.choice([1, 1, 2, 3, 9])
@@ -27,7 +27,7 @@ def read(text: str, format_: ToolCallFormat, rng: random.Random | None = None, p
     pieces += reader.finish()
     calls: list[tuple[str, list[str]]] = []
     for piece in pieces:
-        if isinstance(piece, CallPiece):
+        if isinstance(piece, CallFragment):
             assert (piece.name is not None) == (piece.index == len(calls)), "each begins once, in order"
             if piece.name is not None:
                 calls.append((piece.name, []))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.manager.engine.kv_forecast import Outlook, expected_decode_steps, look_ahead, wanted_prefill_rate
+from tokasaurus.manager.engine.kv_forecast import KVForecast, expected_decode_steps, forecast_kv, wanted_prefill_rate
 from tokasaurus.manager.engine.lifecycle import admit
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixMatch, PrefixNode, PrefixTree
 from tokasaurus.manager.kv_cache.prompt_logprobs import first_position, num_leading
@@ -15,7 +15,7 @@ from tokasaurus.manager.planning.kv_simulation import (
     SharedLoads,
     UsageCurve,
     fits_together,
-    simulate_usage,
+    simulate_kv,
 )
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import Sequence
@@ -89,7 +89,7 @@ def _families(state: EngineState, sequences: list[Sequence]) -> list[Family]:
     numbers, num_numbered = np.arange(most_new, dtype=np.int32) + len(state.blocks.tokens), 0
     promised = np.empty(0, np.int32)
     if state.blocks.scores is not None and any(sequence.scores_prompt for sequence in sequences):
-        promised = state.blocks.scores.promised(most_new)
+        promised = state.blocks.scores.reserved(most_new)
     found: list[tuple[int, int, int, PrefixMatch, PrefixNode, int | None]] = []
     prompt = None
     for place, sequence in enumerate(sequences):
@@ -101,14 +101,14 @@ def _families(state: EngineState, sequences: list[Sequence]) -> list[Family]:
         branch = b"%d %d " % (match.node.index, match.num_blocks) + sequence.salt
         rest = prompt.token_bytes[match.num_blocks * block_bytes : num_shared * block_bytes]
         more = to_come.match(rest, branch)
-        node = to_come.hold(more)
+        node = to_come.acquire(more)
         num_cached = match.num_blocks + more.num_blocks
         new = numbers[num_numbered : num_numbered + num_whole - num_cached]
         num_numbered += len(new)
         start = num_cached * page_size
         if sequence.scores_prompt:
             cached = np.concatenate((tree.blocks_on_path(match), to_come.blocks_on_path(more)))
-            num_scored = _add_promise(promised, cached, new, sequence.request.num_top_prompt_logprobs)
+            num_scored = _add_reservation(promised, cached, new, sequence.request.num_top_prompt_logprobs)
             start = first_position(num_scored, page_size)
         num_new = num_shared - num_cached
         if num_new:
@@ -130,7 +130,9 @@ def _families(state: EngineState, sequences: list[Sequence]) -> list[Family]:
     return families
 
 
-def _add_promise(promised: NDArray[np.int32], cached: NDArray[np.int32], new: NDArray[np.int32], num_top: int) -> int:
+def _add_reservation(
+    promised: NDArray[np.int32], cached: NDArray[np.int32], new: NDArray[np.int32], num_top: int
+) -> int:
     """How many of the `cached` blocks, from the first on, a prompt need not score, for it is `promised` that they will
     be. It promises the others and the `new` ones behind them."""
     num_scored = num_leading(promised[cached], num_top)
@@ -145,7 +147,7 @@ def _ancestors(tree: PrefixTree, node: PrefixNode) -> Iterator[PrefixNode]:
         node = node.parent
 
 
-def simulate_candidates(candidates: Candidates, num: int, outlook: Outlook, page_size: int) -> UsageCurve:
+def simulate_candidates(candidates: Candidates, num: int, kv_forecast: KVForecast, page_size: int) -> UsageCurve:
     """The blocks that the first `num` candidates, at least 1, need beyond those that run.
 
     The samples of a family share the whole blocks of their prompt. A cached block counts from when the last of those
@@ -156,8 +158,8 @@ def simulate_candidates(candidates: Candidates, num: int, outlook: Outlook, page
     families = [family for family in candidates.families if family.start < num]
     starts = np.array([family.start for family in families])
     num_shared = (num_tokens - 1) // page_size  # the block of the last token is each one's own
-    prefill = outlook.prefill.extend(candidates.num_to_compute[:num], num_steps)
-    last_steps = prefill.start_steps + num_steps + outlook.hold_steps
+    prefill = kv_forecast.prefill.extend(candidates.num_to_compute[:num], num_steps)
+    last_steps = prefill.start_steps + num_steps + kv_forecast.release_delay
     num_own_tokens = num_tokens - num_shared * page_size
 
     held: dict[int, tuple[int, int]] = {}
@@ -172,11 +174,11 @@ def simulate_candidates(candidates: Candidates, num: int, outlook: Outlook, page
             num_own_tokens[family.start] = 0
     nodes = np.fromiter(held, np.int64, len(held))
     blocks_and_ends = np.array(list(held.values()), np.int64).reshape(-1, 2)
-    first_steps = np.where(nodes > 0, outlook.node_last_steps[np.maximum(nodes, 0)] + 1, 0)
+    first_steps = np.where(nodes > 0, kv_forecast.node_last_steps[np.maximum(nodes, 0)] + 1, 0)
     is_longer = blocks_and_ends[:, 1] >= first_steps
     shared = SharedLoads(blocks_and_ends[is_longer, 0], first_steps[is_longer], blocks_and_ends[is_longer, 1])
     own = SequenceLoads(num_own_tokens, prefill.start_steps, num_steps)
-    return simulate_usage(own, shared, page_size, outlook.hold_steps)
+    return simulate_kv(own, shared, page_size, kv_forecast.release_delay)
 
 
 def num_obviously_fitting(candidates: Candidates, num_blocks: int, page_size: int) -> int:
@@ -186,7 +188,13 @@ def num_obviously_fitting(candidates: Candidates, num_blocks: int, page_size: in
 
 
 def num_fitting(
-    candidates: Candidates, num_certain: int, outlook: Outlook, num_blocks: int, page_size: int, batch: int, most: int
+    candidates: Candidates,
+    num_certain: int,
+    kv_forecast: KVForecast,
+    num_blocks: int,
+    page_size: int,
+    batch: int,
+    most: int,
 ) -> int:
     """How many candidates fit by simulation, of which the first `num_certain` are known to; at most `most` more.
 
@@ -194,11 +202,13 @@ def num_fitting(
     half of it is tried, and so on until it is known how many do.
     """
     num, limit = num_certain, min(len(candidates.decode_steps), num_certain + most) + 1
-    limit = min(limit, _num_prompts_with_room(candidates, num_blocks - int(outlook.curve.at(_NOW)[0]), page_size) + 1)
+    limit = min(
+        limit, _num_prompts_with_room(candidates, num_blocks - int(kv_forecast.curve.at(_NOW)[0]), page_size) + 1
+    )
     has_failed = False
     while num + 1 < limit:
         tried = num + (limit - num) // 2 if has_failed else min(num + batch, limit - 1)
-        if fits_together(outlook.curve, simulate_candidates(candidates, tried, outlook, page_size), num_blocks):
+        if fits_together(kv_forecast.curve, simulate_candidates(candidates, tried, kv_forecast, page_size), num_blocks):
             num, batch = tried, 2 * batch
         else:
             limit, has_failed = tried, True
@@ -236,12 +246,14 @@ def _admit_fitting(state: EngineState, candidates: Candidates) -> tuple[int, boo
     num_unpromised = num_blocks - state.blocks.num_used - _num_blocks_to_come(state)
     num_certain = num = num_obviously_fitting(candidates, num_unpromised, page_size)
     if num < len(candidates.decode_steps) and most_at_once is not None:
-        outlook = look_ahead(state, rate)
-        if rate != state.prefill_rate and state.num_running and outlook.curve.peak > num_blocks:
+        kv_forecast = forecast_kv(state, rate)
+        if rate != state.prefill_rate and state.num_running and kv_forecast.curve.peak > num_blocks:
             # Those that run were admitted at another rate, at which they fit.
             rate = state.prefill_rate
-            outlook = look_ahead(state, rate)
-        num = num_fitting(candidates, num_certain, outlook, num_blocks, page_size, state.onboard_batch, most_at_once)
+            kv_forecast = forecast_kv(state, rate)
+        num = num_fitting(
+            candidates, num_certain, kv_forecast, num_blocks, page_size, state.onboard_batch, most_at_once
+        )
         state.onboard_batch = min(most_at_once, max(1, num))
     if num == 0 and not state.num_running:
         num = 1  # alone, each fits: the server has refused what does not

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from tokasaurus.manager.engine.admission import admit_waiting
-from tokasaurus.manager.engine.deferred_tasks import OptionalTask, may_run
+from tokasaurus.manager.engine.deferred_tasks import DeferredTask, may_run
 from tokasaurus.manager.engine.grammar_results import apply_grammars
 from tokasaurus.manager.engine.grammar_scheduling import is_better_later, ready_to_decode
 from tokasaurus.manager.engine.input_building import num_blocks_short, start_step
@@ -29,7 +29,7 @@ MOST_READING_SECONDS = 0.002
 """That a turn waits for grammars to read tokens, while the worker has enough to do."""
 
 
-class Turns:
+class Engine:
     """Takes turns for one engine: `send` gets the steps that the worker should have.
 
     tasks: the optional work, the most urgent first. timers: seconds by part of the turn.
@@ -41,14 +41,14 @@ class Turns:
         self._send = send
         self._step_began_s = 0.0
         self.tasks = [
-            OptionalTask("admission", lambda state: state.queues.num_waiting > 0, admit_waiting, most_turns=4),
-            OptionalTask("stop strings", lambda state: state.has_uncounted, check_stop_strings, most_turns=8),
-            OptionalTask("streams", lambda state: bool(state.streaming), stream_new_tokens, most_turns=4),
-            OptionalTask("grouping", _groups_are_old, regroup, most_turns=8),
-            OptionalTask("predictions", forecast_is_old, update_forecast, most_turns=16),
+            DeferredTask("admission", lambda state: state.queues.num_waiting > 0, admit_waiting, max_steps_deferred=4),
+            DeferredTask("stop strings", lambda state: state.has_uncounted, check_stop_strings, max_steps_deferred=8),
+            DeferredTask("streams", lambda state: bool(state.streaming), stream_new_tokens, max_steps_deferred=4),
+            DeferredTask("grouping", _groups_are_old, regroup, max_steps_deferred=8),
+            DeferredTask("predictions", forecast_is_old, update_forecast, max_steps_deferred=16),
         ]
 
-    def take(
+    def step(
         self,
         messages: Iterable[GenerateRequest | CancelRequest | Shutdown],
         results: Iterable[ForwardOutput],
@@ -76,19 +76,19 @@ class Turns:
             self._consider(task)
         self._fill_worker_queue()
 
-    def _consider(self, task: OptionalTask) -> None:
+    def _consider(self, task: DeferredTask) -> None:
         """Run a task, or put it off. Where no step can be sent without it, there is nothing to put it off for."""
         state = self.state
         if not task.has_work(state):
-            task.num_turns = 0
+            task.num_steps_deferred = 0
             return
-        if may_run(task, self._seconds_left(), state.options.optional_work) or not state.steps_in_flight:
+        if may_run(task, self._seconds_left(), state.options.deferred_tasks) or not state.steps_in_flight:
             start_s = time.perf_counter()
             with self.timers.section(task.name):
                 task.run(state)
             task.note_run(time.perf_counter() - start_s)
         else:
-            task.num_turns += 1
+            task.num_steps_deferred += 1
 
     def _seconds_left(self) -> float:
         """For how long the worker has steps to compute, as far as the manager can know."""

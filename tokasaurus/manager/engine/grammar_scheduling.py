@@ -41,8 +41,8 @@ def build_masks(state: EngineState, sampled: NDArray[np.int64]) -> TokenMasks | 
     for slot in sampled[rows].tolist():
         sequence = state.sequences[slot]
         assert sequence is not None
-        assert sequence.matching is not None
-        masks.append(sequence.matching.mask)
+        assert sequence.grammar_matcher is not None
+        masks.append(sequence.grammar_matcher.mask)
     state.slots.is_held[sampled[rows]] = True
     return TokenMasks(rows.astype(np.int32), np.stack(masks))
 

@@ -118,7 +118,7 @@ def _step_decoding(
     num_kv_tokens = slots.num_kv_tokens[decode]
     needs_block = num_kv_tokens == slots.num_covered_tokens[decode]
     needy = decode[needs_block]
-    new = blocks.take(len(needy))
+    new = blocks.allocate(len(needy))
     slots.block_tables[needy, num_kv_tokens[needs_block] // page_size] = new
     slots.num_covered_tokens[needy] += page_size
     # The newest token had no place until now; where it is not back yet, it will find this one.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.manager.planning.kv_simulation import SequenceLoads, UsageCurve, simulate_usage
+from tokasaurus.manager.planning.kv_simulation import SequenceLoads, UsageCurve, simulate_kv
 from tokasaurus.manager.planning.prefill_forecast import PrefillForecast, count_decoding, forecast_prefill
 from tokasaurus.manager.planning.shared_blocks import find_shared_blocks
 from tokasaurus.manager.planning.step_budget import num_steps_to_keep_in_flight, prefill_rate
@@ -15,18 +15,18 @@ Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class KVForecast:
     """The future of the running sequences.
 
     curve: blocks in use. prefill: when the prompts are done that have begun or wait in front of any new one.
     node_last_steps: by node of the prefix tree, the last step in which a sequence holds it; -1 where none does.
-    hold_steps: how many steps after its last a sequence's blocks come back.
+    release_delay: how many steps after its last a sequence's blocks come back.
     """
 
     curve: UsageCurve
     prefill: PrefillForecast
     node_last_steps: Int64Array
-    hold_steps: int
+    release_delay: int
 
 
 def expected_decode_steps(state: EngineState, slots: Int64Array) -> Int64Array:
@@ -68,14 +68,14 @@ def wanted_prefill_rate(state: EngineState, num_tokens: Int64Array, num_steps: I
     )
 
 
-def look_ahead(state: EngineState, prefill_rate: int | None) -> Outlook:
+def forecast_kv(state: EngineState, prefill_rate: int | None) -> KVForecast:
     """Simulate the running sequences to their expected ends, with at most `prefill_rate` prefill tokens a step."""
     arrays, tree, page_size = state.slots, state.blocks.tree, state.options.limits.page_size
     most_ahead = state.options.max_steps_ahead
     if state.step_seconds is not None:
         wanted = num_steps_to_keep_in_flight(state.step_seconds, most_ahead)
         most_ahead = max(wanted, len(state.steps_in_flight))
-    hold_steps = most_ahead - 1
+    release_delay = most_ahead - 1
     past, prefilling = running_slots(state)
     slots = np.concatenate((past, prefilling))
     num_steps = expected_decode_steps(state, slots)
@@ -88,8 +88,8 @@ def look_ahead(state: EngineState, prefill_rate: int | None) -> Outlook:
     prefill = forecast_prefill(num_left, num_steps[num_past:], counts, max_tokens, prefill_rate)
     start_steps[num_past:] = prefill.start_steps
     shared = find_shared_blocks(
-        arrays.nodes[slots], start_steps + num_steps + hold_steps, tree.parents, tree.end_blocks, tree.num_sequences
+        arrays.nodes[slots], start_steps + num_steps + release_delay, tree.parents, tree.end_blocks, tree.num_sequences
     )
     num_tokens -= shared.num_shared_blocks * page_size
-    curve = simulate_usage(SequenceLoads(num_tokens, start_steps, num_steps), shared.loads, page_size, hold_steps)
-    return Outlook(curve, prefill, shared.last_steps, hold_steps)
+    curve = simulate_kv(SequenceLoads(num_tokens, start_steps, num_steps), shared.loads, page_size, release_delay)
+    return KVForecast(curve, prefill, shared.last_steps, release_delay)

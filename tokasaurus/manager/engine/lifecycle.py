@@ -24,9 +24,9 @@ def admit(state: EngineState, sequence: Sequence) -> None:
     # The last token is always computed, for its logits; so its block is never shared.
     match = tree.match(prompt.token_bytes, sequence.salt, (num_tokens - 1) // page_size)
     shared = tree.blocks_on_path(match)
-    node = tree.hold(match)
+    node = tree.acquire(match)
     num_tree_blocks = match.num_blocks
-    own = blocks.take(-(-num_tokens // page_size) - num_tree_blocks)
+    own = blocks.allocate(-(-num_tokens // page_size) - num_tree_blocks)
     num_whole = num_tokens // page_size
     if num_whole > num_tree_blocks:
         block_bytes = 4 * page_size
@@ -58,7 +58,7 @@ def admit(state: EngineState, sequence: Sequence) -> None:
     slots.has_stops[slot] = sequence.stop_matcher is not None
     slots.want_logprobs[slot] = request.want_logprobs
     slots.has_grammar[slot] = sequence.has_grammar
-    slots.is_slow[slot] = sequence.matching is not None and sequence.matching.prototype.is_slow
+    slots.is_slow[slot] = sequence.grammar_matcher is not None and sequence.grammar_matcher.compiled_grammar.is_slow
     slots.groups[slot] = 0
     slots.num_shared_tokens[slot] = sequence.counts.shared
     slots.stop_rows[slot] = sequence.stop_row
@@ -74,7 +74,7 @@ def admit(state: EngineState, sequence: Sequence) -> None:
     sequence.phase = Phase.PREFILL
     state.queues.prefilling[sequence] = None
     _set_start(state, sequence, match.num_blocks)
-    _promise_scores(state, sequence)
+    _reserve_scores(state, sequence)
 
 
 def _set_start(state: EngineState, sequence: Sequence, num_cached_blocks: int) -> None:
@@ -90,13 +90,13 @@ def _set_start(state: EngineState, sequence: Sequence, num_cached_blocks: int) -
     slots.first_positions[slot] = slots.num_kv_tokens[slot] = start
 
 
-def _promise_scores(state: EngineState, sequence: Sequence) -> None:
+def _reserve_scores(state: EngineState, sequence: Sequence) -> None:
     """Whoever runs after it can read the scores of its whole blocks, if it has any."""
     if sequence.scores_prompt:
         assert state.blocks.scores is not None
         num_whole = len(sequence.prompt) // state.options.limits.page_size
         table = state.slots.block_tables[sequence.slot, :num_whole]
-        state.blocks.scores.promise(table, sequence.request.num_top_prompt_logprobs)
+        state.blocks.scores.reserve(table, sequence.request.num_top_prompt_logprobs)
 
 
 def sampled_tokens(state: EngineState, sequence: Sequence, most: int | None = None) -> NDArray[np.int32]:
@@ -178,9 +178,9 @@ def _leave(state: EngineState, sequence: Sequence) -> None:
         count_leaving(state, sequence)
     if sequence.phase is Phase.PREFILL:
         del state.queues.prefilling[sequence]
-        _give_back_prefill(state, sequence)
+        _free_prefill(state, sequence)
     else:
-        _give_back_computed(state, sequence)
+        _free_computed(state, sequence)
     slots.block_tables[slot, : slots.num_covered_tokens[slot] // state.options.limits.page_size] = 0
     state.groups_are_old |= bool(slots.is_decoding[slot])
     slots.opened_at[slot] = NEVER
@@ -201,16 +201,16 @@ def _leave(state: EngineState, sequence: Sequence) -> None:
     sequence.is_open = sequence.table_is_sent = False
 
 
-def _give_back_prefill(state: EngineState, sequence: Sequence) -> None:
+def _free_prefill(state: EngineState, sequence: Sequence) -> None:
     blocks, tree = state.blocks, state.blocks.tree
     assert sequence.node is not None
-    blocks.give_back(_own_blocks(state, sequence))
+    blocks.free(_own_blocks(state, sequence))
     tree.release(sequence.node)
-    blocks.give_back(tree.trim(sequence.node, blocks.is_computed))
+    blocks.free(tree.trim(sequence.node, blocks.is_computed))
     state.starts_are_stale = True
 
 
-def _give_back_computed(state: EngineState, sequence: Sequence) -> None:
+def _free_computed(state: EngineState, sequence: Sequence) -> None:
     slots, slot, page_size = state.slots, sequence.slot, state.options.limits.page_size
     blocks, tree, num_tree_blocks = state.blocks, state.blocks.tree, sequence.num_tree_blocks
     assert sequence.node is not None
@@ -218,20 +218,20 @@ def _give_back_computed(state: EngineState, sequence: Sequence) -> None:
     # Steps in flight write only behind the tokens that are known.
     num_computed = min(int(slots.num_kv_tokens[slot]), int(slots.num_known_tokens[slot])) // page_size - num_tree_blocks
     if num_computed <= 0:
-        blocks.give_back(own)
+        blocks.free(own)
         tree.release(sequence.node)
         return
     computed = own[:num_computed]
     token_bytes = blocks.tokens[computed].tobytes()
     match = tree.match(token_bytes, sequence.salt, start=sequence.node)
-    node = tree.hold(match, held=sequence.node)
+    node = tree.acquire(match, held=sequence.node)
     num_there = match.num_blocks - num_tree_blocks
     if num_there < num_computed:
         rest_bytes = token_bytes[4 * page_size * num_there :]
         node = tree.insert(node, rest_bytes, computed[num_there:], sequence.salt)
         blocks.is_computed[computed[num_there:]] = True
     tree.release(node)
-    blocks.give_back(own[num_computed:] if num_there == 0 else np.concatenate((own[:num_there], own[num_computed:])))
+    blocks.free(own[num_computed:] if num_there == 0 else np.concatenate((own[:num_there], own[num_computed:])))
 
 
 def _own_blocks(state: EngineState, sequence: Sequence) -> NDArray[np.int32]:
@@ -248,7 +248,7 @@ def find_starts(state: EngineState) -> None:
     for those that are scored."""
     slots = state.slots
     if state.blocks.scores is not None:
-        state.blocks.scores.break_promises()
+        state.blocks.scores.drop_reservations()
     will_be_computed = state.blocks.is_computed.copy()
     for sequence in state.queues.prefilling:
         table = slots.block_tables[sequence.slot, : sequence.num_tree_blocks]
@@ -256,6 +256,6 @@ def find_starts(state: EngineState) -> None:
             is_there = will_be_computed[table]
             num_there = len(table) if is_there.all() else int(is_there.argmin())
             _set_start(state, sequence, num_there)
-        _promise_scores(state, sequence)
+        _reserve_scores(state, sequence)
         will_be_computed[table] = True
     state.starts_are_stale = False

@@ -169,7 +169,7 @@ def end_sequence(state: EngineState, slot: int, is_stop: bool, error: str = "") 
     _finish(state, sequence, token_ids, reason, error)
 
 
-def give_up(state: EngineState, sequence: Sequence, error: str) -> None:
+def abort(state: EngineState, sequence: Sequence, error: str) -> None:
     """End a sequence that has not started, for its grammar cannot be had."""
     assert sequence.phase is Phase.WAITING
     release(state, sequence)

@@ -1,7 +1,7 @@
 """Requests and cancellations come in."""
 
 from tokasaurus.manager.engine.lifecycle import release
-from tokasaurus.manager.engine.outputs import give_up
+from tokasaurus.manager.engine.outputs import abort
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import Sequence, make_prompt
 from tokasaurus.manager.state.top_logprobs import KeptTop
@@ -38,9 +38,9 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
     state.unfinished[request.request_id] = dict.fromkeys(sequences)
     if sequences[0].has_grammar and (state.grammars is None or not state.grammars.begin(sequences)):
         for sequence in sequences:
-            state.queues.hold(sequence)
+            state.queues.block(sequence)
             if state.grammars is None:
-                give_up(state, sequence, "grammars cannot be used with this model's tokenizer")
+                abort(state, sequence, "grammars cannot be used with this model's tokenizer")
         return
     for sequence in sequences:
         state.queues.add_waiting(sequence)

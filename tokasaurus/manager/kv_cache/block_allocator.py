@@ -41,7 +41,7 @@ class BlockAllocator:
         """Blocks of sequences, their own and those they share in the tree."""
         return self.num_blocks - self.num_available
 
-    def take(self, num_blocks: int) -> NDArray[np.int32]:
+    def allocate(self, num_blocks: int) -> NDArray[np.int32]:
         """int32 [num_blocks], owned by the caller; cached blocks are evicted where the free ones are too few.
 
         Whoever takes has made sure that they are there.
@@ -64,7 +64,7 @@ class BlockAllocator:
             self.scores = PromptScores(self.num_blocks, self.tokens.shape[1])
         self.scores.widen(num_top)
 
-    def give_back(self, blocks: NDArray[np.int32]) -> None:
+    def free(self, blocks: NDArray[np.int32]) -> None:
         """Each of `blocks` is free again at once: the device executes in order, so a step that was sent before this
         cannot touch what a later step writes there. They are not in the tree."""
         freed_as = self._freed_as

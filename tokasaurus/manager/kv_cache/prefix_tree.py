@@ -123,7 +123,7 @@ class PrefixTree:
         parts.reverse()
         return np.concatenate(parts)[: match.num_blocks] if parts else np.empty(0, np.int32)
 
-    def hold(self, match: PrefixMatch, held: PrefixNode | None = None) -> PrefixNode:
+    def acquire(self, match: PrefixMatch, held: PrefixNode | None = None) -> PrefixNode:
         """A sequence uses the match from now on; the node returned is what it holds, and gives to `release`.
 
         held: what it holds already, a node on the path of the match; it holds the returned one instead.

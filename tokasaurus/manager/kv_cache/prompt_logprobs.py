@@ -65,10 +65,10 @@ class PromptScores:
         self._page_size = page_size
         self.num_top = np.full(num_blocks + 1, -1, np.int32)
         # The same once all prompts that have been admitted are through.
-        self._promised = self.num_top.copy()
-        num_places = (num_blocks + 1) * page_size
-        self._logprobs = np.zeros(num_places, np.float32)
-        self._ranks = np.zeros(num_places, np.int32)
+        self._reserved = self.num_top.copy()
+        num_kv_indices = (num_blocks + 1) * page_size
+        self._logprobs = np.zeros(num_kv_indices, np.float32)
+        self._ranks = np.zeros(num_kv_indices, np.int32)
         self._top: list[_TopColumns] = []  # the likeliest first
 
     def widen(self, num_top: int) -> None:
@@ -81,24 +81,24 @@ class PromptScores:
 
     def forget(self, blocks: NDArray[np.int32]) -> None:
         """`blocks` are given to another owner."""
-        self.num_top[blocks] = self._promised[blocks] = -1
+        self.num_top[blocks] = self._reserved[blocks] = -1
 
-    def promised(self, num_more: int = 0) -> NDArray[np.int32]:
+    def reserved(self, num_more: int = 0) -> NDArray[np.int32]:
         """A copy of what `num_top` will be once all prompts that have been admitted are through, with -1 for `num_more`
         blocks that there are not."""
-        return np.concatenate((self._promised, np.full(num_more, -1, np.int32)))
+        return np.concatenate((self._reserved, np.full(num_more, -1, np.int32)))
 
     def num_leading_blocks(self, blocks: NDArray[np.int32], num_top: int) -> int:
         """How many of `blocks`, from the first on, will be scored with `num_top` likeliest tokens or more."""
-        return num_leading(self._promised[blocks], num_top)
+        return num_leading(self._reserved[blocks], num_top)
 
-    def promise(self, blocks: NDArray[np.int32], num_top: int) -> None:
+    def reserve(self, blocks: NDArray[np.int32], num_top: int) -> None:
         """A prompt has been admitted that scores what is not scored of `blocks`, all its whole ones."""
-        self._promised[blocks] = np.maximum(self._promised[blocks], num_top)
+        self._reserved[blocks] = np.maximum(self._reserved[blocks], num_top)
 
-    def break_promises(self) -> None:
+    def drop_reservations(self) -> None:
         """Whoever still keeps one has to make it again."""
-        self._promised[:] = self.num_top
+        self._reserved[:] = self.num_top
 
     def send_chunk(
         self, row: int, prompt_ids: NDArray[np.int32], table: NDArray[np.int32], start: int, end: int, num_top: int

@@ -45,7 +45,7 @@ class SharedLoads:
 
 @dataclass(frozen=True, slots=True)
 class UsageCurve:
-    """Blocks in use at every t >= 0, as `simulate_usage` found them."""
+    """Blocks in use at every t >= 0, as `simulate_kv` found them."""
 
     steps: Int64Array
     """[U] sorted and unique: the last step of every span but the endless one, in which nothing is in use any more."""
@@ -65,11 +65,11 @@ class UsageCurve:
         return _blocks_in_use(steps, spans, self.page_size, self.constant_blocks, self.num_growing)
 
 
-def simulate_usage(loads: SequenceLoads, shared: SharedLoads, page_size: int, hold_steps: int) -> UsageCurve:
+def simulate_kv(loads: SequenceLoads, shared: SharedLoads, page_size: int, release_delay: int) -> UsageCurve:
     """Blocks in use at every future step, in time that grows with the sequences and breakpoints, not with the steps.
 
-    hold_steps: a sequence's blocks come back only when the result of its last step does, so many steps later, for
-    steps are sent ahead of results. `shared` is taken as it is: hold_steps are in its last_steps already.
+    release_delay: a sequence's blocks come back only when the result of its last step does, so many steps later, for
+    steps are sent ahead of results. `shared` is taken as it is: release_delay are in its last_steps already.
     """
     starts = loads.start_steps
     after_ends = starts + loads.num_steps + 1
@@ -83,11 +83,11 @@ def simulate_usage(loads: SequenceLoads, shared: SharedLoads, page_size: int, ho
     blocks_at_end = _num_blocks(loads.num_tokens + loads.num_steps, page_size)
 
     # Steps are bounded by the context length, so that a table of all of them is far cheaper than sorting.
-    horizon = int(max(after_ends.max(initial=0) + hold_steps, after_shared.max(initial=0)))
+    horizon = int(max(after_ends.max(initial=0) + release_delay, after_shared.max(initial=0)))
     is_span_start = np.zeros(horizon + 1, np.bool_)
     is_span_start[after_ends] = True
     hold_starts = np.flatnonzero(is_span_start)
-    for steps in (0, hold_starts + hold_steps, starts, shared.first_steps, after_shared):
+    for steps in (0, hold_starts + release_delay, starts, shared.first_steps, after_shared):
         is_span_start[steps] = True
     span_starts = np.flatnonzero(is_span_start)
     num_spans = len(span_starts)
@@ -99,7 +99,7 @@ def simulate_usage(loads: SequenceLoads, shared: SharedLoads, page_size: int, ho
     held = np.bincount(end_spans, blocks_at_end, num_spans)
     changes = np.zeros(num_spans)
     changes += held - np.bincount(end_spans, blocks_at_0, num_spans)
-    changes[span_from[hold_starts + hold_steps]] -= held[span_from[hold_starts]]
+    changes[span_from[hold_starts + release_delay]] -= held[span_from[hold_starts]]
     changes += np.bincount(span_from[shared.first_steps], shared.num_blocks, num_spans)
     changes -= np.bincount(span_from[after_shared], shared.num_blocks, num_spans)
     changes[0] += blocks_before_start.sum()

@@ -154,9 +154,9 @@ class SurvivalForecast:
 def outlasting_shares(ranks: Ints) -> Floats:
     """What share of sequences is expected to outlast the one of each rank: above 0, at most 1, spread evenly over any
     number of ranks that follow each other."""
-    turns = (ranks + 0.5) * GOLDEN_RATIO
-    shares: Floats = np.floor(turns)
-    shares -= turns
+    engine = (ranks + 0.5) * GOLDEN_RATIO
+    shares: Floats = np.floor(engine)
+    shares -= engine
     shares += 1
     return shares
 

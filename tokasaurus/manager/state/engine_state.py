@@ -22,7 +22,7 @@ from tokasaurus.text.stop_strings import StopTokens
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyStoppingOptions:
+class LengthPredictorOptions:
     """How completion lengths are predicted; the flags `early_stopping_*` and `spec_allocation_*` of the same names.
 
     learns: from sequences that end; otherwise the prior stays.
@@ -59,7 +59,7 @@ class EngineOptions:
     early_stopping: None where every sequence is expected to use all its tokens.
     target_utilization: share of the KV pool that the expected lengths may fill.
     hydragen: None where every sequence attends alone.
-    optional_work: "always", "deferred", or None: put off while the worker's queue runs low.
+    deferred_tasks: "always", "deferred", or None: put off while the worker's queue runs low.
     """
 
     limits: EngineLimits
@@ -73,10 +73,10 @@ class EngineOptions:
     stop_tokens: StopTokens | None = None
     prefill_multiple: int | None = None
     onboard_batch_size: int | None = 128
-    early_stopping: EarlyStoppingOptions | None = EarlyStoppingOptions()
+    early_stopping: LengthPredictorOptions | None = LengthPredictorOptions()
     target_utilization: float = 1.0
     hydragen: HydragenOptions | None = None
-    optional_work: str | None = None
+    deferred_tasks: str | None = None
 
     @property
     def num_slots(self) -> int:

@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from tokasaurus.manager.state.grammar_matcher import STACK_BYTES, MatcherThreads, Prototype
+from tokasaurus.manager.state.grammar_matcher import STACK_BYTES, CompiledGrammar, MatcherThreads
 from tokasaurus.manager.state.sequence import Sequence
 from tokasaurus.text.grammars import GrammarError, GrammarVocabulary
 
@@ -15,9 +15,9 @@ Job = Callable[[], None]
 Lane = Callable[[Job], None]
 """Does one job after the other, some time later and elsewhere."""
 
-MOST_PROTOTYPES = 64
+MOST_COMPILED_GRAMMARS = 64
 MOST_GRAMMAR_CHARS = 16 << 20
-"""Of all prototypes that are kept."""
+"""Of all compiled_grammars that are kept."""
 
 
 class ThreadLane:
@@ -65,23 +65,23 @@ class Grammars:
         self._threads = MatcherThreads(vocabulary, num_threads)
         self._slow_lane = slow_lane or ThreadLane("slow grammars")
         self._quick_lane = quick_lane or ThreadLane("grammars")
-        self._prototypes: OrderedDict[str, Prototype] = OrderedDict()
+        self._compiled_grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._waiting: dict[str, list[Sequence]] = {}
         self._unread: list[Sequence] = []
         self._unread_slow: list[Sequence] = []
-        self._compiled: deque[tuple[str, Prototype | GrammarError]] = deque()
+        self._compiled: deque[tuple[str, CompiledGrammar | GrammarError]] = deque()
         self._read: deque[list[Sequence]] = deque()
         self.reader: Connection
         self.reader, self._writer = multiprocessing.Pipe(duplex=False)
 
     def begin(self, sequences: list[Sequence]) -> bool:
-        """Give all sequences of a request their matchings. False where they have to wait for their grammar, until
-        `take` names them."""
+        """Give all sequences of a request their matchers. False where they have to wait for their grammar, until `take`
+        names them."""
         grammar = sequences[0].request.grammar
-        prototype = self._prototypes.get(grammar)
-        if prototype is not None and not prototype.is_spoilt:
-            self._prototypes.move_to_end(grammar)
-            self._give(prototype, sequences)
+        compiled_grammar = self._compiled_grammars.get(grammar)
+        if compiled_grammar is not None and not compiled_grammar.is_spoilt:
+            self._compiled_grammars.move_to_end(grammar)
+            self._give(compiled_grammar, sequences)
             return True
         if grammar not in self._waiting:
             self._waiting[grammar] = []
@@ -91,11 +91,11 @@ class Grammars:
 
     def note(self, sequence: Sequence, token_id: int, wants_mask: bool) -> None:
         """The newest token of a sequence is known. wants_mask: another may follow."""
-        matching = sequence.matching
-        assert matching is not None
-        matching.token_ids.append(token_id)
-        matching.wants_mask = wants_mask
-        (self._unread_slow if matching.prototype.is_slow else self._unread).append(sequence)
+        grammar_matcher = sequence.grammar_matcher
+        assert grammar_matcher is not None
+        grammar_matcher.token_ids.append(token_id)
+        grammar_matcher.wants_mask = wants_mask
+        (self._unread_slow if grammar_matcher.compiled_grammar.is_slow else self._unread).append(sequence)
 
     def read(self, most_seconds: float) -> None:
         """Have the tokens read that have been noted. It seldom takes long, so it is waited for, but no longer than
@@ -128,29 +128,32 @@ class Grammars:
         while self._compiled:
             grammar, result = self._compiled.popleft()
             sequences = self._waiting.pop(grammar)
-            if isinstance(result, Prototype):
+            if isinstance(result, CompiledGrammar):
                 self._keep(result)
                 self._give(result, sequences)
-            error = "" if isinstance(result, Prototype) else str(result)
+            error = "" if isinstance(result, CompiledGrammar) else str(result)
             begun += [(sequence, error) for sequence in sequences]
         read: list[Sequence] = []
         while self._read:
             read += self._read.popleft()
         return begun, read
 
-    def _give(self, prototype: Prototype, sequences: list[Sequence]) -> None:
+    def _give(self, compiled_grammar: CompiledGrammar, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            sequence.matching = prototype.begin(sequence.request.ignore_eos)
+            sequence.grammar_matcher = compiled_grammar.begin(sequence.request.ignore_eos)
 
-    def _keep(self, prototype: Prototype) -> None:
+    def _keep(self, compiled_grammar: CompiledGrammar) -> None:
         """The least recently used go where there are too many."""
-        self._prototypes[prototype.grammar] = prototype
-        self._prototypes.move_to_end(prototype.grammar)
-        while len(self._prototypes) > MOST_PROTOTYPES or sum(map(len, self._prototypes)) > MOST_GRAMMAR_CHARS:
-            self._prototypes.popitem(last=False)
+        self._compiled_grammars[compiled_grammar.grammar] = compiled_grammar
+        self._compiled_grammars.move_to_end(compiled_grammar.grammar)
+        while (
+            len(self._compiled_grammars) > MOST_COMPILED_GRAMMARS
+            or sum(map(len, self._compiled_grammars)) > MOST_GRAMMAR_CHARS
+        ):
+            self._compiled_grammars.popitem(last=False)
 
     def _compile(self, grammar: str) -> None:
-        result: Prototype | GrammarError
+        result: CompiledGrammar | GrammarError
         try:
             result = self._threads.compile(grammar)
         except GrammarError as error:
@@ -161,11 +164,11 @@ class Grammars:
         self._writer.send_bytes(b"\0")
 
     def _advance(self, sequences: list[Sequence]) -> None:
-        matchings = [sequence.matching for sequence in sequences if sequence.matching is not None]
+        grammar_matchers = [sequence.grammar_matcher for sequence in sequences if sequence.grammar_matcher is not None]
         try:
-            self._threads.advance(matchings)
+            self._threads.advance(grammar_matchers)
         except BaseException as error:  # as above
-            for matching in matchings:
-                matching.error = f"the grammar cannot be followed: {error}"
+            for grammar_matcher in grammar_matchers:
+                grammar_matcher.error = f"the grammar cannot be followed: {error}"
         self._read.append(sequences)
         self._writer.send_bytes(b"\0")

@@ -27,7 +27,7 @@ it would be the end of the process."""
 
 
 @dataclass(slots=True, eq=False)
-class Prototype:
+class CompiledGrammar:
     """A grammar at the beginning of a text. mask: uint32 [words], the tokens that may be the first; inner_mask: without
     eos where there are others.
 
@@ -43,13 +43,13 @@ class Prototype:
     is_slow: bool
     is_spoilt: bool = False
 
-    def begin(self, avoids_eos: bool) -> "Matching":
+    def begin(self, avoids_eos: bool) -> "GrammarMatcher":
         """For one sequence. A matcher takes up to 40 kilobytes, which thousands that wait do without."""
-        return Matching(self, avoids_eos, self.inner_mask if avoids_eos else self.mask)
+        return GrammarMatcher(self, avoids_eos, self.inner_mask if avoids_eos else self.mask)
 
 
 @dataclass(slots=True, eq=False)
-class Matching:
+class GrammarMatcher:
     """One sequence in its grammar.
 
     avoids_eos: eos may come only where nothing else may.
@@ -61,7 +61,7 @@ class Matching:
     rebuilt_at: how many tokens it had read when its matcher was last made anew.
     """
 
-    prototype: Prototype
+    compiled_grammar: CompiledGrammar
     avoids_eos: bool
     mask: NDArray[np.uint32]
     matcher: LLMatcher | None = None
@@ -75,7 +75,7 @@ class Matching:
     def its_matcher(self) -> LLMatcher:
         """Made when first needed."""
         if self.matcher is None:
-            self.matcher = self.prototype.matcher.deep_copy()
+            self.matcher = self.compiled_grammar.matcher.deep_copy()
         return self.matcher
 
 
@@ -90,7 +90,7 @@ class MatcherThreads:
         # Is in error, and reads nothing.
         self._idle = LLMatcher(vocabulary.tokenizer, "", log_level=0)
 
-    def compile(self, grammar: str) -> Prototype:
+    def compile(self, grammar: str) -> CompiledGrammar:
         """Raises GrammarError."""
         matcher = make_matcher(self._vocabulary, grammar)
         (mask,) = self._masks([matcher])
@@ -99,16 +99,18 @@ class MatcherThreads:
         if not mask.any():
             raise GrammarError("no token can be the first of a text that the grammar allows")
         seconds = self._try(matcher, mask)
-        return Prototype(grammar, matcher, mask, self._without_eos(mask), is_slow=seconds > SLOW_SECONDS)
+        return CompiledGrammar(grammar, matcher, mask, self._without_eos(mask), is_slow=seconds > SLOW_SECONDS)
 
-    def advance(self, matchings: Sequence[Matching]) -> None:
+    def advance(self, grammar_matchers: Sequence[GrammarMatcher]) -> None:
         """Each reads its newest token, the last of token_ids, and has the mask for the next one afterwards, unless it
         is complete, or has an error, or wants none."""
-        self._read([(matching.its_matcher, matching.token_ids[-1]) for matching in matchings])
-        self._find_masks(matchings)
-        broken = [matching for matching in matchings if matching.its_matcher.is_error()]
-        for matching in broken:
-            self._rebuild(matching)
+        self._read(
+            [(grammar_matcher.its_matcher, grammar_matcher.token_ids[-1]) for grammar_matcher in grammar_matchers]
+        )
+        self._find_masks(grammar_matchers)
+        broken = [grammar_matcher for grammar_matcher in grammar_matchers if grammar_matcher.its_matcher.is_error()]
+        for grammar_matcher in broken:
+            self._rebuild(grammar_matcher)
 
     def _try(self, matcher: LLMatcher, mask: NDArray[np.uint32]) -> float:
         """Seconds for a token of a random text, in the middle of some; 0 where no text is so long."""
@@ -138,40 +140,44 @@ class MatcherThreads:
         self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, 4 * num_words, len(matchers))
         return masks
 
-    def _find_masks(self, matchings: Sequence[Matching]) -> None:
+    def _find_masks(self, grammar_matchers: Sequence[GrammarMatcher]) -> None:
         # A matcher in error is stopped as well.
-        live = [matching for matching in matchings if matching.wants_mask and not matching.its_matcher.is_stopped()]
+        live = [
+            grammar_matcher
+            for grammar_matcher in grammar_matchers
+            if grammar_matcher.wants_mask and not grammar_matcher.its_matcher.is_stopped()
+        ]
         if live:
-            masks = self._masks([matching.its_matcher for matching in live])
-            for matching, mask in zip(live, masks, strict=True):
+            masks = self._masks([grammar_matcher.its_matcher for grammar_matcher in live])
+            for grammar_matcher, mask in zip(live, masks, strict=True):
                 if not mask.any():
-                    matching.error = "no token can follow in the grammar"
+                    grammar_matcher.error = "no token can follow in the grammar"
                 # A copy, or the masks of all stay as long as one of them.
-                matching.mask = self._without_eos(mask) if matching.avoids_eos else mask.copy()
-        for matching in matchings:
-            matcher = matching.its_matcher
-            matching.is_complete = matcher.is_stopped() and not matcher.is_error()
+                grammar_matcher.mask = self._without_eos(mask) if grammar_matcher.avoids_eos else mask.copy()
+        for grammar_matcher in grammar_matchers:
+            matcher = grammar_matcher.its_matcher
+            grammar_matcher.is_complete = matcher.is_stopped() and not matcher.is_error()
 
-    def _rebuild(self, matching: Matching) -> None:
+    def _rebuild(self, grammar_matcher: GrammarMatcher) -> None:
         """Begin with a new matcher, which shares no states: those of many sequences, over hours, reach the limit where
         one alone is far from it. One that gets there by itself has an error."""
-        error = one_line(matching.its_matcher.get_error())
-        matching.prototype.is_spoilt = True
-        num_before = matching.rebuilt_at
-        if num_before is not None and len(matching.token_ids) - num_before < MIN_TOKENS_BETWEEN_REBUILDS:
-            matching.error = error
+        error = one_line(grammar_matcher.its_matcher.get_error())
+        grammar_matcher.compiled_grammar.is_spoilt = True
+        num_before = grammar_matcher.rebuilt_at
+        if num_before is not None and len(grammar_matcher.token_ids) - num_before < MIN_TOKENS_BETWEEN_REBUILDS:
+            grammar_matcher.error = error
             return
-        matching.rebuilt_at = len(matching.token_ids)
+        grammar_matcher.rebuilt_at = len(grammar_matcher.token_ids)
         try:
-            matching.matcher = matcher = make_matcher(self._vocabulary, matching.prototype.grammar)
+            grammar_matcher.matcher = matcher = make_matcher(self._vocabulary, grammar_matcher.compiled_grammar.grammar)
         except GrammarError as again:
-            matching.error = str(again)
+            grammar_matcher.error = str(again)
             return
-        for token_id in matching.token_ids:
+        for token_id in grammar_matcher.token_ids:
             self._read([(matcher, token_id)])
-        self._find_masks([matching])
+        self._find_masks([grammar_matcher])
         if matcher.is_error():
-            matching.error = one_line(matcher.get_error())
+            grammar_matcher.error = one_line(matcher.get_error())
 
     def _without_eos(self, mask: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """A copy, [words], that forbids the end where anything else may come."""

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
-from tokasaurus.manager.state.grammar_matcher import Matching
+from tokasaurus.manager.state.grammar_matcher import GrammarMatcher
 from tokasaurus.manager.state.top_logprobs import KeptTop
 from tokasaurus.messages.generation import GenerateRequest, PromptLogprobs
 from tokasaurus.text.stop_strings import StopMatcher
@@ -101,7 +101,7 @@ class Sequence:
     kept_top: KeptTop | None = None
     scores_prompt: bool = False
     prompt_logprobs: PromptLogprobs | None = None
-    matching: Matching | None = None
+    grammar_matcher: GrammarMatcher | None = None
 
     @property
     def may_stop(self) -> bool:

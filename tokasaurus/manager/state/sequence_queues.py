@@ -37,12 +37,12 @@ class SequenceQueues:
         else:
             self._waiting.append(sequence)
 
-    def hold(self, sequence: Sequence) -> None:
-        """It waits, and is not to be admitted before `stop_holding`."""
+    def block(self, sequence: Sequence) -> None:
+        """It waits, and is not to be admitted before `unblock`."""
         sequence.phase = Phase.WAITING
         self.num_waiting += 1
 
-    def stop_holding(self, sequence: Sequence) -> None:
+    def unblock(self, sequence: Sequence) -> None:
         """It waits behind all others from now on."""
         self._waiting.append(sequence)
 

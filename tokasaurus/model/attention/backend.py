@@ -67,13 +67,13 @@ class PagedPart:
 class PagedLayout:
     """Where the tokens of one forward live.
 
-    token_places: int64 [T], the place of each token's key and value: block id * page_size + offset in the block.
+    kv_indices: int64 [T], the place of each token's key and value: block id * page_size + offset in the block.
     parts: cover the first rows of T in order; those behind them are padding.
     prefix: of the rows of parts[0], a segment for each group of rows that share a prefix; parts[0] is then what each
     row attends to behind it, and both are partial. None where no rows do.
     """
 
-    token_places: Tensor
+    kv_indices: Tensor
     parts: tuple[PagedPart, ...]
     prefix: PagedPart | None = None
 
@@ -91,7 +91,7 @@ class AttentionBackend(Protocol):
         """Prepare for the layers of one forward."""
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
-        """Store key and value [T, K, D] at the planned layout's token_places."""
+        """Store key and value [T, K, D] at the planned layout's kv_indices."""
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
         """query [num_rows, H, D] of a planned part -> output [num_rows, H, D], in the query's dtype or, of a partial

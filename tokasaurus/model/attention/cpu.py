@@ -57,7 +57,7 @@ class CpuBackend:
         prefix = None if layout.prefix is None else ctypes.pointer(_struct(layout.prefix))
         self._paged = PagedForwardStruct(
             *(cache_type(self._cache), self._cache.data_ptr(), self._cache[0].numel()),
-            *(self._shape.page_size, layout.token_places.data_ptr(), parts, len(parts), prefix),
+            *(self._shape.page_size, layout.kv_indices.data_ptr(), parts, len(parts), prefix),
         )
 
     @property
@@ -66,7 +66,7 @@ class CpuBackend:
         return self._paged
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
-        self._kernels.write_kv(key, value, self._layout.token_places, self._cache[layer_index], self._shape.page_size)
+        self._kernels.write_kv(key, value, self._layout.kv_indices, self._cache[layer_index], self._shape.page_size)
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
         cache = self._cache[layer_index]

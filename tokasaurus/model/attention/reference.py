@@ -22,11 +22,11 @@ class ReferenceBackend:
         self._values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
     def plan(self, layout: PagedLayout) -> None:
-        self._token_places = layout.token_places
+        self._kv_indices = layout.kv_indices
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
-        self._keys[layer_index, self._token_places] = as_stored(key, self._shape.dtype)
-        self._values[layer_index, self._token_places] = as_stored(value, self._shape.dtype)
+        self._keys[layer_index, self._kv_indices] = as_stored(key, self._shape.dtype)
+        self._values[layer_index, self._kv_indices] = as_stored(value, self._shape.dtype)
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
         output = torch.empty(query.shape, dtype=torch.float32 if part.is_partial else query.dtype, device=query.device)

@@ -50,7 +50,7 @@ class TorchBackend:
         self._values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
     def plan(self, layout: PagedLayout) -> None:
-        self._token_places = layout.token_places
+        self._kv_indices = layout.kv_indices
         self._layout = layout  # keeps the parts, and so their ids
         parts = layout.parts if layout.prefix is None else (*layout.parts, layout.prefix)
         self._buckets = {id(part): self._make_buckets(part) for part in parts}
@@ -59,7 +59,7 @@ class TorchBackend:
         shape = self._shape
         for cache, new in ((self._keys, key), (self._values, value)):
             tokens = cache[layer_index].view(shape.num_kv_heads, -1, shape.head_dim)
-            tokens[:, self._token_places] = as_stored(new.transpose(0, 1), cache.dtype)
+            tokens[:, self._kv_indices] = as_stored(new.transpose(0, 1), cache.dtype)
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
         output = torch.empty(query.shape, dtype=torch.float32 if part.is_partial else query.dtype, device=query.device)

@@ -46,13 +46,13 @@ class LogitRulesStruct(ctypes.Structure):
 class TokenMasksStruct(ctypes.Structure):
     """TokenMasks of token_masks.h."""
 
-    _fields_ = (*((name, ctypes.c_void_p) for name in ("place_of_row", "bits")), ("num_words", ctypes.c_int64))
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("index_of_row", "bits")), ("num_words", ctypes.c_int64))
 
 
 class TopLogprobsStruct(ctypes.Structure):
     """TopLogprobs of sampling.cpp."""
 
-    _fields_ = (("count", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("place_of_row", "ids", "logprobs")))
+    _fields_ = (("count", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("index_of_row", "ids", "logprobs")))
 
 
 class Kernels:
@@ -99,7 +99,7 @@ class Kernels:
         self, query: Tensor, cache: Tensor, part: ctypes.Structure, is_partial: bool, page_size: int
     ) -> tuple[Tensor, Tensor]:
         """query [rows, H, D] (rows may be apart), cache one layer's [blocks, K, 2, P * D], part: PagedPart of
-        attention_piece.h -> output [rows, H, D], float32 if partial, and lse float32 [rows, H]."""
+        attention_partition.h -> output [rows, H, D], float32 if partial, and lse float32 [rows, H]."""
         num_rows, num_heads, head_dim = query.shape
         assert query.stride()[1:] == (head_dim, 1), "a row's heads lie together"
         output_dtype = torch.float32 if is_partial else query.dtype
@@ -179,8 +179,8 @@ class Kernels:
     ) -> None:
         """logits [R, V], contiguous; limits: temperatures, top_ps, top_ks, min_ps, these and noise_keys as in
         SamplingRows -> tokens int64 [R] and, where wanted, their log-probabilities float32 [R].
-        masks: place_of_row int32 [R], a row's place among those with a mask, or -1; and their masks, int32 [A, W].
-        top: place_of_row int32 [R], a row's place among those that want their likeliest tokens, or -1; whose
+        masks: index_of_row int32 [R], a row's place among those with a mask, or -1; and their masks, int32 [A, W].
+        top: index_of_row int32 [R], a row's place among those that want their likeliest tokens, or -1; whose
         ids, int32, and log-probabilities, float32, go to the others, [A, K]; only with logprobs."""
         num_rows, vocab_size = logits.shape
         masks_struct = None

@@ -12,7 +12,7 @@ from tokasaurus.model.cpu.packed_weights import LayerKernels, PackedWeights, Pac
 
 
 class PagedPartStruct(ctypes.Structure):
-    """PagedPart of attention_piece.h."""
+    """PagedPart of attention_partition.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("first_row", "num_rows", "num_segments")),

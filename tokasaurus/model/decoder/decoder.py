@@ -20,7 +20,7 @@ from tokasaurus.model.decoder.layers.linear import Linear
 from tokasaurus.model.decoder.layers.mlp import GatedMLP
 from tokasaurus.model.decoder.layers.norm import RMSNorm
 from tokasaurus.model.decoder.layers.rotary import RotaryTable
-from tokasaurus.model.decoder.weights import WeightPiece, allocate_parameters, whole
+from tokasaurus.model.decoder.weights import WeightShard, allocate_parameters, whole
 from tokasaurus.model.parallel.mesh import Mesh
 
 # T tokens in this forward, R rows whose logits are wanted, E hidden size
@@ -71,19 +71,19 @@ class DecoderLayer(nn.Module):
         norms = (self.attention_norm.float_weight, self.mlp_norm.float_weight, query_norm, key_norm)
         return PackedLayer(qkv, out, gate_up, down, *norms)
 
-    def weight_pieces(self, prefix: str) -> list[WeightPiece]:
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
         return [
             whole(f"{prefix}input_layernorm.weight", self.attention_norm.weight),
-            *self.attention.weight_pieces(f"{prefix}self_attn."),
+            *self.attention.weight_shards(f"{prefix}self_attn."),
             whole(f"{prefix}post_attention_layernorm.weight", self.mlp_norm.weight),
-            *self.mlp.weight_pieces(f"{prefix}mlp."),
+            *self.mlp.weight_shards(f"{prefix}mlp."),
         ]
 
 
 class Decoder(nn.Module):
     """This rank's stage and shard of the model.
 
-    Parameters are made on the meta device: call `materialize`, fill `weight_pieces`, then call `pack`.
+    Parameters are made on the meta device: call `materialize`, fill `weight_shards`, then call `pack`.
     """
 
     def __init__(self, info: ModelInfo, options: DecoderOptions, mesh: Mesh, dtype: torch.dtype) -> None:
@@ -224,21 +224,21 @@ class Decoder(nn.Module):
         assert self.final_norm is not None
         return head.logits(hidden, self.final_norm)
 
-    def weight_pieces(self) -> list[WeightPiece]:
+    def weight_shards(self) -> list[WeightShard]:
         """Every tensor of the whole checkpoint, with a target where this stage holds it."""
         info, mesh = self._info, self._mesh
         stage = mesh.stage_layers(info.num_layers)
-        pieces: list[WeightPiece] = []
+        pieces: list[WeightShard] = []
         for index in range(info.num_layers):
             prefix = f"model.layers.{index}."
             if index in stage:
                 layer = self.layers[index - stage.start]
                 assert isinstance(layer, DecoderLayer)
-                pieces += layer.weight_pieces(prefix)
+                pieces += layer.weight_shards(prefix)
             else:
                 template = self.layers[0]
                 assert isinstance(template, DecoderLayer)
-                pieces += map(_held_elsewhere, template.weight_pieces(prefix))
+                pieces += map(_held_elsewhere, template.weight_shards(prefix))
         vocab_shape = (info.vocab_size, info.hidden_size)
         pieces += _pieces_or_elsewhere(self.embedding, "model.embed_tokens.weight", vocab_shape)
         if not info.tie_embeddings:
@@ -246,7 +246,7 @@ class Decoder(nn.Module):
         if self.final_norm is not None:
             pieces.append(whole("model.norm.weight", self.final_norm.weight))
         else:
-            pieces.append(WeightPiece("model.norm.weight", (info.hidden_size,), (), None))
+            pieces.append(WeightShard("model.norm.weight", (info.hidden_size,), (), None))
         return pieces
 
     def ignores(self, source: str) -> bool:
@@ -255,9 +255,9 @@ class Decoder(nn.Module):
         return source.endswith("rotary_emb.inv_freq") or (self._info.tie_embeddings and source == "lm_head.weight")
 
 
-def _held_elsewhere(piece: WeightPiece) -> WeightPiece:
-    return WeightPiece(piece.source, piece.shape, piece.shard, None)
+def _held_elsewhere(piece: WeightShard) -> WeightShard:
+    return WeightShard(piece.source, piece.shape, piece.shard, None)
 
 
-def _pieces_or_elsewhere(shard: VocabShard | None, source: str, shape: tuple[int, ...]) -> list[WeightPiece]:
-    return [WeightPiece(source, shape, (), None)] if shard is None else shard.weight_pieces(source)
+def _pieces_or_elsewhere(shard: VocabShard | None, source: str, shape: tuple[int, ...]) -> list[WeightShard]:
+    return [WeightShard(source, shape, (), None)] if shard is None else shard.weight_shards(source)

@@ -13,7 +13,7 @@ from tokasaurus.checkpoint import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
-class WeightPiece:
+class WeightShard:
     """One checkpoint tensor and where this rank's share of it belongs.
 
     source: name in the checkpoint. shape: of the whole tensor there. shard: the part this rank holds.
@@ -26,9 +26,9 @@ class WeightPiece:
     target: Tensor | None
 
 
-def whole(source: str, target: Tensor) -> WeightPiece:
+def whole(source: str, target: Tensor) -> WeightShard:
     """A tensor that every rank holds whole."""
-    return WeightPiece(source, tuple(target.shape), tuple(slice(None) for _ in target.shape), target)
+    return WeightShard(source, tuple(target.shape), tuple(slice(None) for _ in target.shape), target)
 
 
 def allocate_parameters(module: nn.Module, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class FilledModules:
 
 def load_weights(
     files: Sequence[Path],
-    pieces: Iterable[WeightPiece],
+    pieces: Iterable[WeightShard],
     ignored: Callable[[str], bool],
     on_bytes: Callable[[int], None] = lambda _: None,
     on_filled: Callable[[Tensor], None] = lambda _: None,
@@ -87,8 +87,8 @@ def load_weights(
         raise CheckpointError(f"the checkpoint lacks tensor {missing[0]}{_and_more(len(missing) - 1)}")
 
 
-def _by_source(pieces: Iterable[WeightPiece]) -> dict[str, list[WeightPiece]]:
-    by_source: dict[str, list[WeightPiece]] = {}
+def _by_source(pieces: Iterable[WeightShard]) -> dict[str, list[WeightShard]]:
+    by_source: dict[str, list[WeightShard]] = {}
     for piece in pieces:
         by_source.setdefault(piece.source, []).append(piece)
     return by_source
@@ -96,7 +96,7 @@ def _by_source(pieces: Iterable[WeightPiece]) -> dict[str, list[WeightPiece]]:
 
 def _load_file(
     file: Path,
-    expected: dict[str, list[WeightPiece]],
+    expected: dict[str, list[WeightShard]],
     seen: set[str],
     ignored: Callable[[str], bool],
     on_bytes: Callable[[int], None],

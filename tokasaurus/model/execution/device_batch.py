@@ -71,7 +71,7 @@ def build_batch(
     blocks = slots.block_tables[step.slots[token_rows], token_positions // page_size]
     # What is there already goes to the padding block: other slots may read it now.
     blocks[token_positions < slots.first_writes[step.slots][token_rows]] = 0
-    token_places = blocks.astype(np.int64) * page_size + token_positions % page_size
+    kv_indices = blocks.astype(np.int64) * page_size + token_positions % page_size
 
     decoded = slots.last_tokens[to_device(step.slots[: step.num_decode].astype(np.int64))]
 
@@ -81,8 +81,8 @@ def build_batch(
     padding = pad(int(starts[-1]))  # token 0 at position 0, its key and value in the padding block
     token_ids = torch.cat((decoded, to_device(np.concatenate((step.prompt_ids, padding)))))
 
-    all_places = to_device(np.concatenate((token_places, padding)))
-    slots.rules.tokens[all_places] = token_ids.int()
+    all_kv_indices = to_device(np.concatenate((kv_indices, padding)))
+    slots.rules.tokens[all_kv_indices] = token_ids.int()
 
     # A decode row is past its prompt, a prefill row samples when its chunk ends it.
     samples = kv_lengths >= slots.num_prompt_tokens[step.slots]
@@ -121,7 +121,7 @@ def build_batch(
         logit_rows=to_device(np.concatenate((logit_rows, pad(len(logit_rows))))),
         num_sampled=len(logit_rows),
         sampled_slots=to_device(sampled_slots.astype(np.int64)),
-        layout=PagedLayout(all_places, parts, prefix),
+        layout=PagedLayout(all_kv_indices, parts, prefix),
         sampling=sampling,
         want_logprobs=want_logprobs,
         scored=scored,

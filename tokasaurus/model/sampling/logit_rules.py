@@ -52,9 +52,9 @@ class SlotRules:
         self._biases: dict[int, tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]] = {}
         self.allocate(0)
 
-    def allocate(self, num_places: int) -> None:
+    def allocate(self, num_kv_indices: int) -> None:
         """For a KV cache of so many tokens, the padding block's included."""
-        self.tokens = torch.zeros(num_places, dtype=torch.int32, device=self._device)
+        self.tokens = torch.zeros(num_kv_indices, dtype=torch.int32, device=self._device)
 
     def close(self, slots: NDArray[np.int32]) -> None:
         if self._biases:

@@ -93,7 +93,7 @@ def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> 
     if rows.rules is not None:
         ruled = rows.rules
         tensors = (
-            *(_places_of_rows(ruled.rows, len(logits)), ruled.tokens, ruled.block_tables, ruled.lengths),
+            *(_indices_of_rows(ruled.rows, len(logits)), ruled.tokens, ruled.block_tables, ruled.lengths),
             *(ruled.num_request_tokens, ruled.penalties, torch.from_numpy(ruled.bias_starts)),
             *(ruled.bias_ids, ruled.bias_values),
         )
@@ -104,18 +104,18 @@ def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> 
     masks = None
     if rows.masks is not None:
         bits = torch.from_numpy(rows.masks.bits.view(np.int32))
-        masks = _places_of_rows(rows.masks.rows, len(logits)), bits.contiguous()
+        masks = _indices_of_rows(rows.masks.rows, len(logits)), bits.contiguous()
     top = None
     if rows.top is not None:
         shape = len(rows.top.rows), rows.top.count
-        place_of_row = _places_of_rows(rows.top.rows, len(logits))
-        top = place_of_row, torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32)
+        index_of_row = _indices_of_rows(rows.top.rows, len(logits))
+        top = index_of_row, torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32)
     limits = rows.temperatures, rows.top_ps, rows.top_ks, rows.min_ps
     kernels.sample(logits, limits, rows.noise_keys, rules, masks, tokens, logprobs, top)
     return Sampled(tokens, logprobs, *(() if top is None else top[1:]))
 
 
-def _places_of_rows(rows: NDArray[np.integer[Any]], num_rows: int) -> Tensor:
+def _indices_of_rows(rows: NDArray[np.integer[Any]], num_rows: int) -> Tensor:
     """int32 [num_rows]: a row's place in `rows`, or -1."""
     places = torch.full((num_rows,), -1, dtype=torch.int32)
     places[torch.from_numpy(rows)] = torch.arange(len(rows), dtype=torch.int32)

@@ -226,7 +226,7 @@ def _load_weights(model: Decoder, checkpoint: Checkpoint, console: Console) -> N
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("weights", total=sum(file.stat().st_size for file in files))
-        pieces = iter(model.weight_pieces())  # a list would keep what is packed
+        pieces = iter(model.weight_shards())  # a list would keep what is packed
         load_weights(files, pieces, model.ignores, lambda size: progress.advance(task, size), filled.note)
 
 

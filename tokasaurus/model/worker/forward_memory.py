@@ -10,16 +10,16 @@ from tokasaurus.model.sampling.token_masks import num_mask_words
 from tokasaurus.model.worker.warmup import ForwardLimits
 
 _TILE_QUERIES = 96
-"""Query heads of a tile of attention, at most: kTileQueries of attention_piece.h."""
+"""Query heads of a tile of attention, at most: kTileQueries of attention_partition.h."""
 
 _MAX_HEAD_DIM = 256
-"""For which each thread's tile has room: kMaxHeadDim of attention_piece.h."""
+"""For which each thread's tile has room: kMaxHeadDim of attention_partition.h."""
 
 _CHUNK_TOKENS = 128
 """Whose keys and values each thread widens at a time: kChunk of attention_tile.h."""
 
-_PIECES_PER_THREAD = 16
-"""Pieces of tiles that are merged at the end: twice kPiecesPerThread of attention_work.h, for what is rounded up."""
+_PARTITIONS_PER_THREAD = 16
+"""Partitions of tiles, merged at the end: twice kPartitionsPerThread of attention_work.h, for rounding up."""
 
 _FLOAT = 4
 _INDEX = 8
@@ -31,7 +31,7 @@ _HOST_INDICES_PER_ROW = 64
 _BLOCK_TABLE_COPIES = 10
 """Of int32: tables of rows, of groups and of rows with rules, and the indices, of 8 bytes, that they are taken by."""
 
-_BYTES_PER_PIECE = 240
+_BYTES_PER_PARTITION = 240
 """Of attention's lists of tiles and of pieces, which grow by doubling."""
 
 _VOCABULARIES_PER_THREAD = 10
@@ -79,9 +79,9 @@ def largest_forward(
     attention = (
         num_tokens * info.num_heads * _FLOAT
         + num_rows * (query_size + info.num_heads) * _FLOAT
-        + num_tiles * _BYTES_PER_PIECE
+        + num_tiles * _BYTES_PER_PARTITION
         + num_threads * (3 * _TILE_QUERIES + 2 * _CHUNK_TOKENS) * _MAX_HEAD_DIM * _FLOAT
-        + num_threads * _PIECES_PER_THREAD * _TILE_QUERIES * (info.head_dim + 1) * _FLOAT
+        + num_threads * _PARTITIONS_PER_THREAD * _TILE_QUERIES * (info.head_dim + 1) * _FLOAT
     )
     # Masks as they arrive, unpickled, and as a tensor.
     masks = 3 * num_rows * num_mask_words(info.vocab_size) * _FLOAT

@@ -10,7 +10,7 @@ from functools import partial
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest, SequenceDelta
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
-from tokasaurus.server.engine_client.collectors import Arrivals, FinishedSequence, Results
+from tokasaurus.server.engine_client.collectors import FinishedSequence, Results, StreamCollector
 from tokasaurus.server.engine_client.load_balancer import choose_replica, is_queue_full
 from tokasaurus.server.errors import QueueFull
 
@@ -102,7 +102,7 @@ class EngineClient:
         """The finished sequences of each request, in order of `sequence_index`. At least one request.
 
         Request ids must be new. If the caller is cancelled, what is unfinished is cancelled at the managers. Raises
-        QueueFull, and SequenceGivenUp as soon as that happens to one.
+        QueueFull, and SequenceAborted as soon as that happens to one.
         """
         results = Results(requests)
         with self._submitted(requests, results.add):
@@ -110,14 +110,14 @@ class EngineClient:
         return results.sequences
 
     @contextmanager
-    def stream(self, requests: Sequence[GenerateRequest]) -> Iterator[Arrivals]:
+    def stream(self, requests: Sequence[GenerateRequest]) -> Iterator[StreamCollector]:
         """Inside, the requests run, and what has come of them can be read; at least one request, all `is_streamed`.
 
         Request ids must be new. At the end, what is unfinished is cancelled at the managers. Raises QueueFull.
         """
-        arrivals = Arrivals(requests)
-        with self._submitted(requests, arrivals.add):
-            yield arrivals
+        collector = StreamCollector(requests)
+        with self._submitted(requests, collector.add):
+            yield collector
 
     @contextmanager
     def _submitted(

@@ -9,7 +9,7 @@ import numpy as np
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, PromptLogprobs, SequenceDelta, TopLogprobs
 
 
-class SequenceGivenUp(Exception):
+class SequenceAborted(Exception):
     """Its grammar could not be followed; why, in one line."""
 
 
@@ -72,14 +72,14 @@ class Results:
     def add(self, request_index: int, delta: SequenceDelta) -> None:
         self.sequences[request_index][delta.sequence_index].append(delta)
         if delta.error and not self.finished.done():
-            self.finished.set_exception(SequenceGivenUp(delta.error))
+            self.finished.set_exception(SequenceAborted(delta.error))
         if delta.finish_reason is not None:
             self._num_unfinished -= 1
             if self._num_unfinished == 0 and not self.finished.done():
                 self.finished.set_result(None)
 
 
-class Arrivals:
+class StreamCollector:
     """What has come of one `stream` call and has not been read. A reader who is slow gets fewer and longer deltas."""
 
     def __init__(self, requests: Sequence[GenerateRequest]) -> None:
@@ -108,7 +108,7 @@ class Arrivals:
 
     async def read(self) -> list[tuple[int, SequenceDelta]]:
         """(index of the request, delta) of each sequence that has anything new, of which there is at least one, for
-        which it waits; none once every sequence's last delta has been read. Raises SequenceGivenUp."""
+        which it waits; none once every sequence's last delta has been read. Raises SequenceAborted."""
         if self._num_unread_ends == 0:
             return []
         await self._has_unread.wait()
@@ -116,7 +116,7 @@ class Arrivals:
         deltas = [(request_index, delta) for (request_index, _), delta in self._unread.items()]
         for _, delta in deltas:
             if delta.error:
-                raise SequenceGivenUp(delta.error)
+                raise SequenceAborted(delta.error)
         self._unread = {}
         self._num_unread_ends -= sum(delta.finish_reason is not None for _, delta in deltas)
         return deltas

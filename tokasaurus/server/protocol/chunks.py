@@ -41,16 +41,16 @@ class ContentDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class ArgumentsPiece:
+class ArgumentsFragment:
     arguments: str
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallPiece:
+class ToolCallFragment:
     """The arguments of the answer's call of this index go on."""
 
     index: int
-    function: ArgumentsPiece
+    function: ArgumentsFragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallsDelta:
-    tool_calls: list[ToolCallStart | ToolCallPiece]
+    tool_calls: list[ToolCallStart | ToolCallFragment]
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,19 +48,19 @@ class IncomingBody:
         self._unread = bytearray()
         self._is_whole = False
         self._has_news = asyncio.Event()
-        self._has_room = asyncio.Event()
-        self._has_room.set()
+        self._can_read = asyncio.Event()
+        self._can_read.set()
 
     async def receive(self) -> Message:
         """The next ASGI message, once there is room for one. Somebody has to call it all the time."""
-        await self._has_room.wait()
+        await self._can_read.wait()
         message = await self._receive()
         if message["type"] == "http.request":
             self._unread += message.get("body", b"")
             self._is_whole = not message.get("more_body", False)
             self._has_news.set()
             if len(self._unread) > MAX_UNREAD_BYTES:
-                self._has_room.clear()
+                self._can_read.clear()
         return message
 
     async def read(self) -> bytes:
@@ -70,7 +70,7 @@ class IncomingBody:
             self._has_news.clear()
         content = bytes(self._unread)
         self._unread.clear()
-        self._has_room.set()
+        self._can_read.set()
         return content
 
 
@@ -126,7 +126,7 @@ class BulkRun:
         self._queue_waiters: dict[asyncio.Future[None], None] = {}  # in the order in which they came
         self._num_unsent_bytes = 0
         self._has_news = asyncio.Event()
-        self._has_room = asyncio.Event()
+        self._can_read = asyncio.Event()
         self.has_read_all = False
 
     async def run(self, body: IncomingBody, write: Callable[[bytes], Awaitable[None]]) -> None:
@@ -172,7 +172,7 @@ class BulkRun:
         self._num_lines += 1
         if content is not None and not content.strip():
             return
-        await self._has_room.wait()
+        await self._can_read.wait()
         line = await self._checked_line(content)
         task = asyncio.ensure_future(self._answer(line))
         self._unanswered[task] = line.custom_id
@@ -236,9 +236,9 @@ class BulkRun:
 
     def _notice_room(self) -> None:
         if len(self._unanswered) < MAX_LINES_IN_FLIGHT and self._num_unsent_bytes < MAX_UNSENT_BYTES:
-            self._has_room.set()
+            self._can_read.set()
         else:
-            self._has_room.clear()
+            self._can_read.clear()
 
 
 def _with_number(line: Line, number: int) -> Line:

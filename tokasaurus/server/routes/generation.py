@@ -9,7 +9,7 @@ from fastapi import Request, Response
 
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.server.disconnect import run_while_connected
-from tokasaurus.server.engine_client.collectors import FinishedSequence, SequenceGivenUp
+from tokasaurus.server.engine_client.collectors import FinishedSequence, SequenceAborted
 from tokasaurus.server.errors import GrammarTooComplex, InvalidRequest
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
 from tokasaurus.server.prepare.requests import Prepared
@@ -91,7 +91,7 @@ def _blaming_grammar(prepared: Prepared) -> Iterator[None]:
     """A sequence that is given up inside is an error of the field that gave the grammar."""
     try:
         yield
-    except SequenceGivenUp as error:
+    except SequenceAborted as error:
         assert prepared.grammar is not None, "grammars alone are given up"
         param = prepared.grammar.param
         raise GrammarTooComplex(f"{param}: {error}", param) from None
@@ -99,8 +99,8 @@ def _blaming_grammar(prepared: Prepared) -> Iterator[None]:
 
 async def _events(state: ServerState, prepared: Prepared, answer: AnswerStream) -> AsyncGenerator[bytes, None]:
     """The engine is told to drop the requests if this is closed before its end."""
-    with _blaming_grammar(prepared), state.engine.stream(prepared.requests) as arrivals:
-        while deltas := await arrivals.read():
+    with _blaming_grammar(prepared), state.engine.stream(prepared.requests) as collector:
+        while deltas := await collector.read():
             for start in range(0, len(deltas), MAX_DELTAS_AT_ONCE):
                 part = deltas[start : start + MAX_DELTAS_AT_ONCE]
                 if answer.shows_prompts(part):  # which may be long

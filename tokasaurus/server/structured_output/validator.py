@@ -68,7 +68,7 @@ class GrammarChecker:
         self._num_known_bytes = 0
         self._compiling: dict[tuple[str, str], asyncio.Task[_Outcome]] = {}
         self._num_waiting: Counter[tuple[str, str]] = Counter()  # for what is compiling
-        self._turns = asyncio.Semaphore(MAX_PROCESSES)
+        self._free_processes = asyncio.Semaphore(MAX_PROCESSES)
         self._idle: list[Process] = []
         self._processes: set[Process] = set()
 
@@ -107,7 +107,7 @@ class GrammarChecker:
 
     async def _compile(self, key: tuple[str, str]) -> _Outcome:
         try:
-            async with self._turns:
+            async with self._free_processes:
                 if self._num_waiting[key] == 0:  # all who asked have left: it would hold up others
                     return _Outcome("", "nobody waits for it", 0)
                 question = orjson.dumps(key)

@@ -5,15 +5,15 @@ import uuid
 from tokasaurus.messages.generation import FinishReason
 from tokasaurus.server.protocol.chat import AssistantMessage, CallingMessage, ChatFinishReason
 from tokasaurus.server.protocol.chunks import (
-    ArgumentsPiece,
+    ArgumentsFragment,
     ContentDelta,
     EmptyDelta,
-    ToolCallPiece,
+    ToolCallFragment,
     ToolCallsDelta,
     ToolCallStart,
 )
 from tokasaurus.server.protocol.tools import ToolCall, ToolCallFunction
-from tokasaurus.server.tools.parser import CallPiece, CallReader, CallRules
+from tokasaurus.server.tools.parser import CallFragment, CallReader, CallRules
 
 CallDelta = ContentDelta | ToolCallsDelta | EmptyDelta
 
@@ -29,7 +29,7 @@ def build_message(
     names: list[str] = []
     arguments: list[list[str]] = []
     for piece in pieces:
-        if isinstance(piece, CallPiece):
+        if isinstance(piece, CallFragment):
             if piece.name is not None:
                 names.append(piece.name)
                 arguments.append([])
@@ -70,13 +70,13 @@ class CallStream:
         return _finish_reason(finish_reason, self._rules) if self._reader.num_calls else finish_reason
 
 
-def _call_deltas(piece: CallPiece) -> list[CallDelta]:
+def _call_deltas(piece: CallFragment) -> list[CallDelta]:
     """One call to a delta: clients put together what has the same index in different deltas, not in one."""
     deltas: list[CallDelta] = []
     if piece.name is not None:
         start = ToolCallStart(piece.index, _new_id(), ToolCallFunction(piece.name, ""))
         deltas.append(ToolCallsDelta([start]))
-    deltas.append(ToolCallsDelta([ToolCallPiece(piece.index, ArgumentsPiece(piece.arguments))]))
+    deltas.append(ToolCallsDelta([ToolCallFragment(piece.index, ArgumentsFragment(piece.arguments))]))
     return deltas
 
 

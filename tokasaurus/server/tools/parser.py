@@ -27,7 +27,7 @@ class CallRules:
 
 
 @dataclass(frozen=True, slots=True)
-class CallPiece:
+class CallFragment:
     """More of the arguments of a call. name: on the first piece of the call alone."""
 
     index: int
@@ -64,9 +64,9 @@ class CallReader:
         self._content: list[str] = []
         self._call_name: str | None = None
         self._arguments: list[str] = []
-        self._pieces: list[str | CallPiece] = []
+        self._pieces: list[str | CallFragment] = []
 
-    def add(self, text: str) -> list[str | CallPiece]:
+    def add(self, text: str) -> list[str | CallFragment]:
         """What the text adds: content and calls, in order."""
         position = 0
         while position < len(text):
@@ -83,7 +83,7 @@ class CallReader:
                     position += self._read_character(text[position])
         return self._take_pieces()
 
-    def finish(self) -> list[str | CallPiece]:
+    def finish(self) -> list[str | CallFragment]:
         """What was held back, at the end of the text."""
         held = self._take_held()
         match self._place:
@@ -141,14 +141,14 @@ class CallReader:
         elif character in _SPACE:
             self._held.append(character)
         else:
-            self._give_up()
+            self._abort()
             return False
         return True
 
     def _read_object(self, character: str) -> bool:
         reading = self._head.add(character)
         if reading is Reading.NO_JSON:
-            self._give_up()
+            self._abort()
             return False
         self._held.append(character)
         if reading is Reading.CALL:
@@ -158,7 +158,7 @@ class CallReader:
             self._place = _Place.CONTENT if self._head.scanner.is_complete else _Place.OTHER_OBJECT
         return True
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         """What is held is no call. White space at its end may stand before one."""
         held = self._take_held()
         shown = held.rstrip(_SPACE)
@@ -259,10 +259,10 @@ class CallReader:
             self._pieces.append("".join(self._content))
             self._content = []
         if self._arguments:
-            self._pieces.append(CallPiece(self.num_calls - 1, self._call_name, "".join(self._arguments)))
+            self._pieces.append(CallFragment(self.num_calls - 1, self._call_name, "".join(self._arguments)))
             self._call_name, self._arguments = None, []
 
-    def _take_pieces(self) -> list[str | CallPiece]:
+    def _take_pieces(self) -> list[str | CallFragment]:
         self._flush()
         pieces, self._pieces = self._pieces, []
         return pieces

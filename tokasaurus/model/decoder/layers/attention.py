@@ -9,7 +9,7 @@ from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.decoder.layers.linear import FusedColumnLinear, OutputShard, RowLinear
 from tokasaurus.model.decoder.layers.norm import RMSNorm
 from tokasaurus.model.decoder.layers.rotary import rotate
-from tokasaurus.model.decoder.weights import WeightPiece, whole
+from tokasaurus.model.decoder.weights import WeightShard, whole
 from tokasaurus.model.parallel.mesh import Mesh
 
 # T tokens, E hidden size, H query heads, K key/value heads, D head size
@@ -61,8 +61,8 @@ class Attention(nn.Module):
         backend.write(key, value, self._layer_index)
         return attend_rows(backend, query, self._layer_index, layout)
 
-    def weight_pieces(self, prefix: str) -> list[WeightPiece]:
-        pieces = self.qkv.weight_pieces(prefix) + self.out.weight_pieces(prefix)
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
+        pieces = self.qkv.weight_shards(prefix) + self.out.weight_shards(prefix)
         if self.query_norm is not None and self.key_norm is not None:
             pieces.append(whole(f"{prefix}q_norm.weight", self.query_norm.weight))
             pieces.append(whole(f"{prefix}k_norm.weight", self.key_norm.weight))

@@ -7,7 +7,7 @@ from torch.nn import functional
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.model.decoder.layers.linear import Linear
 from tokasaurus.model.decoder.layers.norm import RMSNorm
-from tokasaurus.model.decoder.weights import WeightPiece
+from tokasaurus.model.decoder.weights import WeightShard
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.tensor_parallel import gather_last_dim, sum_over_shards
 
@@ -52,6 +52,6 @@ class VocabShard(Linear):
             self._logits = hidden.new_empty((len(hidden), self._length))
         return self.packed.multiply(hidden, (norm.float_weight, norm.eps), self._logits[: len(hidden)])
 
-    def weight_pieces(self, source: str) -> list[WeightPiece]:
+    def weight_shards(self, source: str) -> list[WeightShard]:
         rows = slice(self._start, self._start + self._length)
-        return [WeightPiece(source, self._shape, (rows, slice(None)), self.weight)]
+        return [WeightShard(source, self._shape, (rows, slice(None)), self.weight)]

@@ -10,7 +10,7 @@ from torch.nn import functional
 from tokasaurus.model.cpu.packed_weights import LayerKernels, PackedWeights, takes
 from tokasaurus.model.cpu.product_choice import ALWAYS_KERNELS, ProductChoice, torch_product
 from tokasaurus.model.decoder.layers.norm import RMSNorm
-from tokasaurus.model.decoder.weights import WeightPiece
+from tokasaurus.model.decoder.weights import WeightShard
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.tensor_parallel import sum_over_shards
 
@@ -88,7 +88,7 @@ class FusedColumnLinear(Linear):
         self._in_size = in_size
         self._outputs = tuple(outputs)
 
-    def weight_pieces(self, prefix: str) -> list[WeightPiece]:
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
         pieces = []
         row = 0
         for output in self._outputs:
@@ -97,9 +97,9 @@ class FusedColumnLinear(Linear):
             row += output.length
             name = f"{prefix}{output.source}"
             shape = (output.size, self._in_size)
-            pieces.append(WeightPiece(f"{name}.weight", shape, (shard, slice(None)), self.weight[rows]))
+            pieces.append(WeightShard(f"{name}.weight", shape, (shard, slice(None)), self.weight[rows]))
             if self.bias is not None:
-                pieces.append(WeightPiece(f"{name}.bias", (output.size,), (shard,), self.bias[rows]))
+                pieces.append(WeightShard(f"{name}.bias", (output.size,), (shard,), self.bias[rows]))
         return pieces
 
 
@@ -132,8 +132,8 @@ class RowLinear(Linear):
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         return sum_over_shards(super().forward(x, norm), self._mesh)
 
-    def weight_pieces(self, prefix: str) -> list[WeightPiece]:
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
         out_size, length = self.weight.shape
         columns = slice(self._start, self._start + length)
         shape = (out_size, self._in_size)
-        return [WeightPiece(f"{prefix}{self._source}.weight", shape, (slice(None), columns), self.weight)]
+        return [WeightShard(f"{prefix}{self._source}.weight", shape, (slice(None), columns), self.weight)]

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.model.decoder.layers.linear import GatedLinear, OutputShard, RowLinear
 from tokasaurus.model.decoder.layers.norm import RMSNorm
-from tokasaurus.model.decoder.weights import WeightPiece
+from tokasaurus.model.decoder.weights import WeightShard
 from tokasaurus.model.parallel.mesh import Mesh
 
 
@@ -26,5 +26,5 @@ class GatedMLP(nn.Module):
         down: Tensor = self.down(self.gate_up(x, norm))
         return down
 
-    def weight_pieces(self, prefix: str) -> list[WeightPiece]:
-        return self.gate_up.weight_pieces(prefix) + self.down.weight_pieces(prefix)
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
+        return self.gate_up.weight_shards(prefix) + self.down.weight_shards(prefix)

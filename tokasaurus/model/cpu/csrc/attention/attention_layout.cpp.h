@@ -15,7 +15,7 @@ LayoutAttention<Stored>::LayoutAttention(const PagedForward& forward, const Shap
   const auto plan = [&](const PagedPart& part, void* output, float* lse) {
     const void* query = (const char*)heads + part.first_row * row_size * element_size;
     problems_.push_back({shape, part, is_bfloat16, query, row_size, output, lse, nullptr});
-    work_.push_back(share_out(problems_.back()));
+    work_.push_back(partition_work(problems_.back()));
   };
   if (forward.prefix != nullptr) {
     prefix_output_.resize(forward.prefix->num_rows * query_size);
@@ -45,5 +45,5 @@ void LayoutAttention<Stored>::run(int64_t layer) {
 template <typename Stored>
 void attend_part(const Problem<Stored>& problem) {
   static Partial partial;
-  attend(problem, share_out(problem), partial);
+  attend(problem, partition_work(problem), partial);
 }

@@ -3,7 +3,7 @@
 // later is asked for meanwhile. Long runs of memory come faster, and small steps keep it busy all the time.
 #pragma once
 
-#include "attention/attention_piece.h"
+#include "attention/attention_partition.h"
 
 // Units that are on their way.
 constexpr int kUnitsAhead = 2;
@@ -60,7 +60,7 @@ class UnitWalk {
 
 // N queries for each KV head.
 template <int N, typename Stored>
-static void attend_row_of(const Problem<Stored>& problem, const Piece& piece, const Piece* next_piece,
+static void attend_row_of(const Problem<Stored>& problem, const Piece& piece, const Piece* next_partition,
                           Scratch<Stored>& scratch) {
   constexpr int kSums = N * kGroupVectors, kParts = kSums <= 3 ? 4 : kSums <= 6 ? 2 : 1;
   const int64_t head_dim = problem.shape.head_dim, num_steps = head_dim / kPair<Stored>;
@@ -70,9 +70,9 @@ static void attend_row_of(const Problem<Stored>& problem, const Piece& piece, co
   UnitWalk<Stored> unit(problem, piece), ahead = unit;
   const auto advance_ahead = [&] {
     ahead.advance();
-    if (ahead.ended() && next_piece != nullptr) {
-      ahead.start(*next_piece);
-      next_piece = nullptr;
+    if (ahead.ended() && next_partition != nullptr) {
+      ahead.start(*next_partition);
+      next_partition = nullptr;
     }
   };
   for (int i = 0; i < kUnitsAhead && !ahead.ended(); ++i) advance_ahead();
@@ -88,7 +88,7 @@ static void attend_row_of(const Problem<Stored>& problem, const Piece& piece, co
     score_groups<N, 1, kParts, Stored>(scratch.query + first * head_dim, groups.keys, next.keys, num_steps,
                                         scratch.scores);
     for (int i = 0; i < N; ++i)
-      soften(scratch, first + i, scratch.scores + i * kChunk, std::min(visible - unit.token(), kGroup), kGroup, scale,
+      add_to_softmax(scratch, first + i, scratch.scores + i * kChunk, std::min(visible - unit.token(), kGroup), kGroup, scale,
              head_dim, scratch.weights + i * kChunk);
     for (int i = 0; i < N; i += kValueQueries)
       add_chunk<std::min(N, kValueQueries), Stored>(std::min(kValueQueries, N - i),
@@ -99,20 +99,20 @@ static void attend_row_of(const Problem<Stored>& problem, const Piece& piece, co
 
 // For up to N queries for each KV head.
 template <int N, typename Stored>
-static void attend_row(const Problem<Stored>& problem, const Piece& piece, const Piece* next_piece,
+static void attend_row(const Problem<Stored>& problem, const Piece& piece, const Piece* next_partition,
                        Scratch<Stored>& scratch) {
-  if (problem.group() == N) return attend_row_of<N>(problem, piece, next_piece, scratch);
-  if constexpr (N > 1) attend_row<N - 1>(problem, piece, next_piece, scratch);
+  if (problem.group() == N) return attend_row_of<N>(problem, piece, next_partition, scratch);
+  if constexpr (N > 1) attend_row<N - 1>(problem, piece, next_partition, scratch);
 }
 
-// One piece of work. next_piece: what this thread does next, or null. partial_output [queries][D], partial_lse [queries]:
+// One piece of work. next_partition: what this thread does next, or null. partial_output [queries][D], partial_lse [queries]:
 // where the result goes if the piece is not the whole tile.
 template <typename Stored>
-static void attend_piece(const Problem<Stored>& problem, const Piece& piece, const Piece* next_piece,
+static void attend_partition(const Problem<Stored>& problem, const Piece& piece, const Piece* next_partition,
                          float* partial_output, float* partial_lse, Scratch<Stored>& scratch) {
   if (piece.num_rows == 1 && problem.group() <= kScoreQueries)
-    attend_row<kScoreQueries>(problem, piece, next_piece, scratch);
+    attend_row<kScoreQueries>(problem, piece, next_partition, scratch);
   else
-    attend_rows(problem, piece, next_piece, scratch);
-  finish_piece(problem, piece, partial_output, partial_lse, scratch);
+    attend_rows(problem, piece, next_partition, scratch);
+  finish_partition(problem, piece, partial_output, partial_lse, scratch);
 }

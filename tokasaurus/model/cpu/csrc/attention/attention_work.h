@@ -1,4 +1,4 @@
-// Paged attention on the CPU: tiles (attention_piece.h) for all threads. Each key and value byte of a segment is read
+// Paged attention on the CPU: tiles (attention_partition.h) for all threads. Each key and value byte of a segment is read
 // from memory once for all its query heads.
 //
 // Where there are too few tiles for the threads, a tile is cut into pieces of its tokens, merged at the end
@@ -15,7 +15,7 @@ constexpr int kMaxGroup = 32;
 
 // A piece reads at least so many tokens (fewer do not repay the merge), and is one of at least so many of a thread's.
 constexpr int kFewestTokens = 128;
-constexpr int kPiecesPerThread = 8;
+constexpr int kPartitionsPerThread = 8;
 
 // A row by itself takes so many KV heads at a time that at least so many bytes lie together.
 constexpr int64_t kRunBytes = 16 << 10;
@@ -25,7 +25,7 @@ constexpr int64_t kFewestForThreads = 1 << 19;
 
 // The pieces of one tile, one behind the other.
 struct Split {
-  size_t first_piece;
+  size_t first_partition;
   int num_pieces, num_queries;
 };
 
@@ -44,7 +44,7 @@ static inline int64_t cost(const Piece& tile, const Shape& shape) {
 
 // How the threads share a problem's segments; the queries, the cache and the output may change.
 template <typename Stored>
-static Work share_out(const Problem<Stored>& problem) {
+static Work partition_work(const Problem<Stored>& problem) {
   const int group = problem.group(), tile_rows = kTileQueries / group, num_kv_heads = int(problem.shape.num_kv_heads);
   const int64_t run_heads = kRunBytes / int64_t(problem.head_size() * sizeof(Stored));
   const int row_heads = group > kScoreQueries ? 1 : std::max(1, std::min({int(run_heads), num_kv_heads, tile_rows}));
@@ -66,7 +66,7 @@ static Work share_out(const Problem<Stored>& problem) {
   }
   Work work;
   if (total >= kFewestForThreads) work.num_threads = Team::size();
-  const int64_t most = work.num_threads == 1 ? total : total / (work.num_threads * kPiecesPerThread);
+  const int64_t most = work.num_threads == 1 ? total : total / (work.num_threads * kPartitionsPerThread);
   for (const Piece& tile : tiles) {
     const int64_t wanted = cost(tile, problem.shape) / (most + 1) + 1;
     const int num_pieces = int(std::min<int64_t>(wanted, tile.kv_end / kFewestTokens));
@@ -92,7 +92,7 @@ template <typename Stored>
 static void merge_split(const Problem<Stored>& problem, const Work& work, const Split& split, float* partial_output,
                         float* partial_lse) {
   const int64_t head_dim = problem.shape.head_dim;
-  const Piece& piece = work.pieces[split.first_piece];
+  const Piece& piece = work.pieces[split.first_partition];
   for (int i = 0; i < split.num_queries; ++i) {
     const int64_t place = problem.place(piece, i);
     float* merged = partial_output + (piece.partial + i) * head_dim;
@@ -110,7 +110,7 @@ struct Partial {
   std::vector<float> output, lse;
 };
 
-// work: share_out of the same segments.
+// work: partition_work of the same segments.
 template <typename Stored>
 static void attend(const Problem<Stored>& problem, const Work& work, Partial& partial) {
   partial.output.resize(std::max<size_t>(partial.output.size(), work.num_partial * problem.shape.head_dim));
@@ -122,7 +122,7 @@ static void attend(const Problem<Stored>& problem, const Work& work, Partial& pa
     size_t index = num_taken++;
     while (index < num_pieces) {
       const size_t next = num_taken++;
-      attend_piece(problem, work.pieces[index], next < num_pieces ? &work.pieces[next] : nullptr,
+      attend_partition(problem, work.pieces[index], next < num_pieces ? &work.pieces[next] : nullptr,
                    partial.output.data(), partial.lse.data(), scratch);
       index = next;
     }

@@ -197,11 +197,11 @@ Drawn choose(const Element* row, int64_t vocab_size, float temperature, const Li
   return drawn;
 }
 
-// Where the `count` likeliest tokens of some rows go, the likeliest first: to [places, count]. place_of_row: -1 for rows
+// Where the `count` likeliest tokens of some rows go, the likeliest first: to [places, count]. index_of_row: -1 for rows
 // that do not want them.
 struct TopLogprobs {
   int64_t count;
-  const int32_t* place_of_row;
+  const int32_t* index_of_row;
   int32_t* ids;
   float* logprobs;
 };
@@ -249,10 +249,10 @@ void sample(const Element* logits, const Rows& rows, int64_t* tokens, float* log
     if (logprobs != nullptr) {
       const float log_sum = std::log(sum_exp(row, vocab_size, 1, drawn.largest, nullptr));
       logprobs[index] = to_float(row[drawn.token]) - drawn.largest - log_sum;
-      const int64_t top_place = top == nullptr ? -1 : top->place_of_row[index];
-      if (top_place >= 0) {
-        float* values = top->logprobs + top_place * top->count;
-        find_largest(row, vocab_size, top->count, top->ids + top_place * top->count, values);
+      const int64_t top_index = top == nullptr ? -1 : top->index_of_row[index];
+      if (top_index >= 0) {
+        float* values = top->logprobs + top_index * top->count;
+        find_largest(row, vocab_size, top->count, top->ids + top_index * top->count, values);
         for (int64_t place = 0; place < top->count; ++place) values[place] = values[place] - drawn.largest - log_sum;
       }
     }

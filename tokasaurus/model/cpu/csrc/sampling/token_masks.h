@@ -8,15 +8,15 @@
 #include "sampling/logit_rows.h"
 #include "simd/simd.h"
 
-// place_of_row: a row's place in bits, [places, num_words], or -1 for rows that may draw any token.
+// index_of_row: a row's place in bits, [places, num_words], or -1 for rows that may draw any token.
 struct TokenMasks {
-  const int32_t* place_of_row;
+  const int32_t* index_of_row;
   const uint32_t* bits;
   int64_t num_words;
 
   // Null for any token.
   const uint32_t* of_row(int64_t row) const {
-    return place_of_row[row] < 0 ? nullptr : bits + place_of_row[row] * num_words;
+    return index_of_row[row] < 0 ? nullptr : bits + index_of_row[row] * num_words;
   }
 };
 

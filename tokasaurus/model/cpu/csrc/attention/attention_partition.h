@@ -131,7 +131,7 @@ struct Problem {
 // scores[0..padded) of one query to weights 2^(scale * (score - reference)), and what was summed under another
 // reference rescaled. The reference need not be the largest score, as long as weights stay within 2^8.
 template <typename Stored>
-static inline void soften(Scratch<Stored>& scratch, int query, float* scores, int visible, int padded, float scale,
+static inline void add_to_softmax(Scratch<Stored>& scratch, int query, float* scores, int visible, int padded, float scale,
                           int64_t head_dim, Activation<Stored>* weights) {
   if (visible <= 0) {
     std::memset(weights, 0, padded * sizeof *weights);
@@ -195,7 +195,7 @@ static inline void prefetch(const void* from, int64_t num_bytes) {
 
 // What a piece found, to the output or, if it is not the whole tile, to partial_output [queries][D] and partial_lse.
 template <typename Stored>
-static void finish_piece(const Problem<Stored>& problem, const Piece& piece, float* partial_output, float* partial_lse,
+static void finish_partition(const Problem<Stored>& problem, const Piece& piece, float* partial_output, float* partial_lse,
                          Scratch<Stored>& scratch) {
   const int64_t head_dim = problem.shape.head_dim;
   for (int i = 0; i < problem.num_queries(piece); ++i) {
@@ -242,9 +242,9 @@ static inline ChunkGroups<Multiplied<Stored>> widened(const ChunkGroups<Stored>&
   }
 }
 
-// A piece of one KV head. next_piece: what this thread does next, or null: its first tokens are prefetched.
+// A piece of one KV head. next_partition: what this thread does next, or null: its first tokens are prefetched.
 template <typename Stored>
-static void attend_rows(const Problem<Stored>& problem, const Piece& piece, const Piece* next_piece,
+static void attend_rows(const Problem<Stored>& problem, const Piece& piece, const Piece* next_partition,
                         Scratch<Stored>& scratch) {
   const int64_t head_dim = problem.shape.head_dim, num_steps = head_dim / kPair<Stored>;
   const int num_queries = problem.num_queries(piece);
@@ -259,8 +259,8 @@ static void attend_rows(const Problem<Stored>& problem, const Piece& piece, cons
     ChunkGroups<Stored> next = chunk;
     if (start + chunk_tokens < piece.kv_end)
       next = problem.chunk(piece, start + chunk_tokens, chunk_tokens);
-    else if (next_piece)
-      next = problem.chunk(*next_piece, next_piece->kv_begin, chunk_tokens);
+    else if (next_partition)
+      next = problem.chunk(*next_partition, next_partition->kv_begin, chunk_tokens);
     // What is prefetched for each group of this chunk.
     ChunkGroups<Stored> ahead = next;
     for (int g = next.num_groups; g < chunk.num_groups; ++g) ahead.keys[g] = ahead.values[g] = chunk.keys[g];
@@ -281,7 +281,7 @@ static void attend_rows(const Problem<Stored>& problem, const Piece& piece, cons
                                                      num_groups, num_steps, scratch.scores);
       for (int i = 0; i < set; ++i) {
         const int visible = problem.visible_to(piece.segment, problem.row_of(piece, first + i)) - start;
-        soften(scratch, first + i, scratch.scores + i * kChunk, visible, num_groups * kGroup, problem.scale(), head_dim,
+        add_to_softmax(scratch, first + i, scratch.scores + i * kChunk, visible, num_groups * kGroup, problem.scale(), head_dim,
                scratch.weights + i * kChunk);
       }
       for (int i = 0; i < set; i += kValueQueries)
