@@ -4,6 +4,7 @@ SERVE_ARGS ?=
 BENCH_ARGS ?=
 CLIENTS ?=
 
+CPP_FILES = $(shell find tokasaurus tests -name '*.h' -o -name '*.cpp')
 PREBUILT := tokasaurus/model/cpu/prebuilt
 
 .PHONY: serve test lint types unit test-clients test-neon test-wheel wheel bench-manager format clean
@@ -16,6 +17,7 @@ test: lint types unit
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
 types: .venv/installed-dev
 	$(BIN)/mypy

@@ -1,1 +1,1 @@
-"""Tokasaurus: an LLM inference server for jobs of many tokens."""
+"""Tokasaurus: an LLM inference server for high-throughput workloads."""

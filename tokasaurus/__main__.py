@@ -1,4 +1,4 @@
-"""`python -m tokasaurus` is `toka`."""
+"""`python -m tokasaurus` runs `toka`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What every spawned process does around its entry: die with the launcher, and say why when it fails."""
+"""Wrapper of every spawned process's entry: it ends with the launcher and reports failures."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _PR_SET_NAME = 15
 
 @dataclass(frozen=True)
 class ChildProcess:
-    """label: for the user, such as "model worker (rank 0)". title: shown by `ps`, at most 15 bytes.
-
-    entry: "module:function", imported in the child alone, so that the launcher never loads what a child needs.
-    """
+    """What a spawned process is called and what it runs."""
 
     label: str
+    """Shown to the user, such as "model worker (rank 0)"."""
     title: str
+    """Shown by `ps`; at most 15 bytes."""
     entry: str
+    """"module:function", imported only in the child, so that the launcher never loads the child's dependencies."""
 
     @property
     def kind(self) -> str:
@@ -57,14 +57,14 @@ def run_child(
     status: StatusChannel,
     args: tuple[Any, ...],
 ) -> None:
-    """Target of a spawned process: run the entry with `args`; exit code 1 after sending Failed if it raises.
+    """Target of a spawned process: run the entry with `args`. If it raises, send Failed and exit with code 1.
 
-    spawned_at: by time.time(). lifeline: reading end of a pipe that only the launcher can write to, and never does.
+    spawned_at: by time.time(). lifeline: reading end of a pipe whose only writer is the launcher, which writes nothing.
     """
     _die_with_launcher(launcher_pid, lifeline)
     _set_title(child.title)
-    # A terminal sends Ctrl-C to every process; the launcher decides when each one ends. It is blocked up to here, so
-    # that it cannot interrupt the imports.
+    # A terminal sends Ctrl-C to every process; the launcher decides when each one ends. SIGINT was blocked until here,
+    # so that it cannot interrupt the imports.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     setup_logging(config, child.title.removeprefix("toka-"))
@@ -87,7 +87,7 @@ def _load(entry: str) -> Callable[..., None]:
 
 
 def _fail(child: ChildProcess, status: StatusChannel, args: Iterable[Any], message: str) -> None:
-    # Whoever reads the other channels may be dead too, and then this process would wait for ever to deliver its rest.
+    # The readers of the other channels may be dead too: otherwise this process could wait forever to deliver to them.
     for arg in args:
         for channel in arg if isinstance(arg, list) else [arg]:
             if isinstance(channel, Channel) and channel is not status:
@@ -97,9 +97,9 @@ def _fail(child: ChildProcess, status: StatusChannel, args: Iterable[Any], messa
 
 
 def _die_with_launcher(launcher_pid: int, lifeline: Connection) -> None:
-    """Make sure that the launcher's death, even by SIGKILL, ends this process."""
+    """Ensure that this process ends when the launcher dies, even by SIGKILL."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher_pid:  # it died before the line above
+    if os.getppid() != launcher_pid:  # the launcher died before the line above
         os._exit(1)
 
     def wait_for_end() -> None:
@@ -108,7 +108,7 @@ def _die_with_launcher(launcher_pid: int, lifeline: Connection) -> None:
         finally:
             os._exit(1)
 
-    # For systems without prctl, and for children that inherit nothing of it.
+    # For systems without prctl, and because child processes do not inherit its setting.
     threading.Thread(target=wait_for_end, name="lifeline", daemon=True).start()
 
 

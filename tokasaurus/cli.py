@@ -1,6 +1,6 @@
-"""The `toka` command: picks what to run, prints help and one-line errors.
+"""The `toka` command: selects the sub-command, prints help and one-line errors.
 
-Imports little: every process of a server imports it again.
+Imports little, because every process of a server imports this module again.
 """
 
 import shutil
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from tokasaurus.flags import FlagTable
 
 _SYNTAX = """\
-Flags are written name=value; T and F are true and false, None is none or auto,
-'(2 * 1024)' is worked out. Shown is name=default, or in (parentheses) what
-leaving the flag out means."""
+Flags are written name=value. T and F are true and false, None is none or auto,
+'(2 * 1024)' is evaluated. Below: name=default, or in (parentheses) what an
+omitted flag means."""
 
 _SERVE_USAGE = """\
 toka [name=value ...]            serve a model behind the OpenAI API;
@@ -28,7 +28,7 @@ _DOWNLOAD_USAGE = "toka download model=NAME [name=value ...]   fetch a model wit
 
 
 def main(args: list[str] | None = None) -> int:
-    """`toka`: a sub-command if the first word names one, else the server. Returns the exit code; 2 is a wrong flag."""
+    """`toka`: a sub-command if the first word names one, else the server. Returns the exit code; 2 for a wrong flag."""
     words = sys.argv[1:] if args is None else args
     if words and "=" not in words[0] and not words[0].startswith((".", "-")):
         subcommand = _SUBCOMMANDS.get(words[0])
@@ -71,7 +71,7 @@ def ping_main(args: list[str] | None = None) -> int:
 
 
 def download_main(args: list[str] | None = None) -> int:
-    """`toka download`, also installed as `toka-download`: print where the model lies. Returns the exit code."""
+    """`toka download`, also installed as `toka-download`: print the model's directory. Returns the exit code."""
     words = sys.argv[1:] if args is None else args
     from tokasaurus.download import DOWNLOAD_FLAGS, DownloadConfig, download, parse_download_config
     from tokasaurus.flags import FlagError

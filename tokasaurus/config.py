@@ -1,6 +1,6 @@
-"""ServerConfig: every flag of `toka`, its unit, its default and its check.
+"""ServerConfig: every flag of `toka`, with its unit, default and check.
 
-Pydra reads the annotations at run time: real annotations, no Literal, unions only `T | None`. "auto" is None.
+Pydra reads the annotations at run time: use real annotations, no Literal, unions only `T | None`. "auto" is None.
 """
 
 import os
@@ -18,7 +18,7 @@ else:
 
 
 class ServerConfig(Config):
-    """The flags of one server, checked by `finalize`. Plain values only: it travels to every process."""
+    """The flags of one server, checked by `finalize`. Plain values only: the config is sent to every process."""
 
     model: str | None = None
     tokenizer: str | None = None
@@ -85,7 +85,7 @@ class ServerConfig(Config):
     max_request_bytes: int | None = None
 
     def finalize(self) -> None:
-        """Raises FlagError for a value that is wrong in type or range, or not built yet."""
+        """Raises FlagError for a value of the wrong type, out of range, or not implemented yet."""
         check_flags(self, SERVER_FLAGS)
         if self.kv_cache_num_tokens is not None and self.kv_cache_num_tokens < self.page_size:
             raise FlagError(
@@ -105,7 +105,7 @@ def _count(meaning: str, minimum: int = 1, none_means: str = "none") -> Flag:
     return Flag(meaning, minimum=minimum, maximum=MAX_INT32, none_means=none_means)
 
 
-# Remove a name here when its machinery is built.
+# Flags that are not implemented yet; remove a name here once it is.
 NOT_BUILT = frozenset(
     {
         "trust_remote_code",
@@ -127,151 +127,143 @@ SERVER_FLAGS = FlagTable(
     groups={
         "model": {
             "model": Flag("Hugging Face repo id, directory in its format, or .gguf file", none_means="demo"),
-            "tokenizer": Flag("where the tokenizer comes from, named like a model", none_means="model"),
-            "trust_remote_code": Flag("run Python code that a model repository brings along"),
+            "tokenizer": Flag("source of the tokenizer, written like model=", none_means="model"),
+            "trust_remote_code": Flag("run Python code from the model's repository"),
             "dtype": Flag(
-                "of the weights in memory, and of all else where the device computes with it: a CPU without bfloat16 "
-                "arithmetic computes in float32; auto is bfloat16, or float32 where bfloat16 would be slow",
+                "data type of the weights and of computation, but a CPU without bfloat16 arithmetic computes in "
+                "float32; auto is bfloat16, or float32 where bfloat16 would be slow",
                 choices=("bfloat16", "float16", "float32"),
                 none_means="auto",
             ),
             "cpu_isa": Flag(
-                "instruction set of the CPU kernels, which must be one of this machine's; auto is the best of them, "
-                "torch is plain torch without kernels",
+                "instruction set of the CPU kernels, which this machine must support; auto is the best one, torch is "
+                "plain PyTorch without our kernels",
                 choices=("avx2", "avx512", "avx512_bf16", "neon", "torch"),
                 none_means="auto",
             ),
-            "rope_scaling": Flag("rotary scaling in place of the model's own, as a dict", none_means="model"),
+            "rope_scaling": Flag("rotary scaling that replaces the model's own, as a dict", none_means="model"),
             "served_model_name": Flag("the model's name in the API", none_means="model"),
-            "device": Flag("auto is cuda where there is one", choices=("cpu", "cuda"), none_means="auto"),
+            "device": Flag("device to run on; auto is cuda if available", choices=("cpu", "cuda"), none_means="auto"),
         },
         "parallel": {
             "dp_size": _count("replicas of the model (data parallel)"),
             "pp_size": _count("pipeline stages of a replica"),
             "tp_size": _count("devices that share each layer of a stage (tensor parallel)"),
-            "pp_num_buffer_stages": _count("microbatches in flight beyond one per pipeline stage", minimum=0),
+            "pp_num_buffer_stages": _count("microbatches in flight in addition to one per pipeline stage", minimum=0),
             "async_tp_threshold": _count(
                 "tokens per forward above which tensor parallelism overlaps its communication", none_means="off"
             ),
         },
         "memory": {
             "kv_cache_num_tokens": _count(
-                "tokens that the KV cache holds; auto is, on CUDA, what weights and the largest forward leave, and on "
-                "CPU a quarter of the memory available",
+                "size of the KV cache in tokens; auto is, on CUDA, the memory left by weights and the largest forward, "
+                "on CPU a quarter of the available memory",
                 none_means="auto",
             ),
             "kv_cache_dtype": Flag(
-                "of the KV cache; auto is the weights' dtype, but float16 beside bfloat16 weights on a CPU without "
-                "bfloat16 arithmetic",
+                "data type of the KV cache; auto is the weights' dtype, but float16 for bfloat16 weights on a CPU "
+                "without bfloat16 arithmetic",
                 choices=("bfloat16", "float16", "float32"),
                 none_means="auto",
             ),
             "page_size": _count("tokens per block of the KV cache"),
-            "max_tokens_per_forward": _count("most tokens in one forward"),
-            "max_seqs_per_forward": _count("most sequences in one forward"),
+            "max_tokens_per_forward": _count("maximum tokens in one forward"),
+            "max_seqs_per_forward": _count("maximum sequences in one forward"),
             "max_num_tokens_per_request": _count(
-                "most tokens of prompt and completion of one sequence", none_means="what fits"
+                "maximum tokens of one sequence, prompt and completion together", none_means="what fits"
             ),
         },
         "compile": {
             "torch_compile": Flag(
-                "compile the layers with torch.compile; on the CPU, in place of our own kernels, which are faster"
+                "compile the layers with torch.compile; on CPU this replaces our own kernels, which are faster"
             ),
-            "use_cudagraphs": Flag("decode with CUDA graphs, on CUDA"),
+            "use_cudagraphs": Flag("decode with CUDA graphs (only on CUDA)"),
             "cudagraph_max_size": _count("largest graph, in sequences", none_means="max_seqs_per_forward"),
-            "cudagraph_step": _count("sequences between one graph size and the next"),
+            "cudagraph_step": _count("difference between graph sizes, in sequences"),
             "attention_backend": Flag(
-                "implementation of attention; auto chooses by device",
+                "attention implementation; auto depends on the device",
                 choices=("torch", "cpu", "reference"),
                 none_means="auto",
             ),
         },
         "hydragen": {
             "use_hydragen": Flag(
-                "compute attention over a shared prefix once for its sequences; auto is on where it pays",
+                "compute attention over a shared prefix once for all its sequences; auto is on where that is faster",
                 none_means="auto",
             ),
             "hydragen_min_group_size": _count(
-                "fewest sequences that share a prefix", minimum=2, none_means="what pays, measured at start-up"
+                "minimum sequences of a prefix group", minimum=2, none_means="measured at start-up"
             ),
-            "hydragen_min_prefix_len": _count(
-                "fewest tokens of a shared prefix", none_means="what pays, measured at start-up"
-            ),
+            "hydragen_min_prefix_len": _count("minimum tokens of a shared prefix", none_means="measured at start-up"),
         },
         "scheduler": {
-            "scheduling_steps_ahead": _count("steps sent to the model before their results are back"),
+            "scheduling_steps_ahead": _count("steps sent to the model ahead of their results"),
             "deferred_tasks": Flag(
-                "when the manager does its optional work (admission, stop strings, grouping, predictions): auto puts "
-                "it off while the model's queue runs low; always and deferred force one way",
+                "when the manager runs deferred tasks (admission, stop strings, prefix groups, length prediction): "
+                "auto delays them while the model's queue is short; always and deferred force one mode",
                 choices=("always", "deferred"),
                 none_means="auto",
             ),
             "greedy_prefill": Flag(
-                "fill all that a step has left with prefill tokens; F prefills at the rate that keeps the KV cache full"
+                "fill the rest of each step with prefill tokens; F prefills just fast enough to keep the KV cache full"
             ),
             "prefill_round_up_multiple": _count(
-                "tokens to whose multiple the prefill of a step is rounded up, where greedy_prefill=F"
+                "round the prefill tokens of a step up to a multiple of this, with greedy_prefill=F"
             ),
             "enable_precise_onboard": Flag(
-                "admit what fits by a simulation of the KV cache at every future step; F by sums of lengths alone, "
-                "which admit fewer"
+                "admit sequences by simulating KV usage at every future step; F uses only sums of lengths, which admit "
+                "fewer"
             ),
             "precise_onboard_batch_size": _count(
-                "most sequences that one simulation admits; the batch doubles and halves up to that, by what fits"
+                "maximum sequences that one KV simulation admits; the batch adapts up to this by doubling and halving"
             ),
-            "track_early_stopping": Flag("learn from the sequences that finish how long those that run will be"),
-            "early_stopping_buffer_size": _count("newest finished sequences from which lengths are predicted"),
-            "early_stopping_num_prediction_buckets": _count("classes of length, at most, that predictions tell apart"),
-            "early_stopping_initial_wait": _count("finished sequences before the first prediction is made from them"),
+            "track_early_stopping": Flag("predict completion lengths from finished sequences"),
+            "early_stopping_buffer_size": _count("number of latest finished sequences that length prediction uses"),
+            "early_stopping_num_prediction_buckets": _count("maximum number of length classes in the predictor"),
+            "early_stopping_initial_wait": _count("finished sequences required before the first prediction"),
             "early_stopping_init_mean": Flag(
-                "mean share of max_tokens that a completion is expected to use until then; none is all of it",
+                "mean share of max_tokens that completions are assumed to use until then; none is all of it",
                 minimum=0,
                 maximum=1,
             ),
-            "early_stopping_init_std": Flag(
-                "standard deviation of the share early_stopping_init_mean; none is 0", minimum=0, maximum=1
-            ),
-            "use_spec_allocation": Flag("admit sequences by their predicted lengths; F by the longest possible"),
-            "spec_allocation_std_buffer_scale": Flag(
-                "standard deviations that are added to each predicted length", minimum=0
-            ),
+            "early_stopping_init_std": Flag("standard deviation of that share; none is 0", minimum=0, maximum=1),
+            "use_spec_allocation": Flag("admit sequences by predicted length; F by maximum length"),
+            "spec_allocation_std_buffer_scale": Flag("standard deviations added to each predicted length", minimum=0),
             "spec_allocation_target_kv_cache_utilization": Flag(
-                "share of the KV cache that admitted sequences are predicted to use at most", minimum=0.01, maximum=1
+                "maximum share of the KV cache that admitted sequences are predicted to use", minimum=0.01, maximum=1
             ),
         },
         "output": {
-            "enable_chosen_logprobs": Flag("log-probabilities may be asked for"),
-            "max_topk_logprobs": _count(
-                "most alternatives per token whose log-probability may be asked for", minimum=0
-            ),
+            "enable_chosen_logprobs": Flag("allow requests for log-probabilities"),
+            "max_topk_logprobs": _count("maximum top-k logprobs per token that a request may ask for", minimum=0),
             "stop_string_num_token_lookback": _count(
-                "tokens back from the newest in which stop strings are sought; grows to cover the longest of them"
+                "number of latest tokens searched for stop strings; grows to cover the longest stop string"
             ),
             "tool_call_format": Flag(
-                "how the model writes calls of tools; auto is as its chat template writes them",
+                "format of the model's tool calls; auto is the format of its chat template",
                 choices=("hermes", "llama3"),
                 none_means="auto",
             ),
         },
         "server": {
-            "host": Flag("address to listen on; 0.0.0.0 opens it to the network"),
+            "host": Flag("address to listen on; 0.0.0.0 allows access from the network"),
             "port": Flag("TCP port to listen on; 0 is any free one", minimum=0, maximum=65535),
             "api_key": Flag(
-                "key that clients must send; rather set TOKA_API_KEY, since others can see the command line",
+                "key that clients must send; prefer TOKA_API_KEY, since other users can see the command line",
                 none_means="TOKA_API_KEY",
             ),
             "uvicorn_log_level": Flag(
-                "how much the HTTP server logs", choices=("critical", "error", "warning", "info", "debug", "trace")
+                "log level of the HTTP server", choices=("critical", "error", "warning", "info", "debug", "trace")
             ),
-            "log_level": Flag("how much everything else logs", choices=("error", "warning", "info", "debug")),
-            "stats_report_seconds": Flag("seconds between log lines with throughput", minimum=0.1, maximum=86400),
-            "statsd_server_url": Flag("statsd server that gets the metrics, as host:port"),
-            "data_dir": Flag("directory of uploaded files and batches", none_means="user's data"),
+            "log_level": Flag("log level of everything else", choices=("error", "warning", "info", "debug")),
+            "stats_report_seconds": Flag("seconds between throughput log lines", minimum=0.1, maximum=86400),
+            "statsd_server_url": Flag("statsd server that receives metrics, as host:port"),
+            "data_dir": Flag("directory for uploaded files and batches", none_means="user's data"),
             "max_queued_requests": _count(
-                "requests that may wait; a list of prompts counts as many, and is taken whole if there is room for one",
+                "maximum waiting requests; each prompt of a list counts, but a list is accepted whole if one more fits",
                 none_means="no limit",
             ),
-            "max_request_bytes": _count("largest body of a request, in bytes", none_means="no limit"),
+            "max_request_bytes": _count("maximum size of a request body, in bytes", none_means="no limit"),
         },
     },
     aliases={"kv_cache_size_num_tokens": "kv_cache_num_tokens"},
@@ -280,10 +272,10 @@ SERVER_FLAGS = FlagTable(
 
 
 def parse_server_config(args: list[str]) -> ServerConfig:
-    """The checked config that `name=value` words ask for. Raises FlagError, whose message is one line."""
+    """The checked config for `name=value` words. Raises FlagError, whose message is one line."""
     config = ServerConfig()
     assign_flags(config, SERVER_FLAGS, args)
     if config.api_key is None:
-        config.api_key = os.environ.get("TOKA_API_KEY") or None  # an empty variable holds no key
+        config.api_key = os.environ.get("TOKA_API_KEY") or None  # an empty variable means no key
     config.finalize()
     return config

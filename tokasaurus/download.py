@@ -1,4 +1,4 @@
-"""`toka download`: fetch a model and print where it lies."""
+"""`toka download`: fetch a model and print its directory."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ class DownloadConfig(Config):
     tokenizer: str | None = None
 
     def finalize(self) -> None:
-        """Raises FlagError."""
+        """Raises FlagError for a wrong value."""
         check_flags(self, DOWNLOAD_FLAGS)
 
 
@@ -29,14 +29,14 @@ DOWNLOAD_FLAGS = FlagTable(
     groups={
         "model": {
             "model": Flag("Hugging Face repo id, directory in its format, or .gguf file", none_means="demo"),
-            "tokenizer": Flag("where the tokenizer comes from, named like a model", none_means="model"),
+            "tokenizer": Flag("source of the tokenizer, written like model=", none_means="model"),
         }
     }
 )
 
 
 def parse_download_config(args: list[str]) -> DownloadConfig:
-    """The checked config that `name=value` words ask for. Raises FlagError, whose message is one line."""
+    """The checked config for `name=value` words. Raises FlagError, whose message is one line."""
     config = DownloadConfig()
     assign_flags(config, DOWNLOAD_FLAGS, args)
     config.finalize()
@@ -44,7 +44,7 @@ def parse_download_config(args: list[str]) -> DownloadConfig:
 
 
 def download(config: DownloadConfig) -> int:
-    """Returns the exit code."""
+    """Download the model and print its directory, and the tokenizer's if it differs. Returns the exit code."""
     try:
         checkpoint = resolve_checkpoint(config.model, config.tokenizer, lambda line: print(line, file=sys.stderr))
     except CheckpointError as error:

@@ -1,7 +1,7 @@
-"""Command-line flags in Pydra's syntax: reading `name=value`, checking every value, and the help that lists them.
+"""Command-line flags in Pydra's syntax: parsing `name=value`, checking every value, and the help text.
 
-Pydra casts without asking (`port=8080.7` becomes 8080, `flag=false` becomes True), so its values are checked here, not
-cast. A config class declares name, type and default of each flag by annotation; a FlagTable says what each one means.
+Pydra casts silently (`port=8080.7` becomes 8080, `flag=false` becomes True), so values are checked here instead of
+cast. A config class declares each flag's name, type and default; a FlagTable adds its meaning and allowed values.
 """
 
 import ast
@@ -24,28 +24,30 @@ class FlagError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """meaning: what it does, with its unit. minimum, maximum: inclusive. choices: the only words allowed.
-
-    none_means: what the default None stands for, such as "auto"; shown in place of None.
-    """
+    """Meaning and allowed values of one flag."""
 
     meaning: str
+    """What it does, with its unit."""
     minimum: float | None = None
+    """Inclusive."""
     maximum: float | None = None
+    """Inclusive."""
     choices: tuple[str, ...] = ()
+    """If not empty, the only allowed words."""
     none_means: str = "none"
+    """What None stands for, such as "auto"; help shows it in place of None."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FlagTable:
-    """groups: heading → flag name → Flag; every annotated field of the config class stands in exactly one group.
-
-    aliases: second name → name. not_built: names that are declared but may only have their default for now.
-    """
+    """All flags of one config class."""
 
     groups: dict[str, dict[str, Flag]]
+    """Heading → flag name → Flag; every annotated field of the config class is in exactly one group."""
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Second name → name."""
     not_built: frozenset[str] = frozenset()
+    """Flags that are not implemented: only their default is allowed."""
 
     @property
     def flags(self) -> dict[str, Flag]:
@@ -53,13 +55,13 @@ class FlagTable:
 
 
 def assign_flags(config: object, table: FlagTable, words: list[str]) -> None:
-    """Set the attributes that `name=value` words ask for, unchecked; the last word for a name counts.
+    """Set attributes from `name=value` words, without checking the values; the last word for a name counts.
 
-    Raises FlagError: a word that is no `name=value`, a name that is unknown, a value that cannot be read, or a name and
-    its alias that disagree.
+    Raises FlagError for a word that is not `name=value`, an unknown name, a value that cannot be parsed, or a name and
+    its alias with different values.
     """
     types = _field_types(type(config))
-    given: dict[str, tuple[str, Any]] = {}  # name -> the name that was typed, and its value
+    given: dict[str, tuple[str, Any]] = {}  # name -> (name as typed, value)
     for word in words:
         typed_name, equals, text = word.partition("=")
         if not equals:
@@ -79,9 +81,9 @@ def assign_flags(config: object, table: FlagTable, words: list[str]) -> None:
 
 
 def check_flags(config: object, table: FlagTable) -> None:
-    """Raises FlagError for the first flag whose value is wrong in type or range, or whose machinery is not built.
+    """Raises FlagError for the first flag whose value has the wrong type, is out of range, or is not implemented.
 
-    A whole float for an int flag, and an int for a float flag, become the right type.
+    A whole float for an int flag, or an int for a float flag, is converted to the flag's type.
     """
     types = _field_types(type(config))
     for name, flag in table.flags.items():
@@ -100,7 +102,7 @@ def check_flags(config: object, table: FlagTable) -> None:
 
 
 def help_text(config_type: type, table: FlagTable, width: int) -> str:
-    """Every flag with its default (in parentheses what leaving it out means) and meaning, wrapped to `width`."""
+    """Every flag with its default (or in parentheses what omitting it means) and meaning, wrapped to `width`."""
     column = 38 if width >= 100 else 30
     second_names = {name: alias for alias, name in table.aliases.items()}
     lines: list[str] = []
@@ -134,7 +136,7 @@ def _field_types(config_type: type) -> dict[str, tuple[type, bool]]:
 
 
 def _read(name: str, text: str, flag: Flag, field_type: type, optional: bool) -> Any:
-    """The value that `text` stands for, by Pydra's rules where it is no string. Raises FlagError."""
+    """The value of `text`, parsed by Pydra's rules unless the flag is a string. Raises FlagError."""
     is_free_text = field_type is str and not flag.choices
     if optional and (text == "None" or (text == "auto" and not is_free_text)):
         return None
@@ -145,12 +147,12 @@ def _read(name: str, text: str, flag: Flag, field_type: type, optional: bool) ->
     try:
         return parse_value(text)
     except Exception as error:
-        # An expression in parentheses can raise anything.
+        # An expression in parentheses can raise any exception.
         raise FlagError(f"{name}={_show(text)}: cannot be read, {type(error).__name__}: {error}") from None
 
 
 def _unquoted(text: str) -> str:
-    """Text as typed: `1e5`, `T` and `(a)` are texts for a flag that wants one; a quoted literal loses its quotes."""
+    """Text as typed: `1e5`, `T` and `(a)` stay text for a string flag; a quoted literal loses its quotes."""
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -194,7 +196,7 @@ def _allowed(flag: Flag, field_type: type, optional: bool) -> str:
 
 
 def _show(value: object) -> str:
-    """A value as it is typed on the command line, in one line."""
+    """A value as typed on the command line, in one line."""
     if isinstance(value, bool):
         return "T" if value else "F"
     text = str(value)

@@ -1,4 +1,4 @@
-"""Start server, manager and model workers, watch them, and end them: none outlives this process."""
+"""Start, monitor and stop the server, managers and model workers; none outlives this process."""
 
 import signal
 import socket
@@ -16,18 +16,18 @@ from tokasaurus.model.cpu.build_ahead import kernels_built_ahead
 from tokasaurus.monitoring.log_setup import setup_logging
 from tokasaurus.process_group import DEATH_S, Child, ProcessGroup, StopSignals
 
-if TYPE_CHECKING:  # NumPy, which this process does not need: it would put off the start of the others
+if TYPE_CHECKING:  # these import NumPy, which would delay the start of the other processes
     from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
     from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
 
-# How long an orderly end may take before SIGTERM: the server's open requests, and the engine's step at hand.
+# Time for a graceful end before SIGTERM: for the server's open requests, and for the engine's current step.
 SERVER_GRACE_S = 3.0
 ENGINE_GRACE_S = 3.0
 
 
 @dataclass(frozen=True)
 class Entries:
-    """What each process runs, as "module:function"."""
+    """Entry point of each process, as "module:function"."""
 
     server: str = "tokasaurus.server.app:run_server"
     manager: str = "tokasaurus.manager.loop:run_manager"
@@ -37,7 +37,7 @@ class Entries:
 def serve(config: ServerConfig, entries: Entries | None = None) -> int:
     """Serve until Ctrl-C, SIGTERM, or the death of a process; returns the exit code. Call from the main thread.
 
-    0: stopped because it was asked to. 1: it could not start or a process failed; one line on stderr says why.
+    0: stopped on request. 1: start failed or a process failed; one line on stderr says why.
     """
     startup = _Startup()
     setup_logging(config, "launcher")
@@ -45,7 +45,7 @@ def serve(config: ServerConfig, entries: Entries | None = None) -> int:
     try:
         with kernels_built_ahead(config, startup.show_progress):
             return _serve(config, Entries() if entries is None else entries, startup)
-    except KeyboardInterrupt:  # while the checkpoint was fetched
+    except KeyboardInterrupt:  # while the checkpoint was being fetched
         return 0
     except UserError as error:
         _print(f"toka: {error}")
@@ -55,7 +55,7 @@ def serve(config: ServerConfig, entries: Entries | None = None) -> int:
 
 
 def _serve(config: ServerConfig, entries: Entries, startup: "_Startup") -> int:
-    with _bind(config.host, config.port) as listener:  # before the model is loaded for nothing
+    with _bind(config.host, config.port) as listener:  # first: fails before the model is loaded if the port is taken
         startup.end_phase("imports")
         startup.address = _url(listener)
         checkpoint = resolve_checkpoint(config.model, config.tokenizer, startup.show_progress)
@@ -63,13 +63,13 @@ def _serve(config: ServerConfig, entries: Entries, startup: "_Startup") -> int:
         startup.model = checkpoint.name if config.served_model_name is None else config.served_model_name
         with StopSignals() as stop_signals, ProcessGroup() as group:
             engine = _start_all(group, config, checkpoint, listener, entries)
-            listener.close()  # the server's copy is the one that counts: clients must not wait on a dead server's
+            listener.close()  # only the server's copy may stay open: clients must not wait for a dead server
             failure = _watch(group, engine.server, stop_signals, startup)
             if failure is not None:
                 engine.server.process.terminate()  # first, so that open requests get an answer instead of a reset
                 group.join([engine.server], SERVER_GRACE_S, stop_signals)
                 group.terminate(stop_signals)
-                _print(f"toka: {failure}")  # last, below what the others log at their end
+                _print(f"toka: {failure}")  # last, after the final log lines of the other processes
                 return 1
             _print("stopping; Ctrl-C again kills")
             if startup.is_ready:
@@ -91,7 +91,7 @@ class _Replica:
 
 @dataclass(frozen=True)
 class _Engine:
-    """All that runs: one server, and per replica its channels and processes."""
+    """All processes and channels: one server, and the managers and workers of each replica."""
 
     server: Child
     replicas: list[_Replica]
@@ -99,16 +99,16 @@ class _Engine:
 
 
 def _start_of_process() -> float:
-    """By time.perf_counter(); nearly, for up to now this process has hardly waited."""
+    """Approximate start of this process by time.perf_counter(), from its CPU time: it has hardly waited so far."""
     return time.perf_counter() - time.process_time()
 
 
 @dataclass
 class _Startup:
-    """Shows each phase as it ends; then, once the server is up and the KV size known, the ready line with all of them,
-    by process: the phases of one follow each other, and the processes run side by side from the end of our own.
+    """Prints each start-up phase as it ends, then the ready line with the phases of all processes.
 
-    The processes report on channels of their own, so that the two may come in either order.
+    The ready line is printed once the server is up and the KV cache size is known, which may happen in either order.
+    The phases of one process are sequential; the other processes run in parallel after the launcher's own phases.
     """
 
     address: str = ""
@@ -126,7 +126,7 @@ class _Startup:
         _print(f"{'toka':>12}  {line} ...")
 
     def end_phase(self, name: str, detail: str = "") -> None:
-        """A phase of this process."""
+        """End a phase of the launcher process."""
         began, self._last_end = self._last_end, time.perf_counter()
         self.show_phase("toka", PhaseDone("toka", name, self._last_end - began, detail))
 
@@ -183,7 +183,7 @@ def _url(listener: socket.socket) -> str:
 def _start_all(
     group: ProcessGroup, config: ServerConfig, checkpoint: Checkpoint, listener: socket.socket, entries: Entries
 ) -> _Engine:
-    """Workers first: they take longest to start."""
+    """Start all processes, workers first because they take longest."""
     replicas: list[_Replica] = []
     managers_and_workers: list[Child] = []
     for _ in range(config.dp_size):
@@ -193,7 +193,7 @@ def _start_all(
             inputs=[Channel(group.context) for _ in range(config.pp_size * config.tp_size)],
             outputs=Channel(group.context),
         )
-        replica.requests.abandon()  # a Shutdown that a dead manager does not read must not keep this process
+        replica.requests.abandon()  # an unread Shutdown to a dead manager must not block exit
         for rank, inputs in enumerate(replica.inputs):
             worker = ChildProcess(f"model worker (rank {rank})", f"toka-worker-{rank}", entries.worker)
             managers_and_workers.append(group.start(worker, config, checkpoint, rank, inputs, replica.outputs))
@@ -212,7 +212,7 @@ def _start_all(
 
 
 def _watch(group: ProcessGroup, server: Child, stop_signals: StopSignals, startup: _Startup) -> str | None:
-    """Wait until the end: None when a signal asked for it, else one line that names the process that failed."""
+    """Wait for a stop signal or a failure: None for a signal, else one line that names the failed process."""
     waitables = [stop_signals.reader, *(child.process.sentinel for child in group.children)]
     while True:
         ready = wait([*waitables, *(child.status.reader for child in group.children)])
@@ -221,7 +221,7 @@ def _watch(group: ProcessGroup, server: Child, stop_signals: StopSignals, startu
         dead = [child for child in group.children if child.process.sentinel in ready]
         for child in dead:
             child.process.join(DEATH_S)
-            # A process that was killed is the cause of what the others report.
+            # A killed process is the cause of failures that the others report.
             if (child.process.exitcode or 0) < 0:
                 return child.describe_death()
         for child in group.children:
@@ -238,7 +238,7 @@ def _watch(group: ProcessGroup, server: Child, stop_signals: StopSignals, startu
 
 
 def _end_in_order(group: ProcessGroup, engine: _Engine, stop_signals: StopSignals) -> None:
-    """The server stops accepting and ends; then each manager, which ends its workers."""
+    """Stop the server first, then each manager, which stops its workers."""
     engine.server.process.terminate()
     group.join([engine.server], SERVER_GRACE_S, stop_signals)
     for replica in engine.replicas:

@@ -31,7 +31,7 @@ class PingConfig(Config):
     api_key: str | None = None
 
     def finalize(self) -> None:
-        """Raises FlagError."""
+        """Raises FlagError for a wrong value or a missing prompt."""
         check_flags(self, PING_FLAGS)
         if self.prompt is None:
             raise FlagError("prompt is missing: toka ping prompt='tell me a joke'")
@@ -41,26 +41,26 @@ PING_FLAGS = FlagTable(
     groups={
         "request": {
             "prompt": Flag("text to send", none_means="required"),
-            "chat": Flag("send the prompt as a chat message, not as text to be continued"),
-            "max_tokens": Flag("most tokens per answer", minimum=1, maximum=MAX_INT32, none_means="up to the server"),
-            "n": Flag("answers", minimum=1, maximum=MAX_INT32),
+            "chat": Flag("send the prompt as a chat message instead of text to continue"),
+            "max_tokens": Flag("maximum tokens per answer", minimum=1, maximum=MAX_INT32, none_means="server default"),
+            "n": Flag("number of answers", minimum=1, maximum=MAX_INT32),
             "temperature": Flag(
-                "0 takes the likeliest token; a small model wanders off at 1, the API's own default", minimum=0
+                "0 picks the most likely token; at 1, the API's default, small models ramble", minimum=0
             ),
         },
         "server": {
             "host": Flag("address of the server"),
             "port": Flag("TCP port of the server", minimum=1, maximum=65535),
-            "base_url": Flag("of any OpenAI-compatible API, in place of host and port", none_means="none"),
-            "model": Flag("model to ask for; the server knows its own as default"),
-            "api_key": Flag("key of the server", none_means="TOKA_API_KEY"),
+            "base_url": Flag("URL of any OpenAI-compatible API, replaces host and port", none_means="none"),
+            "model": Flag("model name; default is the served model"),
+            "api_key": Flag("API key of the server", none_means="TOKA_API_KEY"),
         },
     }
 )
 
 
 def parse_ping_config(args: list[str]) -> PingConfig:
-    """The checked config that `name=value` words ask for. Raises FlagError."""
+    """The checked config for `name=value` words. Raises FlagError."""
     config = PingConfig()
     assign_flags(config, PING_FLAGS, args)
     config.finalize()
@@ -68,23 +68,23 @@ def parse_ping_config(args: list[str]) -> PingConfig:
 
 
 def ping(config: PingConfig) -> int:
-    """Print the answers, then time and tokens; returns the exit code, 1 with one line on stderr if there are none."""
+    """Print the answers, then time and token count. Returns the exit code: 1, with one line on stderr, on failure."""
     import openai
 
     host = f"[{config.host}]" if ":" in config.host else config.host  # IPv6
     base_url = f"http://{host}:{config.port}/v1" if config.base_url is None else config.base_url
-    # An empty variable holds no key; the client insists on one.
+    # An empty variable means no key, but the client requires one.
     api_key = (os.environ.get("TOKA_API_KEY") or "none") if config.api_key is None else config.api_key
     started = time.perf_counter()
     try:
-        # No time limit: how long an answer takes is what is being asked.
+        # No time limit: the duration is what ping measures.
         with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None) as client:
             answers, num_tokens = _ask(client, config)
     except openai.APIStatusError as error:
         return _fail(f"{base_url} answered {error.status_code}: {_reason(error)}")
     except openai.APIConnectionError as error:
         return _fail(f"no answer from {base_url}: {error.__cause__ or error}; is toka running?")
-    except Exception as error:  # the client raises all kinds for a host or a key that cannot be sent
+    except Exception as error:  # the client raises various errors for an invalid host or key
         return _fail(f"{base_url}: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         return _fail("stopped")
@@ -97,7 +97,7 @@ def ping(config: PingConfig) -> int:
 
 
 def _ask(client: "OpenAI", config: PingConfig) -> tuple[list[str], int]:
-    """The answers in order, and the number of tokens generated for them."""
+    """The answers in order, and the number of generated tokens."""
     from openai import OpenAIError
 
     assert config.prompt is not None
@@ -106,7 +106,7 @@ def _ask(client: "OpenAI", config: PingConfig) -> tuple[list[str], int]:
         options["max_tokens"] = config.max_tokens
     if config.chat:
         chat = client.chat.completions.create(messages=[{"role": "user", "content": config.prompt}], **options)
-        if not hasattr(chat, "choices"):  # the client hands out any page that answers 200
+        if not hasattr(chat, "choices"):  # the client returns any page with status 200
             raise OpenAIError("no OpenAI-compatible API")
         answers = {choice.index: choice.message.content or "" for choice in chat.choices}
         usage = chat.usage
@@ -120,7 +120,7 @@ def _ask(client: "OpenAI", config: PingConfig) -> tuple[list[str], int]:
 
 
 def _reason(error: Any) -> str:
-    """The server's own message, else the start of the body it sent, in one line."""
+    """The server's error message, else the start of its response body, in one line."""
     body = error.body
     message = body.get("message") if isinstance(body, dict) else None
     return " ".join(str(message or error.response.text or error.response.reason_phrase).split())[:300]

@@ -1,4 +1,4 @@
-"""The spawned processes as the launcher sees them: start, death, end; and signals as something to wait for."""
+"""The launcher's view of the spawned processes: start, stop and death; and signals that it can wait for."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tokasaurus.messages.channel import Channel, wait
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
 
-# What an orderly process may still do after SIGTERM before SIGKILL.
+# Time between SIGTERM and SIGKILL.
 TERMINATE_GRACE_S = 1.0
-# A dying process's sentinel is ready shortly before its exit code is.
+# A dying process's sentinel is ready shortly before its exit code; this is the longest wait for the code.
 DEATH_S = 1.0
-# `timeout` and some supervisors signal the process and then its group: one wish, not two.
+# `timeout` and some supervisors signal the process and then its group: both count as one signal.
 SAME_WISH_S = 0.3
 
 
 class StopSignals:
-    """While entered, SIGINT and SIGTERM do nothing but make `reader` readable. Main thread only."""
+    """While entered, SIGINT and SIGTERM only make `reader` readable. Main thread only."""
 
     def __enter__(self) -> StopSignals:
-        self._last_wish_s = -math.inf
+        self._last_signal_s = -math.inf
         self.reader, self._writer = os.pipe()
         os.set_blocking(self.reader, False)
         os.set_blocking(self._writer, False)
@@ -49,32 +49,32 @@ class StopSignals:
         os.close(self._writer)
 
     def take(self) -> set[int]:
-        """Numbers of the signals that came since the last call, less what follows within `SAME_WISH_S`."""
+        """Numbers of the signals since the last call, ignoring any within `SAME_WISH_S` of the previous ones."""
         try:
             numbers = set(os.read(self.reader, 4096))
         except BlockingIOError:
             return set()
         now_s = time.monotonic()
-        if now_s - self._last_wish_s < SAME_WISH_S:
+        if now_s - self._last_signal_s < SAME_WISH_S:
             return set()
-        self._last_wish_s = now_s
+        self._last_signal_s = now_s
         return numbers
 
     @staticmethod
     def _only_wake_up(number: int, frame: FrameType | None) -> None:
-        """The wake-up descriptor has the signal's number already."""
+        """Does nothing: the wake-up descriptor already has the signal's number."""
 
 
 @dataclass(frozen=True)
 class Child:
-    """Each child has a status channel of its own: one that is killed cannot lock the others out of it."""
+    """A started process. Each has its own status channel, so that a killed process cannot lock the others' channel."""
 
     description: ChildProcess
     process: SpawnProcess
     status: StatusChannel
 
     def describe_death(self) -> str:
-        """One line for the user, once the process has ended."""
+        """One line for the user; call after the process has ended."""
         code = self.process.exitcode
         if code is not None and code < 0:
             return f"{self.description.label} died: killed by signal {-code} ({signal.Signals(-code).name})"
@@ -82,7 +82,7 @@ class Child:
 
 
 class ProcessGroup:
-    """The children, in the order of their start. Leaving the context kills those that still run."""
+    """The children, in order of start. Leaving the context kills all that still run."""
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("spawn")
@@ -100,7 +100,7 @@ class ProcessGroup:
     def start(self, description: ChildProcess, config: ServerConfig, *args: Any) -> Child:
         """Spawn a process that runs its entry with (config, *args, status).
 
-        Of the config it gets the values alone: to import Pydra would take each process a fifth of a second."""
+        The process gets only the config's values, so that it need not import Pydra, which takes a fifth of a second."""
         values = cast("ServerConfig", SimpleNamespace(**vars(config)))
         status: StatusChannel = Channel(self.context)
         process = self.context.Process(
@@ -108,7 +108,8 @@ class ProcessGroup:
             name=description.label,
             args=(description, values, time.time(), os.getpid(), self._lifeline, status, (values, *args, status)),
         )
-        # The child inherits the mask, so that Ctrl-C cannot interrupt its imports; one that comes now is seen after.
+        # The child inherits the mask, so that Ctrl-C cannot interrupt its imports. A Ctrl-C during the start is handled
+        # after the unblock.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             process.start()
@@ -122,20 +123,20 @@ class ProcessGroup:
         return [child for child in self.children if child.process.is_alive()]
 
     def kill(self) -> None:
-        """SIGKILL to those that still run."""
+        """Send SIGKILL to all running children and wait for their end."""
         for child in self.running():
             child.process.kill()
             child.process.join()
 
     def terminate(self, stop_signals: StopSignals) -> None:
-        """SIGTERM to those that still run, then SIGKILL."""
+        """Send SIGTERM to all running children, then SIGKILL after `TERMINATE_GRACE_S`."""
         for child in self.running():
             child.process.terminate()
         self.join(self.children, TERMINATE_GRACE_S, stop_signals)
         self.kill()
 
     def join(self, children: Sequence[Child], timeout_s: float, stop_signals: StopSignals) -> None:
-        """Wait until `children` have ended, for `timeout_s` at most; Ctrl-C meanwhile kills the whole group."""
+        """Wait at most `timeout_s` seconds for `children` to end; Ctrl-C kills the whole group."""
         deadline = time.monotonic() + timeout_s
         left = {child.process.sentinel: child for child in children if child.process.is_alive()}
         while left and (seconds := deadline - time.monotonic()) > 0:

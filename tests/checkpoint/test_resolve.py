@@ -44,7 +44,9 @@ def test_missing_weights_are_an_error_before_anything_starts(model_directory: Pa
 
 
 def test_a_name_that_is_nothing_is_refused(model_directory: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"is no directory, no \.gguf file and no Hugging Face repository id"):
+    with pytest.raises(
+        CheckpointError, match=r"is neither a directory nor a \.gguf file nor a Hugging Face repository id"
+    ):
         resolve_checkpoint(str(model_directory / "absent"))
     with pytest.raises(CheckpointError, match=r"is a file, but not a \.gguf file"):
         resolve_checkpoint(str(model_directory / "model.safetensors"))

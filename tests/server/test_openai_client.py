@@ -165,7 +165,7 @@ def test_internal_error_is_a_500_without_details(served_model: ServedModel, serv
     assert response.status_code == 500
     error = response.json()["error"]
     assert error["type"] == "server_error"
-    assert "log-prob" not in error["message"]
+    assert "logprobs" not in error["message"]
     assert server.client.num_pending_requests == 0
     assert served_model.name not in error["message"]
 

@@ -1,4 +1,4 @@
-"""From a model's name to its local files and its facts. Imports no torch: all three processes read it."""
+"""Resolves a model's name to local files and its configuration. Imports no torch: all three processes use it."""
 
 from tokasaurus.checkpoint.cache import cache_directory
 from tokasaurus.checkpoint.errors import CheckpointError

@@ -1,4 +1,4 @@
-"""Where fetched and converted files are kept, and how a directory is put there whole or not at all."""
+"""The cache directory for downloaded and converted files, and the atomic creation of directories in it."""
 
 import fcntl
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from tokasaurus.checkpoint.errors import CheckpointError
 
 CONVERSION_VERSION = 1
-"""Of models converted from GGUF (gguf_conversion.py), part of their key: raise it when the result changes."""
+"""Part of the cache key of models converted from GGUF (gguf_conversion.py): increase it when the result changes."""
 
 
 def cache_directory() -> Path:
@@ -22,10 +22,11 @@ def cache_directory() -> Path:
 
 
 def build_once(destination: Path, build: Callable[[Path], None]) -> Path:
-    """`destination`, a directory that `build` has filled; built only if it is not there yet.
+    """Return the directory `destination`, which `build` fills if it does not exist yet.
 
-    `build` gets an empty directory beside it, renamed when all is written. A second process waits for the first; what a
-    killed one left is removed by the next. Raises CheckpointError if the place cannot be written.
+    `build` is given an empty directory next to it, which is renamed once it is complete. A second process waits for the
+    first; the remains of a killed process are removed by the next one. Raises CheckpointError if the directory cannot
+    be written.
     """
     if destination.is_dir():
         return destination
@@ -36,7 +37,9 @@ def build_once(destination: Path, build: Callable[[Path], None]) -> Path:
             if not destination.is_dir():
                 _build_and_rename(destination, build)
     except OSError as error:
-        raise CheckpointError(f"cannot write {destination}: {error}; $TOKA_CACHE chooses another place") from error
+        raise CheckpointError(
+            f"cannot write {destination}: {error}; set $TOKA_CACHE to use another directory"
+        ) from error
     return destination
 
 

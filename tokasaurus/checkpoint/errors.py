@@ -1,7 +1,7 @@
-"""The error of this room."""
+"""The error type of this package."""
 
 from tokasaurus.messages.lifecycle import UserError
 
 
 class CheckpointError(UserError):
-    """A model cannot be found, fetched, read or run as it is. The message is one line for the user."""
+    """A model cannot be found, downloaded, read or run. The message is one line for the user."""

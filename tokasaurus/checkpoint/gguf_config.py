@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as config.json and generation_config.json."""
+"""Converts a GGUF file's metadata to config.json and generation_config.json."""
 
 import math
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ Metadata = Mapping[str, Any]
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-# Keys that are read below, and those that do not change the maths. Any other key of the architecture is refused: it
-# may be a scale or a window that another model of the same name has.
+# Keys that are read below, and keys that do not affect the computation. Any other key of the architecture is refused:
+# it may be a scale or an attention window that this code does not apply.
 _READ = {
     "block_count",
     "context_length",
@@ -29,7 +29,7 @@ _READ = {
     "rope.dimension_count",
 }
 _HARMLESS = {"vocab_size"}
-# The value with which these keys say that the feature is off.
+# Keys of unsupported features, each accepted only with the value that switches the feature off.
 _OFF = {
     "rope.scaling.type": "none",
     "expert_count": 0,
@@ -38,12 +38,12 @@ _OFF = {
     "attention.sliding_window": 0,
 }
 
-# Every published llama3 scaling has these; the factor is 8 (3.1) or 32 (3.2) and is read off the tensor.
+# All published llama3 scalings share these values; the factor, 8 (3.1) or 32 (3.2), is derived from the tensor.
 _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def architecture_of(metadata: Metadata) -> str:
-    """The supported architecture that the file states. Raises CheckpointError for any other."""
+    """The architecture named in the metadata. Raises CheckpointError if it is not supported."""
     architecture = metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         supported = ", ".join(_ARCHITECTURES)
@@ -56,8 +56,9 @@ def model_config(
 ) -> dict[str, Any]:
     """The content of config.json.
 
-    vocab_size: rows of the embedding. rope_factors: float32 [head size / 2], the file's rope_freqs.weight: what each
-    rotary wavelength is multiplied with; None without such a tensor. Raises CheckpointError.
+    vocab_size: rows of the embedding. tied: the LM head shares the embedding's weights. dtype: of the weights, such as
+    "float32". rope_factors: float32 [head size / 2], multipliers of the rotary wavelengths, from the file's
+    rope_freqs.weight; None if the file has no such tensor. Raises CheckpointError.
     """
     architecture = architecture_of(metadata)
     fields = {
@@ -100,7 +101,7 @@ def generation_config(metadata: Metadata) -> dict[str, Any]:
 
 
 def _token_ids(metadata: Metadata) -> dict[str, Any]:
-    """bos and eos; a model may end a turn or a message with tokens of their own, which end the generation as well."""
+    """bos and eos ids; the tokens for end of turn (eot) and end of message (eom) end the generation as well."""
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ids: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(end for end in ends if end is not None))}
     if (bos := metadata.get("tokenizer.ggml.bos_token_id")) is not None:
@@ -125,12 +126,12 @@ def _number(architecture: str, fields: Mapping[str, Any], key: str) -> Any:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal for a float32: 1e-05, not 9.999999747378752e-06."""
+    """The shortest decimal that denotes the same float32: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
 def _llama3_scaling(theta: float, head_dim: int, factors: NDArray[np.float32]) -> dict[str, Any]:
-    """The llama3 parameters that give these factors; the file does not state them."""
+    """The llama3 parameters that produce these factors; the file does not state them. Raises CheckpointError."""
     scaling: dict[str, Any] = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3_SCALING}
     expected = [llama3_factor(theta ** (2 * i / head_dim) * 2 * math.pi, scaling) for i in range(head_dim // 2)]
     if factors.shape != (head_dim // 2,) or not np.allclose(factors, expected, rtol=1e-4):
@@ -139,11 +140,11 @@ def _llama3_scaling(theta: float, head_dim: int, factors: NDArray[np.float32]) -
 
 
 def llama3_factor(wavelength: float, scaling: Mapping[str, Any]) -> float:
-    """What Llama 3.1 multiplies a rotary wavelength (in tokens) with. Source: the model card's reference code."""
-    turns = scaling["original_max_position_embeddings"] / wavelength
-    if turns > scaling["high_freq_factor"]:
+    """Factor by which Llama 3.1 multiplies a rotary wavelength (in tokens). Source: the model card's reference code."""
+    num_rotations = scaling["original_max_position_embeddings"] / wavelength
+    if num_rotations > scaling["high_freq_factor"]:
         return 1.0
-    if turns < scaling["low_freq_factor"]:
+    if num_rotations < scaling["low_freq_factor"]:
         return float(scaling["factor"])
-    smooth = (turns - scaling["low_freq_factor"]) / (scaling["high_freq_factor"] - scaling["low_freq_factor"])
+    smooth = (num_rotations - scaling["low_freq_factor"]) / (scaling["high_freq_factor"] - scaling["low_freq_factor"])
     return float(1 / ((1 - smooth) / scaling["factor"] + smooth))

@@ -1,4 +1,4 @@
-"""A GGUF file as a directory in Hugging Face form, dequantised, so that the rest knows one format only."""
+"""Converts a GGUF file to a dequantised directory in Hugging Face format, the only format that other code reads."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from tokasaurus.checkpoint.json_files import write_json
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
-_ELEMENTS_PER_WRITE = 1 << 22  # 16 MB of float32: the only copy of weights in memory
+_ELEMENTS_PER_WRITE = 1 << 22  # 16 MB of float32: the most weights in memory at a time
 
 _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _BYTES_PER_ELEMENT = {"F32": 4, "F16": 2, "BF16": 2}
@@ -51,13 +51,16 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True, slots=True)
 class _OutputTensor:
-    """A tensor of model.safetensors. dtype: "F32", "F16" or "BF16". head_size: of rows to reorder; 0 = as they are."""
+    """A tensor to write to model.safetensors."""
 
     name: str
+    """In Hugging Face format."""
     source: "ReaderTensor"
     dtype: str
+    """One of "F32", "F16" and "BF16"."""
     shape: tuple[int, ...]
     head_size: int
+    """Rows per attention head, if the rows must be reordered (see `unpermuted_rows`); 0 = keep the order."""
 
     @property
     def num_elements(self) -> int:
@@ -69,9 +72,9 @@ class _OutputTensor:
 
 
 def convert_gguf(path: Path, on_phase: Callable[[str], None]) -> Path:
-    """The directory in the cache for this file; written on first use, and again when the file has changed.
+    """The file's converted directory in the cache; written on first use, and again if the file has changed.
 
-    Raises CheckpointError for a file that is missing, broken or not supported.
+    Raises CheckpointError if the file is missing, malformed or not supported.
     """
     if not path.is_file():
         raise CheckpointError(f"there is no file {path}")
@@ -87,7 +90,8 @@ def convert_gguf(path: Path, on_phase: Callable[[str], None]) -> Path:
 def write_hf_directory(path: Path, directory: Path) -> None:
     """Write config, generation config, tokenizer and model.safetensors for the GGUF file `path` into `directory`.
 
-    Quantised tensors become float32; float32, float16 and bfloat16 stay. Shows a progress bar on a terminal.
+    Quantised tensors become float32; float32, float16 and bfloat16 tensors keep their type. Shows a progress bar on a
+    terminal. Raises CheckpointError.
     """
     try:
         reader = _open(path)
@@ -157,12 +161,12 @@ def _hf_name(architecture: str, name: str) -> str:
         hf_name = {**_LAYER_NAMES, **_FAMILY_LAYER_NAMES[architecture]}.get(match[2])
         hf_name = hf_name and f"model.layers.{match[1]}.{hf_name}"
     if hf_name is None:
-        raise CheckpointError(f"tensor {name} has no place in a {architecture} model")
+        raise CheckpointError(f"tensor {name} does not belong in a {architecture} model")
     return hf_name
 
 
 def _main_dtype(outputs: list[_OutputTensor]) -> str:
-    """That of the most elements: norms are float32 in every file."""
+    """The dtype of most elements; norms are float32 in every file."""
     counts = dict.fromkeys(_DTYPE_NAMES, 0)
     for output in outputs:
         counts[output.dtype] += output.num_elements
@@ -170,7 +174,7 @@ def _main_dtype(outputs: list[_OutputTensor]) -> str:
 
 
 def _write_safetensors(file: BinaryIO, outputs: list[_OutputTensor], title: str) -> None:
-    """Written by hand, since the safetensors library wants all tensors in memory, and NumPy has no bfloat16.
+    """Does not use the safetensors library, which needs all tensors in memory. NumPy also has no bfloat16.
 
     Format: https://github.com/huggingface/safetensors#format
     """
@@ -197,7 +201,7 @@ def _write_safetensors(file: BinaryIO, outputs: list[_OutputTensor], title: str)
 
 
 def _chunks(output: _OutputTensor) -> Iterator[NDArray[Any]]:
-    """The tensor's elements in order, a few rows at a time."""
+    """The tensor's elements in output order, a few rows at a time."""
     from gguf import dequantize
 
     rows = output.source.data
@@ -215,9 +219,9 @@ def _chunks(output: _OutputTensor) -> Iterator[NDArray[Any]]:
 
 
 def unpermuted_rows(num_rows: int, head_size: int) -> NDArray[np.intp]:
-    """For each row of a Llama q or k matrix in Hugging Face order, its place in a GGUF file.
+    """For each row of a Llama q or k matrix in Hugging Face order, the index of this row in a GGUF file.
 
-    GGUF pairs the rotated dimensions as neighbours (0, 1), (2, 3), …; Hugging Face pairs i with i + head_size / 2.
+    Rotary embedding pairs adjacent dimensions (0, 1), (2, 3), … in GGUF, but i and i + head_size / 2 in Hugging Face.
     """
     rows: NDArray[np.intp] = np.arange(num_rows).reshape(-1, head_size // 2, 2).swapaxes(1, 2).reshape(-1)
     return rows

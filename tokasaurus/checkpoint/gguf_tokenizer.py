@@ -1,7 +1,7 @@
-"""A GGUF file's tokenizer as tokenizer.json and tokenizer_config.json.
+"""Converts a GGUF file's tokenizer to tokenizer.json and tokenizer_config.json.
 
-GGUF stores the vocabulary and the merges, but only the name of the rule that cuts text into words before the merges
-("pre-tokenizer"). Tokens differ without the right rule, so an unknown name is refused.
+GGUF stores the vocabulary and the merges, but only the name of the pre-tokenizer, the rule that splits text into words
+before the merges. A wrong rule yields wrong tokens, so an unknown name is refused.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from tokasaurus.checkpoint.json_files import write_json
 
 Metadata = Mapping[str, Any]
 
-_CONTROL, _USER_DEFINED = 3, 4  # of GGUF's token types
+_CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
 
-# Llama 3 takes digits in threes, Qwen 2 one by one; else the rules are the same.
+# Llama 3 groups digits by up to three, Qwen 2 splits them singly; otherwise the rules are equal.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -33,20 +33,20 @@ _RULES = {
 
 
 def write_tokenizer(metadata: Metadata, directory: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json. Raises CheckpointError for a tokenizer that is not supported."""
+    """Write tokenizer.json and tokenizer_config.json. Raises CheckpointError for an unsupported tokenizer."""
     build_tokenizer(metadata).save(str(directory / "tokenizer.json"))
     write_json(directory / "tokenizer_config.json", tokenizer_config(metadata))
 
 
 def build_tokenizer(metadata: Metadata) -> Tokenizer:
-    """The byte-level BPE tokenizer that the metadata describe."""
+    """The byte-level BPE tokenizer that the metadata describe. Raises CheckpointError."""
     rule = _rule(metadata)
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", ())]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     if not merges or any(len(merge) != 2 for merge in merges) or len(vocabulary) != len(tokens):
         raise CheckpointError("the tokenizer's merges are missing or malformed, or a token occurs twice")
-    # Llama 3 keeps a word whole if it is a token, although no merges lead there.
+    # Llama 3 encodes a word that is in the vocabulary as one token, even if no merges produce it.
     bpe = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule == _LLAMA3)
     tokenizer = Tokenizer(bpe)
     if rule == _QWEN2:
@@ -62,7 +62,7 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
 
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
-    """The content of tokenizer_config.json: named special tokens and the chat template."""
+    """The content of tokenizer_config.json: the named special tokens and the chat template."""
     tokens = metadata["tokenizer.ggml.tokens"]
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
@@ -88,7 +88,7 @@ def _pre_tokenizer(rule: str) -> pre_tokenizers.PreTokenizer:
     if rule == _GPT2:
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if rule == _SMOLLM:
-        # GPT-2's rule, after every digit has become a word of its own.
+        # GPT-2's rule, after splitting off every digit as a word of its own.
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
     words = Regex(_WORDS % ("{1,3}" if rule == _LLAMA3 else ""))
@@ -97,7 +97,7 @@ def _pre_tokenizer(rule: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _post_processor(metadata: Metadata, rule: str, tokens: list[str]) -> processors.PostProcessor:
-    """Adds bos before and eos after the text if the file says so; Llama 3 files leave out that they want bos."""
+    """Adds bos before and eos after the text if the metadata say so; Llama 3 gets bos by default."""
     wanted = {
         "bos": metadata.get("tokenizer.ggml.add_bos_token", rule == _LLAMA3),
         "eos": metadata.get("tokenizer.ggml.add_eos_token", False),

@@ -1,4 +1,4 @@
-"""Files of a Hugging Face repository, through huggingface_hub and its cache. HF_ENDPOINT and HF_HUB_OFFLINE hold."""
+"""Downloads from Hugging Face with huggingface_hub and its cache. HF_ENDPOINT and HF_HUB_OFFLINE are honoured."""
 
 import re
 from pathlib import Path
@@ -14,10 +14,10 @@ def is_repo_id(name: str) -> bool:
 
 
 def download_files(repo_id: str, patterns: list[str], revision: str | None = None) -> Path:
-    """The local snapshot directory, with the files of the repository's root that match `patterns`.
+    """The local snapshot directory, with the files at the repository's top level that match `patterns`.
 
-    Its last component is the commit, which serves as `revision` of a later call. Shows its own progress bar.
-    Raises CheckpointError if the repository is not found, gated, or out of reach and not in the cache.
+    The directory's name is the commit, which a later call can pass as `revision`. Shows a progress bar.
+    Raises CheckpointError if the repository is not found, is gated, or is neither reachable nor completely cached.
     """
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
@@ -29,23 +29,29 @@ def download_files(repo_id: str, patterns: list[str], revision: str | None = Non
         RevisionNotFoundError,
     )
 
-    place = constants.ENDPOINT
+    endpoint = constants.ENDPOINT
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except GatedRepoError:
-        raise CheckpointError(f"{repo_id} is gated: accept its terms at {place}/{repo_id} and set HF_TOKEN") from None
+        raise CheckpointError(
+            f"{repo_id} is gated: accept its terms at {endpoint}/{repo_id} and set HF_TOKEN"
+        ) from None
     except (RepositoryNotFoundError, RevisionNotFoundError):
-        where = f"at {place} that HF_TOKEN may read"
-        raise CheckpointError(f"{repo_id} is no directory here and no repository {where}") from None
+        where = f"at {endpoint} that HF_TOKEN may read"
+        raise CheckpointError(f"{repo_id} is neither a directory here nor a repository {where}") from None
     except LocalEntryNotFoundError as error:
         if constants.is_offline_mode():
             reason = "HF_HUB_OFFLINE is set"
         else:
             cause = error.__cause__ or error
-            reason = f"{place} does not answer ({type(cause).__name__})"
-        raise CheckpointError(f"{repo_id} is not whole in the cache {constants.HF_HUB_CACHE}, and {reason}") from None
+            reason = f"{endpoint} does not answer ({type(cause).__name__})"
+        raise CheckpointError(
+            f"{repo_id} is not completely in the cache {constants.HF_HUB_CACHE}, and {reason}"
+        ) from None
     except HFValidationError:
-        raise CheckpointError(f"{repo_id!r} is no directory, no .gguf file and no Hugging Face repository id") from None
+        raise CheckpointError(
+            f"{repo_id!r} is neither a directory nor a .gguf file nor a Hugging Face repository id"
+        ) from None
     except (HfHubHTTPError, OSError) as error:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise CheckpointError(f"cannot download {repo_id} from {place}: {first_line}") from error
+        raise CheckpointError(f"cannot download {repo_id} from {endpoint}: {first_line}") from error

@@ -1,7 +1,7 @@
-"""What a checkpoint's configuration files say.
+"""Reads a checkpoint's configuration files.
 
-They are read as plain JSON: the configuration classes of transformers import torch, and the same model is written in
-two ways, that of transformers 4 (rope_theta, rope_scaling, torch_dtype) and that of 5 (rope_parameters, dtype).
+They are read as plain JSON, since the configuration classes of transformers import torch. Two spellings are supported:
+transformers 4 writes rope_theta, rope_scaling and torch_dtype; transformers 5 writes rope_parameters and dtype.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,11 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class RopeInfo:
-    """Rotary embedding. scaling_type: "default" or "llama3"; the other fields are read for "llama3" alone.
-
-    Source of the llama3 scaling: the Llama 3.1 model card's reference code.
-    """
+    """Rotary embedding. Source of the llama3 scaling: the Llama 3.1 model card's reference code."""
 
     theta: float
     scaling_type: str = "default"
+    """Either "default" or "llama3"; the fields below are only used by "llama3"."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
@@ -31,13 +29,10 @@ class RopeInfo:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a checkpoint's config.json and generation_config.json say, in one vocabulary for every family.
-
-    family: config.json's model_type, such as "llama". dtype: of the stored weights, such as "bfloat16".
-    eos_ids: union of both files' eos_token_id.
-    """
+    """The contents of config.json and generation_config.json, with the same field names for every family."""
 
     family: str
+    """config.json's model_type, such as "llama"."""
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -50,19 +45,21 @@ class ModelInfo:
     rope: RopeInfo
     tie_embeddings: bool
     eos_ids: tuple[int, ...]
+    """Union of eos_token_id in both files."""
     dtype: str
+    """Of the stored weights, such as "bfloat16"."""
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyConfig:
-    """architecture: the one class name accepted. default_head_dim: where head_dim is absent; None = hidden / heads.
-
-    must_be_off: fields that change the maths when they are true.
-    """
+    """How the configurations of one model family are checked and completed."""
 
     architecture: str
+    """The only accepted class name in `architectures`."""
     must_be_off: tuple[str, ...]
+    """Fields of unsupported features, which would change the computation: a checkpoint that sets one is refused."""
     default_head_dim: int | None = None
+    """Value of an absent head_dim; None = hidden_size / num_attention_heads."""
 
 
 FAMILIES = {
@@ -73,10 +70,10 @@ FAMILIES = {
 
 
 def read_model_info(directory: Path) -> ModelInfo:
-    """Parse config.json and, where there is one, generation_config.json.
+    """Parse config.json and, if it exists, generation_config.json.
 
-    Raises CheckpointError, with the file and the field, for a file that is missing or malformed and for a model that
-    this code would compute wrongly: an unknown family, a kind of rotary scaling, quantised weights.
+    Raises CheckpointError, naming the file and the field, if a file is missing or malformed, or if this code would
+    compute the model wrongly (unknown family, unsupported rotary scaling, quantised weights).
     """
     path = directory / "config.json"
     config = read_json(path)
@@ -98,7 +95,9 @@ def _parse(config: dict[str, Any], generation: dict[str, Any]) -> ModelInfo:
     num_heads = _positive_int(config, "num_attention_heads")
     num_kv_heads = _positive_int(config, "num_key_value_heads", default=num_heads if name == "llama" else None)
     if num_heads % num_kv_heads:
-        raise CheckpointError(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
+        raise CheckpointError(
+            f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+        )
     head_dim = _positive_int(config, "head_dim", default=family.default_head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise CheckpointError(f"head_dim {head_dim} is odd, which rotary embedding does not allow")
@@ -139,7 +138,7 @@ def _refuse_unsupported(config: dict[str, Any], name: str, family: FamilyConfig)
 
 
 def _parse_rope(config: dict[str, Any]) -> RopeInfo:
-    """transformers 5 keeps everything in rope_parameters; 4 has rope_theta and, for a scaled model, rope_scaling."""
+    """transformers 5 puts all fields in rope_parameters; 4 has rope_theta and, for a scaled model, rope_scaling."""
     fields = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     scaling_type = fields.get("rope_type", fields.get("type", "default"))
     if any(isinstance(value, dict) for value in fields.values()):

@@ -1,4 +1,4 @@
-"""JSON objects on disk, read with errors that name the file."""
+"""Reads and writes JSON objects; errors name the file."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from tokasaurus.checkpoint.errors import CheckpointError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`. Raises CheckpointError if the file is missing or holds anything else."""
+    """The JSON object in `path`. Raises CheckpointError if the file is missing or contains anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Which safetensors files hold a model's weights."""
+"""Finds the safetensors files that contain a model's weights."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ SINGLE_NAME = "model.safetensors"
 
 
 def weight_file_names(directory: Path) -> list[str]:
-    """Names of the shards that the index lists, sorted, or of the one file if there is no index. None is opened."""
+    """Names of the shards in the index, sorted, or of the single file if there is no index. Opens no weight file."""
     index_path = directory / INDEX_NAME
     if not index_path.exists():
         return [SINGLE_NAME]
@@ -19,14 +19,14 @@ def weight_file_names(directory: Path) -> list[str]:
         raise CheckpointError(f"{index_path} has no weight_map")
     names = set(weight_map.values())
     for name in names:
-        # An index comes from strangers: it may not point out of its directory.
+        # The index is untrusted: a name must not lead out of the directory.
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{index_path} names {name!r}, which is not a file name")
     return sorted(names)
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Paths of the safetensors files, all of which exist. Raises CheckpointError naming the first that is absent."""
+    """Paths of the safetensors files. Raises CheckpointError, naming the first one that does not exist."""
     paths = [directory / name for name in weight_file_names(directory)]
     for path in paths:
         if path.exists():

@@ -1,4 +1,4 @@
-"""The manager process: receive, cancel, apply results, admit, schedule, send; then wait for the next message."""
+"""Entry and main loop of the manager process: run one engine step, send updates, wait for the next message."""
 
 from __future__ import annotations
 
@@ -47,11 +47,13 @@ logger = logging.getLogger(__name__)
 RequestMessage = GenerateRequest | CancelRequest | Shutdown
 
 LARGE_BYTES = 16 << 20
+"""Size of the array that `run_manager` frees at its start, in bytes."""
 
 THREAD_END_SECONDS = 1.0
+"""Longest wait for a grammar thread to end at shutdown, in seconds."""
 
 STATS_UPDATE_SECONDS = 0.25
-"""While no sequence starts or ends, the counters still grow: the server hears of them this often."""
+"""Interval between updates of the server's counters while no sequence starts or ends, in seconds."""
 
 
 def run_manager(
@@ -65,16 +67,16 @@ def run_manager(
 ) -> None:
     """Process entry. Returns when Shutdown arrives, before or after the worker is ready.
 
-    inputs: one channel per rank of the replica's worker; each gets every message.
+    inputs: one channel per rank of the replica's worker; each channel gets every message.
     """
     started = time.perf_counter()
-    # Freeing one large array makes glibc keep the pages of smaller ones that are freed later; else every array of some
-    # tens of kilobytes is given back to the system and faulted in again.
+    # Freeing one large array makes glibc keep the memory of smaller arrays freed later. Otherwise every array of some
+    # tens of kilobytes is returned to the system and faulted in again.
     large = np.empty(LARGE_BYTES, np.uint8)
     del large
     decoder = load_token_decoder(checkpoint.tokenizer_directory)
     stop_tokens = StopTokens([decoder.decode([token_id]) for token_id in range(checkpoint.info.vocab_size)])
-    grammars = _load_grammars(checkpoint)  # while the worker loads the model: later it would hold up a turn
+    grammars = _load_grammars(checkpoint)  # while the worker loads the model: later it would delay a step
     status.send(PhaseDone("manager", "load tokenizer", time.perf_counter() - started))
     early: list[RequestMessage] = []
     limits = _await_worker(requests, outputs, early)
@@ -88,11 +90,12 @@ def run_manager(
         channel.send(EndOfInputs())
     if grammars is not None:
         grammars.close(THREAD_END_SECONDS)
-    # Nobody reads on after a shutdown; the queue's thread must not keep this process alive.
+    # After a shutdown the server stops reading; the queue's thread must not keep this process alive.
     updates.abandon()
 
 
 def _load_grammars(checkpoint: Checkpoint) -> Grammars | None:
+    """None if grammars do not support the model's tokenizer; a warning is logged."""
     info = checkpoint.info
     try:
         vocabulary = load_grammar_vocabulary(checkpoint.tokenizer_directory, info.vocab_size, info.eos_ids)
@@ -105,7 +108,7 @@ def _load_grammars(checkpoint: Checkpoint) -> Grammars | None:
 def _await_worker(
     requests: Channel[RequestMessage], outputs: Channel[ForwardOutput | Ready], early: list[RequestMessage]
 ) -> EngineLimits | None:
-    """What the worker can hold, once it is ready; None if Shutdown came first. Other requests are put into `early`."""
+    """Wait for the worker and return its limits; None if Shutdown comes first. Received requests go into `early`."""
     while True:
         wait([requests.reader, outputs.reader])
         early.extend(requests.drain())
@@ -126,7 +129,7 @@ def _serve(
     inputs: list[Channel[ForwardInput | EndOfInputs]],
     outputs: Channel[ForwardOutput | Ready],
 ) -> None:
-    """Turn after turn until Shutdown. `messages`: requests that have been received already."""
+    """Run engine steps until Shutdown. messages: requests received before this call."""
 
     def send(forward_input: ForwardInput) -> None:
         for channel in inputs:
@@ -162,7 +165,10 @@ def engine_options(
     decoder: TokenDecoder,
     stop_tokens: StopTokens | None,
 ) -> EngineOptions:
-    """What `config` asks for. eos_ids: the model's. stop_tokens: which may end a stop string; None: all."""
+    """Engine options from `config`.
+
+    eos_ids: the model's end-of-sequence token ids. stop_tokens: tokens that may complete a stop string; None for all.
+    """
     early_stopping = LengthPredictorOptions(
         learns=config.track_early_stopping,
         buffer_size=config.early_stopping_buffer_size,
@@ -192,8 +198,10 @@ def engine_options(
 
 
 def _hydragen_options(config: ServerConfig, limits: EngineLimits) -> HydragenOptions | None:
-    """The flags, and where they are not set what the worker has measured. Where it has found that nothing pays, groups
-    are made only if they are asked for."""
+    """Thresholds from the flags, or from the worker's measurements where a flag is not set.
+
+    None if flags disable prefix groups, or if the worker measured no benefit and no flag asks for them.
+    """
     asked = (config.use_hydragen, config.hydragen_min_group_size, config.hydragen_min_prefix_len) != (None, None, None)
     if config.use_hydragen is False or (limits.hydragen is None and not asked):
         return None
@@ -207,10 +215,10 @@ def _hydragen_options(config: ServerConfig, limits: EngineLimits) -> HydragenOpt
 
 
 def is_worth_an_update(stats: EngineStats, last: EngineStats, seconds_since_last: float) -> bool:
-    """Whether the server should hear of `stats` although no sequence has finished.
+    """Whether to send `stats` to the server although there are no deltas.
 
-    At once when sequences came, started or were cancelled, and when the engine falls idle, for nothing would correct
-    the server's figures after that; otherwise every STATS_UPDATE_SECONDS.
+    Immediately when the number of running or waiting sequences changes, or when the engine becomes idle, because no
+    later update would correct the server's figures. Otherwise every STATS_UPDATE_SECONDS.
     """
     if stats == last:
         return False

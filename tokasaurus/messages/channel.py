@@ -13,40 +13,40 @@ from typing import Generic, TypeVar, cast
 Message = TypeVar("Message")
 
 PIPE_BYTES = 1 << 20
-"""What a channel holds between two processes; the system's 64 KiB are 28 prompts of 500 tokens, or a step of 8,000
-sequences, and a reader that comes by once a turn would find no more than that."""
+"""Pipe capacity of a channel, in bytes. The system's default of 64 KiB holds only 28 prompts of 500 tokens, or one step
+of 8,000 sequences; a reader that drains the pipe once per step would receive no more than that at a time."""
 
 
 class Channel(Generic[Message]):
-    """A multiprocessing queue of frozen dataclasses. Made by the parent, given to both ends when they are spawned.
+    """A multiprocessing queue of frozen dataclasses. The parent creates it and passes it to both ends at spawn.
 
-    Make new channels for each start of a replica: a queue whose reader was killed may stay locked for ever.
+    Create new channels for each start of a replica: a queue whose reader was killed may stay locked forever.
     """
 
     def __init__(self, context: BaseContext) -> None:
         self._queue = context.Queue()
         if sys.platform == "linux":
-            with contextlib.suppress(OSError):  # where the user's share of pipe memory is used up
+            with contextlib.suppress(OSError):  # the user's pipe memory limit is reached
                 fcntl.fcntl(self.reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     @property
     def reader(self) -> Connection:
-        """For `wait`, or an event loop's `add_reader`: readable when a message is there."""
+        """For `wait` or an event loop's `add_reader`: readable when a message is waiting."""
         return cast(Connection, self._queue._reader)  # type: ignore[attr-defined]
 
     def send(self, message: Message) -> None:
-        """Never blocks: a thread of the queue writes to the pipe."""
+        """Never blocks: the queue's own thread writes to the pipe."""
         self._queue.put(message)
 
     def receive(self, timeout_s: float | None = None) -> Message:
-        """The next message. Raises TimeoutError."""
+        """The next message. Raises TimeoutError after `timeout_s` seconds without one."""
         try:
             return cast(Message, self._queue.get(timeout=timeout_s))
         except queue.Empty:
             raise TimeoutError from None
 
     def drain(self) -> list[Message]:
-        """All messages that are there now, oldest first, without waiting."""
+        """All messages received so far, oldest first; never blocks."""
         messages: list[Message] = []
         while True:
             try:
@@ -55,14 +55,13 @@ class Channel(Generic[Message]):
                 return messages
 
     def abandon(self) -> None:
-        """Let this process exit without delivering what is unsent: the reader may be dead."""
+        """Let this process exit without delivering unsent messages: the reader may be dead."""
         self._queue.cancel_join_thread()
 
     def close(self, timeout_s: float) -> None:
-        """Send no more from this process: end the queue's thread, after it has written what is unsent or `timeout_s`.
+        """Send nothing more: end the queue's thread once it has written all unsent messages, or after `timeout_s`.
 
-        Else that thread may be the last to hold the queue's locks, and be stopped by the end of the process halfway
-        through freeing them.
+        Otherwise the end of the process may stop that thread while it releases the queue's locks.
         """
         self._queue.close()
         thread = self._queue._thread  # type: ignore[attr-defined]
@@ -71,5 +70,5 @@ class Channel(Generic[Message]):
 
 
 def wait(waitables: Sequence[Connection | int], timeout_s: float | None = None) -> list[Connection | int]:
-    """Those of channel readers and process sentinels that are ready; empty after `timeout_s`."""
+    """The channel readers and process sentinels that are ready; empty after `timeout_s` seconds."""
     return cast("list[Connection | int]", multiprocessing.connection.wait(waitables, timeout_s))

@@ -1,4 +1,4 @@
-"""What the manager sends to the model workers for each step, and what they answer."""
+"""Messages between the manager and the model workers: one input and one output per step."""
 
 from dataclasses import dataclass
 
@@ -8,125 +8,125 @@ from numpy.typing import NDArray
 from tokasaurus.messages.slots import SlotChanges
 
 FORWARD_PHASES = ("products", "heads", "prefix_attention", "attention", "sampling")
-"""Parts of a forward whose time is counted: matrix products with norms, gates and sums; rotary and the writing of keys
-and values; shared prefixes; all other attention; sampling and scoring."""
+"""Timed parts of a forward. products: gemms with norms, gates and residual sums. heads: rotary and writing keys and
+values to the cache. prefix_attention: attention over shared prefixes. attention: all other attention. sampling:
+sampling and prompt logprobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroups:
-    """G groups of decode rows that share a prefix: attention over it is computed once for all rows of a group.
+    """G prefix groups: attention over a group's shared prefix is computed once for all its rows.
 
-    The first sum(sizes) decode rows, group after group. sizes: int32 [G], rows. num_blocks: int32 [G], whole blocks
-    with which the block table of every row of the group begins; each row has at least one token behind them.
+    The groups are the first sum(sizes) decode rows, one group after another.
     """
 
     sizes: NDArray[np.int32]
+    """int32 [G], rows per group."""
     num_blocks: NDArray[np.int32]
+    """int32 [G], shared whole blocks at the start of each row's block table; every row has at least one more token."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """Prefill rows of which the log-probabilities of the prompt's tokens are wanted, A of the S rows.
-
-    rows: int32 [A], ascending. counts: int32 [A], each row's first so many tokens of this step, whose successors are
-    scored: all of them, but for the last token of a prompt. target_ids: int32 [Q], these successors, row after row; Q =
-    sum(counts). num_top: of the likeliest tokens, at each.
-    """
+    """Prefill rows whose prompt logprobs are wanted: A of the S rows."""
 
     rows: NDArray[np.int32]
+    """int32 [A], indices into the S rows, ascending."""
     counts: NDArray[np.int32]
+    """int32 [A], tokens of each row in this step whose next token gets a logprob: all, except a prompt's last token."""
     target_ids: NDArray[np.int32]
+    """int32 [Q], these next tokens, one row after another; Q = sum(counts)."""
     num_top: int
+    """Top-k logprobs returned at each of the Q positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Tokens that A of the R rows that sample may draw: their log-probabilities are unchanged.
-
-    rows: int32 [A], which of the R, ascending. bits: uint32 [A, ceil(vocabulary / 32)], bit t % 32 of word t // 32 is
-    set where token t may be drawn; in each row one is, at least.
-    """
+    """Tokens that A of the R sampling rows are allowed to sample. Logprobs are those without the mask."""
 
     rows: NDArray[np.int32]
+    """int32 [A], indices into the R sampling rows, ascending."""
     bits: NDArray[np.uint32]
+    """uint32 [A, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is set if token t is allowed; at least one is."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardInput:
-    """One step. Every rank of a replica receives the same.
+    """One step. Every rank of a replica receives the same message.
 
-    S rows of the batch, one per running slot: first the `num_decode` rows that decode (one token each, the last that
-    the worker sampled for the slot), then the rows that prefill.
+    The batch has S rows, one per running slot: first `num_decode` decode rows (one token each: the last token the
+    worker sampled for the slot), then the prefill rows.
 
-    slots: int32 [S]. num_tokens: int32 [S], tokens of each row in this step.
-    prompt_ids: int32 [P], the prefill rows' tokens one after the other; P = sum(num_tokens[num_decode:]).
+    A row samples a token if it decodes, or if its prefill ends at the slot's num_prompt_tokens in this step.
 
-    groups: None where no rows share a prefix that is worth it. scored, masks: None where no row is, or has one.
-
-    A row samples a token if it decodes, or if its chunk ends at the slot's num_prompt_tokens.
-
-    A row may read blocks that an earlier row of the same step fills: in every layer the keys and values of all rows are
-    written before any row attends. So the samples of a prompt can start in the step that computes it.
+    A row may read blocks that an earlier row of the same step fills: every layer writes the keys and values of all rows
+    before any row attends. So the samples of a prompt can start in the step that computes the prompt.
     """
 
     step_id: int
     slots: NDArray[np.int32]
+    """int32 [S]."""
     num_tokens: NDArray[np.int32]
+    """int32 [S], tokens of each row in this step."""
     num_decode: int
     prompt_ids: NDArray[np.int32]
+    """int32 [P], tokens of the prefill rows, one row after another; P = sum(num_tokens[num_decode:])."""
     changes: SlotChanges
     groups: PrefixGroups | None = None
+    """None if no rows share a prefix long enough to repay a group."""
     scored: ScoredRows | None = None
+    """None if no row needs prompt logprobs."""
     masks: TokenMasks | None = None
+    """None if no row has a mask."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndOfInputs:
-    """No step follows: the worker exits. Answers that nobody reads any more may be lost."""
+    """No step follows: the worker exits. Outputs that the manager no longer reads may be lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopOfRows:
-    """The K likeliest tokens of A of the rows that sampled: those that asked; K is the most that one of them asked for.
-
-    rows: int64 [A], which of the R, ascending. token_ids: int32 [A, K], the likeliest first. logprobs: float32 [A, K].
-    """
+    """Top-k logprobs of the A sampling rows that want them. K is the largest number that any of these rows wants."""
 
     rows: NDArray[np.int64]
+    """int64 [A], indices into the R sampling rows, ascending."""
     token_ids: NDArray[np.int32]
+    """int32 [A, K], most likely first."""
     logprobs: NDArray[np.float32]
+    """float32 [A, K]."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Of the Q tokens of ScoredRows.target_ids, each at its place.
-
-    logprobs: float32 [Q]. ranks: int32 [Q], 1 + the number of tokens that are likelier. top_ids: int32 [Q, K], the K =
-    num_top likeliest tokens, falling. top_logprobs: float32 [Q, K]; a token's value is the same float in both.
-    """
+    """Prompt logprobs of the Q tokens in ScoredRows.target_ids, in the same order."""
 
     logprobs: NDArray[np.float32]
+    """float32 [Q]."""
     ranks: NDArray[np.int32]
+    """int32 [Q], 1 + the number of more likely tokens."""
     top_ids: NDArray[np.int32]
+    """int32 [Q, K], the K = num_top most likely tokens, most likely first."""
     top_logprobs: NDArray[np.float32]
+    """float32 [Q, K]; for a token that is also in target_ids, the same float as in `logprobs`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """The R tokens sampled in one step, in the order of the rows that sampled.
-
-    token_ids: int32 [R]. logprobs: float32 [R], NaN where not asked; None where no row of the step asked.
-    top: None where no row asked for likeliest tokens. scores: None where no row was scored.
-    forward_seconds: how long the worker was busy with this step.
-    num_recompiles: compilations that it waited for in this step; warm-up is to leave none.
-    phase_seconds: of each of FORWARD_PHASES since the worker's start-up, where it counts them, else empty.
-    """
+    """The R tokens sampled in one step, in the order of the sampling rows."""
 
     step_id: int
     token_ids: NDArray[np.int32]
+    """int32 [R]."""
     logprobs: NDArray[np.float32] | None
+    """float32 [R], NaN for rows that do not want logprobs; None if no row of the step wants them."""
     forward_seconds: float
+    """Time the worker was busy with this step, in seconds."""
     num_recompiles: int = 0
+    """Compilations that this step waited for; 0 unless warm-up missed a shape."""
     phase_seconds: tuple[float, ...] = ()
+    """Seconds in each of FORWARD_PHASES since the worker started; empty if the worker does not count them."""
     top: TopOfRows | None = None
+    """None if no row wants top-k logprobs."""
     scores: TokenScores | None = None
+    """Prompt logprobs; None if no row needs them."""

@@ -1,4 +1,4 @@
-"""What the server asks of the manager, and what comes back: requests in, sequence deltas out."""
+"""Messages between the server and a manager: requests one way, sequence deltas the other."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,30 +11,31 @@ from tokasaurus.messages.lifecycle import EngineStats
 FinishReason = Literal["stop", "length"]
 
 MAX_STOP_TOKEN_IDS = 16
-"""Of one request."""
+"""Most stop token ids of one request."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn from the model's distribution.
+    """How tokens are sampled. Filters apply in the order min_p, top_k, top_p.
 
-    temperature: 0 is greedy.
-    min_p: only tokens at least so likely as this times the likeliest may be drawn; 0 allows all.
-    top_k: of those, only the so many most likely; 0 allows all.
-    top_p: of those, only the most likely that together reach this share of their probability; 1 allows all.
-    seed: unsigned 64 bits; the server draws one where the client gave none.
-    presence_penalty, frequency_penalty, repetition_penalty, logit_bias: see LogitRules; greedy rows have them too.
+    For the three penalties and logit_bias see LogitRules; they apply to greedy sampling too.
     """
 
     temperature: float
+    """0 is greedy."""
     top_p: float
+    """Keeps the most likely tokens that together reach this share of the remaining probability; 1 keeps all."""
     seed: int
+    """Unsigned 64 bits; the server draws one if the client gave none."""
     top_k: int = 0
+    """Keeps this many of the most likely tokens; 0 keeps all."""
     min_p: float = 0.0
+    """Keeps tokens whose probability is at least min_p times the most likely token's; 0 keeps all."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, bias) pairs."""
 
     @property
     def changes_logits(self) -> bool:
@@ -44,114 +45,109 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """`num_sequences` independent completions of one prompt. Already validated: it fits the model and the KV pool.
-
-    prompt_ids: int32 [P], P >= 1.
-    max_new_tokens: at least 1, the eos token included; 0 where the log-probabilities of the prompt are all that is
-    wanted.
-    stop_strings: generation ends at the token whose text completes one of these.
-    ignore_eos: eos does not end a sequence.
-    want_logprobs: the log-probability of each chosen token is returned. num_top_logprobs: as well as those of the so
-    many likeliest tokens at its place; at most the vocabulary, and 0 without want_logprobs.
-    cache_salt: KV is shared only with requests of the same salt; "" is a salt like any other.
-    stop_token_ids: at most MAX_STOP_TOKEN_IDS, each of which ends a sequence as eos does, ignore_eos or not.
-    min_tokens: so many are generated before eos or one of these can be. The text of the first so many ends nothing, if
-    it holds a stop string; one that goes beyond it does.
-    is_streamed: its tokens are returned as they come, in any number of deltas.
-    want_prompt_logprobs: PromptLogprobs are returned, with the num_top_prompt_logprobs likeliest tokens at each place.
-    grammar: what the text of each completion must match from beginning to end, in llguidance's form; "" for anything.
-    It goes before min_tokens and ignore_eos: a sequence ends with "stop" where nothing may follow, and without an eos
-    token if its last token is such.
-    """
+    """`num_sequences` independent completions of one prompt. Already validated: it fits the model and the KV cache."""
 
     request_id: str
     prompt_ids: NDArray[np.int32]
+    """int32 [P], P >= 1."""
     num_sequences: int
     max_new_tokens: int
+    """At least 1, counting the eos token; 0 if only the prompt logprobs are wanted."""
     sampling: SamplingParams
     stop_strings: tuple[str, ...]
+    """Generation ends at the token whose text completes one of these."""
     ignore_eos: bool
+    """eos does not end a sequence."""
     want_logprobs: bool
+    """Return the log-probability of each sampled token."""
     cache_salt: str = ""
+    """KV is shared only between requests with equal salts; "" is a salt like any other."""
     stop_token_ids: tuple[int, ...] = ()
+    """At most MAX_STOP_TOKEN_IDS. Each ends a sequence as eos does, even with ignore_eos."""
     min_tokens: int = 0
+    """Tokens generated before eos or a stop token id is allowed. A stop string that lies entirely in the text of these
+    tokens does not end the sequence; one that extends beyond them does."""
     is_streamed: bool = False
+    """Return tokens as they are sampled, in any number of deltas."""
     num_top_logprobs: int = 0
+    """Top-k logprobs returned with each sampled token: at most the vocabulary size; 0 without want_logprobs."""
     want_prompt_logprobs: bool = False
+    """Return PromptLogprobs."""
     num_top_prompt_logprobs: int = 0
+    """Top-k logprobs returned at each prompt position."""
     grammar: str = ""
+    """Grammar that the whole text of each completion must match, in llguidance's form; "" allows any text.
+
+    Takes precedence over min_tokens and ignore_eos: when the grammar allows no further token, the sequence finishes
+    with "stop", without an eos token if its last token already completes the grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """The client is gone: drop every sequence of the request. Unknown or finished ids are no error."""
+    """The client disconnected: abort every sequence of the request. Unknown and finished ids are ignored."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """The K likeliest tokens at the places of G sampled ones, whether these are among them or not.
-
-    token_ids: int32 [G, K], the likeliest first. logprobs: float32 [G, K]; where the sampled token is among them, its
-    value is the very one in SequenceDelta.logprobs.
-    """
+    """Top-k logprobs at G positions: the K most likely tokens, whether or not the sampled token is among them."""
 
     token_ids: NDArray[np.int32]
+    """int32 [G, K], most likely first."""
     logprobs: NDArray[np.float32]
+    """float32 [G, K]; if the sampled token is among them, its value is the same float as in SequenceDelta.logprobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """What the model says of the P tokens of a prompt, each by those before it; nothing of the first.
-
-    logprobs: float32 [P], natural log, NaN at 0. ranks: int32 [P], 1 for the likeliest token, 0 at 0.
-    top: [P, K], the likeliest tokens, with 0 and NaN at 0; where the prompt's own token is among them, its value is the
-    very one in `logprobs`. None where K is 0.
-    """
+    """Log-probability of each of a prompt's P tokens, given the tokens before it; the first token has none."""
 
     logprobs: NDArray[np.float32]
+    """float32 [P], natural log; NaN at index 0."""
     ranks: NDArray[np.int32]
+    """int32 [P], 1 for the most likely token; 0 at index 0."""
     top: TopLogprobs | None
+    """[P, K], top-k logprobs; at index 0 the ids are 0 and the values NaN. If the prompt's own token is among the K,
+    its value is the same float as in `logprobs`. None if K is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceDelta:
-    """New tokens of one sequence since its last delta; a sequence that is not streamed has one delta, its last.
+    """Tokens of one sequence since its previous delta. A sequence that is not streamed has a single delta.
 
-    token_ids: as sampled, the eos or stop string's tokens included; none that follows these is in any delta.
-    logprobs: natural log, before temperature, one per token; None where not asked.
-    top: of as many tokens; None without num_top_logprobs.
-    finish_reason: set on the last delta of a sequence alone.
-    num_cached_tokens: prompt tokens whose KV was there when the sequence first started, so that it read them.
-    num_computed_tokens: prompt tokens that the sequence computed, each counted once. All others it read: the cached
-    ones, and where it was preempted before its prompt was through, what it found cached when it came back.
-    num_recomputed_tokens: tokens, of the prompt or sampled, that it computed again: it had had their KV before it was
-    preempted.
-    num_shared_tokens: of the prompt, the longest prefix that it attended to in a group (PrefixGroups) in any step.
-    The last three are complete on the last delta alone.
-    prompt_logprobs: on the first delta of a request's sequence 0, where they are wanted; else None.
-    error: on the last delta of a sequence that had to be given up, because its grammar needs more work than is allowed
-    or cannot be read: why, in one line. Its finish_reason means nothing then. "" on all others.
+    num_computed_tokens, num_recomputed_tokens and num_shared_tokens are complete only on the last delta.
     """
 
     request_id: str
     sequence_index: int
     token_ids: list[int]
+    """As sampled, including the eos token or the tokens of the stop string; later tokens are in no delta."""
     logprobs: list[float] | None
+    """One per token: natural log, before temperature. None if not wanted."""
     finish_reason: FinishReason | None
+    """Set only on the last delta."""
     num_cached_tokens: int
+    """Prompt tokens whose KV was already cached when the sequence first started."""
     num_computed_tokens: int
+    """Prompt tokens that the sequence computed, each counted once. It read all others from the cache: when it first
+    started, or when it was admitted again after a preemption during prefill."""
     num_recomputed_tokens: int
+    """Prompt and sampled tokens computed again because a preemption had freed their KV."""
     num_shared_tokens: int
+    """Length of the longest prompt prefix that the sequence attended to in a prefix group in any step."""
     top: TopLogprobs | None = None
+    """Top-k logprobs of the same tokens; None without num_top_logprobs."""
     prompt_logprobs: PromptLogprobs | None = None
+    """On the first delta of a request's sequence 0 if wanted, else None."""
     error: str = ""
+    """One line on the last delta of an aborted sequence, whose grammar is invalid or exceeds a work limit; its
+    finish_reason then has no meaning. "" on all other deltas."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineUpdate:
-    """Everything that happened since the last update; `stats` already counts the finished sequences in `deltas`."""
+    """All changes since the last update; `stats` already includes the finished sequences in `deltas`."""
 
     deltas: list[SequenceDelta]
     stats: EngineStats

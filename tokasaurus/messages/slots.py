@@ -1,7 +1,7 @@
-"""Batch slots: what changed at the worker's per-sequence state since the last step.
+"""Batch slots: changes to the worker's per-sequence state since the last step.
 
-A slot is the worker's memory of one sequence: block table, last token, position, sampling state. Slot 0 and block 0
-are for padding and never given to a sequence.
+A slot is the worker's state of one sequence: block table, last token, position, sampling state. Slot 0 and block 0 are
+padding; no sequence uses them.
 """
 
 from dataclasses import dataclass
@@ -12,63 +12,70 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class LogitRules:
-    """How the logits of some slots change before a token is drawn, A of those that are opened: first by biases, then by
-    penalties, in the way and order of vLLM. Log-probabilities are of the unchanged logits.
+    """Changes to the logits before sampling, for A of the opened slots, with B biases in all.
 
-    slots: int32 [A]. num_request_tokens: int32 [A], of the request's own prompt; all behind them was generated, though
-    it may be prefilled again.
-    presence, frequency: float32 [A], subtracted for each token generated so far: once, and as often as it was.
-    repetition: float32 [A], logits of tokens in the prompt or generated are divided by it, negative ones multiplied.
-    bias_counts: int32 [A], how many of the biases are for each. bias_ids: int32 [B], tokens. bias_values: float32 [B],
-    added; -inf forbids. bias_ends: int32 [B], a bias acts while the sequence, its prompt included, has fewer tokens.
+    Biases apply before penalties, with vLLM's formulas and order. Log-probabilities are those of the unchanged logits.
     """
 
     slots: NDArray[np.int32]
+    """int32 [A]."""
     num_request_tokens: NDArray[np.int32]
+    """int32 [A], length of the request's own prompt. Later tokens were generated, even if they are prefilled again."""
     presence: NDArray[np.float32]
+    """float32 [A], subtracted once from the logit of each token generated so far."""
     frequency: NDArray[np.float32]
+    """float32 [A], subtracted from a token's logit once for each time it was generated."""
     repetition: NDArray[np.float32]
+    """float32 [A], divides positive and multiplies negative logits of tokens in the prompt or generated so far."""
     bias_counts: NDArray[np.int32]
+    """int32 [A], number of biases of each slot."""
     bias_ids: NDArray[np.int32]
+    """int32 [B], token ids, one slot after another."""
     bias_values: NDArray[np.float32]
+    """float32 [B], added to the logit; -inf forbids the token."""
     bias_ends: NDArray[np.int32]
+    """int32 [B], the bias applies while the sequence, including its prompt, has fewer tokens than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotOpens:
-    """Slots given to sequences, O of them, as arrays of one length.
-
-    slots: int32 [O]. num_prompt_tokens: int32 [O], tokens to prefill before the first is sampled, cached ones included.
-    first_positions: int32 [O], where prefill starts: the number of tokens whose KV earlier steps, or earlier rows of
-    the same step, have computed. The slot's table gets their blocks like all others.
-    temperatures, top_ps, min_ps: float32 [O]. top_ks: int32 [O], 0 for no limit. See SamplingParams.
-    seeds: uint64 [O]. sample_indices: uint32 [O], which of the n samples it is.
-    want_logprobs: bool [O]. num_top_logprobs: int32 [O], how many of the likeliest tokens are wanted with theirs; None
-    where no slot wants any.
-    rules: None where the logits of none of them change, which is most steps.
-    first_writes: int32 [O], tokens at positions before it have their KV already, and are computed again for their
-    logits alone: nothing is written. None where that is first_positions for all.
-    """
+    """O slots assigned to sequences. For the sampling fields see SamplingParams."""
 
     slots: NDArray[np.int32]
+    """int32 [O]."""
     num_prompt_tokens: NDArray[np.int32]
+    """int32 [O], tokens before the first sampled one, including cached tokens."""
     first_positions: NDArray[np.int32]
+    """int32 [O], first position to prefill: the number of tokens whose KV was computed by earlier steps or earlier rows
+    of the same step. Their blocks are appended to the slot's block table like all others."""
     temperatures: NDArray[np.float32]
+    """float32 [O]."""
     top_ps: NDArray[np.float32]
+    """float32 [O]."""
     top_ks: NDArray[np.int32]
+    """int32 [O], 0 for no limit."""
     min_ps: NDArray[np.float32]
+    """float32 [O]."""
     seeds: NDArray[np.uint64]
+    """uint64 [O]."""
     sample_indices: NDArray[np.uint32]
+    """uint32 [O], index among the request's n samples."""
     want_logprobs: NDArray[np.bool_]
+    """bool [O]."""
     rules: LogitRules | None = None
+    """None if no opened slot has logit rules, as in most steps."""
     num_top_logprobs: NDArray[np.int32] | None = None
+    """int32 [O], top-k logprobs wanted; None if no opened slot wants any."""
     first_writes: NDArray[np.int32] | None = None
+    """int32 [O], first position whose KV is written. Earlier positions already have KV and are computed again only for
+    their logits. None if equal to first_positions for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableCopies:
-    """Block tables that begin as another's, C of them: those of slots[i] and source_slots[i] have the same first
-    num_blocks[i] blocks. All int32 [C]. A slot's long prompt is thereby sent once for all that share it.
+    """C copies between block tables: the first num_blocks[i] blocks of source_slots[i] become the first of slots[i].
+
+    All arrays are int32 [C]. The blocks of a long shared prompt are thus sent only once.
     """
 
     slots: NDArray[np.int32]
@@ -78,19 +85,20 @@ class TableCopies:
 
 @dataclass(frozen=True, slots=True)
 class SlotChanges:
-    """Applied before the forward, in this order: close, open, append blocks, copy tables.
+    """Changes applied before the forward, in this order: close, open, append blocks, copy tables.
 
-    closed: int32 [C], slots whose sequence is gone; one of them may be opened again by the same message.
-    opened: None where no slot is opened, which is most steps.
-    block_slots, block_ids: int32 [B], block `block_ids[i]` is appended to the block table of slot `block_slots[i]`.
-    A table has the blocks that the step at hand needs, and may have more: a slot that opens gets those of its whole
-    prompt, however many steps compute it. Several slots may have one block, which only one of them fills.
-    copies: for slots opened by this message, in the order in which to copy, for one may copy from another; blocks that
-    are appended to them come behind what is copied. None where nothing is.
+    A block table has at least the blocks that the current step needs: an opened slot gets the blocks of its whole
+    prompt, however many steps prefill it. Several slots may share a block; only one of them writes it.
     """
 
     closed: NDArray[np.int32]
+    """int32 [C], slots whose sequence has left; the same message may open them again."""
     opened: SlotOpens | None
+    """None if no slot is opened, as in most steps."""
     block_slots: NDArray[np.int32]
+    """int32 [B], the slot whose block table gets block_ids[i]."""
     block_ids: NDArray[np.int32]
+    """int32 [B], blocks to append."""
     copies: TableCopies | None = None
+    """Copies into slots opened by this message, applied in order, since one may copy from another. Blocks appended to
+    these slots come after the copied ones. None if nothing is copied."""

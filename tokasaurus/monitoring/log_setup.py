@@ -1,4 +1,4 @@
-"""Logging of one process: lines on stderr that name the process. Prompts and completions are logged at debug alone."""
+"""Logging of one process: lines on stderr that name the process. Prompts and completions are logged only at debug."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _UVICORN_TRACE = 5  # uvicorn's own level below debug
 
 
 def setup_logging(config: ServerConfig, process: str) -> None:
-    """Send this process's log to stderr, replacing the handlers that are there.
+    """Log this process to stderr, replacing existing handlers.
 
-    Ours at config.log_level, uvicorn's at config.uvicorn_log_level (start it with `log_config=None`, else it installs
-    handlers of its own), everybody else's warnings.
+    Levels: config.log_level for tokasaurus, config.uvicorn_log_level for uvicorn, warning for all other packages.
+    Start uvicorn with `log_config=None`, or it installs its own handlers.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {process}: %(message)s"))

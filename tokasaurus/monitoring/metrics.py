@@ -23,23 +23,23 @@ _GAUGES: list[tuple[str, str, Callable[[EngineStats], float]]] = [
     ),
     (
         "toka_requests_waiting",
-        "Sequences not admitted yet; a request with n=4 counts as 4.",
+        "Sequences waiting to be admitted; a request with n=4 counts as 4.",
         lambda stats: stats.num_waiting,
     ),
     (
         "toka_kv_blocks_used",
-        "KV blocks owned by sequences; cached blocks that no sequence uses are not counted.",
+        "KV blocks in use by sequences; cached blocks that no sequence uses are not counted.",
         lambda stats: stats.num_kv_blocks_used,
     ),
     ("toka_kv_blocks_total", "KV blocks that sequences may use.", lambda stats: stats.num_kv_blocks_total),
     (
         "toka_worker_queue_depth",
-        "Steps sent to the model worker whose results are not back.",
+        "Steps sent to the model worker whose results have not arrived.",
         lambda stats: stats.worker_queue_depth,
     ),
     (
         "toka_manager_busy_fraction",
-        "Share of the last completed second in which the manager worked, 0 to 1.",
+        "Share of the last complete second in which the manager was busy, 0 to 1.",
         lambda stats: stats.manager_busy_fraction,
     ),
 ]
@@ -47,12 +47,12 @@ _GAUGES: list[tuple[str, str, Callable[[EngineStats], float]]] = [
 _COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
     (
         "toka_prompt_tokens",
-        "Prompt tokens since start; a prompt counts once, however many samples it has.",
+        "Prompt tokens since start; a prompt counts once, for any number of samples.",
         lambda stats: stats.total_prompt_tokens,
     ),
     (
         "toka_generation_tokens",
-        "Tokens generated since start, eos included.",
+        "Tokens generated since start, including eos.",
         lambda stats: stats.total_generation_tokens,
     ),
     (
@@ -62,7 +62,7 @@ _COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
     ),
     (
         "toka_prefix_cache_hit_tokens",
-        "Prompt tokens not computed since their KV was cached, over all sequences: each sample of a prompt counts.",
+        "Prompt tokens not computed because their KV was cached or being computed: each sample of a prompt counts.",
         lambda stats: stats.total_prefix_cache_hit_tokens,
     ),
     (
@@ -72,22 +72,22 @@ _COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
     ),
     (
         "toka_shared_prompt_tokens",
-        "Prompt tokens attended to in a group with other sequences, over all sequences; each once, however many steps.",
+        "Prompt tokens attended to in a prefix group, over all sequences; each counts once, for any number of steps.",
         lambda stats: stats.total_shared_prompt_tokens,
     ),
     (
         "toka_preemptions",
-        "Sequences that had to wait again since KV blocks had run out.",
+        "Sequences preempted because KV blocks ran out.",
         lambda stats: stats.total_preemptions,
     ),
     (
         "toka_recomputed_tokens",
-        "Tokens, of prompts or sampled, that were computed again since they had lost their KV to preemption.",
+        "Prompt and sampled tokens computed again because preemption had freed their KV.",
         lambda stats: stats.total_recomputed_tokens,
     ),
     (
         "toka_recompiles",
-        "Compilations of the model after its warm-up (torch_compile=T), each of which a step waited for.",
+        "Compilations of the model after warm-up (torch_compile=T), each of which delayed a step.",
         lambda stats: stats.total_recompiles,
     ),
     (
@@ -104,9 +104,9 @@ _COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
 
 
 class EngineCollector(Collector):
-    """Reads the engines' latest snapshots at each scrape. One sample per replica, labelled with its index.
+    """Reads each replica's latest snapshot at every scrape. One sample per replica, labelled with its index.
 
-    read_stats: the latest stats of each replica; None for one that is not up.
+    read_stats: returns the latest stats of each replica, None for a replica that is not up.
     """
 
     def __init__(self, read_stats: Callable[[], Sequence[EngineStats | None]]) -> None:
@@ -126,7 +126,7 @@ class EngineCollector(Collector):
             yield counter
         phases = CounterMetricFamily(
             "toka_forward_phase_seconds",
-            "Seconds of forwards by phase, where the worker counts them (CPU kernels).",
+            "Seconds of forwards by phase, if the worker counts them (CPU kernels).",
             labels=["replica", "phase"],
         )
         for replica, stats in stats_by_replica.items():

@@ -1,4 +1,4 @@
-"""What the workers did in the last seconds, as one line for the log."""
+"""Periodic log line about the steps of the last seconds."""
 
 from dataclasses import dataclass, replace
 
@@ -7,21 +7,20 @@ from tokasaurus.messages.lifecycle import EngineStats
 
 @dataclass(slots=True)
 class StepTotals:
-    """Sums over all steps whose results are back.
-
-    num_rows: sequences, over all steps. busy_seconds: what the worker reported.
-    """
+    """Sums over all steps whose results have arrived."""
 
     num_steps: int = 0
     num_rows: int = 0
+    """Sequences per step, summed over all steps."""
     num_prefill_tokens: int = 0
     busy_seconds: float = 0.0
+    """As reported by the worker."""
 
 
 class StepStats:
-    """Gives a line every `report_seconds` in which something ran, from totals that it is shown again and again.
+    """Makes a log line for every window of `report_seconds` in which a step ran, from running totals.
 
-    Times are those of one clock that never goes back, in seconds.
+    All times are seconds of one monotonic clock.
     """
 
     def __init__(self, report_seconds: float) -> None:
@@ -36,32 +35,32 @@ class StepStats:
         self._num_shared = 0
 
     def seconds_to_report(self, now_s: float) -> float | None:
-        """When `report` should be called again even if nothing happens; None where there is nothing to report."""
+        """Seconds until `report` should be called even if nothing happens; None if there is nothing to report."""
         if self._is_empty:
             return None
         return max(0.0, self._start_s + self._report_seconds - now_s)
 
     def report(self, now_s: float, totals: StepTotals, stats: EngineStats) -> str | None:
-        """The line, where a window has ended; a new window begins with it.
+        """The log line if a window has ended, else None. A new window then begins.
 
-        Prompt tokens are those that the workers computed; cache hits are a share of these and the hits together. The
-        manager's busy fraction is that of the last second, as in `stats`.
+        Prompt tokens count what the workers computed; the cache hit rate is hits / (hits + computed). The manager's
+        busy fraction covers the last second, as in `stats`.
         """
         num_steps = totals.num_steps - self._totals.num_steps
         if num_steps == 0:
             return None
         busy_seconds = totals.busy_seconds - self._totals.busy_seconds
         if self._is_empty:
-            # After a pause the window begins with the first step: an idle hour must not thin out the rates.
+            # After a pause the window begins with the first step, so that idle time does not lower the rates.
             self._start_s = max(self._start_s, now_s - busy_seconds)
             self._is_empty = False
         seconds = now_s - self._start_s
         if seconds < self._report_seconds:
             return None
         num_prefill_tokens = totals.num_prefill_tokens - self._totals.num_prefill_tokens
-        busy_fraction = min(1.0, busy_seconds / seconds)  # a step counts whole where it ends
+        busy_fraction = min(1.0, busy_seconds / seconds)  # a step counts entirely in the window where it ends
         num_cache_hit_tokens = stats.total_prefix_cache_hit_tokens - self._num_cache_hit_tokens
-        # Not of stats.total_prompt_tokens, in which a prompt counts once although each of its samples may hit.
+        # Not a share of stats.total_prompt_tokens: a prompt counts once there, but each of its samples may hit.
         cache_hit_fraction = num_cache_hit_tokens / max(1, num_cache_hit_tokens + num_prefill_tokens)
         num_preemptions = stats.total_preemptions - self._num_preemptions
         num_recomputed = stats.total_recomputed_tokens - self._num_recomputed

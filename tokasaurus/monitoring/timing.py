@@ -1,4 +1,4 @@
-"""Where CPU time goes: seconds per named section of code, and the share of wall time in which a process worked."""
+"""Seconds per named section of code, and the share of wall time in which a process was busy."""
 
 from time import perf_counter
 from types import TracebackType
@@ -7,7 +7,7 @@ from types import TracebackType
 class SectionTimers:
     """`with timers.section("admission"): ...` adds the seconds spent inside to the section's total.
 
-    Sections may be nested; a moment counts for the innermost alone, so that totals never count time twice. One thread.
+    Sections may be nested; time counts only for the innermost section, so totals never count it twice. For one thread.
     Costs about 0.3 microseconds per entry.
     """
 
@@ -16,7 +16,7 @@ class SectionTimers:
     def __init__(self) -> None:
         self._sections: dict[str, _Section] = {}
         self._open: list[_Section] = []
-        self._since_s = 0.0  # when the innermost open section began to run, or to run again
+        self._since_s = 0.0  # when the innermost open section started or resumed
 
     def section(self, name: str) -> "_Section":
         try:
@@ -27,12 +27,12 @@ class SectionTimers:
 
     @property
     def totals(self) -> dict[str, float]:
-        """Seconds by section, in order of first use; what an open section has spent since it last ran is not there."""
+        """Seconds by section, in order of first use; excludes time of the open section since it started or resumed."""
         return {name: section.total_s for name, section in self._sections.items()}
 
 
 class _Section:
-    """One per name, made once: entering again makes no object."""
+    """One object per name, reused each time the section is entered."""
 
     __slots__ = ("_timers", "total_s")
 
@@ -59,20 +59,20 @@ class _Section:
 
 
 class BusyFraction:
-    """Share of wall time in which a process worked, over windows of one second that follow one another.
+    """Share of wall time in which a process was busy, over consecutive windows of one second.
 
-    Times are those of one clock, in seconds, and never go back from call to call: what has run up to a moment is
-    added before anything is asked for that moment.
+    Times are seconds of one clock and never decrease from call to call: add all busy time up to a moment before
+    reading at that moment.
     """
 
     def __init__(self) -> None:
-        self._window = 0  # of the latest time seen; window i is [i, i + 1)
-        self._busy_s = 0.0  # in that window
-        self._fraction = 0.0  # of the window before
+        self._window = 0  # of the latest time seen; window i covers [i, i + 1) s
+        self._busy_s = 0.0  # within that window
+        self._fraction = 0.0  # of the previous window
         self._reported = 0.0
 
     def add_busy(self, start_s: float, end_s: float) -> None:
-        """The process worked from start_s to end_s."""
+        """The process was busy from start_s to end_s."""
         self._advance(start_s, 0.0)
         window_end_s = self._window + 1
         if end_s < window_end_s:
@@ -83,15 +83,16 @@ class BusyFraction:
         self._busy_s = end_s - self._window
 
     def read(self, now_s: float) -> float:
-        """The share of the last completed window, 0 to 1."""
+        """The busy share of the last complete window, 0 to 1."""
         self._advance(now_s, 0.0)
         self._reported = self._fraction
         return self._fraction
 
     def seconds_to_report(self, now_s: float) -> float | None:
-        """When `read` may give another figure even if nothing runs; None once it has given 0 and will go on to.
+        """Seconds until `read` may return a new value even if nothing runs; None once it has returned 0 for an idle
+        process.
 
-        A process that sleeps no longer than this reads 0 soon after its last work, and may then sleep for ever.
+        A process that sleeps no longer than this reads 0 soon after its last work, and may then sleep indefinitely.
         """
         self._advance(now_s, 0.0)
         if self._fraction != self._reported:
@@ -101,7 +102,7 @@ class BusyFraction:
         return self._window + 1 - now_s
 
     def _advance(self, now_s: float, skipped_fraction: float) -> None:
-        """To the window of now_s. skipped_fraction: busy share of any windows between the present one and that."""
+        """Move to the window of now_s. skipped_fraction: busy share of any windows in between."""
         window = int(now_s)
         if window > self._window:
             self._fraction = self._busy_s if window == self._window + 1 else skipped_fraction

@@ -1,4 +1,4 @@
-"""Who may ask: clients that send the server's key."""
+"""Authentication: clients must send the server's API key."""
 
 import hashlib
 import hmac
@@ -8,12 +8,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokasaurus.server.errors import WrongApiKey, error_response
 
-# A load balancer asks whether the process lives without knowing the key.
+# Load balancers check health without the key.
 OPEN_PATHS = frozenset({"/health"})
 
 
 class ApiKeyMiddleware:
-    """Answers 401, without reading the body, to whatever lacks `Authorization: Bearer <api_key>`."""
+    """Answers 401, without reading the body, to requests without `Authorization: Bearer <api_key>`."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
@@ -23,14 +23,14 @@ class ApiKeyMiddleware:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_allowed(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
-        error = WrongApiKey("this server asks for its key, as the header Authorization: Bearer <key>; it got none")
+        error = WrongApiKey("this server requires its key in the header Authorization: Bearer <key>, which is missing")
         if "authorization" in Headers(scope=scope):
             error = WrongApiKey("the key in the header Authorization: Bearer <key> is not this server's")
         await error_response(error)(scope, receive, send)
 
     def _is_allowed(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        # Digests are of one length whatever the key's, so that the time of the comparison tells nothing of it.
+        # Digests have a fixed length, so the time of the comparison does not depend on the key.
         return scheme.lower() == "bearer" and hmac.compare_digest(_digest(key.strip().encode("latin-1")), self._digest)
 
 

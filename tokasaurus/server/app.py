@@ -1,4 +1,4 @@
-"""The server process: HTTP in front, channels to the managers behind."""
+"""The server process: serves HTTP and exchanges messages with the managers over channels."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from tokasaurus.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
 
-# How long open requests may go on after SIGTERM.
+# How long open requests may continue after SIGTERM.
 GRACE_S = 2
-# Longer than the pools of usual clients keep idle connections: a connection that we close just as the client sends
-# costs it an error.
+# Longer than common clients keep idle connections in their pools: closing a connection just as the client sends a
+# request would give it an error.
 KEEP_ALIVE_S = 120
 NUM_TEXT_THREADS = 4
 LISTEN_BACKLOG = 4096
@@ -57,11 +57,11 @@ def run_server(
     """Entry of the server process: serve on the bound `listener` until SIGTERM. Call from the main thread.
 
     requests, updates: one channel per replica. Sends Ready("server") to `status` when every replica is up; until then
-    generation answers 503. After SIGTERM, open requests get `GRACE_S` seconds. Raises UserError.
+    generation routes answer 503. After SIGTERM, open requests get `GRACE_S` seconds. Raises UserError.
     """
     try:
-        listener.listen(LISTEN_BACKLOG)  # from here on clients wait instead of being refused
-    except OSError as error:  # another server was bound to the port as well, and was the first to listen
+        listener.listen(LISTEN_BACKLOG)  # from now on clients wait instead of being refused
+    except OSError as error:  # another process also bound the port and listened first
         raise UserError(f"port={config.port}: cannot listen: {error.strerror}; choose another port=") from None
     _allow_many_connections()
     started = time.perf_counter()
@@ -74,7 +74,7 @@ def run_server(
         http_server.should_exit = True
 
     def load_chat_template() -> None:
-        lower_thread_priority()  # the engine starts meanwhile
+        lower_thread_priority()  # the engine is starting at the same time
         started = time.perf_counter()
         try:
             model.find_tools()
@@ -98,14 +98,14 @@ def run_server(
         lifespan="on",
         log_config=None,
         log_level=config.uvicorn_log_level,
-        # one line per request is a cost and noise where thousands come at once
+        # one line per request is costly and useless with thousands of requests
         access_log=config.uvicorn_log_level in ("debug", "trace"),
         backlog=LISTEN_BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
     )
     http_server = _HttpServer(http_config)
-    # It takes longer than all the rest, and completions need none.
+    # In the background: it takes longer than everything else here, and completions do not need it.
     threading.Thread(target=load_chat_template, name="chat template", daemon=True).start()
     try:
         http_server.run(sockets=[listener])
@@ -115,22 +115,22 @@ def run_server(
     if broken and isinstance(broken[0], UserError):
         raise broken[0]
     if broken:
-        raise RuntimeError(f"an answer of the engine cannot be read: {broken[0]!r}") from broken[0]
+        raise RuntimeError(f"cannot read a message from the engine: {broken[0]!r}") from broken[0]
 
 
 def _allow_many_connections() -> None:
-    """Each open connection is a file; the usual soft limit of 1,024 would close those beyond it unanswered."""
+    """Raise the limit of open files: each connection is one, and the usual soft limit of 1,024 would drop the rest."""
     hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(ValueError, OSError):  # a system may not allow what it calls the hard limit
+    with suppress(ValueError, OSError):  # some systems refuse their own hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def create_app(
     model: ServedModel, engine: EngineClient, api_key: str | None = None, max_request_bytes: int | None = None
 ) -> FastAPI:
-    """The whole HTTP interface. While the app runs (its lifespan), `engine` receives on the running event loop.
+    """The whole HTTP interface. During the app's lifespan, `engine` receives on the running event loop.
 
-    api_key: what clients must send; None: nothing. max_request_bytes: of a body; None: any size.
+    api_key: the key clients must send; None: no key. max_request_bytes: largest request body; None: no limit.
     """
     text_threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
     state = ServerState(model, engine, GrammarChecker(model), text_threads, max_request_bytes)
@@ -152,13 +152,13 @@ def create_app(
     add_error_handlers(app)
     if api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=api_key)
-    for room in (completions, chat, bulk, models, tokenize, health, metrics):
-        app.include_router(room.router)
+    for routes in (completions, chat, bulk, models, tokenize, health, metrics):
+        app.include_router(routes.router)
     return app
 
 
 def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedModel:
-    """Loads the tokenizer; its chat template when it is first used. Raises TokenizerError."""
+    """Loads the tokenizer; the chat template is loaded when first used. Raises TokenizerError."""
     tokenizer = Tokenizer.load(checkpoint.tokenizer_directory)
     version = importlib.metadata.version("tokasaurus")
     formats = (config.dtype, config.kv_cache_dtype, config.cpu_isa)
@@ -179,6 +179,6 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
 class _HttpServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM alone, and as an orderly end: uvicorn would raise it again at the end, and take over Ctrl-C."""
+        """Handle only SIGTERM, as a graceful shutdown: uvicorn would re-raise it at the end and also handle Ctrl-C."""
         signal.signal(signal.SIGTERM, self.handle_exit)
         yield

@@ -1,4 +1,4 @@
-"""Work for a client ends when the client is gone."""
+"""Cancels a client's work when the client disconnects."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of `work`, which is cancelled and awaited if the client disconnects first.
 
-    receive: of an ASGI request whose body has been read whole.
+    receive: the ASGI receive callable of a request whose whole body has been read.
     Raises ClientGone if the client disconnected, ServerStopping if the HTTP server cancels its tasks.
     """
     working = asyncio.ensure_future(work)
@@ -25,7 +25,7 @@ async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, Result
             return working.result()
         raise ClientGone
     except asyncio.CancelledError:
-        # Only the HTTP server cancels us, when its time for a graceful end is up; a moment is left for an answer.
+        # Only the HTTP server cancels us, when its grace period is over; there is just enough time for a response.
         raise ServerStopping("the server is stopping") from None
     finally:
         working.cancel()

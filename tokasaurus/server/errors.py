@@ -1,4 +1,4 @@
-"""User mistakes and server states as exceptions, and their one way out: OpenAI's error object."""
+"""Exceptions for user mistakes and server states, and the handlers that answer them with OpenAI's error object."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
-# A client's own field and model names are echoed; no longer than this.
+# Longest field or model name from a client that error messages repeat.
 _MAX_ECHO_CHARS = 100
 
 
@@ -24,13 +24,13 @@ class ErrorObject:
 
 @dataclass(frozen=True, slots=True)
 class ErrorResponse:
-    """The body of every answer whose status is 400 or above."""
+    """The body of every response with status 400 or above."""
 
     error: ErrorObject
 
 
 class ApiError(Exception):
-    """Answered with `status`, `headers` and an OpenAI error object. param: the request field at fault."""
+    """Answered with `status`, `headers` and an OpenAI error object. param: the request field that is wrong."""
 
     status = 500
     type = "server_error"
@@ -52,24 +52,24 @@ class InvalidRequest(ApiError):
 
 
 class Unsupported(InvalidRequest):
-    """A field of OpenAI's that is not built yet, with a value that asks for something."""
+    """A field of OpenAI's API that is not implemented, with a value other than its neutral ones."""
 
     code = "not_implemented"
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Prompt and completion can never fit the model's context or the KV pool."""
+    """Prompt and completion can never fit the model's context or the KV cache."""
 
     code = "context_length_exceeded"
 
     def __init__(self, message: str, param: str) -> None:
-        # clients do not look at the code: litellm knows this error by OpenAI's words, LangChain by the code among them
+        # clients ignore the code field: litellm matches OpenAI's wording, LangChain the code within the message
         words = f"this model's maximum context length is exceeded ({self.code})"
         super().__init__(f"{words}: {message}", param)
 
 
 class GrammarTooComplex(InvalidRequest):
-    """Where the check of the grammar did not show it, so that the engine had to give a sequence up."""
+    """The grammar passed validation, but exceeded a limit in the engine, which aborted a sequence."""
 
     code = "grammar_too_complex"
 
@@ -89,7 +89,7 @@ class WrongApiKey(InvalidRequest):
 
 
 class BodyTooLarge(InvalidRequest):
-    """The rest of the body is not read, so the connection cannot be used again."""
+    """The rest of the body is not read, so the connection cannot be reused."""
 
     status = 413
     code = "request_too_large"
@@ -121,7 +121,7 @@ class ServerStopping(ApiError):
 
 
 class ClientGone(Exception):
-    """The client closed its connection: nobody reads the answer."""
+    """The client closed its connection: nobody reads the response."""
 
 
 def shorten(text: str) -> str:
@@ -129,7 +129,7 @@ def shorten(text: str) -> str:
 
 
 def invalid_body(error: ValidationError) -> InvalidRequest:
-    """The first mistake that pydantic found in a body, named by its field."""
+    """The first error that pydantic found in a body, with the field's name."""
     return _from_details(error.errors(include_url=False, include_context=False, include_input=False)[0])
 
 
@@ -143,14 +143,14 @@ def error_response(error: ApiError) -> Response:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Every answer of status 400 or above gets an OpenAI error object as its body."""
+    """Give every response with status 400 or above an OpenAI error object as its body."""
 
     async def on_api_error(_request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         return error_response(error)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
-        """What the router raises: no such route, wrong method."""
+        """Errors raised by the router: unknown route, wrong method."""
         assert isinstance(error, HTTPException)
         route = f"{request.method} {shorten(request.url.path)}"
         message = {404: f"unknown route: {route}", 405: f"method not allowed: {route}"}.get(error.status_code)
@@ -158,15 +158,15 @@ def add_error_handlers(app: FastAPI) -> None:
         return _respond(error.status_code, body, error.headers)
 
     async def on_validation_error(_request: Request, error: Exception) -> Response:
-        """Of path and query parameters; bodies are parsed by `json_body`."""
+        """Errors in path and query parameters; bodies are parsed by `json_body`."""
         assert isinstance(error, RequestValidationError)
         return error_response(_from_details(error.errors()[0]))
 
     async def on_client_gone(_request: Request, _error: Exception) -> Response:
-        return Response(status_code=499)  # nginx's number for it; nobody reads it
+        return Response(status_code=499)  # nginx's status for a closed connection; nobody reads it
 
     async def on_internal_error(_request: Request, _error: Exception) -> Response:
-        # Starlette raises the error again after this answer, so the server's log gets the traceback.
+        # Starlette re-raises the error after this response, so the server's log gets the traceback.
         return error_response(ApiError("internal error; the server's log has the details"))
 
     app.add_exception_handler(ApiError, on_api_error)
@@ -190,7 +190,7 @@ def _from_details(details: ErrorDetails) -> InvalidRequest:
             return InvalidRequest(f"{param} is required", param)
         case "not_implemented":
             return Unsupported(f"{param} {details['msg']}", param)
-        case "value_not_allowed":  # our own validators' messages continue the field's name
+        case "value_not_allowed":  # messages of our own validators follow the field's name
             return InvalidRequest(f"{param} {details['msg']}", param)
         case "model_type" | "dataclass_type" if param is None:
             return InvalidRequest("the body must be a JSON object")

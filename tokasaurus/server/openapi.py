@@ -1,4 +1,4 @@
-"""What the OpenAPI page says of errors: for each operation every status that it may answer, and no other."""
+"""Error responses on the OpenAPI page: for each operation exactly the statuses that it may answer."""
 
 from http import HTTPStatus
 from typing import Any
@@ -13,16 +13,16 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def error_responses(*statuses: int) -> Responses:
-    """For a route's `responses`. 401 and 500 are added to every route."""
+    """Value for a route's `responses`; DescribedApp adds 500 to every route and 401 to those that need the key."""
     return {status: {"model": ErrorResponse, "description": HTTPStatus(status).phrase} for status in statuses}
 
 
-# Of routes that read a JSON body.
+# For routes that read a JSON body.
 BODY_ERRORS = (400, 413, 415)
 
 
 def _drop_unused_schemas(page: dict[str, Any]) -> None:
-    """Those of FastAPI's 422, and of classes whose fields have a schema of their own."""
+    """Drop the schemas of FastAPI's 422, and of classes that no remaining schema refers to."""
     schemas = page["components"]["schemas"]
 
     def is_used(name: str) -> bool:
@@ -34,7 +34,7 @@ def _drop_unused_schemas(page: dict[str, Any]) -> None:
 
 
 class DescribedApp(FastAPI):
-    """FastAPI with a page that knows of our own reading of bodies, and of what any route may answer."""
+    """FastAPI with an OpenAPI page adapted to our own body parsing and to the errors that any route may answer."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -43,9 +43,9 @@ class DescribedApp(FastAPI):
             for path, operations in page["paths"].items():
                 for operation in operations.values():
                     responses = operation["responses"]
-                    responses.pop("422", None)  # FastAPI's, for bodies that it would read
-                    responses["500"] = {"description": "a fault of the server", **error}
+                    responses.pop("422", None)  # for FastAPI's own body parsing, which we do not use
+                    responses["500"] = {"description": "internal server error", **error}
                     if path not in OPEN_PATHS:
-                        responses["401"] = {"description": "where the server has a key: it was not sent", **error}
+                        responses["401"] = {"description": "the server's API key is missing or wrong", **error}
             _drop_unused_schemas(page)
         return super().openapi()

@@ -1,4 +1,4 @@
-"""The model as the API shows it."""
+"""The served model as the API presents it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,34 +7,35 @@ from tokasaurus.server.errors import ModelNotFound
 from tokasaurus.server.tools.formats import NO_TOOLS_IN_TEMPLATE, ToolSupport
 from tokasaurus.text.tokenizer import Tokenizer
 
-# Accepted as a model's name beside the served one.
+# Also accepted as the served model's name.
 DEFAULT_ALIAS = "default"
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """name: in the API. created: Unix time in seconds at which the server started.
-
-    system_fingerprint: the same as long as equal seeds are meant to give equal answers.
-    allow_logprobs, max_top_logprobs: the flags enable_chosen_logprobs and max_topk_logprobs.
-    find_tools: what `tools` is; called for the first time, it may have to load the chat template.
-    """
+    """Facts about the served model that routes need."""
 
     name: str
+    """Its name in the API."""
     tokenizer: Tokenizer
     vocab_size: int
     eos_ids: frozenset[int]
     created: int
+    """Start of the server, as Unix time in seconds."""
     system_fingerprint: str
+    """Unchanged while equal seeds are expected to give equal completions."""
     allow_logprobs: bool
+    """The flag enable_chosen_logprobs."""
     max_top_logprobs: int
+    """The flag max_topk_logprobs."""
     find_tools: Callable[[], ToolSupport] = lambda: NO_TOOLS_IN_TEMPLATE
+    """Returns `tools`; the first call may load the chat template."""
 
     @property
     def tools(self) -> ToolSupport:
         return self.find_tools()
 
     def check_name(self, name: str) -> None:
-        """Raises ModelNotFound."""
+        """Raises ModelNotFound unless `name` is the served model's name or its alias."""
         if name not in (self.name, DEFAULT_ALIAS):
             raise ModelNotFound(name)

@@ -1,4 +1,4 @@
-"""What every route of one server shares."""
+"""State shared by all routes of one server."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,16 +20,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """text_threads: for work on text and ids, which would block the event loop; the tokenizer frees the GIL.
-
-    max_request_bytes: of a body; None: any size.
-    """
+    """State shared by all routes of one server."""
 
     model: ServedModel
     engine: EngineClient
     grammars: GrammarChecker
     text_threads: ThreadPoolExecutor
+    """For work on text and token ids that would block the event loop; the tokenizer releases the GIL."""
     max_request_bytes: int | None
+    """Largest request body, in bytes; None: no limit."""
 
     def ready_limits(self) -> EngineLimits:
         """Raises EngineNotReady until the engine is up."""

@@ -1,4 +1,4 @@
-"""Token ids → text while the ids still come: whole characters only, and joined what `decode` makes of all ids."""
+"""Incremental decoding of token ids: emits whole characters only; all parts joined equal `decode` of all ids."""
 
 import codecs
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from tokasaurus.text.tokenizer import Tokenizer
 
 
 class Detokenizer(Protocol):
-    """The text of one sequence, special tokens left out.
+    """Decodes the tokens of one sequence as they arrive, without special tokens.
 
-    What `add` and at last `finish` give, put together, is `Tokenizer.decode` of all ids. Text that later ids may change
-    is held back: the bytes of a character that is not complete, for instance.
+    The results of all `add` calls and of the final `finish`, concatenated, equal `Tokenizer.decode` of all ids. Text
+    that later ids may change is buffered, such as the bytes of an incomplete character.
     """
 
     def add(self, token_ids: Sequence[int]) -> str: ...
@@ -24,7 +24,7 @@ def make_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
 
 
 class _ByteDetokenizer:
-    """For byte-level BPE: the text is the UTF-8 of the tokens' bytes, one after the other."""
+    """For byte-level BPE: the text is the concatenation of the tokens' bytes, decoded as UTF-8."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -39,10 +39,10 @@ class _ByteDetokenizer:
 
 
 class _ContextDetokenizer:
-    """For any other tokenizer: decodes new ids together with those before them.
+    """For any other tokenizer: decodes new ids together with the preceding ids.
 
-    A decoder may drop the space before the first text; with ids before them, the new ones are not the first. It reads a
-    run of byte tokens ("<0xNN>") as a whole, so such a run is held back until it ends.
+    A decoder may drop a leading space from the first token it decodes; the preceding ids ensure that no new id is the
+    first. It decodes a run of byte tokens ("<0xNN>") as a unit, so such a run is buffered until it ends.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -52,7 +52,7 @@ class _ContextDetokenizer:
 
     def add(self, token_ids: Sequence[int]) -> str:
         special_ids, token_bytes = self._tokenizer.special_ids, self._tokenizer.token_bytes
-        # What has no text does not end a run of bytes: `decode` leaves it out before it reads them.
+        # A token without text does not end a run of byte tokens: `decode` drops it before decoding the run.
         visible = [id_ for id_ in token_ids if id_ not in special_ids and token_bytes(id_)]
         self._pending += visible
         if not visible or self._tokenizer.is_byte_token(visible[-1]):

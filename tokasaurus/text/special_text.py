@@ -1,7 +1,8 @@
-"""Keeps the special tokens that a chat template writes apart from text in a message that only reads like one.
+"""Distinguishes special tokens written by a chat template from the same text in a client's message.
 
-What the client wrote is marked before the template is rendered: a mark inside each text of a special token. Whole texts
-of special tokens in the rendered prompt are then the template's own; the marks are taken out of what lies between.
+Before the template is rendered, a mark (random digits) is inserted into every occurrence of a special token's text in
+the client's strings. Every intact special token in the rendered prompt then comes from the template; the marks are
+removed from the text between these tokens.
 """
 
 import re
@@ -12,23 +13,23 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as BaseTokenizer
 
-# Digits pass through whatever a template does with text: change of case, JSON, trimming.
+# Digits survive everything that templates do to text: changes of case, JSON encoding, trimming.
 _NUM_MARK_DIGITS = 24
 
 
 class SpecialText:
-    """Of one tokenizer. Safe to use from several threads. Special tokens of one character are not told apart."""
+    """Marks and encodes for one tokenizer. Thread-safe. Special tokens of one character are not distinguished."""
 
     def __init__(self, base: BaseTokenizer) -> None:
         self._base = base
         added = base.get_added_tokens_decoder()
         special = [(token, token_id) for token_id, token in added.items() if token.special and len(token.content) > 1]
-        # the longest first, since the tokenizer takes the longest that matches
+        # Longest first, since the tokenizer takes the longest match.
         special.sort(key=lambda pair: len(pair[0].content), reverse=True)
         self._ids = {token.content: token_id for token, token_id in special}
         contents = [re.escape(token.content) for token, _ in special]
         self._starts = re.compile(f"(?={'|'.join(contents)})(.)", re.DOTALL) if special else None
-        # Without groups: with one for each of Llama 3's 256 tokens, a search of 30 kB would take over a second.
+        # No capturing groups: with a group for each of Llama 3's 256 tokens, searching 30 kB takes over a second.
         self._texts = re.compile("|".join(contents))
         self._tokens = re.compile("|".join(_with_spaces(token) for token, _ in special))
         self._ids_by_pattern = [(re.compile(_with_spaces(token)), token_id) for token, token_id in special]
@@ -36,31 +37,33 @@ class SpecialText:
         self._lock = threading.Lock()
 
     def mark(self, *values: Any) -> tuple[list[Any], str]:
-        """Copies of plain JSON data with marks in their strings, keys included, and the mark; as they were and "" if
-        none of them holds the text of a special token."""
+        """Copies of JSON values with marks inserted into their strings (keys included), and the mark.
+
+        If no string contains the text of a special token: the values themselves, and "" as the mark.
+        """
         if self._starts is None or not any(map(self._is_in, values)):
             return list(values), ""
         mark = "".join(secrets.choice("0123456789") for _ in range(_NUM_MARK_DIGITS))
         return [self._marked(value, rf"\g<1>{mark}") for value in values], mark
 
     def encode(self, text: str, mark: str) -> list[int]:
-        """Ids of a rendered prompt whose mark is not "". Tokens are only added for what stands in `text`."""
-        pieces: list[str] = []
+        """Token ids of a rendered prompt that contains marks. Adds no bos or other token around the text."""
+        plain_texts: list[str] = []
         special_ids: list[int] = []
         end = 0
         for match in self._tokens.finditer(text):
-            pieces.append(text[end : match.start()].replace(mark, ""))
+            plain_texts.append(text[end : match.start()].replace(mark, ""))
             special_ids.append(self._find_id(match.group()))
             end = match.end()
-        pieces.append(text[end:].replace(mark, ""))
-        encoded = self._plain().encode_batch_fast(pieces, add_special_tokens=False)
+        plain_texts.append(text[end:].replace(mark, ""))
+        encoded = self._plain().encode_batch_fast(plain_texts, add_special_tokens=False)
         ids = list(encoded[0].ids)
-        for special_id, piece in zip(special_ids, encoded[1:], strict=True):
-            ids += [special_id, *piece.ids]
+        for special_id, plain_encoding in zip(special_ids, encoded[1:], strict=True):
+            ids += [special_id, *plain_encoding.ids]
         return ids
 
     def _find_id(self, matched: str) -> int:
-        """Of the special token that stands there, with the spaces that it takes along."""
+        """Id of the special token that `matched` is, including any adjacent white space that the token absorbs."""
         if matched in self._ids:
             return self._ids[matched]
         return next(token_id for pattern, token_id in self._ids_by_pattern if pattern.fullmatch(matched))
@@ -81,7 +84,7 @@ class SpecialText:
         return [self._marked(item, replacement) for item in value] if isinstance(value, list) else value
 
     def _plain(self) -> BaseTokenizer:
-        """A copy of the tokenizer to which special tokens are text like any other; made when it is first needed."""
+        """A copy of the tokenizer that encodes special tokens as ordinary text; created on first use."""
         with self._lock:
             if self._plain_tokenizer is None:
                 self._plain_tokenizer = BaseTokenizer.from_str(self._base.to_str())
@@ -90,5 +93,5 @@ class SpecialText:
 
 
 def _with_spaces(token: AddedToken) -> str:
-    """A pattern for the token; some take the spaces beside them along."""
+    """A regular expression for the token, including adjacent white space if the token absorbs it."""
     return (r"\s*" if token.lstrip else "") + re.escape(token.content) + (r"\s*" if token.rstrip else "")

@@ -1,7 +1,7 @@
 """Stop strings: pure functions over text, and the manager's check over token ids.
 
-The text is cut before the stop string that is complete first, as if it were generated one character at a time: how
-the text happens to be cut into tokens changes nothing.
+The text is cut before the stop string that is completed first, as if the text were generated one character at a time:
+the result does not depend on how the text is split into tokens.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -9,17 +9,17 @@ from collections.abc import Callable, Container, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-_REPLACEMENT = "\ufffd"  # what incomplete UTF-8 decodes to
+_REPLACEMENT = "\ufffd"  # incomplete UTF-8 decodes to this
 
 _MOST_ROWS = 256
-"""Sets of last characters that StopTokens keeps a table for; clients make up new ones at will."""
+"""Limit on the sets of last characters for which StopTokens keeps a row, since clients can send arbitrarily many."""
 
 
 def find_first_stop(text: str, stops: Iterable[str], num_exempt: int = 0) -> tuple[int, str] | None:
-    """Start and stop string of the occurrence that ends first; of those ending there, the longest. None without any.
+    """Start and stop string of the occurrence that ends first; if several end there, the longest. None if none occurs.
 
-    No stop string may be empty. `text[:start]` holds no stop string, other than those that end within the first
-    `num_exempt` characters: they do not count.
+    Occurrences that end within the first `num_exempt` characters are ignored; apart from these, `text[:start]` contains
+    no stop string. Precondition: no stop string is empty.
     """
     found = [(_find_beyond(text, stop, num_exempt), stop) for stop in stops]
     ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
@@ -30,14 +30,14 @@ def find_first_stop(text: str, stops: Iterable[str], num_exempt: int = 0) -> tup
 
 
 def _find_beyond(text: str, stop: str, num_exempt: int) -> int:
-    """Where `stop` first occurs so that it ends behind the first `num_exempt` characters; -1 where it does not."""
+    """Start of the first occurrence of `stop` that ends after the first `num_exempt` characters; -1 if none does."""
     return text.find(stop, max(0, num_exempt + 1 - len(stop)))
 
 
 def held_back_length(text: str, stops: Iterable[str]) -> int:
-    """How many characters at the end of `text` may be the start of a stop string, so may not be streamed yet.
+    """Number of characters at the end of `text` that may begin a stop string, so must be buffered.
 
-    `text` holds no whole stop string.
+    Precondition: `text` contains no complete stop string.
     """
     return max((_overlap(text, stop) for stop in stops), default=0)
 
@@ -49,10 +49,10 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def lookback_tokens(stops: Iterable[str], minimum: int = 0) -> int:
-    """How many tokens at the end must be decoded to see every stop string that the last of them completes.
+    """Number of final tokens to decode in order to find every stop string that the last token completes.
 
-    Each token holds at least one byte, so a stop string of b bytes touches at most b tokens. One more is decoded, since
-    decoding may drop the first token's leading space.
+    Each token contains at least one byte, so a stop string of b bytes spans at most b tokens. One more is decoded,
+    since decoding may drop the first token's leading space.
     """
     longest = max((len(stop.encode()) for stop in stops), default=0)
     return max(minimum, longest + 1 if longest else 0)
@@ -61,10 +61,8 @@ def lookback_tokens(stops: Iterable[str], minimum: int = 0) -> int:
 class StopMatcher:
     """Finds the token at which a sequence's text completes a stop string, decoding only its last tokens.
 
-    decode: token ids to text, special tokens left out. special_ids: those tokens, which do not interrupt a match.
-    minimum_lookback: decode at least as many tokens, beyond what `stops` require.
-
-    lookback: so many tokens before the first new one are read, special ones not counted; needs_whole_text: all are.
+    decode: token ids to text without special tokens. special_ids: the special tokens, which do not interrupt a match.
+    minimum_lookback: lower bound for `lookback`.
     """
 
     def __init__(
@@ -78,14 +76,16 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._special_ids = special_ids
         self.lookback = lookback_tokens(stops, minimum_lookback)
-        # A tail that begins inside a character shows a replacement character that the whole text may not have.
+        """Number of tokens to decode, ending with the first new one; special tokens are not counted."""
         self.needs_whole_text = any(_REPLACEMENT in stop for stop in stops)
+        """All tokens are decoded: a tail that begins inside a character decodes to a replacement character that the
+        whole text may not contain."""
 
     def first_completion(self, token_ids: Sequence[int], num_checked: int, num_exempt: int = 0) -> int | None:
-        """The smallest n > num_checked such that the text of token_ids[:n] holds a stop string; None without one.
+        """The smallest n > num_checked such that the text of token_ids[:n] contains a stop string; None if none does.
 
-        token_ids: the sequence's generated tokens. num_checked: how many are known not to complete a stop string.
-        num_exempt: a stop string within the text of the first so many does not count.
+        token_ids: the sequence's generated tokens. num_checked: number of first tokens known to complete none.
+        num_exempt: stop strings within the text of the first `num_exempt` tokens are ignored.
         """
         num_checked = max(num_checked, num_exempt)
         if not self._stops or num_checked >= len(token_ids):
@@ -96,14 +96,14 @@ class StopMatcher:
         return next((end for end in ends if self._completes(token_ids, end, end, num_exempt)), len(token_ids))
 
     def _completes(self, token_ids: Sequence[int], first_end: int, end: int, num_exempt: int) -> bool:
-        """Whether one of the tokens first_end - 1, …, end - 1 completes a stop string."""
+        """Whether any of the tokens first_end - 1, …, end - 1 completes a stop string."""
         start = self._tail_start(token_ids, first_end)
         text = self._decode(token_ids[start:end])
         exempt = len(self._decode(token_ids[start:num_exempt])) if start < num_exempt else 0
         return any(_find_beyond(text, stop, exempt) >= 0 for stop in self._stops)
 
     def _tail_start(self, token_ids: Sequence[int], end: int) -> int:
-        """Where the last `lookback` tokens before `end` begin that are not special."""
+        """Index at which the last `lookback` non-special tokens before `end` begin."""
         if self.needs_whole_text:
             return 0
         start, missing = end, self.lookback
@@ -114,24 +114,24 @@ class StopMatcher:
 
 
 class StopTokens:
-    """Which tokens can be the last of a stop string: most cannot, and then no text has to be decoded to know it.
+    """Which tokens can complete a stop string. Most cannot, which avoids decoding any text after them.
 
-    token_texts: the text of each token id by itself, V of them.
+    token_texts: the text of each of the V token ids on its own.
     """
 
     def __init__(self, token_texts: Sequence[str]) -> None:
         self._token_texts = token_texts
         self._row_of_characters: dict[frozenset[str], int] = {}
         self.may_end: NDArray[np.bool_] = np.ones((1, len(token_texts)), np.bool_)
-        """[rows, V]; in row 0 every token may end a stop string."""
+        """bool [rows, V]: whether a token may complete a stop string; in row 0 every token may."""
 
     def row(self, stops: Sequence[str]) -> int:
-        """The row of `may_end` for these stop strings: the tokens whose text holds the last character of one of them.
+        """The row of `may_end` for these stop strings: tokens whose text contains the last character of one of them.
 
-        A token that holds part of a character counts as holding any.
+        A token with an incomplete character may contain any character, so it is included.
         """
         characters = frozenset(stop[-1] for stop in stops)
-        # A decoder may leave out the space before a first token; and what is no character may be part of any.
+        # A decoder may drop a first token's leading space, and U+FFFD may come from any token with incomplete UTF-8.
         if " " in characters or any(_REPLACEMENT in stop for stop in stops):
             return 0
         row = self._row_of_characters.get(characters)

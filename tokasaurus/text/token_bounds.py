@@ -1,4 +1,4 @@
-"""How few tokens a text can have, by its bytes alone: a text that is far too long need not be tokenized to know it."""
+"""A lower bound on the number of tokens of a text, from its bytes: rejects far too long texts without tokenizing."""
 
 import json
 import unicodedata
@@ -11,19 +11,22 @@ from tokenizers import Tokenizer as BaseTokenizer
 _ASCII_ALPHANUMERIC = frozenset(byte for byte in range(128) if chr(byte).isalnum())
 _NOT_ASCII = frozenset(range(128, 256))
 _ALL = frozenset(range(256))
-# A run of spaces or dashes may be one token of over a hundred bytes, a word has hardly ever more than 25 letters:
-# counted apart, these bound a text of words three times as tightly.
+# The bound is computed for each class of bytes: a run of spaces or dashes may be one token of over a hundred bytes, but
+# a token of letters rarely exceeds 25. For a text of words, this makes the bound three times as tight.
 _CLASSES = (_ASCII_ALPHANUMERIC, _NOT_ASCII, _ALL)
-# Pre-tokenizers that take nothing away from the text.
+# Pre-tokenizers that remove nothing from the text.
 _LOSSLESS = {"Sequence", "Split", "ByteLevel", "Digits"}
 
 
 class TokenBounds:
-    """Of one vocabulary. For byte-level BPE, which keeps every byte of the text that it has a token for; for others the
-    bound is always 0."""
+    """Lower bounds for one vocabulary.
+
+    Works for byte-level BPE, which keeps every byte of the text for which it has a token; for any other tokenizer the
+    bound is always 0.
+    """
 
     def __init__(self, base: BaseTokenizer, byte_of_character: Mapping[str, bytes]) -> None:
-        """byte_of_character: the byte-level alphabet."""
+        """byte_of_character: the byte that each character of the byte-level alphabet stands for."""
         self._composes = _type_of(base.normalizer) == "NFC"
         self._longest: list[tuple[bytes, int]] = []
         if not _keeps_bytes(base):
@@ -43,13 +46,13 @@ class TokenBounds:
             self._longest.append((bytes(_ALL - counted), most))
 
     def fewest_tokens(self, text: str) -> int:
-        """`text` has at least so many tokens."""
+        """A lower bound on the number of tokens of `text`."""
         if not self._longest:
             return 0
         if self._composes and not text.isascii():
             text = unicodedata.normalize("NFC", text)
         content = text.encode(errors="replace")
-        # most is 0 where no token has any such byte, and then no text that can be encoded has one
+        # `most` is 0 for a class none of whose bytes has a token; such a class gives no bound.
         return max(-(-len(content.translate(None, others)) // most) for others, most in self._longest if most > 0)
 
 
@@ -76,7 +79,7 @@ def _takes_spaces_along(token: AddedToken) -> bool:
 
 
 def _most_characters(vocabulary: list[str], characters: set[str]) -> int:
-    """Most of `characters` in one token. vocabulary: longest first."""
+    """The largest number of `characters` in one token. vocabulary: sorted by length, longest first."""
     most = 0
     for token in vocabulary:
         if len(token) <= most:

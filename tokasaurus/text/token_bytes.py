@@ -6,16 +6,14 @@ from tokenizers import Tokenizer as BaseTokenizer
 
 
 class TokenBytes:
-    """Of one tokenizer: see `Tokenizer`, whose methods these are. Safe to use from several threads.
-
-    added_texts: by id, of the tokens whose text is always a token of its own, special or not.
-    """
+    """Bytes and text of the tokens of one tokenizer; `Tokenizer` documents the methods. Thread-safe."""
 
     def __init__(self, base: BaseTokenizer) -> None:
         self.is_byte_level = _is_byte_level(base)
         self._base = base
         self.added_texts = {token_id: token.content for token_id, token in base.get_added_tokens_decoder().items()}
-        # By id: the same tokens are asked for over and over, a thousand at a time where prompts have log-probabilities.
+        """Id → text of the added tokens, whose text always becomes this one token; special tokens included."""
+        # Caches by id: the same tokens are looked up repeatedly, a thousand at a time for prompt logprobs.
         self._known_bytes: dict[int, bytes] = {}
         self._known_texts: dict[int, str] = {}
 
@@ -60,7 +58,8 @@ def _is_byte_level(base: BaseTokenizer) -> bool:
 
 
 def _characters_of_bytes() -> dict[str, bytes]:
-    """Byte-level BPE writes each byte as one visible character: printable Latin-1 as itself, the others from U+0100 on.
+    """Character → byte. Byte-level BPE spells each byte as one visible character: printable Latin-1 as itself, other
+    bytes from U+0100 on.
 
     Source: GPT-2's published encoder."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-# Some models mark these as special, as if they were no text; but calls of tools are read from the text.
+# Some models declare these as special tokens, but the tool-call parser needs them in the text.
 _CALL_MARKS = ("<tool_call>", "</tool_call>")
 
 
@@ -29,15 +29,15 @@ class TokenizerError(UserError):
 
 
 class ChatTemplateError(ValueError):
-    """The model has no chat template, or its template refuses these messages; the message says why."""
+    """The model has no chat template, or its template rejects the messages; the error message states the reason."""
 
 
 class TemplateVariableError(ChatTemplateError):
-    """The name of a template variable is one of the renderer's own."""
+    """A template variable has the name of one of the renderer's own parameters."""
 
 
 class TextTooLong(ValueError):
-    """A text has more tokens than are allowed, by its length alone. fewest_tokens: it has at least so many."""
+    """A text is so long that it must have more tokens than allowed. fewest_tokens: lower bound on its tokens."""
 
     def __init__(self, fewest_tokens: int) -> None:
         super().__init__(f"at least {fewest_tokens} tokens")
@@ -45,79 +45,81 @@ class TextTooLong(ValueError):
 
 
 class TokenDecoder:
-    """Ids to text and nothing else: what the manager needs. Safe to use from several threads."""
+    """Decodes token ids to text, for the manager, which needs nothing else. Thread-safe."""
 
     def __init__(self, base: BaseTokenizer) -> None:
         self._base = base
         special = {id_: token.content for id_, token in base.get_added_tokens_decoder().items() if token.special}
         self.special_ids = frozenset(id_ for id_, content in special.items() if content not in _CALL_MARKS)
-        self._leaves_out_itself = len(self.special_ids) < len(special)
+        # The library would skip _CALL_MARKS as well if they are special.
+        self._skips_special_itself = len(self.special_ids) < len(special)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text as it is: no clean-up of spaces; incomplete UTF-8 becomes U+FFFD; ids without a token vanish.
+        """The exact text, with no clean-up of spaces. Incomplete UTF-8 becomes U+FFFD; ids without a token are dropped.
 
-        skip_special_tokens: leave out `special_ids`."""
-        if skip_special_tokens and self._leaves_out_itself:
+        skip_special_tokens: omit the tokens in `special_ids`."""
+        if skip_special_tokens and self._skips_special_itself:
             ids = [id_ for id_ in ids if id_ not in self.special_ids]
             skip_special_tokens = False
         return self._base.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 class Tokenizer(TokenDecoder):
-    """A model's tokenizer as the server uses it. Safe to use from several threads.
-
-    directory: where tokenizer.json is.
-    vocab_size: one more than the highest token id; the model's own may be higher, for padding.
-    special_ids: tokens that `decode` leaves out. bos_token, eos_token: as tokenizer_config.json names them.
-    is_byte_level: the text is the UTF-8 of the tokens' bytes, one after the other; other decoders may, for instance,
-    drop the first space.
-    """
+    """A model's tokenizer as the server uses it. Thread-safe. `decode` omits the tokens in `special_ids`."""
 
     def __init__(self, base: BaseTokenizer, directory: Path) -> None:
         super().__init__(base)
-        # Settings of a training run, which a file may hold, would cut prompts short.
+        # The file may contain truncation settings from training, which would shorten prompts.
         base.no_truncation()
         base.no_padding()
         self.vocab_size = max(base.get_vocab(with_added_tokens=True).values()) + 1
+        """Highest token id + 1. The model's vocabulary may be larger, for padding."""
         self._bytes = TokenBytes(base)
         self.is_byte_level = self._bytes.is_byte_level
+        """The text is the concatenation of the tokens' bytes, decoded as UTF-8. Other decoders may, for instance, drop
+        the first space."""
         self._bounds = TokenBounds(base, BYTE_OF_CHARACTER)
         self._special_text = SpecialText(base)
         self.directory = directory
+        """Contains tokenizer.json."""
         self._chat_tokenizer: PreTrainedTokenizerFast | None = None
         self._chat_tokenizer_lock = threading.Lock()
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
-        """Read tokenizer.json; chat template and named tokens are read on first use. Raises TokenizerError."""
+        """Read tokenizer.json; the chat template and named tokens are read on first use. Raises TokenizerError."""
         return cls(_load_base(directory), directory)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """add_special_tokens: what tokenizer.json adds around a text, such as bos. Special tokens in `text` count."""
+        """Token ids of `text`, in which the text of a special token becomes this token.
+
+        add_special_tokens: add the tokens that tokenizer.json puts around a text, such as bos.
+        """
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool, max_tokens: int | None = None
     ) -> list[list[int]]:
-        """As `encode` for each, on several cores, and other threads run meanwhile.
+        """`encode` for each text, on several cores and without holding the GIL.
 
-        max_tokens: raises TextTooLong at once for a text that must have more; one that has more need not raise.
+        max_tokens: a text whose length alone implies more tokens raises TextTooLong before anything is encoded. Other
+        texts may still have more tokens, which does not raise.
         """
         self._check_lengths(texts, max_tokens)
-        # The library's `encode` of a single text would keep the GIL, and so stop the server's event loop.
+        # The library's `encode` of a single text holds the GIL, which would block the server's event loop.
         encoded = self._base.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [list(one.ids) for one in encoded]
 
     def token_starts(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Where each token of `encode` begins in `text`, in characters; one that is not in it, where the next one does.
+        """Start of each token of `encode` in `text`, in characters; for a token not in the text, the next one's start.
 
-        As near as the tokenizer knows: some leave out white space at the beginning of a token.
+        Only as precise as the tokenizer: some exclude white space at the beginning of a token.
         """
         (encoded,) = self._base.encode_batch([text], add_special_tokens=add_special_tokens)
-        starts, start_behind = [], len(text)
+        starts, next_start = [], len(text)
         for start, end in reversed(encoded.offsets):
-            start_behind = start if start < end else start_behind
-            starts.append(start_behind)
+            next_start = start if start < end else next_start
+            starts.append(next_start)
         return starts[::-1]
 
     def render_chat(
@@ -128,9 +130,9 @@ class Tokenizer(TokenDecoder):
         continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text, special tokens included.
+        """The prompt's text, including special tokens.
 
-        template_variables: further names for the template, such as enable_thinking. Raises ChatTemplateError.
+        template_variables: additional variables for the template, such as enable_thinking. Raises ChatTemplateError.
         """
         return self._render(messages, tools, template_variables or {}, add_generation_prompt, continue_final_message)
 
@@ -143,10 +145,10 @@ class Tokenizer(TokenDecoder):
         template_variables: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """The rendered prompt's ids. A template writes bos itself, so none is added. Raises ChatTemplateError.
+        """Token ids of the rendered prompt. The template writes bos itself, so none is added.
 
-        Special tokens are those of the template: their text in messages, tools and variables stays text.
-        max_tokens: raises TextTooLong at once for a prompt that must have more; one that has more need not raise.
+        Only the template's special tokens become special tokens: the same text in messages, tools and variables is
+        encoded as ordinary text. max_tokens: as in `encode_batch`. Raises ChatTemplateError and TextTooLong.
         """
         try:
             (given, given_tools, variables), mark = self._special_text.mark(
@@ -163,7 +165,7 @@ class Tokenizer(TokenDecoder):
     def _check_lengths(self, texts: Iterable[str], max_tokens: int | None) -> None:
         if max_tokens is not None:
             for text in texts:
-                # no token is empty: most texts are told by their length
+                # No token is empty, so the number of characters decides for most texts.
                 if len(text) > max_tokens and (fewest := self._bounds.fewest_tokens(text)) > max_tokens:
                     raise TextTooLong(fewest)
 
@@ -192,7 +194,7 @@ class Tokenizer(TokenDecoder):
                     **variables,
                 )
             )
-        # A template is a program: content that it does not expect may raise any of these.
+        # A template is a program: unexpected content may raise any of these.
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
         except RecursionError:
@@ -200,49 +202,51 @@ class Tokenizer(TokenDecoder):
 
     @property
     def bos_token(self) -> str | None:
+        """As in tokenizer_config.json."""
         token: str | None = self._load_chat_tokenizer().bos_token
         return token
 
     @property
     def eos_token(self) -> str | None:
+        """As in tokenizer_config.json."""
         token: str | None = self._load_chat_tokenizer().eos_token
         return token
 
     @property
     def chat_template(self) -> str | None:
-        """The template that is used, where the model has several by name the one called default."""
+        """The chat template in use; if the model has several named templates, the one named "default"."""
         loaded = self._load_chat_tokenizer()
         template: str | None = loaded.get_chat_template() if loaded.chat_template else None
         return template
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """Texts that are always a token of their own, special ones left out → the token's id."""
+        """Text → id of the added tokens, whose text always becomes this one token; without special tokens."""
         return {text: id_ for id_, text in self._bytes.added_texts.items() if id_ not in self.special_ids}
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """As tokenizer_config.json names them: eos_token, bos_token, pad_token, ... → text."""
+        """Name in tokenizer_config.json (eos_token, bos_token, pad_token, …) → the token's text."""
         names: dict[str, str] = self._load_chat_tokenizer().special_tokens_map
         return {name: text for name, text in names.items() if isinstance(text, str)}
 
     def vocabulary_entry(self, token_id: int) -> str:
-        """As tokenizer.json spells it, such as "Ġworld"; empty for an id without a token."""
+        """The token as tokenizer.json spells it, such as "Ġworld"; empty for an id without a token."""
         return self._base.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes this token adds to the text; empty for an id without a token. Special tokens give their name.
+        """The bytes this token adds to the text; empty for an id without a token. Special tokens yield their name.
 
-        Exact for byte-level BPE; otherwise "▁" is a space and "<0xNN>" a byte, as SentencePiece vocabularies have it.
+        Exact for byte-level BPE; otherwise "▁" is a space and "<0xNN>" a byte, as in SentencePiece vocabularies.
         """
         return self._bytes.of(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text; a part of a character becomes U+FFFD."""
+        """`token_bytes` as text; an incomplete character becomes U+FFFD."""
         return self._bytes.text_of(token_id)
 
     def is_byte_token(self, token_id: int) -> bool:
-        """Whether it is one of SentencePiece's "<0xNN>", of which a decoder reads a whole run at once."""
+        """Whether this is a SentencePiece byte token "<0xNN>"; decoders decode a run of these as a unit."""
         return self._bytes.is_byte_token(token_id)
 
     def _load_chat_tokenizer(self) -> "PreTrainedTokenizerFast":
@@ -252,19 +256,19 @@ class Tokenizer(TokenDecoder):
 
                 try:
                     loaded = PreTrainedTokenizerFast.from_pretrained(self.directory, local_files_only=True)
-                except Exception as error:  # whatever a broken file makes it raise
+                except Exception as error:  # a broken file may raise any exception type
                     raise TokenizerError(f"cannot read the tokenizer in {self.directory}: {error}") from error
                 self._chat_tokenizer = loaded
             return self._chat_tokenizer
 
 
 def load_token_decoder(directory: Path) -> TokenDecoder:
-    """For a process that turns ids to text only: loads no transformers. Raises TokenizerError."""
+    """For a process that only decodes: does not load transformers. Raises TokenizerError."""
     return TokenDecoder(_load_base(directory))
 
 
 def _check_variables(variables: Iterable[str], parameters: Container[str]) -> None:
-    """Variables come from the client: none may be a parameter of the renderer, least of all a template of its own."""
+    """Reject variables named like a parameter of the renderer: clients could otherwise replace the template itself."""
     for name in variables:
         if name in parameters:
             raise TemplateVariableError(f"{name} is not a variable of a chat template")

@@ -202,14 +202,14 @@ def test_candidates_are_simulated_as_they_will_be_once_they_run(shapes, options,
     state, waiting = stop_halfway(shapes, options, seed)
     page_size, steps = options.limits.page_size, np.arange(400)
     before, candidates = forecast_kv(state, None), describe(state, waiting)
-    families = {family.start: family for family in candidates.families}
-    steps_of_paths = {step for family in candidates.families for step in family.path}
+    sample_groups = {sample_group.start: sample_group for sample_group in candidates.sample_groups}
+    steps_of_paths = {step for sample_group in candidates.sample_groups for step in sample_group.path}
     is_exact = len(steps_of_paths) == len({node for node, _ in steps_of_paths})
     for num, sequence in enumerate(waiting[: len(state.free_slots)], 1):
-        if num - 1 in families:
+        if num - 1 in sample_groups:
             prompt = sequence.prompt
             match = state.blocks.tree.match(prompt.token_bytes, sequence.salt, (len(prompt) - 1) // page_size)
-            assert match.num_blocks == families[num - 1].num_cached_blocks
+            assert match.num_blocks == sample_groups[num - 1].num_cached_blocks
         admit(state, state.queues.take_first_waiting())
         assert num_to_compute(state, [sequence]) == candidates.num_to_compute[num - 1]
         simulated = before.curve.at(steps) + simulate_candidates(candidates, num, before, page_size).at(steps)

@@ -38,7 +38,7 @@ class Pool:
     def cached(self) -> set[int]:
         return set(range(1, self.allocator.num_blocks + 1)) - self.used() - set(self.free)
 
-    def take(self, num_blocks: int) -> list[int]:
+    def allocate(self, num_blocks: int) -> list[int]:
         cached = self.cached()
         self.allocator.is_computed[:] = True
         taken = self.allocator.allocate(num_blocks)
@@ -52,7 +52,7 @@ class Pool:
         assert set(evicted) <= cached
         return taken.tolist()
 
-    def free(self, blocks: list[int]) -> None:
+    def free_again(self, blocks: list[int]) -> None:
         self.allocator.free(np.array(blocks, np.int32))
         self.free += reversed(blocks)
 
@@ -65,7 +65,7 @@ class Pool:
         self.running.append(sequence)
         num_missing = len(tokens) // (PAGE * 4) - len(path)
         if num_missing <= self.allocator.num_available:
-            sequence.own = self.take(num_missing)
+            sequence.own = self.allocate(num_missing)
         else:
             self.finish(sequence)
 
@@ -81,14 +81,14 @@ class Pool:
     def finish(self, sequence: Running) -> None:
         self.running.remove(sequence)
         self.allocator.tree.release(sequence.node)
-        self.free(sequence.own)
+        self.free_again(sequence.own)
 
     def cancel(self, sequence: Running) -> None:
         self.finish(sequence)
         is_computed = np.zeros(self.allocator.num_blocks + 1, np.bool_)
         removed = self.allocator.tree.trim(sequence.node, is_computed).tolist()
         assert set(removed) <= set(sequence.path) - self.used()
-        self.free(removed)
+        self.free_again(removed)
 
     def check(self) -> None:
         allocator, used = self.allocator, self.used()

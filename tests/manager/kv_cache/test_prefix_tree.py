@@ -102,7 +102,7 @@ class Both:
         assert self.tree.blocks_on_path(match).tolist() == expected
         return match
 
-    def hold(self, user: User, match: PrefixMatch) -> None:
+    def acquire(self, user: User, match: PrefixMatch) -> None:
         user.node = self.tree.acquire(match, None if user.node is self.tree.root else user.node)
         user.num_held = match.num_blocks
         for block in self.trie.path(user.salt, user.tokens)[: match.num_blocks]:
@@ -285,7 +285,7 @@ def test_our_own_mistakes_are_caught():
     with pytest.raises(AssertionError, match="1 blocks asked, 0 unused"):
         tree.evict(1)
     tree.release(node)
-    with pytest.raises(AssertionError, match="more often than held"):
+    with pytest.raises(AssertionError, match="more often than acquired"):
         tree.release(node)
     tree.evict(1)
     with pytest.raises(AssertionError, match="no longer in the tree"):

@@ -1,7 +1,7 @@
-// Checks a library of the kernels against plain loops in double precision, without Python: for processors that are only
-// emulated here. Prints a line for each check, and ends with 1 if one fails.
+// Compares a library of the kernels with plain loops in double precision, without Python: for processors that are only
+// emulated here. Prints a line for each check, and returns 1 if one fails.
 //
-// All inputs are multiples of 1/64 up to 2, which every element type holds exactly: only the kernels round.
+// All inputs are multiples of 1/64 up to 2, which every element type represents exactly: only the kernels round.
 
 #include <cmath>
 #include <cstdio>
@@ -10,12 +10,13 @@
 #include <vector>
 
 #include "attention/attention_layout.h"
-#include "simd/element_type.h"
 #include "gemm/gemm.h"
+#include "simd/element_type.h"
 
 using std::vector;
 
-// What the library exports. PackedLayer is forward.cpp's, LogitRules, TokenMasks and TopLogprobs are not used here.
+// What the library exports. PackedLayer repeats forward.cpp's; LogitRules, TokenMasks and TopLogprobs are not used
+// here.
 struct PackedLayer {
   PackedWeights qkv, out, gate_up, down;
   const float *attention_norm, *mlp_norm, *query_norm, *key_norm;
@@ -70,7 +71,7 @@ vector<Element> as(const vector<double>& values) {
   return elements;
 }
 
-// tolerance: of the largest error, by the largest of the expected values.
+// tolerance: largest error allowed, relative to the largest expected value.
 template <typename Element>
 void compare(const std::string& name, const vector<Element>& found, const vector<double>& expected, double tolerance) {
   double error = 0, largest = 1e-30;
@@ -85,7 +86,7 @@ void compare(const std::string& name, const vector<Element>& found, const vector
   std::printf("%s %s: error %.2g of %.3g\n", is_right ? "ok" : "WRONG", name.c_str(), error, largest);
 }
 
-// What kernels that compute with these numbers may lose to rounding.
+// Tolerance for the rounding of kernels that compute with this type.
 template <typename Element>
 constexpr double kTolerance = std::is_same_v<Element, bfloat16> ? 0.01 : 1e-5;
 
@@ -102,7 +103,7 @@ vector<double> normed(const vector<double>& x, const vector<double>& weight, dou
   return to;
 }
 
-// Weights [out, in], or [2 * out, in], gates before ups, and what the library makes of them.
+// Weights [out, in], or [2 * out, in] with gates before ups, as given and as packed by the library.
 template <typename Weight>
 struct Matrix {
   int64_t in_size, out_size;
@@ -113,7 +114,10 @@ struct Matrix {
   PackedWeights packed = {};
 
   Matrix(int64_t in_size, int64_t out_size, bool is_gated, bool has_bias, double scale)
-      : in_size(in_size), out_size(out_size), is_gated(is_gated), plain(random_values((1 + is_gated) * out_size * in_size)) {
+      : in_size(in_size),
+        out_size(out_size),
+        is_gated(is_gated),
+        plain(random_values((1 + is_gated) * out_size * in_size)) {
     for (double& value : plain) value *= scale;
     packed = {std::is_same_v<Weight, bfloat16>, in_size, out_size, is_gated, nullptr, nullptr};
     panels.resize(packed.num_panels() * kPanel * in_size);
@@ -176,7 +180,7 @@ void check_products() {
 
 constexpr int64_t kHeads = 6, kKvHeads = 2, kHeadDim = 32, kPage = 16;
 
-// One query [kHeads, kHeadDim] against `length` tokens' keys and values, each [tokens, kKvHeads, kHeadDim].
+// Attention of one query [kHeads, kHeadDim] over the first `length` keys and values, each [tokens, kKvHeads, kHeadDim].
 void attend_plainly(const double* query, const double* key, const double* value, int64_t length, double* output,
                     double* lse) {
   for (int64_t head = 0; head < kHeads; ++head) {
@@ -199,7 +203,7 @@ void attend_plainly(const double* query, const double* key, const double* value,
   }
 }
 
-// Sequences of which each has one row or several at its end; blocks in no order.
+// Each sequence has one row, or several, at its end; its blocks are in arbitrary order.
 template <typename Stored, typename Element>
 void check_attention() {
   const vector<int32_t> lengths = {300, 37, 70, 1}, num_rows = {1, 5, 40, 1};
@@ -256,7 +260,7 @@ void check_merge() {
 
 // --- A whole layer
 
-// Norms and rotates heads [rows, count, kHeadDim]; row i is at position i.
+// Applies the norm and the rotary embedding to heads [rows, count, kHeadDim]; row i is at position i.
 vector<double> rotated(const vector<double>& heads, int64_t count, const vector<double>& norm, double eps,
                        const vector<double>& cos_sin) {
   vector<double> to = normed(heads, norm, eps);
@@ -318,15 +322,15 @@ void check_layer() {
   vector<int64_t> kv_indices;
   for (int64_t row = 0; row < kRows; ++row) kv_indices.push_back(table[row / kPage] * kPage + row % kPage);
   const PagedPart part{0, kRows, 1, starts.data(), table.data(), 2, lengths.data(), 1, 0};
-  const PagedForward forward{
-      kTypeOf<Stored>, cache.data(), int64_t(cache.size()), kPage, kv_indices.data(), &part, 1, nullptr};
+  const PagedForward forward{kTypeOf<Stored>, cache.data(), int64_t(cache.size()), kPage, kv_indices.data(), &part, 1,
+                             nullptr};
   const vector<float> norms[] = {as<float>(norm), as<float>(mlp_norm), as<float>(query_norm), as<float>(key_norm)};
   const PackedLayer layer{qkv.packed,      out.packed,      gate_up.packed,  down.packed,
                           norms[0].data(), norms[1].data(), norms[2].data(), norms[3].data(),
                           kHeads,          kKvHeads,        kHeadDim,        kEps};
   vector<Element> found = as<Element>(hidden);
   toka_run_layers(&layer, 1, &forward, kRows, as<float>(cos_sin).data(), found.data());
-  // Rounded a dozen times on the way; the cache rounds keys and values.
+  // Intermediate results are rounded a dozen times; the cache rounds keys and values.
   const double tolerance = std::is_same_v<Element, bfloat16> ? 0.03 : std::is_same_v<Stored, float> ? 1e-5 : 0.01;
   compare(std::string("a layer of ") + kNames[kTypeOf<Weight>] + " with a cache of " + kNames[kTypeOf<Stored>], found,
           expected, tolerance);
@@ -340,7 +344,7 @@ uint32_t mixed(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// What sampling_noise.gumbel_noise defines.
+// As gumbel_noise in sampling/noise.py defines it.
 double gumbel(uint32_t token, const int64_t* keys) {
   const uint32_t hash = mixed(mixed(token * 0x9E3779B1u + uint32_t(keys[0])) ^ uint32_t(keys[1]));
   return -std::log(-std::log1p(-(hash + 0.5) * 0x1p-32));
@@ -354,9 +358,9 @@ void check_sampling() {
   vector<int32_t> top_ks(kRows, 0);
   vector<int64_t> keys;
   for (int64_t row = 0; row < kRows; ++row) {
-    logits[row * kVocab + generator() % kVocab] = 3;  // one is the largest
+    logits[row * kVocab + generator() % kVocab] = 3;  // a unique largest logit
     temperatures.push_back(row % 4 == 0 ? 0 : row % 4 == 1 ? 0.7f : 1);
-    top_ks[row] = row % 4 == 3;  // the likeliest alone
+    top_ks[row] = row % 4 == 3;  // only the most probable token
     keys.push_back(generator());
     keys.push_back(generator());
     const bool is_greedy = row % 4 == 0 || row % 4 == 3;

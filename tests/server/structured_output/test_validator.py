@@ -71,7 +71,7 @@ REFUSED = [
     ({"type": "string", "format": "password"}, "password"),
     ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
     ({"type": "strin"}, "strin"),
-    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf is followed only where no two"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf is supported only where no two"),
     ({"$ref": "https://example.com/schema.json"}, "example.com"),
     ({"$ref": "#/$defs/nowhere"}, "nowhere"),
     ({"$ref": "#"}, "no text"),

@@ -1,4 +1,4 @@
-"""Which waiting sequences may start: what obviously fits, then what a simulation of every future step says fits."""
+"""Which waiting sequences to admit: first a worst-case bound, then a KV simulation of every future step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,46 +23,55 @@ from tokasaurus.manager.state.sequence import Sequence
 Int64Array = NDArray[np.int64]
 
 MIN_DESCRIBED = 8
-"""Candidates looked at together, at least."""
+"""Fewest candidates considered together."""
 
 MOST_ROUNDS = 4
-"""Groups admitted in one turn, at most; the worker waits meanwhile."""
+"""Most groups of candidates admitted in one step; the worker may idle meanwhile."""
 
 _NOW = np.zeros(1, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """Samples of one prompt that follow each other among the candidates; one whose prompt is scored is the first.
+class SampleGroup:
+    """Consecutive candidates that are samples of one prompt.
 
-    start: place of the first of them. first_position: where it begins to compute; the others begin behind the blocks
-    that all of them share. num_cached_blocks: blocks of the prompt that the prefix tree has, or will have
-    when the candidates before it are admitted.
-    path: where the whole blocks of the prompt are that the samples share: nodes, with the number of blocks in each.
-    Nodes of the tree by their index; nodes that candidates will bring into it by negative numbers.
-    last_node: the node of the block that is whole but that the first alone has, for it holds the prompt's last token;
-    None where there is none.
+    A sample that computes prompt logprobs always starts a new SampleGroup.
     """
 
     start: int
+    """Index of the first sample among the candidates."""
     first_position: int
+    """Prompt position where the first sample's prefill starts. The other samples start after the shared blocks."""
     num_cached_blocks: int
+    """Blocks of the prompt that the prefix tree has, or will have once the candidates before it are admitted."""
     path: list[tuple[int, int]]
+    """(node, number of blocks used in it) for the whole prompt blocks that the samples share.
+
+    An existing node of the tree is given by its index, a node that candidates will add by a negative number.
+    """
     last_node: int | None
+    """New node for the whole block that holds the prompt's last token; None if there is none.
+
+    Only the first sample uses it: the last token is always computed, so its block is never shared.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """K waiting sequences, first come first. All int64 [K]; num_to_compute: of the prompt's tokens, at least 1."""
+    """K waiting sequences, first come first."""
 
     num_prompt_tokens: Int64Array
+    """[K] tokens to prefill, cached ones included."""
     num_to_compute: Int64Array
+    """[K] prompt tokens to compute, at least 1."""
     decode_steps: Int64Array
-    families: list[Family]
+    """[K] expected decode steps after the prefill."""
+    sample_groups: list[SampleGroup]
+    """The candidates grouped by prompt, in the same order."""
 
 
 def describe(state: EngineState, sequences: list[Sequence]) -> Candidates:
-    """What admission has to know of waiting `sequences`."""
+    """What admission needs to know about the waiting `sequences`."""
     num_kept = np.array([len(sequence.kept_token_ids) for sequence in sequences])
     max_tokens = np.array([sequence.max_sampled_tokens for sequence in sequences])
     decode_steps = max_tokens - num_kept - 1
@@ -72,27 +81,30 @@ def describe(state: EngineState, sequences: list[Sequence]) -> Candidates:
         decode_steps = np.where([sequence.may_stop for sequence in sequences], expected, decode_steps)
     num_prompt_tokens = np.array([len(sequence.prompt) for sequence in sequences])
     page_size = state.options.limits.page_size
-    families = _families(state, sequences)
+    sample_groups = _group_by_prompt(state, sequences)
     first_positions = (num_prompt_tokens - 1) // page_size * page_size
-    first_positions[[family.start for family in families]] = [family.first_position for family in families]
-    return Candidates(num_prompt_tokens, num_prompt_tokens - first_positions, decode_steps, families)
+    first_positions[[sample_group.start for sample_group in sample_groups]] = [
+        sample_group.first_position for sample_group in sample_groups
+    ]
+    return Candidates(num_prompt_tokens, num_prompt_tokens - first_positions, decode_steps, sample_groups)
 
 
-def _families(state: EngineState, sequences: list[Sequence]) -> list[Family]:
-    """What of each prompt is cached, and what prompts share with those before them, found by putting them into a tree
-    of their own, in which a prompt begins where its cached part ends. Its blocks have the numbers behind all that there
-    are."""
+def _group_by_prompt(state: EngineState, sequences: list[Sequence]) -> list[SampleGroup]:
+    """Find each prompt's cached prefix and the prefix it shares with earlier candidates, using a scratch tree.
+
+    In the scratch tree a prompt starts where its cached prefix ends. Block ids there follow all existing block ids.
+    """
     tree, page_size = state.blocks.tree, state.options.limits.page_size
     block_bytes = 4 * page_size
-    to_come = PrefixTree(page_size)
+    scratch_tree = PrefixTree(page_size)
     most_new = sum(len(sequence.prompt) for sequence in sequences) // page_size
     numbers, num_numbered = np.arange(most_new, dtype=np.int32) + len(state.blocks.tokens), 0
-    promised = np.empty(0, np.int32)
+    reserved_num_top = np.empty(0, np.int32)
     if state.blocks.scores is not None and any(sequence.scores_prompt for sequence in sequences):
-        promised = state.blocks.scores.reserved(most_new)
+        reserved_num_top = state.blocks.scores.reserved(most_new)
     found: list[tuple[int, int, int, PrefixMatch, PrefixNode, int | None]] = []
     prompt = None
-    for place, sequence in enumerate(sequences):
+    for index, sequence in enumerate(sequences):
         if sequence.prompt is prompt and not sequence.scores_prompt:
             continue
         prompt = sequence.prompt
@@ -100,80 +112,85 @@ def _families(state: EngineState, sequences: list[Sequence]) -> list[Family]:
         match = tree.match(prompt.token_bytes, sequence.salt, num_shared)
         branch = b"%d %d " % (match.node.index, match.num_blocks) + sequence.salt
         rest = prompt.token_bytes[match.num_blocks * block_bytes : num_shared * block_bytes]
-        more = to_come.match(rest, branch)
-        node = to_come.acquire(more)
-        num_cached = match.num_blocks + more.num_blocks
+        scratch_match = scratch_tree.match(rest, branch)
+        node = scratch_tree.acquire(scratch_match)
+        num_cached = match.num_blocks + scratch_match.num_blocks
         new = numbers[num_numbered : num_numbered + num_whole - num_cached]
         num_numbered += len(new)
         start = num_cached * page_size
         if sequence.scores_prompt:
-            cached = np.concatenate((tree.blocks_on_path(match), to_come.blocks_on_path(more)))
-            num_scored = _add_reservation(promised, cached, new, sequence.request.num_top_prompt_logprobs)
-            start = first_position(num_scored, page_size)
+            cached = np.concatenate((tree.blocks_on_path(match), scratch_tree.blocks_on_path(scratch_match)))
+            num_with_logprobs = _add_reservation(
+                reserved_num_top, cached, new, sequence.request.num_top_prompt_logprobs
+            )
+            start = first_position(num_with_logprobs, page_size)
         num_new = num_shared - num_cached
         if num_new:
-            node = to_come.insert(node, rest[more.num_blocks * block_bytes :], new[:num_new], branch)
+            node = scratch_tree.insert(node, rest[scratch_match.num_blocks * block_bytes :], new[:num_new], branch)
         last_node = None
         if num_whole > num_shared and tree.match(prompt.token_bytes, sequence.salt, num_whole).num_blocks < num_whole:
             last_bytes = prompt.token_bytes[num_shared * block_bytes : num_whole * block_bytes]
-            last = to_come.insert(node, last_bytes, new[num_new:], branch)
+            last = scratch_tree.insert(node, last_bytes, new[num_new:], branch)
             last_node = None if last is node else -last.index
-        found.append((place, start, num_cached, match, node, last_node))
-    families = []
-    for place, start, num_cached, match, node, last_node in found:
-        path = [(-ancestor.index, len(ancestor.blocks)) for ancestor in _ancestors(to_come, node)]
+        found.append((index, start, num_cached, match, node, last_node))
+    sample_groups = []
+    for index, start, num_cached, match, node, last_node in found:
+        path = [(-ancestor.index, len(ancestor.blocks)) for ancestor in _ancestors(scratch_tree, node)]
         end = match.num_blocks
         for ancestor in _ancestors(tree, match.node):
             path.append((ancestor.index, end - ancestor.parent.end_block))
             end = ancestor.parent.end_block
-        families.append(Family(place, start, num_cached, path, last_node))
-    return families
+        sample_groups.append(SampleGroup(index, start, num_cached, path, last_node))
+    return sample_groups
 
 
 def _add_reservation(
-    promised: NDArray[np.int32], cached: NDArray[np.int32], new: NDArray[np.int32], num_top: int
+    reserved_num_top: NDArray[np.int32], cached: NDArray[np.int32], new: NDArray[np.int32], num_top: int
 ) -> int:
-    """How many of the `cached` blocks, from the first on, a prompt need not score, for it is `promised` that they will
-    be. It promises the others and the `new` ones behind them."""
-    num_scored = num_leading(promised[cached], num_top)
-    promised[cached], promised[new] = np.maximum(promised[cached], num_top), num_top
-    return num_scored
+    """Reserve prompt logprobs with top-k size `num_top` for a prompt's `cached` and `new` blocks.
+
+    Updates `reserved_num_top`, by block id. Returns how many leading `cached` blocks already had enough reserved: the
+    prompt need not compute logprobs for these.
+    """
+    num_with_logprobs = num_leading(reserved_num_top[cached], num_top)
+    reserved_num_top[cached], reserved_num_top[new] = np.maximum(reserved_num_top[cached], num_top), num_top
+    return num_with_logprobs
 
 
 def _ancestors(tree: PrefixTree, node: PrefixNode) -> Iterator[PrefixNode]:
-    """The node itself and those above it, without the root."""
+    """The node and its ancestors, without the root."""
     while node is not tree.root:
         yield node
         node = node.parent
 
 
 def simulate_candidates(candidates: Candidates, num: int, kv_forecast: KVForecast, page_size: int) -> UsageCurve:
-    """The blocks that the first `num` candidates, at least 1, need beyond those that run.
+    """Blocks that the first `num` candidates, at least 1, need in addition to the running sequences.
 
-    The samples of a family share the whole blocks of their prompt. A cached block counts from when the last of those
-    that hold it now is gone; so does one that nobody holds, for it is free to be evicted until somebody does. Of a node
-    used to different depths, the larger counts until the later end.
+    Samples of one prompt share its whole blocks. A cached block counts from the step after its last running user has
+    freed it. A cached block without users counts from now, because it is evictable and so regarded as free. If a node
+    is used to different depths, the larger number of blocks counts until the later end.
     """
     num_tokens, num_steps = candidates.num_prompt_tokens[:num], candidates.decode_steps[:num]
-    families = [family for family in candidates.families if family.start < num]
-    starts = np.array([family.start for family in families])
-    num_shared = (num_tokens - 1) // page_size  # the block of the last token is each one's own
+    sample_groups = [sample_group for sample_group in candidates.sample_groups if sample_group.start < num]
+    starts = np.array([sample_group.start for sample_group in sample_groups])
+    num_shared = (num_tokens - 1) // page_size  # each sample has its own block for the last token
     prefill = kv_forecast.prefill.extend(candidates.num_to_compute[:num], num_steps)
     last_steps = prefill.start_steps + num_steps + kv_forecast.release_delay
     num_own_tokens = num_tokens - num_shared * page_size
 
-    held: dict[int, tuple[int, int]] = {}
-    for family, last_step in zip(families, np.maximum.reduceat(last_steps, starts).tolist(), strict=True):
-        for node, num_blocks in family.path:
-            most, latest = held.get(node, (0, -1))
-            held[node] = max(most, num_blocks), max(latest, last_step)
-    for family in families:
-        if family.last_node is not None:
-            _, latest = held.get(family.last_node, (1, -1))
-            held[family.last_node] = 1, max(latest, int(last_steps[family.start]))
-            num_own_tokens[family.start] = 0
-    nodes = np.fromiter(held, np.int64, len(held))
-    blocks_and_ends = np.array(list(held.values()), np.int64).reshape(-1, 2)
+    node_uses: dict[int, tuple[int, int]] = {}
+    for sample_group, last_step in zip(sample_groups, np.maximum.reduceat(last_steps, starts).tolist(), strict=True):
+        for node, num_blocks in sample_group.path:
+            most, latest = node_uses.get(node, (0, -1))
+            node_uses[node] = max(most, num_blocks), max(latest, last_step)
+    for sample_group in sample_groups:
+        if sample_group.last_node is not None:
+            _, latest = node_uses.get(sample_group.last_node, (1, -1))
+            node_uses[sample_group.last_node] = 1, max(latest, int(last_steps[sample_group.start]))
+            num_own_tokens[sample_group.start] = 0
+    nodes = np.fromiter(node_uses, np.int64, len(node_uses))
+    blocks_and_ends = np.array(list(node_uses.values()), np.int64).reshape(-1, 2)
     first_steps = np.where(nodes > 0, kv_forecast.node_last_steps[np.maximum(nodes, 0)] + 1, 0)
     is_longer = blocks_and_ends[:, 1] >= first_steps
     shared = SharedLoads(blocks_and_ends[is_longer, 0], first_steps[is_longer], blocks_and_ends[is_longer, 1])
@@ -182,7 +199,7 @@ def simulate_candidates(candidates: Candidates, num: int, kv_forecast: KVForecas
 
 
 def num_obviously_fitting(candidates: Candidates, num_blocks: int, page_size: int) -> int:
-    """How many candidates fit into `num_blocks` even if all of them are at their longest at once and share nothing."""
+    """How many candidates fit into `num_blocks` even if all reach full length at once and share no blocks."""
     most = -(-(candidates.num_prompt_tokens + candidates.decode_steps) // page_size)
     return int(np.searchsorted(np.cumsum(most), num_blocks, side="right"))
 
@@ -196,10 +213,10 @@ def num_fitting(
     batch: int,
     most: int,
 ) -> int:
-    """How many candidates fit by simulation, of which the first `num_certain` are known to; at most `most` more.
+    """How many candidates fit according to the KV simulation, at most num_certain + most.
 
-    Groups are added, the first of `batch` candidates, each twice as large as the one before. Where one does not fit,
-    half of it is tried, and so on until it is known how many do.
+    The first `num_certain` are known to fit. Tries `batch` candidates more, then twice as many more each time. After
+    the first group that does not fit, bisects.
     """
     num, limit = num_certain, min(len(candidates.decode_steps), num_certain + most) + 1
     limit = min(
@@ -216,17 +233,19 @@ def num_fitting(
 
 
 def _num_prompts_with_room(candidates: Candidates, num_blocks: int, page_size: int) -> int:
-    """How many candidates' prompts alone fit into `num_blocks`; more of them cannot run."""
+    """How many candidates' prompts alone fit into `num_blocks`: an upper bound on the number to admit."""
     num_prompt_blocks = -(-candidates.num_prompt_tokens // page_size)
     num_new = num_prompt_blocks - (candidates.num_prompt_tokens - 1) // page_size
-    for family in candidates.families:
-        num_new[family.start] = num_prompt_blocks[family.start] - family.num_cached_blocks
+    for sample_group in candidates.sample_groups:
+        num_new[sample_group.start] = num_prompt_blocks[sample_group.start] - sample_group.num_cached_blocks
     return int(np.searchsorted(np.cumsum(num_new), num_blocks, side="right"))
 
 
 def admit_waiting(state: EngineState) -> None:
-    """Admit all that may start, first come first served: one that does not fit holds back all behind it, or a long
-    prompt would never get in."""
+    """Admit every waiting sequence that fits, first come first served.
+
+    A sequence that does not fit blocks all behind it; otherwise a long prompt might never be admitted.
+    """
     for _ in range(MOST_ROUNDS):
         num_described = max(MIN_DESCRIBED, 2 * state.onboard_batch)
         sequences = state.queues.first_waiting(min(len(state.free_slots), num_described))
@@ -239,16 +258,16 @@ def admit_waiting(state: EngineState) -> None:
 
 
 def _admit_fitting(state: EngineState, candidates: Candidates) -> tuple[int, bool]:
-    """Admit the first candidates that fit. How many were admitted, and whether that is all that fit."""
+    """Admit the first candidates that fit. Returns how many were admitted, and whether these are all that fit."""
     page_size, most_at_once = state.options.limits.page_size, state.options.onboard_batch_size
     num_blocks = int(state.blocks.num_blocks * state.options.target_utilization)
     rate = wanted_prefill_rate(state, candidates.num_to_compute, candidates.decode_steps)
-    num_unpromised = num_blocks - state.blocks.num_used - _num_blocks_to_come(state)
-    num_certain = num = num_obviously_fitting(candidates, num_unpromised, page_size)
+    num_unreserved = num_blocks - state.blocks.num_used - _num_blocks_still_needed(state)
+    num_certain = num = num_obviously_fitting(candidates, num_unreserved, page_size)
     if num < len(candidates.decode_steps) and most_at_once is not None:
         kv_forecast = forecast_kv(state, rate)
         if rate != state.prefill_rate and state.num_running and kv_forecast.curve.peak > num_blocks:
-            # Those that run were admitted at another rate, at which they fit.
+            # The running sequences do not fit at this rate, but did at the rate at which they were admitted.
             rate = state.prefill_rate
             kv_forecast = forecast_kv(state, rate)
         num = num_fitting(
@@ -256,7 +275,7 @@ def _admit_fitting(state: EngineState, candidates: Candidates) -> tuple[int, boo
         )
         state.onboard_batch = min(most_at_once, max(1, num))
     if num == 0 and not state.num_running:
-        num = 1  # alone, each fits: the server has refused what does not
+        num = 1  # a sequence always fits alone: the server rejects the others
     if num:
         state.prefill_rate = rate
     num_admitted = _admit_described(state, candidates, num_certain, num)
@@ -264,28 +283,30 @@ def _admit_fitting(state: EngineState, candidates: Candidates) -> tuple[int, boo
 
 
 def _admit_described(state: EngineState, candidates: Candidates, num_certain: int, num: int) -> int:
-    """Admit the first `num` candidates, as long as they are what they were simulated to be. How many that was.
+    """Admit the first `num` candidates, stopping at one that no longer matches its simulation. Returns how many.
 
-    One that was admitted before may have had the cached prefix of another evicted: then that one starts later than it
-    was simulated to, and so do those behind it. Where all are certain to fit, they do so at any time.
+    Admitting a candidate may evict the cached prefix of a later one. That one would then start later than simulated,
+    and so would all behind it. If all are certain to fit, nothing is checked: they fit whenever they start.
     """
     tree, page_size = state.blocks.tree, state.options.limits.page_size
-    families = {family.start: family for family in candidates.families} if num > num_certain else {}
-    for place in range(num):
+    sample_groups = (
+        {sample_group.start: sample_group for sample_group in candidates.sample_groups} if num > num_certain else {}
+    )
+    for index in range(num):
         sequence = state.queues.take_first_waiting()
-        family = families.get(place)
-        if family is not None:
+        sample_group = sample_groups.get(index)
+        if sample_group is not None:
             most_blocks = (len(sequence.prompt) - 1) // page_size
             match = tree.match(sequence.prompt.token_bytes, sequence.salt, most_blocks)
-            if match.num_blocks != family.num_cached_blocks:
+            if match.num_blocks != sample_group.num_cached_blocks:
                 state.queues.add_waiting(sequence, first=True)
-                return place
+                return index
         admit(state, sequence)
     return num
 
 
-def _num_blocks_to_come(state: EngineState) -> int:
-    """Blocks that the running sequences will take beyond those they have, if none of them ended before another."""
+def _num_blocks_still_needed(state: EngineState) -> int:
+    """Blocks that the running sequences will allocate beyond those they have, if none ended before another."""
     arrays, page_size = state.slots, state.options.limits.page_size
     slots = np.flatnonzero(arrays.is_running)
     num_kv_tokens = np.maximum(arrays.num_kv_tokens[slots], arrays.num_prefill_tokens[slots])

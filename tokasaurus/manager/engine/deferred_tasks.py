@@ -1,4 +1,4 @@
-"""When the manager does the work that can wait: not while the worker may run out of steps."""
+"""When the manager runs its deferred tasks: not while the worker may run out of steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,23 +6,23 @@ from dataclasses import dataclass
 from tokasaurus.manager.state.engine_state import EngineState
 
 NEW_RUN_WEIGHT = 0.2
-"""Of the newest run in the moving average of a task's time."""
+"""Weight of the newest run in the moving average of a task's time."""
 
 
 @dataclass(slots=True)
 class DeferredTask:
-    """Work that a turn may leave for a later one.
-
-    has_work: whether there is anything to do. max_steps_deferred: how many turns in a row it may be put off.
-    seconds: moving average of its time. num_steps_deferred: turns in which it has been put off since it last ran.
-    """
+    """Work that a step may leave for a later step."""
 
     name: str
     has_work: Callable[[EngineState], bool]
+    """Whether there is anything to do."""
     run: Callable[[EngineState], None]
     max_steps_deferred: int
+    """Most consecutive steps that may defer it."""
     seconds: float = 0.0
+    """Moving average of its running time."""
     num_steps_deferred: int = 0
+    """Steps that have deferred it since it last ran."""
 
     def note_run(self, seconds: float) -> None:
         self.seconds += NEW_RUN_WEIGHT * (seconds - self.seconds)
@@ -30,10 +30,10 @@ class DeferredTask:
 
 
 def may_run(task: DeferredTask, seconds_left: float, mode: str | None) -> bool:
-    """Whether to do `task` now, or to put it off.
+    """Whether to run `task` now rather than defer it.
 
-    seconds_left: for how long the worker has steps to compute. mode: "always", "deferred" (put off
-    as long as it may be), or None: put off while it might take longer than half of that.
+    seconds_left: how long the worker is busy with the steps it has. mode: "always", "deferred" (defer as long as
+    allowed), or None: defer while the task is expected to take half of seconds_left or more.
     """
     if mode == "always" or task.num_steps_deferred >= task.max_steps_deferred:
         return True

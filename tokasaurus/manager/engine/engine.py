@@ -1,4 +1,4 @@
-"""One turn of the manager: messages and results in, optional work where there is time, steps out."""
+"""One step of the manager: apply messages and results, run deferred tasks if there is time, send steps."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -26,13 +26,13 @@ from tokasaurus.messages.lifecycle import Shutdown
 from tokasaurus.monitoring.timing import SectionTimers
 
 MOST_READING_SECONDS = 0.002
-"""That a turn waits for grammars to read tokens, while the worker has enough to do."""
+"""Longest time a step waits for grammar matchers to read tokens, in seconds."""
 
 
 class Engine:
-    """Takes turns for one engine: `send` gets the steps that the worker should have.
+    """Schedules one engine. Calls `send` with each step for the worker.
 
-    tasks: the optional work, the most urgent first. timers: seconds by part of the turn.
+    tasks: the deferred tasks, most urgent first. timers: seconds spent in each part of `step`.
     """
 
     def __init__(self, state: EngineState, send: Callable[[ForwardInput], None]) -> None:
@@ -53,7 +53,7 @@ class Engine:
         messages: Iterable[GenerateRequest | CancelRequest | Shutdown],
         results: Iterable[ForwardOutput],
     ) -> None:
-        """Everything that can be done now. What ended, and what is streamed, is in `state.deltas` afterwards."""
+        """Do everything that can be done now, and add finished sequences and streamed tokens to `state.deltas`."""
         state, timers = self.state, self.timers
         with timers.section("requests"):
             for message in messages:
@@ -77,7 +77,7 @@ class Engine:
         self._fill_worker_queue()
 
     def _consider(self, task: DeferredTask) -> None:
-        """Run a task, or put it off. Where no step can be sent without it, there is nothing to put it off for."""
+        """Run `task` or defer it. Never deferred while the worker has no step: deferring would then gain nothing."""
         state = self.state
         if not task.has_work(state):
             task.num_steps_deferred = 0
@@ -91,13 +91,13 @@ class Engine:
             task.num_steps_deferred += 1
 
     def _seconds_left(self) -> float:
-        """For how long the worker has steps to compute, as far as the manager can know."""
+        """Estimated time that the worker needs for the steps in flight, in seconds."""
         state = self.state
         seconds = len(state.steps_in_flight) * (state.step_seconds or 0.0)
         return max(0.0, seconds - (time.perf_counter() - self._step_began_s))
 
     def _fill_worker_queue(self) -> None:
-        """Send steps until as many as should be are with the worker, or nothing is left to compute."""
+        """Send steps until the worker has as many as it should, or nothing is left to compute."""
         state = self.state
         num_steps = num_steps_to_keep_in_flight(state.step_seconds, state.options.max_steps_ahead)
         with self.timers.section("steps"):
@@ -113,7 +113,7 @@ def _groups_are_old(state: EngineState) -> bool:
 
 
 def regroup(state: EngineState) -> None:
-    """Find the groups of decoding sequences that attend to a shared prefix together."""
+    """Find the prefix groups: decoding sequences that attend to a shared prefix together."""
     options, slots, tree = state.options.hydragen, state.slots, state.blocks.tree
     assert options is not None
     decode = state.queues.decoding()
@@ -127,10 +127,12 @@ def regroup(state: EngineState) -> None:
 
 
 def next_step(state: EngineState) -> ForwardInput | None:
-    """Carry out the next step on our side; None where there is nothing to compute. Decoding sequences come first, for
-    each of them holds memory until it ends; prompts share what is left of the step's tokens."""
+    """Schedule the next step and build its message; None if there is nothing to compute.
+
+    Decoding sequences come first, because each keeps its blocks until it ends. Prompts share the remaining tokens.
+    """
     if num_blocks_short(state) > 0:
-        check_stop_strings(state)  # what a sequence has sampled is looked at before it becomes part of its prompt
+        check_stop_strings(state)  # before preemption makes sampled tokens part of the prompt
         make_room(state)
     if state.starts_are_stale:
         find_starts(state)
@@ -151,15 +153,16 @@ def next_step(state: EngineState) -> ForwardInput | None:
 
 
 def make_room(state: EngineState) -> None:
-    """Preempt the sequences that lose least, until every other that decodes finds the block that it needs."""
+    """Preempt the sequences that lose least, until every remaining decoding sequence can get the block it needs."""
     while (num_short := num_blocks_short(state)) > 0:
         victims = _victims(state, num_short)
-        assert victims, f"{num_short} blocks short, and nobody to preempt"
+        assert victims, f"{num_short} blocks short, and no sequence to preempt"
         for sequence in victims:
             preempt(state, sequence)
 
 
 def _victims(state: EngineState, num_short: int) -> list[Sequence]:
+    """Running sequences to preempt when `num_short` blocks are missing; empty if none can be preempted."""
     arrays, tree, page_size = state.slots, state.blocks.tree, state.options.limits.page_size
     slots = np.flatnonzero(arrays.is_running)
     shared = find_shared_blocks(

@@ -1,4 +1,4 @@
-"""What grammars say: who may wait to be admitted, who may go on, and who ends."""
+"""Apply results from the grammar threads: queue sequences for admission, resume them, or end them."""
 
 from tokasaurus.manager.engine.outputs import abort, end_sequence
 from tokasaurus.manager.state.engine_state import EngineState
@@ -6,8 +6,7 @@ from tokasaurus.manager.state.sequence import Phase, Sequence
 
 
 def apply_grammars(state: EngineState) -> None:
-    """Take up what the threads of the grammars are done with. The sequences that end are released, with their
-    deltas."""
+    """Apply what the grammar threads have finished. Sequences that end are released and their deltas added."""
     assert state.grammars is not None
     begun, read = state.grammars.take()
     for sequence, error in begun:
@@ -19,10 +18,11 @@ def apply_grammars(state: EngineState) -> None:
             state.queues.unblock(sequence)
     for sequence in read:
         if sequence.phase is not Phase.FINISHED:
-            _go_on(state, sequence)
+            _resume_or_end(state, sequence)
 
 
-def _go_on(state: EngineState, sequence: Sequence) -> None:
+def _resume_or_end(state: EngineState, sequence: Sequence) -> None:
+    """Handle a sequence whose grammar matcher has read its newest token."""
     arrays, slot, grammar_matcher = state.slots, sequence.slot, sequence.grammar_matcher
     assert grammar_matcher is not None
     if grammar_matcher.error or grammar_matcher.is_complete:

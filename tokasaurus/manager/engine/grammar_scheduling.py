@@ -1,4 +1,7 @@
-"""Sequences with grammars in steps: who may take part, the masks, and the tokens that come back."""
+"""Grammars in steps: which sequences can decode, their token masks, and the tokens that come back.
+
+A sequence with a grammar is held from the step that samples its next token until its matcher has read that token.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,7 +11,7 @@ from tokasaurus.messages.forward import TokenMasks
 
 
 def ready_to_decode(state: EngineState) -> NDArray[np.int64]:
-    """The decoding slots whose next token may be sampled, in their order. Not to be changed."""
+    """Decoding slots whose next token can be sampled, in queue order. The caller must not modify the array."""
     decoding = state.queues.decoding()
     if not state.num_with_grammars:
         return decoding
@@ -16,11 +19,11 @@ def ready_to_decode(state: EngineState) -> NDArray[np.int64]:
 
 
 def is_better_later(state: EngineState, ready: NDArray[np.int64]) -> bool:
-    """Whether a step of `ready` alone, which decode, had better wait for those that are held.
+    """Whether to delay a step in which only the slots `ready` decode, and wait for held slots.
 
-    Where all have grammars there is no running ahead, and half of them in every other step would take as many steps
-    for each as all in one, in twice the time. Others run ahead, with those that are ready; and nobody waits for slow
-    grammars, but where all are slow.
+    Sequences with grammars cannot run ahead of their results. If every ready sequence has a grammar, decoding half of
+    them in every other step would take twice the time of decoding all in each. If any ready sequence has no grammar,
+    the step is sent now. No step waits for slow grammars, unless the grammars of all decoding sequences are slow.
     """
     if not state.num_with_grammars or not len(ready):
         return False
@@ -32,8 +35,10 @@ def is_better_later(state: EngineState, ready: NDArray[np.int64]) -> bool:
 
 
 def build_masks(state: EngineState, sampled: NDArray[np.int64]) -> TokenMasks | None:
-    """For the step at hand, in which the slots `sampled` sample: those of them that have grammars are held from now
-    on."""
+    """Token masks for the step being built, in which the slots `sampled` sample; None if none has a grammar.
+
+    The slots with grammars are held from now on.
+    """
     rows = np.flatnonzero(state.slots.has_grammar[sampled])
     if not len(rows):
         return None
@@ -50,9 +55,10 @@ def build_masks(state: EngineState, sampled: NDArray[np.int64]) -> TokenMasks | 
 def note_tokens(
     state: EngineState, slots: NDArray[np.int64], token_ids: NDArray[np.int32], has_ended: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """Tokens have come back, of which some end their sequences: the others are given to the grammars. All [R].
+    """Pass new tokens to the grammar matchers, except tokens that end their sequence. All arrays are [R].
 
-    Gives whose end is up to a grammar, [R]: even the last token that a sequence may have may complete it.
+    Returns bool [R]: the matcher decides whether the sequence ends. This includes a sequence at its token limit,
+    because its last token may complete the grammar.
     """
     arrays, grammars = state.slots, state.grammars
     has_grammar = arrays.has_grammar[slots] & ~has_ended

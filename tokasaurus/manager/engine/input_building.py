@@ -1,4 +1,4 @@
-"""The next step: its blocks are taken, its sequences moved past it, and the message for the workers built."""
+"""Build the next step: allocate its blocks, advance its sequences, and build the message for the workers."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +13,11 @@ from tokasaurus.messages.forward import ForwardInput, PrefixGroups
 from tokasaurus.messages.slots import SlotChanges, SlotOpens, TableCopies
 
 MIN_COPIED_BLOCKS = 4
-"""Fewer are sent as they are: a copy takes as many bytes as a block and a half."""
+"""Fewest leading blocks sent as a block table copy; fewer are listed. A copy takes the bytes of 1.5 listed blocks."""
 
 
 def num_blocks_short(state: EngineState) -> int:
-    """Blocks that the sequences that are ready to decode need for one token more each, and that are not there. 0 or
-    less: enough."""
+    """Missing blocks for one more token of each sequence that is ready to decode. At most 0 if there are enough."""
     slots = state.slots
     ready = ready_to_decode(state)
     num_needed = int((slots.num_kv_tokens[ready] == slots.num_covered_tokens[ready]).sum())
@@ -28,13 +27,13 @@ def num_blocks_short(state: EngineState) -> int:
 def start_step(state: EngineState, chunks: list[int]) -> ForwardInput:
     """One token for each sequence that is ready to decode, then `chunks[i]` tokens of the i-th prefilling prompt.
 
-    Something has to run; blocks have to be there.
+    Precondition: at least one token to compute, and enough available blocks.
     """
     step_id = state.next_step_id
     decode, groups = _in_groups(state, ready_to_decode(state))
     block_slots, block_ids = _step_decoding(state, decode)
     prefill = [sequence for sequence, _ in zip(state.queues.prefilling, chunks, strict=False)]
-    scored = _score(state, prefill, chunks, len(decode)) if state.blocks.scores is not None else []
+    scored = _build_scored_chunks(state, prefill, chunks, len(decode)) if state.blocks.scores is not None else []
     prompt_ids, opened, done = _step_prefilling(state, prefill, chunks)
     copies: list[tuple[int, int, int]] = []
     for sequence in opened:
@@ -73,8 +72,10 @@ def start_step(state: EngineState, chunks: list[int]) -> ForwardInput:
 
 
 def _find_table_to_copy(state: EngineState, sequence: Sequence) -> tuple[int, int]:
-    """A slot that the worker knows whose block table begins as the sequence's does, and for how many blocks; 0, 0 where
-    none is known. The slot that last opened with a node of the prefix tree is looked at; it may have changed hands."""
+    """An open slot whose block table starts with the same blocks as the sequence's, and how many; (0, 0) if none.
+
+    Checks the slot that last opened with each prefix tree node of the sequence; another sequence may have it by now.
+    """
     tables, slot_of_node = state.slots.block_tables, state.slot_of_node
     found = (0, 0)
     node = sequence.node
@@ -92,11 +93,11 @@ def _find_table_to_copy(state: EngineState, sequence: Sequence) -> tuple[int, in
 
 
 def _in_groups(state: EngineState, decode: NDArray[np.int64]) -> tuple[NDArray[np.int64], PrefixGroups | None]:
-    """`decode` with the members of each group next to each other, those of none behind them; and the groups."""
+    """`decode` reordered, with the members of each prefix group adjacent and ungrouped slots last; and the groups."""
     if len(state.group_num_blocks) == 1:
         return decode, None
     groups = state.slots.groups[decode]
-    # Sequences that are held now take part in later steps.
+    # With grammars, count in every step: sequences held now join their group in a later step.
     if state.groups_are_new or state.num_with_grammars:
         count_shared(state, decode, groups)
         state.groups_are_new = False
@@ -113,7 +114,7 @@ def _in_groups(state: EngineState, decode: NDArray[np.int64]) -> tuple[NDArray[n
 def _step_decoding(
     state: EngineState, decode: NDArray[np.int64]
 ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int32]]]:
-    """Move `decode` one token on. Gives the slots that get a block, and the blocks: lists of one array each."""
+    """Advance `decode` by one token. Returns the slots that get a block and the blocks: lists of one array each."""
     slots, blocks, page_size = state.slots, state.blocks, state.options.limits.page_size
     num_kv_tokens = slots.num_kv_tokens[decode]
     needs_block = num_kv_tokens == slots.num_covered_tokens[decode]
@@ -121,7 +122,7 @@ def _step_decoding(
     new = blocks.allocate(len(needy))
     slots.block_tables[needy, num_kv_tokens[needs_block] // page_size] = new
     slots.num_covered_tokens[needy] += page_size
-    # The newest token had no place until now; where it is not back yet, it will find this one.
+    # The newest token had no block until now. If its result is not back yet, it will be written to this block.
     blocks.tokens[new, 0] = slots.last_tokens[needy]
     if state.block_logprobs is not None:
         state.block_logprobs[new, 0] = state.last_logprobs[needy]
@@ -132,8 +133,11 @@ def _step_decoding(
 def _step_prefilling(
     state: EngineState, prefill: list[Sequence], chunks: list[int]
 ) -> tuple[list[NDArray[np.int32]], list[Sequence], list[int]]:
-    """Move each prompt on by its chunk. Gives the chunks' token ids, the sequences that the worker has not seen before,
-    and the slots whose prompt is through, which sample."""
+    """Advance each prompt by its chunk.
+
+    Returns the chunks' token ids, the sequences that are new to the worker, and the slots that finish their prefill
+    and so sample.
+    """
     slots, page_size, is_computed = state.slots, state.options.limits.page_size, state.blocks.is_computed
     prompt_ids: list[NDArray[np.int32]] = []
     opened: list[Sequence] = []
@@ -144,7 +148,7 @@ def _step_prefilling(
         end = start + num_tokens
         if not sequence.is_open:
             opened.append(sequence)
-            _open(state, sequence, start)
+            _mark_open(state, sequence, start)
         count_computed(state, sequence, start, end)
         prompt_ids.append(sequence.prompt.token_ids[start:end])
         slots.num_kv_tokens[slot] = end
@@ -154,8 +158,10 @@ def _step_prefilling(
     return prompt_ids, opened, done
 
 
-def _score(state: EngineState, prefill: list[Sequence], chunks: list[int], num_decode: int) -> list[ScoredChunk]:
-    """Of the chunks that the step at hand computes, those of prompts that are scored."""
+def _build_scored_chunks(
+    state: EngineState, prefill: list[Sequence], chunks: list[int], num_decode: int
+) -> list[ScoredChunk]:
+    """The prompt logprobs that the step being built computes, by row."""
     slots, scores = state.slots, state.blocks.scores
     assert scores is not None
     scored = []
@@ -168,15 +174,15 @@ def _score(state: EngineState, prefill: list[Sequence], chunks: list[int], num_d
     return [chunk for chunk in scored if len(chunk.places)]
 
 
-def _open(state: EngineState, sequence: Sequence, start: int) -> None:
-    """The step at hand gives the sequence's slot to the worker: its first `start` tokens are cached."""
+def _mark_open(state: EngineState, sequence: Sequence, start: int) -> None:
+    """Note that the step being built opens the sequence's slot at the worker, with its first `start` tokens cached."""
     sequence.is_open = True
     state.slots.opened_at[sequence.slot] = state.next_step_id
     count_start(state, sequence, start)
 
 
 def _sort_by_phase(state: EngineState, decode: NDArray[np.int64], done: list[int]) -> None:
-    """After the step: who has had the last of its steps drains, whose prompt is through decodes."""
+    """Update phases after the step: a sequence with no step left drains; one that finished its prefill decodes."""
     slots, queues = state.slots, state.queues
     has_all = slots.num_kv_tokens[decode] == slots.max_kv_tokens[decode]
     state.groups_are_old |= bool(done) or bool(has_all.any())
@@ -202,6 +208,7 @@ def _sort_by_phase(state: EngineState, decode: NDArray[np.int64], done: list[int
 
 
 def _build_opens(state: EngineState, sequences: list[Sequence]) -> SlotOpens | None:
+    """The message that opens the slots of `sequences`; None if there are none."""
     if not sequences:
         return None
     slots = np.array([sequence.slot for sequence in sequences], np.int32)

@@ -1,4 +1,4 @@
-"""What the running sequences are expected to need, step by step, until the last of them ends."""
+"""Forecast the KV blocks of the running sequences, step by step, until the last of them ends."""
 
 from dataclasses import dataclass
 
@@ -16,22 +16,20 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class KVForecast:
-    """The future of the running sequences.
-
-    curve: blocks in use. prefill: when the prompts are done that have begun or wait in front of any new one.
-    node_last_steps: by node of the prefix tree, the last step in which a sequence holds it; -1 where none does.
-    release_delay: how many steps after its last a sequence's blocks come back.
-    """
+    """Current result of the KV simulation for the running sequences."""
 
     curve: UsageCurve
+    """Blocks in use in every future step."""
     prefill: PrefillForecast
+    """The step in which each prompt in prefill is done; new prompts are served after these."""
     node_last_steps: Int64Array
+    """By prefix tree node: the last step in which a sequence uses it; -1 if none does."""
     release_delay: int
+    """Steps from a sequence's last step until its blocks are freed."""
 
 
 def expected_decode_steps(state: EngineState, slots: Int64Array) -> Int64Array:
-    """Decode steps that each of running sequences `slots` will still take after the steps sent, [N]; those that
-    prefill: after their prefill."""
+    """Expected decode steps of the running sequences `slots` after the steps sent and after their prefill, [N]."""
     arrays = state.slots
     num_kv_tokens = np.maximum(arrays.num_kv_tokens[slots], arrays.num_prefill_tokens[slots])
     max_kv_tokens = arrays.max_kv_tokens[slots]
@@ -39,14 +37,14 @@ def expected_decode_steps(state: EngineState, slots: Int64Array) -> Int64Array:
     num_steps = max_kv_tokens - num_kv_tokens
     if state.forecast is None:
         return num_steps
-    # A step that computes the KV of g sampled tokens samples one more: so the sequence has got past g tokens.
+    # Once the KV of g sampled tokens is computed, one more is sampled: the sequence is longer than g tokens.
     num_past = num_kv_tokens - num_prompt_tokens
     expected = state.forecast.expected(num_past, max_kv_tokens - num_prompt_tokens + 1, arrays.admitted_at[slots])
     return np.where(arrays.may_stop[slots], expected - num_past - 1, num_steps)
 
 
 def running_slots(state: EngineState) -> tuple[Int64Array, Int64Array]:
-    """Slots of the sequences past their prefill, in any order, and of those that prefill, in theirs."""
+    """Slots of the sequences past their prefill, in any order, and slots in prefill, in prefill order."""
     prefilling = np.array([sequence.slot for sequence in state.queues.prefilling], np.int64)
     is_past = state.slots.is_running.copy()
     is_past[prefilling] = False
@@ -54,8 +52,10 @@ def running_slots(state: EngineState) -> tuple[Int64Array, Int64Array]:
 
 
 def wanted_prefill_rate(state: EngineState, num_tokens: Int64Array, num_steps: Int64Array) -> int | None:
-    """Most prefill tokens of a step for the running sequences and others, [K], that have num_tokens to prefill and
-    num_steps to decode; None where prefill is greedy. There must be one or the other."""
+    """Most prefill tokens per step for the running sequences and K others; None if prefill is greedy.
+
+    num_tokens, num_steps: [K] prefill tokens and decode steps of the others. Precondition: at least one sequence.
+    """
     if state.options.prefill_multiple is None:
         return None
     arrays = state.slots
@@ -69,7 +69,7 @@ def wanted_prefill_rate(state: EngineState, num_tokens: Int64Array, num_steps: I
 
 
 def forecast_kv(state: EngineState, prefill_rate: int | None) -> KVForecast:
-    """Simulate the running sequences to their expected ends, with at most `prefill_rate` prefill tokens a step."""
+    """Simulate the running sequences to their expected ends, with at most `prefill_rate` prefill tokens per step."""
     arrays, tree, page_size = state.slots, state.blocks.tree, state.options.limits.page_size
     most_ahead = state.options.max_steps_ahead
     if state.step_seconds is not None:

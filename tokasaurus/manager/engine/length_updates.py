@@ -1,4 +1,4 @@
-"""Keeping the forecast of completion lengths up to date."""
+"""Keep the length predictor's forecast up to date."""
 
 import numpy as np
 
@@ -6,11 +6,11 @@ from tokasaurus.manager.planning.length_predictor import fit_forecast
 from tokasaurus.manager.state.engine_state import EngineState
 
 MIN_SHARE_NEW = 1 / 64
-"""A new forecast is made when this share of the ends that it would be made from is new."""
+"""A new forecast is made once this fraction of the completions it would use is new."""
 
 
 def note_ends(state: EngineState) -> None:
-    """Remember how long the completions were that the newest results ended."""
+    """Record the lengths of the completions that the newest results ended."""
     if state.ended and state.lengths is not None:
         num_tokens, stopped = zip(*state.ended, strict=True)
         state.lengths.record(np.array(num_tokens, np.int64), np.array(stopped, np.bool_), max(0, state.last_result_id))
@@ -18,7 +18,7 @@ def note_ends(state: EngineState) -> None:
 
 
 def forecast_is_old(state: EngineState) -> bool:
-    """Whether enough completions have ended since the forecast was made to make another."""
+    """Whether enough completions have ended since the last forecast to make a new one."""
     early, lengths = state.options.early_stopping, state.lengths
     if early is None or lengths is None or lengths.num_recorded < early.initial_wait:
         return False
@@ -27,7 +27,7 @@ def forecast_is_old(state: EngineState) -> bool:
 
 
 def update_forecast(state: EngineState) -> None:
-    """Make the forecast from the completions that ended lately and those that run."""
+    """Make a new forecast from recently ended completions and the running sequences."""
     early, lengths, arrays = state.options.early_stopping, state.lengths, state.slots
     assert early is not None
     assert lengths is not None

@@ -1,5 +1,8 @@
-"""What a running sequence holds: a slot, blocks and a path in the prefix tree. Given when it is admitted, taken back
-when it ends or is preempted."""
+"""Admit, preempt and release sequences.
+
+A running sequence has a slot, blocks and a path in the prefix tree: allocated when it is admitted, freed when it ends
+or is preempted.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,14 +17,14 @@ from tokasaurus.manager.state.slot_arrays import NEVER
 def admit(state: EngineState, sequence: Sequence) -> None:
     """Waiting -> prefill: gets a slot, shares every block of its longest cached prefix, and owns blocks for the rest.
 
-    The whole blocks of its prompt enter the tree at once, before they are computed: prompts are computed in the order
-    of admission, so whoever shares them is not sent to the worker before they are (see `find_starts`).
-    The caller has made sure that slot and blocks are there.
+    The whole blocks of its prompt enter the tree at once, before they are computed. This is safe because prompts are
+    computed in the order of admission, so a sequence that shares these blocks is sent later (see `find_starts`).
+    Precondition: a free slot and enough available blocks.
     """
     slots, blocks, page_size = state.slots, state.blocks, state.options.limits.page_size
     tree, prompt = blocks.tree, sequence.prompt
     num_tokens = len(prompt)
-    # The last token is always computed, for its logits; so its block is never shared.
+    # The last token is always computed, for its logits, so its block is never shared.
     match = tree.match(prompt.token_bytes, sequence.salt, (num_tokens - 1) // page_size)
     shared = tree.blocks_on_path(match)
     node = tree.acquire(match)
@@ -74,24 +77,26 @@ def admit(state: EngineState, sequence: Sequence) -> None:
     sequence.phase = Phase.PREFILL
     state.queues.prefilling[sequence] = None
     _set_start(state, sequence, match.num_blocks)
-    _reserve_scores(state, sequence)
+    _reserve_prompt_logprobs(state, sequence)
 
 
 def _set_start(state: EngineState, sequence: Sequence, num_cached_blocks: int) -> None:
-    """Where its prefill begins, when the KV of so many blocks will be there: behind them, or where what is scored of
-    them ends."""
+    """Set where the prefill starts, given that the KV of the first `num_cached_blocks` blocks will be cached.
+
+    It starts after these blocks or, if prompt logprobs are wanted, at the first position whose logits are needed.
+    """
     slots, slot, page_size = state.slots, sequence.slot, state.options.limits.page_size
     start = slots.first_writes[slot] = num_cached_blocks * page_size
     if sequence.scores_prompt:
         assert state.blocks.scores is not None
         cached = slots.block_tables[slot, :num_cached_blocks]
-        num_scored = state.blocks.scores.num_leading_blocks(cached, sequence.request.num_top_prompt_logprobs)
-        start = first_position(num_scored, page_size)
+        num_with_logprobs = state.blocks.scores.num_leading_blocks(cached, sequence.request.num_top_prompt_logprobs)
+        start = first_position(num_with_logprobs, page_size)
     slots.first_positions[slot] = slots.num_kv_tokens[slot] = start
 
 
-def _reserve_scores(state: EngineState, sequence: Sequence) -> None:
-    """Whoever runs after it can read the scores of its whole blocks, if it has any."""
+def _reserve_prompt_logprobs(state: EngineState, sequence: Sequence) -> None:
+    """If the sequence computes prompt logprobs, let later prompts rely on them for its whole blocks."""
     if sequence.scores_prompt:
         assert state.blocks.scores is not None
         num_whole = len(sequence.prompt) // state.options.limits.page_size
@@ -100,8 +105,7 @@ def _reserve_scores(state: EngineState, sequence: Sequence) -> None:
 
 
 def sampled_tokens(state: EngineState, sequence: Sequence, most: int | None = None) -> NDArray[np.int32]:
-    """What a running sequence has sampled since it was admitted, of the results that are back. int32 [G]; with `most`,
-    the last of it."""
+    """Known tokens that a running sequence has sampled since it was admitted, int32 [G]; at most the last `most`."""
     tokens = _per_sampled_token(state, sequence, state.blocks.tokens, most)
     if len(tokens):
         tokens[-1] = state.slots.last_tokens[sequence.slot]
@@ -109,8 +113,8 @@ def sampled_tokens(state: EngineState, sequence: Sequence, most: int | None = No
 
 
 def sampled_logprobs(state: EngineState, sequence: Sequence, most: int | None = None) -> NDArray[np.float32]:
-    """The log-probabilities of `sampled_tokens`, of a sequence that wants them."""
-    assert state.block_logprobs is not None, "log-probabilities are wanted, and none are kept"
+    """Logprobs of `sampled_tokens`, float32 [G]. Precondition: the request wants logprobs."""
+    assert state.block_logprobs is not None, "a sequence wants logprobs, but none are stored"
     logprobs = _per_sampled_token(state, sequence, state.block_logprobs, most)
     if len(logprobs):
         logprobs[-1] = state.last_logprobs[sequence.slot]
@@ -118,8 +122,10 @@ def sampled_logprobs(state: EngineState, sequence: Sequence, most: int | None = 
 
 
 def _per_sampled_token(state: EngineState, sequence: Sequence, by_block: NDArray, most: int | None) -> NDArray:  # type: ignore[type-arg]
-    """A copy of what `by_block` [blocks, page_size] has for the last `most` sampled tokens, or all. The newest may have
-    no block yet."""
+    """A copy of the entries of `by_block` [blocks, page_size] for the last `most` sampled tokens, or all if None.
+
+    The last entry may be invalid: the newest token may have no block yet.
+    """
     slots, slot, page_size = state.slots, sequence.slot, state.options.limits.page_size
     num_known, first = int(slots.num_known_tokens[slot]), int(slots.num_prefill_tokens[slot])
     if most is not None:
@@ -130,7 +136,10 @@ def _per_sampled_token(state: EngineState, sequence: Sequence, by_block: NDArray
 
 
 def keep_prompt_logprobs(state: EngineState, sequence: Sequence) -> None:
-    """Of a running sequence that has its first token, and so the results of its whole prompt."""
+    """Copy the prompt logprobs from the blocks to the sequence, if it computes them.
+
+    Precondition: its first token is known, so the results of its whole prompt are back.
+    """
     if sequence.scores_prompt:
         assert state.blocks.scores is not None
         table, request = state.slots.block_tables[sequence.slot], sequence.request
@@ -141,23 +150,24 @@ def keep_prompt_logprobs(state: EngineState, sequence: Sequence) -> None:
 
 
 def release(state: EngineState, sequence: Sequence) -> None:
-    """End a sequence in whatever phase it is: slot and blocks are free at once, every trace of it is gone."""
+    """End a sequence in any phase: its slot and blocks are freed at once, and the state no longer refers to it."""
     if sequence.phase is Phase.WAITING:
         state.queues.drop_waiting(sequence)
     else:
-        _leave(state, sequence)
+        _free_slot_and_blocks(state, sequence)
         sequence.phase = Phase.FINISHED
-    siblings = state.unfinished[sequence.request.request_id]
-    del siblings[sequence]
-    if not siblings:
+    samples = state.unfinished[sequence.request.request_id]
+    del samples[sequence]
+    if not samples:
         del state.unfinished[sequence.request.request_id]
 
 
 def preempt(state: EngineState, sequence: Sequence) -> None:
-    """A prefilling or decoding sequence waits again, first of all. What it has sampled becomes prefill.
+    """Move a prefilling or decoding sequence to the front of the waiting queue. Its sampled tokens become prefill.
 
-    Results of steps in flight are lost; they come again, for the sampling noise depends on seed, sample and position
-    alone, and a grammar has read what is known. None whose newest token is being read may be preempted.
+    Results of steps in flight are discarded. The same tokens are sampled again later, because the sampling noise
+    depends only on seed, sample and position, and the grammar matcher has read exactly the known tokens.
+    Precondition: no grammar matcher is reading the sequence's newest token.
     """
     token_ids = sampled_tokens(state, sequence)
     if len(token_ids):
@@ -166,13 +176,13 @@ def preempt(state: EngineState, sequence: Sequence) -> None:
         if sequence.request.want_logprobs:
             sequence.kept_logprobs += sampled_logprobs(state, sequence).tolist()
         sequence.prompt = make_prompt(np.concatenate((sequence.prompt.token_ids, token_ids)))
-    _leave(state, sequence)
+    _free_slot_and_blocks(state, sequence)
     state.queues.add_waiting(sequence, first=True)
     state.totals.preemptions += 1
 
 
-def _leave(state: EngineState, sequence: Sequence) -> None:
-    """Give back slot and blocks; whole blocks of computed tokens stay in the tree."""
+def _free_slot_and_blocks(state: EngineState, sequence: Sequence) -> None:
+    """Free the slot and blocks of a running sequence; whole blocks of computed tokens stay in the prefix tree."""
     slots, slot = state.slots, sequence.slot
     if sequence.is_open:
         count_leaving(state, sequence)
@@ -202,6 +212,7 @@ def _leave(state: EngineState, sequence: Sequence) -> None:
 
 
 def _free_prefill(state: EngineState, sequence: Sequence) -> None:
+    """Free the blocks of a sequence in prefill, and remove tree blocks that no sequence will compute now."""
     blocks, tree = state.blocks, state.blocks.tree
     assert sequence.node is not None
     blocks.free(_own_blocks(state, sequence))
@@ -211,11 +222,12 @@ def _free_prefill(state: EngineState, sequence: Sequence) -> None:
 
 
 def _free_computed(state: EngineState, sequence: Sequence) -> None:
+    """Free the blocks of a sequence past its prefill; its computed whole blocks enter the prefix tree."""
     slots, slot, page_size = state.slots, sequence.slot, state.options.limits.page_size
     blocks, tree, num_tree_blocks = state.blocks, state.blocks.tree, sequence.num_tree_blocks
     assert sequence.node is not None
     own = _own_blocks(state, sequence)
-    # Steps in flight write only behind the tokens that are known.
+    # Steps in flight write only after the known tokens.
     num_computed = min(int(slots.num_kv_tokens[slot]), int(slots.num_known_tokens[slot])) // page_size - num_tree_blocks
     if num_computed <= 0:
         blocks.free(own)
@@ -225,17 +237,17 @@ def _free_computed(state: EngineState, sequence: Sequence) -> None:
     token_bytes = blocks.tokens[computed].tobytes()
     match = tree.match(token_bytes, sequence.salt, start=sequence.node)
     node = tree.acquire(match, held=sequence.node)
-    num_there = match.num_blocks - num_tree_blocks
-    if num_there < num_computed:
-        rest_bytes = token_bytes[4 * page_size * num_there :]
-        node = tree.insert(node, rest_bytes, computed[num_there:], sequence.salt)
-        blocks.is_computed[computed[num_there:]] = True
+    num_cached = match.num_blocks - num_tree_blocks
+    if num_cached < num_computed:
+        rest_bytes = token_bytes[4 * page_size * num_cached :]
+        node = tree.insert(node, rest_bytes, computed[num_cached:], sequence.salt)
+        blocks.is_computed[computed[num_cached:]] = True
     tree.release(node)
-    blocks.free(own[num_computed:] if num_there == 0 else np.concatenate((own[:num_there], own[num_computed:])))
+    blocks.free(own[num_computed:] if num_cached == 0 else np.concatenate((own[:num_cached], own[num_computed:])))
 
 
 def _own_blocks(state: EngineState, sequence: Sequence) -> NDArray[np.int32]:
-    """A copy of the part of its block table that is not the tree's."""
+    """A copy of the part of its block table that does not belong to the prefix tree, int32."""
     slots, slot = state.slots, sequence.slot
     num_blocks = int(slots.num_covered_tokens[slot]) // state.options.limits.page_size
     own: NDArray[np.int32] = slots.block_tables[slot, sequence.num_tree_blocks : num_blocks].copy()
@@ -243,9 +255,11 @@ def _own_blocks(state: EngineState, sequence: Sequence) -> NDArray[np.int32]:
 
 
 def find_starts(state: EngineState) -> None:
-    """Where the prompts begin that the worker has not seen: behind the blocks that are computed, or that a prompt
-    before them computes. Needed when one of them has left: another has to compute what it left undone. And likewise
-    for those that are scored."""
+    """Recompute where each prompt that is new to the worker starts, and all reservations of prompt logprobs.
+
+    A prompt starts after the leading blocks that are computed or that an earlier prompt computes. Needed when a
+    sequence has left during its prefill, because another must compute what it did not.
+    """
     slots = state.slots
     if state.blocks.scores is not None:
         state.blocks.scores.drop_reservations()
@@ -253,9 +267,9 @@ def find_starts(state: EngineState) -> None:
     for sequence in state.queues.prefilling:
         table = slots.block_tables[sequence.slot, : sequence.num_tree_blocks]
         if not sequence.is_open:
-            is_there = will_be_computed[table]
-            num_there = len(table) if is_there.all() else int(is_there.argmin())
-            _set_start(state, sequence, num_there)
-        _reserve_scores(state, sequence)
+            is_cached = will_be_computed[table]
+            num_cached = len(table) if is_cached.all() else int(is_cached.argmin())
+            _set_start(state, sequence, num_cached)
+        _reserve_prompt_logprobs(state, sequence)
         will_be_computed[table] = True
     state.starts_are_stale = False

@@ -1,4 +1,4 @@
-"""What the worker is told to do to the logits of sequences that ask for it."""
+"""Build the logit rules for the worker: biases, penalties and tokens that are forbidden at first."""
 
 from collections.abc import Iterable
 
@@ -8,12 +8,15 @@ from tokasaurus.manager.state.sequence import Sequence
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.slots import LogitRules
 
-_ALWAYS = np.iinfo(np.int32).max
+_NO_END = np.iinfo(np.int32).max
+"""End of a bias that applies to every token of the sequence."""
 
 
 def build_logit_rules(sequences: Iterable[Sequence], eos_ids: frozenset[int]) -> LogitRules | None:
-    """For those of the sequences, which have slots, that have biases, penalties, or tokens that may not come yet. None
-    where there are none."""
+    """Rules for the sequences with logit biases, penalties or min_tokens; None if there are none.
+
+    Precondition: every sequence has a slot.
+    """
     ruled = [s for s in sequences if s.request.sampling.changes_logits or s.request.min_tokens]
     if not ruled:
         return None
@@ -34,10 +37,10 @@ def build_logit_rules(sequences: Iterable[Sequence], eos_ids: frozenset[int]) ->
 
 
 def _biases(request: GenerateRequest, eos_ids: frozenset[int]) -> list[tuple[int, float, int]]:
-    """(token, value, tokens with which it ends to act) of each."""
-    biases = [(token_id, value, _ALWAYS) for token_id, value in request.sampling.logit_bias]
+    """(token id, bias, end) each: a bias applies while prompt and completion together have fewer than `end` tokens."""
+    biases = [(token_id, value, _NO_END) for token_id, value in request.sampling.logit_bias]
     if request.min_tokens:
-        enders = {*request.stop_token_ids, *(() if request.ignore_eos else eos_ids)}
+        end_ids = {*request.stop_token_ids, *(() if request.ignore_eos else eos_ids)}
         end = len(request.prompt_ids) + request.min_tokens
-        biases += [(token_id, -np.inf, end) for token_id in sorted(enders)]
+        biases += [(token_id, -np.inf, end) for token_id in sorted(end_ids)]
     return biases

@@ -1,4 +1,4 @@
-"""Results come back: tokens are noted, and it is decided which sequences end."""
+"""Apply the results of steps: record tokens, end sequences, and build deltas."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +13,14 @@ from tokasaurus.messages.generation import FinishReason, SequenceDelta
 from tokasaurus.text.stop_strings import StopMatcher
 
 MOST_SPECIAL_TOKENS = 16
-"""Among the last tokens of a completion, beyond which all of it is read for stop strings."""
+"""Most special tokens among the last tokens of a completion. With more, all of it is read for stop strings."""
 
 
 def apply_output(state: EngineState, output: ForwardOutput) -> None:
-    """The results of the oldest step in flight. The sequences that they end are released, with their deltas.
+    """Apply the result of the oldest step in flight. Sequences that it ends are released and their deltas added.
 
-    A sequence that had left before (the step was sent ahead of the result that ended it) loses its token here; it is
-    not counted anywhere.
+    A step may be sent before an earlier result ends one of its sequences. The token of such a sequence is discarded
+    and not counted.
     """
     step = state.steps_in_flight.popleft()
     assert step.step_id == output.step_id, f"result of step {output.step_id}, expected {step.step_id}"
@@ -34,16 +34,16 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     state.totals.phase_seconds = output.phase_seconds
     if step.scored:
         assert state.blocks.scores is not None
-        assert output.scores is not None, f"step {step.step_id}: no scores"
+        assert output.scores is not None, f"step {step.step_id}: no prompt logprobs"
         state.blocks.scores.note(step.scored, output.scores)
     slots, token_ids, logprobs = step.sampled, output.token_ids, output.logprobs
     is_valid = state.slots.opened_at[slots] <= step.step_id
     if output.top is not None:
-        _note_top(state, slots, is_valid, output.top)
+        _record_top_logprobs(state, slots, is_valid, output.top)
     if not is_valid.all():
         slots, token_ids = slots[is_valid], token_ids[is_valid]
         logprobs = None if logprobs is None else logprobs[is_valid]
-    num_known = _note_tokens(state, slots, token_ids, logprobs)
+    num_known = _record_tokens(state, slots, token_ids, logprobs)
     num_with_stops = _mark_for_stop_check(state, slots, token_ids) if state.num_with_stops else 0
     state.totals.generation_tokens += len(slots) - num_with_stops
     stops = np.zeros(len(slots), np.bool_)
@@ -62,8 +62,11 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
 
 
 def _mark_for_stop_check(state: EngineState, slots: NDArray[np.int64], token_ids: NDArray[np.int32]) -> int:
-    """Note which of the tokens may complete a stop string. Gives the number of sequences that have any: their tokens
-    count only once they are known to be none that follow a stop string."""
+    """Mark the sequences whose newest token may complete a stop string.
+
+    Returns the number of sequences with stop strings. Their tokens are counted later, once they are known not to
+    follow a stop string.
+    """
     arrays = state.slots
     has_stops = arrays.has_stops[slots]
     slots, token_ids = slots[has_stops], token_ids[has_stops]
@@ -76,9 +79,9 @@ def _mark_for_stop_check(state: EngineState, slots: NDArray[np.int64], token_ids
 
 
 def check_stop_strings(state: EngineState) -> None:
-    """Look at all sampled tokens that have not been looked at yet, and end the sequences that a stop string ends.
+    """Check all unchecked sampled tokens for stop strings, and end the sequences that have one.
 
-    The later this is done, the fewer texts are decoded for it, and the more tokens are sampled in vain.
+    Running this less often decodes fewer texts, but samples more tokens that are discarded.
     """
     arrays = state.slots
     for slot in np.flatnonzero(arrays.is_running & arrays.may_have_stopped).tolist():
@@ -98,11 +101,11 @@ def check_stop_strings(state: EngineState) -> None:
 
 
 def _find_stop(state: EngineState, sequence: Sequence, matcher: StopMatcher) -> int | None:
-    """After how many sampled tokens a stop string is complete that was not before; None where none is."""
+    """Number of sampled tokens with which the first stop string among unchecked tokens is complete; None if none is."""
     arrays, slot = state.slots, sequence.slot
     num_generated = int(arrays.num_known_tokens[slot] - arrays.num_prompt_tokens[slot])
     num_checked = int(arrays.num_counted_tokens[slot])
-    # A long completion is not copied for each look at its end; nor need it be, as few special tokens as there are.
+    # Read only the tail: copying a long completion for every check is slow. It suffices if special tokens are few.
     num_read = num_generated - num_checked + matcher.lookback + MOST_SPECIAL_TOKENS
     num_sampled = num_generated - len(sequence.kept_token_ids)
     tail = sampled_tokens(state, sequence, min(num_read, num_sampled)).tolist()
@@ -117,15 +120,17 @@ def _find_stop(state: EngineState, sequence: Sequence, matcher: StopMatcher) -> 
     return None if num_tokens is None else num_tokens + num_before
 
 
-def _note_tokens(
+def _record_tokens(
     state: EngineState, slots: NDArray[np.int64], token_ids: NDArray[np.int32], logprobs: NDArray[np.float32] | None
 ) -> NDArray[np.int64]:
-    """Write each token to its place in its sequence's blocks; a token without a block yet goes to the padding block,
-    and is copied from `last_tokens` when its block is taken. Gives the number of known tokens of each, int64 [R]."""
+    """Write each token to its kv index. Returns the number of known tokens of each sequence, int64 [R].
+
+    A token without a block yet goes to the padding block, and is copied from `last_tokens` when its block is allocated.
+    """
     arrays, page_size = state.slots, state.options.limits.page_size
     positions = arrays.num_known_tokens[slots]
-    block_places, offsets = np.divmod(positions, page_size)
-    block_ids = arrays.block_tables[slots, block_places]
+    table_indices, offsets = np.divmod(positions, page_size)
+    block_ids = arrays.block_tables[slots, table_indices]
     state.blocks.tokens[block_ids, offsets] = token_ids
     arrays.last_tokens[slots] = token_ids
     if logprobs is not None:
@@ -138,25 +143,32 @@ def _note_tokens(
     return positions
 
 
-def _note_top(state: EngineState, slots: NDArray[np.int64], is_valid: NDArray[np.bool_], top: TopOfRows) -> None:
-    """slots, is_valid: [R], of all rows, and whether their sequences are still there."""
-    for slot, is_there, token_ids, logprobs in zip(
+def _record_top_logprobs(
+    state: EngineState, slots: NDArray[np.int64], is_valid: NDArray[np.bool_], top: TopOfRows
+) -> None:
+    """Append the top-k logprobs to their sequences.
+
+    slots: [R] slots of all rows. is_valid: [R] False where the row's sequence has left its slot.
+    """
+    for slot, is_running, token_ids, logprobs in zip(
         slots[top.rows].tolist(), is_valid[top.rows].tolist(), top.token_ids, top.logprobs, strict=True
     ):
-        if is_there:
+        if is_running:
             sequence = state.sequences[slot]
             assert sequence is not None
-            assert sequence.kept_top is not None, "likeliest tokens come where they were asked for"
+            assert sequence.kept_top is not None, "top-k logprobs for a sequence that did not ask for them"
             sequence.kept_top.append(token_ids, logprobs)
 
 
 def end_sequence(state: EngineState, slot: int, is_stop: bool, error: str = "") -> None:
-    """The last token of a sequence is known, unless a stop string ended it before. A stop at the last allowed token is
-    a stop. error: why it is given up with that."""
+    """Finish a sequence whose last token is known, or earlier where a stop string is complete.
+
+    is_stop: finish reason "stop", also at the last allowed token; otherwise "length". error: why it is aborted, or "".
+    """
     sequence = state.sequences[slot]
     assert sequence is not None
     if sequence.request.max_new_tokens == 0:
-        state.totals.generation_tokens -= 1  # it was sampled, and nobody asked for it
+        state.totals.generation_tokens -= 1  # it was sampled, but not requested
         _finish(state, sequence, [], "length")
         return
     token_ids = sequence.kept_token_ids + sampled_tokens(state, sequence).tolist()
@@ -170,7 +182,7 @@ def end_sequence(state: EngineState, slot: int, is_stop: bool, error: str = "") 
 
 
 def abort(state: EngineState, sequence: Sequence, error: str) -> None:
-    """End a sequence that has not started, for its grammar cannot be had."""
+    """Abort a waiting sequence whose grammar is not available. error: why."""
     assert sequence.phase is Phase.WAITING
     release(state, sequence)
     sequence.num_cached_tokens = 0
@@ -181,7 +193,7 @@ def abort(state: EngineState, sequence: Sequence, error: str) -> None:
 def _finish(
     state: EngineState, sequence: Sequence, token_ids: list[int], reason: FinishReason, error: str = ""
 ) -> None:
-    """Release a running sequence whose completion is `token_ids`, the first of those that it has sampled."""
+    """Release a running sequence and add its last delta. token_ids: its completion, a prefix of its sampled tokens."""
     if sequence.stop_matcher is not None:
         state.totals.generation_tokens += len(token_ids) - int(state.slots.num_counted_tokens[sequence.slot])
     logprobs = None
@@ -196,9 +208,9 @@ def _finish(
 
 
 def stream_new_tokens(state: EngineState) -> None:
-    """Deltas of the running sequences that are streamed and have new tokens.
+    """Add deltas for the running sequences that are streamed and have new tokens.
 
-    Of those with stop strings, only what is known not to follow one: nothing that has been sent is taken back.
+    With stop strings, only tokens known not to follow one are sent, because a sent token cannot be withdrawn.
     """
     arrays = state.slots
     slots = np.array([sequence.slot for sequence in state.streaming], np.int64)
@@ -213,7 +225,7 @@ def stream_new_tokens(state: EngineState) -> None:
             continue
         keep_prompt_logprobs(state, sequence)
         logprobs: list[float] | None = None
-        # The usual case, without a look at the blocks. A token kept over a preemption is not the slot's last.
+        # The usual case needs no read of the blocks. A token kept over a preemption is not the slot's last token.
         if num_new == 1 and final == generated > len(sequence.kept_token_ids):
             token_ids = [last_token]
             if sequence.request.want_logprobs:
@@ -236,7 +248,7 @@ def _delta(
     reason: FinishReason | None,
     error: str = "",
 ) -> SequenceDelta:
-    """The next tokens of a sequence, behind those that are in deltas already."""
+    """Delta with the next tokens of a sequence, after the tokens that are in deltas already."""
     assert sequence.num_cached_tokens is not None
     start = sequence.num_streamed_tokens
     prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None

@@ -1,4 +1,4 @@
-"""Requests and cancellations come in."""
+"""Add and cancel requests."""
 
 from tokasaurus.manager.engine.lifecycle import release
 from tokasaurus.manager.engine.outputs import abort
@@ -10,8 +10,10 @@ from tokasaurus.text.stop_strings import StopMatcher
 
 
 def add_request(state: EngineState, request: GenerateRequest) -> None:
-    """Its sequences wait, behind all that wait already, or first for their grammar. It must fit the pool, which the
-    server has checked."""
+    """Queue the request's sequences behind all waiting ones, or block them until their grammar is compiled.
+
+    Precondition: it fits the KV pool, which the server has checked.
+    """
     options = state.options
     assert request.request_id not in state.unfinished, f"request id {request.request_id} is in use"
     stop_matcher, stop_row = None, 0
@@ -31,7 +33,7 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
     if request.want_prompt_logprobs:
         sequences[0].scores_prompt = True
         state.blocks.keep_scores(request.num_top_prompt_logprobs)
-    # One that can never be admitted would hold back all behind it for ever.
+    # A sequence that can never be admitted would block all behind it for ever.
     max_kv_tokens = sequences[0].max_kv_tokens
     limits = options.limits
     assert max_kv_tokens <= limits.num_kv_blocks * limits.page_size, f"{request.request_id} cannot fit the KV pool"
@@ -47,7 +49,9 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
 
 
 def cancel_request(state: EngineState, request_id: str) -> None:
-    """End every sequence of the request, in whatever phase. What steps in flight return for them is discarded later.
-    An id that is unknown, or whose sequences have all finished, is no error."""
+    """End every sequence of the request, in any phase. Later results of steps in flight for them are discarded.
+
+    An id that is unknown, or whose sequences have all finished, is no error.
+    """
     for sequence in list(state.unfinished.get(request_id, ())):
         release(state, sequence)

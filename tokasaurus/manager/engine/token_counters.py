@@ -1,5 +1,8 @@
-"""What becomes of tokens is counted, for each sequence and in total: when a slot opens, when a chunk of a prompt is
-sent, when groups are new, and when a slot is left; never for each token that is decoded."""
+"""Count cached, computed, recomputed and shared tokens, for each sequence and in total.
+
+Counted when a slot opens, when a prompt chunk is sent, when prefix groups change, and when a sequence leaves its slot;
+never for each decoded token.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +12,7 @@ from tokasaurus.manager.state.sequence import Sequence
 
 
 def count_start(state: EngineState, sequence: Sequence, start: int) -> None:
-    """The worker is told of the sequence, whose first `start` tokens it reads."""
+    """Count a sequence whose slot opens at the worker, with its first `start` tokens cached."""
     counts, totals = sequence.counts, state.totals.tokens
     num_prompt_tokens = len(sequence.request.prompt_ids)
     if sequence.num_cached_tokens is None:
@@ -18,14 +21,14 @@ def count_start(state: EngineState, sequence: Sequence, start: int) -> None:
         totals.asked += num_prompt_tokens
         if sequence.index == 0:
             state.totals.prompt_tokens += num_prompt_tokens
-    # Not more than the prompt: where tokens of it were sampled, it has had the KV of all but the last of those.
+    # Never more than the prompt: if tokens of it were sampled, the sequence had the KV of all but the last of them.
     num_cached = max(0, start - sequence.num_kv_tokens_before)
     counts.cached += num_cached
     totals.cached += num_cached
 
 
 def count_computed(state: EngineState, sequence: Sequence, start: int, end: int) -> None:
-    """Steps that have been sent compute its tokens from `start` to before `end`, if there are any."""
+    """Count tokens start..end of a sequence, end excluded, as computed by the steps sent. The range may be empty."""
     counts, totals = sequence.counts, state.totals.tokens
     if start < sequence.num_kv_tokens_before:
         first_time = max(start, min(end, sequence.num_kv_tokens_before))
@@ -39,7 +42,10 @@ def count_computed(state: EngineState, sequence: Sequence, start: int, end: int)
 
 
 def count_shared(state: EngineState, decode: NDArray[np.int64], groups: NDArray[np.int64]) -> None:
-    """The step at hand is the first with these groups: of each slot in `decode`, as in SlotArrays.groups."""
+    """Count shared prompt tokens in the first step with new prefix groups.
+
+    groups: the group of each slot in `decode`, as in SlotArrays.groups.
+    """
     slots = state.slots
     num_tokens = state.group_num_blocks[groups] * state.options.limits.page_size
     before = slots.num_shared_tokens[decode]
@@ -49,10 +55,10 @@ def count_shared(state: EngineState, decode: NDArray[np.int64], groups: NDArray[
 
 
 def count_leaving(state: EngineState, sequence: Sequence) -> None:
-    """The sequence leaves the slot that the worker knows: what its decode steps did is counted."""
+    """Count the work of a sequence's decode steps when it leaves a slot that is open at the worker."""
     slots, slot = state.slots, sequence.slot
     num_kv_tokens = int(slots.num_kv_tokens[slot])
-    if sequence.num_kv_tokens_before:  # else it has decoded each token once
+    if sequence.num_kv_tokens_before:  # otherwise it has decoded each token once
         count_computed(state, sequence, int(slots.num_prefill_tokens[slot]), num_kv_tokens)
     sequence.num_kv_tokens_before = max(sequence.num_kv_tokens_before, num_kv_tokens)
     sequence.counts.shared = int(slots.num_shared_tokens[slot])

@@ -1,4 +1,4 @@
-"""Which KV blocks are free, which a sequence owns or shares, and which are kept in case a prefix comes again."""
+"""Allocates KV blocks, and keeps the blocks of cached prefixes until they are needed."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,15 +8,9 @@ from tokasaurus.manager.kv_cache.prompt_logprobs import PromptScores
 
 
 class BlockAllocator:
-    """Ids 1..num_blocks, the most recently freed first: its memory is the likeliest to be in a cache still.
+    """Allocates block ids 1..num_blocks, the most recently freed first: its memory may still be in a cache.
 
-    A block is free, or in the tree, or owned by one sequence alone. Block 0 is padding and never given.
-
-    tokens: int32 [num_blocks + 1, page_size], the token at each place of a block, written by the owner of the block;
-    row 0 is scratch.
-    is_computed: bool [num_blocks + 1], whether steps that fill the whole block are sent, written by the owner; False
-    when the block is given.
-    scores: of the tokens of prompts; None until some are asked for.
+    Each block is either free, in the prefix tree, or owned by one sequence. Block 0 is padding and never allocated.
     """
 
     def __init__(self, num_blocks: int, page_size: int) -> None:
@@ -24,56 +18,60 @@ class BlockAllocator:
         self.num_free = num_blocks
         self.tree = PrefixTree(page_size)
         self.tokens = np.zeros((num_blocks + 1, page_size), np.int32)
+        """[num_blocks + 1, page_size], the tokens in each block, written by the block's owner; row 0 is scratch."""
         self.is_computed = np.zeros(num_blocks + 1, np.bool_)
+        """[num_blocks + 1], whether steps that fill the whole block are sent, written by the block's owner; False when
+        the block is allocated."""
         self.scores: PromptScores | None = None
-        self._free = np.arange(num_blocks, 0, -1, dtype=np.int32)  # a stack: those that are free come first
-        # -1 where not free, else its place among those that were freed with it, so that one of them freed twice shows.
-        # Block 0 counts as free: nobody may give it back.
+        """Prompt logprobs; None until a request asks for them."""
+        self._free = np.arange(num_blocks, 0, -1, dtype=np.int32)  # a stack: its first num_free entries are free
+        # -1 if not free, else the index in the array with which it was freed, to detect duplicates in one call.
+        # Block 0 counts as free: it must never be freed.
         self._freed_as = np.zeros(num_blocks + 1, np.int32)
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can give: free, or in the tree with no sequence that uses them."""
+        """Blocks that `allocate` can return: free, or in the tree and used by no sequence."""
         return self.num_free + self.tree.num_unused_blocks
 
     @property
     def num_used(self) -> int:
-        """Blocks of sequences, their own and those they share in the tree."""
+        """Blocks used by sequences, whether owned or shared in the tree."""
         return self.num_blocks - self.num_available
 
     def allocate(self, num_blocks: int) -> NDArray[np.int32]:
-        """int32 [num_blocks], owned by the caller; cached blocks are evicted where the free ones are too few.
+        """Block ids, int32 [num_blocks], owned by the caller. Evicts cached blocks if too few are free.
 
-        Whoever takes has made sure that they are there.
+        Precondition: num_blocks <= num_available.
         """
         assert num_blocks <= self.num_available, f"{num_blocks} blocks asked, {self.num_available} available"
         num_kept = max(0, self.num_free - num_blocks)
-        taken: NDArray[np.int32] = self._free[num_kept : self.num_free][::-1].copy()
-        self._freed_as[taken] = -1
+        allocated: NDArray[np.int32] = self._free[num_kept : self.num_free][::-1].copy()
+        self._freed_as[allocated] = -1
         self.num_free = num_kept
-        if len(taken) < num_blocks:
-            taken = np.concatenate([taken, self.tree.evict(num_blocks - len(taken))])
-        self.is_computed[taken] = False
+        if len(allocated) < num_blocks:
+            allocated = np.concatenate([allocated, self.tree.evict(num_blocks - len(allocated))])
+        self.is_computed[allocated] = False
         if self.scores is not None:
-            self.scores.forget(taken)
-        return taken
+            self.scores.forget(allocated)
+        return allocated
 
     def keep_scores(self, num_top: int) -> None:
-        """Scores will be asked for, with so many likeliest tokens at each place."""
+        """Prepare to store prompt logprobs, with `num_top` top-k logprobs per token."""
         if self.scores is None:
             self.scores = PromptScores(self.num_blocks, self.tokens.shape[1])
         self.scores.widen(num_top)
 
     def free(self, blocks: NDArray[np.int32]) -> None:
-        """Each of `blocks` is free again at once: the device executes in order, so a step that was sent before this
-        cannot touch what a later step writes there. They are not in the tree."""
+        """Free `blocks`, none of which is in the tree. They can be allocated at once: the device executes in order, so
+        a step sent earlier cannot touch what a later step writes there."""
         freed_as = self._freed_as
-        twice = blocks[freed_as[blocks] >= 0]
-        assert not len(twice), f"block {twice[0]} freed twice"
-        places = np.arange(len(blocks), dtype=np.int32)
-        freed_as[blocks] = places
-        twice = blocks[freed_as[blocks] != places]
-        assert not len(twice), f"block {twice[0]} freed twice"
+        duplicates = blocks[freed_as[blocks] >= 0]
+        assert not len(duplicates), f"block {duplicates[0]} freed twice"
+        indices = np.arange(len(blocks), dtype=np.int32)
+        freed_as[blocks] = indices
+        duplicates = blocks[freed_as[blocks] != indices]
+        assert not len(duplicates), f"block {duplicates[0]} freed twice"
         end = self.num_free + len(blocks)
         self._free[self.num_free : end] = blocks[::-1]
         self.num_free = end

@@ -1,7 +1,7 @@
-"""Which tokens' KV is in which blocks: a radix tree of whole blocks, shared by sequences that begin alike.
+"""Prefix tree: a radix tree of whole KV blocks, keyed by their tokens and shared by sequences with a common prefix.
 
-A sequence uses the path from the root to one node, which it holds. Nodes that no sequence uses stay until their blocks
-are needed. A parent is used whenever a child is, so all unused blocks can be had back, leaf by leaf.
+A sequence references one node and thereby uses the path from the root to it. Nodes that no sequence uses stay until
+their blocks are needed. A parent is used whenever a child is, so all unused blocks can be evicted leaf by leaf.
 """
 
 import heapq
@@ -13,17 +13,13 @@ from numpy.typing import NDArray
 
 BYTES_PER_TOKEN = 4
 ROOT_SEQUENCES = 1 << 30
-"""More than any node below: the root counts as shared by all, and is never an unused leaf."""
+"""Reference count of the root, above any other node's: the root counts as shared and is never an unused leaf."""
 
 
 class PrefixNode:
-    """Some whole blocks that follow the parent's. Only the tree writes here; B blocks of page_size tokens.
+    """One or more whole blocks that follow the parent's; only the root has none. Only the tree changes a node.
 
-    index: its place in the tree's arrays, given to another node after this one's end; -1 then.
-    key: under which the parent knows it: the bytes of its first block, after the salt if the parent is the root.
-    tokens: bytes of int32 [B * page_size]. blocks: int32 [B], never written in place. B >= 1 but at the root.
-    end_block: blocks from the root to its end.
-    num_sequences: sequences whose path leads through it. last_used: the tick at which that number last fell to 0.
+    B blocks of page_size tokens.
     """
 
     __slots__ = ("blocks", "children", "end_block", "index", "key", "last_used", "num_sequences", "parent", "tokens")
@@ -32,21 +28,28 @@ class PrefixNode:
         self, parent: "PrefixNode | None", key: bytes, tokens: bytes, blocks: NDArray[np.int32], num_sequences: int
     ) -> None:
         self.index = 0
+        """Index in the tree's arrays; -1 once the node is removed, and the index may be reused."""
         self.parent: PrefixNode = self if parent is None else parent
         self.key = key
+        """Key in the parent's `children`: bytes of its first block, preceded by the salt if the parent is the root."""
         self.children: dict[bytes, PrefixNode] = {}
         self.tokens = tokens
+        """Bytes of int32 [B * page_size]."""
         self.blocks = blocks
+        """int32 [B], never changed in place."""
         self.end_block: int = len(blocks) if parent is None else parent.end_block + len(blocks)
+        """Blocks from the root to the end of this node."""
         self.num_sequences = num_sequences
+        """Reference count: sequences whose path includes this node."""
         self.last_used = 0
+        """Tick at which `num_sequences` last fell to 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
     """The first `num_blocks` blocks on the path from the root to `node`, the last of them in `node`.
 
-    Right until a block of it is evicted or trimmed; other sequences may split its nodes meanwhile.
+    Valid until one of these blocks is evicted or trimmed; it stays valid when nodes are split.
     """
 
     node: PrefixNode
@@ -54,11 +57,10 @@ class PrefixMatch:
 
 
 class PrefixTree:
-    """The tree, with what a simulation needs of each node in arrays.
+    """The tree, and per-node arrays for KV simulations.
 
-    num_blocks: in the tree. num_unused_blocks: those of nodes with no sequence.
-    parents, end_blocks, num_sequences: int32 by node index, the root first and its own parent. The arrays are replaced
-    when they grow, and mean nothing at indices of no node.
+    Arrays are indexed by node index; the root has index 0 and is its own parent. They are replaced when they grow, and
+    entries at unused indices are meaningless.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -66,24 +68,29 @@ class PrefixTree:
         self._block_bytes = page_size * BYTES_PER_TOKEN
         self.root = PrefixNode(None, b"", b"", np.empty(0, np.int32), ROOT_SEQUENCES)
         self.num_blocks = 0
+        """Blocks in the tree."""
         self.num_unused_blocks = 0
+        """Blocks of nodes that no sequence uses."""
         self.parents = np.zeros(1, np.int32)
+        """Index of each node's parent."""
         self.end_blocks = np.zeros(1, np.int32)
+        """Each node's `end_block`."""
         self.num_sequences = np.full(1, ROOT_SEQUENCES, np.int32)
+        """Each node's reference count."""
         self._free_indices: list[int] = []
         self._tick = 0
-        # (last_used, order of entry, node): an entry counts only while its node is an unused leaf since that tick.
+        # Heap of (last_used, entry number, node); an entry is valid while its node is an unused leaf since that tick.
         self._unused_leaves: list[tuple[int, int, PrefixNode]] = []
         self._entry_numbers = count()
 
     def match(
         self, tokens: bytes, salt: bytes = b"", max_blocks: int | None = None, start: PrefixNode | None = None
     ) -> PrefixMatch:
-        """The longest prefix of whole blocks that is in the tree. Changes nothing.
+        """The longest prefix of whole blocks in the tree. Does not change the tree.
 
-        tokens: int32 as bytes, those that follow the end of `start` (the root if None).
-        salt: separates caches; it has a meaning only where `start` is the root.
-        max_blocks: of the match, counted from the root like its `num_blocks`.
+        tokens: int32 as bytes, the tokens after the end of `start` (the root if None).
+        salt: separates caches; used only if `start` is the root.
+        max_blocks: most blocks of the match, counted from the root like its `num_blocks`.
         """
         block_bytes = self._block_bytes
         node = self.root if start is None else start
@@ -114,7 +121,7 @@ class PrefixTree:
         return (first if differ[first] else num_tokens) // self._page_size
 
     def blocks_on_path(self, match: PrefixMatch) -> NDArray[np.int32]:
-        """int32 [match.num_blocks], from the root on; the caller's own copy."""
+        """Block ids from the root on, int32 [match.num_blocks]; a copy."""
         parts = []
         node = match.node
         while node is not self.root:
@@ -124,13 +131,13 @@ class PrefixTree:
         return np.concatenate(parts)[: match.num_blocks] if parts else np.empty(0, np.int32)
 
     def acquire(self, match: PrefixMatch, held: PrefixNode | None = None) -> PrefixNode:
-        """A sequence uses the match from now on; the node returned is what it holds, and gives to `release`.
+        """Reference a match for a sequence; the returned node is to be passed to `release`.
 
-        held: what it holds already, a node on the path of the match; it holds the returned one instead.
+        held: the node that the sequence references already, on the path of the match; the returned node replaces it.
         """
         node = match.node
         while match.num_blocks <= node.parent.end_block and node is not self.root:
-            node = node.parent  # split since the match
+            node = node.parent  # split since the match was made
         assert node.index >= 0, "the match is no longer in the tree"
         assert match.num_blocks <= node.end_block, "the end of the match is no longer in the tree"
         if match.num_blocks < node.end_block:
@@ -138,7 +145,7 @@ class PrefixTree:
         above = self.root if held is None else held
         deepest = node
         while node is not above:
-            assert node is not self.root, "what the sequence holds is not on the path"
+            assert node is not self.root, "the held node is not on the path of the match"
             if node.num_sequences == 0:
                 self.num_unused_blocks -= len(node.blocks)
             node.num_sequences += 1
@@ -147,9 +154,9 @@ class PrefixTree:
         return deepest
 
     def _split(self, node: PrefixNode, num_blocks: int) -> PrefixNode:
-        """Make the first `num_blocks` of the node a node of their own, its new parent.
+        """Move the first `num_blocks` blocks of `node` to a new node, its new parent; return that parent.
 
-        The object stays the lower part, for what sequences hold must still end where it did.
+        `node` stays the lower part, because sequences that reference it must keep the same end.
         """
         cut = num_blocks * self._block_bytes
         upper = PrefixNode(node.parent, node.key, node.tokens[:cut], node.blocks[:num_blocks], node.num_sequences)
@@ -164,10 +171,10 @@ class PrefixTree:
         return upper
 
     def insert(self, node: PrefixNode, tokens: bytes, blocks: NDArray[np.int32], salt: bytes = b"") -> PrefixNode:
-        """A sequence that holds `node` puts its next blocks, at least one, below it and holds the new child instead.
+        """Add `blocks`, at least one, as a child of the node that a sequence references; the child replaces that node.
 
-        Where a child begins with the same block, nothing is put in, `node` is returned, and the blocks stay the
-        caller's. tokens: int32 as bytes, of `blocks` exactly. salt: matters only if `node` is the root.
+        Returns the child. If a child begins with the same block already, changes nothing and returns `node`; the caller
+        keeps the blocks. tokens: int32 as bytes, exactly those of `blocks`. salt: used only if `node` is the root.
         """
         assert 0 < len(tokens) == len(blocks) * self._block_bytes, "not whole blocks"
         key = tokens[: self._block_bytes]
@@ -181,12 +188,12 @@ class PrefixTree:
         return child
 
     def release(self, node: PrefixNode) -> None:
-        """The sequence that holds `node` uses it no more, nor anything above it."""
+        """Drop one sequence's reference to `node` and all its ancestors."""
         self._tick += 1
         if node.num_sequences == 1 and not node.children:
-            self._offer(node, self._tick)
+            self._push_unused_leaf(node, self._tick)
         while node is not self.root:
-            assert node.num_sequences > 0, "released more often than held"
+            assert node.num_sequences > 0, "node released more often than acquired"
             node.num_sequences -= 1
             self.num_sequences[node.index] = node.num_sequences
             if node.num_sequences == 0:
@@ -195,10 +202,10 @@ class PrefixTree:
             node = node.parent
 
     def evict(self, num_blocks: int) -> NDArray[np.int32]:
-        """Remove `num_blocks` unused blocks, which must be there; int32 [num_blocks].
+        """Remove and return `num_blocks` unused blocks, int32 [num_blocks]. Precondition: at least as many are unused.
 
-        Each from the tail of the unused leaf that was used least recently. A parent that becomes a leaf by this is as
-        old as it was.
+        Each block is removed from the tail of the least recently used unused leaf. A parent that becomes a leaf keeps
+        its own `last_used`.
         """
         assert num_blocks <= self.num_unused_blocks, f"{num_blocks} blocks asked, {self.num_unused_blocks} unused"
         parts = [np.empty(0, np.int32)]
@@ -215,24 +222,25 @@ class PrefixTree:
         return np.concatenate(parts)
 
     def trim(self, node: PrefixNode, is_computed: NDArray[np.bool_]) -> NDArray[np.int32]:
-        """Remove the blocks that nobody will compute, now that a sequence has released `node` before its prefill ended.
+        """Remove and return blocks that will never be computed, int32. Call when a sequence has released `node` before
+        the end of its prefill.
 
-        While `node` is an unused leaf, those at its tail are removed; if none is left, so with its parent.
-        is_computed: by block id. Gives the removed blocks, int32.
+        Uncomputed blocks are removed from the tail of `node` while it is an unused leaf, then, if none is left, from
+        its parent. is_computed: bool, by block id.
         """
         parts = [np.empty(0, np.int32)]
         while node.num_sequences == 0 and not node.children:
             computed = np.flatnonzero(is_computed[node.blocks])
             num_kept = int(computed[-1]) + 1 if len(computed) else 0
             parts.append(self._shorten(node, num_kept))
-            node = node.parent  # no leaf, unless nothing was kept
+            node = node.parent  # not a leaf, unless nothing was kept
         return np.concatenate(parts)
 
     def _is_unused_leaf(self, node: PrefixNode, since: int) -> bool:
         return node.last_used == since and node.num_sequences == 0 and not node.children and node.index >= 0
 
     def _shorten(self, node: PrefixNode, num_kept: int) -> NDArray[np.int32]:
-        """Keep the first `num_kept` blocks of an unused leaf, nothing of it if 0. The blocks removed."""
+        """Keep the first `num_kept` blocks of an unused leaf and return the others; 0 removes the leaf."""
         removed = node.blocks[num_kept:]
         self.num_blocks -= len(removed)
         self.num_unused_blocks -= len(removed)
@@ -247,19 +255,19 @@ class PrefixTree:
         self._free_indices.append(node.index)
         node.index = -1
         if parent.num_sequences == 0 and not parent.children:
-            self._offer(parent, parent.last_used)
+            self._push_unused_leaf(parent, parent.last_used)
         return removed
 
-    def _offer(self, node: PrefixNode, last_used: int) -> None:
-        """Let an unused leaf be evicted in its turn."""
-        # A prefix that is used and released again and again leaves an entry each time, which eviction may never reach.
+    def _push_unused_leaf(self, node: PrefixNode, last_used: int) -> None:
+        """Add an unused leaf to the eviction heap."""
+        # Every release of the same prefix leaves an entry, which eviction may never reach.
         if len(self._unused_leaves) > 2 * len(self.parents):
             self._unused_leaves = [entry for entry in self._unused_leaves if self._is_unused_leaf(entry[2], entry[0])]
             heapq.heapify(self._unused_leaves)
         heapq.heappush(self._unused_leaves, (last_used, next(self._entry_numbers), node))
 
     def _add(self, node: PrefixNode) -> None:
-        """Let the parent and the arrays know a new node."""
+        """Register a new node with its parent and in the arrays."""
         if not self._free_indices:
             self._grow()
         node.index = index = self._free_indices.pop()

@@ -1,12 +1,12 @@
-"""How many KV blocks are in use after every future step, computed where something changes and nowhere else.
+"""KV simulation: how many KV blocks are in use after every future step, computed only where the usage curve changes.
 
-Time is counted in steps sent from now on: t = 0 is now, t = 1 after the next step. Every start, end and release cuts
-time into spans in which the same sequences grow. Within a span all of them together are one formula: a sequence with
-`room` free tokens in its last block at t = 0 has taken t // page_size + (t % page_size > room) more blocks at t, so a
-span needs only how many sequences grow, and how many of them have less room than each remainder.
+Time t counts steps sent from now on: t = 0 is now, t = 1 is after the next step. Every start, end and release splits
+time into spans in which the same sequences grow. Within a span one formula covers all of them: a sequence with `room`
+free tokens in its last block at t = 0 has allocated t // page_size + (t % page_size > room) more blocks at t, so a span
+needs only the number of growing sequences, and for each remainder how many of them have less room.
 """
 
-# N sequences, M shared runs of blocks, S spans of time (the last one without end), U = S - 1 breakpoints, P page size
+# N sequences, M shared runs of blocks, S spans of time (the last one is endless), U = S - 1 breakpoints, P page size
 
 from dataclasses import dataclass
 
@@ -18,71 +18,71 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SequenceLoads:
-    """Blocks that belong to one sequence each; int64 [N] all three.
+    """Blocks that are each used by one sequence. All arrays are int64 [N].
 
-    At t a sequence holds ceil((num_tokens + clip(t - start_steps, 0, num_steps)) / page_size) blocks, until its blocks
-    come back after the step start_steps + num_steps, or a few steps later.
+    At t a sequence uses ceil((num_tokens + clip(t - start_steps, 0, num_steps)) / page_size) blocks, until they are
+    freed after the step start_steps + num_steps, or a few steps later (see release_delay).
     """
 
     num_tokens: Int64Array
-    """KV tokens in its own blocks now, >= 0; those in blocks counted in SharedLoads are left out."""
+    """KV tokens in its own blocks now, >= 0, without tokens in blocks that SharedLoads counts."""
     start_steps: Int64Array
-    """Steps before the first one in which it decodes: 0 where it decodes in the next step."""
+    """Steps before the first in which it decodes: 0 if it decodes in the next step."""
     num_steps: Int64Array
     """Decode steps it will take, one token each, >= 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedLoads:
-    """Runs of blocks that several sequences use, counted once; int64 [M] all three."""
+    """Runs of blocks that several sequences use, counted once. All arrays are int64 [M]."""
 
     num_blocks: Int64Array
     first_steps: Int64Array
-    """In use at every t with first_steps <= t <= last_steps; first_steps >= 0."""
+    """The blocks are in use at every t with first_steps <= t <= last_steps; first_steps >= 0."""
     last_steps: Int64Array
     """At least first_steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsageCurve:
-    """Blocks in use at every t >= 0, as `simulate_kv` found them."""
+    """Blocks in use at every t >= 0; the result of `simulate_kv`."""
 
     steps: Int64Array
-    """[U] sorted and unique: the last step of every span but the endless one, in which nothing is in use any more."""
+    """[U] sorted and unique: the last step of every span but the endless one, in which no block is in use."""
     blocks: Int64Array
-    """[U] blocks in use at `steps`. Within a span usage never falls, so the largest usage of all is among them."""
+    """[U] blocks in use at `steps`. Usage never falls within a span, so these include the largest usage."""
     peak: int
     """The largest usage over all t >= 0."""
     page_size: int
     constant_blocks: Int64Array
-    """[S] blocks that do not grow in the span, and what the growing sequences of the span hold at t = 0."""
+    """[S] blocks of runs and sequences that do not grow in the span, plus the growing sequences' blocks at t = 0."""
     num_growing: Int64Array
-    """[P + 1, S] at row r, growing sequences of the span with fewer than r tokens of room at t = 0; at row P, all."""
+    """[P + 1, S] row r: growing sequences of the span with room for fewer than r tokens at t = 0; row P: all."""
 
     def at(self, steps: Int64Array) -> Int64Array:
-        """Blocks in use at each t of `steps`, any numbers >= 0 in any order."""
+        """Blocks in use at each t of `steps`; t >= 0, in any order."""
         spans = self.steps.searchsorted(steps)
         return _blocks_in_use(steps, spans, self.page_size, self.constant_blocks, self.num_growing)
 
 
 def simulate_kv(loads: SequenceLoads, shared: SharedLoads, page_size: int, release_delay: int) -> UsageCurve:
-    """Blocks in use at every future step, in time that grows with the sequences and breakpoints, not with the steps.
+    """Blocks in use at every future step. Cost depends on the number of sequences and breakpoints.
 
-    release_delay: a sequence's blocks come back only when the result of its last step does, so many steps later, for
-    steps are sent ahead of results. `shared` is taken as it is: release_delay are in its last_steps already.
+    release_delay: steps from a sequence's last step until its blocks are freed. They are freed when the result of that
+    step arrives, and steps are sent ahead of results. `shared` must include this delay in its last_steps.
     """
     starts = loads.start_steps
     after_ends = starts + loads.num_steps + 1
     after_shared = shared.last_steps + 1
 
-    # A growing sequence is seen as if it had grown since t = 0, from fewer tokens (even from less than none).
+    # A growing sequence is treated as if it had grown since t = 0, from fewer tokens (possibly a negative number).
     num_tokens_at_0 = loads.num_tokens - starts
     blocks_at_0 = _num_blocks(num_tokens_at_0, page_size)
     room_at_0 = blocks_at_0 * page_size - num_tokens_at_0
     blocks_before_start = _num_blocks(loads.num_tokens, page_size)
     blocks_at_end = _num_blocks(loads.num_tokens + loads.num_steps, page_size)
 
-    # Steps are bounded by the context length, so that a table of all of them is far cheaper than sorting.
+    # Steps are bounded by the context length, so a table of all steps is far cheaper than sorting.
     horizon = int(max(after_ends.max(initial=0) + release_delay, after_shared.max(initial=0)))
     is_span_start = np.zeros(horizon + 1, np.bool_)
     is_span_start[after_ends] = True
@@ -103,7 +103,7 @@ def simulate_kv(loads: SequenceLoads, shared: SharedLoads, page_size: int, relea
     changes += np.bincount(span_from[shared.first_steps], shared.num_blocks, num_spans)
     changes -= np.bincount(span_from[after_shared], shared.num_blocks, num_spans)
     changes[0] += blocks_before_start.sum()
-    late = np.flatnonzero(starts)  # the others grow from t = 0 on, so that both counts are equal
+    late = np.flatnonzero(starts)  # the others grow from t = 0 on, so both counts are equal
     changes += np.bincount(first_spans[late], (blocks_at_0 - blocks_before_start)[late], num_spans)
     constant_blocks = changes.cumsum().astype(np.int64)
 
@@ -119,9 +119,9 @@ def simulate_kv(loads: SequenceLoads, shared: SharedLoads, page_size: int, relea
 
 
 def fits_together(base: UsageCurve, extra: UsageCurve, num_blocks: int) -> bool:
-    """Whether both together never use more than `num_blocks`, at any t >= 0.
+    """Whether both curves together stay within `num_blocks` at every t >= 0.
 
-    Between breakpoints of either neither falls, so the largest sum is at a breakpoint of one of them.
+    Neither curve falls between breakpoints, so the largest sum is at a breakpoint of one of them.
     """
     if base.peak + extra.peak <= num_blocks:
         return True
@@ -133,7 +133,7 @@ def fits_together(base: UsageCurve, extra: UsageCurve, num_blocks: int) -> bool:
 
 
 def _num_blocks(num_tokens: Int64Array, page_size: int) -> Int64Array:
-    """Blocks that so many tokens take, rounded up; fewer than none for fewer than none."""
+    """Blocks for `num_tokens` tokens, rounded up; negative for a negative number of tokens."""
     num_blocks: Int64Array = -(-num_tokens // page_size)
     return num_blocks
 
@@ -141,7 +141,7 @@ def _num_blocks(num_tokens: Int64Array, page_size: int) -> Int64Array:
 def _blocks_in_use(
     steps: Int64Array, spans: Int64Array, page_size: int, constant_blocks: Int64Array, num_growing: Int64Array
 ) -> Int64Array:
-    """Blocks at `steps`, each of which lies in the span beside it."""
+    """Blocks in use at `steps`; steps[i] lies in span spans[i]."""
     num_pages = steps // page_size
     remainders = steps - num_pages * page_size
     blocks_taken: Int64Array = num_pages * num_growing[page_size, spans] + num_growing[remainders, spans]

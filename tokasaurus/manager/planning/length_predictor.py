@@ -1,12 +1,11 @@
-"""How many tokens a completion will have, learnt from the sequences that finished lately.
+"""Length predictor: how many tokens a completion will have, learned from recently finished sequences.
 
-Lengths count sampled tokens, from 1. A forecast is for a sequence that has come as far as it has: half of a long answer
-makes a short one impossible.
+Lengths count sampled tokens and are at least 1. A forecast is conditional on the tokens a sequence has sampled so far.
 
-Finished sequences alone would mislead: the first to finish are the shortest. So the running ones count as well, as
-sequences that have not ended yet, and every sequence counts only for the tokens it sampled within the window of steps
-that the remembered ends cover. This is the product-limit estimate of a survival function from data truncated on the
-left and censored on the right. Source: Kaplan and Meier, J. Amer. Statist. Assoc. 53 (1958), 457-481.
+Finished sequences alone would bias the estimate: the first to finish are the shortest. So running sequences count too,
+as sequences that have not ended yet, and every sequence counts only for the tokens it sampled within the window of
+steps that the remembered ends cover. This is the product-limit estimate of a survival function from data truncated on
+the left and censored on the right. Source: Kaplan and Meier, J. Amer. Statist. Assoc. 53 (1958), 457-481.
 """
 
 from dataclasses import dataclass
@@ -20,20 +19,20 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 CERTAIN_HAZARD = 32.0
-"""Hazard of a token with which every sequence known has ended. Of 80 trillion one goes on all the same: too few to
-matter in a sum, but a sequence that did go on can be compared with the others that did."""
+"""Hazard of a token at which every known sequence ended. It is finite: one in 80 trillion sequences continues, too few
+to matter in a sum, but lengths after this token can still be compared."""
 
 MOST_HAZARD = 128.0
-"""Cumulative hazard up to which lengths are told apart: past four certain ends, nothing is known."""
+"""Largest cumulative hazard at which lengths are told apart: after four certain ends, nothing is known."""
 
 HAZARD_RESOLUTION = 256
-"""Steps to a unit of cumulative hazard: lengths are right to a share of 1 / 256 of the sequences that got as far."""
+"""Table entries per unit of cumulative hazard: a length is off by at most 1 / 256 of the sequences that reach it."""
 
 UNKNOWN = np.iinfo(np.int32).max
 """Longer than any completion."""
 
 GOLDEN_RATIO = 0.6180339887498949
-"""The fractional parts of its multiples are spread evenly, any number of them that follow each other."""
+"""Fractional parts of its consecutive multiples are spread evenly, however many are taken."""
 
 ROUNDING_SLACK = 0.01
 """Tokens by which an expected length may exceed a whole number and still be rounded down to it."""
@@ -51,22 +50,22 @@ class CompletionLengths:
 
     @property
     def num_recorded(self) -> int:
-        """Ends recorded ever, those forgotten again included."""
+        """Ends ever recorded, including forgotten ones."""
         return self._num_recorded
 
     @property
     def window_start(self) -> int | None:
-        """The step after which every end is remembered; None while none has been forgotten."""
+        """The step after which every end is remembered; None while no end has been forgotten."""
         return self._window_start
 
     @property
     def num_tokens(self) -> Ints:
-        """Length of each completion remembered, in no particular order."""
+        """Length of each remembered completion, in tokens, in no particular order."""
         return self._num_tokens[: self._num_recorded]
 
     @property
     def stopped(self) -> NDArray[np.bool_]:
-        """Which of `num_tokens` ended by themselves."""
+        """Which of `num_tokens` ended by themselves instead of being cut off."""
         return self._stopped[: self._num_recorded]
 
     @property
@@ -75,14 +74,14 @@ class CompletionLengths:
         return self._steps[: self._num_recorded]
 
     def record(self, num_tokens: Ints, stopped: NDArray[np.bool_], step: int) -> None:
-        """Sequences that ended in `step`, which is never below that of an earlier call.
+        """Record sequences that ended in `step`; steps must not decrease between calls.
 
-        num_tokens: sampled by each, at least 1. stopped: ended by an eos or a stop string; False where something else
-        cut the sequence off, such as max_tokens.
+        num_tokens: tokens that each sampled, at least 1. stopped: whether it ended by itself, as at an eos or a stop
+        string; False if it was cut off, as by max_tokens.
         """
         size = len(self._steps)
         num_done = 0
-        while num_done < len(num_tokens):  # more than once only where the ring begins anew
+        while num_done < len(num_tokens):  # more than once only when the ring buffer wraps
             start = self._num_recorded % size
             count = min(len(num_tokens) - num_done, size - start)
             end = start + count
@@ -97,74 +96,73 @@ class CompletionLengths:
 
 class Forecast(Protocol):
     def expected(self, num_generated: Ints, max_new_tokens: Ints, ranks: Ints) -> Ints:
-        """Tokens [N] that each of N completions is expected to have in the end, a safety margin included.
+        """Expected final length of each completion, [N] tokens, including a safety margin.
 
-        num_generated: tokens [N] that each has already. The result is above it and at most max_new_tokens.
-        ranks: a number [N] of each sequence, of numbers that follow each other; the same in every call.
+        num_generated: [N] tokens that each has already. The result is greater and at most max_new_tokens.
+        ranks: [N] a number of each sequence, the same in every call; sequences are numbered consecutively.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ShareForecast:
-    """Every completion uses the same share of its max_new_tokens; one that is past it, all of them."""
+    """Every completion is expected to use the same share of its max_new_tokens, or all of it once past that share."""
 
     share: float
 
     def expected(self, num_generated: Ints, max_new_tokens: Ints, ranks: Ints) -> Ints:
-        """As Forecast says."""
-        del ranks  # all are alike
+        """See Forecast."""
+        del ranks  # the same share for all
         num_tokens = np.ceil(max_new_tokens * self.share - ROUNDING_SLACK).astype(np.int64)
         return np.where(num_tokens > num_generated, num_tokens, max_new_tokens)
 
 
 @dataclass(frozen=True)
 class SurvivalForecast:
-    """Lengths as they are distributed among sequences that have come as far. Made by `fit_forecast`.
+    """Length distribution of sequences that have sampled as many tokens. Made by `fit_forecast`.
 
-    If every sequence were expected to end at its mean, none would end for a long while, and then all at once: so the
-    lengths are spread over the distribution, by rank. Their mean is the expected one, and of many sequences as many end
-    in each step to come as will.
-
-    hazards: [K + 1], cumulative: -log of the share of completions with more than l tokens, for l from 0 to K, the
-    longest seen; at most MOST_HAZARD.
-    lengths: the least l that reaches the hazard (i + 1) / HAZARD_RESOLUTION, for each i up to the place of the last
-    hazard; UNKNOWN there, as none does.
-    margins: [K + 1], tokens added after l: the standard deviation of those left, times std_buffer_scale.
+    If every sequence were expected to end at the mean, none would end for a long time, and then all at once. So
+    expected lengths are spread over the distribution by rank: their mean is that mean, and among many sequences
+    the right number ends in each future step.
     """
 
     hazards: Floats
+    """[K + 1], cumulative hazard: -log of the share of completions with more than l tokens, for l = 0 to K, the longest
+    seen; at most MOST_HAZARD."""
     lengths: Ints
+    """Entry i: smallest l whose hazard reaches (i + 1) / HAZARD_RESOLUTION, up to the last hazard; the last entry is
+    UNKNOWN, since no length reaches it."""
     margins: Ints
+    """[K + 1], tokens to add after l tokens: the standard deviation of the remaining tokens times std_buffer_scale."""
 
     def expected(self, num_generated: Ints, max_new_tokens: Ints, ranks: Ints) -> Ints:
-        """As Forecast says. A sequence that is past all that was seen, or whose rank makes it outlast all that, is
-        expected to use max_new_tokens."""
+        """See Forecast. A sequence longer than any seen, or whose rank makes it outlast all of them, is expected to use
+        max_new_tokens."""
         start = np.minimum(num_generated, len(self.hazards) - 1)
-        # -log of the share of sequences that outlast one is the hazard that it lives through from here on.
+        # -log of the share of sequences that outlast a sequence is the hazard that it survives from here on.
         hazard = np.log(outlasting_shares(ranks))
         np.subtract(self.hazards.take(start), hazard, out=hazard)
         hazard *= HAZARD_RESOLUTION
-        places = np.minimum(hazard, len(self.lengths) - 1).astype(np.int64)
-        num_tokens: Ints = self.lengths.take(places)
+        indices = np.minimum(hazard, len(self.lengths) - 1).astype(np.int64)
+        num_tokens: Ints = self.lengths.take(indices)
         num_tokens += self.margins.take(start)
         return np.minimum(num_tokens, max_new_tokens)
 
 
 def outlasting_shares(ranks: Ints) -> Floats:
-    """What share of sequences is expected to outlast the one of each rank: above 0, at most 1, spread evenly over any
-    number of ranks that follow each other."""
-    engine = (ranks + 0.5) * GOLDEN_RATIO
-    shares: Floats = np.floor(engine)
-    shares -= engine
+    """Share of sequences expected to outlast the sequence of each rank: above 0, at most 1, spread evenly over any
+    number of consecutive ranks."""
+    multiples = (ranks + 0.5) * GOLDEN_RATIO
+    shares: Floats = np.floor(multiples)
+    shares -= multiples
     shares += 1
     return shares
 
 
 def prior_forecast(mean: float, std: float, std_buffer_scale: float) -> Forecast:
-    """What to expect before enough sequences have finished. `mean` and `std` are shares of max_new_tokens.
+    """The forecast before enough sequences have finished. `mean` and `std` are shares of max_new_tokens.
 
-    With mean 1 nothing is predicted: every completion is expected to be as long as it may.
+    With mean 1, every completion is expected to use all its tokens.
     """
     return ShareForecast(min(1.0, mean + std_buffer_scale * std))
 
@@ -172,19 +170,20 @@ def prior_forecast(mean: float, std: float, std_buffer_scale: float) -> Forecast
 def fit_forecast(
     lengths: CompletionLengths, running: Ints, step: int, num_buckets: int, std_buffer_scale: float
 ) -> SurvivalForecast:
-    """The forecast that `lengths` and the sequences that now run lead to.
+    """Fit a forecast to finished sequences and to the sequences running now.
 
-    running: tokens sampled so far by each of them. step: the newest whose results are in `lengths` and `running`.
-    num_buckets: the lengths seen are cut into at most so many classes of equal width, and the probability to end with
-    the next token is the same throughout a class: ends per token sampled. In a class where no token was seen it is 0: a
-    sequence that gets there is expected to go on.
+    running: tokens that each running sequence has sampled. step: newest step whose results are in `lengths` and
+    `running`.
+    num_buckets: most classes of equal width into which lengths are divided. The probability to end at the next token is
+    constant within a class: ends per sampled token. It is 0 in a class in which no token was sampled: a sequence that
+    gets there is expected to continue.
 
-    A sequence is taken to have sampled one token per step; where it waited in between, a little less of it is counted
-    than could be.
+    Each sequence is assumed to sample one token per step; if it waited in between, slightly fewer of its tokens count
+    than could.
     """
     ended, stopped = lengths.num_tokens, lengths.stopped
     now = np.concatenate((ended, running))
-    before = np.zeros_like(now)  # tokens that a sequence had when the window began
+    before = np.zeros_like(now)  # tokens that each sequence had when the window began
     if lengths.window_start is not None:
         ended_steps = lengths.steps
         before[: len(ended)] = ended - (ended_steps - lengths.window_start)
@@ -210,17 +209,18 @@ def fit_forecast(
 
 
 def _forecast_from(hazard: Floats, std_buffer_scale: float) -> SurvivalForecast:
-    """hazard[l]: -log of the share that have more than l + 1 tokens, of the completions of more than l."""
+    """hazard[l]: -log of the share of completions with more than l + 1 tokens among those with more than l."""
     hazards = np.zeros(len(hazard) + 1)
     np.cumsum(hazard, out=hazards[1:])
     np.minimum(hazards, MOST_HAZARD, out=hazards)
-    # As hazards never fall, the least l that reaches one is the number of those below it.
+    # Hazards never fall, so the smallest l that reaches a value is the number of hazards below it.
     lengths = np.bincount((hazards * HAZARD_RESOLUTION).astype(np.int64)).cumsum()
     lengths[-1] = UNKNOWN
 
-    # Of those that go on after token l, a share survival[l + k] / survival[l] samples token l + k + 1. So these shares
-    # for k from 0 sum up to the mean, and with the weights 2 k + 1 = (k + 1)^2 - k^2 to the mean square. Sums run from
-    # the longest to the shortest: each is then as exact as the survival that it is divided by, however small that is.
+    # Of the sequences that continue after token l, a share survival[l + k] / survival[l] samples token l + k + 1. So
+    # the sum of these shares over k >= 0 is the mean, and with weights 2 k + 1 = (k + 1)^2 - k^2 it is the mean square.
+    # Sums run from the longest length to the shortest: each is then as exact as the survival it is divided by, however
+    # small that is.
     survival = np.exp(-hazards)
     mean = np.zeros(len(survival))
     np.cumsum(survival[-2::-1], out=mean[-2::-1])

@@ -1,6 +1,7 @@
-"""In which step each prompt will be done, when decoding sequences come first and prompts share what is left."""
+"""Prefill forecast: the step in which each prefill finishes, given that decoding sequences come first in every step and
+prompts share the remaining tokens."""
 
-# U changes in the number of decoding sequences, K prompts in the order in which they are served
+# U changes in the number of decoding sequences, K prompts in the order of service
 
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
@@ -20,15 +21,16 @@ class DecodeCounts:
     """How many sequences decode in each future step; step 1 is the next one."""
 
     steps: Int64Array
-    """[U] sorted and unique, >= 1: the steps in which another number of sequences decodes than in the step before."""
+    """[U] sorted and unique, >= 1: steps whose number of decoding sequences differs from the step before."""
     counts: Int64Array
-    """[U] sequences that decode in each step from `steps` on, up to the next of `steps`; none before the first."""
+    """[U] decoding sequences in each step from steps[i] to before steps[i + 1]; 0 before the first."""
 
 
 def count_decoding(loads: SequenceLoads) -> DecodeCounts:
-    """Sequences of `loads` that decode in each step: each does so in steps start_steps + 1 to start_steps + num_steps.
+    """Number of sequences in `loads` that decode in each step; each does so in steps start_steps + 1 to start_steps +
+    num_steps.
 
-    Built once and reused for every forecast of the same turn.
+    Built once and reused for every forecast of the same Engine.step.
     """
     ends = loads.start_steps + loads.num_steps
     size = int(ends.max(initial=0)) + 1
@@ -39,58 +41,59 @@ def count_decoding(loads: SequenceLoads) -> DecodeCounts:
 
 @dataclass(frozen=True, slots=True)
 class PrefillForecast:
-    """When prompts will be done, and the state of things after that, from which `extend` goes on."""
+    """When each prefill finishes, and the state after the last one, from which `extend` continues."""
 
     start_steps: Int64Array
-    """[K] the step in which the prompt's last chunk goes out: it decodes from the step after that on."""
-    _steps_to_come: "_StepsToCome"
+    """[K] the step that computes the last prompt tokens; the sequence decodes from the next step on."""
+    _future_steps: "_FutureSteps"
 
     def extend(self, num_left: Int64Array, decode_steps: Int64Array) -> "PrefillForecast":
-        """The forecast for further prompts, served after all earlier ones; its start_steps are theirs alone.
+        """Forecast further prompts, served after all earlier ones; the result's start_steps cover only the new prompts.
 
-        Costs what the new prompts take. This forecast stays as it is.
+        Cost depends on the new prompts only. Does not change this forecast.
         """
-        steps_to_come = self._steps_to_come.copy()
-        return PrefillForecast(steps_to_come.serve(num_left, decode_steps), steps_to_come)
+        future_steps = self._future_steps.copy()
+        return PrefillForecast(future_steps.serve(num_left, decode_steps), future_steps)
 
 
 def forecast_prefill(
     num_left: Int64Array, decode_steps: Int64Array, counts: DecodeCounts, max_tokens: int, prefill_rate: int | None
 ) -> PrefillForecast:
-    """The step in which each of K prompts is done, event by event: a prompt done, or another number decoding.
+    """Find the step in which each of K prefills finishes.
 
-    num_left: [K] prompt tokens still to compute, >= 1. decode_steps: [K] steps that the sequence decodes afterwards;
-    meanwhile it takes a token of each step from the prompts behind it. counts: sequences that decode already.
-    max_tokens: of a step, >= 1; prompts get what decoding leaves, at most `prefill_rate` (>= 1) where that is given,
-    first come first served, and several may share a step.
+    The forecast goes from event to event: a prefill finishes, or the number of decoding sequences changes.
+    num_left: [K] prompt tokens still to compute, >= 1. decode_steps: [K] steps that each sequence decodes after its
+    prefill; each of them leaves one token less for the prompts behind it. counts: sequences that decode already.
+    max_tokens: most tokens per step, >= 1. Prompts get the tokens that decoding leaves, at most `prefill_rate` (>= 1)
+    unless it is None, first come first served; several prompts may share a step.
     """
     max_prefill = max_tokens if prefill_rate is None else prefill_rate
-    steps_to_come = _StepsToCome(counts, max_tokens, max_prefill)
-    return PrefillForecast(steps_to_come.serve(num_left, decode_steps), steps_to_come)
+    future_steps = _FutureSteps(counts, max_tokens, max_prefill)
+    return PrefillForecast(future_steps.serve(num_left, decode_steps), future_steps)
 
 
 @dataclass(slots=True)
-class _StepsToCome:
-    """The run of steps up to the one in which the last prompt so far is done."""
+class _FutureSteps:
+    """The future steps up to the one in which the last prefill so far finishes."""
 
     counts: DecodeCounts
     max_tokens: int
     max_prefill: int
     step: int = 0
     capacity: int = 0
-    """Prompt tokens that fit into the steps up to `step`."""
+    """Prompt tokens that fit into the steps up to and including `step`."""
     num_served: int = 0
-    """Tokens of all prompts so far: at most `capacity`, for their last step may have some left."""
+    """Tokens of all prompts so far; at most `capacity`, since the last step may have unused tokens."""
     num_changes: int = 0
-    """Entries of `counts` that `step` has reached."""
+    """Entries of `counts` that have taken effect by `step`."""
     leave_steps: list[int] = field(default_factory=list)
-    """A heap: of the prompts done, each one that decodes after `step`, and the last step in which it does."""
+    """A heap: the last decode step of each sequence whose prefill has finished and that decodes after `step`."""
 
-    def copy(self) -> "_StepsToCome":
+    def copy(self) -> "_FutureSteps":
         return replace(self, leave_steps=self.leave_steps.copy())
 
     def serve(self, num_left: Int64Array, decode_steps: Int64Array) -> Int64Array:
-        """Go on until these prompts are done too; [K] the steps in which they are."""
+        """Advance until the prefills of these prompts have finished; [K] the steps in which they do."""
         goals: list[int] = (num_left.cumsum() + self.num_served).tolist()
         num_steps: list[int] = decode_steps.tolist()
         done_steps: list[int] = []
@@ -101,12 +104,12 @@ class _StepsToCome:
             done_steps += [self.step] * (num_done - len(done_steps))
             if num_done == len(goals):
                 break
-            self._pass_steps(goals[num_done])
+            self._advance(goals[num_done])
         self.num_served = goals[-1] if goals else self.num_served
         return np.array(done_steps, np.int64)
 
-    def _pass_steps(self, goal: int) -> None:
-        """Take the next step, and those after it in which as many decode, until the capacity reaches `goal`."""
+    def _advance(self, goal: int) -> None:
+        """Advance by one or more steps with the same number of decoding sequences, until `capacity` reaches `goal`."""
         first = self.step + 1
         while self.leave_steps and self.leave_steps[0] < first:
             heappop(self.leave_steps)
@@ -121,8 +124,8 @@ class _StepsToCome:
             last = min(last, int(steps[self.num_changes]) - 1)
 
         num_tokens = min(self.max_prefill, self.max_tokens - num_decoding)
-        if num_tokens <= 0:  # all of them decode: nothing changes before one has left
-            assert last < inf, "a step without a decoding sequence has tokens for prompts"
+        if num_tokens <= 0:  # decoding takes all tokens: nothing changes until a sequence ends
+            assert last < inf, "a step without decoding sequences has tokens for prompts"
             self.step = int(last)
             return
         num_wanted = -((self.capacity - goal) // num_tokens)

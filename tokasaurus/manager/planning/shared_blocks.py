@@ -1,6 +1,6 @@
-"""Which blocks of the prefix tree several sequences hold, and until when."""
+"""Which blocks of the prefix tree several sequences use, and until when."""
 
-# N sequences, T nodes of the tree's arrays, M nodes that several sequences share
+# N sequences, T node indices, M nodes that several sequences use
 
 from dataclasses import dataclass
 
@@ -15,26 +15,27 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SharedBlocks:
-    """What running sequences share, as `find_shared_blocks` found it."""
+    """Blocks that running sequences share; the result of `find_shared_blocks`."""
 
     num_shared_blocks: Int64Array
-    """[N] per sequence, the blocks from the root on that another sequence holds too."""
+    """[N] leading blocks of each sequence that another sequence uses too."""
     last_steps: Int64Array
-    """[T] the largest end step of the sequences that hold the node; -1 for the root and for nodes that none holds."""
+    """[T] largest end step of the sequences that use the node; -1 for the root and for unused nodes."""
     nodes: Int64Array
-    """[M] indices of the nodes that at least two sequences hold, without the root; sorted."""
+    """[M] indices of the nodes that at least two sequences use, without the root; sorted."""
     loads: SharedLoads
-    """Of `nodes`, in their order: the blocks of each, in use from now until its last step."""
+    """The blocks of each of `nodes`, in the same order, in use from now until its last step."""
 
 
 def deepest_shared_nodes(
     node_of_sequence: NDArray[np.integer], parents: Int32Array, num_sequences: Int32Array
 ) -> Int32Array:
-    """[N] the deepest node on the path of each sequence that another sequence holds too; the root, where none does.
+    """[N] deepest node on the path of each sequence that another sequence uses too; the root if there is none.
 
-    Arguments as for find_shared_blocks. The climb doubles its stride, so that a deep tree takes few rounds.
+    Arguments as for find_shared_blocks. Each round doubles the number of levels climbed, so a deep tree takes few
+    rounds.
     """
-    assert num_sequences[0] >= 2, "climbing ends at the root only where that counts as shared"
+    assert num_sequences[0] >= 2, "the root must count as shared, or the climb does not end"
     toward_shared = np.where(num_sequences < 2, parents, np.arange(len(parents), dtype=parents.dtype))
     deepest: Int32Array = toward_shared[node_of_sequence]
     while num_sequences[deepest].min(initial=2) < 2:
@@ -50,20 +51,21 @@ def find_shared_blocks(
     end_blocks: Int32Array,
     num_sequences: Int32Array,
 ) -> SharedBlocks:
-    """What N sequences, among them all that hold any node of a prefix tree, share of it.
+    """Find the blocks that N sequences share in a prefix tree. They must include all sequences that use any node.
 
-    node_of_sequence: [N] the deepest node that a sequence holds. end_steps: [N] the last t at which it does, >= 0.
-    parents, end_blocks, num_sequences: [T] the tree by node index, 0 being the root and its own parent: blocks from
-    the root to the node's end (0 at the root), and sequences that hold it (at the root at least 2; 0 at free indices).
+    node_of_sequence: [N] deepest node that each sequence uses. end_steps: [N] last t at which it does, >= 0.
+    The tree is given by node index; index 0 is the root, its own parent. parents: [T]. end_blocks: [T] blocks from the
+    root to the node's end, 0 at the root. num_sequences: [T] sequences that use the node, at least 2 at the root, 0 at
+    free indices.
 
-    The climb doubles its stride, so that a deep tree takes few rounds.
+    Each round doubles the number of levels climbed, so a deep tree takes few rounds.
     """
     deepest = deepest_shared_nodes(node_of_sequence, parents, num_sequences)
     num_shared_blocks = end_blocks[deepest].astype(np.int64)
 
     last_steps = np.full(len(parents), -1, np.int64)
     np.maximum.at(last_steps, node_of_sequence, end_steps)
-    # Each round hands every node the last steps of what hangs below it at up to twice the depth of the round before.
+    # After each round a node has the last steps of descendants twice as many levels below as after the round before.
     climbing = np.flatnonzero(num_sequences > 0)
     ancestors = parents
     while True:

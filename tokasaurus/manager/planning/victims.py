@@ -1,4 +1,4 @@
-"""Whom to preempt when blocks run out."""
+"""Which sequences to preempt when blocks run out."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,13 +7,14 @@ from numpy.typing import NDArray
 def choose_victims(
     num_lost: NDArray[np.int64], num_freed: NDArray[np.int64], admitted_at: NDArray[np.int64], num_short: int
 ) -> NDArray[np.int64]:
-    """Which of N sequences to preempt so that `num_short` blocks come free: places in the arrays, the newest first.
+    """Which of N sequences to preempt to free `num_short` blocks: indices into the arrays, newest sequence first.
 
-    num_lost: [N], tokens that each would have to compute again. num_freed: [N], blocks that it alone holds, and the one
-    that it would take in the next step. admitted_at: [N], order of admission.
+    num_lost: [N] tokens that each would have to recompute. num_freed: [N] blocks that it alone uses, plus the block
+    that it would allocate in the next step. admitted_at: [N] order of admission.
 
-    Those that lose least go first, of equal ones the newest. So the one that is furthest goes last: it will end,
-    however short of blocks the others are. All of them, where all do not suffice.
+    Sequences that lose the fewest tokens are preempted first, the newest first among equals. So the most advanced
+    sequence is preempted last, and will finish however short of blocks the others are. If all sequences do not free
+    enough, all that free any are preempted.
     """
     order = np.lexsort((-admitted_at, num_lost))
     order = order[num_freed[order] > 0]

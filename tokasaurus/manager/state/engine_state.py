@@ -23,82 +23,89 @@ from tokasaurus.text.stop_strings import StopTokens
 
 @dataclass(frozen=True, slots=True)
 class LengthPredictorOptions:
-    """How completion lengths are predicted; the flags `early_stopping_*` and `spec_allocation_*` of the same names.
-
-    learns: from sequences that end; otherwise the prior stays.
-    """
+    """How completion lengths are predicted: the flags `early_stopping_*` and `spec_allocation_*` of the same names."""
 
     learns: bool = True
+    """Learn from finished sequences; False keeps the prior."""
     buffer_size: int = 2048
+    """Newest finished sequences that the predictor remembers."""
     num_prediction_buckets: int = 1024
+    """Most length classes that the predictor tells apart."""
     initial_wait: int = 16
+    """Finished sequences before the first forecast is fitted to them."""
     init_mean: float | None = None
+    """Until then, the expected mean share of max_new_tokens that a completion uses; None: all of it."""
     init_std: float | None = None
+    """Standard deviation of the share `init_mean`; None: 0."""
     std_buffer_scale: float = 0.25
+    """Standard deviations added to each predicted length."""
 
 
 @dataclass(frozen=True, slots=True)
 class HydragenOptions:
-    """Which shared prefixes are attended to in groups: those of so many sequences and blocks at least."""
+    """Which shared prefixes are attended to in prefix groups."""
 
     min_group_size: int
+    """Fewest sequences in a group."""
     min_blocks: int
+    """Fewest blocks in the shared prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What stays fixed while the manager runs.
-
-    max_steps_ahead: steps that may be with the worker at once.
-    eos_ids: the model's.
-    decode_text: token ids -> text without special tokens, for stop strings. special_ids: those tokens.
-    min_lookback_tokens: fewest trailing tokens that are read for a stop string.
-    stop_tokens: which tokens may end a stop string; None: all.
-    prefill_multiple: what a step's prefill tokens are rounded up to where prefill is not greedy; None where it is.
-    onboard_batch_size: most sequences admitted by one simulation; None admits by worst cases alone, without simulating.
-    early_stopping: None where every sequence is expected to use all its tokens.
-    target_utilization: share of the KV pool that the expected lengths may fill.
-    hydragen: None where every sequence attends alone.
-    deferred_tasks: "always", "deferred", or None: put off while the worker's queue runs low.
-    """
+    """What stays fixed while the manager runs."""
 
     limits: EngineLimits
     max_tokens_per_forward: int
     max_seqs_per_forward: int
     max_steps_ahead: int
+    """Most steps in flight at once."""
     eos_ids: frozenset[int]
+    """The model's eos token ids."""
     decode_text: Callable[[TokenIds[int]], str]
+    """Token ids -> text without special tokens; used to find stop strings."""
     special_ids: frozenset[int]
+    """The special tokens that `decode_text` leaves out."""
     min_lookback_tokens: int
+    """Fewest trailing tokens that are decoded when looking for a stop string."""
     stop_tokens: StopTokens | None = None
+    """Which tokens may end a stop string; None: any token may."""
     prefill_multiple: int | None = None
+    """A step's prefill tokens are rounded up to a multiple of this; None: prefill is greedy."""
     onboard_batch_size: int | None = 128
+    """Most sequences admitted by one KV simulation; None: no simulation, admission assumes maximum lengths."""
     early_stopping: LengthPredictorOptions | None = LengthPredictorOptions()
+    """None: every sequence is expected to use all its tokens."""
     target_utilization: float = 1.0
+    """Share of the KV blocks that the expected lengths may fill."""
     hydragen: HydragenOptions | None = None
+    """None: no prefix groups, every sequence attends alone."""
     deferred_tasks: str | None = None
+    """When deferred tasks run. "always": at once; "deferred": as late as allowed; None: not while the worker's queue
+    is short."""
 
     @property
     def num_slots(self) -> int:
-        """Sequences that run at once: each that decodes needs a row and a token in every step."""
+        """Most sequences running at once: each decoding sequence needs a row and a token in every step."""
         return min(self.max_seqs_per_forward, self.max_tokens_per_forward)
 
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step whose results are not back. `sampled`: int64, the slots that sample in it, in the order of the rows.
-    `scored`: the tokens of prompts that it scores, likewise."""
+    """A step whose results have not arrived."""
 
     step_id: int
     sampled: NDArray[np.int64]
+    """Slots that sample in this step, in row order."""
     num_rows: int
     num_prefill_tokens: int
     scored: list[ScoredChunk]
+    """Prompt tokens whose logprobs this step computes, in row order."""
 
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since start, as EngineStats explains them."""
+    """Counts since start; EngineStats explains each."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -110,32 +117,7 @@ class Totals:
 
 @dataclass(slots=True)
 class EngineState:
-    """sequences: by slot, None where no sequence runs.
-
-    unfinished: the sequences of each request that still run or wait, for cancellation.
-    deltas: what the server has not heard of: sequences that have ended, and new tokens of those that are streamed.
-    slots_to_close: slots that have lost their sequence since the last step was sent. They are in `free_slots` already:
-    the next step's message carries their closing, and the worker closes before it opens.
-    step_seconds: moving average of what the worker needs for a step; None before the first result.
-    last_result_id: the newest step whose results are back; -1 before the first.
-    num_with_stops: running sequences that have stop strings. has_uncounted: results of theirs have not been looked at,
-    so are not counted.
-    num_with_stop_tokens: running sequences that have stop token ids.
-    grammars: None where the tokenizer cannot be used with any. num_with_grammars: running sequences that have one.
-    streaming: running sequences whose tokens are sent as they come.
-    starts_are_stale: a prompt left that others may have relied on, and where they begin has to be found again.
-    slot_of_node: the slot that last opened with a node of the prefix tree, by the node's index.
-    prefill_rate: most prefill tokens of a step, as the last admission simulated it; None: as many as fit.
-    groups_are_old: who decodes has changed since the sequences were grouped. groups_are_new: no step has had the groups
-    yet. group_num_blocks: [groups + 1], blocks of the prefix that a group shares, by the numbers in SlotArrays.groups.
-    onboard_batch: how many sequences the next simulation tries to admit first.
-    lengths: completions that ended; None where nothing is predicted. ended: those that `lengths` does not have yet,
-    with their lengths and whether they ended by themselves.
-    forecast: of completion lengths; None while every sequence is expected to use all its tokens.
-    num_ends_in_forecast: how many ends were known when it was made.
-    block_logprobs: float32 [num_blocks + 1, page_size], where a token's log-probability is kept until its sequence
-    ends; None until one is asked for. last_logprobs: the newest of each slot.
-    """
+    """All mutable state of one engine."""
 
     options: EngineOptions
     slots: SlotArrays
@@ -143,39 +125,66 @@ class EngineState:
     blocks: BlockAllocator
     free_slots: list[int]
     sequences: list[Sequence | None]
+    """By slot; None where no sequence runs."""
     onboard_batch: int
+    """Sequences that the next KV simulation tries to admit first."""
     lengths: CompletionLengths | None
+    """Lengths of finished completions; None: lengths are not learned."""
     forecast: Forecast | None
+    """Forecast of completion lengths; None while every sequence is expected to use all its tokens."""
     last_logprobs: NDArray[np.float32]
+    """The newest token's logprob of each slot."""
     block_logprobs: NDArray[np.float32] | None = None
+    """[num_blocks + 1, page_size], each sampled token's logprob until its sequence ends; None until first requested."""
     unfinished: dict[str, dict[Sequence, None]] = field(default_factory=dict)
+    """Each request's running and waiting sequences, for cancellation."""
     deltas: list[SequenceDelta] = field(default_factory=list)
+    """Not yet sent to the server: finished sequences, and new tokens of streamed ones."""
     slots_to_close: list[int] = field(default_factory=list)
+    """Slots that lost their sequence since the last step was sent. They are already in `free_slots`: the next step's
+    message closes them, and the worker closes slots before it opens any."""
     steps_in_flight: deque[StepInFlight] = field(default_factory=deque)
     next_step_id: int = 0
     last_result_id: int = -1
+    """The newest step whose results have arrived; -1 before the first."""
     step_seconds: float | None = None
+    """Moving average of the worker's time per step; None before the first result."""
     num_admissions: int = 0
     num_with_stops: int = 0
+    """Running sequences with stop strings."""
     has_uncounted: bool = False
+    """Some tokens of sequences with stop strings are not checked for them yet, and so not counted as generated."""
     num_with_stop_tokens: int = 0
+    """Running sequences with stop token ids."""
     grammars: Grammars | None = None
+    """None if grammars do not support the tokenizer."""
     num_with_grammars: int = 0
+    """Running sequences with a grammar."""
     streaming: dict[Sequence, None] = field(default_factory=dict)
+    """Running sequences whose tokens are sent as they arrive."""
     starts_are_stale: bool = False
+    """A sequence left during prefill: others may have relied on its blocks, so their first positions must be found
+    again."""
     slot_of_node: dict[int, int] = field(default_factory=dict)
+    """By index of a prefix tree node: the slot that opened last with this node on its path."""
     prefill_rate: int | None = None
+    """Most prefill tokens per step, as assumed by the last admission; None: as many as fit."""
     groups_are_old: bool = False
+    """The set of decoding sequences has changed since they were grouped."""
     groups_are_new: bool = False
+    """No step has used the current prefix groups yet."""
     group_num_blocks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+    """[groups + 1], blocks in each group's shared prefix, indexed by the numbers in SlotArrays.groups."""
     ended: list[tuple[int, bool]] = field(default_factory=list)
+    """Finished sequences not in `lengths` yet: number of tokens, and whether it stopped before its limit."""
     num_ends_in_forecast: int = 0
+    """Recorded ends when `forecast` was fitted."""
     step_totals: StepTotals = field(default_factory=StepTotals)
     totals: Totals = field(default_factory=Totals)
 
     @property
     def num_running(self) -> int:
-        """Sequences that have a slot."""
+        """Sequences with a slot."""
         return self.options.num_slots - len(self.free_slots)
 
     def stats(self, manager_busy_fraction: float = 0.0, manager_cpu_seconds: float = 0.0) -> EngineStats:

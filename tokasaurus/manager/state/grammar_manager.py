@@ -1,4 +1,5 @@
-"""The grammars of one engine: which are compiled, who waits for one, and whose newest tokens are being read."""
+"""The grammars of one engine: which are compiled, which sequences wait for one, and whose newest tokens are being
+read by grammar matchers."""
 
 import multiprocessing
 import queue
@@ -13,15 +14,16 @@ from tokasaurus.text.grammars import GrammarError, GrammarVocabulary
 
 Job = Callable[[], None]
 Lane = Callable[[Job], None]
-"""Does one job after the other, some time later and elsewhere."""
+"""Accepts a job and runs it later, outside the calling thread; jobs run one at a time, in order."""
 
 MOST_COMPILED_GRAMMARS = 64
+"""Compiled grammars kept at once."""
 MOST_GRAMMAR_CHARS = 16 << 20
-"""Of all compiled_grammars that are kept."""
+"""Total characters of the compiled grammars kept."""
 
 
 class ThreadLane:
-    """A thread that does its jobs."""
+    """A lane whose jobs run in a thread of its own."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
@@ -35,8 +37,8 @@ class ThreadLane:
         self._jobs.put(job)
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the job at hand; the others are not done. A thread that is within llguidance when the process ends
-        may crash it."""
+        """Wait up to `timeout_s` for the running job and drop the others. If the process exits while a thread is inside
+        llguidance, it may crash."""
         self._is_closed = True
         self._jobs.put(lambda: None)
         self._thread.join(timeout_s)
@@ -47,12 +49,12 @@ class ThreadLane:
 
 
 class Grammars:
-    """Compiles grammars, and has the tokens of sequences read by their matchers, all in other threads.
+    """Compiles grammars and advances grammar matchers, all in other threads.
 
-    slow_lane: for compiling, which may take a second, and for reading where the grammar is slow. quick_lane: for other
-    reading. reader: readable when `take` has anything to give.
+    slow_lane: compiles grammars, which may take a second, and reads tokens of slow grammars. quick_lane: reads tokens
+    of all other grammars.
 
-    Whose token is being read is left alone until `take` gives it back.
+    While a sequence's token is being read, its grammar matcher must not be touched until `take` returns the sequence.
     """
 
     def __init__(
@@ -72,16 +74,17 @@ class Grammars:
         self._compiled: deque[tuple[str, CompiledGrammar | GrammarError]] = deque()
         self._read: deque[list[Sequence]] = deque()
         self.reader: Connection
+        """Readable when `take` has something to return."""
         self.reader, self._writer = multiprocessing.Pipe(duplex=False)
 
     def begin(self, sequences: list[Sequence]) -> bool:
-        """Give all sequences of a request their matchers. False where they have to wait for their grammar, until `take`
-        names them."""
+        """Create the grammar matchers of all sequences of a request. False if the grammar must be compiled first: then
+        `take` returns the sequences once it is."""
         grammar = sequences[0].request.grammar
         compiled_grammar = self._compiled_grammars.get(grammar)
         if compiled_grammar is not None and not compiled_grammar.is_spoilt:
             self._compiled_grammars.move_to_end(grammar)
-            self._give(compiled_grammar, sequences)
+            self._create_matchers(compiled_grammar, sequences)
             return True
         if grammar not in self._waiting:
             self._waiting[grammar] = []
@@ -90,7 +93,7 @@ class Grammars:
         return False
 
     def note(self, sequence: Sequence, token_id: int, wants_mask: bool) -> None:
-        """The newest token of a sequence is known. wants_mask: another may follow."""
+        """Queue the newest token of a sequence for `read`. wants_mask: another token may follow."""
         grammar_matcher = sequence.grammar_matcher
         assert grammar_matcher is not None
         grammar_matcher.token_ids.append(token_id)
@@ -98,8 +101,8 @@ class Grammars:
         (self._unread_slow if grammar_matcher.compiled_grammar.is_slow else self._unread).append(sequence)
 
     def read(self, most_seconds: float) -> None:
-        """Have the tokens read that have been noted. It seldom takes long, so it is waited for, but no longer than
-        that: then they take part in the next step."""
+        """Start reading the noted tokens. Wait up to `most_seconds` for quick grammars: reading is usually short, and
+        sequences that are ready in time take part in the next step."""
         if self._unread_slow:
             slow, self._unread_slow = self._unread_slow, []
             self._slow_lane(lambda: self._advance(slow))
@@ -110,18 +113,19 @@ class Grammars:
                 self.reader.poll(most_seconds)
 
     def close(self, timeout_s: float) -> None:
-        """End the threads; nothing is compiled or read any more."""
+        """End the threads; later jobs do not run. timeout_s: for each thread."""
         for lane in (self._slow_lane, self._quick_lane):
             if isinstance(lane, ThreadLane):
                 lane.close(timeout_s)
 
     @property
     def has_finished(self) -> bool:
+        """Whether `take` has something to return."""
         return bool(self._compiled) or bool(self._read)
 
     def take(self) -> tuple[list[tuple[Sequence, str]], list[Sequence]]:
-        """Sequences whose grammar has been waited for, with "" or why it cannot be had; and those whose newest tokens
-        have been read. All may have been cancelled meanwhile."""
+        """Sequences whose grammar has been compiled, each with "" or an error message; and sequences whose newest token
+        has been read. Any of them may have been cancelled in the meantime."""
         while self.reader.poll():
             self.reader.recv_bytes()
         begun: list[tuple[Sequence, str]] = []
@@ -129,8 +133,8 @@ class Grammars:
             grammar, result = self._compiled.popleft()
             sequences = self._waiting.pop(grammar)
             if isinstance(result, CompiledGrammar):
-                self._keep(result)
-                self._give(result, sequences)
+                self._cache(result)
+                self._create_matchers(result, sequences)
             error = "" if isinstance(result, CompiledGrammar) else str(result)
             begun += [(sequence, error) for sequence in sequences]
         read: list[Sequence] = []
@@ -138,12 +142,12 @@ class Grammars:
             read += self._read.popleft()
         return begun, read
 
-    def _give(self, compiled_grammar: CompiledGrammar, sequences: list[Sequence]) -> None:
+    def _create_matchers(self, compiled_grammar: CompiledGrammar, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             sequence.grammar_matcher = compiled_grammar.begin(sequence.request.ignore_eos)
 
-    def _keep(self, compiled_grammar: CompiledGrammar) -> None:
-        """The least recently used go where there are too many."""
+    def _cache(self, compiled_grammar: CompiledGrammar) -> None:
+        """Cache a compiled grammar, and drop the least recently used ones above the limits."""
         self._compiled_grammars[compiled_grammar.grammar] = compiled_grammar
         self._compiled_grammars.move_to_end(compiled_grammar.grammar)
         while (
@@ -158,7 +162,7 @@ class Grammars:
             result = self._threads.compile(grammar)
         except GrammarError as error:
             result = error
-        except BaseException as error:  # a panic of the library's derives from BaseException alone
+        except BaseException as error:  # a Rust panic derives from BaseException only
             result = GrammarError(f"the grammar cannot be compiled: {error}")
         self._compiled.append((grammar, result))
         self._writer.send_bytes(b"\0")
@@ -167,7 +171,7 @@ class Grammars:
         grammar_matchers = [sequence.grammar_matcher for sequence in sequences if sequence.grammar_matcher is not None]
         try:
             self._threads.advance(grammar_matchers)
-        except BaseException as error:  # as above
+        except BaseException as error:  # a Rust panic, as above
             for grammar_matcher in grammar_matchers:
                 grammar_matcher.error = f"the grammar cannot be followed: {error}"
         self._read.append(sequences)

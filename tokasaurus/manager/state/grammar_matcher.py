@@ -1,4 +1,5 @@
-"""How far sequences are in their grammars. What is here runs in threads of its own, mostly without the GIL."""
+"""Grammar matchers: each tracks one sequence's position in its grammar. They run in separate threads, mostly without
+the GIL."""
 
 import os
 import random
@@ -15,83 +16,85 @@ from numpy.typing import NDArray
 from tokasaurus.text.grammars import GrammarError, GrammarVocabulary, make_matcher, one_line
 
 MIN_TOKENS_BETWEEN_REBUILDS = 64
+"""A matcher that reaches its limit again within fewer tokens fails."""
 
 NUM_TRIED_TOKENS = 8
+"""Random tokens read to time a grammar."""
 SLOW_SECONDS = 150e-6
-"""For one token. Most take a tenth of that, and a third of it alone, for the sake of a thread; repetitions that are
-counted take a quarter to a half of a millisecond."""
+"""Time per token above which a grammar is slow. Most grammars take a tenth of it, or a third when one matcher runs
+alone, because of the thread; counted repetitions take 0.25 to 0.5 ms."""
 
 STACK_BYTES = 16 << 20
-"""Of the threads in which llguidance runs: many times what the server allows a grammar when it checks it. To run out of
-it would be the end of the process."""
+"""Stack size of llguidance's threads: many times what the server allows when it validates a grammar, because a stack
+overflow ends the process."""
 
 
 @dataclass(slots=True, eq=False)
 class CompiledGrammar:
-    """A grammar at the beginning of a text. mask: uint32 [words], the tokens that may be the first; inner_mask: without
-    eos where there are others.
-
-    is_slow: reading a token takes long, so that others do not wait for it.
-    All matchers that are copied from one share the states that they find, and their number is limited; is_spoilt: they
-    have reached the limit.
-    """
+    """A compiled grammar at the beginning of a text."""
 
     grammar: str
     matcher: LLMatcher
     mask: NDArray[np.uint32]
+    """[words], the tokens that may come first."""
     inner_mask: NDArray[np.uint32]
+    """`mask` without eos, unless eos is the only allowed token."""
     is_slow: bool
+    """Reading a token takes more than SLOW_SECONDS, so other sequences do not wait for it."""
     is_spoilt: bool = False
+    """Its matchers have reached the limit on states: all copies of one matcher share the states they find."""
 
     def begin(self, avoids_eos: bool) -> "GrammarMatcher":
-        """For one sequence. A matcher takes up to 40 kilobytes, which thousands that wait do without."""
+        """A grammar matcher for one sequence. Its LLMatcher is created lazily: it takes up to 40 kB, and thousands of
+        sequences may wait."""
         return GrammarMatcher(self, avoids_eos, self.inner_mask if avoids_eos else self.mask)
 
 
 @dataclass(slots=True, eq=False)
 class GrammarMatcher:
-    """One sequence in its grammar.
-
-    avoids_eos: eos may come only where nothing else may.
-    mask: uint32 [words], the tokens that may come next; it stays until the next one is read, for that may be sampled
-    twice.
-    matcher: has read the tokens that are known; None before the first.
-    token_ids: int32, read so far. wants_mask: another token may follow the newest.
-    is_complete: nothing may follow. error: why it cannot go on; "" while it can.
-    rebuilt_at: how many tokens it had read when its matcher was last made anew.
-    """
+    """One sequence's position in its grammar."""
 
     compiled_grammar: CompiledGrammar
     avoids_eos: bool
+    """Allow eos only if nothing else is allowed."""
     mask: NDArray[np.uint32]
+    """[words], the tokens that may come next. Kept until the next token is read, since a token may be sampled twice."""
     matcher: LLMatcher | None = None
+    """Has read the known tokens; None before the first."""
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    """int32, the known tokens; the last may not have been read yet."""
     wants_mask: bool = True
+    """Another token may follow the newest."""
     is_complete: bool = False
+    """No token may follow."""
     error: str = ""
+    """Why the sequence cannot continue; "" while it can."""
     rebuilt_at: int | None = None
+    """Length of `token_ids` when the matcher was last rebuilt."""
 
     @property
     def its_matcher(self) -> LLMatcher:
-        """Made when first needed."""
+        """The matcher, created on first use."""
         if self.matcher is None:
             self.matcher = self.compiled_grammar.matcher.deep_copy()
         return self.matcher
 
 
 class MatcherThreads:
-    """Reads tokens and finds masks, many at a time, on up to `num_threads` cores. Safe to use from several threads, for
-    different sequences."""
+    """Reads tokens and computes masks in batches, on up to `num_threads` threads.
+
+    Safe to call from several threads for different sequences.
+    """
 
     def __init__(self, vocabulary: GrammarVocabulary, num_threads: int) -> None:
         self._vocabulary = vocabulary
-        os.environ["RUST_MIN_STACK"] = str(STACK_BYTES)  # the executor's own
+        os.environ["RUST_MIN_STACK"] = str(STACK_BYTES)  # for the executor's threads
         self._executor = LLExecutor(num_threads)
-        # Is in error, and reads nothing.
+        # Always in error, so it reads nothing.
         self._idle = LLMatcher(vocabulary.tokenizer, "", log_level=0)
 
     def compile(self, grammar: str) -> CompiledGrammar:
-        """Raises GrammarError."""
+        """Compile a grammar and time it. Raises GrammarError."""
         matcher = make_matcher(self._vocabulary, grammar)
         (mask,) = self._masks([matcher])
         if matcher.is_error():
@@ -102,8 +105,8 @@ class MatcherThreads:
         return CompiledGrammar(grammar, matcher, mask, self._without_eos(mask), is_slow=seconds > SLOW_SECONDS)
 
     def advance(self, grammar_matchers: Sequence[GrammarMatcher]) -> None:
-        """Each reads its newest token, the last of token_ids, and has the mask for the next one afterwards, unless it
-        is complete, or has an error, or wants none."""
+        """Each matcher reads its newest token, the last of `token_ids`, and then has the mask for the next one, unless
+        it is complete, has an error or wants no mask."""
         self._read(
             [(grammar_matcher.its_matcher, grammar_matcher.token_ids[-1]) for grammar_matcher in grammar_matchers]
         )
@@ -113,7 +116,7 @@ class MatcherThreads:
             self._rebuild(grammar_matcher)
 
     def _try(self, matcher: LLMatcher, mask: NDArray[np.uint32]) -> float:
-        """Seconds for a token of a random text, in the middle of some; 0 where no text is so long."""
+        """Median seconds per token of a random text; 0 if only eos may come first, or the first token ends the text."""
         rng, matcher, seconds = random.Random(0), matcher.deep_copy(), []
         for _ in range(NUM_TRIED_TOKENS):
             bits = np.unpackbits((mask & ~self._vocabulary.eos_bits).view(np.uint8), bitorder="little")
@@ -129,11 +132,11 @@ class MatcherThreads:
         return statistics.median(seconds) if seconds else 0.0
 
     def _read(self, pairs: list[tuple[LLMatcher, int]]) -> None:
-        # With a single matcher the executor would keep the GIL.
+        # With a single matcher the executor keeps the GIL, so a second one is added.
         self._executor.consume_token_par([*pairs, (self._idle.deep_copy(), 0)] if len(pairs) == 1 else pairs)
 
     def _masks(self, matchers: Sequence[LLMatcher]) -> NDArray[np.uint32]:
-        """[N, words]."""
+        """Masks of N matchers, [N, words]."""
         num_words = self._vocabulary.num_words
         masks = np.zeros((len(matchers), num_words), np.uint32)
         pairs = list(zip(matchers, range(len(matchers)), strict=True))
@@ -141,7 +144,7 @@ class MatcherThreads:
         return masks
 
     def _find_masks(self, grammar_matchers: Sequence[GrammarMatcher]) -> None:
-        # A matcher in error is stopped as well.
+        # A matcher in error counts as stopped.
         live = [
             grammar_matcher
             for grammar_matcher in grammar_matchers
@@ -152,15 +155,16 @@ class MatcherThreads:
             for grammar_matcher, mask in zip(live, masks, strict=True):
                 if not mask.any():
                     grammar_matcher.error = "no token can follow in the grammar"
-                # A copy, or the masks of all stay as long as one of them.
+                # A copy: a view would keep the masks of the whole batch alive.
                 grammar_matcher.mask = self._without_eos(mask) if grammar_matcher.avoids_eos else mask.copy()
         for grammar_matcher in grammar_matchers:
             matcher = grammar_matcher.its_matcher
             grammar_matcher.is_complete = matcher.is_stopped() and not matcher.is_error()
 
     def _rebuild(self, grammar_matcher: GrammarMatcher) -> None:
-        """Begin with a new matcher, which shares no states: those of many sequences, over hours, reach the limit where
-        one alone is far from it. One that gets there by itself has an error."""
+        """Replace a matcher in error with a new one, which shares no states with others: over hours, the shared states
+        of many sequences reach the limit, while a single sequence stays far below it. A matcher that soon reaches the
+        limit by itself keeps its error."""
         error = one_line(grammar_matcher.its_matcher.get_error())
         grammar_matcher.compiled_grammar.is_spoilt = True
         num_before = grammar_matcher.rebuilt_at
@@ -170,8 +174,8 @@ class MatcherThreads:
         grammar_matcher.rebuilt_at = len(grammar_matcher.token_ids)
         try:
             grammar_matcher.matcher = matcher = make_matcher(self._vocabulary, grammar_matcher.compiled_grammar.grammar)
-        except GrammarError as again:
-            grammar_matcher.error = str(again)
+        except GrammarError as rebuild_error:
+            grammar_matcher.error = str(rebuild_error)
             return
         for token_id in grammar_matcher.token_ids:
             self._read([(matcher, token_id)])
@@ -180,6 +184,6 @@ class MatcherThreads:
             grammar_matcher.error = one_line(matcher.get_error())
 
     def _without_eos(self, mask: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """A copy, [words], that forbids the end where anything else may come."""
+        """A copy of `mask`, [words], without eos unless nothing else is allowed."""
         others = mask & ~self._vocabulary.eos_bits
         return others if others.any() else mask.copy()

@@ -1,4 +1,4 @@
-"""One sequence: what it was asked, what it holds while it runs, and what it keeps when it is preempted."""
+"""One sequence: its request, its slot and blocks while it runs, and the tokens it keeps across preemption."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,24 +14,27 @@ from tokasaurus.text.stop_strings import StopMatcher
 
 
 class Phase(Enum):
-    """Where a sequence is. DRAINING: every step it may need is sent, the last results are not back."""
+    """Stage of a sequence's life."""
 
     WAITING = 0
     PREFILL = 1
     DECODE = 2
     DRAINING = 3
+    """Every step it may need is sent; the last results have not arrived."""
     FINISHED = 4
 
 
 @dataclass(slots=True)
 class Prompt:
-    """What is prefilled before the next token is sampled: token_ids, int32 [P], and the same as bytes.
+    """Tokens to prefill before the next one is sampled.
 
-    One object serves all samples of a prompt, so that the same prompt is known without a comparison.
+    All samples of a request share one object, so equal prompts are recognised by identity.
     """
 
     token_ids: NDArray[np.int32]
+    """[P]"""
     token_bytes: bytes
+    """`token_ids` as bytes."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -43,69 +46,71 @@ def make_prompt(token_ids: NDArray[np.int32]) -> Prompt:
 
 @dataclass(slots=True)
 class TokenCounts:
-    """What became of tokens: of one sequence, or of all since start.
-
-    asked: prompt tokens, from when the sequence first starts; so asked = cached + computed where nobody was cancelled.
-    cached: of them, those that it read before it had computed them itself, when it first started or when it came back.
-    computed: of them, those that it computed, each once.
-    recomputed: of the prompt or sampled, those that it computed again: it had had their KV before it was preempted.
-    shared: of the prompt, the longest prefix that it attended to in a group. Counted when it leaves its slot, as are
-    those that decode steps compute again; in the totals it is counted at once.
-    """
+    """How tokens were processed, for one sequence or for all since start."""
 
     asked: int = 0
+    """Prompt tokens, counted when the sequence first starts; asked = cached + computed unless cancelled."""
     cached: int = 0
+    """Prompt tokens read from the cache before the sequence had computed them, at its first start or a later one."""
     computed: int = 0
+    """Prompt tokens that the sequence computed, each counted once."""
     recomputed: int = 0
+    """Prompt or sampled tokens computed again: their KV had been available before a preemption."""
     shared: int = 0
+    """Prompt tokens in the longest prefix attended to in a prefix group. A sequence's own count is updated when it
+    leaves its slot, as is its count of tokens recomputed by decode steps; `shared` in the totals is updated at once."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One of the completions that a request asks for. What changes with every step is in SlotArrays.
-
-    prompt: the request's prompt, and after a preemption the tokens sampled before it as well.
-    stop_matcher: finds its stop strings; None where it has none. stop_row: of StopTokens, for them.
-    kept_token_ids, kept_logprobs: sampled before its last preemption.
-    kept_top: of all that it has sampled; None where not asked.
-    slot: the worker's batch slot, 0 while waiting. is_open: the worker has been told; table_is_sent:
-    with all blocks of its prompt.
-    node: the deepest node of the prefix tree that it holds, None while waiting.
-    num_tree_blocks: the first blocks of its table that belong to the prefix tree; the others are its own.
-    num_cached_tokens: prompt tokens read from the cache when it first started; None before that.
-    num_kv_tokens_before: most tokens whose KV it had had when it left a slot.
-    num_streamed_tokens: sampled tokens that are in deltas already; 0 where it is not streamed.
-    scores_prompt: the tokens of its prompt are scored when it is prefilled: the request wants that, and it is the first
-    of its sequences. prompt_logprobs: what came of it, once known; then a later prefill scores nothing.
-    matching: where it is in its grammar; None where it has none, or waits for it.
-    """
+    """One sample of a request. State that changes with every step is in SlotArrays."""
 
     request: GenerateRequest
     index: int
+    """Which of the request's samples."""
     prompt: Prompt
+    """The request's prompt, followed by the tokens sampled before the last preemption."""
     salt: bytes
+    """Separates prefix caches: only prompts with the same salt share blocks."""
     stop_matcher: StopMatcher | None
+    """Finds its stop strings; None without any."""
     stop_row: int = 0
+    """Row of StopTokens.may_end for its stop strings."""
     phase: Phase = Phase.WAITING
     slot: int = 0
+    """Batch slot; 0 while waiting."""
     is_open: bool = False
+    """A step that opens the slot has been built."""
     table_is_sent: bool = False
+    """The worker has the blocks of its whole prompt."""
     node: PrefixNode | None = None
+    """Deepest prefix tree node that it uses; None while waiting."""
     num_tree_blocks: int = 0
+    """Leading blocks of its block table that belong to the prefix tree; the sequence owns the others."""
     num_cached_tokens: int | None = None
+    """Prompt tokens read from the cache when it first started; None before."""
     num_kv_tokens_before: int = 0
+    """Largest number of tokens with KV when it left a slot; 0 before that."""
     num_streamed_tokens: int = 0
+    """Sampled tokens already in deltas; 0 if it is not streamed."""
     counts: TokenCounts = field(default_factory=TokenCounts)
     kept_token_ids: list[int] = field(default_factory=list)
+    """Tokens sampled before its last preemption."""
     kept_logprobs: list[float] = field(default_factory=list)
+    """Logprobs of `kept_token_ids`, if requested."""
     kept_top: KeptTop | None = None
+    """Top-k logprobs of all its sampled tokens; None if not requested."""
     scores_prompt: bool = False
+    """Its prefill computes prompt logprobs: the request asks for them, this is its first sample, and they are not known
+    yet."""
     prompt_logprobs: PromptLogprobs | None = None
+    """Set once known, until a delta carries them."""
     grammar_matcher: GrammarMatcher | None = None
+    """None without a grammar, or until it is compiled."""
 
     @property
     def may_stop(self) -> bool:
-        """Whether it may end before it has max_new_tokens."""
+        """Whether it may end before max_new_tokens."""
         request = self.request
         if request.max_new_tokens == 0:
             return False
@@ -118,10 +123,10 @@ class Sequence:
 
     @property
     def max_sampled_tokens(self) -> int:
-        """The step that ends its prompt samples one even where none is wanted."""
+        """At least 1: the step that completes the prefill samples a token even if none is requested."""
         return max(1, self.request.max_new_tokens)
 
     @property
     def max_kv_tokens(self) -> int:
-        """KV tokens at its longest: the KV of the last token is never needed."""
+        """KV tokens at its maximum length: the KV of the last token is never needed."""
         return len(self.request.prompt_ids) + self.max_sampled_tokens - 1

@@ -1,4 +1,4 @@
-"""Waiting and prefilling sequences in their order, and the slots that decode."""
+"""The ordered queues of waiting and prefilling sequences, and the decoding slots."""
 
 from collections import OrderedDict, deque
 
@@ -9,16 +9,16 @@ from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.manager.state.slot_arrays import SlotArrays
 
 MOST_DROPPED = 64
-"""Cancelled sequences that may stay in the queue however few wait."""
+"""Cancelled sequences that may stay in the queue however few sequences wait."""
 
 
 class SequenceQueues:
-    """Which sequences wait, which prefill, which decode; those that drain are in none of the three.
+    """Which sequences wait, prefill and decode. Draining sequences are in none of the three.
 
-    prefilling is an ordered dict, because a cancelled sequence leaves from the middle, and because taking the first of
-    a plain dict again and again walks over all that were deleted before it. A cancelled sequence stays in `_waiting`
-    until it comes to the front, or until there are many. Those that wait for their grammar are counted, and are not in
-    it.
+    `prefilling` is an OrderedDict because cancelled sequences leave from the middle, and because taking the first key
+    of a plain dict repeatedly skips over all deleted entries each time. A cancelled sequence stays in `_waiting` until
+    it reaches the front or too many have been cancelled. Sequences that wait for their grammar count in `num_waiting`
+    but are not in `_waiting`.
     """
 
     def __init__(self, slots: SlotArrays) -> None:
@@ -29,7 +29,7 @@ class SequenceQueues:
         self._decoding: NDArray[np.int64] = np.empty(0, np.int64)
 
     def add_waiting(self, sequence: Sequence, first: bool = False) -> None:
-        """At the end, or in front of all where it has been waiting before."""
+        """Append `sequence`; put it in front if `first`, as after a preemption."""
         sequence.phase = Phase.WAITING
         self.num_waiting += 1
         if first:
@@ -38,23 +38,23 @@ class SequenceQueues:
             self._waiting.append(sequence)
 
     def block(self, sequence: Sequence) -> None:
-        """It waits, and is not to be admitted before `unblock`."""
+        """`sequence` waits, but may not be admitted before `unblock`."""
         sequence.phase = Phase.WAITING
         self.num_waiting += 1
 
     def unblock(self, sequence: Sequence) -> None:
-        """It waits behind all others from now on."""
+        """Append a blocked sequence to the queue."""
         self._waiting.append(sequence)
 
     def drop_waiting(self, sequence: Sequence) -> None:
-        """It waits no more: it was cancelled."""
+        """Remove a cancelled sequence."""
         sequence.phase = Phase.FINISHED
         self.num_waiting -= 1
         if len(self._waiting) > 2 * self.num_waiting + MOST_DROPPED:
             self._waiting = deque(sequence for sequence in self._waiting if sequence.phase is Phase.WAITING)
 
     def first_waiting(self, most: int) -> list[Sequence]:
-        """Up to `most` of them, in the order in which they are to be admitted."""
+        """Up to `most` waiting sequences, in admission order."""
         while self._waiting and self._waiting[0].phase is not Phase.WAITING:
             self._waiting.popleft()
         found: list[Sequence] = []
@@ -66,7 +66,7 @@ class SequenceQueues:
         return found
 
     def take_first_waiting(self) -> Sequence:
-        """The first, which waits no more. There must be one."""
+        """Remove and return the first waiting sequence. Precondition: there is one."""
         self.num_waiting -= 1
         while True:
             sequence = self._waiting.popleft()
@@ -74,13 +74,13 @@ class SequenceQueues:
                 return sequence
 
     def add_decoding(self, slots: NDArray[np.int64]) -> None:
-        """`slots` decode from now on, behind those that do."""
+        """`slots` start to decode; they come after the slots that decode already."""
         before = self.decoding()
         self._slots.is_decoding[slots] = True
         self._decoding = np.concatenate((before, slots))
 
     def decoding(self) -> NDArray[np.int64]:
-        """The slots that decode, in the order in which they began. Not to be changed."""
+        """Decoding slots, in the order in which they started to decode. Read-only."""
         stays = self._slots.is_decoding[self._decoding]
         if not stays.all():
             self._decoding = self._decoding[stays]

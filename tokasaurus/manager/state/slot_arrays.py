@@ -1,4 +1,4 @@
-"""What changes with every step: the counters, tokens and block tables of the running sequences, as arrays by slot."""
+"""Per-slot arrays of the running sequences' state: counters, newest tokens and block tables."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,34 +9,11 @@ NEVER = np.iinfo(np.int64).max
 
 
 class SlotArrays:
-    """One place per batch slot; slot 0 is for padding and belongs to no sequence.
+    """State that changes with every step. Arrays have one row per batch slot; slot 0 is padding and has no sequence.
 
-    One counter tells how far the steps sent so far go, because a decode step writes the KV of the token sampled by the
-    step before: with P tokens of prefill, `num_kv_tokens` = P means that the first token is being sampled, P + 1 that
-    the second is.
-
-    num_kv_tokens: tokens whose KV the steps sent so far compute or found cached.
-    num_known_tokens: prompt and sampled tokens whose values are here.
-    num_prompt_tokens: of the request's own prompt. num_prefill_tokens: with the tokens kept over a preemption.
-    max_kv_tokens: where its last step leaves num_kv_tokens.
-    num_covered_tokens: tokens for which its blocks suffice.
-    last_tokens: the newest known token.
-    opened_at: the step that opened the slot for its sequence at the worker; NEVER while no step has.
-    admitted_at: a number that grows with every admission, for the order among sequences.
-    first_positions: where its prefill begins. first_writes: the KV of the tokens before is cached; where that is behind
-    first_positions, what lies between is computed again for its logits alone.
-    nodes: index of the deepest node it holds in the prefix tree.
-    is_running, is_decoding: of the running, those that decode in every step in which they are not held.
-    ends_at_eos: eos ends it. stop_token_ids: [slots, MAX_STOP_TOKEN_IDS], others that do; -1 for none.
-    may_stop: something may end it before its last token.
-    has_stops: it has stop strings. want_logprobs: they were asked for.
-    has_grammar: each of its tokens has a mask. is_held: and a token is being sampled, or read by its grammar, so that
-    the mask of the next is not there. is_slow: that may take long.
-    stop_rows: the row of StopTokens that is for its stop strings. may_have_stopped: a token that may end one has come
-    since they were last looked for. num_counted_tokens: sampled tokens that are counted, of those with stop strings.
-    groups: which group of those that share a prefix it decodes in; 0 for none. num_shared_tokens: of its prompt, the
-    longest prefix that it has attended to in a group.
-    block_tables: [slots, most blocks + 1]; 0, the padding block, beyond a sequence's blocks.
+    `num_kv_tokens` alone tells how far the steps sent so far go, because a decode step writes the KV of the token that
+    the step before sampled: after a prefill of P tokens, `num_kv_tokens` = P means that the first token is being
+    sampled, and P + 1 that the second is.
     """
 
     def __init__(self, num_slots: int, max_blocks: int) -> None:
@@ -47,30 +24,59 @@ class SlotArrays:
             return np.zeros(num_slots + 1, np.bool_)
 
         self.num_kv_tokens = zeros()
+        """Tokens whose KV is cached or computed by the steps sent so far."""
         self.num_known_tokens = zeros()
+        """Prompt tokens, and sampled tokens whose values have arrived."""
         self.num_prompt_tokens = zeros()
+        """Tokens of the request's own prompt."""
         self.num_prefill_tokens = zeros()
+        """`num_prompt_tokens` plus the tokens kept across preemptions."""
         self.max_kv_tokens = zeros()
+        """`num_kv_tokens` after the last step that the sequence may need."""
         self.num_covered_tokens = zeros()
+        """Tokens that fit into its allocated blocks."""
         self.last_tokens = zeros()
+        """Newest known token."""
         self.opened_at = np.full(num_slots + 1, NEVER)
+        """The step that opened the slot for its sequence at the worker; NEVER before that."""
         self.admitted_at = zeros()
+        """Admission number; grows with every admission and so orders the sequences."""
         self.first_positions = zeros()
+        """First position that the prefill computes."""
         self.first_writes = zeros()
+        """First position whose KV the prefill writes; earlier KV is cached. Positions from first_positions up
+        to here are recomputed for their logits only."""
         self.nodes = zeros()
+        """Index of the deepest prefix tree node that the sequence uses."""
         self.is_running = false()
         self.is_decoding = false()
+        """A running sequence that decodes in every step in which it is not held."""
         self.ends_at_eos = false()
+        """An eos token ends it."""
         self.stop_token_ids = np.full((num_slots + 1, MAX_STOP_TOKEN_IDS), -1)
+        """[slots, MAX_STOP_TOKEN_IDS], other tokens that end it; -1 for none."""
         self.may_stop = false()
+        """It may end before its last allowed token."""
         self.has_stops = false()
+        """It has stop strings."""
         self.want_logprobs = false()
+        """Its request asks for logprobs."""
         self.has_grammar = false()
+        """Each of its tokens needs a mask."""
         self.is_held = false()
+        """It has a grammar and its next mask is not ready: a token is being sampled, or its grammar matcher is reading
+        one."""
         self.is_slow = false()
+        """Its grammar is slow (see CompiledGrammar.is_slow)."""
         self.stop_rows = zeros()
+        """Row of StopTokens.may_end for its stop strings."""
         self.groups = zeros()
+        """Number of its prefix group; 0 for none."""
         self.num_shared_tokens = zeros()
+        """Prompt tokens in the longest prefix that it has attended to in a prefix group."""
         self.may_have_stopped = false()
+        """A token that may end a stop string has arrived since the last check for stop strings."""
         self.num_counted_tokens = zeros()
+        """Sampled tokens already checked for stop strings and counted as generated; used only with stop strings."""
         self.block_tables: NDArray[np.int32] = np.zeros((num_slots + 1, max_blocks + 1), np.int32)
+        """[slots, most blocks of a sequence + 1]; 0, the padding block, after the sequence's own blocks."""

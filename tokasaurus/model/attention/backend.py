@@ -1,7 +1,7 @@
 """The interface between the model and a paged-attention implementation.
 
-A backend owns the layout of its KV cache. It knows nothing of requests or of prefill and decode: it attends the query
-rows of a `PagedPart` to the blocks of that part. Cutting a forward into parts is shared code (row_split).
+A backend owns the layout of its KV cache. It knows nothing of requests, prefill or decode: it computes attention of the
+query rows of a `PagedPart` over the blocks of that part. Shared code (row_split) handles a forward part by part.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one worker's KV cache holds: its layers and its KV heads only.
-
-    dtype: of the cache. activation_dtype: of queries, keys and values as they come, and of outputs; None: the same.
-    """
+    """The shape of one worker's KV cache: only the layers and heads of this worker."""
 
     num_layers: int
     num_heads: int
@@ -26,8 +23,11 @@ class KVShape:
     head_dim: int
     page_size: int
     dtype: torch.dtype
+    """Of the cache."""
+
     device: torch.device
     activation_dtype: torch.dtype | None = None
+    """Of the queries, keys and values passed in, and of outputs; None: the same as dtype."""
 
     @property
     def query_dtype(self) -> torch.dtype:
@@ -35,57 +35,67 @@ class KVShape:
 
     @property
     def bytes_per_block(self) -> int:
-        """Keys and values of `page_size` tokens in every layer."""
+        """Bytes for keys and values of `page_size` tokens in every layer."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.page_size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class PagedPart:
-    """Consecutive query rows of a forward, in S segments, each against its own list of blocks. Its tensors are on the
-    host, for a backend's plan to read.
+    """Consecutive query rows of a forward, in S segments, each with its own list of blocks.
 
-    first_row, num_rows: the part's rows of the forward's T.
-    query_starts: int32 [S + 1], relative to first_row: segment s has rows query_starts[s] : query_starts[s + 1].
-    block_table: int32 [S, B]. kv_lengths: int32 [S], tokens to attend to; what lies behind them in the segment's blocks
-    may be anything finite, and a block behind them may be one that is not filled yet, or 0. Segments may share blocks.
-    causal: a segment's last row sees all its kv_lengths tokens, the row before it one less, and so on; otherwise every
-    row sees all of them (a shared prefix).
-    is_partial: the part holds only some of what its rows attend to: its output stays float32, to be merged with the
-    others'.
+    Its tensors are on the host, where a backend's plan reads them.
     """
 
     first_row: int
+    """The part's first row among the forward's T tokens."""
+
     num_rows: int
+
     query_starts: Tensor
+    """int32 [S + 1], relative to first_row: segment s has rows query_starts[s] : query_starts[s + 1]."""
+
     block_table: Tensor
+    """int32 [S, B]. Segments may share blocks."""
+
     kv_lengths: Tensor
+    """int32 [S], tokens to attend to. Later positions in the segment's blocks may hold any finite values; later blocks
+    in its table may be unfilled, or 0."""
+
     causal: bool
+    """If true, a segment's last row sees all its kv_lengths tokens, the row before it one less, and so on; otherwise
+    every row sees all of them (a shared prefix)."""
+
     is_partial: bool = False
+    """The part covers only some of the tokens its rows attend to. Its output stays float32, to be merged with another
+    part's."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedLayout:
-    """Where the tokens of one forward live.
-
-    kv_indices: int64 [T], the place of each token's key and value: block id * page_size + offset in the block.
-    parts: cover the first rows of T in order; those behind them are padding.
-    prefix: of the rows of parts[0], a segment for each group of rows that share a prefix; parts[0] is then what each
-    row attends to behind it, and both are partial. None where no rows do.
-    """
+    """Where the tokens of one forward are stored, and which tokens its rows attend to."""
 
     kv_indices: Tensor
+    """int64 [T], the kv index of each token: block id * page_size + offset in the block."""
+
     parts: tuple[PagedPart, ...]
+    """These cover the first rows of T in order; the rows after them are padding."""
+
     prefix: PagedPart | None = None
+    """Shared prefixes of the rows of parts[0], one segment per prefix group; parts[0] then covers the tokens after the
+    prefix, and both are partial. None without prefix groups."""
 
 
 class AttentionBackend(Protocol):
-    """One worker's KV cache and attention over it. Calls come in this order: allocate once; then per forward plan, and
-    per layer write and attend."""
+    """One worker's KV cache and attention over it.
+
+    Order of calls: allocate once; then plan once per forward, and write and attend once per layer.
+    """
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the cache, all zeros; block 0 is the padding block. Replaces an earlier cache.
+        """Create the cache, filled with zeros; block 0 is the padding block. Replaces an earlier cache.
 
-        Raises OSError or RuntimeError where there is not that much memory."""
+        Raises OSError or RuntimeError if memory does not suffice.
+        """
 
     def plan(self, layout: PagedLayout) -> None:
         """Prepare for the layers of one forward."""
@@ -94,26 +104,30 @@ class AttentionBackend(Protocol):
         """Store key and value [T, K, D] at the planned layout's kv_indices."""
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
-        """query [num_rows, H, D] of a planned part -> output [num_rows, H, D], in the query's dtype or, of a partial
-        part, in float32; and the natural logarithm of the sum of exponentiated scores, float32 [num_rows, H]. Scores
-        are scaled by D ** -0.5."""
+        """query [num_rows, H, D] of a planned part -> output [num_rows, H, D] and LSE, float32 [num_rows, H].
+
+        The output has the query's dtype, or float32 for a partial part. The LSE is the natural logarithm of the sum of
+        exponentiated scores. Scores are scaled by D ** -0.5.
+        """
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-        """Output [R, H, D] and lse [R, H] of two partial parts of the same R rows -> attention over both, [R, H, D] in
-        dtype, computed in float32. An lse of -inf: the row sees nothing of that part."""
+        """Output [R, H, D] and LSE [R, H] of two partial parts of the same R rows -> attention over both, [R, H, D] in
+        dtype, computed in float32. An LSE of -inf means that the row sees no token of that part."""
 
 
 @runtime_checkable
 class LayoutBackend(Protocol):
-    """A backend that puts the parts of a layout together itself, faster than shared code could."""
+    """A backend that combines the parts of a layout itself, faster than the shared code."""
 
     def attend_layout(self, query: Tensor, layer_index: int, layout: PagedLayout) -> Tensor:
         """query [T, H, D] of the planned layout -> [T, H, D]; 0 for padding."""
 
 
 def as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values in the cache's dtype. What float16 cannot hold becomes its largest number: an infinite one would
-    spoil all that attend to it."""
+    """Keys or values x converted to the cache's dtype.
+
+    Values beyond the range of float16 are clamped to it: an infinite one would corrupt every row that attends to it.
+    """
     if dtype == torch.float16:
         limits = torch.finfo(dtype)
         x = x.clamp(limits.min, limits.max)

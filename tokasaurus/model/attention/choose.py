@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_backend(name: str | None, shape: KVShape, kernels: Kernels | None) -> AttentionBackend:
-    """name: "cpu", "torch", "reference", or None for the fastest that fits. kernels: None where they are not built.
+    """name: "cpu", "torch", "reference", or None for the fastest that supports the shape. kernels: None if unavailable.
 
     Raises ValueError if the named backend cannot serve this device or model.
     """
@@ -23,7 +23,7 @@ def make_backend(name: str | None, shape: KVShape, kernels: Kernels | None) -> A
     if name is None:
         unfit = None if kernels is None else why_unfit(shape, kernels)
         if unfit is not None:
-            logger.warning("the CPU kernels do not take %s: plain torch attention, which is slower, is used", unfit)
+            logger.warning("the CPU kernels do not support %s; using plain torch attention, which is slower", unfit)
         return TorchBackend(shape) if kernels is None or unfit is not None else CpuBackend(shape, kernels)
     if name != "cpu":
         raise ValueError(f"attention_backend={name} is not known; it is one of cpu, torch, reference")

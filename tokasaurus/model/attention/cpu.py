@@ -12,11 +12,11 @@ from tokasaurus.model.cpu import huge_pages
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, KV_CACHE_DTYPES, Kernels, cache_type
 from tokasaurus.model.cpu.layer_executor import PagedForwardStruct, PagedPartStruct
 
-# T tokens, H query heads, K key/value heads, D head size
+# T tokens, H query heads, K key/value heads, D head size, P page size
 
 
 def why_unfit(shape: KVShape, kernels: Kernels) -> str | None:
-    """What about this model or page size the kernels cannot take, in words; None if they can."""
+    """Which property of the model or page size the kernels do not support, as text; None if they support all."""
     if shape.dtype not in KV_CACHE_DTYPES:
         return f"a KV cache of {shape.dtype}"
     if shape.query_dtype not in ACTIVATION_DTYPES:
@@ -31,24 +31,24 @@ def why_unfit(shape: KVShape, kernels: Kernels) -> str | None:
 
 
 class CpuBackend:
-    """The cache is [layers, blocks, K, keys or values, P * D], the order within the last being the kernels' affair."""
+    """KV cache as [layers, blocks, K, 2 (keys, values), P * D]; the kernels define the order in the last dimension."""
 
     def __init__(self, shape: KVShape, kernels: Kernels) -> None:
         unfit = why_unfit(shape, kernels)
         if unfit is not None:
-            raise ValueError(f"the CPU kernels do not take {unfit}")
+            raise ValueError(f"the CPU kernels do not support {unfit}")
         self._shape = shape
         self._kernels = kernels
 
     def allocate(self, num_blocks: int) -> None:
         shape = self._shape
         size = (shape.num_layers, num_blocks, shape.num_kv_heads, 2, shape.page_size * shape.head_dim)
-        # Blocks are read in any order: with pages of 4 KiB, address translation alone would miss on nearly each.
+        # Blocks are read in any order: with pages of 4 KiB, nearly every block would miss in the TLB.
         memory = huge_pages.allocate(math.prod(size) * shape.dtype.itemsize)
-        self._cache = memory.view(shape.dtype).view(size)  # zeros: it is new
+        self._cache = memory.view(shape.dtype).view(size)  # fresh memory is zero
 
     def touch_in_background(self, num_threads: int) -> list[threading.Thread]:
-        """Have the system provide the cache's memory, blocks with low ids first: these are used first."""
+        """Make the system provide the cache's memory, low block ids first, since they are used first."""
         return huge_pages.touch_in_background(self._cache.flatten(1), self._kernels, num_threads)
 
     def plan(self, layout: PagedLayout) -> None:
@@ -73,7 +73,7 @@ class CpuBackend:
         return self._kernels.attend(query, cache, _struct(part), part.is_partial, self._shape.page_size)
 
     def attend_layout(self, query: Tensor, layer_index: int, layout: PagedLayout) -> Tensor:
-        assert layout is self._layout, "plan comes first"
+        assert layout is self._layout, "plan(layout) must come first"
         return self._kernels.attend_layout(query, layer_index, self._paged, self._shape.num_kv_heads)
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention in plain torch, one row at a time: slow, obvious, the oracle of the other backends."""
+"""Attention in plain torch, one row at a time: slow and obvious, the oracle that tests the other backends."""
 
 import torch
 from torch import Tensor
@@ -47,10 +47,10 @@ class ReferenceBackend:
         """-> key and value [L, H, D] in float32, each KV head repeated for its query heads."""
         tokens = torch.arange(kv_length)
         page_size = self._shape.page_size
-        places = block_table[tokens // page_size] * page_size + tokens % page_size
+        kv_indices = block_table[tokens // page_size] * page_size + tokens % page_size
         repeats = self._shape.num_heads // self._shape.num_kv_heads
-        key = self._keys[layer_index, places].float().repeat_interleave(repeats, dim=1)
-        value = self._values[layer_index, places].float().repeat_interleave(repeats, dim=1)
+        key = self._keys[layer_index, kv_indices].float().repeat_interleave(repeats, dim=1)
+        value = self._values[layer_index, kv_indices].float().repeat_interleave(repeats, dim=1)
         return key, value
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Attend the rows of a forward part by part."""
+"""Compute the attention of a forward part by part."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from tokasaurus.model.attention.backend import AttentionBackend, LayoutBackend, 
 
 
 def attend_rows(backend: AttentionBackend, query: Tensor, layer_index: int, layout: PagedLayout) -> Tensor:
-    """query [T, H, D] -> [T, H, D], each row by the part of the layout that it lies in; 0 for padding."""
+    """query [T, H, D] -> [T, H, D], each row computed with its part of the layout; 0 for padding."""
 
     if isinstance(backend, LayoutBackend):
         return backend.attend_layout(query, layer_index, layout)

@@ -1,4 +1,4 @@
-"""Merge what the same rows attended to in two parts, such as a shared prefix and their own suffixes.
+"""Merge the attention of the same rows over two parts, such as a shared prefix and the rows' own suffixes.
 
 Source: Hydragen, arXiv 2402.05099, section 3.2.
 """
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def merge_partial(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """AttentionBackend.merge with stock torch operations. 0 where a row sees nothing of either part."""
+    """AttentionBackend.merge with stock torch operations. 0 for a row that sees no token of either part."""
     (first_output, first_lse), (second_output, second_lse) = first, second
-    # Two exponentials of differences from the larger: neither overflows, and -inf minus -inf never occurs.
+    # Subtract the larger LSE first: neither exponential overflows. The clamp avoids -inf minus -inf.
     largest = torch.maximum(first_lse, second_lse).clamp_min(torch.finfo(torch.float32).min)
     first_weight = (first_lse - largest).exp_().unsqueeze(-1)
     second_weight = (second_lse - largest).exp_().unsqueeze(-1)

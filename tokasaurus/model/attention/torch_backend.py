@@ -1,6 +1,6 @@
 """Paged attention with stock torch operations, on any device: gather the blocks, multiply, mask.
 
-Segments of similar length are gathered and padded together, so that the whole batch takes a few large products.
+Segments of similar length are gathered and padded together, so that a batch takes only a few large gemms.
 """
 
 import itertools
@@ -16,28 +16,31 @@ from tokasaurus.model.attention.shared_prefix import merge_partial
 # L = B * P tokens of KV, Q query rows of a segment
 
 _MAX_SCORES = 2**26
-"""Most float32 scores held at once (256 MiB): bounds the memory of long prefills."""
+"""Most float32 attention scores in memory at once (256 MiB): bounds the memory of long prefills."""
 
 _MAX_GATHERED = 2**27
-"""Most elements of keys gathered at once, and of values: bounds the memory of many long decodes."""
+"""Most elements of keys, and of values, gathered at once: bounds the memory of many long decodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Segments padded to one number of blocks and of query rows, on the device.
-
-    block_table: int64 [S * B]. rows: int64 [S, Q], into the part's rows, padded by repeating row 0 of the part.
-    places: int64 [N], those of the S * Q that are no padding. visible: int64 [S, Q], tokens of KV that each row sees.
-    """
+    """Segments padded to one number of blocks and one number of query rows; tensors are on the device."""
 
     block_table: Tensor
+    """int64 [S * B]."""
+
     rows: Tensor
-    places: Tensor
+    """int64 [S, Q], indices into the part's rows, padded with row 0 of the part."""
+
+    valid: Tensor
+    """int64 [N], indices of the S * Q entries that are not padding."""
+
     visible: Tensor
+    """int64 [S, Q], number of KV tokens that each row sees."""
 
 
 class TorchBackend:
-    """KV cache as [layers, K, blocks, P, D]: one head's blocks gather into one product's operand."""
+    """KV cache as [layers, K, blocks, P, D]: gathering the blocks of one head gives an operand of a batched gemm."""
 
     def __init__(self, shape: KVShape) -> None:
         self._shape = shape
@@ -51,7 +54,7 @@ class TorchBackend:
 
     def plan(self, layout: PagedLayout) -> None:
         self._kv_indices = layout.kv_indices
-        self._layout = layout  # keeps the parts, and so their ids
+        self._layout = layout  # keeps the parts alive: _buckets is keyed by their ids
         parts = layout.parts if layout.prefix is None else (*layout.parts, layout.prefix)
         self._buckets = {id(part): self._make_buckets(part) for part in parts}
 
@@ -65,10 +68,10 @@ class TorchBackend:
         output = torch.empty(query.shape, dtype=torch.float32 if part.is_partial else query.dtype, device=query.device)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         for bucket in self._buckets[id(part)]:
-            rows = bucket.rows.flatten()[bucket.places]
+            rows = bucket.rows.flatten()[bucket.valid]
             bucket_output, bucket_lse = self._attend_bucket(query[bucket.rows], layer_index, bucket)
-            output[rows] = bucket_output.flatten(0, 1)[bucket.places].to(output.dtype)
-            lse[rows] = bucket_lse.flatten(0, 1)[bucket.places]
+            output[rows] = bucket_output.flatten(0, 1)[bucket.valid].to(output.dtype)
+            lse[rows] = bucket_lse.flatten(0, 1)[bucket.valid]
         return output, lse
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
@@ -108,7 +111,7 @@ class TorchBackend:
         )
 
     def _make_buckets(self, part: PagedPart) -> list[_Bucket]:
-        """Segments by length, longest first; a bucket's shortest is at least half as long as its longest."""
+        """Sort segments by length, longest first; a bucket's shortest is at least half as long as its longest."""
         starts = part.query_starts.tolist()
         lengths = part.kv_lengths.tolist()
         num_rows = [end - start for start, end in itertools.pairwise(starts)]
@@ -134,7 +137,7 @@ class TorchBackend:
         return similar and 2 * num_rows[segment] >= rows and is_small
 
     def _pad(self, part: PagedPart, members: list[int], starts: list[int], lengths: list[int]) -> list[_Bucket]:
-        """One bucket of these segments, or several of consecutive rows where one segment alone has too many scores."""
+        """One bucket of these segments, or several of consecutive rows if one segment alone has too many scores."""
         device = self._shape.device
         index = torch.tensor(members)
         longest = max(lengths[member] for member in members)
@@ -150,9 +153,9 @@ class TorchBackend:
             visible = part.kv_lengths[index].long().unsqueeze(1).expand(-1, len(offsets))
             if part.causal:
                 visible = visible - (count.unsqueeze(1) - 1 - offsets)
-            # A padding row sees one token, so that its softmax is a number; its result is dropped.
+            # A padding row sees one token, so that its softmax is finite; its result is dropped.
             visible = visible.masked_fill(~is_row, 1)
             rows = (first.unsqueeze(1) + offsets).masked_fill(~is_row, 0)
-            places = is_row.flatten().nonzero().squeeze(1)
-            buckets.append(_Bucket(table, rows.to(device), places.to(device), visible.to(device)))
+            valid = is_row.flatten().nonzero().squeeze(1)
+            buckets.append(_Bucket(table, rows.to(device), valid.to(device), visible.to(device)))
         return buckets

@@ -1,4 +1,4 @@
-"""The C++ kernels as Python calls them, with torch tensors."""
+"""Python bindings of the C++ kernels, for torch tensors."""
 
 import ctypes
 import functools
@@ -16,24 +16,24 @@ from tokasaurus.model.cpu.isa import PLAIN_TORCH, choose_set
 logger = logging.getLogger(__name__)
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
-"""Of weights, activations and logits."""
+"""Dtypes of weights, activations and logits that the kernels support. In the order of ElementType in element_type.h."""
 
 KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of the KV caches that the kernels read. In the order of ElementType in element_type.h."""
+"""Dtypes of KV caches that the kernels support. In the order of ElementType in element_type.h."""
 
 
 def cache_type(cache: Tensor) -> int:
-    """The ElementType of element_type.h."""
+    """The cache's ElementType, as in element_type.h."""
     return KV_CACHE_DTYPES.index(cache.dtype)
 
 
 def _activation_type(tensor: Tensor) -> int:
-    """The same of activations and logits, which are never float16."""
+    """The ElementType of activations or logits, which are never float16."""
     return ACTIVATION_DTYPES.index(tensor.dtype)
 
 
 class LogitRulesStruct(ctypes.Structure):
-    """LogitRules of logit_rules.h."""
+    """The struct LogitRules of logit_rules.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("rule_of_row", "tokens", "block_tables", "lengths")),
@@ -44,19 +44,22 @@ class LogitRulesStruct(ctypes.Structure):
 
 
 class TokenMasksStruct(ctypes.Structure):
-    """TokenMasks of token_masks.h."""
+    """The struct TokenMasks of token_masks.h."""
 
     _fields_ = (*((name, ctypes.c_void_p) for name in ("index_of_row", "bits")), ("num_words", ctypes.c_int64))
 
 
 class TopLogprobsStruct(ctypes.Structure):
-    """TopLogprobs of sampling.cpp."""
+    """The struct TopLogprobs of sampling.cpp."""
 
     _fields_ = (("count", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("index_of_row", "ids", "logprobs")))
 
 
 class Kernels:
-    """The functions of the built library. Tensors are on the CPU; shapes are the caller's to get right."""
+    """The functions of the built library.
+
+    Precondition of all: tensors are on the CPU and have the documented shapes, which are not checked.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -86,20 +89,23 @@ class Kernels:
         ]
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
-        """Of what products read and write beside weights of weight_dtype."""
+        """Dtype of the activations that gemms read and write, given the dtype of the weights."""
         if weight_dtype == torch.bfloat16 and not self.has_bfloat16_arithmetic:
             return torch.float32
         return weight_dtype
 
     def set_num_threads(self, num_threads: int) -> None:
-        """Threads of all kernels from now on."""
+        """Set the number of threads of all kernels."""
         self._library.toka_set_num_threads(ctypes.c_int64(num_threads))
 
     def attend(
         self, query: Tensor, cache: Tensor, part: ctypes.Structure, is_partial: bool, page_size: int
     ) -> tuple[Tensor, Tensor]:
-        """query [rows, H, D] (rows may be apart), cache one layer's [blocks, K, 2, P * D], part: PagedPart of
-        attention_partition.h -> output [rows, H, D], float32 if partial, and lse float32 [rows, H]."""
+        """Attention of one part -> output [rows, H, D], float32 if partial, and LSE, float32 [rows, H].
+
+        query: [rows, H, D], any row stride. cache: one layer's, [blocks, K, 2, P * D]. part: PagedPart of
+        attention_partition.h.
+        """
         num_rows, num_heads, head_dim = query.shape
         assert query.stride()[1:] == (head_dim, 1), "a row's heads lie together"
         output_dtype = torch.float32 if is_partial else query.dtype
@@ -113,8 +119,10 @@ class Kernels:
         return output, lse
 
     def attend_layout(self, query: Tensor, layer_index: int, forward: ctypes.Structure, num_kv_heads: int) -> Tensor:
-        """query [T, H, D] (rows may be apart), forward: PagedForward of attention_layout.h -> [T, H, D]; 0 for
-        padding."""
+        """Attention of a whole layout -> [T, H, D]; 0 for padding.
+
+        query: [T, H, D], any row stride. forward: PagedForward of attention_layout.h.
+        """
         num_rows, num_heads, head_dim = query.shape
         assert query.stride()[1:] == (head_dim, 1), "a row's heads lie together"
         output = torch.empty((num_rows, num_heads, head_dim), dtype=query.dtype)
@@ -125,8 +133,8 @@ class Kernels:
         return output
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-        """Each: output float32 [R, H, D], lse float32 [R, H], contiguous -> [R, H, D] in dtype."""
-        assert all(tensor.is_contiguous() for tensor in (*first, *second)), "parts as attend returned them"
+        """Two outputs float32 [R, H, D] with LSE float32 [R, H], all contiguous -> merged output [R, H, D] in dtype."""
+        assert all(tensor.is_contiguous() for tensor in (*first, *second)), "outputs of attend are contiguous"
         num_rows, num_heads, head_dim = first[0].shape
         output = torch.empty((num_rows, num_heads, head_dim), dtype=dtype)
         self._library.toka_merge(
@@ -136,7 +144,7 @@ class Kernels:
         return output
 
     def write_kv(self, key: Tensor, value: Tensor, kv_indices: Tensor, cache: Tensor, page_size: int) -> None:
-        """key and value [T, K, D] (rows may be apart) into one layer's cache, at kv_indices int64 [T]."""
+        """Write key and value [T, K, D], any row stride, into one layer's cache at kv_indices, int64 [T]."""
         num_tokens, num_kv_heads, head_dim = key.shape
         assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1), "a row's heads lie together"
         self._library.toka_write_kv(
@@ -163,7 +171,7 @@ class Kernels:
 
     @property
     def library(self) -> ctypes.CDLL:
-        """For modules that bind functions of their own."""
+        """For modules that bind further functions."""
         return self._library
 
     def sample(
@@ -177,19 +185,22 @@ class Kernels:
         logprobs: Tensor | None,
         top: tuple[Tensor, Tensor, Tensor] | None,
     ) -> None:
-        """logits [R, V], contiguous; limits: temperatures, top_ps, top_ks, min_ps, these and noise_keys as in
-        SamplingRows -> tokens int64 [R] and, where wanted, their log-probabilities float32 [R].
-        masks: index_of_row int32 [R], a row's place among those with a mask, or -1; and their masks, int32 [A, W].
-        top: index_of_row int32 [R], a row's place among those that want their likeliest tokens, or -1; whose
-        ids, int32, and log-probabilities, float32, go to the others, [A, K]; only with logprobs."""
+        """Sample from logits [R, V], contiguous, into tokens int64 [R] and, unless None, logprobs float32 [R].
+
+        limits: temperatures, top_ps, top_ks, min_ps. These and noise_keys are as in SamplingRows.
+        masks: index_of_row int32 [R], each row's index among the A rows with a mask, or -1; and the masks, int32
+        [A, words].
+        top: index_of_row int32 [R], each row's index among the A rows that want top-k logprobs, or -1; and the outputs,
+        ids int32 [A, K] and logprobs float32 [A, K]. Requires logprobs.
+        """
         num_rows, vocab_size = logits.shape
         masks_struct = None
         if masks is not None:
             masks_struct = TokenMasksStruct(*(tensor.data_ptr() for tensor in masks), masks[1].shape[1])
         top_struct = None
         if top is not None:
-            assert logprobs is not None, "the likeliest tokens go with the log-probabilities of the chosen"
-            assert top[1].shape[1] <= vocab_size, "so many tokens there are"
+            assert logprobs is not None, "top-k logprobs require logprobs of the sampled tokens"
+            assert top[1].shape[1] <= vocab_size, "k must not exceed the vocabulary"
             top_struct = TopLogprobsStruct(top[1].shape[1], *(tensor.data_ptr() for tensor in top))
         self._library.toka_sample(
             *(_activation_type(logits), logits.data_ptr(), num_rows, vocab_size),
@@ -202,9 +213,12 @@ class Kernels:
     def score(
         self, logits: Tensor, target_ids: Tensor, logprobs: Tensor, ranks: Tensor, top_ids: Tensor, top_logprobs: Tensor
     ) -> None:
-        """logits [Q, V], target_ids int32 [Q] -> the others, as in scoring.Scores; all contiguous."""
+        """Fill the other arguments, as in prompt_logprobs.Scores, from logits [Q, V] and target_ids int32 [Q].
+
+        All are contiguous.
+        """
         num_rows, vocab_size = logits.shape
-        assert top_ids.shape[1] <= vocab_size, "so many tokens there are"
+        assert top_ids.shape[1] <= vocab_size, "k must not exceed the vocabulary"
         self._library.toka_score(
             *(_activation_type(logits), logits.data_ptr(), num_rows, vocab_size),
             *(target_ids.data_ptr(), logprobs.data_ptr(), ranks.data_ptr()),
@@ -214,10 +228,10 @@ class Kernels:
 
 @functools.cache
 def load_kernels(cpu_isa: str | None = None) -> Kernels | None:
-    """The kernels for an instruction set of this machine, None: the best; built if they have not been built yet.
+    """The kernels for an instruction set of this machine (None: the best), built if they have not been built yet.
 
-    None for cpu_isa=torch, and, after one warning line, where there are none for this machine. Raises UserError if
-    cpu_isa asks for what cannot be had.
+    Returns None for cpu_isa=torch and, after one warning line, if there are no kernels for this machine. Raises
+    UserError if the kernels that cpu_isa asks for are unavailable.
     """
     if cpu_isa == PLAIN_TORCH:
         return None
@@ -229,5 +243,5 @@ def load_kernels(cpu_isa: str | None = None) -> Kernels | None:
     except LibraryUnavailable as error:
         if cpu_isa is not None:
             raise UserError(f"cpu_isa={cpu_isa}: no CPU kernels: {error}") from error
-        logger.warning("no CPU kernels, plain torch, which is slower, is used: %s", error)
+        logger.warning("no CPU kernels; using plain torch, which is slower: %s", error)
         return None

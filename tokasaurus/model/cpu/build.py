@@ -1,7 +1,7 @@
-"""Find the shared libraries of the kernels: those that a wheel carries, else built from source into the cache.
+"""Find the shared libraries of the kernels: prebuilt ones in a wheel, else built from source into the cache.
 
 The sources include no torch headers and the functions take plain pointers: the build takes half as long as with torch's
-extension loader, and needs neither ninja nor Python's headers. Imports no torch: the launcher builds in advance.
+extension loader, and needs neither ninja nor Python's headers. Does not import torch: the launcher builds in advance.
 """
 
 import ctypes
@@ -25,36 +25,43 @@ from tokasaurus.monitoring.cores import available_cores
 _DIRECTORY = Path(__file__).parent
 SOURCES = _DIRECTORY / "csrc"
 PREBUILT = _DIRECTORY / "prebuilt"
-"""Where a wheel carries libraries, under `prebuilt_name`."""
+"""Directory of the libraries in a wheel, whose file names are `prebuilt_name`."""
 
 COMPILE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-Wno-psabi")
 INCLUDE_FLAGS = ("-I", str(SOURCES))
 _LINK_FLAGS = ("-shared", "-pthread")
 _EXPORTED = "toka_*"
-"""Only these functions are seen from outside. Else two of the libraries in one process would share variables."""
+"""Only these symbols are exported. Otherwise two of the libraries in one process would share variables."""
 
 _TOGETHER = (("gemm", "forward"), ("attention", "sampling", "scoring", "touch"))
-"""Sources that one call of the compiler takes, in this order: it spends most of a short one's time on the headers."""
+"""Sources compiled in one compiler call, in this order: for a short source, most of the time goes into headers."""
 
 _FEATURES_SOURCE = SOURCES / "simd" / "cpu_features.cpp"
 _BUILD_TIMEOUT_S = 300
 
 
 class LibraryUnavailable(Exception):
-    """Why there is no library of the kernels, in one line."""
+    """There is no kernel library; the message says why, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """name: of its file. machine: that it is for. sources: C++ files. compiler_flags: beside those that all have."""
+    """A shared library and how to build it."""
 
     name: str
+    """Start of its file name."""
+
     machine: str
+    """Architecture it runs on, as `isa.machine()` names it."""
+
     sources: tuple[Path, ...]
+    """C++ files."""
+
     compiler_flags: tuple[str, ...]
+    """In addition to COMPILE_FLAGS."""
 
     def prebuilt_name(self, suffix: str) -> str:
-        """Changes with sources and flags, so that no library is ever loaded beside the sources of another."""
+        """Changes with sources and flags, so that a library built from other sources is never loaded."""
         return f"{self.name}-{_digest(*self._parts())}{suffix}"
 
     def cache_key(self, compiler: list[str]) -> str:
@@ -62,7 +69,7 @@ class Library:
         return f"{self.name}-{_digest(*self._parts(), *self.tuning(), *compiler, version, self.machine)}"
 
     def tuning(self) -> list[str]:
-        """Flags that put instructions in the order that this processor likes; others of its set run them too."""
+        """Flags that optimise for this processor; the code still runs on others with the same instruction set."""
         return ["-mtune=native"] if self.machine == machine() == "x86_64" else []
 
     def _parts(self) -> list[str]:
@@ -80,14 +87,14 @@ def features_library(machine_name: str) -> Library:
 
 
 def machine_sets() -> tuple[InstructionSet, ...]:
-    """The instruction sets of this machine, the best first. Raises LibraryUnavailable."""
+    """The instruction sets that this machine supports, the best first. Raises LibraryUnavailable."""
     if not any(level.machine == machine() for level in INSTRUCTION_SETS):
         return ()
     return supported_sets(machine(), processor_features())
 
 
 def processor_features() -> list[str]:
-    """Raises LibraryUnavailable."""
+    """Features of this machine's processor, named as in cpu_features.cpp. Raises LibraryUnavailable."""
     library = ctypes.CDLL(str(find_or_build(features_library(machine()))))
     library.toka_cpu_features.restype = ctypes.c_char_p
     features: str = library.toka_cpu_features().decode()
@@ -95,8 +102,10 @@ def processor_features() -> list[str]:
 
 
 def find_or_build(library: Library) -> Path:
-    """A file that can be loaded; built, or waited for while another process builds it, if there is none yet. Raises
-    LibraryUnavailable."""
+    """A file that can be loaded. Builds it if needed, or waits while another process builds it.
+
+    Raises LibraryUnavailable.
+    """
     if (prebuilt := _find_prebuilt(library)) is not None:
         return prebuilt
     try:
@@ -108,7 +117,7 @@ def find_or_build(library: Library) -> Path:
 
 
 def is_there(library: Library) -> bool:
-    """Whether `find_or_build` has nothing to build. Raises LibraryUnavailable."""
+    """Whether the library exists, so that `find_or_build` need not build it. Raises LibraryUnavailable."""
     try:
         return _find_prebuilt(library) is not None or _cache_place(library, find_compiler()).is_dir()
     except (OSError, subprocess.SubprocessError) as error:
@@ -118,11 +127,11 @@ def is_there(library: Library) -> bool:
 def compile_library(
     library: Library, compiler: list[str], to: Path, *, tuning: Sequence[str] = (), link_flags: Sequence[str] = ()
 ) -> None:
-    """As many calls of the compiler at a time as there are cores; then the linker.
+    """Compile and link the library into the file `to`, with one concurrent compiler call per core.
 
-    tuning: flags that change no instruction set. Raises OSError and subprocess.SubprocessError.
+    tuning: compiler flags that do not change the instruction set. Raises OSError and subprocess.SubprocessError.
     """
-    # Not beside `to`: what compilers of a killed process still write is nobody's.
+    # Not next to `to`: if this process is killed, its compilers may still write files, which nothing would delete.
     with tempfile.TemporaryDirectory(prefix="toka-kernels-") as scratch:
         compile_command = [*compiler, *COMPILE_FLAGS, *INCLUDE_FLAGS, *library.compiler_flags, *tuning]
         commands, objects = [], []
@@ -149,8 +158,10 @@ def _translation_units(sources: Sequence[Path]) -> list[list[Path]]:
 
 
 def find_compiler() -> list[str]:
-    """For this machine: the words that call it, CXX's ("ccache g++" has two) before the usual names. Raises
-    LibraryUnavailable."""
+    """The command of a C++ compiler for this machine: CXX, which may have several words, else one of the usual names.
+
+    Raises LibraryUnavailable.
+    """
     commands = [shlex.split(os.environ.get("CXX", "")), ["g++"], ["c++"], ["clang++"]]
     for command in commands:
         if command and shutil.which(command[0]):
@@ -164,7 +175,7 @@ def _find_prebuilt(library: Library) -> Path | None:
         return None
     try:
         ctypes.CDLL(str(path))
-    except OSError:  # made on a system with a newer C library
+    except OSError:  # built on a system with a newer C library
         return None
     return path
 
@@ -190,11 +201,11 @@ def _run(command: list[str]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The line of what a compiler wrote that names the error, or the first."""
+    """The first line of a compiler's output that contains "error", else the first line."""
     lines = str(getattr(error, "stderr", None) or error).strip().splitlines() or [repr(error)]
     return next((line for line in lines if "error" in line), lines[0])
 
 
 if __name__ == "__main__":
-    # The launcher's, in advance: `python -m tokasaurus.model.cpu.build NAME` of an instruction set.
+    # The launcher runs this to build in advance: `python -m tokasaurus.model.cpu.build INSTRUCTION_SET_NAME`.
     find_or_build(next(kernel_library(level) for level in INSTRUCTION_SETS if level.name == sys.argv[1]))

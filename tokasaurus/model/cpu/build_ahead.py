@@ -1,4 +1,4 @@
-"""The kernels, built by a process of its own while the model is fetched and the workers start."""
+"""Build the kernels in a separate process while the model is downloaded and the workers start."""
 
 import os
 import signal
@@ -17,8 +17,9 @@ _CUDA_DEVICE = Path("/dev/nvidia0")
 
 @contextmanager
 def kernels_built_ahead(config: ServerConfig, show_progress: Callable[[str], None]) -> Iterator[None]:
-    """Inside, the kernels that the workers will ask for are being built, unless they are there; what is not done at the
-    end is killed. A worker waits for the build, and itself reports one that fails.
+    """Inside, a process builds the kernels that the workers will need, unless they exist; it is killed at the end.
+
+    A worker waits for the build. If it fails, the worker reports the error.
 
     Raises UserError if the processor lacks the instruction set that config.cpu_isa names.
     """
@@ -27,7 +28,7 @@ def kernels_built_ahead(config: ServerConfig, show_progress: Callable[[str], Non
         yield
         return
     show_progress("compiling the CPU kernels, at the first start only")
-    # A session of its own, so that its compilers end with it.
+    # In its own session, so that its compilers can be killed with it.
     command = [sys.executable, "-m", build.__name__, name]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:

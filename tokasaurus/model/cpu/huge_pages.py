@@ -1,5 +1,7 @@
-"""Memory in huge pages, for what is read from end to end in every step: with pages of 4 KiB, address translation alone
-costs a tenth of the time."""
+"""Memory in huge pages, for data that every step reads from end to end.
+
+With pages of 4 KiB, address translation alone takes a tenth of the time.
+"""
 
 import contextlib
 import ctypes
@@ -19,20 +21,23 @@ _ALIGNMENT = 64
 
 
 def allocate(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes], zeros, touched at first use; in huge pages where it spans whole ones and the system allows.
+    """uint8 [num_bytes], zeros; the system provides memory at first use, in huge pages where possible.
 
-    Raises OSError where the system cannot promise that much."""
+    Raises OSError if the system cannot reserve num_bytes.
+    """
     memory = mmap.mmap(-1, num_bytes + 2 * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without them
+        with contextlib.suppress(OSError):  # a Linux kernel built without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
 
 
 def touch_in_background(memory: Tensor, kernels: Kernels, num_threads: int) -> list[threading.Thread]:
-    """Have the system provide all of `memory`, [A, B] and contiguous, by threads of low priority that end with the
-    process: the first 2 MiB of each of the A areas, then the next of each. It may be used meanwhile, and keeps what is
-    written."""
+    """Touch all of `memory`, contiguous [A, B], so that the system provides it; returns the running threads.
+
+    The order is the first 2 MiB of each of the A areas, then the next 2 MiB of each, and so on. The threads have low
+    priority and end with the process. The memory may be used meanwhile: touching it does not change its contents.
+    """
     touch = kernels.library.toka_touch
     touch.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     num_taken = ctypes.c_int64(0)
@@ -48,7 +53,10 @@ def touch_in_background(memory: Tensor, kernels: Kernels, num_threads: int) -> l
 
 
 class HugePageTensors:
-    """Tensors one behind the other, so that small ones share pages. Freed with the last of them."""
+    """Allocates tensors in consecutive memory, so that small ones share huge pages.
+
+    A chunk of memory is freed when all of its tensors are.
+    """
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The instruction sets that the kernels are compiled for, and the choice among them. Imports no torch."""
+"""The instruction sets for which the kernels are compiled, and the choice among them. Does not import torch."""
 
 import platform
 from collections.abc import Iterable
@@ -12,21 +12,26 @@ PLAIN_TORCH = "torch"
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """name: names its library. cpu_isa: the flag's value that chooses it. machine: as `machine()` returns it.
-
-    compiler_flags: what tells a compiler that it may use these instructions. features: what the processor must have,
-    in the words of cpu_features.cpp.
-    """
+    """An instruction set with a kernel library of its own."""
 
     name: str
+    """Name of the library."""
+
     cpu_isa: str
+    """The value of the cpu_isa flag that selects it."""
+
     machine: str
+    """Architecture, as returned by `machine()`."""
+
     compiler_flags: tuple[str, ...]
+    """Flags that let the compiler use these instructions."""
+
     features: frozenset[str]
+    """Features that the processor must have, named as in cpu_features.cpp."""
 
     @property
     def multiplies_bfloat16(self) -> bool:
-        """Whether there are dot products of bfloat16; emulated, they are slower than those of float32."""
+        """Whether it has bfloat16 dot products; emulated ones are slower than float32 dot products."""
         return not self.features.isdisjoint(("avx512bf16", "bf16"))
 
 
@@ -43,24 +48,26 @@ INSTRUCTION_SETS = (
     InstructionSet("neon_bf16", "neon", "aarch64", ("-march=armv8.2-a+bf16",), _NEON | {"bf16"}),
     InstructionSet("neon", "neon", "aarch64", (), _NEON),
 )
-"""The best first, of each machine."""
+"""For each machine, the best set comes first."""
 
 
 def machine() -> str:
-    """The processor's architecture, by the same name on every operating system."""
+    """The processor's architecture; the name is the same on every operating system."""
     name = platform.machine().lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 
 def supported_sets(machine_name: str, features: Iterable[str]) -> tuple[InstructionSet, ...]:
-    """What a processor with these features runs, the best first."""
+    """The instruction sets that a processor with these features can run, the best first."""
     have = frozenset(features)
     return tuple(level for level in INSTRUCTION_SETS if level.machine == machine_name and level.features <= have)
 
 
 def choose_set(cpu_isa: str | None, supported: tuple[InstructionSet, ...]) -> InstructionSet | None:
-    """The best of `supported` that cpu_isa (None: any) allows; None for plain torch. Raises UserError if there is none
-    of that name."""
+    """The best of `supported` that cpu_isa selects (None: any); None for plain torch.
+
+    Raises UserError if cpu_isa is not supported.
+    """
     if cpu_isa == PLAIN_TORCH:
         return None
     if cpu_isa is None:

@@ -1,4 +1,4 @@
-"""All layers of a forward in one call (csrc/gemm/forward.cpp)."""
+"""Run all layers of a forward in one call of the kernels (csrc/gemm/forward.cpp)."""
 
 import ctypes
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from tokasaurus.model.cpu.packed_weights import LayerKernels, PackedWeights, Pac
 
 
 class PagedPartStruct(ctypes.Structure):
-    """PagedPart of attention_partition.h."""
+    """The struct PagedPart of attention_partition.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("first_row", "num_rows", "num_segments")),
@@ -24,7 +24,7 @@ class PagedPartStruct(ctypes.Structure):
 
 
 class PagedForwardStruct(ctypes.Structure):
-    """PagedForward of attention_layout.h."""
+    """The struct PagedForward of attention_layout.h."""
 
     _fields_ = (
         ("cache_type", ctypes.c_int64),
@@ -38,7 +38,7 @@ class PagedForwardStruct(ctypes.Structure):
 
 
 class _PackedLayerStruct(ctypes.Structure):
-    """PackedLayer of forward.cpp."""
+    """The struct PackedLayer of forward.cpp."""
 
     _fields_ = (
         *((name, PackedWeightsStruct) for name in ("qkv", "out", "gate_up", "down")),
@@ -50,32 +50,36 @@ class _PackedLayerStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """One decoder layer's weights.
-
-    attention_norm, mlp_norm: weights, float32 [E]. query_norm, key_norm: float32 [D], of norms over each head, or None.
-    """
+    """One decoder layer's weights."""
 
     qkv: PackedWeights
     out: PackedWeights
     gate_up: PackedWeights
     down: PackedWeights
     attention_norm: Tensor
+    """float32 [E], weight of the norm before attention."""
+
     mlp_norm: Tensor
+    """float32 [E], weight of the norm before the feed-forward."""
+
     query_norm: Tensor | None
+    """float32 [D], weight of the norm over each query head; None without."""
+
     key_norm: Tensor | None
+    """float32 [D], weight of the norm over each key head; None without."""
 
     def struct(self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float) -> _PackedLayerStruct:
-        products = (self.qkv, self.out, self.gate_up, self.down)
+        weights = (self.qkv, self.out, self.gate_up, self.down)
         norms = (self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm)
         return _PackedLayerStruct(
-            *(product.struct for product in products),
+            *(packed.struct for packed in weights),
             *(0 if norm is None else norm.data_ptr() for norm in norms),
             *(num_heads, num_kv_heads, head_dim, eps),
         )
 
 
 class PackedLayers:
-    """The layers of a pipeline stage, whole: not cut over tensor-parallel ranks, which would sum between products."""
+    """The layers of a pipeline stage. Without tensor parallelism, which would have to sum over ranks between gemms."""
 
     def __init__(
         self,
@@ -92,10 +96,10 @@ class PackedLayers:
         self._structs = (_PackedLayerStruct * len(structs))(*structs)
 
     def run(self, hidden: Tensor, cos_sin: Tensor, paged: PagedForwardStruct) -> None:
-        """hidden [T, E], contiguous, of the activation dtype, through all layers, in place.
+        """Run all layers on hidden [T, E], contiguous and in the activation dtype, in place.
 
-        cos_sin: float32 [T, 1, D], from RotaryTable. paged: the cache, of as many layers, and the planned layout of
-        these T tokens.
+        cos_sin: float32 [T, 1, D], from RotaryTable. paged: the KV cache, with as many layers as these, and the planned
+        layout of the T tokens.
         """
         assert hidden.is_contiguous()
         assert hidden.dtype == self._layers[0].qkv.activation_dtype
@@ -106,5 +110,5 @@ class PackedLayers:
         )
 
     def reserve(self, num_rows: int) -> None:
-        """Get the memory that forwards of up to num_rows tokens keep between calls, and touch it."""
+        """Allocate and touch the memory that forwards of up to num_rows tokens keep between calls."""
         self._kernels.reserve_forward(ctypes.addressof(self._structs), num_rows)

@@ -1,4 +1,4 @@
-"""Weights packed for the kernels, and products with them (csrc/gemm)."""
+"""Weights packed for the kernels, and gemms with them (csrc/gemm)."""
 
 import ctypes
 
@@ -13,7 +13,7 @@ from tokasaurus.model.cpu.huge_pages import HugePageTensors
 
 
 class PackedWeightsStruct(ctypes.Structure):
-    """PackedWeights of gemm.h."""
+    """The struct PackedWeights of gemm.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("is_bfloat16", "in_size", "out_size", "is_gated")),
@@ -22,7 +22,7 @@ class PackedWeightsStruct(ctypes.Structure):
 
 
 class LayerKernels:
-    """The functions over packed weights, bound, and the memory of these."""
+    """The library's functions that use packed weights, and the memory for packed weights."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.weights = HugePageTensors()
@@ -43,14 +43,14 @@ class LayerKernels:
 
 
 class PackedWeights:
-    """The weight [O, E] of a product, and its bias [O], in the layout that the kernels read. Both are copied.
+    """The weight [O, E] of a linear layer, and its bias [O], copied into the layout that the kernels read.
 
-    is_gated: the weight is [2 O, E], gates before ups, and the product is silu(gate) * up, [O].
+    is_gated: the weight is [2 O, E], gate rows before up rows, and the layer computes silu(gate) * up, [O].
     """
 
     def __init__(self, kernels: LayerKernels, weight: Tensor, bias: Tensor | None, is_gated: bool = False) -> None:
         assert takes(weight)
-        assert bias is None or not is_gated, "no model has such a product"
+        assert bias is None or not is_gated, "no model has a gated layer with a bias"
         self._kernels = kernels
         self.activation_dtype = kernels.activation_dtype(weight.dtype)
         self._in_size = weight.shape[1]
@@ -73,8 +73,11 @@ class PackedWeights:
         kernels.pack(ctypes.byref(self.struct), plain.data_ptr(), self._panels.data_ptr())
 
     def multiply(self, x: Tensor, norm: tuple[Tensor, float] | None = None, out: Tensor | None = None) -> Tensor:
-        """x [T, E] in the activation dtype, rows may be apart -> [T, O]. norm: weight, float32 [E], and epsilon of an
-        RMS norm that x passes first. out: a contiguous [T, O] to fill and return."""
+        """x [T, E] in the activation dtype, any row stride -> [T, O].
+
+        norm: weight, float32 [E], and epsilon of an RMS norm applied to x first. out: contiguous [T, O] to fill and
+        return.
+        """
         assert x.stride(1) == 1
         assert x.dtype == self.activation_dtype
         if out is None:
@@ -87,16 +90,16 @@ class PackedWeights:
         return out
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Rows of the weight in the activation dtype: indices int64 [T] -> [T, E]. Not for gated weights."""
+        """Rows of the weight: indices int64 [T] -> [T, E] in the activation dtype. Not for gated weights."""
         out = torch.empty((len(indices), self._in_size), dtype=self.activation_dtype)
         self._kernels.embed(ctypes.byref(self.struct), indices.data_ptr(), len(indices), out.data_ptr())
         return out
 
 
 def takes(weight: Tensor) -> bool:
-    """Whether the kernels multiply by this weight [O, E]."""
-    in_whole_pairs = weight.dtype == torch.float32 or weight.shape[1] % 2 == 0
-    return weight.device.type == "cpu" and weight.dtype in ACTIVATION_DTYPES and in_whole_pairs
+    """Whether the kernels support this weight [O, E]."""
+    has_whole_pairs = weight.dtype == torch.float32 or weight.shape[1] % 2 == 0
+    return weight.device.type == "cpu" and weight.dtype in ACTIVATION_DTYPES and has_whole_pairs
 
 
 def _pointer(tensor: Tensor | None) -> int:

@@ -1,7 +1,7 @@
-"""Compile the libraries that a wheel carries: `python -m tokasaurus.model.cpu.prebuild`, which `make wheel` runs.
+"""Compile the libraries for a wheel: `python -m tokasaurus.model.cpu.prebuild`, run by `make wheel`.
 
-They are for every instruction set of this machine's architecture and, where a cross compiler is installed, of others.
-They need a C library (glibc) as new as that of this machine; elsewhere the kernels are compiled from source.
+Compiles for every instruction set of this machine's architecture and, where a cross compiler is installed, of others.
+The libraries need a C library (glibc) at least as new as this machine's; elsewhere, kernels are compiled from source.
 """
 
 import shutil
@@ -35,7 +35,7 @@ def main() -> None:
 def _prebuild(library: Library, compiler: list[str]) -> None:
     is_linux = sys.platform == "linux"
     path = PREBUILT / library.prebuilt_name(".so" if is_linux else ".dylib")
-    # Other distributions may have another C++ library, or none.
+    # Link the C++ library statically: other distributions may have another version, or none.
     compile_library(library, compiler, path, link_flags=["-static-libstdc++", "-static-libgcc"] if is_linux else [])
     print(f"{path.name}: {path.stat().st_size / 2**10:.0f} KiB")
 

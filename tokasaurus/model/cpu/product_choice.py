@@ -1,4 +1,4 @@
-"""Which matrix products are faster on this processor: those of the kernels, or torch's. Found by timing both, once."""
+"""Choose between the gemms of the kernels and of torch on this processor, by timing both once."""
 
 import hashlib
 import itertools
@@ -18,32 +18,38 @@ from tokasaurus.model.cpu.build import LibraryUnavailable, processor_features
 from tokasaurus.model.cpu.packed_weights import LayerKernels, PackedWeights
 
 MANY_ROWS = 32
-"""From how many rows on the second of the two choices counts."""
+"""Number of rows from which the choice for many rows applies; below, the choice for few rows."""
 
 _FEW_TIMED, _MANY_TIMED = 1, 64
+"""Rows of the timed gemms."""
+
 _MATRIX_BYTES = 16 << 20
-"""Of each matrix at most, in float32."""
+"""Largest size of a timed matrix, counted in float32."""
 
 _ALL_BYTES = 64 << 20
-"""Of all matrices together, in float32: more than most processors keep in their caches."""
+"""Least total size of the timed matrices, counted in float32: larger than most processors' caches."""
 
 _NUM_ROUNDS = 5
 
 _MIN_TORCH_SPEEDUP = 1.15
-"""Torch's products are used where they are so much faster. Less may be chance: server and manager start meanwhile."""
+"""Least speedup for which torch's gemms are used. A smaller one may be noise: server and manager start meanwhile."""
 
 _TORCH_SETTINGS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
-"""Variables of the environment that hold torch to an instruction set."""
+"""Environment variables that restrict torch to an instruction set."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductChoice:
-    """few_speedup, many_speedup: torch's time over the kernels', for few rows and for many. may_mix: weights may be
-    kept in both layouts, for products of both kinds."""
+    """Whether the kernels or torch compute gemms, for few rows and for many rows."""
 
     few_speedup: float
+    """Torch's time divided by the kernels' time, for few rows."""
+
     many_speedup: float
+    """Torch's time divided by the kernels' time, for many rows."""
+
     may_mix: bool = True
+    """Weights may be kept in both layouts, so that the two choices may differ."""
 
     def uses_kernels(self, num_rows: int) -> bool:
         return self._few_by_kernels if num_rows < MANY_ROWS else self._many_by_kernels
@@ -57,7 +63,7 @@ class ProductChoice:
         return not self._few_by_kernels and not self._many_by_kernels
 
     def describe(self) -> str:
-        """For the user."""
+        """The choice as text for the user."""
         few, many = _winner(self._few_by_kernels, self.few_speedup), _winner(self._many_by_kernels, self.many_speedup)
         return f"few rows by {few}, from {MANY_ROWS} rows on by {many}"
 
@@ -70,7 +76,7 @@ class ProductChoice:
         return self._is_by_kernels(self.many_speedup, self.few_speedup)
 
     def _is_by_kernels(self, speedup: float, other: float) -> bool:
-        """Without mixing, torch's products must win both."""
+        """Without mixing, torch must be faster for both few and many rows."""
         return (speedup if self.may_mix else max(speedup, other)) * _MIN_TORCH_SPEEDUP > 1
 
 
@@ -78,12 +84,14 @@ ALWAYS_KERNELS = ProductChoice(few_speedup=1.0, many_speedup=1.0)
 
 
 def choose_products(kernels: Kernels, info: ModelInfo, dtype: torch.dtype) -> ProductChoice:
-    """The choice for weights of `dtype`, from the cache if this machine has made it before; takes a second else. Torch
-    must have the number of threads already that forwards will have."""
+    """The choice for weights of `dtype`, from the cache if this machine has measured it before; else it takes a second.
+
+    Precondition: torch already has the number of threads that forwards will use.
+    """
     try:
         file = cache_directory() / "products" / f"{_key(kernels, info, dtype)}.json"
         return ProductChoice(**json.loads(file.read_text()))
-    except LibraryUnavailable:  # which tells of the processor: there is no place to write to
+    except LibraryUnavailable:  # without processor_features there is no cache key
         return _measure(kernels, _layer_products(info), dtype)
     except (OSError, ValueError, TypeError):
         choice = _measure(kernels, _layer_products(info), dtype)
@@ -92,9 +100,11 @@ def choose_products(kernels: Kernels, info: ModelInfo, dtype: torch.dtype) -> Pr
 
 
 def torch_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """x [T, in] -> [T, out] by the fastest way that torch has on a CPU; weight [out, in] of x's type. The weight is
-    copied into oneDNN's layout where oneDNN multiplies its type; otherwise it is kept as it is. Measured with AVX2 in
-    float32: twice as fast as `linear` at 8 rows, 1.2 times at 64."""
+    """A function x [T, in] -> [T, out], the fastest that torch has on a CPU; weight [out, in] has x's dtype.
+
+    The weight is copied into oneDNN's layout if oneDNN multiplies its dtype; otherwise it is kept as it is. With AVX2
+    and float32, oneDNN's layout was measured twice as fast as `linear` at 8 rows, 1.2 times as fast at 64.
+    """
     if _onednn_multiplies(weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_OF_LAYOUT)
 
@@ -107,18 +117,18 @@ def torch_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Ten
 
 
 _ROWS_OF_LAYOUT = 64
-"""Rows of x that oneDNN's layout is chosen for; measured as fast as any other for 1 to 512."""
+"""Number of rows of x for which oneDNN chooses its layout; measured to be as fast as any other for 1 to 512 rows."""
 
 
 def _onednn_multiplies(dtype: torch.dtype) -> bool:
-    """It refuses to pack bfloat16 where it does not."""
+    """Whether oneDNN multiplies this dtype; packing bfloat16 fails where it does not."""
     if not torch._C._has_mkldnn:
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _key(kernels: Kernels, info: ModelInfo, dtype: torch.dtype) -> str:
-    """Names all that the choice depends on: the library, the processor, torch and its settings, and the products."""
+    """A cache key of all that the choice depends on: library, processor, torch and its settings, gemm shapes, dtype."""
     settings = [os.environ.get(name, "") for name in _TORCH_SETTINGS]
     parts = (*kernels.path.parts[-2:], *processor_features(), torch.__version__, *settings, str(_layer_products(info)))
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
@@ -126,7 +136,7 @@ def _key(kernels: Kernels, info: ModelInfo, dtype: torch.dtype) -> str:
 
 
 def _layer_products(info: ModelInfo) -> list[tuple[int, int]]:
-    """(in, out) of the products of one layer."""
+    """(in, out) of the gemms of one layer."""
     query_size, kv_size = info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
     return [
         (info.hidden_size, query_size + 2 * kv_size),
@@ -137,19 +147,19 @@ def _layer_products(info: ModelInfo) -> list[tuple[int, int]]:
 
 
 def _measure(kernels: Kernels, products: Sequence[tuple[int, int]], dtype: torch.dtype) -> ProductChoice:
-    """products: (in, out)."""
+    """Time both on gemms of the shapes `products`, (in, out) each."""
     activation_dtype = kernels.activation_dtype(dtype)
     layer_kernels = LayerKernels(kernels)
     in_sizes: list[int] = []
-    ours: list[Callable[[Tensor], Tensor]] = []
-    theirs: list[Callable[[Tensor], Tensor]] = []
+    kernel_gemms: list[Callable[[Tensor], Tensor]] = []
+    torch_gemms: list[Callable[[Tensor], Tensor]] = []
     num_bytes = 0
     for in_size, out_size in itertools.cycle(products):
         out_size = min(out_size, max(1, _MATRIX_BYTES // (in_size * 4)))
         weight = torch.full((out_size, in_size), 0.01, dtype=dtype)
         in_sizes.append(in_size)
-        ours.append(PackedWeights(layer_kernels, weight, None).multiply)
-        theirs.append(torch_product(weight.to(activation_dtype), None))
+        kernel_gemms.append(PackedWeights(layer_kernels, weight, None).multiply)
+        torch_gemms.append(torch_product(weight.to(activation_dtype), None))
         num_bytes += weight.numel() * 4
         if num_bytes >= _ALL_BYTES:
             break
@@ -158,20 +168,20 @@ def _measure(kernels: Kernels, products: Sequence[tuple[int, int]], dtype: torch
         rows = [torch.ones((num_rows, in_size), dtype=activation_dtype) for in_size in in_sizes]
         shortest = [float("inf"), float("inf")]
         for _ in range(_NUM_ROUNDS):
-            for index, multiplications in enumerate((ours, theirs)):
+            for index, gemms in enumerate((kernel_gemms, torch_gemms)):
                 started = time.perf_counter()
-                for product, x in zip(multiplications, rows, strict=True):
-                    product(x)
+                for gemm, x in zip(gemms, rows, strict=True):
+                    gemm(x)
                 shortest[index] = min(shortest[index], time.perf_counter() - started)
         return round(shortest[1] / shortest[0], 3)
 
     with torch.inference_mode():
-        # Weights that the kernels widen would be kept a second time, and twice as large, for torch.
+        # No mixing where the kernels widen weights: torch would need a second copy of the weights, twice as large.
         return ProductChoice(speedup(_FEW_TIMED), speedup(_MANY_TIMED), may_mix=activation_dtype == dtype)
 
 
 def _keep(file: Path, choice: ProductChoice) -> None:
-    """Without a place to write, the next start measures again."""
+    """Store the choice in the cache. If that fails, the next start measures again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(".unfinished")

@@ -1,6 +1,6 @@
 """torch.compile for parts of the model: each is compiled once, for any number of tokens, and never after warm-up.
 
-Nothing of the compiler is imported before it is used: that takes a second.
+The compiler is imported only when it is used, because the import takes a second.
 """
 
 import logging
@@ -22,29 +22,27 @@ R = TypeVar("R")
 
 
 class Compiler:
-    """Compiles functions with inductor at their first call, which is to come before `end_warm_up`, and counts.
-
-    num_compilations: since start. num_recompiles: those of them after `end_warm_up`; each is an error and a line in the
-    log, for a step had to wait for it.
-    """
+    """Compiles functions with inductor at their first call, which must precede `end_warm_up`; counts compilations."""
 
     def __init__(self) -> None:
         self.num_compilations = 0
+        """Since start."""
         self.num_recompiles = 0
+        """Compilations after `end_warm_up`. Each is logged as an error, because a step had to wait for it."""
         self._is_warm = False
-        # Compiled code is kept for the next start, and unpickled then: so not in /tmp, torch's default, where another
-        # user could put it.
+        # The next start unpickles the compiled code from this directory. Torch's default is under /tmp, where another
+        # user could place files.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_directory() / "inductor"))
-        # A few small kernels: processes that compile beside this one would take longer to start.
+        # There are only a few small kernels: starting parallel compile processes would take longer.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
     def compile(self, function: Callable[P, R]) -> Callable[P, R]:
-        """The same function, for tensors whose first dimension, the same in all, counts tokens.
+        """The compiled function. The first dimension of every tensor argument must be the number of tokens.
 
-        A method is compiled once for all modules of the same shapes: pass the plain function and give it the module. It
-        must read no number that differs between them, such as a layer's index.
+        To compile a method once for all modules of the same shapes, pass the plain function and call it with the
+        module. It must not read a number that differs between modules, such as a layer's index.
 
-        Until `end_warm_up`, a call raises UserError where this machine cannot compile.
+        Until `end_warm_up`, a call raises UserError if this machine cannot compile.
         """
         from torch._dynamo.decorators import mark_unbacked
         from torch._dynamo.exc import BackendCompilerFailed
@@ -57,7 +55,7 @@ class Compiler:
                 return compiled(*args, **kwargs)
             for argument in args:
                 if isinstance(argument, Tensor):
-                    # Sizes that are only dynamic are compiled again for 1, and where two sizes are equal.
+                    # Sizes that are merely marked dynamic trigger recompilation for size 1 and for equal sizes.
                     mark_unbacked(argument, 0, shape_id="tokens")
             try:
                 return compiled(*args, **kwargs)
@@ -69,7 +67,7 @@ class Compiler:
         return call
 
     def end_warm_up(self) -> None:
-        """No call should compile from now on."""
+        """From now on, every compilation counts as an error."""
         self._is_warm = True
 
     def _compile_graph(self, graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:

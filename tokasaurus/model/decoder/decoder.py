@@ -1,4 +1,4 @@
-"""The decoder that every family shares; a family is a `DecoderOptions` (see registry)."""
+"""The decoder that all model families share; a family is a `DecoderOptions` (see registry)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,16 +28,20 @@ from tokasaurus.model.parallel.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class DecoderOptions:
-    """In what a family differs. qkv_bias: biases on the query, key and value projections. qk_norm: RMS norms over each
-    head's query and key before rotary."""
+    """The differences between model families."""
 
     qkv_bias: bool = False
+    """Biases on the query, key and value projections."""
+
     qk_norm: bool = False
+    """RMS norms over each head's query and key, before rotary."""
 
 
 class DecoderLayer(nn.Module):
-    """hidden [T, E] -> [T, E]: attention, then feed-forward, each on the normed input and added to it. In two methods:
-    between them the attention backend is called, which is never compiled."""
+    """hidden [T, E] -> [T, E]: attention, then feed-forward, each applied to the normed input and added to it.
+
+    Split into two methods: the attention backend, which is never compiled, is called between them.
+    """
 
     def __init__(
         self, info: ModelInfo, options: DecoderOptions, mesh: Mesh, layer_index: int, dtype: torch.dtype
@@ -53,14 +57,14 @@ class DecoderLayer(nn.Module):
         return self.attention.project(hidden, self.attention_norm, cos_sin)
 
     def after_attention(self, attended: Tensor, hidden: Tensor) -> Tensor:
-        """attended [T, H, D], and hidden [T, E] as before_attention had it -> hidden [T, E] for the next layer."""
+        """attended [T, H, D], hidden [T, E] as passed to before_attention -> hidden [T, E] for the next layer."""
         attention_out: Tensor = self.attention.out(attended.flatten(1))
         hidden = hidden + attention_out
         fed: Tensor = self.mlp(hidden, self.mlp_norm)
         return hidden + fed
 
     def packed(self) -> PackedLayer | None:
-        """This layer for the kernels, once its products are packed for them."""
+        """This layer's weights for the kernels; None unless all its linear layers are packed for them."""
         attention, mlp = self.attention, self.mlp
         qkv, out, gate_up, down = (linear.packed for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down))
         if qkv is None or out is None or gate_up is None or down is None:
@@ -83,7 +87,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """This rank's stage and shard of the model.
 
-    Parameters are made on the meta device: call `materialize`, fill `weight_shards`, then call `pack`.
+    Parameters are created on the meta device: call `materialize`, fill `weight_shards`, then call `pack`.
     """
 
     def __init__(self, info: ModelInfo, options: DecoderOptions, mesh: Mesh, dtype: torch.dtype) -> None:
@@ -110,7 +114,7 @@ class Decoder(nn.Module):
             self.lm_head = VocabShard(info, mesh, dtype) if needs_head else None
 
     def materialize(self, device: torch.device, num_positions: int) -> None:
-        """Allocate the parameters on `device`, unfilled, and the rotary table for positions up to num_positions."""
+        """Allocate uninitialised parameters on `device`, and the rotary table for num_positions positions."""
         allocate_parameters(self, device)
         self._device = device
         self._rotary = RotaryTable(self._info.rope, self._info.head_dim, num_positions, device)
@@ -118,8 +122,10 @@ class Decoder(nn.Module):
     def pack(
         self, kernels: Kernels | None, choice: ProductChoice = ALWAYS_KERNELS, compiler: Compiler | None = None
     ) -> None:
-        """Once the weights are loaded: lay them out for the device's matrix products. As begin_packing, then
-        pack_module for each module, then end_packing."""
+        """Convert the loaded weights to the layouts of the device's gemms.
+
+        Equivalent to begin_packing, pack_module for each module, then end_packing.
+        """
         self.begin_packing(kernels, choice, compiler)
         for module in self.modules():
             self.pack_module(module)
@@ -128,12 +134,15 @@ class Decoder(nn.Module):
     def begin_packing(
         self, kernels: Kernels | None, choice: ProductChoice = ALWAYS_KERNELS, compiler: Compiler | None = None
     ) -> None:
-        """kernels: the CPU's, if there are any. choice: between them and torch. compiler: compiles the layers instead;
-        inductor takes weights as they are."""
+        """Set how pack_module packs.
+
+        kernels: the CPU kernels, or None. choice: whether gemms run on the kernels or on torch. compiler: compiles the
+        layers, which then stay unpacked, because inductor reads plain weights.
+        """
         if kernels is not None and self._dtype in ACTIVATION_DTYPES:
             activation_dtype = kernels.activation_dtype(self._dtype)
             if compiler is not None and activation_dtype != self._dtype:
-                kernels = None  # compiled layers compute in the weights' type
+                kernels = None  # compiled layers compute in the weights' dtype
             else:
                 self.activation_dtype = activation_dtype
         self._layer_kernels = None if kernels is None else LayerKernels(kernels)
@@ -141,7 +150,7 @@ class Decoder(nn.Module):
         self._compiler = compiler
 
     def pack_module(self, module: nn.Module) -> None:
-        """Once the weights of the module itself are loaded. Gives back the memory of those that are laid out anew."""
+        """Pack one module, once its own weights are loaded. Frees plain weights that have been packed."""
         if module is self._head:
             assert isinstance(module, VocabShard)
             module.pack(self._layer_kernels, self._choice, keep_weight=module is self.embedding)
@@ -149,7 +158,7 @@ class Decoder(nn.Module):
             module.pack(self._layer_kernels, self._choice)
 
     def end_packing(self) -> None:
-        """Once every module is packed."""
+        """Compile or pack the layers, once every module is packed."""
         if self._compiler is not None:
             self._before_attention = self._compiler.compile(DecoderLayer.before_attention)
             self._after_attention = self._compiler.compile(DecoderLayer.after_attention)
@@ -157,15 +166,14 @@ class Decoder(nn.Module):
             self._packed = self._pack_layers(self._layer_kernels)
 
     def reserve(self, num_tokens: int, num_logit_rows: int) -> None:
-        """Get the memory that forwards of up to so many tokens and rows of logits keep from one to the next, where the
-        kernels compute them."""
+        """Allocate the memory that the kernels keep between forwards, for up to num_tokens and num_logit_rows."""
         if self._packed is not None:
             self._packed.reserve(num_tokens)
         if self._head is not None:
             self._head.reserve(num_logit_rows)
 
     def runs_on_kernels(self, backend: AttentionBackend) -> bool:
-        """Whether all layers of any forward are one call of the CPU's kernels."""
+        """Whether, in every forward, one call of the CPU kernels runs all layers."""
         return self._packed is not None and self._choice.always_kernels and isinstance(backend, CpuBackend)
 
     def _pack_layers(self, kernels: LayerKernels) -> PackedLayers | None:
@@ -178,7 +186,7 @@ class Decoder(nn.Module):
 
     @property
     def _head(self) -> VocabShard | None:
-        """The last stage's LM head."""
+        """The LM head; None unless this is the last stage."""
         if not self._mesh.is_last_stage:
             return None
         return self.embedding if self.lm_head is None else self.lm_head
@@ -196,12 +204,12 @@ class Decoder(nn.Module):
         backend: AttentionBackend,
         layout: PagedLayout,
     ) -> Tensor:
-        """One stage of one forward. The first stage reads token_ids int64 [T], later ones hidden [T, E], which may be
-        overwritten.
+        """Run one stage of a forward -> hidden [T, E] for the next stage or, from the last stage, for `logits`.
 
-        positions: int64 [T]. -> hidden [T, E], for the next stage, or of the last one for `logits`.
+        token_ids: int64 [T], read by the first stage. hidden: [T, E], read by later stages; may be overwritten.
+        positions: int64 [T].
         """
-        assert self._rotary is not None, "materialize comes first"
+        assert self._rotary is not None, "materialize must come first"
         if hidden is None:
             assert self.embedding is not None, "only the first stage embeds"
             hidden = self.embedding.embed(token_ids).to(self.activation_dtype)
@@ -217,47 +225,51 @@ class Decoder(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, E], some rows of what the last stage's `forward` gave -> [R, vocab], in hidden's dtype. The
-        next call may overwrite them."""
+        """hidden [R, E], rows of the last stage's `forward` output -> [R, vocab], in hidden's dtype. The next call may
+        overwrite them."""
         head = self._head
         assert head is not None, "the last stage has an LM head"
         assert self.final_norm is not None
         return head.logits(hidden, self.final_norm)
 
     def weight_shards(self) -> list[WeightShard]:
-        """Every tensor of the whole checkpoint, with a target where this stage holds it."""
+        """Every tensor of the checkpoint, with a target if this stage holds it."""
         info, mesh = self._info, self._mesh
         stage = mesh.stage_layers(info.num_layers)
-        pieces: list[WeightShard] = []
+        shards: list[WeightShard] = []
         for index in range(info.num_layers):
             prefix = f"model.layers.{index}."
             if index in stage:
                 layer = self.layers[index - stage.start]
                 assert isinstance(layer, DecoderLayer)
-                pieces += layer.weight_shards(prefix)
+                shards += layer.weight_shards(prefix)
             else:
                 template = self.layers[0]
                 assert isinstance(template, DecoderLayer)
-                pieces += map(_held_elsewhere, template.weight_shards(prefix))
+                shards += map(_without_target, template.weight_shards(prefix))
         vocab_shape = (info.vocab_size, info.hidden_size)
-        pieces += _pieces_or_elsewhere(self.embedding, "model.embed_tokens.weight", vocab_shape)
+        shards += _vocab_shards(self.embedding, "model.embed_tokens.weight", vocab_shape)
         if not info.tie_embeddings:
-            pieces += _pieces_or_elsewhere(self.lm_head, "lm_head.weight", vocab_shape)
+            shards += _vocab_shards(self.lm_head, "lm_head.weight", vocab_shape)
         if self.final_norm is not None:
-            pieces.append(whole("model.norm.weight", self.final_norm.weight))
+            shards.append(whole("model.norm.weight", self.final_norm.weight))
         else:
-            pieces.append(WeightShard("model.norm.weight", (info.hidden_size,), (), None))
-        return pieces
+            shards.append(WeightShard("model.norm.weight", (info.hidden_size,), (), None))
+        return shards
 
     def ignores(self, source: str) -> bool:
-        """Whether a checkpoint may hold this tensor although the model has no place for it: rotary tables of old
-        checkpoints, and an LM head stored beside the embedding that it is tied to."""
+        """Whether to skip this checkpoint tensor, which the model does not use.
+
+        These are rotary tables of old checkpoints, and an LM head stored in addition to the embedding it is tied to.
+        """
         return source.endswith("rotary_emb.inv_freq") or (self._info.tie_embeddings and source == "lm_head.weight")
 
 
-def _held_elsewhere(piece: WeightShard) -> WeightShard:
-    return WeightShard(piece.source, piece.shape, piece.shard, None)
+def _without_target(shard: WeightShard) -> WeightShard:
+    """The same tensor, held by another stage."""
+    return WeightShard(shard.source, shard.shape, shard.shard, None)
 
 
-def _pieces_or_elsewhere(shard: VocabShard | None, source: str, shape: tuple[int, ...]) -> list[WeightShard]:
+def _vocab_shards(shard: VocabShard | None, source: str, shape: tuple[int, ...]) -> list[WeightShard]:
+    """shard: None if another stage holds the matrix."""
     return [WeightShard(source, shape, (), None)] if shard is None else shard.weight_shards(source)

@@ -1,4 +1,4 @@
-"""Llama 3.x, and the models of its shape such as SmolLM2."""
+"""Llama 3.x, and models of the same architecture such as SmolLM2."""
 
 from tokasaurus.model.decoder.decoder import DecoderOptions
 

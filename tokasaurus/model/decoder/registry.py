@@ -1,4 +1,4 @@
-"""Model families by the name that config.json's model_type gives them."""
+"""Model families, keyed by model_type in config.json."""
 
 import torch
 
@@ -13,7 +13,7 @@ FAMILIES: dict[str, DecoderOptions] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": 
 
 
 def build_decoder(info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> Decoder:
-    """This rank's part of the model, on the meta device. Raises CheckpointError for a family that is not registered."""
+    """This rank's part of the model, on the meta device. Raises CheckpointError for an unregistered family."""
     if info.family not in FAMILIES:
         raise CheckpointError(f"model_type {info.family!r} is not supported; these are: {', '.join(sorted(FAMILIES))}")
     return Decoder(info, FAMILIES[info.family], mesh, dtype)

@@ -1,4 +1,4 @@
-"""Stream a checkpoint's tensors from safetensors shards straight into the model's parameters."""
+"""Load a checkpoint's tensors from safetensors files directly into the model's parameters."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -14,27 +14,31 @@ from tokasaurus.checkpoint import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """One checkpoint tensor and where this rank's share of it belongs.
-
-    source: name in the checkpoint. shape: of the whole tensor there. shard: the part this rank holds.
-    target: a view into a parameter, of the shard's shape; None where another pipeline stage holds the tensor.
-    """
+    """One checkpoint tensor, and where this rank stores its shard of it."""
 
     source: str
+    """Name in the checkpoint."""
+
     shape: tuple[int, ...]
+    """Of the whole tensor in the checkpoint."""
+
     shard: tuple[slice, ...]
+    """The part of the tensor that this rank holds."""
+
     target: Tensor | None
+    """A view into a parameter, of the shard's shape; None if another pipeline stage holds the tensor."""
 
 
 def whole(source: str, target: Tensor) -> WeightShard:
-    """A tensor that every rank holds whole."""
+    """The whole tensor, held by every rank."""
     return WeightShard(source, tuple(target.shape), tuple(slice(None) for _ in target.shape), target)
 
 
 def allocate_parameters(module: nn.Module, device: torch.device) -> None:
-    """Put parameters made on the meta device onto `device`, unfilled. Memory on a CPU is first taken when it is filled.
+    """Replace parameters on the meta device by uninitialised ones on `device`. On a CPU, filling them takes the memory.
 
-    As nn.Module.to_empty does it, but that imports sympy for the meta device, which takes a second."""
+    Like nn.Module.to_empty, which for the meta device imports sympy, and that takes a second.
+    """
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -46,15 +50,15 @@ class FilledModules:
 
     def __init__(self, model: nn.Module, then: Callable[[nn.Module], None]) -> None:
         self._then = then
-        self._owners: dict[int, nn.Module] = {}  # by where a parameter's memory begins
-        self._num_missing = Counter[nn.Module]()  # elements
+        self._owners: dict[int, nn.Module] = {}  # by the address of a parameter's storage
+        self._num_missing = Counter[nn.Module]()  # elements not yet filled
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 self._owners[parameter.untyped_storage().data_ptr()] = module
                 self._num_missing[module] += parameter.numel()
 
     def note(self, target: Tensor) -> None:
-        """`target`, of a piece, has been filled."""
+        """Record that `target`, of a WeightShard, has been filled."""
         owner = self._owners[target.untyped_storage().data_ptr()]
         self._num_missing[owner] -= target.numel()
         if self._num_missing[owner] == 0:
@@ -63,19 +67,19 @@ class FilledModules:
 
 def load_weights(
     files: Sequence[Path],
-    pieces: Iterable[WeightShard],
+    shards: Iterable[WeightShard],
     ignored: Callable[[str], bool],
     on_bytes: Callable[[int], None] = lambda _: None,
     on_filled: Callable[[Tensor], None] = lambda _: None,
 ) -> None:
-    """Fill every piece's target from the safetensors files, one tensor in memory at a time.
+    """Fill the target of every shard from the safetensors files, one tensor in memory at a time.
 
-    pieces: an iterator, if no target is to be kept in memory by it. ignored: whether a tensor that no piece names is
-    known and not needed. on_bytes: told the size of each tensor read. on_filled: given each target when it is filled,
-    for the last time.
-    Raises CheckpointError naming the first missing, surplus or misshapen tensor; parameters may then be half filled.
+    shards: pass an iterator to keep no target in memory after it is filled.
+    ignored: whether to skip a tensor that no shard names; any other unnamed tensor is an error.
+    on_bytes: called with the size of each tensor read. on_filled: called with each target when it is filled.
+    Raises CheckpointError naming the first missing, surplus or misshapen tensor; parameters may then be partly filled.
     """
-    expected = _by_source(pieces)
+    expected = _by_source(shards)
     seen: set[str] = set()
     for file in files:
         try:
@@ -87,10 +91,10 @@ def load_weights(
         raise CheckpointError(f"the checkpoint lacks tensor {missing[0]}{_and_more(len(missing) - 1)}")
 
 
-def _by_source(pieces: Iterable[WeightShard]) -> dict[str, list[WeightShard]]:
+def _by_source(shards: Iterable[WeightShard]) -> dict[str, list[WeightShard]]:
     by_source: dict[str, list[WeightShard]] = {}
-    for piece in pieces:
-        by_source.setdefault(piece.source, []).append(piece)
+    for shard in shards:
+        by_source.setdefault(shard.source, []).append(shard)
     return by_source
 
 
@@ -102,9 +106,9 @@ def _load_file(
     on_bytes: Callable[[int], None],
     on_filled: Callable[[Tensor], None],
 ) -> None:
-    """Takes what it loads out of `expected`, and puts the names into `seen`."""
+    """Load one file. Removes the tensors it loads from `expected`, and adds their names to `seen`."""
     with safe_open(file, framework="pt", device="cpu") as tensors:
-        # In file order, so that a disk is read from one end to the other.
+        # In file order, so that the disk is read sequentially.
         for name in tensors.offset_keys():
             if name in seen:
                 raise CheckpointError(f"tensor {name} is in the checkpoint twice, the second time in {file.name}")
@@ -114,17 +118,17 @@ def _load_file(
                 raise CheckpointError(f"{file.name} has tensor {name}, which this model has no place for")
             seen.add(name)
             view = tensors.get_slice(name)
-            for piece in expected.pop(name):
+            for shard in expected.pop(name):
                 shape = tuple(view.get_shape())
-                if shape != piece.shape:
-                    raise CheckpointError(f"tensor {name} has shape {shape}, but config.json makes it {piece.shape}")
-                if piece.target is None:
+                if shape != shard.shape:
+                    raise CheckpointError(f"tensor {name} has shape {shape}, but config.json makes it {shard.shape}")
+                if shard.target is None:
                     continue
-                shard = view[piece.shard]
+                data = view[shard.shard]
                 with torch.no_grad():
-                    piece.target.copy_(shard)  # by all threads of torch, each of which reads its part of the file
-                on_bytes(shard.nbytes)
-                on_filled(piece.target)
+                    shard.target.copy_(data)  # by all torch threads, each of which reads its part of the file
+                on_bytes(data.nbytes)
+                on_filled(shard.target)
 
 
 def _and_more(count: int) -> str:

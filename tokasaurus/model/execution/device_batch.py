@@ -1,4 +1,4 @@
-"""ForwardInput and the slots' state to the tensors of one forward."""
+"""Build the tensors of one forward from its ForwardInput and the state of the slots."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,28 +22,38 @@ from tokasaurus.model.sampling.sample import SamplingRows, TopRows
 class DeviceBatch:
     """One forward on the device. Tokens, and rows that pass the LM head, may be padded to one of few counts.
 
-    token_ids, positions: int64 [T]. logit_rows: int64 [R], rows of T that pass the LM head; the first num_sampled of
-    them are sampled, and only those have sampled_slots (int64, whose last token that becomes), sampling parameters, and
-    want_logprobs (bool, on the host).
-    scored: None where no tokens of prompts are.
+    Below, N = num_sampled: only the first N of the R rows are sampled; the others are padding.
     """
 
     token_ids: Tensor
+    """int64 [T]."""
+
     positions: Tensor
+    """int64 [T]."""
+
     logit_rows: Tensor
+    """int64 [R], indices into T of the rows that pass the LM head to be sampled."""
+
     num_sampled: int
     sampled_slots: Tensor
+    """int64 [N], slots whose last token becomes the sampled one."""
+
     layout: PagedLayout
     sampling: SamplingRows
+    """Sampling parameters of the N rows."""
+
     want_logprobs: NDArray[np.bool_]
+    """bool [N], on the host."""
+
     scored: ScoredTokens | None = None
+    """Prompt tokens whose logprobs are computed; None if there are none."""
 
 
 def padded_count(count: int) -> int:
-    """The next count that matrices come in: exact up to 16, then 16 to each doubling, so at most a sixteenth more.
+    """`count` rounded up to an allowed number of rows: all up to 16, then 16 per doubling, so at most 1/16 more.
 
-    The CPU's matrix library makes and keeps code for each shape it meets: where every count was a shape of its own, the
-    worker grew by 2 MB with each new one.
+    The CPU's matrix library generates and keeps code for each shape: without rounding, the worker grew by 2 MB with
+    each new count.
     """
     step = max(1, 1 << ((count - 1).bit_length() - 5)) if count > 16 else 1
     return -(-count // step) * step
@@ -52,9 +62,10 @@ def padded_count(count: int) -> int:
 def build_batch(
     step: ForwardInput, slots: SlotTable, page_size: int, device: torch.device, is_padded: bool = True
 ) -> DeviceBatch:
-    """The batch of `step`, whose changes are already applied to `slots`; moves the slots' positions past it.
+    """The batch of `step`. Advances the slots' positions past the step.
 
-    is_padded: tokens and logit rows come in one of few counts.
+    Precondition: the changes of `step` are already applied to `slots`.
+    is_padded: pad tokens and logit rows to one of few counts.
     """
 
     def to_device(array: NDArray[Any]) -> Tensor:
@@ -69,7 +80,7 @@ def build_batch(
     token_rows = np.repeat(np.arange(len(step.slots)), step.num_tokens)
     token_positions = np.arange(starts[-1]) - starts[token_rows] + first_positions[token_rows]
     blocks = slots.block_tables[step.slots[token_rows], token_positions // page_size]
-    # What is there already goes to the padding block: other slots may read it now.
+    # Recomputed KV goes to the padding block: other slots may be reading the blocks that hold it already.
     blocks[token_positions < slots.first_writes[step.slots][token_rows]] = 0
     kv_indices = blocks.astype(np.int64) * page_size + token_positions % page_size
 
@@ -84,7 +95,7 @@ def build_batch(
     all_kv_indices = to_device(np.concatenate((kv_indices, padding)))
     slots.rules.tokens[all_kv_indices] = token_ids.int()
 
-    # A decode row is past its prompt, a prefill row samples when its chunk ends it.
+    # A decode row is past its prompt; a prefill row samples if its chunk ends the prompt.
     samples = kv_lengths >= slots.num_prompt_tokens[step.slots]
     sampled_slots = step.slots[samples]
     temperatures = slots.temperatures[sampled_slots]
@@ -111,7 +122,7 @@ def build_batch(
     scored = None
     if step.scored is not None:
         rows = _scored_rows(step.scored, starts)
-        # Padded where the last of those that pass the LM head together end: more are a padded count, whole.
+        # Pad only the last group of SCORED_AT_ONCE rows that pass the LM head together: full groups need no padding.
         rows = np.concatenate((rows, pad(len(rows) % SCORED_AT_ONCE)))
         scored = ScoredTokens(to_device(rows), to_device(step.scored.target_ids), step.scored.num_top)
     parts, prefix = _parts(step, slots, starts, kv_lengths, page_size)
@@ -129,14 +140,14 @@ def build_batch(
 
 
 def _scored_rows(scored: ScoredRows, starts: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Of the forward's tokens, those whose successors are scored: int64 [Q]."""
+    """Rows of the forward whose next prompt token's logprob is computed: int64 [Q]."""
     rows = np.arange(len(scored.target_ids))
     rows += np.repeat(starts[scored.rows] - (np.cumsum(scored.counts) - scored.counts), scored.counts)
     return rows
 
 
 def _top_rows(counts: NDArray[np.int32]) -> TopRows | None:
-    """counts: [R], likeliest tokens that each row asked for."""
+    """counts: int32 [R], number of top-k logprobs that each row asked for. None if no row asked."""
     rows = np.flatnonzero(counts)
     return TopRows(rows, int(counts.max())) if len(rows) else None
 
@@ -148,10 +159,13 @@ def _parts(
     kv_lengths: NDArray[np.int32],
     page_size: int,
 ) -> tuple[tuple[PagedPart, ...], PagedPart | None]:
-    """What rows attend to by themselves: decode rows in groups, behind their prefix; the other decode rows; the prefill
-    rows; each left out if there are none. And the prefixes of the groups."""
+    """The parts of the layout, and the prefix part of the prefix groups.
+
+    Parts, each omitted if empty: grouped decode rows over the tokens after their prefix; the other decode rows; the
+    prefill rows.
+    """
     num_grouped, prefix = 0, None
-    skipped = np.zeros(len(step.slots), np.int32)  # blocks of each row that its group attends to for it
+    skipped = np.zeros(len(step.slots), np.int32)  # blocks of each row that the prefix part covers
     if step.groups is not None:
         num_grouped = int(step.groups.sizes.sum())
         skipped[:num_grouped] = np.repeat(step.groups.num_blocks, step.groups.sizes)
@@ -187,7 +201,7 @@ def _parts(
 def _prefix_part(
     row_slots: NDArray[np.int32], groups: PrefixGroups, block_tables: NDArray[np.int32], page_size: int
 ) -> PagedPart:
-    """A segment for each group, with the blocks with which the table of its first row begins."""
+    """One segment per group; its blocks are the first blocks in the table of the group's first row."""
     query_starts = np.zeros(len(groups.sizes) + 1, np.int32)
     np.cumsum(groups.sizes, out=query_starts[1:])
     lengths = groups.num_blocks * np.int32(page_size)

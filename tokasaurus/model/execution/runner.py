@@ -1,4 +1,4 @@
-"""Run one forward: apply the slots' changes, compute, sample, remember the last tokens."""
+"""Run one forward: apply the slot changes, compute, sample, store the last tokens."""
 
 from dataclasses import dataclass
 
@@ -17,39 +17,46 @@ from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.sampling.prompt_logprobs import Scores, score
 from tokasaurus.model.sampling.sample import Sampled, sample
 
-# R rows that sample
+# T tokens in this forward, E hidden size, R rows that sample
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step sampled and scored, on its way to the host.
-
-    token_ids: int32 [R]. logprobs: float32 [R], or None where no row asked. want_logprobs: bool [R].
-    top: the rows that asked for their likeliest tokens, int64 [A], with top_ids and top_logprobs of Sampled; or None.
-    scores: None where no row was scored.
-    arrived: recorded behind the copies on a device that computes on its own; None where they are there already.
-    num_recompiles: compilations after warm-up that the step waited for.
-    phase_seconds: as in ForwardOutput.
-    """
+    """The sampled tokens and logprobs of one step; the copies to the host may still be running."""
 
     step_id: int
     token_ids: Tensor
+    """int32 [R]."""
+
     logprobs: Tensor | None
+    """float32 [R], or None if no row asked."""
+
     want_logprobs: NDArray[np.bool_]
+    """bool [R], rows that asked for logprobs."""
+
     arrived: torch.cuda.Event | None
+    """Recorded after the copies on an asynchronous device; None if the tensors are already on the host."""
+
     num_recompiles: int = 0
+    """Compilations after warm-up that this step waited for."""
+
     phase_seconds: tuple[float, ...] = ()
+    """As in ForwardOutput."""
+
     top: tuple[NDArray[np.int64], Tensor, Tensor] | None = None
+    """Rows that asked for top-k logprobs, int64 [A], with top_ids and top_logprobs of Sampled; None if no row asked."""
+
     scores: Scores | None = None
+    """Prompt logprobs; None if no row asked."""
 
     def host_token_ids(self) -> NDArray[np.int32]:
-        """Waits for this step, not for those behind it."""
+        """int32 [R]. Waits for this step, not for later ones."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.token_ids.numpy()
 
     def host_logprobs(self) -> NDArray[np.float32] | None:
-        """NaN where not asked. Waits likewise."""
+        """float32 [R], NaN for rows that did not ask; None if no row asked. Waits for this step."""
         if self.logprobs is None:
             return None
         if self.arrived is not None:
@@ -57,7 +64,7 @@ class StepResult:
         return np.where(self.want_logprobs, self.logprobs.numpy(), np.float32(np.nan))
 
     def host_top(self) -> TopOfRows | None:
-        """Waits likewise."""
+        """Top-k logprobs of sampled tokens; None if no row asked. Waits for this step."""
         if self.top is None:
             return None
         if self.arrived is not None:
@@ -66,7 +73,7 @@ class StepResult:
         return TopOfRows(rows, token_ids.numpy(), logprobs.numpy())
 
     def host_scores(self) -> TokenScores | None:
-        """Waits likewise."""
+        """Prompt logprobs; None if no row asked. Waits for this step."""
         if self.scores is None:
             return None
         if self.arrived is not None:
@@ -75,14 +82,14 @@ class StepResult:
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
-    """Without waiting, which takes pinned memory."""
+    """Start a copy without waiting for it, which requires pinned memory. A CPU tensor is returned as it is."""
     if tensor.device.type == "cpu":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class ModelRunner:
-    """This rank's model, KV cache and slots. Every step that the manager sends goes through `run`, in order."""
+    """This rank's model, KV cache and slots. `run` receives every step that the manager sends, in order."""
 
     def __init__(
         self,
@@ -94,7 +101,7 @@ class ModelRunner:
         kernels: Kernels | None,
         compiler: Compiler | None = None,
     ) -> None:
-        """compiler: the one that compiles parts of the model, if any."""
+        """compiler: compiles parts of the model; None if nothing is compiled."""
         self._model = model
         self._backend = backend
         self._slots = slots
@@ -102,12 +109,12 @@ class ModelRunner:
         self._device = device
         self._kernels = kernels
         self._compiler = compiler
-        self._is_padded = not model.runs_on_kernels(backend)  # they take any count alike
+        self._is_padded = not model.runs_on_kernels(backend)  # the kernels need no padding
         self._num_recompiles = 0
 
     @torch.inference_mode()
     def run(self, step: ForwardInput) -> StepResult:
-        """Compute one step. On an asynchronous device it returns before the result is there."""
+        """Run one step. On an asynchronous device, returns before the result is computed."""
         self._slots.apply(step.changes)
         batch = build_batch(step, self._slots, self._page_size, self._device, self._is_padded)
         self._backend.plan(batch.layout)
@@ -139,7 +146,7 @@ class ModelRunner:
         )
 
     def _sample(self, hidden: Tensor, batch: DeviceBatch) -> Sampled:
-        """hidden [T, E]. The logits are gone when it returns."""
+        """hidden [T, E]. A separate method, so that the logits are freed when it returns."""
         logits = self._model.logits(hidden[batch.logit_rows])[: batch.num_sampled]
         return sample(logits, batch.sampling, self._kernels)
 

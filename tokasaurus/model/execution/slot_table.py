@@ -1,4 +1,4 @@
-"""The worker's memory of each batch slot, kept up by the changes that every ForwardInput carries."""
+"""The worker's state of each batch slot, updated by the changes in every ForwardInput."""
 
 from dataclasses import dataclass
 
@@ -13,28 +13,31 @@ from tokasaurus.model.sampling.noise import sequence_keys
 
 @dataclass(frozen=True, slots=True)
 class SlotTableSize:
-    """num_slots: the padding slot included. max_blocks: blocks of the longest sequence."""
+    """The dimensions of a SlotTable."""
 
     num_slots: int
+    """Including the padding slot."""
+
     max_blocks: int
+    """Blocks of the longest sequence."""
 
 
 class SlotTable:
-    """State per slot, on the host; only tokens live on the device, since no one waits for them.
+    """State per slot, in arrays indexed by slot.
 
-    positions: int32 [slots], tokens of the slot that earlier steps have computed.
-    first_writes: int32 [slots], tokens at positions before it have their KV already, though they may be computed again.
-    block_tables: int32 [slots, max_blocks], 0 behind a slot's num_blocks, int32 [slots]. A table may be ahead of the
-    position: the blocks of a whole prompt come when its slot opens.
-    rules: of their logits.
+    All are on the host, except tokens (last_tokens, rules.tokens): no step waits for those to reach the host.
     """
 
     def __init__(self, size: SlotTableSize, device: torch.device) -> None:
         slots = size.num_slots
         self.positions: NDArray[np.int32] = np.zeros(slots, np.int32)
+        """Number of the slot's tokens that earlier steps have computed."""
         self.first_writes: NDArray[np.int32] = np.zeros(slots, np.int32)
+        """Tokens at earlier positions already have their KV in the cache, though they may be computed again."""
         self.num_prompt_tokens: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.block_tables: NDArray[np.int32] = np.zeros((slots, size.max_blocks), np.int32)
+        """int32 [slots, max_blocks], 0 after the slot's num_blocks. A table may be ahead of the position: the blocks
+        of a whole prompt are added when its slot opens."""
         self.num_blocks: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.temperatures: NDArray[np.float32] = np.zeros(slots, np.float32)
         self.top_ps: NDArray[np.float32] = np.ones(slots, np.float32)
@@ -47,7 +50,7 @@ class SlotTable:
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
 
     def apply(self, changes: SlotChanges) -> None:
-        """Close, open, append blocks in the order given, then copy what tables begin with."""
+        """Close slots, open slots, append blocks, then copy the beginnings of block tables."""
         self.block_tables[changes.closed] = 0
         self.num_blocks[changes.closed] = 0
         self.rules.close(changes.closed)
@@ -58,7 +61,7 @@ class SlotTable:
             self.num_blocks[copies.slots] = copies.num_blocks
         slots = changes.block_slots
         if len(slots):
-            # A slot may get several blocks at once: the i-th of them goes i places further.
+            # A slot may get several blocks at once: the i-th of them is appended i entries later.
             order = np.argsort(slots, kind="stable")
             ordered = slots[order]
             first = np.searchsorted(ordered, ordered, side="left")

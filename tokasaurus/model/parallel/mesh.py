@@ -1,4 +1,4 @@
-"""Where a worker stands among the workers of its replica."""
+"""The position of a worker among the workers of its replica."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,14 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Coordinates in the replica's (pipeline stage, tensor shard) grid.
-
-    tp_group: joins the tensor shards of this stage; None where tp_size is 1, and never looked at then.
-    """
+    """Coordinates in the replica's grid of pipeline stages and tensor-parallel shards."""
 
     pp_rank: int = 0
     pp_size: int = 1
     tp_rank: int = 0
     tp_size: int = 1
     tp_group: ProcessGroup | None = None
+    """The tensor-parallel ranks of this stage; None, and unused, if tp_size is 1."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -32,10 +30,10 @@ class Mesh:
         return self.is_last_stage and self.tp_rank == 0
 
     def stage_layers(self, num_layers: int) -> range:
-        """Indices of the layers this stage runs: consecutive, sizes differing by at most one, every layer in one stage.
+        """Indices of the layers this stage runs: consecutive; stage sizes differ by at most one.
 
-        The first stages take the longer share, since the last also runs the LM head. Raises ValueError for fewer layers
-        than stages.
+        The first stages take the extra layers, since the last also runs the LM head. Raises ValueError if there are
+        fewer layers than stages.
         """
         if num_layers < self.pp_size:
             raise ValueError(f"pp_size={self.pp_size} is more than the model's {num_layers} layers")
@@ -44,14 +42,14 @@ class Mesh:
         return range(start, start + base + (1 if self.pp_rank < longer else 0))
 
     def shard(self, size: int, name: str) -> tuple[int, int]:
-        """(start, length) of this rank's share of `size` equal units. Raises ValueError naming what does not divide."""
+        """(start, length) of this rank's share of `size` units. Raises ValueError if tp_size does not divide `size`."""
         if size % self.tp_size:
             raise ValueError(f"{name} ({size}) cannot be divided among tp_size={self.tp_size}")
         length = size // self.tp_size
         return self.tp_rank * length, length
 
     def kv_head_shard(self, num_kv_heads: int) -> tuple[int, int]:
-        """(start, length) of this rank's KV heads: with fewer heads than ranks, neighbouring ranks share a head."""
+        """(start, length) of this rank's KV heads. With fewer heads than ranks, neighbouring ranks share a head."""
         if num_kv_heads < self.tp_size and self.tp_size % num_kv_heads == 0:
             return self.tp_rank * num_kv_heads // self.tp_size, 1
         return self.shard(num_kv_heads, "KV heads")

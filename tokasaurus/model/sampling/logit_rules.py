@@ -1,4 +1,4 @@
-"""Logit biases and penalties: which slots have them, and what they do to rows of logits."""
+"""Logit biases and penalties: store them per slot and apply them to rows of logits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,32 +15,43 @@ from tokasaurus.messages.slots import LogitRules
 
 @dataclass(frozen=True, slots=True)
 class RuledRows:
-    """Those of the R rows that sample whose logits change before they are drawn from, A of them. See LogitRules.
-
-    rows: int64 [A], which of the R, ascending, on the host.
-    tokens: int32 [places], the token at each place of the KV cache, of `page_size` places to a block.
-    block_tables: int32 [A, B]. lengths: int32 [A], tokens of its context that a row's penalties look at: 0 without any.
-    num_request_tokens: int32 [A]. penalties: float32 [3, A], presence, frequency, repetition.
-    bias_starts: int64 [A + 1], where each row's biases begin in bias_ids, int32, and bias_values, float32; on the host.
-    """
+    """The A of the R rows that sample whose logits are changed before sampling. See LogitRules."""
 
     rows: NDArray[np.int64]
+    """int64 [A], indices into R, ascending, on the host."""
+
     tokens: Tensor
+    """int32 [kv indices], the token at each kv index; see SlotRules.tokens."""
+
     page_size: int
+    """Tokens per block."""
+
     block_tables: Tensor
+    """int32 [A, blocks]."""
+
     lengths: Tensor
+    """int32 [A], number of context tokens to which a row's penalties apply; 0 for a row without penalties."""
+
     num_request_tokens: Tensor
+    """int32 [A]."""
+
     penalties: Tensor
+    """float32 [3, A]: presence, frequency, repetition."""
+
     bias_starts: NDArray[np.int64]
+    """int64 [A + 1], where each row's biases start in bias_ids and bias_values; on the host."""
+
     bias_ids: Tensor
+    """int32 [biases], token ids."""
+
     bias_values: Tensor
+    """float32 [biases]."""
 
 
 class SlotRules:
-    """The rules of each slot, and the token at each place of the KV cache, of which penalties know a context's tokens.
+    """The rules of each slot, and the token at each kv index, from which penalties find the tokens of a context.
 
-    Those of a prefix that other sequences have computed are there too, and those generated before a preemption.
-    tokens: int32 [places], on the device.
+    This covers tokens of a prefix that other sequences have computed, and tokens generated before a preemption.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -53,7 +64,8 @@ class SlotRules:
         self.allocate(0)
 
     def allocate(self, num_kv_indices: int) -> None:
-        """For a KV cache of so many tokens, the padding block's included."""
+        """Allocate `tokens` for a KV cache of num_kv_indices tokens, including the padding block."""
+        # int32 [num_kv_indices], the token at each kv index, on the device
         self.tokens = torch.zeros(num_kv_indices, dtype=torch.int32, device=self._device)
 
     def close(self, slots: NDArray[np.int32]) -> None:
@@ -62,7 +74,7 @@ class SlotRules:
                 self._biases.pop(slot, None)
 
     def open(self, slots: NDArray[np.int32], rules: LogitRules | None) -> None:
-        """rules: of some of the slots; the others have none."""
+        """rules: for some of the slots; the others have none."""
         self._has_penalties[slots] = False
         self._last_bias_ends[slots] = 0
         if rules is None:
@@ -85,8 +97,11 @@ class SlotRules:
         block_tables: NDArray[np.int32],
         page_size: int,
     ) -> RuledRows | None:
-        """For rows that sample: slots, num_tokens int32 [R], what their sequences have so far; block_tables of all
-        slots. None where the rules of no row act now."""
+        """The rows whose rules apply in this step; None if there are none.
+
+        slots: int32 [R], of the rows that sample. num_tokens: int32 [R], tokens that their sequences have so far.
+        block_tables: int32 [slots, max_blocks], of all slots.
+        """
         rows = np.flatnonzero(self._has_penalties[slots] | (num_tokens < self._last_bias_ends[slots]))
         if not len(rows):
             return None
@@ -121,7 +136,7 @@ _NO_BIAS = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32)
 
 
 def change_logits(logits: Tensor, rules: RuledRows, first_row: int) -> None:
-    """Change logits, float32 [r, V], the rows of a step from `first_row` on, by the rules that are for them."""
+    """Apply the rules to logits, float32 [r, V], in place: these are the rows of a step from `first_row` on."""
     begin, end = np.searchsorted(rules.rows, (first_row, first_row + len(logits))).tolist()
     if begin == end:
         return
@@ -133,10 +148,10 @@ def change_logits(logits: Tensor, rules: RuledRows, first_row: int) -> None:
     some = slice(int(starts[0]), int(starts[-1]))
     changed.index_put_((biased, rules.bias_ids[some].long()), rules.bias_values[some], accumulate=True)
 
-    places = rules.block_tables[own].long().unsqueeze(2) * rules.page_size + torch.arange(
+    kv_indices = rules.block_tables[own].long().unsqueeze(2) * rules.page_size + torch.arange(
         rules.page_size, device=device
     )
-    tokens = rules.tokens[places.flatten(1)].long()
+    tokens = rules.tokens[kv_indices.flatten(1)].long()
     positions = torch.arange(tokens.shape[1], device=device)
     is_there = positions < rules.lengths[own].unsqueeze(1)
     is_generated = is_there & (positions >= rules.num_request_tokens[own].unsqueeze(1))

@@ -1,4 +1,4 @@
-"""What the model says of tokens that are there already: those of prompts, each by the tokens before it."""
+"""Prompt logprobs: the log-probability of each prompt token given the tokens before it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,37 +9,47 @@ from torch import Tensor
 
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
 
-# T tokens in this forward, E hidden size, Q tokens that are scored, V vocabulary, K likeliest tokens
+# T tokens in this forward, E hidden size, Q prompt tokens, P with padding, V vocabulary, K of top-k logprobs
 
 SCORED_AT_ONCE = 256
-"""Rows that pass the LM head together: bounds the memory of their logits, whatever the length of a prompt."""
+"""Rows that pass the LM head together: bounds the memory of their logits for prompts of any length."""
 
 _ROWS_AT_ONCE = 64
-"""Without kernels, logits are widened to float32, so many rows at a time."""
+"""Rows whose logits are widened to float32 at a time; used without kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """rows: int64 [P], of the T, behind each of which a token is scored; the first Q of them, the others are padding.
-    target_ids: int32 [Q], these tokens. num_top: K. Both tensors are on the device."""
+    """The prompt tokens of one forward whose log-probabilities are computed. Both tensors are on the device."""
 
     rows: Tensor
+    """int64 [P], indices into T: row i predicts target_ids[i] for the first Q; the rest is padding."""
+
     target_ids: Tensor
+    """int32 [Q], the prompt tokens to score."""
+
     num_top: int
+    """K."""
 
 
 class Scores(NamedTuple):
-    """logprobs: float32 [Q]. ranks: int32 [Q]. top_ids: int32 [Q, K]. top_logprobs: float32 [Q, K]. See TokenScores.
-    Which of equals are among the likeliest is open."""
+    """Prompt logprobs; see TokenScores. The choice among equally likely tokens in the top K is unspecified."""
 
     logprobs: Tensor
+    """float32 [Q]."""
+
     ranks: Tensor
+    """int32 [Q]."""
+
     top_ids: Tensor
+    """int32 [Q, K]."""
+
     top_logprobs: Tensor
+    """float32 [Q, K]."""
 
 
 def score(hidden: Tensor, scored: ScoredTokens, head: Callable[[Tensor], Tensor], kernels: Kernels | None) -> Scores:
-    """hidden [T, E]. head: [rows, E] -> logits [rows, V], which its next call may overwrite."""
+    """hidden [T, E]. head: maps hidden [rows, E] to logits [rows, V], which its next call may overwrite."""
     num_scored = len(scored.target_ids)
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -57,7 +67,7 @@ def score(hidden: Tensor, scored: ScoredTokens, head: Callable[[Tensor], Tensor]
 
 
 def score_logits(logits: Tensor, target_ids: Tensor, scores: Scores, kernels: Kernels | None) -> None:
-    """logits [Q, V], target_ids int32 [Q] -> scores, which are filled. kernels: does the same on the CPU, faster."""
+    """Fill `scores` from logits [Q, V] and target_ids int32 [Q]. kernels: do the same on the CPU, faster."""
     if kernels is not None and logits.device.type == "cpu" and logits.dtype in ACTIVATION_DTYPES:
         kernels.score(logits, target_ids, *scores)
         return
@@ -69,6 +79,6 @@ def score_logits(logits: Tensor, target_ids: Tensor, scores: Scores, kernels: Ke
         targets = values.gather(1, target_ids[chunk].long().unsqueeze(1))
         logprobs.copy_((targets - normalizers).squeeze(1))
         ranks.copy_((values > targets).sum(dim=-1) + 1)
-        likeliest = values.topk(top_ids.shape[1], dim=-1)
-        top_ids.copy_(likeliest.indices)
-        top_logprobs.copy_(likeliest.values - normalizers)
+        top = values.topk(top_ids.shape[1], dim=-1)
+        top_ids.copy_(top.indices)
+        top_logprobs.copy_(top.values - normalizers)

@@ -1,4 +1,4 @@
-"""Logits to tokens and log-probabilities."""
+"""Sample tokens from logits, and compute their log-probabilities."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,63 +17,88 @@ from tokasaurus.model.sampling.token_masks import masked_rows, num_mask_words
 # R rows that sample, V vocabulary
 
 _ROWS_AT_ONCE = 64
-"""Bounds the memory of intermediate results: hashing noise takes 64-bit integers, 8 bytes a logit."""
+"""Rows per chunk. Bounds the memory of intermediate results: hashing noise uses 64-bit integers, 8 bytes per logit."""
 
 _MOST_CANDIDATES = 1024
-"""Tokens looked at before a row's whole vocabulary is sorted for its limits."""
+"""Most likely tokens to which limits are applied first; the whole vocabulary is sorted only if these do not suffice."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopRows:
-    """Those of the R rows whose `count` likeliest tokens are wanted: int64 [A], ascending, on the host."""
+    """The A of the R rows that want top-k logprobs."""
 
     rows: NDArray[np.int64]
+    """int64 [A], indices into R, ascending, on the host."""
+
     count: int
+    """Tokens per row: the largest k that a row asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How each of the R rows of logits is sampled.
+    """How each of the R rows of logits is sampled. See SamplingParams.
 
-    temperatures: float32 [R], 0 is greedy. noise_keys: int64 [R, 2], from position_keys.
-    top_ps, min_ps: float32 [R], top_ks: int32 [R], 0 for no limit: of rows that are not greedy. See SamplingParams.
-    any_sampled, any_limited (by top_p, top_k or min_p), any_logprobs: whether some row is, known to the host.
-    rules: None where no row's logits are changed.
-    top: None where no row's likeliest tokens are wanted; else any_logprobs is true.
-    masks: None where every row may draw any token.
+    The limits top_p, top_k and min_p do not affect greedy rows.
     """
 
     temperatures: Tensor
+    """float32 [R], 0 is greedy."""
+
     top_ps: Tensor
+    """float32 [R]."""
+
     top_ks: Tensor
+    """int32 [R], 0 for no limit."""
+
     min_ps: Tensor
+    """float32 [R]."""
+
     noise_keys: Tensor
+    """int64 [R, 2], from position_keys."""
+
     any_sampled: bool
+    """Whether some row is not greedy."""
+
     any_limited: bool
+    """Whether top_p, top_k or min_p limits some row that is not greedy."""
+
     any_logprobs: bool
+    """Whether some row wants logprobs."""
+
     rules: RuledRows | None = None
+    """None if no row's logits are changed."""
+
     top: TopRows | None = None
+    """None if no row wants top-k logprobs; otherwise any_logprobs is true."""
+
     masks: TokenMasks | None = None
+    """None if every row may draw any token."""
 
 
 class Sampled(NamedTuple):
-    """tokens: int64 [R]. The others are of the model's own distribution, before rules, masks, temperature and limits.
+    """Sampled tokens and log-probabilities.
 
-    logprobs: float32 [R], of the tokens; None where no row wants them.
-    top_ids, top_logprobs: int32 and float32 [A, K], of the K likeliest tokens of `SamplingRows.top`, falling; None
-    without. A token's value is the same float in both. Which of equals are among them is open.
+    Log-probabilities are of the model's own distribution, before rules, masks, temperature and limits. A token has the
+    same float in logprobs and top_logprobs. The choice among equally likely tokens in the top K is unspecified.
     """
 
     tokens: Tensor
+    """int64 [R]."""
+
     logprobs: Tensor | None = None
+    """float32 [R], of the tokens; None if no row wants logprobs."""
+
     top_ids: Tensor | None = None
+    """int32 [A, K], the K = `SamplingRows.top.count` most likely tokens, in descending order; None without `top`."""
+
     top_logprobs: Tensor | None = None
+    """float32 [A, K], of top_ids; None without `top`."""
 
 
 def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -> Sampled:
-    """logits [R, V]. kernels: does the same on the CPU, faster."""
+    """Sample a token from each row of logits [R, V]. kernels: do the same on the CPU, faster."""
     masks = rows.masks
-    assert masks is None or masks.bits.shape == (len(masks.rows), num_mask_words(logits.shape[1])), "a bit per token"
+    assert masks is None or masks.bits.shape == (len(masks.rows), num_mask_words(logits.shape[1])), "one bit per token"
     if kernels is not None and logits.device.type == "cpu" and logits.dtype in ACTIVATION_DTYPES:
         return _sample_by_kernels(logits, rows, kernels)
     is_plain = not rows.any_sampled and rows.rules is None and masks is None
@@ -97,7 +122,7 @@ def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> 
             *(ruled.num_request_tokens, ruled.penalties, torch.from_numpy(ruled.bias_starts)),
             *(ruled.bias_ids, ruled.bias_values),
         )
-        assert all(tensor.is_contiguous() for tensor in tensors), "read as they lie"
+        assert all(tensor.is_contiguous() for tensor in tensors), "kernels need contiguous tensors"
         rules = LogitRulesStruct(
             *(tensor.data_ptr() for tensor in tensors), len(ruled.rows), ruled.page_size, ruled.block_tables.shape[1]
         )
@@ -116,10 +141,10 @@ def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> 
 
 
 def _indices_of_rows(rows: NDArray[np.integer[Any]], num_rows: int) -> Tensor:
-    """int32 [num_rows]: a row's place in `rows`, or -1."""
-    places = torch.full((num_rows,), -1, dtype=torch.int32)
-    places[torch.from_numpy(rows)] = torch.arange(len(rows), dtype=torch.int32)
-    return places
+    """int32 [num_rows]: each row's index in `rows`, or -1."""
+    indices = torch.full((num_rows,), -1, dtype=torch.int32)
+    indices[torch.from_numpy(rows)] = torch.arange(len(rows), dtype=torch.int32)
+    return indices
 
 
 def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -144,7 +169,10 @@ def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def _mask_outside(scores: Tensor, rows: SamplingRows, chunk: slice) -> None:
-    """-inf for the tokens that the limits of the chunk's rows exclude; scores [r, V], at their temperatures."""
+    """Set scores [r, V] to -inf for the tokens that the limits of the chunk's rows exclude.
+
+    Precondition: scores are already divided by the temperatures.
+    """
     top_ps, top_ks, min_ps = rows.top_ps[chunk], rows.top_ks[chunk], rows.min_ps[chunk]
     is_limited = ((top_ps < 1) | (top_ks > 0) | (min_ps > 0)) & (rows.temperatures[chunk] > 0)
     limited = is_limited.nonzero().squeeze(1)
@@ -155,22 +183,23 @@ def _mask_outside(scores: Tensor, rows: SamplingRows, chunk: slice) -> None:
 
 
 def _normalizers(logits: Tensor) -> Tensor:
-    """What log-probabilities are less than logits, float32 [R]."""
+    """The log-sum-exp of each row, float32 [R]: logits minus this are log-probabilities."""
     return torch.cat([logits[chunk].float().logsumexp(dim=-1) for chunk in _chunks(logits.shape[0])])
 
 
 def _top_logprobs(logits: Tensor, top: TopRows, normalizers: Tensor) -> tuple[Tensor, Tensor]:
-    """top_ids and top_logprobs of Sampled."""
+    """top_ids and top_logprobs, as in Sampled."""
     rows = torch.from_numpy(top.rows).to(logits.device)
-    likeliest = [logits[rows[chunk]].float().topk(top.count, dim=-1) for chunk in _chunks(len(rows))]
-    values = torch.cat([part.values for part in likeliest])
-    return torch.cat([part.indices for part in likeliest]).int(), values - normalizers[rows].unsqueeze(1)
+    chunks = [logits[rows[chunk]].float().topk(top.count, dim=-1) for chunk in _chunks(len(rows))]
+    values = torch.cat([top_of_chunk.values for top_of_chunk in chunks])
+    ids = torch.cat([top_of_chunk.indices for top_of_chunk in chunks]).int()
+    return ids, values - normalizers[rows].unsqueeze(1)
 
 
 def outside_limits(scores: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor) -> Tensor:
-    """All tokens but those inside min_p, top_k and then top_p, each of what the one before it leaves, as in vLLM.
+    """Whether the limits exclude each token: min_p, then top_k, then top_p, each applied to the tokens that remain.
 
-    Tokens as likely as the last one inside are inside, and so is the token that crosses top_p.
+    The order is vLLM's. The token that crosses top_p is kept, and so are all tokens as likely as the last one kept.
     scores: float32 [R, V]. top_ps, min_ps: float32 [R], top_ks: int32 [R] -> bool [R, V].
     Sources: arXiv 1904.09751 (top_p), 2407.01082 (min_p).
     """
@@ -181,18 +210,20 @@ def outside_limits(scores: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tenso
     if smallest is None:
         ordered = probabilities.sort(dim=-1, descending=True).values
         smallest = _smallest_inside(ordered, top_ps, top_ks, min_ps, is_whole=True)
-        assert smallest is not None, "with the whole vocabulary there is nothing to miss"
+        assert smallest is not None, "the whole vocabulary always suffices"
     return probabilities < smallest
 
 
 def _smallest_inside(ordered: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor, is_whole: bool) -> Tensor | None:
-    """The least probability inside the limits, [R, 1]; ordered: float32 [R, C], the largest, in falling order. None
-    where the C tokens do not show it for every row; is_whole: there are no more."""
+    """The least probability inside the limits, float32 [R, 1]; None if the C candidates do not suffice for every row.
+
+    ordered: float32 [R, C], the C largest probabilities, in descending order. is_whole: they are the whole vocabulary.
+    """
     last = ordered.shape[1] - 1
     smallest = ordered[:, :1] * min_ps.unsqueeze(1)
     kth = ordered.gather(1, (top_ks.long() - 1).clamp(0, last).unsqueeze(1))
     smallest = torch.where(top_ks.unsqueeze(1) > 0, smallest.maximum(kth), smallest)
-    by_top_p_alone = smallest == 0  # of all tokens, which are 1 in sum: the least likely need not be looked at
+    by_top_p_alone = smallest == 0  # all tokens remain, and sum to 1: the least likely need not be read
     left = torch.where(ordered >= smallest, ordered, 0)
     sums = left.cumsum(dim=-1)
     targets = top_ps.unsqueeze(1) * torch.where(by_top_p_alone, 1, sums[:, -1:])

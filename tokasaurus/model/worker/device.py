@@ -1,4 +1,4 @@
-"""The device and the number format to compute in."""
+"""Choose the device and the dtypes of weights, activations and KV cache."""
 
 import torch
 
@@ -10,7 +10,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 def choose_device(name: str | None) -> torch.device:
-    """name: "cpu", "cuda", or None for CUDA where there is one. Raises UserError if it is not there."""
+    """name: "cpu", "cuda", or None: CUDA if available, else CPU. Raises UserError if CUDA is asked for and missing."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -19,9 +19,12 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def choose_dtype(name: str | None, device: torch.device, kernels: Kernels | None, is_compiled: bool) -> torch.dtype:
-    """Of the weights in memory. name: of a torch dtype, or None: bfloat16 where the device computes it, or where the
-    CPU's kernels widen it on the way to the registers; else float32. is_compiled: layers are compiled by torch, which
-    computes in the type that weights are stored in."""
+    """The dtype of the weights in memory.
+
+    name: a torch dtype's name, or None: bfloat16 if the device computes it natively, or if the CPU kernels widen it
+    when they load it; else float32.
+    is_compiled: torch compiles the layers, and computes in the dtype in which the weights are stored.
+    """
     if name is not None:
         return _DTYPES[name]
     if device.type == "cuda":
@@ -34,22 +37,26 @@ def choose_dtype(name: str | None, device: torch.device, kernels: Kernels | None
 
 
 def choose_activation_dtype(dtype: torch.dtype, kernels: Kernels | None, is_compiled: bool) -> torch.dtype:
-    """Of hidden states beside weights of `dtype`: the same, or what the CPU's kernels widen these to. is_compiled:
-    layers are compiled by torch."""
+    """The dtype of hidden states for weights of `dtype`: the same, or the dtype to which the CPU kernels widen them.
+
+    is_compiled: torch compiles the layers.
+    """
     return dtype if kernels is None or is_compiled else kernels.activation_dtype(dtype)
 
 
 def choose_kv_cache_dtype(name: str | None, dtype: torch.dtype, activation_dtype: torch.dtype) -> torch.dtype:
-    """name: of a torch dtype, or None: that of the weights, dtype. Where they are widened to another activation_dtype,
-    float16: as small, three bits more exact, and measured faster, as the processor widens it in one instruction."""
+    """name: a torch dtype's name, or None: the weights' `dtype`, or float16 if activation_dtype differs from it.
+
+    float16 has the size of bfloat16 and three more bits of precision, and the processor widens it in one instruction.
+    """
     if name is not None:
         return _DTYPES[name]
     return dtype if activation_dtype == dtype else torch.float16
 
 
 def _cpu_has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 itself; emulated, it is slower than float32."""
+    """Whether the processor multiplies bfloat16 natively; emulated bfloat16 is slower than float32."""
     try:
         return any(level.multiplies_bfloat16 for level in machine_sets())
-    except LibraryUnavailable:  # no compiler: torch asks the processor, too, of x86 alone
+    except LibraryUnavailable:  # no compiler: torch can ask the processor too, on x86 only
         return bool(torch.cpu._is_avx512_bf16_supported())

@@ -1,4 +1,4 @@
-"""Process entry of a model worker: device, weights, KV cache, warm-up, then the loop."""
+"""Process entry of a model worker: device, weights, KV cache, warm-up, then the step loop."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def run_worker(
     outputs: Channel[ForwardOutput | Ready],
     status: Channel[PhaseDone | Ready | Failed],
 ) -> None:
-    """Serve the steps of one rank of one replica until EndOfInputs. rank: stage * tp_size + shard."""
+    """Run the steps of one rank of one replica until EndOfInputs. rank: pp_rank * tp_size + tp_rank."""
     mesh = Mesh(rank // config.tp_size, config.pp_size, rank % config.tp_size, config.tp_size)
     worker = start_worker(config, checkpoint, mesh, status.send)
     if mesh.replies:
         outputs.send(Ready(PROCESS, worker.limits))
     status.send(Ready(PROCESS, worker.limits))
-    # A CUDA device computes on its own; a CPU step is done when the call returns.
+    # A CUDA device runs asynchronously; a CPU step is complete when the call returns.
     steps_behind = 0 if worker.device.type == "cpu" else 1
     threads = nullcontext() if worker.kernels is None else leave_threads_to(worker.kernels)
     with threads:
@@ -80,28 +80,32 @@ def run_worker(
 
 @dataclass(frozen=True, slots=True)
 class StartedWorker:
-    """kernels: those that whole forwards run on, if they do."""
+    """A worker that is ready to run steps."""
 
     runner: ModelRunner
     limits: EngineLimits
     device: torch.device
     kernels: Kernels | None
+    """The CPU kernels, if they run all layers of every forward; else None."""
 
 
 def start_worker(
     config: ServerConfig, checkpoint: Checkpoint, mesh: Mesh, report: Callable[[PhaseDone], None]
 ) -> StartedWorker:
-    """Load the model, size the KV cache, warm up, and compile what is to be compiled. Raises UserError.
+    """Load the model, size the KV cache, warm up, and compile if the config asks for it. Raises UserError.
 
-    On the CPU's kernels, the memory of the KV cache is reserved when this returns, and touched in the background."""
+    With the CPU attention backend, the KV cache's memory is reserved on return and touched in the background.
+    """
 
     console = Console(stderr=True)
     last_end = time.perf_counter()
 
     @contextmanager
     def phase(name: str, has_progress_bar: bool = False) -> Iterator[list[str]]:
-        """Times the body and what came before it since the last phase, on a terminal with a spinner meanwhile; what the
-        body appends is shown to the user."""
+        """Time the body, including the code between the previous phase and this one; a terminal shows a spinner.
+
+        Strings that the body appends to the list are shown to the user.
+        """
         nonlocal last_end
         details: list[str] = []
         with nullcontext() if has_progress_bar else console.status(f"{PROCESS}: {name}"):
@@ -114,7 +118,7 @@ def start_worker(
     with phase("device") as details:
         device = choose_device(config.device)
         if device.type != "cpu" and config.cpu_isa is not None:
-            raise UserError(f"cpu_isa={config.cpu_isa}: device={device.type} computes nothing on the CPU")
+            raise UserError(f"cpu_isa={config.cpu_isa}: only device=cpu allows it, not device={device.type}")
         kernels = load_kernels(config.cpu_isa) if device.type == "cpu" else None
         dtype = choose_dtype(config.dtype, device, kernels, config.torch_compile)
         activation_dtype = choose_activation_dtype(dtype, kernels, config.torch_compile)
@@ -153,11 +157,11 @@ def start_worker(
         raise UserError(str(error)) from error
     max_blocks = -(-context_length // config.page_size)
     slots = SlotTable(SlotTableSize(config.max_seqs_per_forward + 1, max_blocks), device)
-    slots.rules.allocate(config.page_size)  # the padding block, all that the first forwards write to
+    slots.rules.allocate(config.page_size)  # the padding block: the first forwards write to no other
     runner = ModelRunner(model, backend, slots, config.page_size, device, kernels, compiler)
 
     limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length, info.vocab_size)
-    forward_memory = None  # not known where torch computes: its operations take what they want
+    forward_memory = None  # unknown where torch computes: its operations allocate temporaries of unknown size
     if model.runs_on_kernels(backend):
         forward_memory = largest_forward(
             *(info, limits, config.page_size, model.activation_dtype.itemsize),
@@ -165,14 +169,15 @@ def start_worker(
         )
 
     def run_largest() -> None:
-        # The CPU kernels take the same memory at any context; plain torch, on a CPU, has bounds but no time to show it.
+        # Long contexts only on CUDA: the CPU kernels take the same memory at any context length. Plain torch on a CPU
+        # bounds its attention memory, but would take too long here.
         warm_up(runner, limits, is_context_costly=device.type == "cuda")
 
     with phase("KV cache") as details:
         plan = _plan_kv_cache(config, shape, backend, forward_memory, run_largest)
         try:
             backend.allocate(plan.num_blocks + 1)
-        except (OSError, RuntimeError) as error:  # of a system that promises no more than it has; of torch
+        except (OSError, RuntimeError) as error:  # from a system that does not overcommit memory; from torch
             first_line, *_ = [*str(error).splitlines(), ""]
             raise UserError(f"the KV cache of {plan.num_blocks:,} blocks cannot be reserved: {first_line}") from error
         slots.rules.allocate((plan.num_blocks + 1) * config.page_size)
@@ -191,13 +196,13 @@ def start_worker(
         with phase("shared prefixes") as details, torch.inference_mode():
             hydragen = measure_thresholds(backend, shape, plan.num_blocks, config.max_seqs_per_forward)
             details.append(
-                "of no use here"
+                "not faster on this device"
                 if hydragen is None
-                else f"pay from {hydragen.min_group_size} sequences and {hydragen.min_prefix_len} tokens on"
+                else f"faster from {hydragen.min_group_size} sequences and {hydragen.min_prefix_len} tokens on"
             )
     if kernels is not None:
         kernels.reset_phases()
-    if isinstance(backend, CpuBackend):  # from now on: the figures above are of an idle machine
+    if isinstance(backend, CpuBackend):  # not earlier: the measurements above need an idle machine
         backend.touch_in_background(max(1, torch.get_num_threads() // 2))
     max_tokens = min(context_length, plan.num_blocks * config.page_size)
     limits_found = EngineLimits(plan.num_blocks, config.page_size, max_tokens, hydragen)
@@ -205,7 +210,7 @@ def start_worker(
 
 
 def _describe_dtypes(*dtypes: torch.dtype) -> str:
-    """Of weights, activations and KV cache; for the user."""
+    """dtypes: of weights, activations and KV cache -> text for the user."""
     weights, activations, kv_cache = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     if weights == activations == kv_cache:
         return weights
@@ -220,14 +225,14 @@ def _build_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> Deco
 
 
 def _load_weights(model: Decoder, checkpoint: Checkpoint, console: Console) -> None:
-    """Each module is packed when the last of its weights is there."""
+    """Load all weights; each module is packed as soon as its last weight is loaded."""
     filled = FilledModules(model, model.pack_module)
     files = weight_files(checkpoint.directory)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("weights", total=sum(file.stat().st_size for file in files))
-        pieces = iter(model.weight_shards())  # a list would keep what is packed
-        load_weights(files, pieces, model.ignores, lambda size: progress.advance(task, size), filled.note)
+        shards = iter(model.weight_shards())  # a list would keep packed weights in memory
+        load_weights(files, shards, model.ignores, lambda size: progress.advance(task, size), filled.note)
 
 
 def _plan_kv_cache(
@@ -237,7 +242,8 @@ def _plan_kv_cache(
     forward_memory: ForwardMemory | None,
     run_largest: Callable[[], None],
 ) -> KVCachePlan:
-    """The flag's size, else a share of what the device has left. forward_memory: None where it is not known."""
+    """The size that kv_cache_num_tokens sets, else a fraction of the device's free memory. forward_memory: None if
+    unknown."""
     on_cpu = shape.device.type == "cpu"
     forward_bytes = 0 if forward_memory is None else forward_memory.total
     if config.kv_cache_num_tokens is not None:
@@ -246,11 +252,11 @@ def _plan_kv_cache(
     if on_cpu:
         available = max(0, available_cpu_bytes() - config.dp_size * config.pp_size * forward_bytes)
         what = (
-            "available beside weights and the largest forward" if forward_memory is not None else "of memory available"
+            "available after weights and the largest forward" if forward_memory is not None else "of memory available"
         )
         fraction, num_replicas = CPU_FRACTION, config.dp_size
     else:
-        # With the padding block alone for a cache, the largest forward shows what activations and logits take.
+        # Run the largest forward, with only the padding block as cache, to measure activations and logits.
         backend.allocate(1)
         torch.cuda.reset_peak_memory_stats(shape.device)
         before = torch.cuda.memory_allocated(shape.device)
@@ -258,5 +264,5 @@ def _plan_kv_cache(
         activations = torch.cuda.max_memory_allocated(shape.device) - before
         torch.cuda.empty_cache()
         available = torch.cuda.mem_get_info(shape.device)[0] - activations
-        what, fraction, num_replicas = "free beside weights and the largest forward", CUDA_FRACTION, 1
+        what, fraction, num_replicas = "free after weights and the largest forward", CUDA_FRACTION, 1
     return plan_auto(available, what, fraction, num_replicas, config.page_size, shape.bytes_per_block)

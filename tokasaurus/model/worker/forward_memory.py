@@ -1,4 +1,4 @@
-"""The most memory that a forward on the CPU's kernels takes beside weights and KV cache, and getting it at start-up."""
+"""Upper bound on a forward's memory on the CPU kernels, besides weights and KV cache; reserved at start-up."""
 
 from dataclasses import dataclass
 
@@ -10,47 +10,50 @@ from tokasaurus.model.sampling.token_masks import num_mask_words
 from tokasaurus.model.worker.warmup import ForwardLimits
 
 _TILE_QUERIES = 96
-"""Query heads of a tile of attention, at most: kTileQueries of attention_partition.h."""
+"""Most query heads in an attention tile: kTileQueries of attention_partition.h."""
 
 _MAX_HEAD_DIM = 256
-"""For which each thread's tile has room: kMaxHeadDim of attention_partition.h."""
+"""Largest head size that a thread's tile has room for: kMaxHeadDim of attention_partition.h."""
 
 _CHUNK_TOKENS = 128
-"""Whose keys and values each thread widens at a time: kChunk of attention_tile.h."""
+"""Tokens whose keys and values a thread widens at a time: kChunk of attention_tile.h."""
 
 _PARTITIONS_PER_THREAD = 16
-"""Partitions of tiles, merged at the end: twice kPartitionsPerThread of attention_work.h, for rounding up."""
+"""Partitions of tiles that are merged at the end: twice kPartitionsPerThread of attention_work.h, for rounding up."""
 
 _FLOAT = 4
 _INDEX = 8
 
 _HOST_INDICES_PER_TOKEN = 24
 _HOST_INDICES_PER_ROW = 64
-"""Of the arrays that device_batch.py, slot_table.py and sampling.py make of a step, counted generously."""
+"""Indices in the arrays that device_batch.py, slot_table.py and sample.py build for a step: generous estimates."""
 
 _BLOCK_TABLE_COPIES = 10
-"""Of int32: tables of rows, of groups and of rows with rules, and the indices, of 8 bytes, that they are taken by."""
+"""int32 copies of the block tables: of rows, of prefix groups, of rows with rules, and the 8-byte gather indices."""
 
 _BYTES_PER_PARTITION = 240
-"""Of attention's lists of tiles and of pieces, which grow by doubling."""
+"""Entries in attention's lists of tiles and partitions, which grow by doubling."""
 
 _VOCABULARIES_PER_THREAD = 10
-"""float32 copies of a row of logits that sampling makes at most: changed, allowed, masked, likely, counts, tokens seen,
-and candidates, of 8 bytes, which grow by doubling."""
+"""Most float32 copies of a row of logits in sampling: changed, allowed, masked and likely logits, token counts, tokens
+seen, and 8-byte candidates in a list that grows by doubling."""
 
 _MAX_PANEL = 32
-"""Outputs of a panel of weights, at most: kPanel of gemm_tile.h. Each thread widens one at a time."""
+"""Most outputs in a weight panel: kPanel of gemm_tile.h. Each thread widens one panel at a time."""
 
 _OTHER = 4 << 20
-"""Python's objects, and what the allocators round up."""
+"""Bytes for Python objects and the allocators' rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardMemory:
-    """Upper bounds in bytes, by part. kept: from one forward to the next. passing: given back at its end."""
+    """Upper bounds in bytes, by part of the forward."""
 
     kept: dict[str, int]
+    """Memory kept between forwards."""
+
     passing: dict[str, int]
+    """Memory freed at the end of a forward."""
 
     @property
     def total(self) -> int:
@@ -60,21 +63,24 @@ class ForwardMemory:
 def largest_forward(
     info: ModelInfo, limits: ForwardLimits, page_size: int, activation_bytes: int, num_threads: int, num_top: int
 ) -> ForwardMemory:
-    """activation_bytes: of one number between layers. num_threads: the kernels'. num_top: most top-k logprobs of a
-    token."""
+    """The memory of a forward with as many tokens and rows as `limits` allows.
+
+    activation_bytes: size of one activation element. num_threads: threads of the kernels. num_top: most top-k logprobs
+    of a token.
+    """
     num_tokens = limits.max_tokens
     num_rows = min(limits.max_seqs, num_tokens)
     num_logit_rows = _num_logit_rows(limits)
-    num_blocks = -(-limits.context_length // page_size)  # of a sequence
+    num_blocks = -(-limits.context_length // page_size)  # of the longest sequence
     query_size = info.num_heads * info.head_dim
     kv_size = info.num_kv_heads * info.head_dim
 
-    # forward.cpp: queries, keys and values; what attention gives; and the inner state of the feed-forward.
+    # forward.cpp: queries, keys and values; attention's output; and the intermediate activations of the feed-forward.
     layer_row = query_size + 2 * kv_size + query_size + info.intermediate_size
-    # With the angles of rotary embedding.
+    # Plus the cosines and sines of the rotary embedding.
     hidden_row = info.hidden_size * activation_bytes + info.head_dim * _FLOAT
-    # The log-sum-exp of every head; the output and log-sum-exp of rows that share a prefix; lists of tiles; what
-    # threads hold of a tile; and pieces of tiles to be merged.
+    # The LSE of every head; the output and LSE of rows that share a prefix; lists of tiles; each thread's tile; and
+    # the partitions of tiles to be merged.
     num_tiles = (2 * num_rows + num_tokens * info.num_heads // _TILE_QUERIES + 1) * info.num_kv_heads
     attention = (
         num_tokens * info.num_heads * _FLOAT
@@ -83,9 +89,9 @@ def largest_forward(
         + num_threads * (3 * _TILE_QUERIES + 2 * _CHUNK_TOKENS) * _MAX_HEAD_DIM * _FLOAT
         + num_threads * _PARTITIONS_PER_THREAD * _TILE_QUERIES * (info.head_dim + 1) * _FLOAT
     )
-    # Masks as they arrive, unpickled, and as a tensor.
+    # Masks three times: as received, unpickled, and as a tensor.
     masks = 3 * num_rows * num_mask_words(info.vocab_size) * _FLOAT
-    # Of sampled and of scored tokens: ids and log-probabilities, and the message that they are sent in.
+    # Ids and log-probabilities of sampled tokens and of prompt tokens, and the message that carries them.
     answers = 2 * (num_rows + num_tokens) * (2 * _INDEX + num_top * 2 * _FLOAT)
     host = (
         num_tokens * _HOST_INDICES_PER_TOKEN * _INDEX
@@ -111,12 +117,14 @@ def largest_forward(
 
 
 def reserve(memory: ForwardMemory, model: Decoder, limits: ForwardLimits) -> None:
-    """Get what is kept, and show that the system has the rest by touching as much and giving it back: better a start
-    that fails than a forward."""
+    """Allocate the kept memory, then allocate, touch and free the passing memory.
+
+    A lack of memory thus fails the start instead of a later forward.
+    """
     model.reserve(limits.max_tokens, _num_logit_rows(limits))
     huge_pages.allocate(sum(memory.passing.values())).fill_(1)
 
 
 def _num_logit_rows(limits: ForwardLimits) -> int:
-    """Rows that pass the LM head together, at most: those that sample, or those of prompts that are scored."""
+    """Most rows that pass the LM head together: rows that sample, or rows for prompt logprobs."""
     return max(min(limits.max_seqs, limits.max_tokens), min(limits.max_tokens, SCORED_AT_ONCE))

@@ -1,4 +1,4 @@
-"""From which group size and prefix length on a shared prefix pays on this device, found by trying."""
+"""Measure the smallest prefix group and shortest prefix for which shared-prefix attention is faster on this device."""
 
 import time
 from collections import Counter
@@ -13,7 +13,7 @@ from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedL
 from tokasaurus.model.attention.row_split import attend_rows
 
 _NUM_ROWS = (64, 32, 16, 8, 4, 2)
-"""Of a trial: the most for which there is room."""
+"""Rows of a trial: the first number for which the cache has room is used."""
 
 _GROUP_SIZES = (2, 4, 8, 16, 32)
 _PREFIX_LENGTHS = (64, 128, 256, 512, 1024)
@@ -21,33 +21,32 @@ _NUM_OWN_TOKENS = 32
 _NUM_ROUNDS = 7
 
 _MOST_OF_LARGEST = 1.5
-"""A group is large enough if a row takes at most so many times as long as in the largest group. Smaller ones still gain
-over rows alone, but they would take rows out of large groups with a shorter prefix, and lose more there."""
+"""A group is large enough if a row takes at most this many times as long as in the largest group. Smaller groups are
+still faster than separate rows, but would take rows out of large groups with a shorter prefix, and lose more there."""
 
 _LEAST_GAIN = 1.1
-"""Times as fast as alone: less would not repay what the manager does for it."""
-
+"""Least speedup over separate rows; a smaller one does not repay the manager's work of grouping."""
 
 _COLD_BYTES = 64 << 20
-"""Keys and values that a trial goes through before it comes back to the same: more than processors cache."""
+"""Bytes of keys and values that a trial reads before it reads the same ones again: more than processors cache."""
 
 _LEAST_LENGTH = 256
-"""Of the longest prefix tried: with a cache too small for it, nothing is tried."""
+"""Least length of the longest prefix tried, in tokens: if the cache is too small for it, nothing is measured."""
 
 
 def measure_thresholds(
     backend: AttentionBackend, shape: KVShape, num_blocks: int, max_rows: int
 ) -> HydragenThresholds | None:
-    """None where no group pays; DEFAULT_HYDRAGEN where the cache is too small to tell. The backend's cache is
-    allocated, with num_blocks besides the padding block; what it holds is overwritten.
+    """None if no group is faster than separate rows; DEFAULT_HYDRAGEN if the cache is too small to measure.
 
-    max_rows: of a forward. Takes a tenth of a second on a CPU with the kernels, seconds without them.
+    The backend's cache must be allocated, with num_blocks besides the padding block; its contents are overwritten.
+    max_rows: most rows of a forward. Takes a tenth of a second on a CPU with the kernels, seconds without them.
     """
     trial = _Trial(backend, shape, num_blocks)
     for num_rows in _NUM_ROWS:
         lengths = [length for length in _PREFIX_LENGTHS if trial.fits(num_rows, length)]
         if num_rows <= max_rows and lengths and lengths[-1] >= _LEAST_LENGTH:
-            # That nothing pays is said after a second look: other processes start at the same time.
+            # None only after a second measurement: other processes start at the same time and may disturb the first.
             return _find_thresholds(trial, num_rows, lengths) or _find_thresholds(trial, num_rows, lengths)
     return DEFAULT_HYDRAGEN
 
@@ -58,7 +57,7 @@ def _find_thresholds(trial: "_Trial", num_rows: int, lengths: Sequence[int]) -> 
     for size in sizes:
         is_large = times[size].together_s <= _MOST_OF_LARGEST * times[sizes[-1]].together_s
         if is_large and times[size].gain >= _LEAST_GAIN:
-            # The longest pays, by the measurement that brought us here.
+            # The longest prefix is fast enough: `times` above measured it.
             pays = (
                 length for length in lengths[:-1] if trial.times([size], num_rows, length)[size].gain >= _LEAST_GAIN
             )
@@ -68,7 +67,7 @@ def _find_thresholds(trial: "_Trial", num_rows: int, lengths: Sequence[int]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Seconds of one layer's attention."""
+    """Seconds of one layer's attention, for separate rows and for the same rows in groups."""
 
     alone_s: float
     together_s: float
@@ -79,24 +78,24 @@ class _Times:
 
 
 class _Trial:
-    """Decode rows behind shared prefixes, each with few tokens of its own."""
+    """Times decode rows that share prefixes and have a few tokens of their own after it."""
 
     def __init__(self, backend: AttentionBackend, shape: KVShape, num_blocks: int) -> None:
         self._backend = backend
         self._shape = shape
         self._num_blocks = num_blocks
         self._layer = 0
-        self._num_written = Counter[int]()  # blocks, by layer
+        self._num_written = Counter[int]()  # blocks written in each layer
         self._own_blocks = -(-_NUM_OWN_TOKENS // shape.page_size)
 
     def fits(self, num_rows: int, prefix_length: int) -> bool:
-        """Whether the cache has the blocks of the smallest groups."""
+        """Whether the cache has enough blocks for the smallest groups, which have the most prefixes."""
         prefix_blocks = prefix_length // self._shape.page_size
         num_prefixes = num_rows // _GROUP_SIZES[0]
         return prefix_blocks >= 1 and num_prefixes * prefix_blocks + num_rows * self._own_blocks <= self._num_blocks
 
     def times(self, group_sizes: Sequence[int], num_rows: int, prefix_length: int) -> dict[int, _Times]:
-        """The shortest times of num_rows rows in groups, by turns with the same rows alone and with other groups."""
+        """The shortest times of num_rows rows for each group size; sizes, and separate and grouped rows, alternate."""
         layouts = {size: self._layouts(size, num_rows, prefix_length) for size in group_sizes}
         shape = self._shape
         num_layers = {size: self._prepare_layers(size, num_rows, prefix_length) for size in group_sizes}
@@ -105,15 +104,17 @@ class _Trial:
         for _ in range(_NUM_ROUNDS):
             for size, both in layouts.items():
                 for which, layout in enumerate(both):
-                    # Another layer each time, as in a forward: what the one before read is in the processor's cache.
+                    # Another layer each time, as in a forward: the last one's data is in the processor's cache.
                     self._layer += 1
                     seconds = self._time(query, self._layer % num_layers[size], layout)
                     shortest[size][which] = min(shortest[size][which], seconds)
         return {size: _Times(alone_s, together_s) for size, (alone_s, together_s) in shortest.items()}
 
     def _prepare_layers(self, group_size: int, num_rows: int, prefix_length: int) -> int:
-        """How many layers the trial goes through. Their blocks are written first: memory that never was may be one page
-        for all, which is always in the processor's cache."""
+        """Write the trial's blocks and return the number of layers it cycles through.
+
+        Memory that was never written may be mapped to one zero page, which stays in the processor's cache.
+        """
         shape = self._shape
         num_blocks = num_rows // group_size * (prefix_length // shape.page_size) + num_rows * self._own_blocks
         layer_bytes = num_blocks * shape.bytes_per_block // shape.num_layers
@@ -146,7 +147,7 @@ class _Trial:
             torch.cuda.synchronize(self._shape.device)
 
     def _layouts(self, group_size: int, num_rows: int, prefix_length: int) -> tuple[PagedLayout, PagedLayout]:
-        """Each row alone; and in groups."""
+        """The layouts of the same rows as separate rows and in groups."""
         prefix_blocks, num_groups = prefix_length // self._shape.page_size, num_rows // group_size
         shared = 1 + torch.arange(num_groups * prefix_blocks, dtype=torch.int32).view(num_groups, -1)
         own = 1 + shared.numel() + torch.arange(num_rows * self._own_blocks, dtype=torch.int32).view(num_rows, -1)
@@ -159,7 +160,7 @@ class _Trial:
 
 
 def _part(block_table: Tensor, num_rows: int, num_tokens: int, is_partial: bool) -> PagedPart:
-    """num_rows query rows for each row of the block table."""
+    """A part with num_rows query rows for each row of the block table."""
     num_segments = len(block_table)
     return PagedPart(
         first_row=0,

@@ -1,4 +1,4 @@
-"""How many KV blocks a worker gets, and the arithmetic behind the number."""
+"""Compute how many KV blocks a worker gets, and show the arithmetic to the user."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ import psutil
 from tokasaurus.messages.lifecycle import UserError
 
 CPU_FRACTION = 0.25
-"""Share of the memory available to the process that the KV cache takes on a CPU: the machine has other uses."""
+"""Fraction of the available memory for the KV cache on a CPU: the rest is left to the machine's other programs."""
 
 CUDA_FRACTION = 0.95
-"""Share of the device memory left beside weights and the largest forward: the rest covers fragmentation."""
+"""Fraction of the device memory left after weights and the largest forward: the rest covers fragmentation."""
 
-# Where the groups are mounted and what their files are called: of version 2, whose entry in /proc/self/cgroup names no
-# controller, and of version 1.
+# Controller in /proc/self/cgroup -> mount point and the names of the limit and usage files. Version 2 of control groups
+# names no controller there; "memory" is version 1.
 _CGROUPS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current"),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -25,21 +25,24 @@ _PAGE_CACHE = ("active_file", "inactive_file")
 
 @dataclass(frozen=True, slots=True)
 class KVCachePlan:
-    """num_blocks: usable ones, the padding block not counted. arithmetic: how it was found, one line for the user."""
+    """The size of a worker's KV cache."""
 
     num_blocks: int
+    """Usable blocks, without the padding block."""
+
     arithmetic: str
+    """How num_blocks was computed; one line for the user."""
 
 
 def plan_fixed(num_tokens: int, page_size: int, bytes_per_block: int, available_bytes: int) -> KVCachePlan:
-    """A KV cache of at least `num_tokens`, as the user asked. Raises UserError if there is not that much memory."""
+    """A KV cache of at least `num_tokens`, as the user asked. Raises UserError if memory does not suffice."""
     num_blocks = -(-num_tokens // page_size)
     needed = (num_blocks + 1) * bytes_per_block  # with the padding block
     if needed > available_bytes:
         most = max(0, available_bytes // bytes_per_block - 1) * page_size
         raise UserError(
-            f"kv_cache_num_tokens={num_tokens}: takes {_size(needed)} where {_size(available_bytes)} are available,"
-            f" which hold at most {most}"
+            f"kv_cache_num_tokens={num_tokens}: needs {_size(needed)}, but only {_size(available_bytes)} are available,"
+            f" enough for at most {most}"
         )
     return KVCachePlan(
         num_blocks,
@@ -56,9 +59,9 @@ def plan_auto(
     page_size: int,
     bytes_per_block: int,
 ) -> KVCachePlan:
-    """A share of the memory that is there. Raises UserError if that is not one block."""
+    """A KV cache in a fraction of the available memory. Raises UserError if not even one block fits."""
     budget = int(available_bytes * fraction / num_replicas)
-    num_blocks = budget // bytes_per_block - 1  # the padding block is paid for as well
+    num_blocks = budget // bytes_per_block - 1  # minus the padding block
     if num_blocks < 1:
         raise UserError(
             f"{_size(budget)} of memory is too little for a KV cache with blocks of {_size(bytes_per_block)};"
@@ -73,16 +76,17 @@ def plan_auto(
 
 
 def available_cpu_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process can still get: the machine's, or what its control groups leave if that is less.
+    """Bytes that this process can still allocate: the machine's available memory or, if less, what its control groups
+    allow.
 
-    root: where Linux tells of control groups, in /proc and /sys. Other systems have none.
+    root: the directory that holds /proc and /sys, where Linux describes control groups. Other systems have none.
     """
     machine: int = psutil.virtual_memory().available
     return max(0, min([machine, *_cgroup_headrooms(root)]))
 
 
 def _cgroup_headrooms(root: Path) -> Iterator[int]:
-    """What each limit leaves, of the process's own group and of those above it."""
+    """Bytes left under each memory limit of the process's control group and of the groups above it."""
     try:
         entries = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -91,26 +95,26 @@ def _cgroup_headrooms(root: Path) -> Iterator[int]:
         _, controllers, path = entry.split(":", 2)
         for controller in {"", "memory"} & set(controllers.split(",")):
             mount, limit_name, usage_name = _CGROUPS[controller]
-            # In a container, the path may be the host's, or lead out of what is mounted: then only the mount is there.
+            # In a container, the path may be the host's, or lead out of the mount: then only the mount point exists.
             names = [name for name in path.split("/") if name not in ("", "..")]
             for depth in range(len(names) + 1):
                 group = (root / mount).joinpath(*names[:depth])
                 try:
                     limit, usage = (group / limit_name).read_text().strip(), int((group / usage_name).read_text())
                 except OSError:
-                    continue  # no limit in this group, or no such group
+                    continue  # this group has no limit, or does not exist
                 if limit != "max":
                     yield int(limit) - usage + _page_cache(group)
 
 
 def _page_cache(group: Path) -> int:
-    """Bytes of files, such as the checkpoint just read: they count as used, but make room when memory is asked for."""
+    """Bytes of cached files, such as the checkpoint: they count as used, but the system drops them on demand."""
     try:
         lines = (group / "memory.stat").read_text().splitlines()
     except OSError:
         return 0
     sizes = {name: int(size) for name, size in map(str.split, lines)}
-    # Version 1 tells a group's own bytes from the total with those below it, which the limit is about.
+    # Version 1 lists a group's own bytes and, as "total_", the sum with its subgroups, to which the limit applies.
     return sum(sizes.get(f"total_{name}", sizes.get(name, 0)) for name in _PAGE_CACHE)
 
 

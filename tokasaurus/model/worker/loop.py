@@ -1,4 +1,4 @@
-"""The worker's life after start-up: take a step from the queue, run it, send what it sampled and scored."""
+"""The worker's step loop: receive a step, run it, send the sampled tokens and the prompt logprobs."""
 
 import time
 from collections import deque
@@ -15,10 +15,11 @@ def run_steps(
     outputs: Channel[ForwardOutput | Ready] | None,
     steps_behind: int,
 ) -> None:
-    """Until EndOfInputs. outputs: None on ranks that do not reply.
+    """Run steps until EndOfInputs.
 
-    steps_behind: how many steps may run on the device before the oldest is waited for; 0 on a CPU, where a step is done
-    when `run` returns. While inputs wait, the host prepares the next step as the device computes this one.
+    outputs: None on ranks that do not reply.
+    steps_behind: how many steps may be running on the device before the loop waits for the oldest; 0 on a CPU, where a
+    step is complete when `run` returns. With 1, the host prepares the next step while the device computes this one.
     """
     waiting: deque[ForwardInput | EndOfInputs] = deque()
     running: deque[tuple[StepResult, float]] = deque()
@@ -29,7 +30,7 @@ def run_steps(
         result, started = running.popleft()
         token_ids = result.host_token_ids()
         now = time.perf_counter()
-        # A step that was prepared while the one before it ran did not keep the device for that time.
+        # Do not count the time in which the previous step still occupied the device.
         seconds = now - max(started, busy_until)
         busy_until = now
         if outputs is not None:
@@ -60,4 +61,4 @@ def run_steps(
     while running:
         answer_oldest()
     if outputs is not None:
-        outputs.abandon()  # the manager, which ended the inputs, may be gone already
+        outputs.abandon()  # the manager, which sent EndOfInputs, may have exited already

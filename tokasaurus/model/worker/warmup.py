@@ -1,8 +1,8 @@
-"""Forwards that are run at start-up.
+"""Warm-up forwards, run at start-up.
 
-The largest ones: if they fit, every later one does. They compile what is compiled, too. Or, where the memory of the
-largest is known and reserved (forward_memory.py), a small one of each kind: no first request waits for what is loaded
-late.
+Either the largest forwards: if they fit in memory, every later one does; they also trigger compilation. Or, if the
+memory of the largest forward is known and reserved (forward_memory.py), a small forward of each kind, so that no
+request waits for lazy loading.
 """
 
 from collections.abc import Iterator
@@ -18,30 +18,40 @@ from tokasaurus.model.sampling.prompt_logprobs import SCORED_AT_ONCE
 from tokasaurus.model.sampling.token_masks import num_mask_words
 
 _NUM_LIMITED_ROWS = 64
-"""Sampling goes through rows in chunks, so a chunk is enough; limits are slow on flat logits of a made-up prompt."""
+"""Rows with limits, rules and masks. Sampling handles rows in chunks, so one chunk is enough; limits are slow on the
+flat logits of an artificial prompt."""
 
 _NUM_TOP = 20
-"""Top-k logprobs of each sampled and of each scored token: a few bytes, however many they are."""
+"""Top-k logprobs of each sampled token and each prompt token: they take little memory."""
 
 _SMALL_ROWS = 4
+"""Rows of a small forward."""
+
 _SMALL_TOKENS = 2
-"""Rows of the small forwards, and prompt tokens of each."""
+"""Prompt tokens of each row of a small forward."""
 
 _NOTHING = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardLimits:
-    """max_tokens, max_seqs: of one forward. context_length: tokens of the longest sequence. vocab_size: the model's."""
+    """The limits that decide how large a forward can be."""
 
     max_tokens: int
+    """Most tokens in one forward."""
+
     max_seqs: int
+    """Most sequences in one forward."""
+
     context_length: int
+    """Tokens of the longest sequence."""
+
     vocab_size: int
+    """The model's vocabulary."""
 
 
 def widest_prefill(limits: ForwardLimits) -> ForwardInput:
-    """As many tokens and as many sampling rows as a forward may have, and as many scored as are at once."""
+    """As many tokens and sampling rows as a forward may have, and prompt logprobs for SCORED_AT_ONCE tokens."""
     num_rows = min(limits.max_seqs, limits.max_tokens)
     shares = np.full(num_rows, limits.max_tokens // num_rows, np.int32)
     shares[: limits.max_tokens % num_rows] += 1
@@ -57,13 +67,13 @@ def longest_prefill(limits: ForwardLimits) -> ForwardInput:
 
 
 def longest_last_tokens(limits: ForwardLimits) -> ForwardInput:
-    """As many rows as a forward may have, each the last token of a sequence that fills the context."""
+    """As many rows as a forward may have, each with the last token of a sequence that fills the context."""
     num_rows = min(limits.max_seqs, limits.max_tokens)
     return _first_step(np.ones(num_rows, np.int32), np.full(num_rows, limits.context_length - 1, np.int32), limits)
 
 
 def decode_after(step: ForwardInput) -> ForwardInput:
-    """The same slots once more, decoding a token each."""
+    """A step in which each slot of `step` decodes one token."""
     changes = SlotChanges(closed=_NOTHING, opened=None, block_slots=_NOTHING, block_ids=_NOTHING)
     return ForwardInput(0, step.slots, np.ones_like(step.num_tokens), len(step.slots), _NOTHING, changes)
 
@@ -74,10 +84,12 @@ def single_token(limits: ForwardLimits) -> ForwardInput:
 
 
 def warm_up(runner: ModelRunner, limits: ForwardLimits, is_context_costly: bool) -> None:
-    """Run the widest prefill and a decode after it; the longest ones, where attention's memory grows with the context;
-    and the smallest forward, lest a size of 1 be special to a compiler. Waits for them.
+    """Run the largest forwards and wait for them.
 
-    The slots stay open at the worker, which does no harm: the manager opens a slot before it uses it.
+    These are the widest prefill and a decode after it; if is_context_costly (attention's memory grows with the
+    context), the longest ones; and the smallest forward, in case a compiler treats a size of 1 specially.
+
+    The slots stay open in the worker. This is harmless: the manager opens a slot before it uses it.
     """
     widest = widest_prefill(limits)
     steps = [widest]
@@ -90,9 +102,11 @@ def warm_up(runner: ModelRunner, limits: ForwardLimits, is_context_costly: bool)
 
 
 def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInput]:
-    """One of each kind, each to be run before the next: prefill with prompt logprobs and decode, both with every
-    sampling feature; then, with none, prefill, decode beside prefill, decode in a group that shares a prefix, and one
-    token."""
+    """A small forward of each kind; run each before taking the next.
+
+    With every sampling feature: prefill with prompt logprobs, then decode. With none: prefill, decode together with
+    prefill, decode in a prefix group, and a single token.
+    """
     num_rows = min(_SMALL_ROWS, limits.max_seqs, limits.max_tokens)
     num_tokens = np.full(num_rows, min(_SMALL_TOKENS, limits.max_tokens // num_rows, limits.context_length), np.int32)
     start = np.zeros(num_rows, np.int32)
@@ -102,17 +116,17 @@ def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInp
         yield replace(decode_after(prefill), masks=prefill.masks)
         plain = _first_step(num_tokens, start, limits, is_plain=True)
         yield plain
-        yield _decode_beside_prefill(plain, limits)
+        yield _decode_with_prefill(plain, limits)
     if limits.context_length > page_size + 1:
-        behind_block = _first_step(np.ones_like(start), np.full_like(start, page_size), limits, is_plain=True)
-        yield behind_block
+        after_block = _first_step(np.ones_like(start), np.full_like(start, page_size), limits, is_plain=True)
+        yield after_block
         groups = PrefixGroups(np.array([num_rows], np.int32), np.ones(1, np.int32))
-        yield replace(decode_after(behind_block), groups=groups)
+        yield replace(decode_after(after_block), groups=groups)
     yield _first_step(np.ones(1, np.int32), np.zeros(1, np.int32), limits, is_plain=True)
 
 
 def warm_up_small(runner: ModelRunner, limits: ForwardLimits, page_size: int) -> None:
-    """Run the small forwards, and read their results as the worker's loop does. Like `warm_up`, leaves slots open."""
+    """Run the small forwards and read their results as the step loop does. Leaves slots open, as `warm_up` does."""
     for step in small_forwards(limits, page_size):
         result = runner.run(step)
         result.host_token_ids()
@@ -121,8 +135,8 @@ def warm_up_small(runner: ModelRunner, limits: ForwardLimits, page_size: int) ->
         result.host_scores()
 
 
-def _decode_beside_prefill(step: ForwardInput, limits: ForwardLimits) -> ForwardInput:
-    """Of the slots of `step`, the first half decode once more, and the others begin again."""
+def _decode_with_prefill(step: ForwardInput, limits: ForwardLimits) -> ForwardInput:
+    """The first half of the slots of `step` decode a token; the others are opened again and prefill."""
     num_decode = len(step.slots) // 2
     num_tokens = step.num_tokens[num_decode:]
     begun = _first_step(num_tokens, np.zeros_like(num_tokens), limits, is_plain=True, first_slot=num_decode + 1)
@@ -131,7 +145,7 @@ def _decode_beside_prefill(step: ForwardInput, limits: ForwardLimits) -> Forward
 
 
 def _scored(step: ForwardInput, limits: ForwardLimits) -> ForwardInput:
-    """As many tokens of its prompts are scored as are at once."""
+    """`step` with prompt logprobs for up to SCORED_AT_ONCE of its prompt tokens."""
     counts = np.diff(np.minimum(np.cumsum(step.num_tokens - 1), SCORED_AT_ONCE), prepend=0).astype(np.int32)
     rows = np.arange(len(counts), dtype=np.int32)
     num_top = min(_NUM_TOP, limits.vocab_size)
@@ -145,8 +159,11 @@ def _first_step(
     is_plain: bool = False,
     first_slot: int = 1,
 ) -> ForwardInput:
-    """Opens a slot for each row, which ends its prompt. No slot owns a block: all keys and values go to the padding
-    block. The first row is greedy. is_plain: no row has a sampling feature; else the first ones have each."""
+    """Open a slot for each row; each row prefills the end of its prompt.
+
+    No slot owns a block: all keys and values go to the padding block. The first row is greedy.
+    is_plain: no row has a sampling feature; otherwise the first _NUM_LIMITED_ROWS rows have limits, rules and masks.
+    """
     num_rows = len(num_tokens)
     num_limited = 0 if is_plain else _NUM_LIMITED_ROWS
     slots = np.arange(first_slot, first_slot + num_rows, dtype=np.int32)
@@ -168,7 +185,7 @@ def _first_step(
     )
     changes = SlotChanges(closed=_NOTHING, opened=opened, block_slots=_NOTHING, block_ids=_NOTHING)
     prompt_ids = np.zeros(int(num_tokens.sum()), np.int32)
-    # Of the whole vocabulary, its bits behind the end included.
+    # Allow the whole vocabulary, and set the unused bits after its end too.
     bits = np.full((len(ruled), num_mask_words(limits.vocab_size)), np.iinfo(np.uint32).max, np.uint32)
     masks = None if is_plain else TokenMasks(np.arange(len(ruled), dtype=np.int32), bits)
     return ForwardInput(0, slots, num_tokens, 0, prompt_ids, changes, masks=masks)

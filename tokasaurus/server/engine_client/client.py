@@ -1,4 +1,4 @@
-"""The server's end of the channels to the managers: submit requests, await or follow their sequences, cancel."""
+"""The server's end of the channels to the managers: submits requests, collects or streams their sequences, cancels."""
 
 import asyncio
 import os
@@ -17,11 +17,13 @@ from tokasaurus.server.errors import QueueFull
 
 @dataclass(slots=True)
 class _PendingRequest:
-    """add: takes its deltas."""
+    """A submitted request that its caller is still waiting for."""
 
     replica: int
     num_unfinished: int
+    """Number of its sequences that have not finished."""
     add: Callable[[SequenceDelta], None]
+    """Called with each delta of the request."""
 
 
 def _raise(error: Exception) -> None:
@@ -29,11 +31,13 @@ def _raise(error: Exception) -> None:
 
 
 class EngineClient:
-    """One per server. All methods run on the event loop's thread.
+    """Submits requests to the replicas' managers and hands their deltas to the callers.
+
+    One per server. All methods run on the event loop's thread.
 
     requests, updates: one channel per replica. on_ready: called once, when every replica is up. on_broken: called when
-    what a manager sent cannot be read; answers are lost from then on. max_queued_requests: that may wait; None: any
-    number.
+    a manager's message cannot be read or applied; answers are lost from then on. max_queued_requests: most requests
+    that may wait; None for no limit.
     """
 
     def __init__(
@@ -57,12 +61,12 @@ class EngineClient:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, what the managers send is received by the running event loop."""
+        """Within the context, the running event loop receives the managers' messages."""
         loop = asyncio.get_running_loop()
         for replica, channel in enumerate(self._updates):
             loop.add_reader(channel.reader.fileno(), self._receive, replica)
-            # uvloop makes it non-blocking, and then a message that is still being written would be torn in two: the
-            # queue reads its length, finds the rest missing, and takes the next bytes for another message.
+            # uvloop makes the pipe non-blocking. Reading a message that is still being written would then fail after
+            # its length, and the rest of it would be read as another message.
             os.set_blocking(channel.reader.fileno(), True)
         try:
             yield
@@ -72,7 +76,7 @@ class EngineClient:
 
     @property
     def limits(self) -> EngineLimits | None:
-        """What every replica can hold: the first replica's limits with the least room; None until all are up."""
+        """The limits of the replica with the shortest maximum sequence length; None until all replicas are up."""
         known = [limits for limits in self._limits if limits is not None]
         if len(known) < len(self._limits):
             return None
@@ -80,7 +84,7 @@ class EngineClient:
 
     @property
     def stats(self) -> Sequence[EngineStats | None]:
-        """The latest snapshot of each replica; None for one that is not up."""
+        """The latest statistics of each replica; None for a replica that is not up."""
         return self._stats
 
     @property
@@ -89,20 +93,20 @@ class EngineClient:
         return len(self._pending)
 
     def check_queue(self) -> None:
-        """Raises QueueFull if so many requests wait that no further one may join them."""
+        """Raises QueueFull if `max_queued_requests` or more requests are waiting."""
         if self._max_queued_requests is None or len(self._pending) < self._max_queued_requests:
             return
         num_running = sum(stats.num_running for stats in self._stats if stats is not None)
         num_waiting = sum(self._num_unfinished_sequences) - num_running
         newest_first = (pending.num_unfinished for pending in reversed(self._pending.values()))
         if is_queue_full(newest_first, num_waiting, self._max_queued_requests):
-            raise QueueFull(f"{self._max_queued_requests} requests are waiting already (max_queued_requests)")
+            raise QueueFull(f"{self._max_queued_requests} requests are already waiting (max_queued_requests)")
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[FinishedSequence]]:
-        """The finished sequences of each request, in order of `sequence_index`. At least one request.
+        """The finished sequences of each request, in order of `sequence_index`.
 
-        Request ids must be new. If the caller is cancelled, what is unfinished is cancelled at the managers. Raises
-        QueueFull, and SequenceAborted as soon as that happens to one.
+        requests: at least one, each with a new request id. If the caller is cancelled, unfinished requests are
+        cancelled at the managers. Raises QueueFull, and SequenceAborted as soon as one sequence is aborted.
         """
         results = Results(requests)
         with self._submitted(requests, results.add):
@@ -111,9 +115,10 @@ class EngineClient:
 
     @contextmanager
     def stream(self, requests: Sequence[GenerateRequest]) -> Iterator[StreamCollector]:
-        """Inside, the requests run, and what has come of them can be read; at least one request, all `is_streamed`.
+        """Runs the requests within the context; their deltas are read from the collector.
 
-        Request ids must be new. At the end, what is unfinished is cancelled at the managers. Raises QueueFull.
+        requests: at least one, each with a new request id, all `is_streamed`. At the end of the context, unfinished
+        requests are cancelled at the managers. Raises QueueFull.
         """
         collector = StreamCollector(requests)
         with self._submitted(requests, collector.add):
@@ -123,8 +128,10 @@ class EngineClient:
     def _submitted(
         self, requests: Sequence[GenerateRequest], add: Callable[[int, SequenceDelta], None]
     ) -> Iterator[None]:
-        """Inside, the requests run, and `add` gets the index of the request and the delta of all that comes. Raises
-        QueueFull."""
+        """Runs the requests within the context. Calls `add` with the index of the request and each delta that arrives.
+
+        Raises QueueFull.
+        """
         self.check_queue()
         with ExitStack() as stack:
             for index, request in enumerate(requests):
@@ -158,7 +165,7 @@ class EngineClient:
             if isinstance(message, Ready):
                 self._start_replica(replica, message)
                 continue
-            # First the stats: whoever sees an answer sees it counted.
+            # Statistics first, so that they count an answer by the time its client receives it.
             self._stats[replica] = message.stats
             for delta in message.deltas:
                 pending = self._pending.get(delta.request_id)
@@ -170,7 +177,7 @@ class EngineClient:
                     self._num_unfinished_sequences[replica] -= 1
 
     def _start_replica(self, replica: int, ready: Ready) -> None:
-        assert ready.limits is not None, "the manager says what its engine can hold"
+        assert ready.limits is not None, "a manager is ready only with its engine's limits"
         self._limits[replica] = ready.limits
         self._stats[replica] = EngineStats(
             num_running=0,

@@ -1,4 +1,4 @@
-"""What comes of the sequences of one call, put together: awaited as a whole, or read while it comes."""
+"""Collectors of one call's deltas: `Results` waits for whole sequences, `StreamCollector` hands deltas on."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,35 +10,38 @@ from tokasaurus.messages.generation import FinishReason, GenerateRequest, Prompt
 
 
 class SequenceAborted(Exception):
-    """Its grammar could not be followed; why, in one line."""
+    """The engine aborted a sequence because it could not apply its grammar. The message is the reason, in one line."""
 
 
 def _join(parts: Sequence[TopLogprobs]) -> TopLogprobs:
-    """Those of one sequence's tokens, in order; at least one."""
+    """Concatenates the top-k logprobs of consecutive tokens; at least one part."""
     ids, logprobs = [part.token_ids for part in parts], [part.logprobs for part in parts]
     return TopLogprobs(np.concatenate(ids), np.concatenate(logprobs))
 
 
 @dataclass(slots=True)
 class FinishedSequence:
-    """All tokens of one sequence, as sampled: the eos or stop string's tokens included. While deltas still come, what
-    they add up to so far.
+    """The deltas of one sequence, added up. Until the last delta, what has arrived so far.
 
-    logprobs: one per token; None where not asked. top_parts: likewise, as they came; empty where not asked. The numbers
-    of tokens and prompt_logprobs are SequenceDelta's.
+    Fields without an explanation are explained in SequenceDelta.
     """
 
     token_ids: list[int] = field(default_factory=list)
+    """All tokens as sampled, including the eos token or the tokens of a stop string."""
     logprobs: list[float] | None = None
+    """One per token; None if not requested."""
     finish_reason: FinishReason = "length"
+    """Valid after the last delta."""
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
     num_recomputed_tokens: int = 0
     num_shared_tokens: int = 0
     top_parts: list[TopLogprobs] = field(default_factory=list)
+    """Top-k logprobs of all tokens, in parts as they arrived; empty if not requested."""
     prompt_logprobs: PromptLogprobs | None = None
 
     def append(self, delta: SequenceDelta) -> None:
+        """Adds the sequence's next delta."""
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
             if self.logprobs is None:
@@ -57,12 +60,12 @@ class FinishedSequence:
 
     @property
     def top(self) -> TopLogprobs | None:
-        """Of all tokens; None where not asked."""
+        """Top-k logprobs of all tokens; None if not requested."""
         return _join(self.top_parts) if self.top_parts else None
 
 
 class Results:
-    """The sequences of one `generate` call. `finished` is set when all of them are whole."""
+    """The sequences of one `generate` call. `finished` is done when all of them have finished, or one was aborted."""
 
     def __init__(self, requests: Sequence[GenerateRequest]) -> None:
         self.sequences = [[FinishedSequence() for _ in range(request.num_sequences)] for request in requests]
@@ -80,17 +83,17 @@ class Results:
 
 
 class StreamCollector:
-    """What has come of one `stream` call and has not been read. A reader who is slow gets fewer and longer deltas."""
+    """The unread deltas of one `stream` call, merged per sequence: a slow reader gets fewer and longer deltas."""
 
     def __init__(self, requests: Sequence[GenerateRequest]) -> None:
-        self._num_unread_ends = sum(request.num_sequences for request in requests)
+        self._num_unread_last_deltas = sum(request.num_sequences for request in requests)
         self._unread: dict[tuple[int, int], SequenceDelta] = {}
         self._has_unread = asyncio.Event()
 
     def add(self, request_index: int, delta: SequenceDelta) -> None:
-        """request_index: in the requests of the call."""
-        place = (request_index, delta.sequence_index)
-        before = self._unread.get(place)
+        """request_index: position of the delta's request in the call's requests."""
+        key = (request_index, delta.sequence_index)
+        before = self._unread.get(key)
         if before is not None:
             before.token_ids.extend(delta.token_ids)
             if before.logprobs is not None and delta.logprobs is not None:
@@ -101,15 +104,17 @@ class StreamCollector:
                 token_ids=before.token_ids,
                 logprobs=before.logprobs,
                 top=top,
-                prompt_logprobs=before.prompt_logprobs,  # on a first delta alone
+                prompt_logprobs=before.prompt_logprobs,  # only the first delta has it
             )
-        self._unread[place] = delta
+        self._unread[key] = delta
         self._has_unread.set()
 
     async def read(self) -> list[tuple[int, SequenceDelta]]:
-        """(index of the request, delta) of each sequence that has anything new, of which there is at least one, for
-        which it waits; none once every sequence's last delta has been read. Raises SequenceAborted."""
-        if self._num_unread_ends == 0:
+        """(request index, delta) of each sequence with an unread delta; waits until there is at least one.
+
+        Empty once the last delta of every sequence has been read. Raises SequenceAborted.
+        """
+        if self._num_unread_last_deltas == 0:
             return []
         await self._has_unread.wait()
         self._has_unread.clear()
@@ -118,5 +123,5 @@ class StreamCollector:
             if delta.error:
                 raise SequenceAborted(delta.error)
         self._unread = {}
-        self._num_unread_ends -= sum(delta.finish_reason is not None for _, delta in deltas)
+        self._num_unread_last_deltas -= sum(delta.finish_reason is not None for _, delta in deltas)
         return deltas

@@ -1,4 +1,4 @@
-"""Messages → prompt ids, by the model's own chat template and what a body says to it."""
+"""Messages → prompt ids, with the model's chat template and the template fields of a body."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,15 +22,16 @@ def encode_messages(
     max_tokens: int | None = None,
     tools: Sequence[Tool] = (),
 ) -> list[int]:
-    """Tokenizes, so not for the event loop. Raises InvalidRequest.
+    """The prompt ids of a chat. Tokenizes, so must not run on the event loop. Raises InvalidRequest.
 
-    max_tokens: refuses at once what must have more, by its length; what has more need not be refused.
+    max_tokens: a prompt whose text is so long that it must have more tokens is refused before it is tokenized. Other
+    prompts with more tokens may be returned, so callers must check the length.
     """
     variables = _merged(fields)
     add_generation_prompt, continues = (_take_flag(variables, name) for name in _FLAGS)
     if add_generation_prompt and continues:
         raise InvalidRequest(
-            "continue_final_message and add_generation_prompt: the final message is either open or answered",
+            "continue_final_message and add_generation_prompt: only one of them may be true",
             "continue_final_message",
         )
     shown_messages, shown_tools = template_input(messages, tools, model.tools)
@@ -52,35 +53,39 @@ def encode_messages(
 
 
 def _reason(error: ChatTemplateError) -> str:
-    """Some errors quote the whole prompt."""
+    """The error's text, shortened: some errors quote the whole prompt."""
     return str(error)[:_MAX_REASON_CHARS]
 
 
 def too_long(param: str, error: TextTooLong, max_tokens: int | None) -> ContextLengthExceeded:
     return ContextLengthExceeded(
-        f"{param} has at least {error.fewest_tokens} tokens: with the answer there may be {max_tokens}", param
+        f"{param} has at least {error.fewest_tokens} tokens: prompt and answer together may have {max_tokens}", param
     )
 
 
 def _merged(fields: TemplateFields) -> dict[str, Any]:
-    """All that the four fields say, under the names of apply_chat_template_overrides; what is null is left out."""
+    """The values of all four fields, under the names of apply_chat_template_overrides; null flags are left out.
+
+    Raises InvalidRequest if two fields contradict each other.
+    """
     said = {name: getattr(fields, name) for name in _FLAGS if getattr(fields, name) is not None}
     for name in _FLAGS:
         if name in fields.chat_template_kwargs:
             raise InvalidRequest(
-                f"{name} is a field of its own, not one of chat_template_kwargs", "chat_template_kwargs"
+                f"{name} is a field of the body and may not be in chat_template_kwargs", "chat_template_kwargs"
             )
     said |= fields.chat_template_kwargs
     for name, value in fields.apply_chat_template_overrides.items():
         if name in said and (type(said[name]), said[name]) != (type(value), value):
             raise InvalidRequest(
-                f"apply_chat_template_overrides: {shorten(name)!r} is also given elsewhere, with another value",
+                f"apply_chat_template_overrides: {shorten(name)!r} is also given in another field, with another value",
                 "apply_chat_template_overrides",
             )
     return said | fields.apply_chat_template_overrides
 
 
 def _take_flag(variables: dict[str, Any], name: str) -> bool | None:
+    """Removes a flag from the variables and returns its value; None if it is not given."""
     value = variables.pop(name, None)
     if value is not None and not isinstance(value, bool):
         raise InvalidRequest(

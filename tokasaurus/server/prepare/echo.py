@@ -1,4 +1,4 @@
-"""The prompt in front of a completion, with echo=true: its text, and where each of its tokens begins in it."""
+"""The prompt that echo=true returns in front of a completion: its text and the offset of each token in it."""
 
 import codecs
 from collections.abc import Iterator, Sequence
@@ -10,39 +10,40 @@ from tokasaurus.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """text: the prompt as it was given, or what its ids read, special tokens by their names.
-
-    offsets: where the text of each of its tokens begins, in characters, and never falls; empty where no
-    log-probabilities are asked. A token that continues a character begins where that does, and one that is not in the
-    text, since the tokenizer put it there, where the next one does.
-    """
+    """An echoed prompt."""
 
     text: str
+    """The prompt as the client wrote it; a prompt given as ids is decoded, special tokens included."""
     offsets: list[int]
+    """Start of each prompt token in `text`, in characters, never decreasing; empty if no logprobs are requested.
+
+    A token that continues a character has the offset of that character. A token that is not in the text, because the
+    tokenizer added it, has the offset of the next token.
+    """
 
 
 def make_echo(prompt: Prompt, prompt_ids: Sequence[int], tokenizer: Tokenizer, wants_offsets: bool) -> Echo:
-    """prompt_ids: of the prompt, if that is a text with what the tokenizer adds to it."""
+    """prompt_ids: the tokens of the prompt; for a text, with the special tokens that the tokenizer adds."""
     is_text = isinstance(prompt, str)
     text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt_ids, skip_special_tokens=False)
     if not wants_offsets:
         return Echo(text, [])
-    offsets, pieces = [0], []
-    for piece in _pieces(prompt_ids, text, tokenizer):
-        pieces.append(piece)
-        offsets.append(offsets[-1] + len(piece))
-    if is_text and "".join(pieces) != text:  # the tokenizer has normalized it
+    offsets, token_texts = [0], []
+    for token_text in _token_texts(prompt_ids, text, tokenizer):
+        token_texts.append(token_text)
+        offsets.append(offsets[-1] + len(token_text))
+    if is_text and "".join(token_texts) != text:  # the tokenizer normalised the text
         return Echo(text, tokenizer.token_starts(text, add_special_tokens=True))
     return Echo(text, [min(offset, len(text)) for offset in offsets[:-1]])
 
 
-def _pieces(prompt_ids: Sequence[int], text: str, tokenizer: Tokenizer) -> Iterator[str]:
-    """The whole characters that each token completes."""
+def _token_texts(prompt_ids: Sequence[int], text: str, tokenizer: Tokenizer) -> Iterator[str]:
+    """The text of each token: the characters that it completes, "" for a special token that is not in `text`."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     num_characters = 0
     for token_id in prompt_ids:
-        piece = decoder.decode(tokenizer.token_bytes(token_id))
-        if token_id in tokenizer.special_ids and not text.startswith(piece, num_characters):
-            piece = ""
-        num_characters += len(piece)
-        yield piece
+        token_text = decoder.decode(tokenizer.token_bytes(token_id))
+        if token_id in tokenizer.special_ids and not text.startswith(token_text, num_characters):
+            token_text = ""
+        num_characters += len(token_text)
+        yield token_text

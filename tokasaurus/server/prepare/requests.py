@@ -1,4 +1,4 @@
-"""OpenAI body → GenerateRequest: everything that a body leaves open is decided here. Plain functions, no server."""
+"""OpenAI body → GenerateRequest: checks the body and resolves every default. Plain functions, no server."""
 
 import secrets
 import uuid
@@ -22,47 +22,50 @@ from tokasaurus.server.structured_output.validator import asked_grammar
 from tokasaurus.server.tools.parser import CallRules
 from tokasaurus.text.tokenizer import TextTooLong
 
-# Of one body: n times its prompts.
+# Per body: n times the number of prompts.
 MAX_SEQUENCES = 65_536
-# Of one body: what `echo`, `prompt_logprobs` and `return_token_ids` bring into its answer, one for each token of a
-# prompt and one for each of the likeliest at its place, in each choice. So many make an answer of some hundred
-# megabytes.
+# Per body: values that `echo`, `prompt_logprobs` or `return_token_ids` adds to the answer: in each choice, one per
+# prompt token and one per top-k logprob of it. This many make an answer of some hundred megabytes.
 MAX_PROMPT_VALUES = 1 << 23
-# Of one body: its grammar goes to the engine with each of its prompts, and is there as often while they wait.
+# Per body: the length of its grammar times its prompts, since each request in the engine has its own copy.
 MAX_GRAMMAR_CHARS_OF_PROMPTS = 1 << 27
 DEFAULT_COMPLETION_TOKENS = 16
-# The engine draws in float32. Below these, a draw differs from greedy, or from the likeliest token alone, only
-# between tokens that tie to within float32; dividing by less would overflow.
+# The engine samples in float32. A temperature below its minimum becomes 0 (greedy), a top_p below its minimum becomes
+# that minimum. This changes only the choice among tokens that tie to within float32. Dividing by a smaller number would
+# overflow.
 _MIN_TEMPERATURE = 1e-5
 _MIN_TOP_P = 1e-6
-# Within these no logit, divided or multiplied by it, leaves float32.
+# Bounds within which dividing or multiplying a logit by the penalty stays in float32's range.
 _REPETITION_PENALTIES = (1e-30, 1e30)
 _UINT64_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One body, ready for the engine. response_id: of the answer. requests: one per prompt, in order. The others: how
-    the answer is written, see SamplingFields; calls: which calls of tools it may have, None: it is all content.
-
-    grammar: what each completion must match; None for anything. It has not been checked and is not in the requests:
-    `routes.generation` sees to both.
-    echoes: one per prompt where it is echoed, else empty. num_top_prompt_logprobs: that `prompt_logprobs` asks for, of
-    which the engine may be asked for more; None where it does not ask.
-    """
+    """One body, ready for the engine, and how its answer is written."""
 
     response_id: str
+    """The id of the answer."""
     requests: list[GenerateRequest]
+    """One per prompt, in order; all have the same `num_sequences`."""
     logprobs_in_fingerprint: bool = False
+    """See SamplingFields."""
     return_token_ids: bool = False
+    """See SamplingFields."""
     grammar: GrammarSource | None = None
+    """What each completion must match; None for any text. Neither validated nor part of `requests` yet:
+    `routes.generation` does both."""
     calls: CallRules | None = None
+    """Which tool calls the answer may contain; None if all of it is content."""
     echoes: Sequence[Echo] = ()
+    """One per prompt if the prompts are echoed, else empty."""
     num_top_prompt_logprobs: int | None = None
+    """Top-k logprobs per prompt token that `prompt_logprobs` returns; None if the body does not set it. `requests` may
+    ask the engine for more, for the echo."""
 
 
 def prepare_completion(body: CompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:
-    """Tokenizes, so not for the event loop. Raises InvalidRequest."""
+    """The requests of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
     if body.best_of is not None and body.best_of != body.n:
         raise Unsupported("best_of other than n is not implemented", "best_of")
     if body.max_tokens == 0 and not body.echo:
@@ -72,7 +75,11 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, limits: Engi
     num_prompt_top = _prompt_top(body, model)
     grammar = asked_grammar(body)
     if grammar is not None and len(grammar.text) * len(body.prompt) > MAX_GRAMMAR_CHARS_OF_PROMPTS:
-        raise InvalidRequest(f"{grammar.param} is too large for so many prompts", grammar.param)
+        raise InvalidRequest(
+            f"{grammar.param} has {len(grammar.text)} characters, for each of {len(body.prompt)} prompts: "
+            f"together there may be {MAX_GRAMMAR_CHARS_OF_PROMPTS}",
+            grammar.param,
+        )
     response_id = f"cmpl-{uuid.uuid4().hex}"
     requests, echoes = [], []
     for index, (prompt, prompt_ids) in enumerate(zip(body.prompt, _tokenize(body.prompt, model, limits), strict=True)):
@@ -82,7 +89,7 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, limits: Engi
             max_new_tokens = _checked_max_tokens(body.max_tokens, "max_tokens", prompt_ids, room)
         request_id = f"{response_id}-{index}"
         request = _request(request_id, body, prompt_ids, max_new_tokens, num_top, model)
-        requests.append(_scored(request, num_prompt_top, num_top if body.echo else None))
+        requests.append(_with_prompt_logprobs(request, num_prompt_top, num_top if body.echo else None))
         if body.echo:
             echoes.append(make_echo(prompt, prompt_ids, model.tokenizer, wants_offsets=num_top is not None))
     if body.echo:
@@ -103,7 +110,7 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, limits: Engi
 
 
 def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:
-    """Tokenizes, so not for the event loop. Raises InvalidRequest."""
+    """The requests of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
     _check_fields(1, body, model)
     tool_use = resolve_tools(body, model, asked_grammar(body))
     prompt_ids = encode_messages(body.messages, body, model, limits.max_tokens_per_sequence, tool_use.shown)
@@ -115,11 +122,11 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: Engine
         max_new_tokens = _checked_max_tokens(*asked, prompt_ids, room)
     num_top, num_prompt_top = _checked_top(body.top_logprobs or 0, "top_logprobs", model), _prompt_top(body, model)
     if num_top and not body.logprobs:
-        raise InvalidRequest("top_logprobs goes with logprobs=true", "top_logprobs")
+        raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
     request = _request(f"{response_id}-0", body, prompt_ids, max_new_tokens, num_top if body.logprobs else None, model)
-    requests = [_scored(request, num_prompt_top)]
-    if body.return_token_ids and body.stream:  # the first chunk of each choice has them
+    requests = [_with_prompt_logprobs(request, num_prompt_top)]
+    if body.return_token_ids and body.stream:  # the first chunk of each choice repeats the prompt's ids
         _check_prompt_values(requests, 0, "return_token_ids")
     return Prepared(
         response_id,
@@ -136,25 +143,26 @@ def _check_fields(num_prompts: int, body: SamplingFields, model: ServedModel) ->
     if num_prompts * body.n > MAX_SEQUENCES:
         raise InvalidRequest(f"n times the number of prompts may be at most {MAX_SEQUENCES}", "n")
     if body.logprobs_in_fingerprint and body.stream:
-        raise InvalidRequest("logprobs_in_fingerprint is for answers that are not streamed", "logprobs_in_fingerprint")
+        raise InvalidRequest("logprobs_in_fingerprint cannot be streamed", "logprobs_in_fingerprint")
     if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequest("prompt_logprobs is for answers that are not streamed", "prompt_logprobs")
+        raise InvalidRequest("prompt_logprobs cannot be streamed", "prompt_logprobs")
     _check_vocabulary([token_id for token_id, _ in body.logit_bias], model, "logit_bias")
     _check_vocabulary(body.stop_token_ids, model, "stop_token_ids")
 
 
 def _checked_top(asked: int, param: str, model: ServedModel) -> int:
-    """How many of the likeliest tokens the engine is asked for."""
+    """Number of top-k logprobs per token to request from the engine. Raises InvalidRequest if `asked` is too high."""
     if asked > model.max_top_logprobs:
         raise InvalidRequest(f"{param} may be at most {model.max_top_logprobs} (max_topk_logprobs)", param)
     return min(asked, model.vocab_size)
 
 
 def _prompt_top(body: SamplingFields, model: ServedModel) -> int | None:
+    """Number of top-k logprobs per prompt token that `prompt_logprobs` asks for; None if it is not set."""
     if body.prompt_logprobs is None:
         return None
     if not model.allow_logprobs:
-        message = "prompt_logprobs are switched off at this server (enable_chosen_logprobs)"
+        message = "prompt_logprobs is disabled on this server (enable_chosen_logprobs)"
         raise InvalidRequest(message, "prompt_logprobs")
     return _checked_top(body.prompt_logprobs, "prompt_logprobs", model)
 
@@ -163,13 +171,17 @@ def _check_prompt_values(requests: Sequence[GenerateRequest], num_top: int, para
     num_tokens = sum(len(request.prompt_ids) * request.num_sequences for request in requests)
     if num_tokens * (1 + num_top) > MAX_PROMPT_VALUES:
         message = (
-            f"{param} is for {MAX_PROMPT_VALUES} values at most in an answer; n, prompts and likeliest tokens make "
+            f"{param} may add at most {MAX_PROMPT_VALUES} values to an answer: "
+            f"with these prompts, n and top-k logprobs it would add {num_tokens * (1 + num_top)}"
         )
-        raise InvalidRequest(f"{message}{num_tokens * (1 + num_top)}", param)
+        raise InvalidRequest(message, param)
 
 
-def _scored(request: GenerateRequest, *num_top: int | None) -> GenerateRequest:
-    """num_top: likeliest tokens at the places of the prompt's that each use of them needs; None for no use."""
+def _with_prompt_logprobs(request: GenerateRequest, *num_top: int | None) -> GenerateRequest:
+    """The request, asking for prompt logprobs if any use needs them.
+
+    num_top: for each use, the top-k logprobs that it needs per prompt token; None if it needs no prompt logprobs.
+    """
     needed = [number for number in num_top if number is not None]
     if not needed:
         return request
@@ -177,6 +189,7 @@ def _scored(request: GenerateRequest, *num_top: int | None) -> GenerateRequest:
 
 
 def _tokenize(prompts: list[Prompt], model: ServedModel, limits: EngineLimits) -> list[list[int]]:
+    """The ids of each prompt. Raises InvalidRequest."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     max_tokens = limits.max_tokens_per_sequence
     try:
@@ -186,7 +199,7 @@ def _tokenize(prompts: list[Prompt], model: ServedModel, limits: EngineLimits) -
     prompts_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
     for prompt_ids in prompts_ids:
         if not prompt_ids:
-            raise InvalidRequest("prompt holds no token", "prompt")
+            raise InvalidRequest("prompt has no tokens", "prompt")
         _check_vocabulary(prompt_ids, model, "prompt")
     return prompts_ids
 
@@ -195,24 +208,24 @@ def _check_vocabulary(token_ids: Sequence[int], model: ServedModel, param: str) 
     for outlier in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= outlier < model.vocab_size:
             raise InvalidRequest(
-                f"{param} holds the token id {outlier}; the model's go from 0 to {model.vocab_size - 1}", param
+                f"{param} has the token id {outlier}; valid ids are 0 to {model.vocab_size - 1}", param
             )
 
 
 def _room(prompt_ids: list[int], limits: EngineLimits, param: str, fewest: int = 1) -> int:
-    """New tokens that fit behind the prompt, at least `fewest`."""
+    """Most new tokens that fit after the prompt. Raises ContextLengthExceeded if they are fewer than `fewest`."""
     room = limits.max_tokens_per_sequence - len(prompt_ids)
     if room < fewest:
         raise ContextLengthExceeded(
             f"{param} has {len(prompt_ids)} tokens, which leaves no room for an answer: "
-            f"both together may have {limits.max_tokens_per_sequence}",
+            f"prompt and answer together may have {limits.max_tokens_per_sequence}",
             param,
         )
     return room
 
 
 def _asked_chat_tokens(body: ChatCompletionRequest) -> tuple[int, str] | None:
-    """(most new tokens, name of the field that says so)."""
+    """(most new tokens, name of the field that gave them); None if no field did. Raises InvalidRequest."""
     if body.max_completion_tokens is None:
         return None if body.max_tokens is None else (body.max_tokens, "max_tokens")
     if body.max_tokens is not None and body.max_tokens != body.max_completion_tokens:
@@ -223,7 +236,7 @@ def _asked_chat_tokens(body: ChatCompletionRequest) -> tuple[int, str] | None:
 def _checked_max_tokens(max_tokens: int, param: str, prompt_ids: list[int], room: int) -> int:
     if max_tokens > room:
         raise ContextLengthExceeded(
-            f"{param} is {max_tokens} and the prompt has {len(prompt_ids)} tokens: both together may have "
+            f"{param} is {max_tokens} and the prompt has {len(prompt_ids)} tokens: together they may have "
             f"{room + len(prompt_ids)}",
             param,
         )
@@ -238,11 +251,11 @@ def _request(
     num_top_logprobs: int | None,
     model: ServedModel,
 ) -> GenerateRequest:
-    """num_top_logprobs: None for no log-probabilities, 0 for those of the chosen tokens alone."""
+    """num_top_logprobs: None for no logprobs, 0 for the sampled tokens' logprobs only."""
     if num_top_logprobs is not None and not model.allow_logprobs:
-        raise InvalidRequest("logprobs are switched off at this server (enable_chosen_logprobs)", "logprobs")
+        raise InvalidRequest("logprobs is disabled on this server (enable_chosen_logprobs)", "logprobs")
     if body.min_tokens > max_new_tokens:
-        raise InvalidRequest(f"min_tokens is {body.min_tokens}, and there are {max_new_tokens} at most", "min_tokens")
+        raise InvalidRequest(f"min_tokens is {body.min_tokens}: it may be at most {max_new_tokens}", "min_tokens")
     sampling = SamplingParams(
         temperature=body.temperature if body.temperature >= _MIN_TEMPERATURE else 0.0,
         top_p=max(body.top_p, _MIN_TOP_P),

@@ -1,4 +1,4 @@
-"""What a chat body says of tools → which calls its answer may have, or must."""
+"""A chat body's tool fields → which calls its answer may or must contain."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,21 +14,24 @@ from tokasaurus.server.tools.parser import CallRules
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """shown: the tools that the prompt tells of. rules: None where the answer is plain text. grammar: of the answer."""
+    """How one chat answer uses tools."""
 
     shown: Sequence[Tool] = ()
+    """The tools that the prompt describes."""
     rules: CallRules | None = None
+    """Which calls the answer may contain; None if all of it is content."""
     grammar: GrammarSource | None = None
+    """What the whole answer must match; None for any text."""
 
 
 def resolve_tools(body: ChatCompletionRequest, model: ServedModel, content: GrammarSource | None) -> ToolUse:
-    """content: the form that the body asks of the text. Raises InvalidRequest."""
+    """content: the grammar that the body asks for, which applies to the content. Raises InvalidRequest."""
     support = model.tools
     choice = body.tool_choice or ToolChoice("auto")
     names = check_names(body.tools)
     if not body.tools:
         if choice.mode in ("required", "named") or choice.names is not None:
-            raise InvalidRequest("tool_choice asks for a call, and there are no tools", "tool_choice")
+            raise InvalidRequest("tool_choice asks for a call, but there are no tools", "tool_choice")
         return ToolUse(grammar=content)
     if choice.mode == "none":
         return ToolUse(grammar=content)
@@ -37,7 +40,7 @@ def resolve_tools(body: ChatCompletionRequest, model: ServedModel, content: Gram
         raise InvalidRequest(f"tool_choice names {shorten(unknown)!r}, which is not one of the tools", "tool_choice")
     if support.format is None:
         raise InvalidRequest(
-            "tools: this model's template writes calls in a form that is not known here (tool_call_format= sets one)",
+            "tools: this model's chat template writes calls in an unknown format (tool_call_format= sets one)",
             "tools",
         )
     rules = CallRules(
@@ -53,10 +56,10 @@ def _grammar(
     tools: Sequence[Tool], rules: CallRules, choice: ToolChoice, model: ServedModel, content: GrammarSource | None
 ) -> GrammarSource | None:
     if content is not None and content.format != "json_schema":
-        raise Unsupported(f"{content.param} goes with tools only where tool_choice is none", content.param)
+        raise Unsupported(f"{content.param} can be used with tools only if tool_choice is none", content.param)
     added_tokens = {text: id_ for text, id_ in model.tokenizer.added_tokens.items() if id_ < model.vocab_size}
     if choice.mode in ("required", "named"):
-        return write_forced_calls(tools, rules, added_tokens)  # and there is no content
+        return write_forced_calls(tools, rules, added_tokens)  # the answer has no content to constrain
     if content is not None:
         return write_calls_or_json(tools, rules, added_tokens, content)
     if any(tool.function.strict for tool in tools):

@@ -1,4 +1,4 @@
-"""Lines of POST /v1/bulk and of its answer, in the shapes of OpenAI's batch files."""
+"""Input and output lines of POST /v1/bulk, in the format of OpenAI's batch files."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,7 +8,7 @@ MAX_CUSTOM_ID_CHARS = 512
 
 
 class BulkLine(BaseModel):
-    """custom_id: the caller's name of the line, no two alike. body: of the route at `url`."""
+    """custom_id: the caller's unique name of the line. body: a request body for the route `url`."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -18,7 +18,7 @@ class BulkLine(BaseModel):
     body: dict[str, Any]
 
 
-# For the OpenAPI page, which has no words for lines.
+# For the OpenAPI page, which cannot describe newline-separated JSON.
 LINE_SCHEMA = {
     "type": "string",
     "description": "Lines, each a JSON object with custom_id, url and body; method may be POST.",
@@ -26,6 +26,6 @@ LINE_SCHEMA = {
 }
 RESULT_SCHEMA = {
     "type": "string",
-    "description": "A line for each line: a JSON object with id, custom_id, response (status_code, request_id and "
-    "body) and error, which is null where status_code is 200.",
+    "description": "One line per input line: a JSON object with id, custom_id, response (status_code, request_id and "
+    "body) and error, which is null if status_code is 200.",
 }

@@ -16,7 +16,7 @@ from tokasaurus.server.protocol.usage import Usage
 
 
 def _parse_content(value: object, info: ValidationInfo) -> str:
-    """A string, or the texts of its parts put together. A message with calls may have none."""
+    """A string, or the concatenated texts of its parts. Only a message with tool calls may have none."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -56,7 +56,7 @@ def _parse_role(value: object) -> str:
         raise PydanticCustomError("not_implemented", "may not be function, an older word for tool")
     if value not in _ROLES:
         raise value_error('must be "system", "developer", "user", "assistant" or "tool"')
-    # OpenAI's newer word for a system message; chat templates know the old one
+    # OpenAI's newer name for system; chat templates know only the old one
     return "system" if value == "developer" else str(value)
 
 
@@ -64,10 +64,11 @@ Role = Annotated[str, PlainValidator(_parse_role), WithJsonSchema({"enum": _ROLE
 
 
 class ChatMessage(StrictObject):
-    """The fields of an assistant's message are those of an answer's: clients send it back as it came.
+    """One message. Accepts every field of an assistant message in a response: clients send those back unchanged.
 
-    tool_call_id: in a tool's message alone, the call whose result it is. name: of the tool, where it is one.
-    parsed, provider_specific_fields: what OpenAI's client and litellm add to an answer, without effect.
+    tool_call_id: the call that a tool message answers; only in tool messages.
+    name: the tool's name; only in tool messages.
+    parsed, provider_specific_fields: added by OpenAI's client and litellm; no effect.
     """
 
     role: Role
@@ -108,10 +109,10 @@ class ChatMessage(StrictObject):
 
 
 class ChatCompletionRequest(SamplingFields, TemplateFields):
-    """logprobs: the log-probability of each chosen token. top_logprobs: those of so many of the likeliest as well.
+    """logprobs: return the log-probability of each sampled token.
+    top_logprobs: number of most likely tokens whose log-probabilities are also returned.
     max_tokens: the older name of max_completion_tokens.
-
-    ignore_eos (an extension of ours): generate max_completion_tokens tokens whatever the model says.
+    ignore_eos (our extension): generate max_completion_tokens tokens even if the model samples eos.
     """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
@@ -147,7 +148,7 @@ class ChatTopLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ChatTokenLogprob:
-    """bytes: the token's UTF-8 bytes, which may be part of a character."""
+    """bytes: the token's UTF-8 bytes, possibly only part of a character."""
 
     token: str
     logprob: float
@@ -170,7 +171,7 @@ class AssistantMessage:
 
 @dataclass(frozen=True, slots=True)
 class CallingMessage:
-    """An answer that calls tools. content: what the model wrote beside the calls."""
+    """An assistant message that calls tools. content: the text that the model wrote outside the calls."""
 
     content: str | None
     tool_calls: list[ToolCall]
@@ -188,7 +189,7 @@ class ChatChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChatChoiceWithIds(ChatChoice):
-    """With return_token_ids. token_ids: as sampled."""
+    """Returned with return_token_ids. token_ids: as sampled."""
 
     token_ids: list[int]
 
@@ -206,7 +207,7 @@ class ChatCompletion:
 
 @dataclass(frozen=True, slots=True)
 class ExtendedChatCompletion(ChatCompletion):
-    """With return_token_ids or prompt_logprobs; null where not asked."""
+    """Returned with return_token_ids or prompt_logprobs; the field that was not requested is null."""
 
     prompt_token_ids: list[int] | None
     prompt_logprobs: WrittenPromptLogprobs | None

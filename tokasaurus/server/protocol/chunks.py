@@ -1,4 +1,4 @@
-"""Choices in the chunks of a streamed answer, as OpenAI's reference documents them."""
+"""Choices in the chunks of a stream, as OpenAI's reference documents them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +10,7 @@ from tokasaurus.server.protocol.tools import ToolCallFunction
 
 @dataclass(frozen=True, slots=True)
 class CompletionChunkChoice:
-    """text, logprobs: what is new. finish_reason: on the last chunk of the choice alone."""
+    """text, logprobs: new since the previous chunk. finish_reason: only on the last chunk of the choice."""
 
     index: int
     text: str
@@ -20,7 +20,8 @@ class CompletionChunkChoice:
 
 @dataclass(frozen=True, slots=True)
 class CompletionChunkChoiceWithIds(CompletionChunkChoice):
-    """With return_token_ids. token_ids: what is new. prompt_token_ids: on the first chunk of the choice alone."""
+    """Returned with return_token_ids. token_ids: new since the previous chunk. prompt_token_ids: only on the choice's
+    first chunk."""
 
     token_ids: list[int]
     prompt_token_ids: list[int] | None
@@ -28,7 +29,7 @@ class CompletionChunkChoiceWithIds(CompletionChunkChoice):
 
 @dataclass(frozen=True, slots=True)
 class RoleDelta:
-    """The first of each choice."""
+    """The first delta of each choice."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None = ""
@@ -47,7 +48,7 @@ class ArgumentsFragment:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFragment:
-    """The arguments of the answer's call of this index go on."""
+    """The next fragment of the arguments of the tool call with this index."""
 
     index: int
     function: ArgumentsFragment
@@ -55,7 +56,7 @@ class ToolCallFragment:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The first of a call, without arguments."""
+    """The first delta of a tool call, without arguments."""
 
     index: int
     id: str
@@ -70,12 +71,12 @@ class ToolCallsDelta:
 
 @dataclass(frozen=True, slots=True)
 class EmptyDelta:
-    """Nothing new but what stands beside it."""
+    """No new text: the chunk carries only a finish_reason, logprobs or token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatChunkChoice:
-    """delta, logprobs: what is new. finish_reason: on the last chunk of the choice alone."""
+    """delta, logprobs: new since the previous chunk. finish_reason: only on the last chunk of the choice."""
 
     index: int
     delta: RoleDelta | ContentDelta | ToolCallsDelta | EmptyDelta
@@ -85,6 +86,6 @@ class ChatChunkChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChatChunkChoiceWithIds(ChatChunkChoice):
-    """With return_token_ids. token_ids: what is new."""
+    """Returned with return_token_ids. token_ids: new since the previous chunk."""
 
     token_ids: list[int]

@@ -15,13 +15,13 @@ Prompt = str | list[int]
 
 
 def _parse_prompts(value: object) -> list[Prompt]:
-    """One shape for the four that OpenAI allows: a list of prompts, all of them strings or all token ids."""
+    """Normalise the four forms that OpenAI allows to a list of prompts, all strings or all lists of token ids."""
     prompts: list[Prompt]
     if isinstance(value, str):
         prompts = [value]
     elif not isinstance(value, list):
         raise _wrong_prompt()
-    elif set(map(type, value)) <= {int}:  # not bool, which is an int too
+    elif set(map(type, value)) <= {int}:  # refuses bool, a subclass of int
         prompts = [value]
     elif all(isinstance(item, str) for item in value) or all(_is_token_ids(item) for item in value):
         prompts = value
@@ -59,10 +59,11 @@ Prompts = Annotated[
 
 
 class CompletionRequest(SamplingFields):
-    """prompt: one or more prompts. logprobs: those of each chosen token and of so many of the likeliest.
-    echo: the prompt's text, and with logprobs its tokens, come before the completion. max_tokens: 0 goes with echo.
-
-    ignore_eos (an extension of ours): generate max_tokens tokens whatever the model says.
+    """prompt: one or more prompts.
+    logprobs: return the log-probability of each sampled token and of this many most likely tokens.
+    echo: put the prompt's text, and with logprobs its tokens, before the completion.
+    max_tokens: may be 0 with echo.
+    ignore_eos (our extension): generate max_tokens tokens even if the model samples eos.
     """
 
     prompt: Prompts
@@ -76,9 +77,13 @@ class CompletionRequest(SamplingFields):
 
 @dataclass(frozen=True, slots=True)
 class CompletionLogprobs:
-    """Four lists of one length, one entry per token. text_offset: in characters of the choice's `text`.
-    top_logprobs: by the tokens' texts, the chosen token's included; None where only chosen ones were asked for.
-    Of the first token of an echoed prompt both are null."""
+    """Four lists of equal length, one entry per token.
+
+    token_logprobs: null for the first token of an echoed prompt.
+    top_logprobs: by token text, including the sampled token; entries are null for the first token of an echoed prompt;
+    null as a whole if only logprobs of sampled tokens were requested.
+    text_offset: in characters of the choice's `text`.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -96,7 +101,7 @@ class CompletionChoice:
 
 @dataclass(frozen=True, slots=True)
 class ExtendedCompletionChoice(CompletionChoice):
-    """With return_token_ids or prompt_logprobs; null where not asked. token_ids: as sampled."""
+    """Returned with return_token_ids or prompt_logprobs; fields not requested are null. token_ids: as sampled."""
 
     token_ids: list[int] | None
     prompt_token_ids: list[int] | None
@@ -105,7 +110,7 @@ class ExtendedCompletionChoice(CompletionChoice):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """choices: by prompt, then by sample."""
+    """choices: ordered by prompt, then by sample."""
 
     id: str
     object: Literal["text_completion"]

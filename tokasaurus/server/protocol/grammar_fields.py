@@ -1,7 +1,7 @@
-"""Fields that say what form the text must have: OpenAI's response_format, vLLM's structured_outputs and guided_*.
+"""Fields that constrain the format of the text: OpenAI's response_format, vLLM's structured_outputs and guided_*.
 
-Each is read as a GrammarSource, or as None where it asks for nothing. Whether the grammar can be followed is checked
-later, by `server.grammars`.
+Each is parsed to a GrammarSource, or None if it sets no constraint. The grammar itself is validated later, by
+`server.structured_output`.
 """
 
 import re
@@ -18,23 +18,22 @@ GrammarFormat = Literal["json_schema", "regex", "lark", "gbnf"]
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """What the client wrote, in one of the forms that the grammar checker reads.
-
-    text: for json_schema the schema as JSON. param: the field that it comes from. line_params: where the text was put
-    together of several fields, those of single lines, by the number of the line (from 1).
-    """
+    """The client's grammar, in one of the formats that the grammar validator reads."""
 
     format: GrammarFormat
     text: str
+    """For json_schema, the schema as JSON."""
     param: str
+    """The request field that it comes from."""
     line_params: Mapping[int, str] = field(default_factory=dict)
+    """If the text was built from several fields: line number (from 1) -> the field of that line."""
 
 
-# What JSON may have between two of its tokens: a space, or a new line and its indentation. A small model would go on
-# with spaces for ever if it could.
+# Whitespace allowed between two JSON tokens: one space, or a newline with limited indentation. Without a limit, a small
+# model may generate spaces forever.
 WHITESPACE_PATTERN = r"\x20|\r?\n[\x20\t]{0,40}"
-# The letters of JSON's short escapes. A character has one spelling then, so that the name of a property cannot come a
-# second time as "\u0061".
+# The letters of JSON's short escapes. Each character then has one spelling, so that a property name cannot be repeated
+# in another spelling, such as "\u0061".
 SHORT_ESCAPES = 'nrbtf\\"'
 
 _SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
@@ -44,7 +43,7 @@ _MAX_ECHO_CHARS = 100
 
 
 def _wrong(message: str) -> PydanticCustomError:
-    """message: continues the field's name."""
+    """message: follows the field's name."""
     return PydanticCustomError("value_not_allowed", "{message}", {"message": message})
 
 
@@ -59,7 +58,7 @@ def _check_keys(value: Mapping[str, object], known: tuple[str, ...], where: str)
 
 
 def _schema_text(schema: Mapping[str, object], whitespace: bool = True) -> str:
-    """The schema with our options for JSON, which a client may not give."""
+    """The schema as JSON with our llguidance options, which clients must not set."""
     if "x-guidance" in schema:
         raise _not_built("holds x-guidance, which is not implemented")
     options: dict[str, object] = {"whitespace_flexible": False}
@@ -67,7 +66,7 @@ def _schema_text(schema: Mapping[str, object], whitespace: bool = True) -> str:
         options = {"whitespace_pattern": WHITESPACE_PATTERN}
     try:
         text = orjson.dumps({**schema, "x-guidance": options}).decode()
-        if r"\u00" not in text and "\x7f" not in text:  # llguidance writes control characters in no other way
+        if r"\u00" not in text and "\x7f" not in text:  # llguidance needs \u to write control characters
             text = orjson.dumps({**schema, "x-guidance": options | {"json_allowed_escapes": SHORT_ESCAPES}}).decode()
     except orjson.JSONEncodeError:
         raise _wrong("is nested too deeply") from None
@@ -78,7 +77,7 @@ ANY_OBJECT: Mapping[str, object] = {"type": "object"}
 
 
 def _json_source(value: object, param: str, whitespace: bool = True) -> GrammarSource:
-    """value: a schema, or its text."""
+    """value: a schema as an object or as JSON text."""
     schema = value
     if isinstance(value, str):
         try:
@@ -132,7 +131,7 @@ def _parse_response_format(value: object) -> GrammarSource | None:
 
 
 def _parse_json_schema(value: object) -> GrammarSource:
-    """strict: the schema is followed in any case. name, description: OpenAI shows them to its model; we do not."""
+    """strict: no effect, the schema is always followed. name, description: checked, but not shown to the model."""
     if not isinstance(value, dict):
         raise _wrong("must have an object as its json_schema")
     _check_keys(value, ("name", "schema", "strict", "description"), "json_schema.")

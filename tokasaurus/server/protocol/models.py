@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class ModelObject:
-    """created: Unix time in seconds at which the server started."""
+    """created: start of the server, as Unix time in seconds."""
 
     id: str
     created: int

@@ -1,4 +1,4 @@
-"""What the model says of a prompt's tokens, in the shape of vLLM's `prompt_logprobs`."""
+"""Prompt logprobs in a response, in the format of vLLM's `prompt_logprobs`."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -9,17 +9,17 @@ from pydantic import PlainValidator, WithJsonSchema
 
 @dataclass(frozen=True, slots=True)
 class PromptTokenLogprob:
-    """rank: 1 for the likeliest token."""
+    """rank: 1 for the most likely token."""
 
     logprob: float
     rank: int
     decoded_token: str
 
 
-# One entry per token of the prompt: by token id, that token and the likeliest at its place. Null for the first.
+# One entry per prompt token: that token and the most likely ones at its position, by token id. Null for the first.
 PromptTokenLogprobs = list[dict[str, PromptTokenLogprob] | None]
 
-# As JSON: an answer may have millions of entries, which as objects would take gigabytes.
+# Serialised JSON: a response may have millions of entries, which would take gigabytes as objects.
 WrittenPromptLogprobs = Annotated[
     orjson.Fragment,
     PlainValidator(lambda value: value),

@@ -1,7 +1,7 @@
-"""Fields that completions and chat bodies share, and the validators both use.
+"""Fields shared by completions and chat bodies, and the validators both use.
 
-Null means "the default" for every optional field, as OpenAI's clients send it. A field that is not built yet is
-declared with `Only(...)`: the values that ask for nothing are accepted, every other is refused by name.
+Null means the default for every optional field: OpenAI's clients send it. An unimplemented field is declared with
+`Only(...)`: neutral values are accepted, any other value is refused with an error that names the field.
 """
 
 from typing import Annotated, Any
@@ -30,16 +30,16 @@ from tokasaurus.server.protocol.grammar_fields import (
 from tokasaurus.server.protocol.token_fields import LogitBias, StopTokenIds
 
 MAX_STOP_STRINGS = 16
-MAX_CACHE_SALT_BYTES = 1024  # of UTF-8
+MAX_CACHE_SALT_BYTES = 1024  # in UTF-8
 
 
 def value_error(message: str) -> PydanticCustomError:
-    """For validators. message: continues the field's name, such as "must not be empty"; may not hold braces."""
+    """For validators. message: follows the field's name, such as "must not be empty"; must not contain braces."""
     return PydanticCustomError("value_not_allowed", message)
 
 
 class Only:
-    """Metadata of a field that is not built yet: accepts just these neutral values (same type, same value)."""
+    """Metadata of an unimplemented field: accepts only these neutral values (same type, same value)."""
 
     def __init__(self, *neutral: object) -> None:
         self._neutral = neutral
@@ -51,7 +51,7 @@ class Only:
         return {"enum": list(self._neutral), "description": "Not implemented: only these neutral values."}
 
     def _check(self, value: object) -> object:
-        # 0 == False == 0.0 in Python, hence the types
+        # compare types too: 0 == False == 0.0 in Python
         if any(type(value) is type(neutral) and value == neutral for neutral in self._neutral):
             return value
         allowed = " and ".join(orjson.dumps(neutral).decode() for neutral in self._neutral)
@@ -60,7 +60,7 @@ class Only:
 
 
 class NullMeans:
-    """Metadata of a field, behind all other: reads an explicit null as the default, and says so on the OpenAPI page."""
+    """Metadata of a field, placed last: reads an explicit null as the default, and documents null in OpenAPI."""
 
     def __init__(self, default: object) -> None:
         self._default = default
@@ -105,29 +105,29 @@ def _parse_cache_salt(value: object) -> str:
         return ""
     if not isinstance(value, str):
         raise value_error("must be a string")
-    if not value:  # more likely a tenant's name that went missing than the wish to share with all
+    if not value:  # more likely a missing tenant name than a wish to share with everyone
         raise value_error("must not be empty")
     if len(value.encode()) > MAX_CACHE_SALT_BYTES:
         raise value_error(f"may have at most {MAX_CACHE_SALT_BYTES} bytes in UTF-8")
     return value
 
 
-# "" where the client gives none, which no client can give.
+# "" if the client gives none; a client cannot send "".
 CacheSalt = Annotated[
     str,
     PlainValidator(_parse_cache_salt),
     WithJsonSchema(
         {
             "anyOf": [{"type": "string", "minLength": 1, "maxLength": MAX_CACHE_SALT_BYTES}, {"type": "null"}],
-            "description": "An extension: cached keys and values are shared only between requests of the same salt.",
+            "description": "An extension: cached keys and values are shared only between requests with the same salt.",
         }
     ),
 ]
 
 
 class StreamOptions(BaseModel):
-    """include_usage: a last chunk has the usage. continuous_usage_stats (an extension of vLLM's): every chunk has that
-    of the answer so far.
+    """include_usage: the last chunk has the usage.
+    continuous_usage_stats (vLLM's extension): every chunk has the usage so far.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -138,7 +138,7 @@ class StreamOptions(BaseModel):
 
 
 def _parse_metadata(value: object) -> object:
-    """Not by pydantic, which would make an error of every wrong value: there may be a million."""
+    """Checked here because pydantic would create an error for every wrong value, of which there may be a million."""
     if value is not None and not (isinstance(value, dict) and set(map(type, value.values())) <= {str}):
         raise value_error("must be an object whose values are strings")
     return value
@@ -155,19 +155,20 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False), NullMeans(0.
 
 
 class SamplingFields(BaseModel):
-    """What /v1/completions and /v1/chat/completions both take.
+    """Fields of both /v1/completions and /v1/chat/completions.
 
-    top_k, min_p, repetition_penalty, min_tokens, stop_token_ids: extensions of vLLM's.
-    cache_salt (an extension of ours): cached KV is shared only between requests of the same salt.
+    top_k, min_p, repetition_penalty, min_tokens, stop_token_ids: vLLM's extensions.
+    cache_salt (our extension): cached KV is shared only between requests with the same salt.
+    logprobs_in_fingerprint (our extension): return log-probabilities packed into the system_fingerprint instead of the
+    choices.
+    return_token_ids (vLLM's extension): return the token ids of prompts and choices.
+    prompt_logprobs (vLLM's extension): return log-probabilities of the prompt's tokens and of this many most likely
+    tokens at each position.
+    response_format, structured_outputs and guided_* (the last two are vLLM's): the format of the text, see
+    grammar_fields.
 
-    logprobs_in_fingerprint (an extension of ours): log-probabilities are in the system_fingerprint, packed, and not in
-    the choices. return_token_ids (of vLLM's): the token ids of prompts and choices are in the answer. prompt_logprobs
-    (of vLLM's): log-probabilities of the prompt's tokens, and of so many of the likeliest at their places.
-
-    response_format, structured_outputs and guided_* (both vLLM's): the form of the text, see grammar_fields.
-
-    Accepted and without effect, since they ask nothing of the generated text: user, metadata, store=false,
-    service_tier auto or default, safety_identifier, prompt_cache_key.
+    Accepted without effect, since they do not concern the generated text: user, metadata, store=false, service_tier
+    auto or default, safety_identifier, prompt_cache_key.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -176,7 +177,7 @@ class SamplingFields(BaseModel):
     n: Annotated[int, Field(ge=1), NullMeans(1)] = 1
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False), NullMeans(1.0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), NullMeans(1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=-1), NullMeans(-1)] = -1  # -1 and 0: all
+    top_k: Annotated[int, Field(ge=-1), NullMeans(-1)] = -1  # -1 and 0: no limit
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), NullMeans(0.0)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -186,7 +187,7 @@ class SamplingFields(BaseModel):
     min_tokens: Annotated[int, Field(ge=0), NullMeans(0)] = 0
     stop: StopStrings = ()
     stop_token_ids: StopTokenIds = ()
-    # signed or unsigned: both are read as 64 bits
+    # signed or unsigned 64 bits
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
     ignore_eos: Annotated[bool, NullMeans(False)] = False
     cache_salt: CacheSalt = ""

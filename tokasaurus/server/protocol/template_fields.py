@@ -1,4 +1,4 @@
-"""What a body may say to the model's chat template."""
+"""Body fields that control the model's chat template."""
 
 from typing import Annotated, Any
 
@@ -10,11 +10,11 @@ TemplateVariables = Annotated[dict[str, Any], NullMeans({})]
 
 
 class TemplateFields(BaseModel):
-    """add_generation_prompt: end with the start of an answer; null: unless the final message is continued.
-
-    continue_final_message: leave the final message open, so that the model goes on with it.
-    chat_template_kwargs: variables of the template, such as enable_thinking. Never a template of the client's own.
-    apply_chat_template_overrides: all of these in one object.
+    """add_generation_prompt: end the prompt with the start of an assistant message; null: yes, unless
+    continue_final_message is set.
+    continue_final_message: leave the final message open, so that the model continues it.
+    chat_template_kwargs: variables of the template, such as enable_thinking. Clients cannot send a template.
+    apply_chat_template_overrides: all of the above in one object.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)

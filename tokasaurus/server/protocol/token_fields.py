@@ -1,4 +1,4 @@
-"""Fields that name tokens by their ids: logit_bias and stop_token_ids. Whether the model has them is checked later."""
+"""Fields that contain token ids: logit_bias and stop_token_ids. Ids are compared with the vocabulary later."""
 
 import re
 from typing import Annotated
@@ -11,7 +11,7 @@ from tokasaurus.messages.generation import MAX_STOP_TOKEN_IDS
 MAX_LOGIT_BIASES = 1024
 _LARGEST_BIAS = 100
 
-_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)  # one way to write each
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)  # exactly one spelling of each id
 
 
 def _error(message: str) -> PydanticCustomError:
@@ -26,7 +26,7 @@ def _parse_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
         raise _error(f"may hold at most {MAX_LOGIT_BIASES} tokens")
     if not all(isinstance(key, str) and _TOKEN_ID.fullmatch(key) for key in biases):
         raise _error('must hold token ids as keys, such as "50256"')
-    # not bool, which is an int too; NaN is in no range
+    # refuses bool, a subclass of int, and NaN, which is in no range
     if not all(type(bias) in (int, float) and -_LARGEST_BIAS <= bias <= _LARGEST_BIAS for bias in biases.values()):
         raise _error(f"must hold numbers from -{_LARGEST_BIAS} to {_LARGEST_BIAS}")
     return tuple((int(key), float(bias)) for key, bias in biases.items())

@@ -1,4 +1,4 @@
-"""Bodies of /tokenize, /detokenize and /tokenizer_info, as vLLM has them and its clients expect."""
+"""Bodies of /tokenize, /detokenize and /tokenizer_info, in vLLM's format."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,10 +12,12 @@ from tokasaurus.server.protocol.tools import Tools
 
 
 class TokenizeRequest(TemplateFields):
-    """Just one of prompt and messages. model: not needed, but if it is given it must be the served one.
+    """Exactly one of prompt and messages is required.
 
-    add_special_tokens: what the tokenizer adds around a prompt, such as bos; a chat template writes them itself.
-    return_token_strs: also each token as the vocabulary spells it. tools: as in a chat body; they go with messages.
+    model: optional; must be the served model.
+    add_special_tokens: add the tokenizer's special tokens, such as bos, to a prompt; chat templates write their own.
+    return_token_strs: also return each token as spelled in the vocabulary.
+    tools: as in a chat body; only with messages.
     """
 
     model: str | None = None
@@ -29,7 +31,7 @@ class TokenizeRequest(TemplateFields):
 
 @dataclass(frozen=True, slots=True)
 class TokenizeResponse:
-    """max_model_len: most tokens of prompt and answer together."""
+    """max_model_len: maximum tokens of prompt and completion together."""
 
     count: int
     max_model_len: int

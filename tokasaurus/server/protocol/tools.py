@@ -1,4 +1,4 @@
-"""Tools in chat bodies: the functions that may be called, which of them, and calls in messages."""
+"""Tools in chat bodies: function definitions, the tool choice, and tool calls in messages."""
 
 import json
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ FunctionType = Annotated[str, PlainValidator(_parse_type), WithJsonSchema({"cons
 
 
 def _is_deep(value: object) -> bool:
-    """More than schemas are: templates and encoders would run out of stack."""
+    """Whether it is nested deeper than real schemas: templates and encoders would exhaust the stack."""
     level = [value]
     for _ in range(_MAX_DEPTH):
         level = [
@@ -41,9 +41,8 @@ def _is_deep(value: object) -> bool:
 
 
 class FunctionDefinition(StrictObject):
-    """parameters: a JSON schema of an object; null: the function takes nothing.
-
-    strict: arguments match the schema even where the model chooses by itself whether to call.
+    """parameters: a JSON schema of an object; null: the function has no parameters.
+    strict: arguments match the schema even if the model decides by itself whether to call.
     """
 
     name: Annotated[str, Field(pattern=_NAME_PATTERN)]
@@ -69,13 +68,12 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), NullM
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """none: no call. auto: as the model likes. required: one call at least. named: a call of the one in `names`.
-
-    names: the functions that may be called; None: all.
-    """
+    """Which tools the model may or must call."""
 
     mode: Literal["none", "auto", "required", "named"]
+    """none: no call. auto: the model decides. required: at least one call. named: a call of the function in `names`."""
     names: tuple[str, ...] | None = None
+    """Functions that may be called; None: all."""
 
 
 def _parse_choice(value: object) -> ToolChoice | None:
@@ -167,13 +165,13 @@ ToolChoiceField = Annotated[
 
 
 def _parse_arguments(value: object) -> dict[str, Any]:
-    """Of a call in a message, as an object: that is what chat templates want. Nothing is none."""
+    """Arguments of a tool call in a message as a dict, the form chat templates expect; {} for blank text."""
     if not isinstance(value, str):
         raise value_error("must be a string")
     if not value.strip():
         return {}
     try:
-        orjson.loads(value)  # refuses NaN and lone surrogates; but makes floats of large integers
+        orjson.loads(value)  # only to refuse NaN and lone surrogates: it turns large integers into floats
         arguments = json.loads(value)
     except (ValueError, RecursionError):
         arguments = None
@@ -185,7 +183,7 @@ def _parse_arguments(value: object) -> dict[str, Any]:
 
 
 class CalledFunction(StrictObject):
-    """parsed_arguments: added by OpenAI's client, without effect."""
+    """parsed_arguments: added by OpenAI's client; no effect."""
 
     name: Annotated[str, Field(min_length=1)]
     arguments: Annotated[dict[str, Any], PlainValidator(_parse_arguments), WithJsonSchema({"type": "string"})]
@@ -193,8 +191,11 @@ class CalledFunction(StrictObject):
 
 
 class MessageToolCall(StrictObject):
-    """As an answer has it, so that clients can send it back. id: what the message with its result names. index: of the
-    call in a stream, without effect."""
+    """A tool call as a response contains it, so that clients can send it back.
+
+    id: repeated as tool_call_id in the tool message with the result.
+    index: the call's index in a stream; no effect.
+    """
 
     id: Annotated[str, Field(min_length=1)]
     type: FunctionType
@@ -204,7 +205,7 @@ class MessageToolCall(StrictObject):
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFunction:
-    """arguments: JSON text as the model wrote it."""
+    """arguments: JSON text as generated."""
 
     name: str
     arguments: str
@@ -212,7 +213,7 @@ class ToolCallFunction:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Of an answer."""
+    """A tool call in a response."""
 
     id: str
     function: ToolCallFunction

@@ -1,18 +1,18 @@
-"""Token counts of one answer."""
+"""Token counts of one response."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokensDetails:
-    """cached_tokens: of the prompt tokens, each prompt's once, those that none of its sequences had to compute; the KV
-    may stem from an earlier request or from another prompt of this one.
+    """cached_tokens: prompt tokens, counted once per prompt, that none of its sequences computed; their KV came from an
+    earlier request or from another prompt of this one.
 
-    The others are ours, and sums over all sequences; together these were asked n times the prompt tokens.
-    computed_tokens: prompt tokens computed; those computed twice after preemption count once. All others were read from
-    the cache, or computed for another sequence.
-    shared_tokens: prompt tokens attended to in a group with other sequences, in any step.
-    recomputed_tokens: tokens, of the prompt or the completion, that were computed again after preemption.
+    The other fields are our extensions. They are sums over all sequences, which ask for n times the prompt tokens.
+    computed_tokens: prompt tokens computed, each counted once even if computed again after preemption. The rest were
+    read from the cache or computed for another sequence.
+    shared_tokens: prompt tokens attended to in a group with other sequences in any step.
+    recomputed_tokens: prompt and completion tokens computed again after preemption.
     """
 
     cached_tokens: int
@@ -23,7 +23,7 @@ class PromptTokensDetails:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """prompt_tokens: each prompt once, whatever n is. completion_tokens: over all choices, eos included."""
+    """prompt_tokens: each prompt once, for any n. completion_tokens: over all choices, including eos."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -1,4 +1,4 @@
-"""Deltas of one sequence → what is new of its choice. No server here; it detokenizes."""
+"""Deltas of one sequence → new text and tokens of its choice. Detokenizes; knows no server."""
 
 import sys
 from collections import deque
@@ -15,36 +15,37 @@ from tokasaurus.text.stop_strings import find_first_stop, held_back_length
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new of one choice.
-
-    token_ids: as sampled, though their text may be held back. scored: tokens whose text begins to be shown; None where
-    log-probabilities were not asked.
-    """
+    """The part of one choice that a delta adds."""
 
     text: str
+    """New text that is safe to send."""
     finish_reason: FinishReason | None
+    """Set on the last piece only."""
     token_ids: list[int]
+    """The delta's tokens as sampled; their text may still be buffered."""
     scored: list[ScoredToken] | None
+    """Tokens whose text begins in the text sent so far, each returned once; None if logprobs were not requested."""
 
 
 class StreamedSequence:
-    """One sequence, of which deltas come: text and tokens that may still turn out to be a stop string are held back."""
+    """Turns one sequence's deltas into pieces. Text that may be part of a stop string is buffered, with its tokens."""
 
     def __init__(self, request: GenerateRequest, model: ServedModel, scores_end: bool) -> None:
-        """scores_end: whether the token that ends the text is one of the scored."""
+        """scores_end: whether logprobs are returned for the eos or stop token that ends the text."""
         self.so_far = FinishedSequence()
         self._request = request
         self._model = model
         self._scores_end = scores_end
         self._detokenizer = make_detokenizer(model.tokenizer)
         self._offsets = TokenOffsets(model.tokenizer)
-        self._held_text = ""
-        self._held_tokens: deque[ScoredToken] = deque()
+        self._buffered_text = ""
+        self._buffered_tokens: deque[ScoredToken] = deque()
         self._num_characters = 0
         self._num_exempt = 0 if request.min_tokens == 0 else None
         self._has_stopped = False
 
     def add(self, delta: SequenceDelta) -> Piece:
+        """What the sequence's next delta adds to the choice."""
         self.so_far.append(delta)
         is_last = delta.finish_reason is not None
         token_ids = without_end_token(delta.token_ids, self._request, self._model) if is_last else delta.token_ids
@@ -56,36 +57,42 @@ class StreamedSequence:
         finish_reason: FinishReason | None = "stop" if is_last and self._has_stopped else delta.finish_reason
         if not self._request.want_logprobs:
             return Piece(text, finish_reason, delta.token_ids, None)
-        assert delta.logprobs is not None, "the engine returns log-probabilities where they are asked"
+        assert delta.logprobs is not None, "the engine returns logprobs if they are requested"
         if self._scores_end:
             token_ids = delta.token_ids
-        self._held_tokens += score_tokens(token_ids, delta.logprobs, delta.top, self._offsets)
+        self._buffered_tokens += score_tokens(token_ids, delta.logprobs, delta.top, self._offsets)
         return Piece(text, finish_reason, delta.token_ids, self._take_tokens(finish_reason))
 
     def _take_text(self, new_text: str, is_last: bool) -> str:
-        """What of the text held back and the new text can be shown. Whatever follows a stop string never is."""
+        """The part of the buffered and new text that can be sent. A stop string and all text after it are dropped."""
         if self._has_stopped:
             return ""
-        stops, text = self._request.stop_strings, self._held_text + new_text
+        stops, text = self._request.stop_strings, self._buffered_text + new_text
         stop = find_first_stop(text, stops, self._exempt_characters() - self._num_characters) if stops else None
         if stop is not None:
             self._has_stopped = True
             return text[: stop[0]]
-        num_shown = len(text) - (held_back_length(text, stops) if stops and not is_last else 0)
-        self._held_text = text[num_shown:]
-        return text[:num_shown]
+        num_sent = len(text) - (held_back_length(text, stops) if stops and not is_last else 0)
+        self._buffered_text = text[num_sent:]
+        return text[:num_sent]
 
     def _exempt_characters(self) -> int:
-        """At the start of the whole text, in which no stop string counts: all, until the fewest tokens are there."""
+        """Number of characters at the start of the text in which stop strings do not count.
+
+        All of them, until there are `min_tokens` tokens.
+        """
         token_ids = self.so_far.token_ids
         if self._num_exempt is None and len(token_ids) >= self._request.min_tokens:
             self._num_exempt = num_exempt_characters(token_ids, self._request, self._model)
         return sys.maxsize if self._num_exempt is None else self._num_exempt
 
     def _take_tokens(self, finish_reason: FinishReason | None) -> list[ScoredToken]:
-        """The tokens whose text has begun to be shown; at the end, unless a stop string cut it, all."""
-        shows_all = finish_reason is not None and not self._has_stopped
+        """Removes and returns the buffered tokens whose text has begun to be sent.
+
+        At the end, all buffered tokens, unless a stop string cut the text.
+        """
+        takes_all = finish_reason is not None and not self._has_stopped
         taken = []
-        while self._held_tokens and (shows_all or self._held_tokens[0].offset < self._num_characters):
-            taken.append(self._held_tokens.popleft())
+        while self._buffered_tokens and (takes_all or self._buffered_tokens[0].offset < self._num_characters):
+            taken.append(self._buffered_tokens.popleft())
         return taken

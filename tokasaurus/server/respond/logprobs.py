@@ -1,4 +1,4 @@
-"""Log-probabilities of the chosen and the likeliest tokens in OpenAI's two shapes, and of prompts in vLLM's."""
+"""Logprobs of sampled tokens and top-k logprobs in OpenAI's two formats, and prompt logprobs in vLLM's."""
 
 import codecs
 from collections.abc import Sequence
@@ -17,20 +17,21 @@ from tokasaurus.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """One token of a choice. offset: see TokenOffsets. top: (id, log-probability) of the likeliest tokens at its place,
-    falling; None where not asked."""
+    """One token of a choice, with its logprob."""
 
     token_id: int
     logprob: float
     offset: int
+    """Start of the token's text, see TokenOffsets."""
     top: list[tuple[int, float]] | None
+    """(token id, logprob) of the most likely tokens at its position, most likely first; None if not requested."""
 
 
 class TokenOffsets:
-    """Where each token's text starts in `tokenizer.decode` of all, in characters; never falls.
+    """Start of each token's text in `tokenizer.decode` of all tokens, in characters, never decreasing.
 
-    A token that continues a character which an earlier one began starts where that character is. A special token,
-    which is not part of the text, starts where the next one does.
+    A token that continues a character has the offset of that character. A special token, which is not part of the text,
+    has the offset of the next token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -39,7 +40,7 @@ class TokenOffsets:
         self._num_characters = 0
 
     def next(self, token_id: int) -> int:
-        """Of the next token."""
+        """The offset of the sequence's next token."""
         offset = self._num_characters
         if token_id not in self._tokenizer.special_ids:
             self._num_characters += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
@@ -49,28 +50,30 @@ class TokenOffsets:
 def score_tokens(
     token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs | None, offsets: TokenOffsets
 ) -> list[ScoredToken]:
-    """The next tokens of a choice, whose earlier ones `offsets` knows. logprobs and top may be of more tokens, which
-    follow these."""
+    """The next tokens of a choice, with their logprobs.
+
+    logprobs, top: of these tokens; entries for later tokens are ignored. offsets: has seen the choice's earlier tokens.
+    """
     count = len(token_ids)
     tops: Sequence[list[tuple[int, float]] | None] = (
         [None] * count if top is None else _pairs(top, top.token_ids.shape[1])
     )
     return [
-        ScoredToken(token_id, logprob, offsets.next(token_id), likeliest)
-        for token_id, logprob, likeliest in zip(token_ids, logprobs[:count], tops[:count], strict=True)
+        ScoredToken(token_id, logprob, offsets.next(token_id), token_top)
+        for token_id, logprob, token_top in zip(token_ids, logprobs[:count], tops[:count], strict=True)
     ]
 
 
 def _pairs(top: TopLogprobs, count: int) -> list[list[tuple[int, float]]]:
-    """(id, log-probability) of the `count` likeliest tokens at each place, falling."""
-    places = zip(top.token_ids[:, :count].tolist(), top.logprobs[:, :count].tolist(), strict=True)
-    return [list(zip(ids, values, strict=True)) for ids, values in places]
+    """(token id, logprob) of the `count` most likely tokens at each position, most likely first."""
+    rows = zip(top.token_ids[:, :count].tolist(), top.logprobs[:, :count].tolist(), strict=True)
+    return [list(zip(ids, values, strict=True)) for ids, values in rows]
 
 
 def build_completion_logprobs(
     scored: Sequence[ScoredToken], asks_top: bool, tokenizer: Tokenizer, first_offset: int = 0
 ) -> CompletionLogprobs:
-    """first_offset: where the completion begins in the text of its choice."""
+    """Logprobs in the completions format. first_offset: start of the completion in the text of its choice."""
     return CompletionLogprobs(
         tokens=[tokenizer.token_text(token.token_id) for token in scored],
         token_logprobs=[token.logprob for token in scored],
@@ -80,11 +83,14 @@ def build_completion_logprobs(
 
 
 def build_echo_logprobs(
-    echo: Echo, prompt_ids: NDArray[np.int32], scores: PromptLogprobs, num_top: int, tokenizer: Tokenizer
+    echo: Echo, prompt_ids: NDArray[np.int32], prompt_logprobs: PromptLogprobs, num_top: int, tokenizer: Tokenizer
 ) -> CompletionLogprobs:
-    """Of the P tokens of a prompt; the first has none. num_top: of the likeliest, for which `scores` may have more."""
-    token_ids, tops = prompt_ids.tolist(), _prompt_tops(scores, len(prompt_ids), num_top)
-    scored = list(map(ScoredToken, token_ids, scores.logprobs.tolist(), echo.offsets, tops))
+    """Logprobs of the P tokens of an echoed prompt; null for the first.
+
+    num_top: top-k logprobs per token; `prompt_logprobs` may hold more.
+    """
+    token_ids, tops = prompt_ids.tolist(), _prompt_tops(prompt_logprobs, len(prompt_ids), num_top)
+    scored = list(map(ScoredToken, token_ids, prompt_logprobs.logprobs.tolist(), echo.offsets, tops))
     later = build_completion_logprobs(scored[1:], num_top > 0, tokenizer)
     return CompletionLogprobs(
         tokens=[tokenizer.token_text(token_ids[0]), *later.tokens],
@@ -95,7 +101,7 @@ def build_echo_logprobs(
 
 
 def join_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Both with the likeliest tokens or both without."""
+    """The logprobs of both texts. Either both have top-k logprobs or neither."""
     has_top = first.top_logprobs is not None and second.top_logprobs is not None
     return CompletionLogprobs(
         tokens=first.tokens + second.tokens,
@@ -106,42 +112,50 @@ def join_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> Comp
 
 
 def build_prompt_logprobs(
-    prompt_ids: NDArray[np.int32], scores: PromptLogprobs, num_top: int, tokenizer: Tokenizer
+    prompt_ids: NDArray[np.int32], prompt_logprobs: PromptLogprobs, num_top: int, tokenizer: Tokenizer
 ) -> PromptTokenLogprobs:
-    """num_top: as in `build_echo_logprobs`. A prompt's token that is among the likeliest is there once."""
-    tops = _prompt_tops(scores, len(prompt_ids), num_top)
-    places = zip(prompt_ids.tolist(), scores.logprobs.tolist(), scores.ranks.tolist(), tops, strict=True)
-    entries = [_by_id(*place, tokenizer) for place in places]
+    """Prompt logprobs in vLLM's format: one entry per prompt token, null for the first.
+
+    num_top: as in `build_echo_logprobs`. A prompt token that is also among the most likely occurs once in its entry.
+    """
+    tops = _prompt_tops(prompt_logprobs, len(prompt_ids), num_top)
+    rows = zip(
+        prompt_ids.tolist(), prompt_logprobs.logprobs.tolist(), prompt_logprobs.ranks.tolist(), tops, strict=True
+    )
+    entries = [_by_id(*row, tokenizer) for row in rows]
     return [None, *entries[1:]]
 
 
-def _prompt_tops(scores: PromptLogprobs, num_tokens: int, num_top: int) -> Sequence[list[tuple[int, float]]]:
+def _prompt_tops(prompt_logprobs: PromptLogprobs, num_tokens: int, num_top: int) -> Sequence[list[tuple[int, float]]]:
+    """(token id, logprob) of the `num_top` most likely tokens at each position of a prompt."""
     if num_top == 0:
         return [[]] * num_tokens
-    assert scores.top is not None, "the engine returns the likeliest tokens where they are asked"
-    return _pairs(scores.top, num_top)
+    assert prompt_logprobs.top is not None, "the engine returns top-k logprobs if they are requested"
+    return _pairs(prompt_logprobs.top, num_top)
 
 
 def _by_id(
     token_id: int, logprob: float, rank: int, top: list[tuple[int, float]], tokenizer: Tokenizer
 ) -> dict[str, PromptTokenLogprob]:
+    """The prompt token and the most likely tokens, by token id."""
     entry = {str(token_id): PromptTokenLogprob(logprob, rank, tokenizer.token_text(token_id))}
-    for place, (other_id, value) in enumerate(top, start=1):
+    for other_rank, (other_id, value) in enumerate(top, start=1):
         if other_id != token_id:
-            entry[str(other_id)] = PromptTokenLogprob(value, place, tokenizer.token_text(other_id))
+            entry[str(other_id)] = PromptTokenLogprob(value, other_rank, tokenizer.token_text(other_id))
     return entry
 
 
 def _by_text(token: ScoredToken, tokenizer: Tokenizer) -> dict[str, float]:
-    """The likeliest tokens and, as OpenAI has it, the chosen one; of several that read alike, the likeliest."""
+    """The most likely tokens and, as at OpenAI, the sampled one; of several with the same text, the most likely."""
     by_text: dict[str, float] = {}
     for token_id, logprob in token.top or ():
-        by_text.setdefault(tokenizer.token_text(token_id), logprob)  # they fall
-    by_text.setdefault(tokenizer.token_text(token.token_id), token.logprob)  # no likelier than those it is not among
+        by_text.setdefault(tokenizer.token_text(token_id), logprob)  # the most likely come first
+    by_text.setdefault(tokenizer.token_text(token.token_id), token.logprob)  # no more likely than any of the top tokens
     return by_text
 
 
 def build_chat_logprobs(scored: Sequence[ScoredToken], tokenizer: Tokenizer) -> ChatLogprobs:
+    """Logprobs in the chat format."""
     return ChatLogprobs(
         content=[
             ChatTokenLogprob(

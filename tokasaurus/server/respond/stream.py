@@ -1,6 +1,6 @@
-"""Deltas of sequences → the events of a streamed answer. No server here; they detokenize.
+"""Deltas of sequences → the events of a streamed answer. Detokenizes; knows no server.
 
-Put together, the chunks of a choice are the choice of the answer that is not streamed.
+The chunks of a choice, joined, are equal to the choice of the whole answer.
 """
 
 import time
@@ -35,13 +35,14 @@ from tokasaurus.server.tools.messages import CallDelta, CallStream
 
 
 class AnswerStream(ABC):
-    """Makes server-sent events of one body's deltas.
+    """Turns the deltas of one body's sequences into server-sent events.
 
-    With `include_usage` every chunk has a usage, which is null but in a last one without choices; with
-    `continuous_usage_stats` each chunk has that of the answer so far.
+    With `include_usage` every chunk has a `usage` field: null, except in an additional last chunk without choices. With
+    `continuous_usage_stats` each chunk has the usage of the answer so far.
     """
 
     object_name: str
+    """The `object` field of every chunk."""
 
     def __init__(self, prepared: Prepared, model: ServedModel, options: StreamOptions) -> None:
         self._prepared = prepared
@@ -61,7 +62,7 @@ class AnswerStream(ABC):
         self._has_begun = False
 
     def events(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> bytes:
-        """deltas: with the index of each one's request. Empty where nothing can be shown yet."""
+        """The events for new deltas; empty if nothing can be sent yet. deltas: (request index, delta)."""
         pieces = [
             (self._choice_index(request_index, delta), self._sequences[request_index][delta.sequence_index].add(delta))
             for request_index, delta in self._ready(deltas)
@@ -80,19 +81,20 @@ class AnswerStream(ABC):
 
     @abstractmethod
     def shows_prompts(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> bool:
-        """Whether the events of these deltas have prompts in them."""
+        """Whether the events for these deltas contain prompts: their text or their ids."""
 
     def end(self) -> bytes:
-        """Behind the last delta."""
+        """The events after the last delta."""
         events = [self._event([], self._usage())] if self._options.include_usage else []
         return b"".join([*events, b"data: [DONE]\n\n"])
 
     def _ready(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> Sequence[tuple[int, SequenceDelta]]:
-        """Those of which something may be shown now, with those that were kept before."""
+        """The deltas to process now: these, except any that must wait, and earlier ones whose wait is over."""
         return deltas
 
     def _choice_index(self, request_index: int, delta: SequenceDelta) -> int:
-        return request_index * self._prepared.requests[0].num_sequences + delta.sequence_index  # n is the body's
+        # All requests of a body have the same n.
+        return request_index * self._prepared.requests[0].num_sequences + delta.sequence_index
 
     def _usage(self) -> Usage:
         return build_usage(self._prepared, [[sequence.so_far for sequence in row] for row in self._sequences])
@@ -107,15 +109,15 @@ class AnswerStream(ABC):
 
     @abstractmethod
     def _first_choices(self) -> list[object]:
-        """What comes before all text, each in a chunk of its own."""
+        """The choices sent before any text, each in a chunk of its own."""
 
     def _first_fields(self) -> Mapping[str, object]:
-        """What the chunks of `_first_choices` have beside them."""
+        """Extra fields of the chunks with `_first_choices`."""
         return {}
 
     @abstractmethod
     def _choices(self, index: int, piece: Piece) -> Sequence[object]:
-        """What the piece adds to a choice, each in a chunk of its own."""
+        """The choices that carry the piece, each sent in a chunk of its own."""
 
 
 class CompletionStream(AnswerStream):
@@ -123,37 +125,39 @@ class CompletionStream(AnswerStream):
 
     def __init__(self, prepared: Prepared, model: ServedModel, options: StreamOptions) -> None:
         super().__init__(prepared, model, options)
-        self._num_samples = prepared.requests[0].num_sequences  # n is the body's
-        self._begun: set[int] = set()  # choices of which a chunk has been sent
-        self._echoes: dict[int, tuple[str, CompletionLogprobs | None]] = {}  # by request
-        self._waiting: dict[int, list[SequenceDelta]] = {}  # by request, until its echo is there
+        self._num_samples = prepared.requests[0].num_sequences  # all requests of a body have the same n
+        self._begun: set[int] = set()  # choices that have been sent at least one chunk
+        self._echoes: dict[int, tuple[str, CompletionLogprobs | None]] = {}  # by request index
+        self._waiting: dict[int, list[SequenceDelta]] = {}  # by request index, until its echo is known
 
     def shows_prompts(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> bool:
         if not self._prepared.echoes and not self._prepared.return_token_ids:
             return False
-        return any(self._choice_index(place, delta) not in self._begun for place, delta in deltas)
+        return any(self._choice_index(request_index, delta) not in self._begun for request_index, delta in deltas)
 
     def _first_choices(self) -> list[object]:
         return []
 
     def _ready(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> Sequence[tuple[int, SequenceDelta]]:
-        """An echo's log-probabilities come with sequence 0, and the others may be ahead of it."""
+        """Deltas wait for their request's echo: its logprobs arrive with sequence 0, which others may precede."""
         if not self._prepared.echoes:
             return deltas
         ready = []
-        for place, delta in deltas:
-            if place not in self._echoes:
-                if self._prepared.requests[place].want_prompt_logprobs and delta.prompt_logprobs is None:
-                    self._waiting.setdefault(place, []).append(delta)
+        for request_index, delta in deltas:
+            if request_index not in self._echoes:
+                if self._prepared.requests[request_index].want_prompt_logprobs and delta.prompt_logprobs is None:
+                    self._waiting.setdefault(request_index, []).append(delta)
                     continue
-                self._echoes[place] = build_echo(place, self._prepared, delta.prompt_logprobs, self._model)
-                ready += [(place, earlier) for earlier in self._waiting.pop(place, [])]
-            ready.append((place, delta))
+                self._echoes[request_index] = build_echo(
+                    request_index, self._prepared, delta.prompt_logprobs, self._model
+                )
+                ready += [(request_index, earlier) for earlier in self._waiting.pop(request_index, [])]
+            ready.append((request_index, delta))
         return ready
 
     def _choices(self, index: int, piece: Piece) -> list[CompletionChunkChoice]:
-        place = index // self._num_samples
-        echo, echo_logprobs = self._echoes.get(place, ("", None))
+        request_index = index // self._num_samples
+        echo, echo_logprobs = self._echoes.get(request_index, ("", None))
         chunks = []
         if self._prepared.echoes and index not in self._begun:
             chunks.append(self._chunk(index, Piece(echo, None, [], None), echo_logprobs))
@@ -187,8 +191,8 @@ class ChatStream(AnswerStream):
         return self._prepared.return_token_ids and not self._has_begun
 
     def _first_choices(self) -> list[object]:
-        # Of all, in order: the OpenAI client can collect no choice before those of smaller index.
-        # An answer with calls may have no content, which no later chunk could take back.
+        # One for every choice, in order: the OpenAI client accepts a choice only after all choices of smaller index.
+        # With tools the content starts as null: an answer with calls may have none, and content "" cannot be withdrawn.
         role = RoleDelta(content="" if self._prepared.calls is None else None)
         return [ChatChunkChoice(index, role, None, None) for index in range(len(self._sequences[0]))]
 
@@ -210,17 +214,17 @@ class ChatStream(AnswerStream):
                 deltas = [EmptyDelta()]
         choices: list[ChatChunkChoice] = []
         for number, delta in enumerate(deltas):
-            # what belongs to tokens comes with the first, what ends the choice with the last
-            scores = logprobs if number == 0 else None
+            # logprobs and token ids go into the first chunk, the finish reason into the last
+            delta_logprobs = logprobs if number == 0 else None
             reason = finish_reason if number == len(deltas) - 1 else None
             if self._prepared.return_token_ids:
                 token_ids = piece.token_ids if number == 0 else []
-                choices.append(ChatChunkChoiceWithIds(index, delta, scores, reason, token_ids))
+                choices.append(ChatChunkChoiceWithIds(index, delta, delta_logprobs, reason, token_ids))
             else:
-                choices.append(ChatChunkChoice(index, delta, scores, reason))
+                choices.append(ChatChunkChoice(index, delta, delta_logprobs, reason))
         return choices
 
 
 def error_event(error: ApiError) -> bytes:
-    """The last event of a stream that breaks off; no [DONE] follows."""
+    """The last event of a stream that fails; no [DONE] follows."""
     return b"data: %b\n\n" % bytes(error_response(error).body)

@@ -1,4 +1,4 @@
-"""Finished sequences → OpenAI's completion objects. Plain functions, no server; they detokenize."""
+"""Finished sequences → OpenAI's completion objects. Plain functions that detokenize; no server."""
 
 import time
 from collections.abc import Sequence
@@ -44,40 +44,42 @@ from tokasaurus.text.stop_strings import find_first_stop
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What the client sees of one sequence.
-
-    scored: the tokens whose text is returned, at least in part; neither eos, unless the prompt is echoed, nor what
-    follows a stop string's start. None where log-probabilities were not asked, or are in the fingerprint.
-    token_ids: as sampled. prompt_ids: what they follow; None where they are not returned.
-    """
+    """What the client sees of one sequence."""
 
     text: str
     finish_reason: FinishReason
     scored: list[ScoredToken] | None
+    """The tokens whose text is returned, at least in part. Excludes the end token, unless the prompt is echoed, and all
+    tokens from the start of a stop string on. None if logprobs were not requested or are in the fingerprint."""
     token_ids: list[int]
+    """As sampled."""
     prompt_ids: list[int] | None
+    """The sequence's prompt; None if it is not returned."""
 
 
 def build_completion(
     prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel
 ) -> Completion:
-    """results: the sequences of each of `prepared.requests`."""
+    """The answer to a body. results: the sequences of each of `prepared.requests`, in order."""
     answers = _all_answers(prepared, results, model)
-    echoes = [build_echo(place, prepared, row[0].prompt_logprobs, model) for place, row in enumerate(results)]
+    echoes = [
+        build_echo(request_index, prepared, row[0].prompt_logprobs, model) for request_index, row in enumerate(results)
+    ]
     prompt_logprobs = [
-        _prompt_logprobs(place, prepared, row[0].prompt_logprobs, model) for place, row in enumerate(results)
+        _prompt_logprobs(request_index, prepared, row[0].prompt_logprobs, model)
+        for request_index, row in enumerate(results)
     ]
     asks_top = prepared.requests[0].num_top_logprobs > 0
     choices: list[CompletionChoice] = []
     for index, answer in enumerate(answers):
-        place = index // prepared.requests[0].num_sequences  # n is the body's
-        echo, logprobs = echoes[place]
+        request_index = index // prepared.requests[0].num_sequences  # all requests of a body have the same n
+        echo, logprobs = echoes[request_index]
         if answer.scored is not None:
             own = build_completion_logprobs(answer.scored, asks_top, model.tokenizer, len(echo))
             logprobs = own if logprobs is None else join_logprobs(logprobs, own)
         choice = (index, echo + answer.text, logprobs, answer.finish_reason)
-        if prepared.return_token_ids or prompt_logprobs[place] is not None:
-            choices.append(ExtendedCompletionChoice(*choice, *_ids(prepared, answer), prompt_logprobs[place]))
+        if prepared.return_token_ids or prompt_logprobs[request_index] is not None:
+            choices.append(ExtendedCompletionChoice(*choice, *_ids(prepared, answer), prompt_logprobs[request_index]))
         else:
             choices.append(CompletionChoice(*choice))
     return Completion(
@@ -94,7 +96,7 @@ def build_completion(
 def build_chat_completion(
     prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel
 ) -> ChatCompletion:
-    """results: the sequences of each of `prepared.requests`."""
+    """The answer to a body. results: the sequences of each of `prepared.requests`, in order."""
     answers = _all_answers(prepared, results, model)
     choices: list[ChatChoice] = []
     for index, answer in enumerate(answers):
@@ -118,33 +120,39 @@ def build_chat_completion(
 
 
 def write_answer(answer: Completion | ChatCompletion) -> bytes:
-    """As JSON, one choice after the other: the event loop stands still while one is written, and prompts with
-    log-probabilities may make hundreds of megabytes of all."""
+    """The answer as JSON, serialised one choice at a time.
+
+    Each dumps() call holds the GIL, which blocks the event loop, and prompt logprobs may have hundreds of megabytes.
+    """
     shown = {field.name: getattr(answer, field.name) for field in fields(answer)}
     shown["choices"] = [orjson.Fragment(orjson.dumps(choice)) for choice in answer.choices]
     return orjson.dumps(shown)
 
 
 def build_echo(
-    place: int, prepared: Prepared, scores: PromptLogprobs | None, model: ServedModel
+    request_index: int, prepared: Prepared, prompt_logprobs: PromptLogprobs | None, model: ServedModel
 ) -> tuple[str, CompletionLogprobs | None]:
-    """What comes before the completions of the request at `place`. scores: of its prompt, where they are asked."""
+    """(text, logprobs) of the echo that precedes the completions of one request; ("", None) without echo.
+
+    prompt_logprobs: of the request's prompt; None if not requested.
+    """
     if not prepared.echoes:
         return "", None
-    echo, request = prepared.echoes[place], prepared.requests[place]
+    echo, request = prepared.echoes[request_index], prepared.requests[request_index]
     if not request.want_logprobs:
         return echo.text, None
-    assert scores is not None, "the engine returns log-probabilities where they are asked"
+    assert prompt_logprobs is not None, "the engine returns logprobs if they are requested"
     num_top = request.num_top_logprobs
-    return echo.text, build_echo_logprobs(echo, request.prompt_ids, scores, num_top, model.tokenizer)
+    return echo.text, build_echo_logprobs(echo, request.prompt_ids, prompt_logprobs, num_top, model.tokenizer)
 
 
 def build_usage(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]]) -> Usage:
+    """The token counts of a whole answer, or of the part of a streamed answer that has arrived."""
     prompt_tokens = sum(len(request.prompt_ids) for request in prepared.requests)
     all_sequences = [sequence for sequences in results for sequence in sequences]
     completion_tokens = sum(len(sequence.token_ids) for sequence in all_sequences)
-    # Each sequence computes its prompt from its first token that is not cached: the one that read the fewest computed
-    # all that had to be, and what its siblings read of that was no saving of an earlier request's.
+    # Of a request's samples, the one with the fewest cached tokens computed all that earlier requests had not cached.
+    # The other samples may have read some of that from the cache, which is not counted.
     cached_tokens = sum(min(sequence.num_cached_tokens for sequence in sequences) for sequences in results)
     details = PromptTokensDetails(
         cached_tokens,
@@ -156,30 +164,33 @@ def build_usage(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]
 
 
 def without_end_token(token_ids: list[int], request: GenerateRequest, model: ServedModel) -> list[int]:
-    """token_ids: the last of a sequence that has ended, without the eos or stop token id that ended it: no text."""
+    """The tokens of a finished sequence without the eos or stop token that ended it, which has no text.
+
+    token_ids: all of the sequence's tokens, or its last ones.
+    """
     ends = request.stop_token_ids if request.ignore_eos else (*request.stop_token_ids, *model.eos_ids)
     return token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
 
 
 def num_exempt_characters(token_ids: list[int], request: GenerateRequest, model: ServedModel) -> int:
-    """Of the text of a sequence's tokens, those in which no stop string counts."""
+    """Number of characters at the start of a sequence's text in which stop strings do not count (`min_tokens`)."""
     return len(model.tokenizer.decode(token_ids[: request.min_tokens])) if request.min_tokens else 0
 
 
 def _ids(prepared: Prepared, answer: _Answer) -> tuple[list[int] | None, list[int] | None]:
-    """Of the answer and its prompt."""
+    """(token ids, prompt ids) to return; (None, None) if not requested."""
     return (answer.token_ids, answer.prompt_ids) if prepared.return_token_ids else (None, None)
 
 
 def _prompt_logprobs(
-    place: int, prepared: Prepared, scores: PromptLogprobs | None, model: ServedModel
+    request_index: int, prepared: Prepared, prompt_logprobs: PromptLogprobs | None, model: ServedModel
 ) -> orjson.Fragment | None:
-    """place, scores: as in `build_echo`."""
+    """The `prompt_logprobs` of one request as JSON; None if not requested. prompt_logprobs: as in `build_echo`."""
     if prepared.num_top_prompt_logprobs is None:
         return None
-    assert scores is not None, "the engine returns log-probabilities where they are asked"
-    prompt_ids = prepared.requests[place].prompt_ids
-    entries = build_prompt_logprobs(prompt_ids, scores, prepared.num_top_prompt_logprobs, model.tokenizer)
+    assert prompt_logprobs is not None, "the engine returns logprobs if they are requested"
+    prompt_ids = prepared.requests[request_index].prompt_ids
+    entries = build_prompt_logprobs(prompt_ids, prompt_logprobs, prepared.num_top_prompt_logprobs, model.tokenizer)
     return orjson.Fragment(orjson.dumps(entries))
 
 
@@ -218,10 +229,10 @@ def _answer(
         finish_reason = "stop"
     scored = None
     if request.want_logprobs and not prepared.logprobs_in_fingerprint:
-        assert sequence.logprobs is not None, "the engine returns log-probabilities where they are asked"
+        assert sequence.logprobs is not None, "the engine returns logprobs if they are requested"
         if prepared.echoes:
-            token_ids = sequence.token_ids  # evaluations count on an entry for each token, the last included
+            token_ids = sequence.token_ids  # evaluations expect an entry for each token, including the last
         scored = score_tokens(token_ids, sequence.logprobs, sequence.top, TokenOffsets(model.tokenizer))
         if stop is not None:
-            scored = [token for token in scored if token.offset < stop[0]]  # offsets never fall
+            scored = [token for token in scored if token.offset < stop[0]]  # offsets never decrease
     return _Answer(text, finish_reason, scored, sequence.token_ids, prompt_ids)

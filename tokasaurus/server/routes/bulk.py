@@ -30,13 +30,13 @@ from tokasaurus.server.state import ServerState, state_of
 router = APIRouter(tags=["generation"])
 
 NDJSON = "application/x-ndjson"
-# What clients call it; the last is what some say of any body.
+# Media types that clients use for NDJSON; some send the last for any body.
 MEDIA_TYPES = (NDJSON, "application/ndjson", "application/jsonl", "application/x-jsonlines", "application/json")
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint(Generic[Body]):
-    """What a line's url stands for: the calls of its route."""
+    """The route that a line's url refers to: its body model, and the calls that prepare and build a response."""
 
     body_model: type[Body]
     prepare: Callable[[Body, ServedModel, EngineLimits], Prepared]
@@ -50,7 +50,7 @@ ENDPOINTS: Mapping[str, Endpoint[Any]] = {
 
 
 class BulkStream(Response):
-    """Reads the body and sends results at the same time. A client that disconnects cancels what is left."""
+    """Reads the body while it sends results. If the client disconnects, unfinished lines are cancelled."""
 
     media_type = NDJSON
 
@@ -66,9 +66,8 @@ class BulkStream(Response):
         body = IncomingBody(receive)
 
         async def answer() -> None:
-            await asyncio.sleep(
-                0
-            )  # the body is asked for before: curl may wait for the "100 Continue" that comes of it
+            # Lets the body be requested first: curl may wait for the "100 Continue" that this triggers.
+            await asyncio.sleep(0)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await self._run.run(body, write)
 
@@ -77,7 +76,7 @@ class BulkStream(Response):
         except ClientGone:
             return
         except ServerStopping as stopping:
-            # Where lines are left that have not been read, the answer breaks off without its end.
+            # If lines are still unread, the response is cut off without a final chunk.
             await write(self._run.results_of_rest(stopping), is_last=self._run.has_read_all)
             return
         await write(b"", is_last=True)
@@ -90,7 +89,7 @@ class BulkStream(Response):
     openapi_extra={"requestBody": {"required": True, "content": {NDJSON: {"schema": LINE_SCHEMA}}}},
 )
 async def bulk(request: Request) -> Response:
-    """Answer any number of lines, each a body of a generation route; results come as they finish, in any order."""
+    """Run any number of lines, each a body for a generation route; results are sent as they finish, in any order."""
     check_type(request, MEDIA_TYPES)
     state = state_of(request)
     state.ready_limits()
@@ -113,7 +112,7 @@ def _read_line(content: bytes, state: ServerState) -> Line:
         endpoint = ENDPOINTS[line.url]
         body = validate_body(line.body, endpoint.body_model)
         if body.stream:
-            raise InvalidRequest("stream=true is for requests of their own: a line has one result", "stream")
+            raise InvalidRequest("stream=true is not allowed in a bulk line: each line has a single result", "stream")
     except ApiError as error:
         return refused(custom_id, error)
     return Line(custom_id, lambda: generate_answer(state, body, endpoint.prepare, endpoint.build))

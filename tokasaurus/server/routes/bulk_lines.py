@@ -1,4 +1,4 @@
-"""Many requests over one connection: lines are answered as they come, results leave as they finish. No HTTP here."""
+"""Many requests over one connection: lines start as they arrive, results are sent as they finish. No HTTP here."""
 
 import asyncio
 import logging
@@ -14,23 +14,25 @@ from tokasaurus.server.errors import ApiError, BodyTooLarge, InvalidRequest, Que
 
 logger = logging.getLogger(__name__)
 
-# Of one connection: enough to fill a large batch and to keep some waiting behind it.
+# Per connection: enough for a large batch and a queue behind it.
 MAX_LINES_IN_FLIGHT = 4096
-# Of one connection, of the body beyond the lines that have been started.
+# Per connection: bytes of the body after the last started line.
 MAX_UNREAD_BYTES = 1 << 20
-# Of one connection, results that the client has not taken. Many clients read nothing before they have sent their whole
-# body: with less than they get by then, they and we would wait for each other.
+# Per connection: results that the client has not received. Many clients read nothing until they have sent their whole
+# body; a limit below the results they have by then would be a deadlock.
 MAX_UNSENT_BYTES = 256 << 20
-# After this long a line that met a full queue tries again, even if no line of its connection has finished.
+# A line that found the queue full tries again after this time, even if no line of its connection has finished.
 QUEUE_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """custom_id: None where none can be read. answer: makes the answer's JSON; it raises ApiError."""
+    """One line of the body, parsed."""
 
     custom_id: str | None
+    """None if the line has no readable one."""
     answer: Callable[[], Awaitable[bytes]]
+    """Returns the response as JSON; raises ApiError."""
 
 
 def refused(custom_id: str | None, error: ApiError) -> Line:
@@ -41,7 +43,7 @@ def refused(custom_id: str | None, error: ApiError) -> Line:
 
 
 class IncomingBody:
-    """The body of a request, read while it comes. At most `MAX_UNREAD_BYTES` and one message of it are held."""
+    """The body of a request, read as it arrives. Buffers at most `MAX_UNREAD_BYTES` and one message."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -52,7 +54,7 @@ class IncomingBody:
         self._can_read.set()
 
     async def receive(self) -> Message:
-        """The next ASGI message, once there is room for one. Somebody has to call it all the time."""
+        """The next ASGI message, once the buffer has space. The caller must keep calling it for `read` to progress."""
         await self._can_read.wait()
         message = await self._receive()
         if message["type"] == "http.request":
@@ -64,7 +66,7 @@ class IncomingBody:
         return message
 
     async def read(self) -> bytes:
-        """All that has come and has not been read; nothing at the end of the body."""
+        """Waits for unread bytes and returns them all; empty at the end of the body."""
         while not self._unread and not self._is_whole:
             await self._has_news.wait()
             self._has_news.clear()
@@ -75,23 +77,23 @@ class IncomingBody:
 
 
 class LineSplitter:
-    """Pieces of text → its lines, without their ends. None stands for a line of more than `max_bytes`, which is not
-    kept."""
+    """Splits chunks of bytes into lines, without line ends. A line longer than `max_bytes` is dropped: None replaces
+    it."""
 
     def __init__(self, max_bytes: int | None) -> None:
         self._max_bytes = max_bytes
         self._begun = bytearray()
         self._is_too_long = False
 
-    def add(self, piece: bytes) -> list[bytes | None]:
-        """The lines that end in the piece."""
-        *ends, rest = piece.split(b"\n")
+    def add(self, chunk: bytes) -> list[bytes | None]:
+        """The lines that end in `chunk`."""
+        *ends, rest = chunk.split(b"\n")
         lines = [self._end(end) for end in ends]
         self._continue(rest)
         return lines
 
     def finish(self) -> list[bytes | None]:
-        """The last line, if it lacks an end."""
+        """The last line, if it has no line end."""
         return [self._end(b"")] if self._begun or self._is_too_long else []
 
     def _continue(self, part: bytes) -> None:
@@ -111,9 +113,9 @@ class LineSplitter:
 
 
 class BulkRun:
-    """The lines of one body, each of which gets exactly one result.
+    """Runs the lines of one body; each gets exactly one result.
 
-    read_line: is called for one line after the other, in their order. max_line_bytes: None: any number.
+    read_line: called for one line at a time, in order. max_line_bytes: None: no limit.
     """
 
     def __init__(self, read_line: Callable[[bytes], Awaitable[Line]], max_line_bytes: int | None) -> None:
@@ -123,15 +125,16 @@ class BulkRun:
         self._custom_ids: set[str] = set()
         self._unanswered: dict[asyncio.Task[bytes], str | None] = {}
         self._results: list[bytes] = []
-        self._queue_waiters: dict[asyncio.Future[None], None] = {}  # in the order in which they came
+        self._queue_waiters: dict[asyncio.Future[None], None] = {}  # in order of arrival
         self._num_unsent_bytes = 0
         self._has_news = asyncio.Event()
         self._can_read = asyncio.Event()
         self.has_read_all = False
 
     async def run(self, body: IncomingBody, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Returns when the results of all lines have been written; what is unanswered is cancelled if it is left
-        before. write: takes whole results, one or more."""
+        """Returns when the results of all lines have been written; if it ends early, unfinished lines are cancelled.
+
+        write: receives one or more whole results."""
         self._notice()
         starting = asyncio.ensure_future(self._start_lines(body))
         starting.add_done_callback(lambda _: self._notice())
@@ -149,20 +152,20 @@ class BulkRun:
                     self._notice_room()
             await starting
         finally:
-            left = [starting, *self._unanswered]
-            for task in left:
+            unfinished = [starting, *self._unanswered]
+            for task in unfinished:
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await asyncio.gather(*unfinished, return_exceptions=True)
 
     def results_of_rest(self, error: ApiError) -> bytes:
-        """After `run` was left: the results that it did not write, the error for all lines that have none."""
+        """After `run` ended early: results not yet written, then `error` as the result of each unfinished line."""
         rest = [_error_result(custom_id, error) for custom_id in self._unanswered.values()]
         return b"".join([*self._results, *rest])
 
     async def _start_lines(self, body: IncomingBody) -> None:
         splitter = LineSplitter(self._max_line_bytes)
-        while piece := await body.read():
-            for content in splitter.add(piece):
+        while chunk := await body.read():
+            for content in splitter.add(chunk):
                 await self._start_line(content)
         for content in splitter.finish():
             await self._start_line(content)
@@ -178,7 +181,7 @@ class BulkRun:
         self._unanswered[task] = line.custom_id
         task.add_done_callback(self._finish)
         self._notice_room()
-        await asyncio.sleep(0)  # a piece may hold thousands, and others want their turn
+        await asyncio.sleep(0)  # let other tasks run: a chunk may hold thousands of lines
 
     async def _checked_line(self, content: bytes | None) -> Line:
         if content is None:
@@ -194,13 +197,13 @@ class BulkRun:
         return line
 
     def _finish(self, task: asyncio.Task[bytes]) -> None:
-        if task.cancelled():  # by `run`, and then `results_of_rest` may be asked for it
+        if task.cancelled():  # by `run`; `results_of_rest` then answers its line
             return
         del self._unanswered[task]
         result = task.result()
         self._results.append(result)
         self._num_unsent_bytes += len(result)
-        # Two, so that a run catches up with an engine that takes many at once.
+        # Wake two, so that the number of lines in flight can grow when the engine accepts many at once.
         for waiter in list(islice(self._queue_waiters, 2)):
             del self._queue_waiters[waiter]
             waiter.set_result(None)
@@ -213,12 +216,12 @@ class BulkRun:
         except ApiError as known:
             error = known
         except Exception:
-            logger.exception("a line of a bulk request")
+            logger.exception("a line of a bulk request failed")
             error = ApiError("internal error; the server's log has the details")
         return _error_result(line.custom_id, error)
 
     async def _answer_when_room(self, line: Line) -> bytes:
-        """A full queue is no answer to a line: it waits and tries again, as the client of a live request is told to."""
+        """If the queue is full, wait and try again: single requests get QueueFull, lines do not."""
         while True:
             try:
                 return await line.answer()
@@ -242,7 +245,7 @@ class BulkRun:
 
 
 def _with_number(line: Line, number: int) -> Line:
-    """Where there is no custom_id, the message tells which line it is."""
+    """A line without custom_id: its error messages start with the line number."""
 
     async def answer() -> bytes:
         try:
@@ -259,7 +262,7 @@ def _error_result(custom_id: str | None, error: ApiError) -> bytes:
 
 
 def _result(custom_id: str | None, status: int, body: bytes, error: ApiError | None) -> bytes:
-    """A line of OpenAI's batch output, with its end."""
+    """A line of OpenAI's batch output, with its line end."""
     unique = uuid.uuid4().hex
     response = {"status_code": status, "request_id": f"req_{unique}", "body": orjson.Fragment(body)}
     shown = None if error is None else error.as_object()

@@ -14,5 +14,5 @@ router = APIRouter(route_class=JsonBodyRoute, tags=["generation"])
 
 @router.post("/v1/chat/completions", responses={200: {"model": ChatCompletion, "content": STREAMED}, **ERROR_RESPONSES})
 async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
-    """Answer a conversation `n` times, through the model's chat template."""
+    """Generate `n` answers to a conversation, formatted with the model's chat template."""
     return await answer_generation(request, body, prepare_chat, build_chat_completion, ChatStream)

@@ -1,4 +1,4 @@
-"""The answer to a body that asks for a stream: server-sent events."""
+"""The response to a body with stream=true: server-sent events."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -11,13 +11,13 @@ from tokasaurus.server.disconnect import run_while_connected
 from tokasaurus.server.errors import ApiError, ClientGone
 from tokasaurus.server.respond.stream import error_event
 
-HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter for nginx, which collects answers
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the second keeps nginx from buffering responses
 
 
 class EventStream(Response):
-    """Sends what `events` yields. It begins with the first event: an error before that is an answer of its own.
+    """Sends what `events` yields. The response starts with the first event: an earlier error gets its own status.
 
-    After that, an error is an event, the last. `events` is closed at the end, and when the client disconnects.
+    A later error is sent as the last event. `events` is closed at the end and when the client disconnects.
     """
 
     media_type = "text/event-stream"
@@ -50,5 +50,5 @@ class EventStream(Response):
                     self._has_started = True
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-                await asyncio.sleep(0)  # `send` waits only for a client that is slow, and others want their turn
+                await asyncio.sleep(0)  # let other tasks run: `send` waits only for a slow client
         await send({"type": "http.response.body", "body": b"", "more_body": False})

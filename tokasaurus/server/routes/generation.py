@@ -1,4 +1,4 @@
-"""The way that every body takes that asks for text: prepare, generate, build; all of it ends if the client leaves."""
+"""The common path of generation requests: prepare, generate, build; cancelled if the client disconnects."""
 
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
@@ -26,10 +26,10 @@ Body = TypeVar("Body", bound=SamplingFields)
 
 # For the OpenAPI page.
 ERROR_RESPONSES = error_responses(*BODY_ERRORS, 404, 429, 503)
-# Of an answer's 200: what it is with stream=true.
+# Content of a 200 response with stream=true.
 STREAMED = {"text/event-stream": {"schema": {"description": "Chunks as server-sent events."}}}
 
-# What a stream makes of so many deltas is sent before other work has its turn: some milliseconds.
+# Deltas turned into events before other tasks may run: a few milliseconds of work.
 MAX_DELTAS_AT_ONCE = 64
 
 
@@ -40,9 +40,9 @@ async def answer_generation(
     build: Callable[[Prepared, list[list[FinishedSequence]], ServedModel], Completion | ChatCompletion],
     stream: Callable[[Prepared, ServedModel, StreamOptions], AnswerStream],
 ) -> Response:
-    """build: the whole answer. stream: its events, where the body asks for those.
+    """The response to `body`: built by `build`, or by `stream` if the body has stream=true.
 
-    Raises ApiError; ClientGone when the client disconnects, after the engine was told to drop the request."""
+    Raises ApiError; ClientGone if the client disconnects, after the engine was told to cancel the request."""
     state = state_of(request)
     if body.stream:
         prepared = await run_while_connected(request.receive, _prepare(state, body, prepare))
@@ -58,7 +58,7 @@ async def generate_answer(
     prepare: Callable[[Body, ServedModel, EngineLimits], Prepared],
     build: Callable[[Prepared, list[list[FinishedSequence]], ServedModel], Completion | ChatCompletion],
 ) -> bytes:
-    """The whole answer, as JSON. If the caller is cancelled, the engine is told. Raises ApiError."""
+    """The whole response as JSON. If the caller is cancelled, so is the request in the engine. Raises ApiError."""
     prepared = await _prepare(state, body, prepare)
     with _blaming_grammar(prepared):
         results = await state.engine.generate(prepared.requests)
@@ -68,7 +68,7 @@ async def generate_answer(
 async def _prepare(
     state: ServerState, body: Body, prepare: Callable[[Body, ServedModel, EngineLimits], Prepared]
 ) -> Prepared:
-    """With the grammar checked and in the requests. Raises ApiError."""
+    """The prepared requests, with the grammar validated and included. Raises ApiError."""
     prepared = await state.in_text_thread(prepare, body, state.model, _checked_limits(state, body))
     if prepared.grammar is None:
         return prepared
@@ -77,10 +77,10 @@ async def _prepare(
 
 
 def _checked_limits(state: ServerState, body: SamplingFields) -> EngineLimits:
-    """What costs nothing to refuse. Raises ApiError."""
+    """The engine's limits, after the checks that cost nothing. Raises ApiError."""
     state.model.check_name(body.model)
     limits = state.ready_limits()
-    state.engine.check_queue()  # it is checked again when the request is submitted, but this spares the work until then
+    state.engine.check_queue()  # checked again at submission; this saves the work before it
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options goes with stream=true", "stream_options")
     return limits
@@ -88,22 +88,22 @@ def _checked_limits(state: ServerState, body: SamplingFields) -> EngineLimits:
 
 @contextmanager
 def _blaming_grammar(prepared: Prepared) -> Iterator[None]:
-    """A sequence that is given up inside is an error of the field that gave the grammar."""
+    """Turns SequenceAborted into GrammarTooComplex for the request field that contained the grammar."""
     try:
         yield
     except SequenceAborted as error:
-        assert prepared.grammar is not None, "grammars alone are given up"
+        assert prepared.grammar is not None, "only a sequence with a grammar is aborted"
         param = prepared.grammar.param
         raise GrammarTooComplex(f"{param}: {error}", param) from None
 
 
 async def _events(state: ServerState, prepared: Prepared, answer: AnswerStream) -> AsyncGenerator[bytes, None]:
-    """The engine is told to drop the requests if this is closed before its end."""
+    """The events of a stream. If closed before its end, the requests are cancelled in the engine."""
     with _blaming_grammar(prepared), state.engine.stream(prepared.requests) as collector:
         while deltas := await collector.read():
             for start in range(0, len(deltas), MAX_DELTAS_AT_ONCE):
                 part = deltas[start : start + MAX_DELTAS_AT_ONCE]
-                if answer.shows_prompts(part):  # which may be long
+                if answer.shows_prompts(part):  # prompts may be long
                     events = await state.in_text_thread(answer.events, part)
                 else:
                     events = answer.events(part)

@@ -13,13 +13,13 @@ router = APIRouter(tags=["health"])
 
 @router.get("/health")
 async def health() -> JSONResponse:
-    """The HTTP server is alive, whatever the engine does."""
+    """The HTTP server is alive, whatever the state of the engine."""
     return JSONResponse({"status": "ok"})
 
 
 @router.get("/ready", responses=error_responses(503))
 async def ready(request: Request) -> JSONResponse:
-    """The engine takes requests; 503 until then."""
+    """The engine accepts requests; 503 until then."""
     state_of(request).ready_limits()
     return JSONResponse({"status": "ready"})
 

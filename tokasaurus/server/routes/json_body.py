@@ -1,6 +1,6 @@
-"""Routes whose JSON body we read ourselves.
+"""Routes whose JSON body we parse ourselves.
 
-FastAPI's own reading answers 500 to a lone surrogate and lets NaN through; orjson refuses both, and nesting deeper than
+FastAPI's own parsing answers 500 to a lone surrogate and accepts NaN; orjson refuses both, and nesting deeper than
 1,024. The endpoint still declares its body's model, so that the OpenAPI page shows it.
 """
 
@@ -26,12 +26,12 @@ from tokasaurus.server.state import state_of
 
 Body = TypeVar("Body", bound=BaseModel)
 
-# A body of this many bytes is parsed in under a millisecond; a larger one leaves the event loop.
+# A body up to this size is parsed in under a millisecond; a larger one is parsed in a thread.
 MAX_INLINE_BYTES = 32_768
 
 
 def parse_body(content: bytes, body_model: type[Body]) -> Body:
-    """Raises InvalidRequest for whatever is no JSON object of the model's fields."""
+    """Raises InvalidRequest unless `content` is a JSON object that matches the model."""
     try:
         value = orjson.loads(content)
     except orjson.JSONDecodeError as error:
@@ -40,9 +40,9 @@ def parse_body(content: bytes, body_model: type[Body]) -> Body:
 
 
 def validate_body(value: object, body_model: type[Body]) -> Body:
-    """value: parsed JSON. Raises InvalidRequest for whatever is no object of the model's fields."""
+    """value: parsed JSON. Raises InvalidRequest unless it is an object that matches the model."""
     if isinstance(value, dict):
-        # Here and not by pydantic, which would make an error of each: a body may hold a million.
+        # Checked here because pydantic would create an error for each name, of which there may be a million.
         for name in value:
             if name not in body_model.model_fields:
                 raise unknown_field(name)
@@ -72,7 +72,7 @@ class JsonBodyRoute(APIRoute):
 
 
 def check_type(request: Request, media_types: Sequence[str] = ("application/json",)) -> None:
-    """A client that names no type is believed to send the first of them. Raises UnsupportedMediaType."""
+    """Raises UnsupportedMediaType. A request without content-type is assumed to have the first of `media_types`."""
     named = request.headers.get("content-type", media_types[0])
     media_type = named.partition(";")[0].strip().lower()
     if media_type not in media_types and not media_type.endswith("+json"):
@@ -83,7 +83,7 @@ def check_type(request: Request, media_types: Sequence[str] = ("application/json
 
 
 async def _read(request: Request, max_bytes: int | None) -> bytes:
-    """The whole body. Raises BodyTooLarge as soon as it is known, ClientGone."""
+    """The whole body. Raises BodyTooLarge as soon as the limit is exceeded, and ClientGone."""
     try:
         if max_bytes is None:
             return await request.body()

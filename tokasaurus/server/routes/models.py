@@ -13,14 +13,14 @@ router = APIRouter(tags=["models"])
 
 @router.get("/v1/models", responses={200: {"model": ModelList}})
 async def list_models(request: Request) -> Response:
-    """The one model that is served."""
+    """The served model."""
     return _json(ModelList([_model_object(state_of(request).model)]))
 
 
-# a path, since names such as org/name hold slashes
+# a path, since names such as org/name contain slashes
 @router.get("/v1/models/{name:path}", responses={200: {"model": ModelObject}, **error_responses(404)})
 async def retrieve_model(request: Request, name: str) -> Response:
-    """The model of that name; "default" is another name of the one that is served."""
+    """The model with this name; "default" is an alias of the served model."""
     model = state_of(request).model
     model.check_name(name)
     return _json(_model_object(model))

@@ -26,7 +26,7 @@ _body_router = APIRouter(route_class=JsonBodyRoute, tags=["tokenizer"])
 
 @_body_router.post("/tokenize", responses={200: {"model": TokenizeResponse}, **error_responses(*BODY_ERRORS, 404, 503)})
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
-    """The token ids of a prompt, or of messages through the model's chat template."""
+    """The token ids of a prompt, or of messages formatted with the model's chat template."""
     state = state_of(request)
     if body.model is not None:
         state.model.check_name(body.model)
@@ -37,7 +37,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 
 @_body_router.post("/detokenize", responses={200: {"model": DetokenizeResponse}, **error_responses(*BODY_ERRORS, 404)})
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
-    """The text of token ids, special tokens by their names."""
+    """The text of token ids, including the names of special tokens."""
     state = state_of(request)
     if body.model is not None:
         state.model.check_name(body.model)
@@ -47,7 +47,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> dict[str, Any]:
-    """The tokens that have a role, by its name such as eos_token, and the chat template."""
+    """The chat template, and the special tokens by role, such as eos_token."""
     tokenizer = state_of(request).model.tokenizer
     info: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.named_tokens}
     return info | {"chat_template": tokenizer.chat_template}
@@ -67,7 +67,7 @@ def _tokenize(body: TokenizeRequest, model: ServedModel, max_model_len: int) -> 
         check_names(body.tools)
         token_ids = encode_messages(body.messages, body, model, tools=body.tools)
     else:
-        assert body.prompt is not None, "one of the two is there"
+        assert body.prompt is not None, "checked above: exactly one is set"
         for name in (*TemplateFields.model_fields, "tools"):
             if getattr(body, name) not in (None, {}, []):
                 raise InvalidRequest(f"{name} goes with messages: a prompt has no template", name)

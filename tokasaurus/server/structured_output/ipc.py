@@ -1,4 +1,4 @@
-"""Frames, in which the server and its grammar processes talk: a length, 4 bytes big-endian, and so many bytes."""
+"""Frames exchanged by the server and its grammar processes: a 4-byte big-endian length, then that many bytes."""
 
 from typing import BinaryIO
 
@@ -15,7 +15,7 @@ def content_length(header: bytes) -> int:
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """Waits for a frame. None at the end of the stream."""
+    """Blocks until a whole frame has arrived and returns its content; None at the end of the stream."""
     header = stream.read(HEADER_BYTES)
     if len(header) < HEADER_BYTES:
         return None

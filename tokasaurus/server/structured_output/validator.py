@@ -1,5 +1,4 @@
-"""Whether a grammar can be followed is found out here, before the engine hears of it: in child processes, with a time
-limit, and once for each grammar."""
+"""Validates grammars before they reach the engine: in child processes, with a time limit, once per grammar."""
 
 import asyncio
 import re
@@ -21,42 +20,47 @@ from tokasaurus.server.structured_output.ipc import HEADER_BYTES, UNUSABLE_TOKEN
 
 MAX_GRAMMAR_CHARS = 2**20
 TIME_LIMIT_S = 5.0
-# A grammar that takes long does not hold up the next.
+# More than one, so that a slow grammar does not delay the next.
 MAX_PROCESSES = 2
-# Of a process that starts, on a machine that is busy.
+# Longest start of a child process; generous because the machine may be busy.
 _START_LIMIT_S = 60.0
 _MAX_KNOWN = 4096
 _MAX_KNOWN_BYTES = 64 * 2**20
-# `python -m` looks for modules in its working directory: not in the user's, where any could be.
+# Working directory of the child processes: `python -m` imports from it, and the user's may hold any module.
 _PACKAGE_PARENT = Path(__file__).parents[2]
 
-# Where llguidance finds one, with the lines around it.
+# An llguidance error: the line of the fault, the reason, then the lines of the grammar around it.
 _FAULT = re.compile(r"at (?P<line>\d+)\(\d+\): (?:failed to compile JSON schema: )?(?P<reason>.*?)(?: \d+ \| .*)?")
 _FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 def asked_grammar(body: SamplingFields) -> GrammarSource | None:
-    """What the text is to match, by the one field of the body that says so. Raises InvalidRequest."""
+    """The grammar that the body asks for, if any. Raises InvalidRequest if more than one field gives a grammar."""
     given = [(name, source) for name in _FIELDS if (source := getattr(body, name)) is not None]
     if len(given) > 1:
         (first, _), (second, _), *_ = given
-        raise InvalidRequest(f"{first} and {second}: the text can follow just one of them", second)
+        raise InvalidRequest(f"{first} and {second}: only one of them may be given", second)
     return given[0][1] if given else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """grammar: in llguidance's form; "" where it cannot be followed, and then `error` says why."""
+    """The result of validating one grammar."""
 
     grammar: str
+    """In llguidance's form; "" if it was refused."""
     error: str
+    """Why the grammar was refused; "" if it is valid."""
     num_bytes: int
+    """Size of the question and the reply, counted against _MAX_KNOWN_BYTES."""
 
 
 class GrammarChecker:
-    """One per server. All methods run on the event loop's thread. A first process starts with the first grammar.
+    """Validates grammars in child processes and remembers the results.
 
-    time_limit_s: for a grammar to compile, and its first mask.
+    One per server. All methods run on the event loop's thread. The first process starts with the first grammar.
+
+    time_limit_s: time in seconds to compile a grammar, compute its first mask and try it on short texts.
     """
 
     def __init__(self, model: ServedModel, time_limit_s: float = TIME_LIMIT_S) -> None:
@@ -67,13 +71,13 @@ class GrammarChecker:
         self._known: OrderedDict[tuple[str, str], _Outcome] = OrderedDict()
         self._num_known_bytes = 0
         self._compiling: dict[tuple[str, str], asyncio.Task[_Outcome]] = {}
-        self._num_waiting: Counter[tuple[str, str]] = Counter()  # for what is compiling
+        self._num_waiting: Counter[tuple[str, str]] = Counter()  # callers waiting for each grammar in `_compiling`
         self._free_processes = asyncio.Semaphore(MAX_PROCESSES)
         self._idle: list[Process] = []
         self._processes: set[Process] = set()
 
     async def check(self, source: GrammarSource) -> str:
-        """The grammar in llguidance's form. Raises InvalidRequest."""
+        """The grammar in llguidance's form. Raises InvalidRequest if it is not valid."""
         if len(source.text) > MAX_GRAMMAR_CHARS:
             raise InvalidRequest(
                 f"{source.param}: a grammar may have at most {MAX_GRAMMAR_CHARS} characters", source.param
@@ -85,7 +89,7 @@ class GrammarChecker:
                 self._compiling[key] = asyncio.create_task(self._compile(key))
             self._num_waiting[key] += 1
             try:
-                # others may wait for it too, or come for it later
+                # other callers may wait for the same grammar, or ask for it later
                 outcome = await asyncio.shield(self._compiling[key])
             finally:
                 self._num_waiting[key] -= 1
@@ -98,7 +102,7 @@ class GrammarChecker:
         return outcome.grammar
 
     async def close(self) -> None:
-        """Ends the processes, and what is compiling."""
+        """Cancels all compilations and ends the processes."""
         for task in self._compiling.values():
             task.cancel()
         await asyncio.gather(*self._compiling.values(), return_exceptions=True)
@@ -108,8 +112,8 @@ class GrammarChecker:
     async def _compile(self, key: tuple[str, str]) -> _Outcome:
         try:
             async with self._free_processes:
-                if self._num_waiting[key] == 0:  # all who asked have left: it would hold up others
-                    return _Outcome("", "nobody waits for it", 0)
+                if self._num_waiting[key] == 0:  # every caller was cancelled: do not delay other grammars
+                    return _Outcome("", "no request waits for it", 0)
                 question = orjson.dumps(key)
                 process = await self._take_process()
                 if process is None:
@@ -117,7 +121,7 @@ class GrammarChecker:
                 try:
                     reply = await asyncio.wait_for(_ask(process, question), self._time_limit_s)
                     self._idle.append(process)
-                # These two are not remembered: the machine may have been busy, or short of memory.
+                # These two errors are not remembered: the machine may have been busy or short of memory.
                 except asyncio.TimeoutError:
                     return _Outcome("", f"it takes longer than {self._time_limit_s:g} s to compile", 0)
                 except (asyncio.IncompleteReadError, ConnectionError):
@@ -139,7 +143,7 @@ class GrammarChecker:
             self._num_known_bytes -= self._known.popitem(last=False)[1].num_bytes
 
     async def _take_process(self) -> Process | None:
-        """None where the model's tokenizer is of a kind that grammars cannot be used with."""
+        """An idle or a new process; None if grammars do not support the model's tokenizer."""
         while self._idle:
             process = self._idle.pop()
             if process.returncode is None:
@@ -153,7 +157,7 @@ class GrammarChecker:
             stdin=PIPE,
             stdout=PIPE,
             cwd=_PACKAGE_PARENT,
-            start_new_session=True,  # Ctrl-C is for the launcher
+            start_new_session=True,  # so that Ctrl-C reaches the launcher only
         )
         self._processes.add(process)
         state = UNUSABLE_TOKENIZER
@@ -172,7 +176,7 @@ class GrammarChecker:
 
 
 def _refusal(source: GrammarSource, error: str) -> InvalidRequest:
-    """Of a text that the client did not write, no line is quoted: its field is named."""
+    """The error for the client. If the server wrote the grammar, it names the field at fault and quotes no grammar."""
     fault = _FAULT.fullmatch(error) if source.line_params else None
     if fault is None:
         return InvalidRequest(f"{source.param}: {error}", source.param)
@@ -188,7 +192,7 @@ async def _ask(process: Process, question: bytes) -> bytes:
 
 
 async def _read(process: Process) -> bytes:
-    """One frame. Raises IncompleteReadError if the process ends."""
+    """The content of one frame. Raises IncompleteReadError if the process ends."""
     assert process.stdout is not None
     header = await process.stdout.readexactly(HEADER_BYTES)
     return await process.stdout.readexactly(content_length(header))

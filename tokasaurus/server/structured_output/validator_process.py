@@ -1,9 +1,10 @@
-"""Child process of the server that compiles grammars, to find out whether they can be followed.
+"""Child process of the server that validates grammars by compiling them.
 
-A grammar may crash its compiler (nesting that overflows the stack), or keep it busy for minutes: here that is no harm.
-Run as `python -m tokasaurus.server.structured_output.validator_process DIRECTORY VOCAB_SIZE TIME_LIMIT_S EOS_ID…`.
-DIRECTORY is a tokenizer's. Frames come in on stdin and go out on stdout; the first one out is empty: ready, or
-UNUSABLE_TOKENIZER.
+A grammar may crash its compiler (nesting that overflows the stack) or keep it busy for minutes; in a child process
+neither harms the server.
+Run as `python -m tokasaurus.server.structured_output.validator_process DIRECTORY VOCAB_SIZE TIME_LIMIT_S EOS_ID…`;
+DIRECTORY holds the tokenizer. Questions arrive as frames on stdin, answers leave as frames on stdout. The first frame
+on stdout is empty if the process is ready, or UNUSABLE_TOKENIZER.
 """
 
 import ctypes
@@ -27,20 +28,20 @@ from tokasaurus.server.structured_output.ipc import UNUSABLE_TOKENIZER, make_fra
 from tokasaurus.text.grammars import LIMITS, GrammarError, load_grammar_vocabulary
 from tokasaurus.text.tokenizer import TokenizerError
 
-# Less than the engine's threads have, so that what compiles here compiles there.
+# Smaller than the stacks of the engine's threads, so that a grammar that compiles here compiles there.
 _STACK_BYTES = 2 * 2**20
-# Beyond what the process has when it is ready.
+# Address space that compilation may use on top of what the process uses when it is ready.
 _MEMORY_BYTES = 2 * 2**30
 _MAX_ERROR_CHARS = 300
 _NUM_TRIED_TOKENS = 32
 _NUM_DRAWS = 8
-# The options of a rule that ask for something of the sampler, which the engine would not do.
+# Lark rule options that address the sampler; the engine would ignore them, so they are refused.
 _IGNORED_OPTION = re.compile(r"^[ \t]*[\w-]+[ \t]*\[[^\]\n]*\b(temperature)\b", re.MULTILINE)
 _WIDE_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
-# What llguidance advises is an option that the server does not give.
+# llguidance advises an option that the server does not offer, so its advice is replaced.
 _ONE_OF_ADVICE = "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"
-_ONE_OF_RULE = "oneOf is followed only where no two of its schemas can hold at once"
+_ONE_OF_RULE = "oneOf is supported only where no two of its schemas can match the same value"
 
 # From linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
@@ -48,7 +49,7 @@ _PR_SET_NAME = 15
 
 
 def compile_grammar(tokenizer: LLTokenizer, source_format: str, text: str) -> str:
-    """The grammar in llguidance's form. source_format: a GrammarFormat. Raises GrammarError, which says why in full."""
+    """The grammar in llguidance's form. source_format: a GrammarFormat. Raises GrammarError with the full reason."""
     grammar = _CONVERTERS[source_format](text)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
@@ -57,23 +58,23 @@ def compile_grammar(tokenizer: LLTokenizer, source_format: str, text: str) -> st
     if warnings := matcher.get_grammar_warnings():
         raise GrammarError("; ".join(warnings))
     matcher.compute_bitmask()
-    _check_usable(matcher, "there is no text that it allows")
+    _check_usable(matcher, "no text matches it")
     for avoided in (b"}]", b""):
         _try_text(tokenizer, matcher.deep_copy(), avoided)
     return grammar
 
 
 def _try_text(tokenizer: LLTokenizer, matcher: LLMatcher, avoided: bytes) -> None:
-    """Follow the grammar along a random text, which is always the same: too much work mostly shows within a few tokens.
+    """Runs the matcher on a text drawn with a fixed seed: most grammars that are too costly fail within a few tokens.
 
-    avoided: bytes that no token has where there are others.
+    avoided: tokens that are blank or contain one of these bytes are chosen only if no other token was drawn.
     """
     rng, eos_ids = random.Random(0), set(tokenizer.eos_tokens)
-    # without these, what a text is in would hardly ever come to its end
+    # without a preference for these, strings, lists and objects would hardly ever be closed
     closing = [token_id for text in '",}]' for token_id in tokenizer.tokenize_str(text)]
     for _ in range(_NUM_TRIED_TOKENS):
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        _check_usable(matcher, "a text can come to where nothing may follow though it is no end")
+        _check_usable(matcher, "it allows an incomplete text after which nothing may follow")
         allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
         likely = [token_id for token_id in closing if bits[token_id // 8] >> token_id % 8 & 1]
         drawn = [int(rng.choice(likely if likely and rng.random() < 0.5 else allowed)) for _ in range(_NUM_DRAWS)]
@@ -95,11 +96,11 @@ def _check_usable(matcher: LLMatcher, dead_end: str) -> None:
 
 
 def _from_lark(text: str) -> str:
-    if text.lstrip().startswith("{"):  # the library would take it for its own form, options of rules and all
+    if text.lstrip().startswith("{"):  # llguidance would read it as its own JSON form, with any rule options
         raise GrammarError("it is neither Lark nor GBNF")
     ignored = _IGNORED_OPTION.search(text)
     if ignored is not None:
-        raise GrammarError(f"the option {ignored.group(1)} of a rule is not implemented")
+        raise GrammarError(f"the rule option {ignored.group(1)} is not implemented")
     return LLMatcher.grammar_from_lark(text)
 
 
@@ -108,12 +109,15 @@ def _from_gbnf(text: str) -> str:
         return LLMatcher.grammar_from_lark(gbnf_to_lark(_WIDE_ESCAPE.sub(_unescape, text)))
     except RecursionError:
         raise GrammarError("it is nested too deeply") from None
-    except Exception as error:  # bare ones are what the converter raises
+    except Exception as error:  # the converter raises bare Exceptions
         raise GrammarError(f"not valid GBNF: {error}") from None
 
 
 def _unescape(escape: re.Match[str]) -> str:
-    r"""The converter writes \u00e9 in a way that llguidance does not read. What is special in GBNF keeps an escape."""
+    r"""Replaces \u00e9 by the character, since llguidance cannot read what the converter makes of it.
+
+    ASCII characters, some of which are special in GBNF, become \x escapes.
+    """
     digits = escape.group(1) or escape.group(2)
     if digits is None:
         return escape.group()
@@ -134,7 +138,7 @@ _CONVERTERS: dict[str, Callable[[str], str]] = {
 
 
 def answer(tokenizer: LLTokenizer, question: bytes) -> bytes:
-    """question: JSON [format, text]. The answer: JSON [grammar, null] or [null, what is wrong]."""
+    """question: JSON [format, text]. Returns JSON [grammar, null] or [null, error]."""
     source_format, text = orjson.loads(question)
     try:
         return orjson.dumps([compile_grammar(tokenizer, source_format, text), None])
@@ -154,10 +158,10 @@ def main(directory: str, vocab_size: str, time_limit_s: str, *eos_ids: str) -> N
     _limit_memory()
     answers.write(make_frame(b""))
     answers.flush()
-    # What a library prints when it fails may hold what a client sent, which is for no log.
+    # A failing library may print text that a client sent, which must not reach a log.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     while (question := read_frame(questions)) is not None:
-        # The server ends what takes too long; where it cannot, since it was killed, the timer does.
+        # The server kills a process that takes too long. If the server itself was killed, this timer ends the process.
         signal.setitimer(signal.ITIMER_REAL, float(time_limit_s) + 1)
         answers.write(make_frame(answer(tokenizer, question)))
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -172,7 +176,7 @@ def _limit_memory() -> None:
 
 
 def _die_with_server() -> None:
-    """Elsewhere than on Linux the end of stdin has to do, and the timer."""
+    """Linux only. On other systems the process ends at the end of stdin, or by the timer."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""The beginning of a JSON object that may be a call of a function."""
+"""The beginning of a JSON object that may be a tool call."""
 
 from collections.abc import Generator
 from enum import Enum, auto
@@ -10,9 +10,9 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class Reading(Enum):
-    """What an object turns out to be."""
+    """What the characters read so far show the object to be."""
 
-    OPEN = auto()  # nobody knows yet
+    OPEN = auto()  # not yet decided
     CALL = auto()
     NO_CALL = auto()
     NO_JSON = auto()
@@ -23,25 +23,26 @@ class _NoCall(Exception):
 
 
 class CallHead:
-    """Reads an object, whose brace has been read, until it is known whether it is a call.
+    """Reads an object, starting after its opening brace, until it is known whether the object is a call.
 
-    A call has a name among `names` and an object of arguments, in either order, and no other field but a type, which is
-    "function".
-
-    name, arguments: once it is a call; of the arguments what has been read. scanner: of the whole object; the arguments
-    go on where its depth is 2.
+    A call has a name in `names` and an object of arguments, in either order. The only other field that it may have is
+    "type", with the value "function".
     """
 
     def __init__(self, names: frozenset[str]) -> None:
         self.name = ""
+        """The function's name; valid once the object is a call."""
         self.arguments = ""
+        """The text of the arguments read so far; valid once the object is a call."""
         self.scanner = JsonScanner()
+        """Follows the whole object. Its depth is 2 or more while the arguments continue."""
         self.scanner.add("{")
         self._names = names
         self._reading = self._read()
         next(self._reading)
 
     def add(self, character: str) -> Reading:
+        """Reads one character. Not to be called after a result other than OPEN."""
         if not self.scanner.add(character):
             return Reading.NO_JSON
         try:
@@ -53,7 +54,7 @@ class CallHead:
         return Reading.OPEN
 
     def _read(self) -> Generator[None, str, None]:
-        """Takes characters of which the scanner knows that they are JSON."""
+        """Is sent one character at a time, after the scanner has accepted it; returns once the object is a call."""
         while not (self.name and self.arguments):
             if (yield from self._next_character()) != '"':
                 raise _NoCall
@@ -65,7 +66,7 @@ class CallHead:
                 if self.name not in self._names:
                     raise _NoCall
             elif key in _ARGUMENT_KEYS and first == "{" and not self.arguments:
-                # behind the name, they need not be held until they are whole
+                # after the name, the arguments need not be buffered until they are complete
                 self.arguments = first if self.name else (yield from self._rest_of_arguments())
             elif key != "type" or first != '"' or (yield from self._rest_of_string()) != "function":
                 raise _NoCall
@@ -73,13 +74,13 @@ class CallHead:
                 raise _NoCall
 
     def _next_character(self) -> Generator[None, str, str]:
-        """The next that is no white space."""
+        """The next character that is not white space."""
         while (character := (yield)) in _SPACE:
             pass
         return character
 
     def _rest_of_string(self) -> Generator[None, str, str]:
-        """As it is written; behind its first quote."""
+        """The rest of a string after its opening quote, with escapes as they are written."""
         characters: list[str] = []
         while True:
             character = yield

@@ -1,4 +1,4 @@
-"""How models write calls of tools, and which of these ways a chat template has. See docs/api.md, "Tools"."""
+"""Formats in which models write tool calls, and which of them a chat template uses. See docs/api.md, "Tools"."""
 
 import json
 from collections.abc import Mapping
@@ -10,21 +10,21 @@ from tokasaurus.text.tokenizer import ChatTemplateError, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """A call is a JSON object {"name": …, arguments_key: …} between `start` and `end`, which may be empty.
-
-    separator: stands between calls. ignored: characters that may stand there, and behind the last.
-    """
+    """A call is a JSON object {"name": …, arguments_key: …} between `start` and `end`, which may be empty."""
 
     name: str
+    """The value of tool_call_format that selects this format."""
     start: str
     end: str
     separator: str
+    """Written between calls."""
     arguments_key: str
     ignored: str
+    """Characters that are dropped between calls and after the last."""
 
     @property
     def start_mark(self) -> str:
-        """What a call is known by."""
+        """The text that marks the beginning of a call."""
         return self.start.strip() or "{"
 
     @property
@@ -32,11 +32,11 @@ class ToolCallFormat:
         return self.end.strip()
 
     def opening(self, name: str) -> str:
-        """What stands before the arguments of a call, but for `start`."""
+        """The text of a call between `start` and the arguments."""
         return f'{{"name": {json.dumps(name)}, "{self.arguments_key}": '
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """A call as a model is taught to write it."""
+        """A call as models are trained to write it."""
         return f"{self.start}{self.opening(name)}{json.dumps(arguments, ensure_ascii=False)}}}{self.end}"
 
 
@@ -47,16 +47,15 @@ FORMATS = {format_.name: format_ for format_ in (HERMES, LLAMA3)}
 
 @dataclass(frozen=True, slots=True)
 class ToolSupport:
-    """What a model's chat template knows of tools.
-
-    format: None where the template writes calls in none that is known. in_template: whether it shows the tools.
-    needs_list: calls in messages are shown only where there is a list of tools, be it empty, since there is a template
-    of its own for that.
-    """
+    """How a model's chat template supports tools."""
 
     format: ToolCallFormat | None
+    """None if the template writes calls in no known format."""
     in_template: bool
+    """Whether the template shows the tools."""
     needs_list: bool = False
+    """Whether the template shows the calls in messages only if it gets a list of tools, even an empty one: some models
+    have a separate template for tool use."""
 
 
 NO_TOOLS_IN_TEMPLATE = ToolSupport(HERMES, in_template=False)
@@ -82,7 +81,7 @@ _CALL = {
 
 
 def find_tool_support(tokenizer: Tokenizer, format_name: str | None) -> ToolSupport:
-    """By what the template makes of a tool and a call. format_name: is taken in place of what is found."""
+    """Detected by rendering a tool and a call with the template. format_name: overrides the detected format."""
     chosen = None if format_name is None else FORMATS[format_name]
     shown = _render(tokenizer, [_QUESTION], [_TOOL])
     if not shown or shown == _render(tokenizer, [_QUESTION], None):
@@ -98,7 +97,7 @@ def find_tool_support(tokenizer: Tokenizer, format_name: str | None) -> ToolSupp
 
 
 def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-    """Nothing where the template refuses them."""
+    """The rendered prompt; "" if the template refuses the messages or the tools."""
     try:
         return tokenizer.render_chat(messages, add_generation_prompt=False, tools=tools)
     except ChatTemplateError:

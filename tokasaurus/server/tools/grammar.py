@@ -1,6 +1,6 @@
-"""Tools → the grammar of an answer whose calls must be right, in llguidance's dialect of Lark.
+"""Tools → the grammar of an answer whose calls must be valid, in llguidance's dialect of Lark.
 
-The reader of calls takes all calls that a grammar allows.
+`CallReader` reads every call that these grammars allow.
 """
 
 import json
@@ -15,17 +15,17 @@ from tokasaurus.server.tools.parser import CallRules
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_ARGUMENTS = {"type": "object"}
-# As json.dumps does it, and so the templates and the models that learned from them. Free white space may never end.
+# The layout of json.dumps, which chat templates use and models are trained on. Free white space could go on forever.
 _LAYOUT: dict[str, object] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TEXT = r"TEXT: /(.|\n)*/"
 _FUNCTION = re.compile(r"function_(\d+): ")
 
 
 def write_forced_calls(tools: Sequence[Tool], rules: CallRules, added_tokens: Mapping[str, int]) -> GrammarSource:
-    """The answer is a call, or several where they may be parallel, and nothing else; arguments match their schemas.
+    """The answer is one call, or several if `rules.parallel`, and nothing else; arguments match their schemas.
 
-    added_tokens: texts that are tokens of their own, and their ids. A grammar must name these, or it would have them
-    spelt. Raises InvalidRequest.
+    added_tokens: texts that the tokenizer has as single added tokens, with their ids. A grammar must name these, or it
+    would demand their spelling in ordinary tokens. Raises InvalidRequest.
     """
     return _source(["start: calls", *_calls(tools, rules, added_tokens, all_strict=True)], "tools")
 
@@ -33,12 +33,14 @@ def write_forced_calls(tools: Sequence[Tool], rules: CallRules, added_tokens: Ma
 def write_calls_or_json(
     tools: Sequence[Tool], rules: CallRules, added_tokens: Mapping[str, int], content: GrammarSource
 ) -> GrammarSource:
-    """The answer is either content in the form of a JSON schema, or calls, of which those of strict tools are right. As
-    above. Raises Unsupported where nothing but what is in it tells a call from content.
+    """The answer is either content that matches a JSON schema, or calls; arguments of strict tools match their schemas.
+
+    added_tokens: as in `write_forced_calls`. Raises InvalidRequest, and Unsupported if the format has no start mark,
+    since only a mark tells a call from JSON content.
     """
     if not rules.format.start:
         raise Unsupported(
-            f"{content.param} and tools go together only where the model marks calls, or tool_choice is none",
+            f"{content.param} with tools needs tool_choice none, or a model whose tool calls begin with a mark",
             content.param,
         )
     lines = ["start: calls | content", f"content: %json {content.text}"]
@@ -46,9 +48,10 @@ def write_calls_or_json(
 
 
 def write_free_calls(tools: Sequence[Tool], rules: CallRules, added_tokens: Mapping[str, int]) -> GrammarSource:
-    """The answer is text, with calls or without; arguments of strict tools match their schemas. As above.
+    """The answer is text, with or without calls; arguments of strict tools match their schemas.
 
-    Where calls have no mark, the name behind their brace is what they are known by.
+    If the format has no start mark, a call is recognised by its brace and name. added_tokens: as in
+    `write_forced_calls`. Raises InvalidRequest.
     """
     format_ = rules.format
     mark = format_.start.strip()
@@ -65,7 +68,7 @@ def write_free_calls(tools: Sequence[Tool], rules: CallRules, added_tokens: Mapp
         lines.append(f"start_mark[lazy]: TEXT {json.dumps(mark)}")
     call = f"call: {start} function {_mark(format_.end, added_tokens)}"
     answer = "start: (call | thought)* TEXT" if rules.parallel else "start: thought* (call | TEXT)"
-    # Thoughts, for instance, have tokens of their own around them.
+    # Other added tokens may occur in the text: thoughts, for instance, are delimited by them.
     ids = ",".join(str(id_) for text, id_ in added_tokens.items() if text not in (mark, format_.end.strip()))
     if ids:
         lines.append(f"thought: TEXT <[{ids}]>")
@@ -75,7 +78,7 @@ def write_free_calls(tools: Sequence[Tool], rules: CallRules, added_tokens: Mapp
 
 
 def _calls(tools: Sequence[Tool], rules: CallRules, added_tokens: Mapping[str, int], all_strict: bool) -> list[str]:
-    """One, or several where they may be parallel."""
+    """The rule `calls`, one call or several if `rules.parallel`, and the rules that it uses."""
     format_ = rules.format
     lines = ["calls: call (separator call)*" if rules.parallel else "calls: call"]
     if rules.parallel:
@@ -86,11 +89,12 @@ def _calls(tools: Sequence[Tool], rules: CallRules, added_tokens: Mapping[str, i
 
 
 def _callable(tools: Sequence[Tool], rules: CallRules) -> list[tuple[int, Tool]]:
+    """(index in `tools`, tool) of each tool that the rules allow."""
     return [(index, tool) for index, tool in enumerate(tools) if tool.function.name in rules.names]
 
 
 def _functions(tools: Sequence[Tool], openings: dict[int, str], all_strict: bool) -> list[str]:
-    """openings: by the index of a tool, what stands before its arguments."""
+    """The rule `function` and one rule per tool. openings: what precedes the arguments, by the index of the tool."""
     lines = [f"function: {' | '.join(f'function_{index}' for index in openings)}"]
     for index, opening in openings.items():
         schema = _ANY_ARGUMENTS
@@ -101,7 +105,7 @@ def _functions(tools: Sequence[Tool], openings: dict[int, str], all_strict: bool
 
 
 def _arguments_schema(index: int, tool: Tool) -> dict[str, Any]:
-    """Arguments are an object, though the schema may not say so."""
+    """The schema of a tool's arguments, with the type object even if the tool gives no type."""
     schema = _NO_ARGUMENTS if tool.function.parameters is None else tool.function.parameters
     type_ = schema.get("type", "object")
     param = f"tools[{index}].function.parameters"
@@ -113,16 +117,17 @@ def _arguments_schema(index: int, tool: Tool) -> dict[str, Any]:
 
 
 def _with_layout(schema: Mapping[str, Any]) -> str:
+    """The schema as JSON, with the options that fix the layout of the arguments."""
     text = json.dumps(schema, ensure_ascii=False)
     layout = _LAYOUT
     if r"\u00" not in text and "\x7f" not in text:
-        # No name of a property can come twice, in another spelling. Control characters have no other.
+        # So that no property name can occur twice with different escapes. Control characters need the long escapes.
         layout = layout | {"json_allowed_escapes": SHORT_ESCAPES}
     return json.dumps({**schema, "x-guidance": layout}, ensure_ascii=False)
 
 
 def _mark(text: str, tokens: Mapping[str, int]) -> str:
-    """A mark with the line end beside it, as part of a rule."""
+    """A start or end mark with the white space around it, as part of a rule."""
     mark = text.strip()
     if mark not in tokens:
         return json.dumps(text) if text else ""

@@ -1,4 +1,4 @@
-"""JSON objects, followed while their text comes."""
+"""An incremental scanner of JSON objects."""
 
 import re
 from collections.abc import Callable
@@ -13,11 +13,8 @@ _CLOSERS = {"{": "}", "[": "]"}
 class JsonScanner:
     """Follows the text of one JSON object, a character at a time.
 
-    More than JSON is let through at one place: within strings of inner values there may be control characters, such as
-    line ends, since models write them there.
-
-    depth: how many objects and lists are open. in_string: whether the last character leaves a string open.
-    is_complete: the object is closed.
+    It accepts more than JSON in one respect: strings inside nested objects and lists may contain control characters,
+    such as line ends, since models write them there.
     """
 
     def __init__(self) -> None:
@@ -29,26 +26,32 @@ class JsonScanner:
 
     @property
     def depth(self) -> int:
+        """Number of open objects and lists."""
         return len(self._closers)
 
     @property
     def in_string(self) -> bool:
+        """Whether a string is open after the last character."""
         return self._state in (self._in_string, self._escaped, self._in_unicode_escape)
 
     @property
     def is_complete(self) -> bool:
+        """Whether the object is closed."""
         return self._state == self._behind_object
 
     def add(self, character: str) -> bool:
-        """Whether it can stand here; after one that cannot there is nothing to follow."""
+        """Whether the character is valid here. After an invalid one the scanner must not be used again."""
         return self._state(character)
 
     def end_of_plain(self, text: str, position: int) -> int:
-        """Behind the characters from there on that would change nothing: those within a string of an inner value."""
+        """End of the run of characters from `position` that change no state, which need not be added.
+
+        Only strings inside nested objects and lists have such runs; elsewhere returns `position`.
+        """
         if self._state != self._in_string or self.depth < 2:
             return position
         match = _PLAIN.match(text, position)
-        assert match is not None, "it may be empty"
+        assert match is not None, "the pattern also matches an empty text"
         return match.end()
 
     def _before_object(self, character: str) -> bool:

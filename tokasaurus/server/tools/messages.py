@@ -1,4 +1,4 @@
-"""Calls of tools in OpenAI's shapes: those of an answer, and of one that is streamed."""
+"""Tool calls in OpenAI's response formats, for whole and streamed answers."""
 
 import uuid
 
@@ -21,19 +21,20 @@ CallDelta = ContentDelta | ToolCallsDelta | EmptyDelta
 def build_message(
     text: str, finish_reason: FinishReason, rules: CallRules
 ) -> tuple[AssistantMessage | CallingMessage, ChatFinishReason]:
+    """The message of one sequence, and its finish reason."""
     reader = CallReader(rules)
-    pieces = [*reader.add(text), *reader.finish()]
-    content = "".join(piece for piece in pieces if isinstance(piece, str))
+    output = [*reader.add(text), *reader.finish()]
+    content = "".join(item for item in output if isinstance(item, str))
     if reader.num_calls == 0:
         return AssistantMessage(content), finish_reason
     names: list[str] = []
     arguments: list[list[str]] = []
-    for piece in pieces:
-        if isinstance(piece, CallFragment):
-            if piece.name is not None:
-                names.append(piece.name)
+    for item in output:
+        if isinstance(item, CallFragment):
+            if item.name is not None:
+                names.append(item.name)
                 arguments.append([])
-            arguments[piece.index].append(piece.arguments)
+            arguments[item.index].append(item.arguments)
     calls = [
         ToolCall(_new_id(), ToolCallFunction(name, "".join(parts)))
         for name, parts in zip(names, arguments, strict=True)
@@ -42,7 +43,7 @@ def build_message(
 
 
 class CallStream:
-    """One sequence of a streamed answer: its new text → deltas, which put together are the message of the whole."""
+    """Turns the new text of one streamed sequence into deltas, which together make up the message of a whole answer."""
 
     def __init__(self, rules: CallRules) -> None:
         self._rules = rules
@@ -50,38 +51,40 @@ class CallStream:
         self._has_content = False
 
     def add(self, text: str, is_last: bool) -> list[CallDelta]:
-        pieces = self._reader.add(text)
+        """The deltas for more text; at least one if `is_last`."""
+        output = self._reader.add(text)
         if is_last:
-            pieces += self._reader.finish()
+            output += self._reader.finish()
         deltas: list[CallDelta] = []
-        for piece in pieces:
-            if isinstance(piece, str):
+        for item in output:
+            if isinstance(item, str):
                 self._has_content = True
-                deltas.append(ContentDelta(piece))
+                deltas.append(ContentDelta(item))
             else:
-                deltas += _call_deltas(piece)
+                deltas += _call_deltas(item)
         if is_last and not deltas:
-            # an answer without calls has content, though it be empty
+            # an answer without calls has content, even if it is empty
             has_nothing = self._reader.num_calls == 0 and not self._has_content
             deltas.append(ContentDelta("") if has_nothing else EmptyDelta())
         return deltas
 
     def finish_reason(self, finish_reason: FinishReason) -> ChatFinishReason:
+        """The choice's finish reason, after the last text has been added."""
         return _finish_reason(finish_reason, self._rules) if self._reader.num_calls else finish_reason
 
 
-def _call_deltas(piece: CallFragment) -> list[CallDelta]:
-    """One call to a delta: clients put together what has the same index in different deltas, not in one."""
+def _call_deltas(fragment: CallFragment) -> list[CallDelta]:
+    """Each delta holds one fragment: clients join fragments of one index across deltas, not within a delta."""
     deltas: list[CallDelta] = []
-    if piece.name is not None:
-        start = ToolCallStart(piece.index, _new_id(), ToolCallFunction(piece.name, ""))
+    if fragment.name is not None:
+        start = ToolCallStart(fragment.index, _new_id(), ToolCallFunction(fragment.name, ""))
         deltas.append(ToolCallsDelta([start]))
-    deltas.append(ToolCallsDelta([ToolCallFragment(piece.index, ArgumentsFragment(piece.arguments))]))
+    deltas.append(ToolCallsDelta([ToolCallFragment(fragment.index, ArgumentsFragment(fragment.arguments))]))
     return deltas
 
 
 def _finish_reason(finish_reason: FinishReason, rules: CallRules) -> ChatFinishReason:
-    """Of an answer with calls, as OpenAI's: where the client named the function, its call is no reason."""
+    """The finish reason of an answer with calls. As at OpenAI, it stays "stop" if the client named the function."""
     return "tool_calls" if finish_reason == "stop" and not rules.is_named else finish_reason
 
 

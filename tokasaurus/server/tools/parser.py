@@ -1,9 +1,9 @@
-"""The text of an answer, as it comes → content and calls of tools.
+"""The text of an answer, in fragments of any length → content and tool calls.
 
-What is found never depends on how the text is cut into pieces: the reader takes it a character at a time, wherever a
-call may be. A call is one as soon as its name, that of a known function, and the start of its arguments are there; what
-follows in them then belongs to them, broken or not. Until then nothing is shown, so that what turns out to be no
-call is content, exactly as it was written.
+The result never depends on where the fragments are cut: wherever a call may occur, the reader goes character by
+character. An object counts as a call as soon as the name of a known function and the start of its arguments have been
+read; all that follows in the arguments belongs to the call, even if it is not valid JSON. Until then the text is
+buffered, so that text that turns out to be no call becomes content exactly as it was written.
 """
 
 from dataclasses import dataclass
@@ -18,128 +18,134 @@ _SPACE = " \t\n\r"
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """Which calls an answer may have. parallel: more than one. is_named: the client has chosen the function."""
+    """Which calls an answer may contain."""
 
     format: ToolCallFormat
     names: frozenset[str]
+    """The functions that may be called."""
     parallel: bool = True
+    """Whether an answer may contain more than one call."""
     is_named: bool = False
+    """Whether the client chose the function, by tool_choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallFragment:
-    """More of the arguments of a call. name: on the first piece of the call alone."""
+    """New text of the arguments of one call."""
 
     index: int
+    """The call's index in the answer."""
     name: str | None
+    """The function's name, on the first fragment of a call; else None."""
     arguments: str
 
 
-class _Place(Enum):
+class _State(Enum):
     CONTENT = auto()
-    MARKED = auto()  # behind a mark, before the object
+    MARKED = auto()  # after a start mark, before the object
     HEAD = auto()  # in an object that may be a call
-    OTHER_OBJECT = auto()  # in one that is none: no call begins there
+    OTHER_OBJECT = auto()  # in an object that is no call; no call begins inside it
     ARGUMENTS = auto()
-    BROKEN_ARGUMENTS = auto()  # which go on to the mark of the call's end
-    BRACE = auto()  # behind the arguments
+    BROKEN_ARGUMENTS = auto()  # in arguments that are not valid JSON; they continue to the end mark
+    BRACE = auto()  # after the arguments, before the closing brace of the call
     END_MARK = auto()
     FINISHED = auto()  # all further text is dropped
 
 
 class CallReader:
-    """Of one answer. num_calls: begun so far."""
+    """Reads the text of one answer."""
 
     def __init__(self, rules: CallRules) -> None:
         self.num_calls = 0
+        """Number of calls begun so far."""
         self._names = rules.names
         self._parallel = rules.parallel
         self._start, self._end = rules.format.start_mark, rules.format.end_mark
         self._ignored = rules.format.ignored
-        self._place = _Place.CONTENT
-        self._held: list[str] = []  # text that is not shown yet, and may never be
+        self._state = _State.CONTENT
+        self._buffered: list[str] = []  # text that may be content or part of a call
         self._head = CallHead(rules.names)
         self._has_content_since_call = True
-        self._num_matched = 0  # of the mark of an end
+        self._num_matched = 0  # characters of the end mark read so far
         self._content: list[str] = []
         self._call_name: str | None = None
         self._arguments: list[str] = []
-        self._pieces: list[str | CallFragment] = []
+        self._output: list[str | CallFragment] = []
 
     def add(self, text: str) -> list[str | CallFragment]:
-        """What the text adds: content and calls, in order."""
+        """The content and call fragments that the text adds, in order."""
         position = 0
         while position < len(text):
-            match self._place:
-                case _Place.CONTENT:
+            match self._state:
+                case _State.CONTENT:
                     position = self._read_content(text, position)
-                case _Place.ARGUMENTS:
+                case _State.ARGUMENTS:
                     position = self._read_arguments(text, position)
-                case _Place.BROKEN_ARGUMENTS:
+                case _State.BROKEN_ARGUMENTS:
                     position = self._read_broken_arguments(text, position)
-                case _Place.FINISHED:
+                case _State.FINISHED:
                     position = len(text)
                 case _:
                     position += self._read_character(text[position])
-        return self._take_pieces()
+        return self._take_output()
 
     def finish(self) -> list[str | CallFragment]:
-        """What was held back, at the end of the text."""
-        held = self._take_held()
-        match self._place:
-            case _Place.CONTENT:
-                if self._has_content_since_call or held.strip(self._ignored):
-                    self._show(held)
-            case _Place.MARKED | _Place.HEAD:
-                self._show(held)
-            case _Place.BROKEN_ARGUMENTS:
-                self._arguments.append(held)
-        return self._take_pieces()
+        """The content and call fragments that were buffered, at the end of the text."""
+        buffered = self._take_buffered()
+        match self._state:
+            case _State.CONTENT:
+                if self._has_content_since_call or buffered.strip(self._ignored):
+                    self._show(buffered)
+            case _State.MARKED | _State.HEAD:
+                self._show(buffered)
+            case _State.BROKEN_ARGUMENTS:
+                self._arguments.append(buffered)
+        return self._take_output()
 
     def _read_character(self, character: str) -> bool:
-        """Whether it belongs to the place. If not, the place has changed, and it is to be read there."""
-        match self._place:
-            case _Place.MARKED:
+        """Whether the character was consumed. If not, the state has changed and the character must be read again."""
+        match self._state:
+            case _State.MARKED:
                 return self._read_marked(character)
-            case _Place.HEAD:
+            case _State.HEAD:
                 return self._read_object(character)
-            case _Place.OTHER_OBJECT:
+            case _State.OTHER_OBJECT:
                 return self._read_other_object(character)
-            case _Place.BRACE:
+            case _State.BRACE:
                 return self._read_brace(character)
         return self._read_end_mark(character)
 
     def _read_content(self, text: str, position: int) -> int:
-        found = self._up_to(self._start, text, position)
-        before, end = found or ("".join(self._held) + text[position:], len(text))
-        num_held = 0 if found else held_back_length(before, [self._start])
-        shown = before[: len(before) - num_held].rstrip(_SPACE)
+        found = self._find_mark(self._start, text, position)
+        before, end = found or ("".join(self._buffered) + text[position:], len(text))
+        num_buffered = 0 if found else held_back_length(before, [self._start])
+        shown = before[: len(before) - num_buffered].rstrip(_SPACE)
         if not self._has_content_since_call and not shown.strip(self._ignored):
             shown = ""
         self._show(shown)
-        self._held = [before[len(shown) :]]
+        self._buffered = [before[len(shown) :]]
         if found:
-            self._held.append(self._start)
+            self._buffered.append(self._start)
             self._head = CallHead(self._names)
-            self._place = _Place.HEAD if self._start == "{" else _Place.MARKED
+            self._state = _State.HEAD if self._start == "{" else _State.MARKED
         return end
 
-    def _up_to(self, mark: str, text: str, position: int) -> tuple[str, int] | None:
-        """What is held and the text before the next mark, and where in the text that ends; None without one."""
-        held = "".join(self._held)
-        seam = held + text[position : position + len(mark) - 1]
+    def _find_mark(self, mark: str, text: str, position: int) -> tuple[str, int] | None:
+        """(all buffered and new text before the next `mark`, end of the mark in `text`); None if there is no mark."""
+        buffered = "".join(self._buffered)
+        seam = buffered + text[position : position + len(mark) - 1]
         start = seam.find(mark)
         if start >= 0:
-            return seam[:start], position + start + len(mark) - len(held)
+            return seam[:start], position + start + len(mark) - len(buffered)
         start = text.find(mark, position)
-        return None if start < 0 else (held + text[position:start], start + len(mark))
+        return None if start < 0 else (buffered + text[position:start], start + len(mark))
 
     def _read_marked(self, character: str) -> bool:
         if character == "{":
-            self._held.append(character)
-            self._place = _Place.HEAD
+            self._buffered.append(character)
+            self._state = _State.HEAD
         elif character in _SPACE:
-            self._held.append(character)
+            self._buffered.append(character)
         else:
             self._abort()
             return False
@@ -150,39 +156,39 @@ class CallReader:
         if reading is Reading.NO_JSON:
             self._abort()
             return False
-        self._held.append(character)
+        self._buffered.append(character)
         if reading is Reading.CALL:
             self._begin_call()
         elif reading is Reading.NO_CALL:
-            self._show(self._take_held())
-            self._place = _Place.CONTENT if self._head.scanner.is_complete else _Place.OTHER_OBJECT
+            self._show(self._take_buffered())
+            self._state = _State.CONTENT if self._head.scanner.is_complete else _State.OTHER_OBJECT
         return True
 
     def _abort(self) -> None:
-        """What is held is no call. White space at its end may stand before one."""
-        held = self._take_held()
-        shown = held.rstrip(_SPACE)
+        """Makes the buffered text content: it is no call. White space at its end stays buffered: a call may follow."""
+        buffered = self._take_buffered()
+        shown = buffered.rstrip(_SPACE)
         self._show(shown)
-        self._held.append(held[len(shown) :])
-        self._place = _Place.CONTENT
+        self._buffered.append(buffered[len(shown) :])
+        self._state = _State.CONTENT
 
     def _read_other_object(self, character: str) -> bool:
         if not self._head.scanner.add(character):
-            self._place = _Place.CONTENT
+            self._state = _State.CONTENT
             return False
         self._show(character)
         if self._head.scanner.is_complete:
-            self._place = _Place.CONTENT
+            self._state = _State.CONTENT
         return True
 
     def _begin_call(self) -> None:
         self._flush()
-        self._take_held()
+        self._take_buffered()
         self._call_name = self._head.name
         self._arguments.append(self._head.arguments)
         self.num_calls += 1
         self._has_content_since_call = False
-        self._place = _Place.ARGUMENTS
+        self._state = _State.ARGUMENTS
         if self._head.scanner.depth == 1:
             self._end_arguments()
 
@@ -191,7 +197,7 @@ class CallReader:
         end = scanner.end_of_plain(text, position)
         if end == position:
             if not scanner.add(text[position]):
-                self._place = _Place.BROKEN_ARGUMENTS
+                self._state = _State.BROKEN_ARGUMENTS
                 return position
             end += 1
         self._arguments.append(text[position:end])
@@ -200,51 +206,51 @@ class CallReader:
         return end
 
     def _end_arguments(self) -> None:
-        self._place = _Place.BRACE if self._parallel else _Place.FINISHED
+        self._state = _State.BRACE if self._parallel else _State.FINISHED
 
     def _read_broken_arguments(self, text: str, position: int) -> int:
-        found = self._up_to(self._end, text, position) if self._end else None
+        found = self._find_mark(self._end, text, position) if self._end else None
         if found:
             rest, end = found
-            self._held = []
+            self._buffered = []
             self._end_call()
         else:
-            before, end = "".join(self._held) + text[position:], len(text)
-            num_held = held_back_length(before, [self._end]) if self._end else 0
-            rest = before[: len(before) - num_held]
-            self._held = [before[len(rest) :]]
+            before, end = "".join(self._buffered) + text[position:], len(text)
+            num_buffered = held_back_length(before, [self._end]) if self._end else 0
+            rest = before[: len(before) - num_buffered]
+            self._buffered = [before[len(rest) :]]
         self._arguments.append(rest)
         return end
 
     def _end_call(self) -> None:
-        self._place = _Place.CONTENT if self._parallel else _Place.FINISHED
+        self._state = _State.CONTENT if self._parallel else _State.FINISHED
 
     def _read_brace(self, character: str) -> bool:
         if character in _SPACE:
-            self._held.append(character)
+            self._buffered.append(character)
             return True
         self._num_matched = 0
-        self._place = _Place.END_MARK if self._end else _Place.CONTENT
+        self._state = _State.END_MARK if self._end else _State.CONTENT
         if character == "}":
-            self._held = []
+            self._buffered = []
             return True
-        return False  # models forget it
+        return False  # some models forget the brace
 
     def _read_end_mark(self, character: str) -> bool:
         if character == self._end[self._num_matched]:
             self._num_matched += 1
         elif self._num_matched > 0 or character not in _SPACE:
-            self._place = _Place.CONTENT
+            self._state = _State.CONTENT
             return False
-        self._held.append(character)
+        self._buffered.append(character)
         if self._num_matched == len(self._end):
-            self._held = []
-            self._place = _Place.CONTENT
+            self._buffered = []
+            self._state = _State.CONTENT
         return True
 
-    def _take_held(self) -> str:
-        held, self._held = "".join(self._held), []
-        return held
+    def _take_buffered(self) -> str:
+        buffered, self._buffered = "".join(self._buffered), []
+        return buffered
 
     def _show(self, content: str) -> None:
         if content:
@@ -254,15 +260,15 @@ class CallReader:
             self._has_content_since_call = True
 
     def _flush(self) -> None:
-        """One of the two is empty: they are collected in turn."""
+        """Moves the collected content or arguments to the output. One of them is empty: they are flushed in turn."""
         if self._content:
-            self._pieces.append("".join(self._content))
+            self._output.append("".join(self._content))
             self._content = []
         if self._arguments:
-            self._pieces.append(CallFragment(self.num_calls - 1, self._call_name, "".join(self._arguments)))
+            self._output.append(CallFragment(self.num_calls - 1, self._call_name, "".join(self._arguments)))
             self._call_name, self._arguments = None, []
 
-    def _take_pieces(self) -> list[str | CallFragment]:
+    def _take_output(self) -> list[str | CallFragment]:
         self._flush()
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        output, self._output = self._output, []
+        return output

@@ -1,4 +1,4 @@
-"""Messages and tools of a body → what a chat template is given: where it knows no tools, they are told in text."""
+"""Messages and tools of a body → the chat template's input. Tools unknown to the template are described in text."""
 
 import json
 from collections.abc import Sequence
@@ -34,17 +34,18 @@ def template_input(
 
 
 def _check_call_ids(messages: Sequence[ChatMessage]) -> None:
-    """Most templates show no ids: a result that belongs nowhere would be taken for another's."""
+    """Raises InvalidRequest for a tool result without a call: most templates show no ids, so the model would take it
+    for the result of another call."""
     known: set[str] = set()
     for index, message in enumerate(messages):
         known.update(call.id for call in message.tool_calls)
         if message.tool_call_id is not None and message.tool_call_id not in known:
             param = f"messages[{index}].tool_call_id"
-            raise InvalidRequest(f"{param} is of no call in an earlier message", param)
+            raise InvalidRequest(f"{param} matches no earlier tool call", param)
 
 
 def _definition(tool: Tool) -> dict[str, Any]:
-    """What the model is to know of it."""
+    """The part of a tool that the model sees."""
     function = tool.function
     shown: dict[str, Any] = {"name": function.name}
     if function.description is not None:
@@ -54,7 +55,7 @@ def _definition(tool: Tool) -> dict[str, Any]:
 
 
 def _as_dict(message: ChatMessage) -> dict[str, Any]:
-    """As templates expect it: arguments are objects."""
+    """A message as templates expect it, with the arguments of calls as objects."""
     shown: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         shown["tool_calls"] = [
@@ -73,7 +74,7 @@ def _as_dict(message: ChatMessage) -> dict[str, Any]:
 
 
 def _write_messages(messages: Sequence[ChatMessage], format_: ToolCallFormat) -> list[dict[str, Any]]:
-    """Calls as part of the content; results that follow each other as a message of the user."""
+    """Messages without tool fields: calls become part of the content, consecutive results one user message."""
     written: list[dict[str, Any]] = []
     was_result = False
     for message in messages:

@@ -109,7 +109,7 @@ def test_the_blocks_of_very_many_rows_are_all_multiplied() -> None:
     fill(linear)
     x = random_rows(
         2 * (4 << 20) // 2048 + 100, 1024, activation_dtype(torch.bfloat16)
-    )  # more than two blocks of kBlockBytes
+    )  # more than two blocks of kRowBlockBytes
     expected = torch.nn.functional.linear(x.float(), linear.weight.float()).double()
     linear.pack(layer_kernels())
     assert_close(linear(x), expected)

@@ -16,8 +16,10 @@ from tokasaurus.model.parallel.mesh import Mesh
 
 
 class Attention(nn.Module):
-    """x [T, E] -> [T, E]: project, attend, then `out`. layer_index counts within this pipeline stage, as the KV cache
-    does."""
+    """x [T, E] -> [T, E]: `project`, `attend`, then `out`.
+
+    layer_index: counted within this pipeline stage, as in the KV cache.
+    """
 
     def __init__(
         self, info: ModelInfo, mesh: Mesh, layer_index: int, qkv_bias: bool, qk_norm: bool, dtype: torch.dtype
@@ -42,7 +44,7 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(info.head_dim, info.norm_eps, dtype) if qk_norm else None
 
     def project(self, x: Tensor, norm: RMSNorm, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """query [T, H, D], key and value [T, K, D] of the normed x, rotated."""
+        """x [T, E], normalised by `norm` -> query [T, H, D], key and value [T, K, D]; query and key are rotated."""
         heads = self.qkv(x, norm).unflatten(-1, (-1, self._head_dim))  # [T, H + 2K, D]
         num_rotated = self.num_heads + self.num_kv_heads
         rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
@@ -55,15 +57,15 @@ class Attention(nn.Module):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, backend: AttentionBackend, layout: PagedLayout
     ) -> Tensor:
-        """query [T, H, D], key and value [T, K, D], rotated, stored in this layer's cache -> [T, H, D]."""
-        # Every row's keys and values, before any row attends: a row may read blocks that another row of this forward
-        # fills (see ForwardInput).
+        """query [T, H, D], key and value [T, K, D] -> [T, H, D]. Stores key and value in this layer's cache."""
+        # Write the keys and values of all rows before any row attends: a row may read blocks that another row of this
+        # forward fills (see ForwardInput).
         backend.write(key, value, self._layer_index)
         return attend_rows(backend, query, self._layer_index, layout)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
-        pieces = self.qkv.weight_shards(prefix) + self.out.weight_shards(prefix)
+        shards = self.qkv.weight_shards(prefix) + self.out.weight_shards(prefix)
         if self.query_norm is not None and self.key_norm is not None:
-            pieces.append(whole(f"{prefix}q_norm.weight", self.query_norm.weight))
-            pieces.append(whole(f"{prefix}k_norm.weight", self.key_norm.weight))
-        return pieces
+            shards.append(whole(f"{prefix}q_norm.weight", self.query_norm.weight))
+            shards.append(whole(f"{prefix}k_norm.weight", self.key_norm.weight))
+        return shards

@@ -1,4 +1,4 @@
-"""Token embedding and LM head, both cut by vocabulary over the tensor-parallel ranks."""
+"""Token embedding and LM head, both sharded by vocabulary over the tensor-parallel ranks."""
 
 import torch
 from torch import Tensor
@@ -37,17 +37,17 @@ class VocabShard(Linear):
         return functional.embedding(indices, self.weight) if self.packed is None else self.packed.rows(indices)
 
     def reserve(self, num_rows: int) -> None:
-        """Get the memory of so many rows of logits, where the kernels compute them."""
+        """Allocate memory for num_rows rows of logits, if the kernels compute them."""
         if self.packed is not None and self._mesh.tp_size == 1:
             self._logits = torch.zeros((num_rows, self._length), dtype=self.packed.activation_dtype)
 
     def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
-        """hidden [R, E] -> [R, vocab], of the normed hidden states, in hidden's dtype. The next call may overwrite
+        """hidden [R, E], normalised by `norm` -> logits [R, vocab] in hidden's dtype. The next call may overwrite
         them."""
         if self.packed is None or self._mesh.tp_size > 1 or not self.runs_on_kernels(hidden.shape[0]):
             return gather_last_dim(self(hidden, norm), self._mesh)
-        # Memory of this size goes back to the system when it is freed, and getting it again, zeroed and page by page,
-        # would take a quarter of the product's time.
+        # Keep the memory: an allocation of this size would go back to the system when freed, and allocating it again,
+        # zeroed and page by page, would take a quarter of the gemm's time.
         if self._logits is None or len(self._logits) < len(hidden):
             self._logits = hidden.new_empty((len(hidden), self._length))
         return self.packed.multiply(hidden, (norm.float_weight, norm.eps), self._logits[: len(hidden)])

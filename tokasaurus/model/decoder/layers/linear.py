@@ -1,4 +1,4 @@
-"""Matrix products whose weights are cut over the tensor-parallel ranks and fused where they share an input."""
+"""Linear layers, sharded over the tensor-parallel ranks and fused where they share an input."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,10 +19,14 @@ from tokasaurus.model.parallel.tensor_parallel import sum_over_shards
 
 @dataclass(frozen=True, slots=True)
 class OutputShard:
-    """One of the fused products: `size` output features in the checkpoint, of which this rank computes a range."""
+    """This rank's range of the output features of one of the fused layers."""
 
     source: str
+    """Name in the checkpoint."""
+
     size: int
+    """Output features in the checkpoint."""
+
     start: int
     length: int
 
@@ -30,8 +34,8 @@ class OutputShard:
 class Linear(nn.Module):
     """x [T, in] -> [T, out] with weight [out, in].
 
-    On a CPU, `pack` comes after loading: it puts the weight into the layouts of the kernels, of torch, or of both, by
-    which is faster for few rows and for many; x may then be of another type than the weight.
+    On a CPU, call `pack` after loading. It copies the weight into the layout of the kernels, of torch, or of both,
+    depending on which is faster for few rows and for many; x may then have another dtype than the weight.
     """
 
     def __init__(self, in_size: int, out_size: int, bias: bool, dtype: torch.dtype) -> None:
@@ -49,14 +53,17 @@ class Linear(nn.Module):
         return self._multiply_by_torch(x if norm is None else norm(x))
 
     def runs_on_kernels(self, num_rows: int) -> bool:
-        """Whether a product of so many rows is the kernels'."""
+        """Whether the kernels compute the gemm for this number of rows of x."""
         return self.packed is not None and self._choice.uses_kernels(num_rows)
 
     def pack(
         self, kernels: LayerKernels | None, choice: ProductChoice = ALWAYS_KERNELS, keep_weight: bool = False
     ) -> None:
-        """kernels: None where there are none. keep_weight: others read the plain weight, so that it stays where they
-        cannot read the packed one."""
+        """Pack the weight, and free the plain one.
+
+        kernels: None if there are none. keep_weight: keep the plain weight if the kernels do not pack it, because other
+        code, such as the embedding, reads it.
+        """
         if self.weight.device.type != "cpu":
             return
         weight, is_taken = self.weight.data, kernels is not None and takes(self.weight)
@@ -81,7 +88,7 @@ class Linear(nn.Module):
 
 
 class FusedColumnLinear(Linear):
-    """x [T, in] -> [T, sum of lengths]: several products of one input as one, each cut by output features."""
+    """x [T, in] -> [T, sum of lengths]: several layers with one input, fused, each sharded by output features."""
 
     def __init__(self, in_size: int, outputs: Sequence[OutputShard], bias: bool, dtype: torch.dtype) -> None:
         super().__init__(in_size, sum(output.length for output in outputs), bias, dtype)
@@ -89,18 +96,18 @@ class FusedColumnLinear(Linear):
         self._outputs = tuple(outputs)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
-        pieces = []
+        shards = []
         row = 0
         for output in self._outputs:
-            shard = slice(output.start, output.start + output.length)
+            features = slice(output.start, output.start + output.length)
             rows = slice(row, row + output.length)
             row += output.length
             name = f"{prefix}{output.source}"
             shape = (output.size, self._in_size)
-            pieces.append(WeightShard(f"{name}.weight", shape, (shard, slice(None)), self.weight[rows]))
+            shards.append(WeightShard(f"{name}.weight", shape, (features, slice(None)), self.weight[rows]))
             if self.bias is not None:
-                pieces.append(WeightShard(f"{name}.bias", (output.size,), (shard,), self.bias[rows]))
-        return pieces
+                shards.append(WeightShard(f"{name}.bias", (output.size,), (features,), self.bias[rows]))
+        return shards
 
 
 class GatedLinear(FusedColumnLinear):
@@ -118,7 +125,7 @@ class GatedLinear(FusedColumnLinear):
 
 
 class RowLinear(Linear):
-    """x [T, in / tp_size] -> [T, out]: cut by input features, summed over the ranks."""
+    """x [T, in / tp_size] -> [T, out]: sharded by input features, summed over the ranks."""
 
     def __init__(
         self, source: str, in_size: int, shard: tuple[int, int], out_size: int, mesh: Mesh, dtype: torch.dtype

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 
 class RMSNorm(nn.Module):
-    """x [..., size] scaled to unit mean square, then by a weight per channel. Source: arXiv 1910.07467."""
+    """Scales x [..., size] to unit mean square, then by a weight per channel. Source: arXiv 1910.07467."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class RMSNorm(nn.Module):
 
     @property
     def float_weight(self) -> Tensor:
-        """The loaded weight in float32, as the CPU's kernels read it; made at the first call."""
+        """The loaded weight in float32, as the CPU kernels read it; created at the first call."""
         if self._float_weight is None:
             self._float_weight = self.weight.data.float()
         return self._float_weight

@@ -1,15 +1,16 @@
-// The steps of attention one by one: keys and values into one layer of the cache, attention of one part of a forward or of
-// all of them, and the merge of two parts.
+// Exported attention functions: write keys and values into one layer of the cache, attend over one part of a forward or
+// all of its parts, and merge the results of two parts.
 
 #include "attention/attention_layout.h"
-#include "simd/element_type.h"
 #include "attention/kv_write.h"
+#include "simd/element_type.h"
 
-// Largest head size, and most query heads per KV head, that the kernels take. Head sizes are multiples of 16.
+// Limits of the kernels: the largest head size (head sizes are multiples of 16) and the most query heads per KV head.
 TOKA_EXPORT int64_t toka_max_head_dim() { return kMaxHeadDim; }
 TOKA_EXPORT int64_t toka_max_group() { return kMaxGroup; }
 
-// query: of activation_type, as is the output unless the part is partial.
+// Attention of one part. query is of activation_type, and so is the output unless the part is partial: then it is
+// float32.
 TOKA_EXPORT void toka_attend(int64_t activation_type, int64_t cache_type, const void* query, int64_t query_row_stride,
                              void* output, float* lse, const void* cache, const PagedPart* part, int64_t num_heads,
                              int64_t num_kv_heads, int64_t head_dim, int64_t page_size) {
@@ -17,12 +18,14 @@ TOKA_EXPORT void toka_attend(int64_t activation_type, int64_t cache_type, const 
   const bool is_bfloat16 = activation_type == kBfloat16;
   with_stored_type(cache_type, [&](auto* stored) {
     typedef Pointee<decltype(stored)> Stored;
-    const Problem<Stored> problem{shape, *part, is_bfloat16, query, query_row_stride, output, lse, (const Stored*)cache};
+    const Problem<Stored> problem{shape,  *part, is_bfloat16,         query, query_row_stride,
+                                  output, lse,   (const Stored*)cache};
     attend_part(problem);
   });
 }
 
-// query: rows of query_row_stride elements -> output [num_rows, H, D], 0 in rows that are in no part.
+// Attention of all parts. query: rows query_row_stride elements apart -> output [num_rows, H, D]; rows that are in no
+// part become 0.
 TOKA_EXPORT void toka_attend_layout(int64_t activation_type, const void* query, int64_t query_row_stride, void* output,
                                     const PagedForward* forward, int64_t layer, int64_t num_rows, int64_t num_heads,
                                     int64_t num_kv_heads, int64_t head_dim) {
@@ -37,7 +40,8 @@ TOKA_EXPORT void toka_attend_layout(int64_t activation_type, const void* query, 
   });
 }
 
-// key, value: [num_tokens, kv heads, head_dim] of activation_type, rows apart by the strides. cache: of cache_type.
+// key, value: [num_tokens, kv heads, head_dim] of activation_type, rows key_stride and value_stride elements apart.
+// cache: one layer, of cache_type.
 TOKA_EXPORT void toka_write_kv(int64_t activation_type, int64_t cache_type, const void* key, const void* value,
                                int64_t key_stride, int64_t value_stride, const int64_t* kv_indices, int64_t num_tokens,
                                void* cache, int64_t num_kv_heads, int64_t head_dim, int64_t page_size) {
@@ -53,17 +57,18 @@ TOKA_EXPORT void toka_write_kv(int64_t activation_type, int64_t cache_type, cons
   });
 }
 
-// Merges two parts of the same rows, as attention/shared_prefix.py does in torch.
-// first, second [count, head_dim] and their lse [count] -> output [count, head_dim] of output_type; count is rows times
-// query heads, head_dim a multiple of 16.
+// Merges attention over two parts for the same rows, as attention/shared_prefix.py does in torch.
+// first, second [count, head_dim] and their lse [count] -> output [count, head_dim] of output_type. count: rows times
+// query heads. head_dim: a multiple of 16.
 TOKA_EXPORT void toka_merge(int64_t output_type, const float* first, const float* first_lse, const float* second,
                             const float* second_lse, void* output, int64_t count, int64_t head_dim) {
-  constexpr int64_t kFewest = 2048;  // below, a second thread costs more than it saves
+  constexpr int64_t kChunkRows = 2048;  // with fewer, a second thread costs more than it saves
   with_activation_type(output_type, [&](auto* element) {
     typedef Pointee<decltype(element)> Element;
-    Team::get().share(count, kFewest, [&](int64_t index) {
-      const int64_t at = index * head_dim;
-      merge_parts(first + at, first_lse[index], second + at, second_lse[index], (Element*)output + at, head_dim);
+    Team::get().parallel_for(count, kChunkRows, [&](int64_t index) {
+      const int64_t offset = index * head_dim;
+      merge_parts(first + offset, first_lse[index], second + offset, second_lse[index], (Element*)output + offset,
+                  head_dim);
     });
   });
 }

@@ -1,4 +1,4 @@
-// Attention to a cache of bfloat16 numbers.
+// Attention over a bfloat16 KV cache.
 
 #include "attention/attention_layout.cpp.h"
 

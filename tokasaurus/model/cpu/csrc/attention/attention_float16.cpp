@@ -1,4 +1,4 @@
-// Attention to a cache of float16 numbers.
+// Attention over a float16 KV cache.
 
 #include "attention/attention_layout.cpp.h"
 

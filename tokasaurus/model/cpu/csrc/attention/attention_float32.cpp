@@ -1,4 +1,4 @@
-// Attention to a cache of float32 numbers.
+// Attention over a float32 KV cache.
 
 #include "attention/attention_layout.cpp.h"
 

@@ -1,4 +1,4 @@
-// Definitions of attention_layout.h.
+// Definitions for attention_layout.h.
 #pragma once
 
 #include "attention/attention_layout.h"
@@ -27,9 +27,9 @@ LayoutAttention<Stored>::LayoutAttention(const PagedForward& forward, const Shap
     plan(part, (char*)attended + part.first_row * query_size * element_size,
          lse_.data() + part.first_row * shape.num_heads);
   }
-  if (forward.prefix != nullptr) {  // of the rows of the first part
-    problems_[1].beside_output = prefix_output_.data();
-    problems_[1].beside_lse = prefix_lse_.data();
+  if (forward.prefix != nullptr) {  // only rows of the first part have a prefix
+    problems_[1].other_output = prefix_output_.data();
+    problems_[1].other_lse = prefix_lse_.data();
   }
 }
 
@@ -44,6 +44,6 @@ void LayoutAttention<Stored>::run(int64_t layer) {
 
 template <typename Stored>
 void attend_part(const Problem<Stored>& problem) {
-  static Partial partial;
+  static PartialResults partial;
   attend(problem, partition_work(problem), partial);
 }

@@ -1,10 +1,11 @@
-// The parts of a forward put together: what attention/row_split.py does for backends that supply single parts.
-// attention_layout.cpp.h has the definitions, which are compiled once for each type of cache.
+// Attention over all parts of a forward, as attention/row_split.py computes it for backends that attend over one part
+// at a time. The definitions are in attention_layout.cpp.h and are compiled once per cache type.
 #pragma once
 
 #include "attention/attention_work.h"
 
-// The cache, and where the tokens of a forward live in it: backend.PagedLayout.
+// The KV cache, and where a forward's tokens are stored in it. Filled by Python: layer_executor.PagedForwardStruct,
+// from backend.PagedLayout.
 struct PagedForward {
   int64_t cache_type;  // an ElementType
   void* cache;         // [layers][blocks]..., layers layer_size elements apart
@@ -12,19 +13,21 @@ struct PagedForward {
   const int64_t* kv_indices;
   const PagedPart* parts;
   int64_t num_parts;
-  const PagedPart* prefix;  // null where no rows share one
+  const PagedPart* prefix;  // null if no rows share a prefix
 };
 
-// The attention of all rows of a forward, whose layers differ in the cache alone: part by part, and of rows in groups first
-// to the prefixes, with which what they attend to by themselves is then merged.
+// Attention of all rows of a forward, planned once and run for each layer: layers differ only in their cache. It runs
+// part by part. Rows in a prefix group attend to the shared prefix first; that result is then merged with attention
+// over their own tokens.
 template <typename Stored>
 class LayoutAttention {
  public:
-  // heads: rows of row_size elements, queries first. attended [rows, query heads, head_dim]. Both bfloat16, or float32.
-  LayoutAttention(const PagedForward& forward, const Shape& shape, bool is_bfloat16, const void* heads, int64_t row_size,
-                  void* attended);
+  // heads: rows of row_size elements, queries first. attended [rows, query heads, head_dim]. Both bfloat16 or both
+  // float32.
+  LayoutAttention(const PagedForward& forward, const Shape& shape, bool is_bfloat16, const void* heads,
+                  int64_t row_size, void* attended);
 
-  // Rows that lie in parts; those behind them are padding.
+  // Rows that are in a part; later rows are padding.
   int64_t num_rows() const { return num_rows_; }
 
   void run(int64_t layer);
@@ -32,13 +35,13 @@ class LayoutAttention {
  private:
   const PagedForward& forward_;
   int64_t num_rows_ = 0;
-  std::vector<Problem<Stored>> problems_;  // the prefix first
+  std::vector<Problem<Stored>> problems_;  // the prefix first, if there is one
   std::vector<Work> work_;
   std::vector<float> lse_, prefix_output_, prefix_lse_;
-  Partial partial_;
+  PartialResults partial_;
 };
 
-// The attention of one part.
+// Attention of one part.
 template <typename Stored>
 void attend_part(const Problem<Stored>& problem);
 

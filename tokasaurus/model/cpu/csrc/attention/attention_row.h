@@ -1,18 +1,20 @@
-// Attention of a piece of one row: a few queries for each KV head. Reading memory takes longest: keys and values of sixteen
-// tokens at a time, in the order in which they lie in a block, one KV head after the other, and what comes a few such units
-// later is asked for meanwhile. Long runs of memory come faster, and small steps keep it busy all the time.
+// Attention of a partition of one row: a few queries per KV head, so reading memory takes longest.
+//
+// A unit is the keys and values of sixteen tokens of one KV head. Units are read in the order in which they lie in a
+// block, one KV head after the other, and the unit kUnitsAhead units later is prefetched meanwhile: long contiguous
+// reads are faster, and small steps keep memory busy all the time.
 #pragma once
 
 #include "attention/attention_partition.h"
 
-// Units that are on their way.
+// How many units ahead to prefetch.
 constexpr int kUnitsAhead = 2;
 
-// The units of a piece, one after the other.
+// Iterates over the units of a partition.
 template <typename Stored>
-class UnitWalk {
+class UnitIterator {
  public:
-  UnitWalk(const Problem<Stored>& problem, const Piece& piece) : problem_(problem) { start(piece); }
+  UnitIterator(const Problem<Stored>& problem, const Partition& partition) : problem_(problem) { start(partition); }
 
   bool ended() const { return token_ >= end_; }
   int head() const { return head_; }
@@ -20,14 +22,14 @@ class UnitWalk {
   const Stored* keys() const { return keys_; }
   const Stored* values() const { return keys_ + problem_.head_size() / 2; }
 
-  void start(const Piece& piece) {
+  void start(const Partition& partition) {
     const int64_t page_size = problem_.shape.page_size;
-    num_heads_ = piece.num_kv_heads;
-    token_ = piece.kv_begin;
-    end_ = piece.kv_end;
+    num_heads_ = partition.num_kv_heads;
+    token_ = partition.kv_begin;
+    end_ = partition.kv_end;
     offset_ = token_ % page_size;
-    block_ = problem_.part.block_table + piece.segment * problem_.part.table_stride + token_ / page_size;
-    first_ = problem_.cache + piece.kv_head * problem_.head_size();
+    block_ = problem_.part.block_table + partition.segment * problem_.part.table_stride + token_ / page_size;
+    first_ = problem_.cache + partition.kv_head * problem_.head_size();
     find_keys();
   }
 
@@ -58,16 +60,16 @@ class UnitWalk {
   int num_heads_, head_, token_, end_;
 };
 
-// N queries for each KV head.
+// Attention of one row with N queries per KV head.
 template <int N, typename Stored>
-static void attend_row_of(const Problem<Stored>& problem, const Piece& piece, const Piece* next_partition,
+static void attend_row_of(const Problem<Stored>& problem, const Partition& partition, const Partition* next_partition,
                           Scratch<Stored>& scratch) {
   constexpr int kSums = N * kGroupVectors, kParts = kSums <= 3 ? 4 : kSums <= 6 ? 2 : 1;
   const int64_t head_dim = problem.shape.head_dim, num_steps = head_dim / kPair<Stored>;
   const float scale = problem.scale();
-  const int visible = problem.visible_to(piece.segment, piece.first_row);
-  load_queries(problem, piece, N, scratch);
-  UnitWalk<Stored> unit(problem, piece), ahead = unit;
+  const int visible = problem.visible_to(partition.segment, partition.first_row);
+  load_queries(problem, partition, N, scratch);
+  UnitIterator<Stored> unit(problem, partition), ahead = unit;
   const auto advance_ahead = [&] {
     ahead.advance();
     if (ahead.ended() && next_partition != nullptr) {
@@ -86,33 +88,34 @@ static void attend_row_of(const Problem<Stored>& problem, const Piece& piece, co
     if (!ahead.ended()) advance_ahead();
     const int first = unit.head() * N;
     score_groups<N, 1, kParts, Stored>(scratch.query + first * head_dim, groups.keys, next.keys, num_steps,
-                                        scratch.scores);
+                                       scratch.scores);
     for (int i = 0; i < N; ++i)
-      add_to_softmax(scratch, first + i, scratch.scores + i * kChunk, std::min(visible - unit.token(), kGroup), kGroup, scale,
-             head_dim, scratch.weights + i * kChunk);
+      update_online_softmax(scratch, first + i, scratch.scores + i * kChunk, std::min(visible - unit.token(), kGroup),
+                            kGroup, scale, head_dim, scratch.weights + i * kChunk);
     for (int i = 0; i < N; i += kValueQueries)
-      add_chunk<std::min(N, kValueQueries), Stored>(std::min(kValueQueries, N - i),
-                                                     scratch.output + (first + i) * head_dim,
-                                                     scratch.weights + i * kChunk, groups, next, 1, head_dim);
+      add_weighted_values<std::min(N, kValueQueries), Stored>(std::min(kValueQueries, N - i),
+                                                              scratch.output + (first + i) * head_dim,
+                                                              scratch.weights + i * kChunk, groups, next, 1, head_dim);
   }
 }
 
-// For up to N queries for each KV head.
+// Calls attend_row_of for the number of queries per KV head, which is at most N.
 template <int N, typename Stored>
-static void attend_row(const Problem<Stored>& problem, const Piece& piece, const Piece* next_partition,
+static void attend_row(const Problem<Stored>& problem, const Partition& partition, const Partition* next_partition,
                        Scratch<Stored>& scratch) {
-  if (problem.group() == N) return attend_row_of<N>(problem, piece, next_partition, scratch);
-  if constexpr (N > 1) attend_row<N - 1>(problem, piece, next_partition, scratch);
+  if (problem.group() == N) return attend_row_of<N>(problem, partition, next_partition, scratch);
+  if constexpr (N > 1) attend_row<N - 1>(problem, partition, next_partition, scratch);
 }
 
-// One piece of work. next_partition: what this thread does next, or null. partial_output [queries][D], partial_lse [queries]:
-// where the result goes if the piece is not the whole tile.
+// One work item. next_partition: this thread's next work item, or null; its first tokens are prefetched. partial_output
+// [queries][D] and partial_lse [queries] receive the result if the partition is not a whole tile.
 template <typename Stored>
-static void attend_partition(const Problem<Stored>& problem, const Piece& piece, const Piece* next_partition,
-                         float* partial_output, float* partial_lse, Scratch<Stored>& scratch) {
-  if (piece.num_rows == 1 && problem.group() <= kScoreQueries)
-    attend_row<kScoreQueries>(problem, piece, next_partition, scratch);
+static void attend_partition(const Problem<Stored>& problem, const Partition& partition,
+                             const Partition* next_partition, float* partial_output, float* partial_lse,
+                             Scratch<Stored>& scratch) {
+  if (partition.num_rows == 1 && problem.group() <= kScoreQueries)
+    attend_row<kScoreQueries>(problem, partition, next_partition, scratch);
   else
-    attend_rows(problem, piece, next_partition, scratch);
-  finish_partition(problem, piece, partial_output, partial_lse, scratch);
+    attend_rows(problem, partition, next_partition, scratch);
+  store_partition(problem, partition, partial_output, partial_lse, scratch);
 }

@@ -1,30 +1,32 @@
-// The two products of attention over a few blocks, for a handful of queries at a time whose sums stay in registers.
+// The two gemms of attention over a few blocks, queries times keys and weights times values, for a few queries at a
+// time whose sums stay in registers.
 //
-// A chunk is up to kChunkGroups groups of sixteen tokens, which lie anywhere. With E = kPair<Stored>, the keys of a group
-// are stored as [D / E][16 tokens][E] and its values as [16 tokens / E][D][E]: in both, a register of neighbouring numbers
-// advances with one multiply-add. For each line of a chunk that is used, one of the chunk to come is prefetched.
+// A chunk is up to kChunkGroups groups of sixteen tokens; the groups may lie anywhere. With E = kPair<Stored>, a
+// group's keys are stored as [D / E][16 tokens][E] and its values as [16 tokens / E][D][E]: in both, one multiply-add
+// advances a register of neighbouring numbers. For each cache line of a chunk that is read, one line of the next chunk
+// is prefetched.
 #pragma once
 
 #include "simd/multiply_add.h"
 
-// GCC inlines the inner loops into so large a function that it runs out of registers for their addresses.
-#define TOKA_OWN_FUNCTION __attribute__((noinline)) static
+// Otherwise GCC inlines the inner loops into a function so large that it runs out of registers for their addresses.
+#define TOKA_NOINLINE __attribute__((noinline)) static
 
 constexpr int kGroup = 16;
 constexpr int kGroupVectors = kGroup / kLanes;
 constexpr int kChunkGroups = 8;
 constexpr int kChunk = kChunkGroups * kGroup;
 
-// Vectors of sums that the registers hold beside operands.
+// Vectors of sums that fit into the registers beside the operands.
 constexpr int kMaxSums = kRegisters * 3 / 4;
 
-// Queries whose scores are summed at once, and whose outputs are, in so many vectors of columns.
+// How many queries' scores are summed at once; how many queries' outputs, each in kValueVectors vectors of columns.
 constexpr int kScoreQueries = kMaxSums / (kGroupVectors > 2 ? kGroupVectors : 2);
 constexpr int kValueQueries = 6;
 template <int N>
 constexpr int kValueVectors = 4 * N <= kMaxSums ? 4 : 2;
 
-// A chunk's groups, or those to be prefetched meanwhile.
+// A chunk's groups, or the groups to prefetch meanwhile.
 template <typename Stored>
 struct ChunkGroups {
   const Stored* keys[kChunkGroups];
@@ -32,16 +34,16 @@ struct ChunkGroups {
   int num_groups;
 };
 
-// scores[0..N)[16 G) of N queries, given as [D / E][N][E], against G groups. Sums are kept in S parts, so that no
-// multiply-add waits for the one before it; S divides D / E.
+// scores[0..N)[16 G) of N queries, stored as [D / E][N][E], against G groups. Each sum is kept in S parts, so that no
+// multiply-add waits for the previous one; S divides D / E.
 template <int N, int G, int S, typename Stored>
-TOKA_OWN_FUNCTION void score_groups(const Activation<Stored>* query, const Stored* const* keys,
-                                    const Stored* const* next_keys, int64_t num_steps, float* scores) {
+TOKA_NOINLINE void score_groups(const Activation<Stored>* query, const Stored* const* keys,
+                                const Stored* const* next_keys, int64_t num_steps, float* scores) {
   constexpr int E = kPair<Stored>, kVectors = G * kGroupVectors;
   Floats total[S][N][kVectors] = {};
   const Stored* from[G];
   repeat<G>([&](auto g) TOKA_LAMBDA { from[g] = keys[g]; });
-  // What is prefetched goes group by group: memory likes neighbouring lines.
+  // Prefetches go group by group: memory delivers neighbouring lines faster.
   int64_t step = 0;
   for (int part = 0; part < G; ++part) {
     const Stored* ahead = next_keys[part];
@@ -55,8 +57,8 @@ TOKA_OWN_FUNCTION void score_groups(const Activation<Stored>* query, const Store
           __builtin_prefetch(ahead + (s * G + g) * kGroup * E);
         });
         repeat<N>([&](auto i) TOKA_LAMBDA {
-          const auto one = spread<Stored>(query + ((step + s) * N + i) * E);
-          repeat<kVectors>([&](auto j) TOKA_LAMBDA { total[s][i][j] = multiply_add(total[s][i][j], one, key[j]); });
+          const auto value = broadcast<Stored>(query + ((step + s) * N + i) * E);
+          repeat<kVectors>([&](auto j) TOKA_LAMBDA { total[s][i][j] = multiply_add(total[s][i][j], value, key[j]); });
         });
       });
       ahead += S * G * kGroup * E;
@@ -71,28 +73,29 @@ TOKA_OWN_FUNCTION void score_groups(const Activation<Stored>* query, const Store
   });
 }
 
-// scores[0..num_queries)[kChunk]. Few queries take more groups at once: no multiply-add waits for the one before it.
+// scores[0..num_queries)[kChunk]. With few queries, several groups are computed at once, so that no multiply-add waits
+// for the previous one.
 template <int N, typename Stored>
 static void score_chunk(int num_queries, const Activation<Stored>* query, const ChunkGroups<Stored>& chunk,
                         const ChunkGroups<Stored>& next, int num_groups, int64_t num_steps, float* scores) {
   if (num_queries < N) {
-    if constexpr (N > 1)
-      score_chunk<N - 1, Stored>(num_queries, query, chunk, next, num_groups, num_steps, scores);
+    if constexpr (N > 1) score_chunk<N - 1, Stored>(num_queries, query, chunk, next, num_groups, num_steps, scores);
     return;
   }
-  constexpr int kMost = kMaxSums / kGroupVectors;  // groups times queries
-  constexpr int kAtOnce = kMost / N >= 4 ? 4 : kMost / N >= 2 ? 2 : 1;
+  constexpr int kMaxGroupQueries = kMaxSums / kGroupVectors;  // groups times queries
+  constexpr int kGroupsAtOnce = kMaxGroupQueries / N >= 4 ? 4 : kMaxGroupQueries / N >= 2 ? 2 : 1;
   int g = 0;
-  for (; g + kAtOnce <= num_groups; g += kAtOnce)
-    score_groups<N, kAtOnce, 1, Stored>(query, chunk.keys + g, next.keys + g, num_steps, scores + g * kGroup);
+  for (; g + kGroupsAtOnce <= num_groups; g += kGroupsAtOnce)
+    score_groups<N, kGroupsAtOnce, 1, Stored>(query, chunk.keys + g, next.keys + g, num_steps, scores + g * kGroup);
   for (; g < num_groups; ++g)
     score_groups<N, 1, 1, Stored>(query, chunk.keys + g, next.keys + g, num_steps, scores + g * kGroup);
 }
 
 // output[0..N)[column..column + kLanes V) += weights[0..N)[kChunk] times the chunk's values.
 template <int N, int V, typename Stored>
-TOKA_OWN_FUNCTION void add_columns(float* output, const Activation<Stored>* weights, const ChunkGroups<Stored>& chunk,
-                                   const ChunkGroups<Stored>& next, int num_groups, int64_t head_dim, int64_t column) {
+TOKA_NOINLINE void add_weighted_columns(float* output, const Activation<Stored>* weights,
+                                        const ChunkGroups<Stored>& chunk, const ChunkGroups<Stored>& next,
+                                        int num_groups, int64_t head_dim, int64_t column) {
   constexpr int E = kPair<Stored>;
   Floats total[N][V];
   repeat<N>([&](auto i) TOKA_LAMBDA {
@@ -103,10 +106,10 @@ TOKA_OWN_FUNCTION void add_columns(float* output, const Activation<Stored>* weig
     const Stored* next_values = next.values[g] + column * E;
     const Activation<Stored>* group_weights = weights + g * kGroup;
     for (int step = 0; step < kGroup / E; ++step) {
-      // The fewer of both operands wait in registers.
+      // The operand with fewer vectors stays in registers.
       if constexpr (N < V) {
         Operand<Stored> weight[N];
-        repeat<N>([&](auto i) TOKA_LAMBDA { weight[i] = spread<Stored>(group_weights + i * kChunk); });
+        repeat<N>([&](auto i) TOKA_LAMBDA { weight[i] = broadcast<Stored>(group_weights + i * kChunk); });
         repeat<V>([&](auto j) TOKA_LAMBDA {
           const auto value = load_operand(values + kLanes * E * j);
           __builtin_prefetch(next_values + kLanes * E * j);
@@ -119,7 +122,7 @@ TOKA_OWN_FUNCTION void add_columns(float* output, const Activation<Stored>* weig
           __builtin_prefetch(next_values + kLanes * E * j);
         });
         repeat<N>([&](auto i) TOKA_LAMBDA {
-          const auto weight = spread<Stored>(group_weights + i * kChunk);
+          const auto weight = broadcast<Stored>(group_weights + i * kChunk);
           repeat<V>([&](auto j) TOKA_LAMBDA { total[i][j] = multiply_add(total[i][j], weight, value[j]); });
         });
       }
@@ -135,18 +138,18 @@ TOKA_OWN_FUNCTION void add_columns(float* output, const Activation<Stored>* weig
 
 // output[0..num_queries)[head_dim] += weights[0..num_queries)[kChunk] times the chunk's values.
 template <int N, typename Stored>
-static void add_chunk(int num_queries, float* output, const Activation<Stored>* weights,
-                      const ChunkGroups<Stored>& chunk, const ChunkGroups<Stored>& next, int num_groups,
-                      int64_t head_dim) {
+static void add_weighted_values(int num_queries, float* output, const Activation<Stored>* weights,
+                                const ChunkGroups<Stored>& chunk, const ChunkGroups<Stored>& next, int num_groups,
+                                int64_t head_dim) {
   if (num_queries < N) {
     if constexpr (N > 1)
-      add_chunk<N - 1, Stored>(num_queries, output, weights, chunk, next, num_groups, head_dim);
+      add_weighted_values<N - 1, Stored>(num_queries, output, weights, chunk, next, num_groups, head_dim);
     return;
   }
   constexpr int V = kValueVectors<N>;
   int64_t column = 0;
   for (; column + kLanes * V <= head_dim; column += kLanes * V)
-    add_columns<N, V, Stored>(output, weights, chunk, next, num_groups, head_dim, column);
+    add_weighted_columns<N, V, Stored>(output, weights, chunk, next, num_groups, head_dim, column);
   for (; column < head_dim; column += kLanes)
-    add_columns<N, 1, Stored>(output, weights, chunk, next, num_groups, head_dim, column);
+    add_weighted_columns<N, 1, Stored>(output, weights, chunk, next, num_groups, head_dim, column);
 }

@@ -1,6 +1,6 @@
-// Stores keys and values where the attention kernel expects them. A block holds, per KV head, its keys and then its
-// values: one run of memory that is read in one go. Both come in groups of sixteen tokens, keys as
-// [head size / E][16][E], values as [16 / E][head size][E], with E = kPair<Stored> (multiply_add.h).
+// Stores keys and values in the layout that the attention kernels read. For each KV head, a block holds its keys
+// followed by its values: one contiguous read. Both come in groups of sixteen tokens, keys as [head size / E][16][E],
+// values as [16 / E][head size][E], with E = kPair<Stored> (multiply_add.h).
 #pragma once
 
 #include "simd/multiply_add.h"
@@ -13,7 +13,7 @@ struct CacheLayer {
   Stored* cache;
   int64_t num_kv_heads, head_dim, page_size;
 
-  // The group of keys that a token belongs to; its group of values lies page_size * head_dim behind.
+  // The key group of a token; its value group starts page_size * head_dim elements later.
   Stored* key_group(int64_t kv_index, int64_t head) const {
     const int64_t block = kv_index / page_size, offset = kv_index % page_size;
     return cache + ((block * num_kv_heads + head) * 2 * page_size + offset / 16 * 16) * head_dim;
@@ -28,13 +28,13 @@ struct CacheLayer {
       Stored* to = keys + offset * E;
       for (int64_t d = 0; d < head_dim; d += E)
         for (int64_t i = 0; i < E; ++i) convert(key[d + i], to + d * 16 + i);
-      // With E = 2, neighbouring tokens share pairs: each replaces its half.
+      // With E = 2, two neighbouring tokens share a pair: each writes its half.
       to = keys + (page_size + offset / E * E) * head_dim + offset % E;
       for (int64_t d = 0; d < head_dim; ++d) convert(value[d], to + d * E);
     }
   }
 
-  // Asks for the memory that `write` will change: a line for each element, or pair, of the key.
+  // Prefetches the cache lines that `write` will change.
   void prefetch(int64_t kv_index) const {
     constexpr int64_t kLine = 64 / sizeof(Stored);
     const int64_t first = kv_index % page_size % 16 / E * E;

@@ -1,16 +1,16 @@
-// All decoder layers of one forward in one call: calling each part of each layer from Python takes as long as computing
-// it where rows are few.
+// All decoder layers of one forward in one call: with few rows, calling each step of each layer from Python takes as
+// long as computing it.
 
 #include "attention/attention_layout.h"
-#include "simd/element_type.h"
-#include "gemm/gemm.h"
 #include "attention/kv_write.h"
-#include "simd/phases.h"
+#include "gemm/gemm.h"
 #include "gemm/rms_norm.h"
+#include "simd/element_type.h"
+#include "simd/phases.h"
 #include "simd/threads.h"
 
-// One layer as forward_kernels.PackedLayers holds it. Norms' weights are float32; the query and key norms, [head_dim], are
-// null where the model has none.
+// One layer. Filled by Python: layer_executor.PackedLayer. The norms' weights are float32; query_norm and key_norm,
+// [head_dim], are null if the model has none.
 struct PackedLayer {
   PackedWeights qkv, out, gate_up, down;
   const float *attention_norm, *mlp_norm, *query_norm, *key_norm;
@@ -20,9 +20,9 @@ struct PackedLayer {
 
 namespace {
 
-// cos_sin: [head_dim], cosines before sines.
+// Rotary embedding of one head [head_dim], in place. cos_sin: [head_dim], cosines before sines.
 template <typename Element>
-void rotate(Element* head, int64_t head_dim, const float* cos_sin) {
+void apply_rotary(Element* head, int64_t head_dim, const float* cos_sin) {
   const int64_t half = head_dim / 2;
   int64_t i = 0;
   for (; i + kLanes <= half; i += kLanes) {
@@ -38,23 +38,23 @@ void rotate(Element* head, int64_t head_dim, const float* cos_sin) {
   }
 }
 
-// Norms and rotates queries and keys, and stores keys and values, of the rows that are no padding.
-// heads [num_rows, query, key and value heads, head_dim]; cos_sin [num_rows, head_dim].
+// Applies the norms and the rotary embedding to queries and keys, and stores keys and values, for all rows that are not
+// padding. heads [num_rows, query, key and value heads, head_dim]; cos_sin [num_rows, head_dim].
 template <typename Stored, typename Element>
 void rotate_and_store_heads(const PackedLayer& layer, const CacheLayer<Stored>& cache, const int64_t* kv_indices,
                             int64_t num_rows, const float* cos_sin, Element* heads) {
-  constexpr int64_t kRows = 16;  // of one thread at a time
-  constexpr int64_t kAhead = 2;  // rows whose memory in the cache is on its way
+  constexpr int64_t kRows = 16;  // that a thread claims at a time
+  constexpr int64_t kAhead = 2;  // how many rows ahead cache memory is prefetched
   const PhaseTimer timer(kHeads);
   const int64_t head_dim = layer.head_dim, num_rotated = layer.num_query_heads + layer.num_kv_heads;
-  Team::get().share(num_rows, kRows, [&](int64_t row) {
+  Team::get().parallel_for(num_rows, kRows, [&](int64_t row) {
     if (row + kAhead < num_rows) cache.prefetch(kv_indices[row + kAhead]);
     Element* own = heads + row * layer.qkv.out_size;
     for (int64_t index = 0; index < num_rotated; ++index) {
       Element* head = own + index * head_dim;
       const float* norm = index < layer.num_query_heads ? layer.query_norm : layer.key_norm;
       if (norm != nullptr) rms_norm(head, norm, float(layer.eps), head_dim, head);
-      rotate(head, head_dim, cos_sin + row * head_dim);
+      apply_rotary(head, head_dim, cos_sin + row * head_dim);
     }
     cache.write(kv_indices[row], own + layer.num_query_heads * head_dim, own + num_rotated * head_dim);
   });
@@ -66,7 +66,7 @@ std::vector<Element>& layer_scratch() {
   return memory;
 }
 
-// Elements of one row of heads, what they attended to, and the MLP's gated values.
+// Elements per row: the heads, the attention output and the MLP's gated values.
 int64_t scratch_row_size(const PackedLayer& layer) {
   return layer.qkv.out_size + layer.out.in_size + layer.gate_up.out_size;
 }
@@ -83,13 +83,14 @@ void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForwar
   Element* inner = attended + num_rows * query_size;
   constexpr bool kIsBfloat16 = std::is_same_v<Element, bfloat16>;
   LayoutAttention<Stored> attention(forward, shape, kIsBfloat16, heads, first.qkv.out_size, attended);
-  std::fill(attended, inner, Element{});  // rows of padding are in no part
+  std::fill(attended, inner, Element{});  // padding rows are in no part
   for (int64_t index = 0; index < num_layers; ++index) {
     const PackedLayer& layer = layers[index];
     const CacheLayer<Stored> cache{(Stored*)forward.cache + index * forward.layer_size, shape.num_kv_heads,
                                    shape.head_dim, shape.page_size};
     multiply<Weight>({layer.qkv, hidden, hidden_size, num_rows, nullptr, heads}, layer.attention_norm, layer.eps);
-    // Every row's keys and values, before any row attends: a row may read blocks that another row of this forward fills.
+    // Store every row's keys and values before any row attends: a row may read blocks that another row of this forward
+    // fills.
     rotate_and_store_heads(layer, cache, forward.kv_indices, attention.num_rows(), cos_sin, heads);
     attention.run(index);
     multiply<Weight>({layer.out, attended, query_size, num_rows, hidden, hidden}, nullptr, 0);
@@ -100,7 +101,7 @@ void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForwar
 
 }  // namespace
 
-// hidden [num_rows, hidden size] through the layers, in place.
+// Runs hidden [num_rows, hidden size] through the layers, in place.
 TOKA_EXPORT void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward,
                                  int64_t num_rows, const float* cos_sin, void* hidden) {
   with_stored_type(forward->cache_type, [&](auto* stored) {
@@ -112,7 +113,7 @@ TOKA_EXPORT void toka_run_layers(const PackedLayer* layers, int64_t num_layers, 
   });
 }
 
-// Gets the memory that forwards of up to num_rows rows through these layers keep between calls, and touches it.
+// Allocates and touches the memory that forwards of up to num_rows rows through these layers keep between calls.
 TOKA_EXPORT void toka_reserve_forward(const PackedLayer* layers, int64_t num_rows) {
   const auto reserve = [&](auto* element) {
     typedef Pointee<decltype(element)> Element;

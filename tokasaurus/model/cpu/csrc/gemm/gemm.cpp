@@ -1,38 +1,40 @@
-// Weights packed, single matrix products with them, and token embedding from them.
+// Packs weights, multiplies by them (gemm), and reads token embeddings from them.
 
 #include "gemm/gemm.h"
 
 #include <algorithm>
 
-#include "simd/phases.h"
 #include "gemm/rms_norm.h"
+#include "simd/phases.h"
 #include "simd/simd_math.h"
 #include "simd/threads.h"
 
 namespace {
 
-// The prefetch distance where a panel is read for a single tile: far enough that memory answers in time.
+// Prefetch distance if a panel is read for a single tile: far enough to cover the memory's latency.
 constexpr int64_t kStreamAheadBytes = 8192;
 
-// With more tiles than one, these request the next panel's memory, a share each: a single one would wait for its requests.
-constexpr int64_t kMostRequesting = 8;
+// With several tiles, each of the first kMaxRequestingTiles prefetches an equal part of the next panel: a single tile
+// would wait for its prefetches.
+constexpr int64_t kMaxRequestingTiles = 8;
 
-// Rows of x that pass while a panel is in the cache: as many as stay in the last-level cache until the next panel.
-constexpr int64_t kBlockBytes = 4 << 20;
+// Bytes of x that are multiplied by a panel while it is in the cache: as many as stay in the last-level cache until the
+// next panel.
+constexpr int64_t kRowBlockBytes = 4 << 20;
 
-// Rows that one thread norms at a time: fewer are done before another thread has come.
+// Rows that a thread claims at a time for the norm: fewer are done before another thread has started.
 constexpr int64_t kNormRows = 32;
 
-// gate * sigmoid(gate) * up, each step rounded as it would be if it were stored.
+// SwiGLU: gate * sigmoid(gate) * up. Each intermediate result is rounded as if it were stored as an Element.
 template <typename Element>
-static TOKA_INLINE Floats gated(Floats gate, Floats up) {
+static TOKA_INLINE Floats swiglu(Floats gate, Floats up) {
   gate = rounded<Element>(gate);
   const Floats small = exp_nonpositive(gate > 0.0f ? -gate : gate);  // e^-|gate|
   const Floats sigmoid = (gate > 0.0f ? splat(1.0f) : small) / (1.0f + small);
   return rounded<Element>(gate * sigmoid) * rounded<Element>(up);
 }
 
-// Bias, gate and residual of one row's sums [kPanel] of one panel, and their way to the output.
+// Applies bias, gate and residual to one row's sums [kPanel] of one panel and stores the result.
 template <typename Weight>
 inline void epilogue(const Gemm<Weight>& gemm, int64_t row, int64_t panel, float* sums) {
   typedef Activation<Weight> Element;
@@ -42,7 +44,8 @@ inline void epilogue(const Gemm<Weight>& gemm, int64_t row, int64_t panel, float
   if (weights.bias != nullptr)
     for (int i = 0; i < kPanel; i += kLanes) store(sums + i, load(sums + i) + load(weights.bias + panel * kPanel + i));
   if (weights.is_gated)
-    for (int i = 0; i < kPanel / 2; i += kLanes) store(sums + i, gated<Element>(load(sums + i), load(sums + kPanel / 2 + i)));
+    for (int i = 0; i < kPanel / 2; i += kLanes)
+      store(sums + i, swiglu<Element>(load(sums + i), load(sums + kPanel / 2 + i)));
   Element* const out = gemm.out + first;
   const Element* const residual = gemm.residual == nullptr ? nullptr : gemm.residual + first;
   int64_t i = 0;
@@ -58,7 +61,7 @@ inline void epilogue(const Gemm<Weight>& gemm, int64_t row, int64_t panel, float
   }
 }
 
-// The tiles of one panel, for the rows [first_row, end_row). Multiplies by `panel_weights`, the panel as it is or widened.
+// Multiplies the rows [first_row, end_row) by one panel, tile by tile. panel_weights: the panel as stored, or widened.
 template <typename Weight, typename Widened>
 void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Widened* panel_weights, int64_t first_row,
                     int64_t end_row) {
@@ -66,7 +69,7 @@ void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Widened* pane
   const int64_t panel_bytes = in_size * kPanel * sizeof(Weight);
   const char* const own = (const char*)gemm.weights.panels + panel * panel_bytes;
   const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
-  const int64_t num_requesting = std::min(num_tiles, kMostRequesting);
+  const int64_t num_requesting = std::min(num_tiles, kMaxRequestingTiles);
   alignas(64) float sums[kTileRows * kPanel];
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     Requests requests{own + kStreamAheadBytes, int64_t(kPanel * kPair<Weight> * sizeof(Weight))};
@@ -74,22 +77,24 @@ void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Widened* pane
       requests.next = own + panel_bytes + panel_bytes * tile / num_requesting;
       requests.step = tile < num_requesting ? requests.step / num_requesting : 0;
     }
-    // Evenly shared: a tile of fewer than four rows takes as long as one of four, as each sum waits for its last addition.
+    // Rows are divided evenly among the tiles: a tile of fewer than four rows takes as long as one of four, because
+    // each sum waits for its previous addition.
     const int64_t begin = first_row + num_rows * tile / num_tiles, end = first_row + num_rows * (tile + 1) / num_tiles;
-    multiply_rows(int(end - begin), gemm.x + begin * gemm.x_stride, gemm.x_stride, panel_weights, in_size, requests, sums);
+    multiply_rows(int(end - begin), gemm.x + begin * gemm.x_stride, gemm.x_stride, panel_weights, in_size, requests,
+                  sums);
     for (int64_t row = begin; row < end; ++row) epilogue(gemm, row, panel, sums + (row - begin) * kPanel);
   }
 }
 
-// From so many tiles on, widening a panel once costs less than widening it for each tile.
-constexpr int64_t kFewestToWiden = 12;
+// From this many tiles on, widening a panel once costs less than widening it for each tile.
+constexpr int64_t kMinTilesToWiden = 12;
 
 template <typename Weight>
 void multiply_panel(const Gemm<Weight>& gemm, int64_t panel, int64_t first_row, int64_t end_row) {
   const int64_t panel_size = gemm.weights.in_size * kPanel;
   const Weight* weights = (const Weight*)gemm.weights.panels + panel * panel_size;
   if constexpr (std::is_same_v<Activation<Weight>, float> && !std::is_same_v<Weight, float>) {
-    if (end_row - first_row > (kFewestToWiden - 1) * kTileRows) {
+    if (end_row - first_row > (kMinTilesToWiden - 1) * kTileRows) {
       static thread_local std::vector<float> widened;
       float* to = scratch(widened, panel_size);
       for (int64_t i = 0; i < panel_size; i += kLanes) store(to + i, load(weights + i));
@@ -99,40 +104,40 @@ void multiply_panel(const Gemm<Weight>& gemm, int64_t panel, int64_t first_row, 
   multiply_tiles(gemm, panel, weights, first_row, end_row);
 }
 
-// Normed rows of x.
+// Memory for the normalized rows of x.
 template <typename Element>
 std::vector<Element>& norm_scratch() {
   static std::vector<Element> memory;
   return memory;
 }
 
-// The row of the plain weights [rows, in_size] that is output `output` of panel `panel`, or -1 for padding.
-int64_t plain_row(const PackedWeights& weights, int64_t panel, int64_t output) {
+// The row of the unpacked weights [rows, in_size] that is output `output` of panel `panel`, or -1 for padding.
+int64_t unpacked_row(const PackedWeights& weights, int64_t panel, int64_t output) {
   const int64_t width = weights.panel_width(), index = panel * width + output % width;
   if (index >= weights.out_size) return -1;
   return output / width * weights.out_size + index;
 }
 
 template <typename Weight>
-void pack(const PackedWeights& weights, const Weight* plain, Weight* panels) {
+void pack(const PackedWeights& weights, const Weight* unpacked, Weight* panels) {
   constexpr int64_t P = kPair<Weight>;
   const int64_t in_size = weights.in_size;
-  Team::get().share(weights.num_panels(), 1, [&](int64_t panel) {
+  Team::get().parallel_for(weights.num_panels(), 1, [&](int64_t panel) {
     for (int64_t output = 0; output < kPanel; ++output) {
       Weight* to = panels + panel * in_size * kPanel + output * P;
-      const int64_t row = plain_row(weights, panel, output);
+      const int64_t row = unpacked_row(weights, panel, output);
       for (int64_t i = 0; i < in_size; i += P, to += kPanel * P)
-        for (int64_t j = 0; j < P; ++j) to[j] = row < 0 ? Weight{} : plain[row * in_size + i + j];
+        for (int64_t j = 0; j < P; ++j) to[j] = row < 0 ? Weight{} : unpacked[row * in_size + i + j];
     }
   });
 }
 
 template <typename Weight>
 void embed(const PackedWeights& weights, const int64_t* token_ids, int64_t num_tokens, Activation<Weight>* out) {
-  constexpr int64_t kTokens = 16;  // of one thread at a time
+  constexpr int64_t kTokens = 16;  // that a thread claims at a time
   constexpr int64_t P = kPair<Weight>;
   const int64_t in_size = weights.in_size;
-  Team::get().share(num_tokens, kTokens, [&](int64_t index) {
+  Team::get().parallel_for(num_tokens, kTokens, [&](int64_t index) {
     const int64_t token = token_ids[index];
     const Weight* from = (const Weight*)weights.panels + token / kPanel * in_size * kPanel + token % kPanel * P;
     Activation<Weight>* to = out + index * in_size;
@@ -148,12 +153,12 @@ void multiply(const Gemm<Weight>& gemm, const float* norm_weight, double eps) {
   typedef Activation<Weight> Element;
   const int64_t in_size = gemm.weights.in_size, num_rows = gemm.num_rows;
   if (num_rows == 0) return;
-  const PhaseTimer timer(kProducts);
+  const PhaseTimer timer(kGemms);
   const int64_t num_panels = gemm.weights.num_panels();
   const int64_t num_threads = Team::size();
-  // Smaller blocks where there would be too few work items for all threads to end at the same time.
+  // Blocks are smaller if there would otherwise be too few work items for all threads to finish at the same time.
   const int64_t wanted_blocks = (4 * num_threads + num_panels - 1) / num_panels;
-  const int64_t cached_rows = kBlockBytes / int64_t(in_size * sizeof(Element));
+  const int64_t cached_rows = kRowBlockBytes / int64_t(in_size * sizeof(Element));
   const int64_t block_rows =
       std::max<int64_t>(kTileRows, std::min(cached_rows, (num_rows + wanted_blocks - 1) / wanted_blocks));
   const int64_t num_items = (num_rows + block_rows - 1) / block_rows * num_panels;
@@ -161,13 +166,13 @@ void multiply(const Gemm<Weight>& gemm, const float* norm_weight, double eps) {
   Gemm<Weight> normed = gemm;
   if (norm_weight != nullptr) {
     Element* rows = scratch(norm_scratch<Element>(), num_rows * in_size);
-    Team::get().share(num_rows, kNormRows, [&](int64_t row) {
+    Team::get().parallel_for(num_rows, kNormRows, [&](int64_t row) {
       rms_norm(gemm.x + row * gemm.x_stride, norm_weight, float(eps), in_size, rows + row * in_size);
     });
     normed.x = rows;
     normed.x_stride = in_size;
   }
-  Team::get().share_ranges(num_items, [&](int64_t item) {
+  Team::get().parallel_for_ranges(num_items, [&](int64_t item) {
     const int64_t first = item / num_panels * block_rows;
     multiply_panel(normed, item % num_panels, first, std::min(first + block_rows, num_rows));
   });
@@ -184,20 +189,20 @@ void reserve_normed_rows(int64_t num_rows, int64_t in_size) {
 template void reserve_normed_rows<float>(int64_t, int64_t);
 template void reserve_normed_rows<bfloat16>(int64_t, int64_t);
 
-// Outputs of a panel, and whether activations beside bfloat16 weights are bfloat16, too.
+// Number of outputs of a panel, and whether activations multiplied with bfloat16 weights are bfloat16 too.
 TOKA_EXPORT int64_t toka_panel_size() { return kPanel; }
 TOKA_EXPORT int64_t toka_has_bfloat16_arithmetic() { return TOKA_BFLOAT16_DOT; }
 
-// plain [out_size or, gates before ups, 2 * out_size, in_size] -> panels [num_panels * kPanel * in_size] as gemm_tile.h
-// describes them.
-TOKA_EXPORT void toka_pack(const PackedWeights* weights, const void* plain, void* panels) {
+// unpacked [out_size, in_size], or [2 * out_size, in_size] with gates before ups -> panels [num_panels * kPanel *
+// in_size] in the layout that gemm_tile.h describes.
+TOKA_EXPORT void toka_pack(const PackedWeights* weights, const void* unpacked, void* panels) {
   if (weights->is_bfloat16)
-    pack(*weights, (const bfloat16*)plain, (bfloat16*)panels);
+    pack(*weights, (const bfloat16*)unpacked, (bfloat16*)panels);
   else
-    pack(*weights, (const float*)plain, (float*)panels);
+    pack(*weights, (const float*)unpacked, (float*)panels);
 }
 
-// out = x, normed first where norm_weight is not null, times weights, plus bias; gated where the weights are.
+// out = x times weights, plus bias; SwiGLU if the weights are gated. If norm_weight is not null, x is normalized first.
 TOKA_EXPORT void toka_multiply(const PackedWeights* weights, const void* x, int64_t x_stride, int64_t num_rows,
                                const float* norm_weight, double eps, void* out) {
   typedef Activation<bfloat16> Element;
@@ -207,7 +212,7 @@ TOKA_EXPORT void toka_multiply(const PackedWeights* weights, const void* x, int6
     multiply<float>({*weights, (const float*)x, x_stride, num_rows, nullptr, (float*)out}, norm_weight, eps);
 }
 
-// The rows `token_ids` of the weights that were packed -> out [num_tokens, in_size].
+// Rows `token_ids` of the packed weights -> out [num_tokens, in_size].
 TOKA_EXPORT void toka_embed(const PackedWeights* weights, const int64_t* token_ids, int64_t num_tokens, void* out) {
   if (weights->is_bfloat16)
     embed<bfloat16>(*weights, token_ids, num_tokens, (Activation<bfloat16>*)out);
@@ -215,9 +220,9 @@ TOKA_EXPORT void toka_embed(const PackedWeights* weights, const int64_t* token_i
     embed<float>(*weights, token_ids, num_tokens, (float*)out);
 }
 
-// Threads of all kernels from now on; at least 1.
+// Sets the number of threads of all kernels; at least 1.
 TOKA_EXPORT void toka_set_num_threads(int64_t num_threads) { Team::set_size(int(num_threads)); }
 
-// Seconds by phase (phases.h) -> out [kNumPhases].
+// Seconds per phase (phases.h) -> out [kNumPhases].
 TOKA_EXPORT void toka_phase_seconds(double* out) { std::copy(phase_seconds, phase_seconds + kNumPhases, out); }
 TOKA_EXPORT void toka_reset_phases() { std::fill(phase_seconds, phase_seconds + kNumPhases, 0.0); }

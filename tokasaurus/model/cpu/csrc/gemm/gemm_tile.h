@@ -1,13 +1,13 @@
-// The microkernel of matrix products: up to kTileRows rows of x [rows, in] by one panel of packed weights [out, in].
+// The gemm microkernel: up to kTileRows rows of x [rows, in] times one panel of packed weights [out, in].
 //
-// Weights are packed in panels of kPanel outputs: [out / kPanel][in / kPair][kPanel][kPair], kPair elements of one output
-// side by side: two of bfloat16 where one instruction multiplies and adds pairs, otherwise one. A panel is read from start
-// to end, while the sums of all rows of the tile stay in registers.
+// Weights are packed in panels of kPanel outputs: [out / kPanel][in / kPair][kPanel][kPair]. kPair elements of one
+// output are adjacent: 2 for bfloat16 where one instruction multiplies and adds pairs, otherwise 1. A panel is read
+// from start to end, while the sums of all rows of the tile stay in registers.
 #pragma once
 
 #include "simd/multiply_add.h"
 
-// kPanelVectors * kTileRows sums, the weights of one element of x, and that element fit into the registers.
+// kPanelVectors * kTileRows sums, the weights for one element of x, and that element fit into the registers.
 #if defined(__AVX512F__)
 constexpr int kPanelVectors = 2, kTileRows = 12;
 #elif defined(__ARM_NEON)
@@ -17,27 +17,27 @@ constexpr int kPanelVectors = 2, kTileRows = 6;
 #endif
 constexpr int kPanel = kPanelVectors * kLanes;
 
-// Memory that is requested while a tile is computed, so that it is in the cache when it is read: from `next` on, `step`
-// bytes for each element of x, or pair. A step of 0: none.
+// Memory to prefetch while a tile is computed: `step` bytes for each element of x (or pair of elements), from `next`
+// on. A step of 0: none.
 struct Requests {
   const char* next;
   int64_t step;
 };
 
-// sums [M][kPanel] = M rows of x times the panel. Each sum runs over x in order, so that a row's result does not depend on
-// how many rows there are. prefetches: whether there are requests.
-// Not inlined: with the caller's variables beside it, a compiler runs out of registers.
+// sums [M][kPanel] = M rows of x times the panel. Each sum adds in the order of x, so a row's result does not depend on
+// the number of rows. prefetches: whether there are requests.
+// Not inlined: beside the caller's variables, the compiler would run out of registers.
 template <int M, bool prefetches, typename Weight>
-__attribute__((noinline)) void multiply_tile(const Activation<Weight>* x, int64_t x_stride, const Weight* panel, int64_t in_size,
-                   Requests requests, float* sums) {
+__attribute__((noinline)) void multiply_tile(const Activation<Weight>* x, int64_t x_stride, const Weight* panel,
+                                             int64_t in_size, Requests requests, float* sums) {
   constexpr int P = kPair<Weight>, kStep = kPanel * P;
-  constexpr int kReach = 3;  // rows that one pointer serves: x86 addresses add one register, or twice that
+  constexpr int kReach = 3;  // rows per pointer: an x86 address can add a register once or twice
   constexpr int kPointers = (M + kReach - 1) / kReach;
   const Activation<Weight>* rows[kPointers];
   repeat<kPointers>([&](auto i) TOKA_LAMBDA { rows[i] = x + i * kReach * x_stride; });
   const Weight* const end = panel + in_size * kPanel;
   Floats total[M][kPanelVectors] = {};
-  // Unrolled, the loop of the AVX2 tiles loses a third of its speed when compiled by GCC 12.
+  // If GCC 12 unrolls this loop, the AVX2 tiles lose a third of their speed.
 #pragma GCC unroll 1
   for (; panel < end; panel += kStep) {
     if constexpr (prefetches) {
@@ -48,7 +48,7 @@ __attribute__((noinline)) void multiply_tile(const Activation<Weight>* x, int64_
     Operand<Weight> weights[kPanelVectors];
     repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { weights[v] = load_operand(panel + v * kLanes * P); });
     repeat<M>([&](auto i) TOKA_LAMBDA {
-      const auto value = spread<Weight>(rows[i / kReach] + i % kReach * x_stride);
+      const auto value = broadcast<Weight>(rows[i / kReach] + i % kReach * x_stride);
       repeat<kPanelVectors>([&](auto v) TOKA_LAMBDA { total[i][v] = multiply_add(total[i][v], value, weights[v]); });
     });
     repeat<kPointers>([&](auto i) TOKA_LAMBDA { rows[i] += P; });
@@ -58,12 +58,12 @@ __attribute__((noinline)) void multiply_tile(const Activation<Weight>* x, int64_
   });
 }
 
-// The same for 1 to kTileRows rows.
+// multiply_tile for 1 to kTileRows rows, a number known at run time.
 template <typename Weight, int M = kTileRows>
 void multiply_rows(int num_rows, const Activation<Weight>* x, int64_t x_stride, const Weight* panel, int64_t in_size,
                    Requests requests, float* sums) {
   if (num_rows == M) {
-    // Of many tiles, most are full ones without requests.
+    // Most tiles of a large gemm are full and without requests.
     if constexpr (M == kTileRows)
       if (requests.step == 0) return multiply_tile<M, false>(x, x_stride, panel, in_size, requests, sums);
     return multiply_tile<M, true>(x, x_stride, panel, in_size, requests, sums);

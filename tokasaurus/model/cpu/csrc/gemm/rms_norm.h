@@ -1,9 +1,9 @@
-// RMS norms. Source: arXiv 1910.07467.
+// RMS norm. Source: arXiv 1910.07467.
 #pragma once
 
 #include "simd/simd.h"
 
-// to [size] = x scaled to unit mean square, times weight: in float32, rounded once. `to` may be x.
+// to [size] = x scaled to a mean square of 1, times weight; computed in float32 and rounded once. `to` may alias x.
 template <typename Element>
 void rms_norm(const Element* x, const float* weight, float eps, int64_t size, Element* to) {
   Floats squares = {};

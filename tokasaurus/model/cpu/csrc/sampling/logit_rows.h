@@ -1,4 +1,4 @@
-// What is asked of a row of logits, whether a token is drawn from it or scored.
+// Operations on a row of logits, for sampling and for prompt logprobs.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 #include "simd/simd_math.h"
 
-// -inf behind the row's end.
+// kLanes logits from `token` on; -inf past the row's end.
 template <typename Element>
 static inline Floats load_row(const Element* row, int64_t token, int64_t vocab_size) {
   if (token + kLanes <= vocab_size) return load(row + token);
@@ -17,7 +17,7 @@ static inline Floats load_row(const Element* row, int64_t token, int64_t vocab_s
   return x;
 }
 
-// The sum of e^(logit * scale - largest), whose terms go to `terms` where that is not null, padded to whole vectors.
+// The sum of e^(logit * scale - largest). terms: receives the terms, padded to whole vectors, or null.
 template <typename Element>
 float sum_exp(const Element* row, int64_t vocab_size, float scale, float largest, float* terms) {
   Floats total = {};
@@ -29,15 +29,15 @@ float sum_exp(const Element* row, int64_t vocab_size, float scale, float largest
   return sum(total);
 }
 
-// No more than the count-th largest of `values`, and hardly less; -inf where fewer are larger than -inf, or numbers at all.
-// By bisection, which takes a few passes; num_values: whole vectors.
-static inline float nearly_kth(const float* values, int64_t num_values, int64_t count) {
-  const auto num_above = [=](float bar) {  // or at it
+// A lower bound of the count-th largest of `values`, close to it; -inf if fewer than `count` are larger than -inf (NaN
+// is not). By bisection, which takes a few passes. num_values: a multiple of kLanes.
+static inline float approximate_kth_largest(const float* values, int64_t num_values, int64_t count) {
+  const auto num_above = [=](float bound) {  // or equal to it
     Ints num = {};
-    for (int64_t i = 0; i < num_values; i += kLanes) num -= load(values + i) >= bar;
+    for (int64_t i = 0; i < num_values; i += kLanes) num -= load(values + i) >= bound;
     return sum(num);
   };
-  float below = INFINITY, above = -INFINITY;  // of what is sought
+  float below = INFINITY, above = -INFINITY;  // bounds of the result
   for (int64_t i = 0; i < num_values; ++i) {
     above = max(values[i], above);
     if (values[i] > -INFINITY && values[i] < below) below = values[i];
@@ -52,15 +52,17 @@ static inline float nearly_kth(const float* values, int64_t num_values, int64_t 
   return below;
 }
 
-// The tokens of the `count` largest of row, and their values, in falling order; the lowest ids among equals. Where fewer
-// are larger than -inf (or numbers at all), the rest is token 0 with -inf. The row is looked at in columns, as lines of a
-// page: what is less than the count-th largest of their largest is none of them. (In pieces of consecutive tokens these
-// would be far less, since the likeliest tokens have low ids.)
+// The tokens of the `count` largest logits of a row, and these logits, in descending order; the lowest ids among
+// equals. If fewer are larger than -inf (NaN is not), the rest is token 0 with -inf.
+//
+// The row is viewed as lines of kColumns logits. A logit that is less than the count-th largest of the columns' maxima
+// is not among the `count` largest. (Maxima over ranges of consecutive tokens would exclude far fewer logits, since the
+// most probable tokens have low ids.)
 template <typename Element>
-void find_largest(const Element* row, int64_t vocab_size, int64_t count, int32_t* ids, float* values) {
+void find_top_k(const Element* row, int64_t vocab_size, int64_t count, int32_t* ids, float* values) {
   constexpr int64_t kColumns = 768;
-  using Found = std::pair<float, int32_t>;
-  static thread_local std::vector<Found> found;
+  using Candidate = std::pair<float, int32_t>;
+  static thread_local std::vector<Candidate> candidates;
   float largest[kColumns];
   std::fill(largest, largest + kColumns, -INFINITY);
   for (int64_t line = 0; line < vocab_size; line += kColumns) {
@@ -68,21 +70,22 @@ void find_largest(const Element* row, int64_t vocab_size, int64_t count, int32_t
     for (int64_t column = 0; column < end; column += kLanes)
       store(largest + column, max(load(largest + column), load_row(row, line + column, vocab_size)));
   }
-  const float least = nearly_kth(largest, kColumns, count);
-  found.clear();
+  const float least = approximate_kth_largest(largest, kColumns, count);
+  candidates.clear();
   for (int64_t column = 0; column < kColumns; ++column) {
     if (!(largest[column] >= least)) continue;
     for (int64_t token = column; token < vocab_size; token += kColumns) {
       const float value = to_float(row[token]);
-      if (value >= least && value > -INFINITY) found.emplace_back(value, int32_t(token));
+      if (value >= least && value > -INFINITY) candidates.emplace_back(value, int32_t(token));
     }
   }
-  found.resize(std::max(int64_t(found.size()), count), {-INFINITY, 0});
-  std::partial_sort(found.begin(), found.begin() + count, found.end(), [](const Found& one, const Found& other) {
-    return one.first > other.first || (one.first == other.first && one.second < other.second);
-  });
-  for (int64_t place = 0; place < count; ++place) {
-    values[place] = found[place].first;
-    ids[place] = found[place].second;
+  candidates.resize(std::max(int64_t(candidates.size()), count), {-INFINITY, 0});
+  std::partial_sort(candidates.begin(), candidates.begin() + count, candidates.end(),
+                    [](const Candidate& one, const Candidate& other) {
+                      return one.first > other.first || (one.first == other.first && one.second < other.second);
+                    });
+  for (int64_t i = 0; i < count; ++i) {
+    values[i] = candidates[i].first;
+    ids[i] = candidates[i].second;
   }
 }

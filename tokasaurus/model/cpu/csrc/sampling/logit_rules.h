@@ -1,4 +1,4 @@
-// Biases and penalties of rows of logits. See messages/slots.py, LogitRules, for what they do.
+// Applies biases and penalties to rows of logits. LogitRules in messages/slots.py defines them.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,8 @@
 
 #include "simd/simd.h"
 
-// As RuledRows in logit_rules.py has them, A of them, the place of a row's among them in rule_of_row, -1 where it has none.
+// The rules of A rows. Filled by Python: bindings.LogitRulesStruct, from RuledRows in sampling/logit_rules.py.
+// rule_of_row: a row's index among the A, or -1 if it has no rule.
 struct LogitRules {
   const int32_t* rule_of_row;
   const int32_t* tokens;
@@ -21,11 +22,11 @@ struct LogitRules {
   int64_t num_rules, page_size, table_width;
 };
 
-// changed [vocab_size] = the row's logits by the rule.
+// changed [vocab_size] = the row's logits after the rule is applied.
 template <typename Element>
-void change_logits(const LogitRules& rules, int64_t rule, const Element* row, int64_t vocab_size,
-                   std::vector<float>& changed) {
-  static thread_local std::vector<int32_t> counts;  // of each token: 0 if not seen, else 1 + how often it was generated
+void apply_logit_rules(const LogitRules& rules, int64_t rule, const Element* row, int64_t vocab_size,
+                       std::vector<float>& changed) {
+  static thread_local std::vector<int32_t> counts;  // per token: 0 if not seen, else 1 + times generated
   static thread_local std::vector<int32_t> seen;
   changed.resize(vocab_size);
   for (int64_t token = 0; token < vocab_size; ++token) changed[token] = to_float(row[token]);

@@ -1,4 +1,4 @@
-// Which tokens may be drawn from some rows of logits. See messages/forward.py, TokenMasks.
+// Masks of the tokens that may be drawn from rows of logits. See TokenMasks in messages/forward.py.
 #pragma once
 
 #include <cmath>
@@ -8,13 +8,14 @@
 #include "sampling/logit_rows.h"
 #include "simd/simd.h"
 
-// index_of_row: a row's place in bits, [places, num_words], or -1 for rows that may draw any token.
+// bits: [rows with a mask, num_words]. index_of_row: a row's index in bits, or -1 for rows that may draw any token.
+// Filled by Python: bindings.TokenMasksStruct.
 struct TokenMasks {
   const int32_t* index_of_row;
   const uint32_t* bits;
   int64_t num_words;
 
-  // Null for any token.
+  // The row's mask; null if it may draw any token.
   const uint32_t* of_row(int64_t row) const {
     return index_of_row[row] < 0 ? nullptr : bits + index_of_row[row] * num_words;
   }
@@ -22,7 +23,7 @@ struct TokenMasks {
 
 static inline bool allows(const uint32_t* mask, int64_t token) { return mask[token / 32] >> token % 32 & 1; }
 
-// One is.
+// The lowest allowed token id. Precondition: at least one token is allowed.
 static inline int64_t first_allowed(const uint32_t* mask) {
   int64_t token = 0;
   while (mask[token / 32] == 0) token += 32;
@@ -30,7 +31,7 @@ static inline int64_t first_allowed(const uint32_t* mask) {
   return token;
 }
 
-// allowed = the row's logits, -inf where the mask has no bit, in whole vectors.
+// allowed = the row's logits, -inf for tokens that the mask excludes, padded to whole vectors.
 template <typename Element>
 void mask_logits(const uint32_t* mask, const Element* row, int64_t vocab_size, std::vector<float>& allowed) {
   UInts bit_of_lane;

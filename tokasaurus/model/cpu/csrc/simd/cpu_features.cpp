@@ -1,5 +1,5 @@
-// What the processor and the operating system support, asked of them at run time. Compiled for any processor of its
-// architecture, into a library of its own: isa.py chooses by it which kernels to load.
+// Finds at run time what the processor and the operating system support. Compiled for any processor of its
+// architecture, into a library of its own: isa.py uses it to choose which kernels to load.
 
 #include <cstring>
 
@@ -24,7 +24,7 @@ void add(const char* name, bool is_supported) {
 #if defined(__x86_64__)
 
 void add_all() {
-  // These look at the registers that the operating system saves, too.
+  // These also check that the operating system saves the registers.
   __builtin_cpu_init();
   add("avx2", __builtin_cpu_supports("avx2"));
   add("fma", __builtin_cpu_supports("fma"));
@@ -36,14 +36,14 @@ void add_all() {
   add("avx512dq", __builtin_cpu_supports("avx512dq"));
   add("avx512vl", __builtin_cpu_supports("avx512vl"));
   add("avx512bf16", __builtin_cpu_supports("avx512bf16"));
-  // These need no registers of their own; clang 14 does not know their names.
+  // These need no registers of their own; clang 14's __builtin_cpu_supports does not know their names.
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid(1, &a, &b, &c, &d)) {
     add("f16c", c >> 29 & 1);
     add("movbe", c >> 22 & 1);
   }
   if (__get_cpuid(0x80000001, &a, &b, &c, &d)) add("lzcnt", c >> 5 & 1);
-  // Of use to oneDNN alone: products by torch may then be faster.
+  // Used only by oneDNN: torch's gemms may be faster with it.
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) add("amx_bf16", d >> 22 & 1);
 }
 
@@ -59,7 +59,7 @@ void add_all() {
 #elif defined(__aarch64__)
 
 void add_all() {
-  constexpr unsigned long kBfloat16 = 1ul << 14;  // HWCAP2_BF16, which older headers do not have
+  constexpr unsigned long kBfloat16 = 1ul << 14;  // HWCAP2_BF16, which older headers do not define
   add("neon", true);
   add("bf16", getauxval(AT_HWCAP2) & kBfloat16);
 }
@@ -72,7 +72,7 @@ void add_all() {}
 
 }  // namespace
 
-// The names of the features, with a space behind each.
+// Names of the supported features, each followed by a space.
 extern "C" __attribute__((visibility("default"))) const char* toka_cpu_features() {
   names[0] = 0;
   add_all();

@@ -1,12 +1,12 @@
-// Element types as Python names them, and templates called by them.
+// Element types as Python numbers them, and the choice of a template's element type at run time.
 #pragma once
 
 #include "simd/simd.h"
 
-// ELEMENT_TYPES of library.py has them in this order.
+// In the order of KV_CACHE_DTYPES in bindings.py.
 enum ElementType : int64_t { kFloat32, kBfloat16, kFloat16 };
 
-// body(a null pointer to the element type).
+// Calls body with a null pointer to the element type.
 template <typename Body>
 static inline void with_stored_type(int64_t type, const Body& body) {
   if (type == kBfloat16) return body((bfloat16*)nullptr);
@@ -14,7 +14,7 @@ static inline void with_stored_type(int64_t type, const Body& body) {
   body((float*)nullptr);
 }
 
-// The same where float16 is not taken: activations and logits.
+// The same for activations and logits, which are never float16.
 template <typename Body>
 static inline void with_activation_type(int64_t type, const Body& body) {
   if (type == kBfloat16) return body((bfloat16*)nullptr);

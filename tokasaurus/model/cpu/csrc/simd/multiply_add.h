@@ -1,9 +1,9 @@
-// The multiply-add of matrix products and of attention: a vector of stored numbers (weights, or the KV cache) times one
-// number of another operand (x, queries, or the softmax's weights). Everything is summed in float32.
+// The multiply-add of gemm and attention: a vector of stored numbers (weights, or the KV cache) times one number of the
+// other operand (x, queries, or softmax weights). All sums are float32.
 //
-// Where the processor multiplies bfloat16, one instruction multiplies pairs of them and adds both products: stored
-// bfloat16 numbers then lie in pairs, and the other operand is bfloat16, too. Otherwise stored numbers of 16 bits are
-// widened on their way to the registers, and the other operand is float32.
+// If the processor has an instruction that multiplies pairs of bfloat16 numbers and adds both products, stored bfloat16
+// numbers lie in pairs and the other operand is bfloat16 too. Otherwise, stored 16-bit numbers are widened when they
+// are loaded and the other operand is float32.
 #pragma once
 
 #include "simd/simd.h"
@@ -16,7 +16,7 @@ constexpr int kPair = TOKA_BFLOAT16_DOT && std::is_same_v<Stored, bfloat16> ? 2 
 template <typename Stored>
 using Activation = std::conditional_t<kPair<Stored> == 2, bfloat16, float>;
 
-// A register of stored numbers, or of pairs, ready to be multiplied.
+// A register of stored numbers, or of pairs of them, ready to be multiplied.
 template <typename Stored>
 using Operand = std::conditional_t<kPair<Stored> == 2, Ints, Floats>;
 
@@ -28,9 +28,9 @@ static TOKA_INLINE Operand<Stored> load_operand(const Stored* from) {
     return load(from);
 }
 
-// One number of the other operand, or one pair, in every lane.
+// Broadcasts one number of the other operand, or one pair, to every lane.
 template <typename Stored>
-static TOKA_INLINE Operand<Stored> spread(const Activation<Stored>* x) {
+static TOKA_INLINE Operand<Stored> broadcast(const Activation<Stored>* x) {
   if constexpr (kPair<Stored> == 2) {
     int32_t both;
     std::memcpy(&both, x, sizeof both);

@@ -1,15 +1,15 @@
-// Where the time of forwards goes, summed since start-up ended. Calls come from one thread, which works along in
-// each of them: its clock is the time that the call took.
+// Time per phase of forwards, in seconds since start-up ended. All calls come from one thread, which takes part in the
+// work of each: the time it spends in a call is the call's duration.
 #pragma once
 
 #include <chrono>
 
-// Of which FORWARD_PHASES of messages/forward.py has the names.
-enum Phase { kProducts, kHeads, kPrefixAttention, kAttention, kSampling, kNumPhases };
+// In the order of FORWARD_PHASES in messages/forward.py.
+enum Phase { kGemms, kHeads, kPrefixAttention, kAttention, kSampling, kNumPhases };
 
 inline double phase_seconds[kNumPhases] = {};
 
-// Counts the time from here to the end of the block.
+// Adds the time from here to the end of the block to a phase.
 class PhaseTimer {
  public:
   explicit PhaseTimer(Phase phase) : phase_(phase), start_(std::chrono::steady_clock::now()) {}

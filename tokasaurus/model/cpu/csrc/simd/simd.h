@@ -1,5 +1,5 @@
-// Vectors as long as the processor's registers, in the compiler's portable vector types. GCC 12 keeps longer ones in
-// memory. What a compiler does not make of portable code is written once more with the instructions of one processor.
+// Vectors of the size of the processor's registers, in the compilers' portable vector types (GCC 12 keeps longer
+// vectors in memory). Where a compiler makes slow code of these, intrinsics for the processor are used as well.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,7 @@
 #include <arm_neon.h>
 #endif
 
-// kLanes: floats in a register. kRegisters: registers that there are.
+// kLanes: floats per register. kRegisters: number of vector registers.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16, kRegisters = 32;
 #elif defined(__AVX__)
@@ -21,7 +21,7 @@ constexpr int kLanes = 8, kRegisters = 16;
 #elif defined(__ARM_NEON)
 constexpr int kLanes = 4, kRegisters = 32;
 #else
-#error "no vector instructions that this is written for: see isa.py for the flags"
+#error "no supported vector instructions: see isa.py for the compiler flags"
 #endif
 
 // Whether one instruction multiplies pairs of bfloat16 numbers and adds both products to a float32 sum.
@@ -34,7 +34,8 @@ constexpr int kLanes = 4, kRegisters = 32;
 #define TOKA_INLINE inline __attribute__((always_inline))
 #define TOKA_LAMBDA __attribute__((always_inline))
 
-// A function that Python calls. All others are hidden: two builds of the library in one process share nothing.
+// A function that Python calls. All other functions are hidden, so that two builds of the library in one process share
+// nothing.
 #define TOKA_EXPORT extern "C" __attribute__((visibility("default")))
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
@@ -50,7 +51,7 @@ struct float16 {
   uint16_t bits;
 };
 
-// body(i) for i = 0 … N - 1, each i a constant: an array that is indexed by constants alone stays in registers.
+// Calls body(i) for i = 0 ... N - 1, each i a constant: an array that is indexed only by constants stays in registers.
 template <int N, int I = 0, typename Body>
 static TOKA_INLINE void repeat(const Body& body) {
   if constexpr (I < N) {
@@ -121,8 +122,8 @@ static inline void from_float(bfloat16* to, float x) {
     to->bits = uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
-// Rounds likewise. What is too large becomes the largest number: in the KV cache an infinite one would spoil all that
-// attend to it.
+// Rounds in the same way. Numbers that are too large become the largest finite one: an infinity in the KV cache would
+// spoil every row that attends to it.
 static inline void from_float(float16* to, float x) {
   constexpr float kLargest = 65504;
   x = x > kLargest ? kLargest : x;
@@ -148,7 +149,7 @@ static TOKA_INLINE void store(bfloat16* to, Floats x) {
 #endif
 }
 
-// `from` as another element type.
+// Converts `from` to another element type.
 template <typename To, typename From>
 static TOKA_INLINE void convert(const From& from, To* to) {
   if constexpr (std::is_same_v<To, From>)
@@ -157,7 +158,7 @@ static TOKA_INLINE void convert(const From& from, To* to) {
     from_float(to, to_float(from));
 }
 
-// x as if it had been stored as an Element and loaded again.
+// x as if it were stored as an Element and loaded again.
 template <typename Element>
 static TOKA_INLINE Floats rounded(Floats x) {
   if constexpr (std::is_same_v<Element, float>) return x;
@@ -166,7 +167,7 @@ static TOKA_INLINE Floats rounded(Floats x) {
   return load(stored);
 }
 
-// Halving keeps the chain of dependent operations short.
+// Adding halves keeps the chain of dependent operations short.
 static TOKA_INLINE float sum(Floats x) {
   float lanes[kLanes];
   std::memcpy(lanes, &x, sizeof x);

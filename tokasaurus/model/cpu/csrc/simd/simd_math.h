@@ -30,7 +30,7 @@ static TOKA_INLINE Floats exp_nonpositive(Floats x) {
   return x < splat(-87.0f) ? Floats{} : value;
 }
 
-// 2^x to a relative error of 2e-7 for x below 128; where that is less than a normal number, something no larger.
+// 2^x for x below 128 to a relative error of 2e-7; if 2^x is below the normal numbers, so is the result.
 static TOKA_INLINE Floats exp2(Floats x) {
 #if !defined(__AVX512F__)
   x = max(x, splat(-127.0f));

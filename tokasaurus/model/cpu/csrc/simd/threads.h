@@ -1,7 +1,7 @@
-// Threads that share a loop. Who is there takes the next items, and the caller leaves when what was taken is done: it does
-// not wait for a thread that comes late, because another process has its core, and would find nothing left to do. An
-// OpenMP region waits for each of its threads: with one other busy process on two cores, a step of one sequence took three
-// times as long as on one thread.
+// A team of threads that divides the items of a loop. Each thread that is running claims the next items, and the caller
+// returns when all claimed items are done: it does not wait for a thread that comes late because another process
+// occupies its core, and that would find no work left. An OpenMP region waits for each of its threads: with one other
+// busy process on two cores, a step of one sequence took three times as long as on one thread.
 #pragma once
 
 #include <sched.h>
@@ -21,13 +21,14 @@ class Team {
     return *team;
   }
 
-  // Threads that share a loop, the caller among them.
+  // Number of threads, including the caller.
   static int size() { return num_threads_; }
 
   static void set_size(int num_threads) { num_threads_ = num_threads; }
 
-  // Runs body(thread) in the caller, thread 0, and, meanwhile, in those of num_threads - 1 others that are there; ends when
-  // all have returned. The bodies share out the work: a body that starts late finds none. One caller at a time.
+  // Runs body(thread) in the caller, thread 0, and meanwhile in those of the num_threads - 1 helpers that are
+  // available; returns when every body that was started has returned. The bodies divide the work among themselves: a
+  // body that starts late finds none. One caller at a time.
   template <typename Body>
   void run(int num_threads, const Body& body) {
     if (num_threads == 1) return body(0);
@@ -38,7 +39,9 @@ class Team {
     is_open_ = true;
     ++generation_;
     if (num_asleep_ > 0) {
-      { std::lock_guard<std::mutex> lock(mutex_); }
+      {
+        std::lock_guard<std::mutex> lock(mutex_);
+      }
       wake_.notify_all();
     }
     body(0);
@@ -46,30 +49,30 @@ class Team {
     for (int spins = 0; num_inside_ > 0; ++spins) relax(spins);
   }
 
-  // body(item) for each item of [0, num_items), `chunk` of them at a time.
+  // Calls body(item) for each item of [0, num_items); threads claim `chunk` items at a time.
   template <typename Body>
-  void share(int64_t num_items, int64_t chunk, const Body& body) {
-    std::atomic<int64_t> num_taken{0};
+  void parallel_for(int64_t num_items, int64_t chunk, const Body& body) {
+    std::atomic<int64_t> num_claimed{0};
     run(num_items <= chunk ? 1 : size(), [&](int) {
       for (;;) {
-        const int64_t first = num_taken.fetch_add(chunk), end = std::min(first + chunk, num_items);
+        const int64_t first = num_claimed.fetch_add(chunk), end = std::min(first + chunk, num_items);
         if (first >= num_items) return;
         for (int64_t item = first; item < end; ++item) body(item);
       }
     });
   }
 
-  // body(item) for each item of [0, num_items), where a thread asks for the memory of the next item meanwhile: each thread
-  // begins with a range of its own, and then takes items from the ranges of others.
+  // Calls body(item) for each item of [0, num_items), for bodies that prefetch the memory of the next item: each thread
+  // begins with a range of its own, and then claims items from the ranges of others.
   template <typename Body>
-  void share_ranges(int64_t num_items, const Body& body) {
+  void parallel_for_ranges(int64_t num_items, const Body& body) {
     struct alignas(64) Range {
       std::atomic<int64_t> next;
       int64_t end;
     };
-    constexpr int kMostRanges = 64;
-    Range ranges[kMostRanges];
-    const int num_threads = num_items == 1 ? 1 : size(), num_ranges = std::min(num_threads, kMostRanges);
+    constexpr int kMaxRanges = 64;
+    Range ranges[kMaxRanges];
+    const int num_threads = num_items == 1 ? 1 : size(), num_ranges = std::min(num_threads, kMaxRanges);
     for (int i = 0; i < num_ranges; ++i) {
       ranges[i].next = num_items * i / num_ranges;
       ranges[i].end = num_items * (i + 1) / num_ranges;
@@ -85,14 +88,14 @@ class Team {
  private:
   static inline int num_threads_ = 1;
 
-  // Before a thread sleeps: some 20 microseconds, which cover the caller's way from one loop to the next.
+  // Spins before a thread sleeps: some 20 microseconds, longer than the caller takes from one loop to the next.
   static constexpr int kSpins = 2000;
 
   static void relax(int spins) {
 #ifdef __x86_64__
     __builtin_ia32_pause();
 #else
-    asm volatile("isb");  // as long; a yield is over at once
+    asm volatile("isb");  // takes as long as x86's pause; "yield" ends at once
 #endif
     if (spins > kSpins) sched_yield();
   }
@@ -107,7 +110,8 @@ class Team {
         --num_asleep_;
       }
       seen = generation_;
-      // Who is inside is waited for; who comes when it is closed does not look at the body, which may be gone.
+      // `run` waits for threads that are inside; a thread that enters when `run` has closed does not use the body,
+      // which may be gone.
       ++num_inside_;
       if (is_open_ && index < num_wanted_) call_(body_, index + 1);
       --num_inside_;

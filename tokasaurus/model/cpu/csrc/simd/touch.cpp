@@ -1,4 +1,4 @@
-// Memory that is reserved is given by the system page by page, when it is first touched.
+// Touches reserved memory in advance: the system allocates each page when it is first touched.
 
 #include <algorithm>
 #include <cstdint>
@@ -7,10 +7,11 @@
 
 namespace {
 
-constexpr int64_t kPageBytes = 4096;      // the smallest of any system
-constexpr int64_t kChunkBytes = 2 << 20;  // of one area that a thread takes at a time
+constexpr int64_t kPageBytes = 4096;      // the smallest page of any system
+constexpr int64_t kChunkBytes = 2 << 20;  // of one area, which a thread claims at a time
 
-// What is written meanwhile survives: each page gets an atomic "or" with zero, which no compiler may see to be zero.
+// Keeps what other threads write meanwhile: an atomic "or" of the page with zero. The asm hides from the compiler that
+// it is zero.
 void touch(char* page) {
   char zero = 0;
   asm volatile("" : "+r"(zero));
@@ -19,16 +20,17 @@ void touch(char* page) {
 
 }  // namespace
 
-// Touches every page of num_areas areas of area_bytes, one behind the other: a chunk of each area, then the next chunk of
-// each. num_taken: chunks that were taken before; threads that share it share the work, and each returns when none is left.
-TOKA_EXPORT void toka_touch(char* memory, int64_t num_areas, int64_t area_bytes, int64_t* num_taken) {
+// Touches every page of num_areas consecutive areas of area_bytes: a chunk of each area, then the next chunk of each.
+// num_claimed: chunks claimed so far. Threads that pass the same counter divide the work; each returns when none is
+// left.
+TOKA_EXPORT void toka_touch(char* memory, int64_t num_areas, int64_t area_bytes, int64_t* num_claimed) {
   const int64_t num_chunks = (area_bytes + kChunkBytes - 1) / kChunkBytes * num_areas;
   for (;;) {
-    const int64_t chunk = __atomic_fetch_add(num_taken, 1, __ATOMIC_RELAXED);
+    const int64_t chunk = __atomic_fetch_add(num_claimed, 1, __ATOMIC_RELAXED);
     if (chunk >= num_chunks) return;
     char* area = memory + chunk % num_areas * area_bytes;
     const int64_t begin = chunk / num_areas * kChunkBytes, end = std::min(begin + kChunkBytes, area_bytes);
-    for (int64_t place = begin; place < end; place += kPageBytes) touch(area + place);
-    touch(area + end - 1);  // the last page may begin behind the last step
+    for (int64_t offset = begin; offset < end; offset += kPageBytes) touch(area + offset);
+    touch(area + end - 1);  // the last page may begin after the last offset
   }
 }
