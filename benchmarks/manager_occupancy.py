@@ -64,7 +64,7 @@ def run(
     advance: Callable[[], None],
 ) -> Occupancy:
     """`num_wanted` sequences run or wait at any time, until `num_sequences` have been sent."""
-    # Whether optional work is put off depends on how fast this machine is; the run shall not.
+    # Whether tasks are deferred depends on how fast this machine is; the run must not.
     options = engine_options(num_kv_tokens, num_wanted, MAX_TOKENS_PER_FORWARD, deferred_tasks="always")
     load = Load(PROMPT_LENGTHS, lengths, None if is_known else MAX_NEW_TOKENS, seed)
     engine = InlineEngine(options, load, FORWARD_SECONDS)

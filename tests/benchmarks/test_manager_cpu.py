@@ -94,7 +94,7 @@ def test_all_that_want_to_run_do_where_the_cache_is_large() -> None:
 
 
 def test_occupancy_is_the_same_in_every_run_and_that_of_known_lengths_is_what_the_cache_holds(monkeypatch) -> None:
-    # A stalled machine makes optional work look slow, and then steps are sent before it.
+    # A stalled machine makes deferred tasks look slow, and then steps are sent before it.
     monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     first, second = (measure_occupancy("gsm8k", 100, 600, 3, int) for _ in range(2))
     assert first == second
