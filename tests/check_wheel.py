@@ -48,7 +48,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prebuilt(installed: Path) -> dict[str, Path]:
     """By the name of what each is for."""
-    directory = installed / "tokasaurus" / "model" / "kernels" / "prebuilt"
+    directory = installed / "tokasaurus" / "model" / "cpu" / "prebuilt"
     return {path.stem.rpartition("-")[0]: path for path in directory.iterdir()}
 
 
