@@ -19,7 +19,7 @@ from benchmarks.client import ServerError
 from benchmarks.report import Report, print_summary
 
 PHASES = {
-    "products": "matrix products, with norms, gates and sums",
+    "gemm": "matrix products, with norms, gates and sums",
     "prefix_attention": "attention to shared prefixes",
     "attention": "attention to everything else",
     "heads": "rotary, writing of keys and values",

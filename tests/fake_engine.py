@@ -49,7 +49,7 @@ def echo(request: GenerateRequest, _sequence_index: int) -> Reply:
     return Reply(token_ids, logprobs, "length")
 
 
-def score_prompt(request: GenerateRequest) -> PromptLogprobs:
+def prompt_logprobs(request: GenerateRequest) -> PromptLogprobs:
     """The token at place p has rank 1 + p % 7, the others of the likeliest are 97, 98, ...; the log-probability of
     rank r is -r / 2."""
     num_tokens, count = len(request.prompt_ids), request.num_top_prompt_logprobs
@@ -130,7 +130,7 @@ class FakeEngine:
                 num_shared_tokens=reply.num_shared_tokens,
                 top=reply.top,
                 error=reply.error,
-                prompt_logprobs=score_prompt(request) if request.want_prompt_logprobs and index == 0 else None,
+                prompt_logprobs=prompt_logprobs(request) if request.want_prompt_logprobs and index == 0 else None,
             )
             for index, reply in enumerate(replies)
             if reply is not None

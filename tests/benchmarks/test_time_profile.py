@@ -15,13 +15,13 @@ BEFORE = {
     ("toka_forward_seconds_total", ""): 100.0,
     ("toka_manager_cpu_seconds_total", ""): 1.0,
     ("toka_server_cpu_seconds_total", ""): 2.0,
-    ("toka_forward_phase_seconds_total", "products"): 70.0,
+    ("toka_forward_phase_seconds_total", "gemm"): 70.0,
 }
 AFTER = {
     ("toka_forward_seconds_total", ""): 109.0,
     ("toka_manager_cpu_seconds_total", ""): 1.5,
     ("toka_server_cpu_seconds_total", ""): 2.25,
-    ("toka_forward_phase_seconds_total", "products"): 74.0,
+    ("toka_forward_phase_seconds_total", "gemm"): 74.0,
     ("toka_forward_phase_seconds_total", "prefix_attention"): 2.0,
     ("toka_forward_phase_seconds_total", "attention"): 1.0,
     ("toka_forward_phase_seconds_total", "heads"): 0.5,

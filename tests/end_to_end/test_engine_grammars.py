@@ -10,7 +10,7 @@ import torch
 from llguidance import LLMatcher
 from transformers import PreTrainedModel
 
-from tests.end_to_end.test_engine_scores import Worker
+from tests.end_to_end.test_engine_prompt_logprobs import Worker
 from tests.manager.bench import Bench, EndsNext, make_options
 from tests.manager.fake_worker import make_request
 from tests.model.decoder.test_decoder import load

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.model.sampling.test_prompt_logprobs import scores_of
+from tests.model.sampling.test_prompt_logprobs import token_logprobs_of
 from tests.model.sampling.test_sample import make_rows, noise_keys
 from tests.model.sampling.test_token_masks import make_masks
 from tokasaurus.model.sampling.sample import sample
@@ -38,6 +38,6 @@ def test_masked_draws_are_those_of_the_cpu() -> None:
 def test_scores_are_those_of_the_cpu() -> None:
     logits = torch.randn(150, 1003, generator=torch.Generator().manual_seed(0)) * 3
     targets = torch.arange(150)
-    scores = scores_of(logits.to(DEVICE), targets.to(DEVICE), 5, None)
-    for got, expected in zip(scores, scores_of(logits, targets, 5, None), strict=True):
+    computed = token_logprobs_of(logits.to(DEVICE), targets.to(DEVICE), 5, None)
+    for got, expected in zip(computed, token_logprobs_of(logits, targets, 5, None), strict=True):
         torch.testing.assert_close(got.cpu(), expected, atol=1e-5, rtol=1e-5)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.manager.fake_scores import assert_kept_scores_are_true, assert_scores_are_true
+from tests.manager.fake_prompt_logprobs import assert_prompt_logprobs_are_true, assert_stored_logprobs_are_true
 from tests.manager.fake_worker import EOS_ID, VOCAB_SIZE, FakeWorker, decode_text, make_request, simulate
 from tests.manager.holdings_check import assert_each_block_has_one_place, tree_nodes
 from tokasaurus.manager.engine.engine import Engine
@@ -153,7 +153,7 @@ class Bench:
         assert not state.has_uncounted
         assert state.num_with_stops == state.num_with_stop_tokens == state.num_with_grammars == 0
         assert not state.slots.has_grammar.any()
-        assert not state.slots.is_held.any()
+        assert not state.slots.awaits_matcher.any()
         assert (state.slots.stop_token_ids == -1).all()
         assert state.sequences == [None] * (num_slots + 1)
         assert sorted(state.free_slots) == list(range(1, num_slots + 1))
@@ -166,9 +166,9 @@ class Bench:
         for node in tree_nodes(state):
             assert state.blocks.is_computed[node.blocks].all()
             assert self.worker.memory[node.blocks].astype(np.int32).tobytes() == node.tokens
-        if state.blocks.scores is not None:
-            assert not (state.blocks.scores.num_top > np.where(state.blocks.is_computed, 1 << 30, -1)).any()
-            assert_kept_scores_are_true(state, state.blocks.scores)
+        if state.blocks.prompt_logprobs is not None:
+            assert not (state.blocks.prompt_logprobs.num_top > np.where(state.blocks.is_computed, 1 << 30, -1)).any()
+            assert_stored_logprobs_are_true(state, state.blocks.prompt_logprobs)
         num_blocks = state.blocks.num_blocks
         assert sorted(state.blocks.allocate(num_blocks).tolist()) == list(range(1, num_blocks + 1))
         assert state.blocks.tree.num_blocks == 0
@@ -250,4 +250,6 @@ def assert_equals_simulation(deltas: list[SequenceDelta], requests: list[Generat
         assert delta.logprobs == (logprobs if request.want_logprobs else None)
         assert (delta.prompt_logprobs is not None) == (request.want_prompt_logprobs and delta.sequence_index == 0)
         if delta.prompt_logprobs is not None:
-            assert_scores_are_true(delta.prompt_logprobs, request.prompt_ids.tolist(), request.num_top_prompt_logprobs)
+            assert_prompt_logprobs_are_true(
+                delta.prompt_logprobs, request.prompt_ids.tolist(), request.num_top_prompt_logprobs
+            )

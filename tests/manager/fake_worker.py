@@ -20,7 +20,7 @@ from tests.manager.fake_grammars import (
     assert_is_allowed,
     read_masks,
 )
-from tests.manager.fake_scores import FakeScores
+from tests.manager.fake_prompt_logprobs import FakePromptLogprobs
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput, TopOfRows
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SamplingParams, TopLogprobs
@@ -115,7 +115,7 @@ class FakeSlot:
     want_logprobs: bool
     num_top: int
     first_write: int
-    scored_next: int | None = None  # the last token that was scored: it is the next to come
+    next_target: int | None = None  # the last token that was scored: it is the next to come
     forbidden: dict[int, int] = field(default_factory=dict)  # token -> while there are fewer tokens than this
     last_token: int | None = None
     has_run: bool = False
@@ -171,7 +171,7 @@ class FakeWorker:
         assert len(prompt_ids) == sum(num_tokens for _, num_tokens in rows[message.num_decode :])
         token_ids, logprobs, asked = [], [], False
         counts = []
-        scores = FakeScores(message)
+        prompt_logprobs = FakePromptLogprobs(message)
         masks = read_masks(message)
         for row, (slot_id, num_tokens) in enumerate(rows):
             slot = self.slots[slot_id]
@@ -183,9 +183,9 @@ class FakeWorker:
                 assert num_tokens >= 1
                 assert slot.position + num_tokens <= slot.num_prompt_tokens
                 tokens, prompt_ids = prompt_ids[:num_tokens], prompt_ids[num_tokens:]
-                assert slot.scored_next in (None, tokens[0])
+                assert slot.next_target in (None, tokens[0])
             context = self._write(slot, tokens)
-            slot.scored_next = scores.add(row, context, num_tokens, slot.position == slot.num_prompt_tokens)
+            slot.next_target = prompt_logprobs.add(row, context, num_tokens, slot.position == slot.num_prompt_tokens)
             if slot.position < slot.num_prompt_tokens:
                 continue
             forbidden = {token for token, end in slot.forbidden.items() if len(context) < end}
@@ -209,7 +209,7 @@ class FakeWorker:
             np.array(logprobs, np.float32) if asked else None,
             forward_seconds,
             top=top_of_rows(token_ids, logprobs, counts),
-            scores=scores.answer(),
+            prompt_logprobs=prompt_logprobs.answer(),
         )
 
     def _apply_changes(self, message: ForwardInput) -> None:

@@ -88,7 +88,7 @@ def _assert_each_sequence_has_one_place(state: EngineState, running: list[Sequen
     for sequence in running:
         slot = sequence.slot
         assert slots.has_grammar[slot] == sequence.has_grammar == (sequence.grammar_matcher is not None)
-        if slots.is_held[slot]:
+        if slots.awaits_matcher[slot]:
             assert sequence.phase in (Phase.DECODE, Phase.DRAINING)
         elif sequence.has_grammar:
             num_read = len(sequence.grammar_matcher.token_ids)

@@ -5,7 +5,7 @@ from collections import deque
 
 import numpy as np
 
-from tests.manager.fake_scores import no_scores
+from tests.manager.fake_prompt_logprobs import zero_prompt_logprobs
 from tokasaurus.manager.engine.engine import next_step
 from tokasaurus.manager.engine.input_building import num_blocks_short
 from tokasaurus.manager.engine.outputs import apply_output
@@ -42,8 +42,10 @@ def replay_usage(state: EngineState) -> list[int]:
             planned.popleft()
             oldest = state.steps_in_flight[0]
             token_ids = np.ones(len(oldest.sampled), np.int32)
-            scores = no_scores(oldest)
-            apply_output(state, ForwardOutput(oldest.step_id, token_ids, None, seconds, scores=scores))
+            prompt_logprobs = zero_prompt_logprobs(oldest)
+            apply_output(
+                state, ForwardOutput(oldest.step_id, token_ids, None, seconds, prompt_logprobs=prompt_logprobs)
+            )
         num_short = num_blocks_short(state)
         if num_short > 0:
             return [*used, state.blocks.num_blocks + num_short]

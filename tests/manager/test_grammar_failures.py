@@ -228,7 +228,7 @@ def test_whoever_is_cancelled_while_its_last_token_is_read_leaves_nothing():
 
 
 def test_a_lane_does_its_jobs_in_order_and_ends_behind_the_one_at_hand():
-    lane, done, has_begun, may_end = grammar_manager.ThreadLane("test"), [], threading.Event(), threading.Event()
+    lane, done, has_begun, may_end = grammar_manager.JobThread("test"), [], threading.Event(), threading.Event()
 
     def take_long():
         has_begun.set()

@@ -51,7 +51,7 @@ def main(directory: Path, dtype: torch.dtype) -> None:
     for step in largest_steps(limits):
         result = runner.run(step)
         result.host_top()
-        result.host_scores()
+        result.host_prompt_logprobs()
     print(json.dumps({"memory": asdict(memory), "reserved": reserved, "grown": peak() - before}))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tokasaurus.checkpoint import ModelInfo
-from tokasaurus.messages.forward import ForwardInput, PrefixGroups, ScoredRows
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups, PromptLogprobsInput
 from tokasaurus.messages.slots import LogitRules, SlotChanges, SlotOpens
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
@@ -91,7 +91,7 @@ class StepDriver:
         self._num_prompt_top: dict[int, int | None] = {}
         self._first_writes: dict[int, int] = {}
         self.top: dict[int, list[tuple[int, float]]] = {}
-        self.scores: dict[int, list[Score]] = {}
+        self.logprobs_by_slot: dict[int, list[PromptLogprob]] = {}
 
     def open(
         self,
@@ -142,7 +142,7 @@ class StepDriver:
         blocks: list[int] = []
         sampled = list(decode)
         opened = self._opened([*decode, *(slot for slot, _ in prefill)])
-        scored_slots, scored = self._scored(len(decode), prefill)
+        logprob_slots, wanted = self._prompt_logprobs_input(len(decode), prefill)
         for slot, count in [*((slot, 1) for slot in decode), *prefill]:
             done = self._done[slot]
             if slot not in decode:
@@ -166,7 +166,7 @@ class StepDriver:
             prompt_ids=int32(prompt_ids),
             changes=changes,
             groups=None if groups is None else PrefixGroups(*map(int32, zip(*groups, strict=True))),
-            scored=scored,
+            prompt_logprobs=wanted,
         )
         result = self.runner.run(step)
         top = result.host_top()
@@ -175,7 +175,7 @@ class StepDriver:
             for row, ids, logprobs in zip(top.rows, top.token_ids.tolist(), top.logprobs.tolist(), strict=True):
                 pairs = list(zip(ids, logprobs, strict=True))
                 self.top[sampled[row]] = pairs[: self._num_top[sampled[row]]]
-        self.scores = _scores_by_slot(result, scored_slots, scored)
+        self.logprobs_by_slot = _logprobs_by_slot(result, logprob_slots, wanted)
         return _by_slot(result, sampled)
 
     def num_shared_blocks(self, slots: list[int]) -> int:
@@ -189,7 +189,9 @@ class StepDriver:
         while len(table) * self._page_size < num_tokens:
             table.append(self._free.pop())
 
-    def _scored(self, num_decode: int, prefill: list[tuple[int, int]]) -> tuple[list[int], ScoredRows | None]:
+    def _prompt_logprobs_input(
+        self, num_decode: int, prefill: list[tuple[int, int]]
+    ) -> tuple[list[int], PromptLogprobsInput | None]:
         """The slots of which tokens are scored, and these."""
         slots, rows, counts, target_ids = [], [], [], []
         for row, (slot, num_tokens) in enumerate(prefill, start=num_decode):
@@ -203,7 +205,7 @@ class StepDriver:
         if not rows:
             return [], None
         num_top = max(self._num_prompt_top[slot] or 0 for slot in slots)
-        return slots, ScoredRows(int32(rows), int32(counts), int32(target_ids), num_top)
+        return slots, PromptLogprobsInput(int32(rows), int32(counts), int32(target_ids), num_top)
 
     def _opened(self, running: list[int]) -> SlotOpens | None:
         """Those of the slots to open that run for the first time."""
@@ -233,7 +235,7 @@ class StepDriver:
 
 
 @dataclass(frozen=True)
-class Score:
+class PromptLogprob:
     """Of one token of a prompt. top: (token, log-probability), falling."""
 
     logprob: float
@@ -256,17 +258,19 @@ def _by_slot(result: StepResult, sampled: list[int]) -> dict[int, tuple[int, flo
     return {slot: pair for slot, *pair in zip(sampled, tokens, logprobs.tolist(), strict=True)}
 
 
-def _scores_by_slot(result: StepResult, slots: list[int], scored: ScoredRows | None) -> dict[int, list[Score]]:
-    scores = result.host_scores()
-    if scored is None:
-        assert scores is None
+def _logprobs_by_slot(
+    result: StepResult, slots: list[int], wanted: PromptLogprobsInput | None
+) -> dict[int, list[PromptLogprob]]:
+    logprobs_by_slot = result.host_prompt_logprobs()
+    if wanted is None:
+        assert logprobs_by_slot is None
         return {}
-    assert scores is not None
+    assert logprobs_by_slot is not None
     tops = [
         list(zip(ids, logprobs, strict=True))
-        for ids, logprobs in zip(scores.top_ids.tolist(), scores.top_logprobs.tolist(), strict=True)
+        for ids, logprobs in zip(logprobs_by_slot.top_ids.tolist(), logprobs_by_slot.top_logprobs.tolist(), strict=True)
     ]
-    in_order = map(Score, scores.logprobs.tolist(), scores.ranks.tolist(), tops)
+    in_order = map(PromptLogprob, logprobs_by_slot.logprobs.tolist(), logprobs_by_slot.ranks.tolist(), tops)
     return {
-        slot: list(itertools.islice(in_order, count)) for slot, count in zip(slots, scored.counts.tolist(), strict=True)
+        slot: list(itertools.islice(in_order, count)) for slot, count in zip(slots, wanted.counts.tolist(), strict=True)
     }

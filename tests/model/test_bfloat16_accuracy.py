@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.model.steps import CPU, NOTHING, int32, open_greedy
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint, weight_files
-from tokasaurus.messages.forward import ForwardInput, ScoredRows
+from tokasaurus.messages.forward import ForwardInput, PromptLogprobsInput
 from tokasaurus.messages.slots import SlotChanges
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
@@ -20,7 +20,7 @@ from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.sampling.prompt_logprobs import score
+from tokasaurus.model.sampling.prompt_logprobs import compute_prompt_logprobs
 from tokasaurus.model.worker.device import choose_kv_cache_dtype
 from tokasaurus.text.tokenizer import Tokenizer
 
@@ -49,7 +49,7 @@ def by_transformers(model: torch.nn.Module, prompt: list[int], continuation: lis
     return logprobs_of(logits[len(prompt) - 1 : -1], continuation)
 
 
-class Scorer:
+class LogprobModel:
     """Our model with bfloat16 weights. kv_cache_dtype: None for what a server has by default."""
 
     def __init__(self, checkpoint: Checkpoint, backend: str, kv_cache_dtype: str | None) -> None:
@@ -68,20 +68,20 @@ class Scorer:
         self.slots = SlotTable(SlotTableSize(2, MAX_TOKENS // PAGE_SIZE), CPU)
         self.slots.rules.allocate(MAX_TOKENS + PAGE_SIZE)
 
-    def score_sampled(self, prompt: list[int], continuation: list[int]) -> np.ndarray:
+    def sampled_logprobs(self, prompt: list[int], continuation: list[int]) -> np.ndarray:
         """The prompt as one chunk, then the continuation token by token, as if it were sampled."""
         rows = [self._logits(prompt, first=True)]
         rows += [self._logits([token]) for token in continuation[:-1]]
         return logprobs_of(torch.cat(rows), continuation)
 
-    def score_prompt(self, prompt: list[int], continuation: list[int]) -> np.ndarray:
+    def prompt_logprobs(self, prompt: list[int], continuation: list[int]) -> np.ndarray:
         """All of it as the tokens of one prompt."""
         tokens = prompt + continuation
-        scored = ScoredRows(int32([0]), int32([len(tokens) - 1]), int32(tokens[1:]), 0)
-        hidden, batch = self._forward(tokens, first=True, scored=scored)
-        assert batch.scored is not None
-        scores = score(hidden, batch.scored, self.model.logits, load_kernels())
-        return scores.logprobs.double().numpy()[len(prompt) - 1 :]
+        prompt_logprobs = PromptLogprobsInput(int32([0]), int32([len(tokens) - 1]), int32(tokens[1:]), 0)
+        hidden, batch = self._forward(tokens, first=True, prompt_logprobs=prompt_logprobs)
+        assert batch.prompt_logprobs is not None
+        computed = compute_prompt_logprobs(hidden, batch.prompt_logprobs, self.model.logits, load_kernels())
+        return computed.logprobs.double().numpy()[len(prompt) - 1 :]
 
     def _logits(self, tokens: list[int], first: bool = False) -> torch.Tensor:
         hidden, batch = self._forward(tokens, first)
@@ -90,13 +90,15 @@ class Scorer:
             return self.model.logits(hidden[batch.logit_rows]).to(torch.float32, copy=True)
 
     def _forward(
-        self, tokens: list[int], first: bool, scored: ScoredRows | None = None
+        self, tokens: list[int], first: bool, prompt_logprobs: PromptLogprobsInput | None = None
     ) -> tuple[torch.Tensor, DeviceBatch]:
         blocks = np.arange(1, MAX_TOKENS // PAGE_SIZE + 1, dtype=np.int32) if first else NOTHING
         # Every chunk ends past a prompt of one token, so that its last token's logits are wanted.
         opened = open_greedy(1, num_prompt_tokens=1)
         changes = SlotChanges(int32([1] if first else []), opened if first else None, np.full_like(blocks, 1), blocks)
-        step = ForwardInput(1, int32([1]), int32([len(tokens)]), 0, int32(tokens), changes, scored=scored)
+        step = ForwardInput(
+            1, int32([1]), int32([len(tokens)]), 0, int32(tokens), changes, prompt_logprobs=prompt_logprobs
+        )
         self.slots.apply(changes)
         batch = build_batch(step, self.slots, PAGE_SIZE, CPU)
         self.backend.plan(batch.layout)
@@ -125,10 +127,10 @@ def test_the_mean_error_is_at_most_a_fifth_above_that_of_transformers(
     backend: str, kv_cache_dtype: str | None, demo: Checkpoint, errors_of_transformers: tuple[list[np.ndarray], float]
 ) -> None:
     exact, allowed = errors_of_transformers
-    scorer = Scorer(demo, backend, kv_cache_dtype)
+    model = LogprobModel(demo, backend, kv_cache_dtype)
     texts = read_texts(Tokenizer.load(demo.tokenizer_directory))
-    for score_text in (scorer.score_sampled, scorer.score_prompt):
-        ours = [score_text(*text) for text in texts]
+    for logprobs_of in (model.sampled_logprobs, model.prompt_logprobs):
+        ours = [logprobs_of(*text) for text in texts]
         error = float(np.abs(np.concatenate(ours) - np.concatenate(exact)).mean())
         print(f"mean error {error:.4f}, transformers' {allowed:.4f}, {sum(map(len, ours))} tokens")
         assert error <= 1.2 * allowed

@@ -69,7 +69,7 @@ def test_phases_of_forwards_are_samples_where_the_worker_counts_them() -> None:
     families = text_string_to_metric_families(render_metrics(EngineCollector(lambda: stats)).decode())
     phases = next(family for family in families if family.name == "toka_forward_phase_seconds")
     assert [(sample.labels["replica"], sample.labels["phase"], sample.value) for sample in phases.samples] == [
-        ("1", "products", 1.0),
+        ("1", "gemm", 1.0),
         ("1", "heads", 2.0),
         ("1", "prefix_attention", 3.0),
         ("1", "attention", 4.0),

@@ -8,7 +8,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.fake_engine import FakeEngine, score_prompt
+from tests.fake_engine import FakeEngine, prompt_logprobs
 from tests.server.conftest import LiveServer, live_server
 from tests.server.engine_client.test_client import make_request, run_with, until
 from tests.server.prepare.test_echo import entries_of, expected_entries, say_hello
@@ -24,11 +24,11 @@ HELLO: list[Any] = [{"role": "user", "content": "hello world"}]
 def expected_field(request: GenerateRequest, num_top: int, model: ServedModel) -> list[dict[str, Any] | None]:
     """From what the engine says of a prompt, where a token's log-probability tells its rank."""
     field: list[dict[str, Any] | None] = [None]
-    scores = score_prompt(dataclasses.replace(request, num_top_prompt_logprobs=num_top))
+    computed = prompt_logprobs(dataclasses.replace(request, num_top_prompt_logprobs=num_top))
     for place in range(1, len(request.prompt_ids)):
-        values = {int(request.prompt_ids[place]): float(scores.logprobs[place])}
-        if scores.top is not None:
-            values |= zip(scores.top.token_ids[place].tolist(), scores.top.logprobs[place].tolist(), strict=True)
+        values = {int(request.prompt_ids[place]): float(computed.logprobs[place])}
+        if computed.top is not None:
+            values |= zip(computed.top.token_ids[place].tolist(), computed.top.logprobs[place].tolist(), strict=True)
         field.append(
             {
                 str(token_id): {
@@ -90,8 +90,8 @@ def test_beside_an_echo_each_has_the_number_it_asked_for(
 def test_a_prompts_token_among_the_likeliest_keeps_its_own_rank(served_model: ServedModel) -> None:
     """Where two are as likely, it may stand behind the other."""
     top = TopLogprobs(np.array([[0, 0], [98, 97]], np.int32), np.array([[np.nan] * 2, [-0.5, -0.5]], np.float32))
-    scores = PromptLogprobs(np.array([np.nan, -0.5], np.float32), np.array([0, 1], np.int32), top)
-    first, second = build_prompt_logprobs(np.array([5, 97], np.int32), scores, 2, served_model.tokenizer)
+    computed = PromptLogprobs(np.array([np.nan, -0.5], np.float32), np.array([0, 1], np.int32), top)
+    first, second = build_prompt_logprobs(np.array([5, 97], np.int32), computed, 2, served_model.tokenizer)
     assert first is None
     assert second is not None
     assert {key: (entry.rank, entry.decoded_token) for key, entry in second.items()} == {"97": (1, "a"), "98": (1, "b")}
@@ -134,7 +134,7 @@ def test_a_slow_reader_of_a_stream_gets_them_too() -> None:
         run_with([engine], use)
     finally:
         engine.stop()
-    (scores,) = [part for part in found if part is not None]
-    expected = score_prompt(request)
-    assert scores.ranks.tolist() == expected.ranks.tolist()
+    (computed,) = [part for part in found if part is not None]
+    expected = prompt_logprobs(request)
+    assert computed.ranks.tolist() == expected.ranks.tolist()
     assert len(found) == 2

@@ -110,10 +110,10 @@ def test_random_schemas_are_followed_as_an_outside_validator_reads_them(obedient
 def test_stream_bulk_and_logprobs_have_the_same_text(obedient: LiveServer) -> None:
     body = minimal_body(CHAT) | {"max_tokens": 100, "n": 2, "seed": 5, "response_format": FORMAT}
     expected = [text for text, _ in texts_of(obedient.http.post(CHAT, json=body).json())]
-    scored = obedient.http.post(CHAT, json=body | {"logprobs": True}).json()
-    assert [text for text, _ in texts_of(scored)] == expected
+    answer = obedient.http.post(CHAT, json=body | {"logprobs": True}).json()
+    assert [text for text, _ in texts_of(answer)] == expected
     assert (
-        b"".join(bytes(token["bytes"]) for token in scored["choices"][0]["logprobs"]["content"]).decode() == expected[0]
+        b"".join(bytes(token["bytes"]) for token in answer["choices"][0]["logprobs"]["content"]).decode() == expected[0]
     )
     line = {"custom_id": "1", "url": CHAT, "body": body}
     bulk = obedient.http.post("/v1/bulk", content=orjson.dumps(line), headers={"content-type": "application/x-ndjson"})

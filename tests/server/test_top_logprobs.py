@@ -18,7 +18,7 @@ from tests.server.small_tokenizer import IM_END
 from tests.server.test_openai_client import assert_exactly_openai_shaped, sync_client
 from tokasaurus.messages.generation import GenerateRequest, SequenceDelta, TopLogprobs
 from tokasaurus.server.engine_client.collectors import FinishedSequence
-from tokasaurus.server.respond.logprobs import ScoredToken, build_completion_logprobs
+from tokasaurus.server.respond.logprobs import TokenLogprob, build_completion_logprobs
 from tokasaurus.server.served_model import ServedModel
 
 HELLO: list[Any] = [{"role": "user", "content": "hi"}]
@@ -117,11 +117,11 @@ def test_what_comes_in_parts_adds_up() -> None:
 
 
 def test_of_tokens_that_read_alike_the_likeliest_counts(served_model: ServedModel) -> None:
-    scored = [
-        ScoredToken(0xE2, -3.0, 0, [(0xFF, -0.5), (97, -1.0), (0xE3, -2.0)]),
-        ScoredToken(0xFF, -0.5, 0, [(0xFF, -0.5), (0xE2, -3.0)]),
+    tokens = [
+        TokenLogprob(0xE2, -3.0, 0, [(0xFF, -0.5), (97, -1.0), (0xE3, -2.0)]),
+        TokenLogprob(0xFF, -0.5, 0, [(0xFF, -0.5), (0xE2, -3.0)]),
     ]
-    built = build_completion_logprobs(scored, True, served_model.tokenizer)
+    built = build_completion_logprobs(tokens, True, served_model.tokenizer)
     assert built.top_logprobs == [{"\ufffd": -0.5, "a": -1.0}, {"\ufffd": -0.5}]
     assert built.token_logprobs == [-3.0, -0.5]
 

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from tokasaurus.messages.slots import SlotChanges
 
-FORWARD_PHASES = ("products", "heads", "prefix_attention", "attention", "sampling")
-"""Timed parts of a forward. products: gemms with norms, gates and residual sums. heads: rotary and writing keys and
+FORWARD_PHASES = ("gemm", "heads", "prefix_attention", "attention", "sampling")
+"""Timed parts of a forward. gemm: gemms with norms, gates and residual sums. heads: rotary and writing keys and
 values to the cache. prefix_attention: attention over shared prefixes. attention: all other attention. sampling:
 sampling and prompt logprobs."""
 
@@ -27,7 +27,7 @@ class PrefixGroups:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredRows:
+class PromptLogprobsInput:
     """Prefill rows whose prompt logprobs are wanted: A of the S rows."""
 
     rows: NDArray[np.int32]
@@ -74,7 +74,7 @@ class ForwardInput:
     changes: SlotChanges
     groups: PrefixGroups | None = None
     """None if no rows share a prefix long enough to repay a group."""
-    scored: ScoredRows | None = None
+    prompt_logprobs: PromptLogprobsInput | None = None
     """None if no row needs prompt logprobs."""
     masks: TokenMasks | None = None
     """None if no row has a mask."""
@@ -98,8 +98,8 @@ class TopOfRows:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenScores:
-    """Prompt logprobs of the Q tokens in ScoredRows.target_ids, in the same order."""
+class PromptLogprobsOutput:
+    """Prompt logprobs of the Q tokens in PromptLogprobsInput.target_ids, in the same order."""
 
     logprobs: NDArray[np.float32]
     """float32 [Q]."""
@@ -128,5 +128,5 @@ class ForwardOutput:
     """Seconds in each of FORWARD_PHASES since the worker started; empty if the worker does not count them."""
     top: TopOfRows | None = None
     """None if no row wants top-k logprobs."""
-    scores: TokenScores | None = None
+    prompt_logprobs: PromptLogprobsOutput | None = None
     """Prompt logprobs; None if no row needs them."""

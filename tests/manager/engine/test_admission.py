@@ -244,14 +244,14 @@ def test_a_prompt_is_scored_again_behind_a_sample_that_was_put_back_after_it():
     state = make_bench(make_options(100, 4, max_seqs_per_forward=8)).state
     for request in make_requests([Shape(0, 30, 0, 2, 9, prompt_top=1)], state.options.limits):
         add_request(state, request)
-    scored, sample = state.queues.take_first_waiting(), state.queues.take_first_waiting()
-    for sequence in (scored, sample):
+    with_logprobs, sample = state.queues.take_first_waiting(), state.queues.take_first_waiting()
+    for sequence in (with_logprobs, sample):
         state.queues.add_waiting(sequence, first=True)
-    before, candidates = forecast_kv(state, None), describe(state, [sample, scored])
+    before, candidates = forecast_kv(state, None), describe(state, [sample, with_logprobs])
     simulated = simulate_candidates(candidates, 2, before, 4).at(np.arange(60))
     for _ in range(2):
         admit(state, state.queues.take_first_waiting())
-    assert state.slots.first_positions[[sample.slot, scored.slot]].tolist() == [0, 0]
+    assert state.slots.first_positions[[sample.slot, with_logprobs.slot]].tolist() == [0, 0]
     assert forecast_kv(state, None).curve.at(np.arange(60)).tolist() == simulated.tolist()
 
 

@@ -250,7 +250,7 @@ def test_a_split_leaves_the_deepest_node_of_a_sequence_its_own():
     assert long.parent is short
     tree.release(long)
     assert (short.num_sequences, long.num_sequences, tree.num_unused_blocks) == (1, 0, 2)
-    middle = tree.acquire(tree.match(as_bytes([1, 2, 3, 4, 5, 6])), held=short)
+    middle = tree.acquire(tree.match(as_bytes([1, 2, 3, 4, 5, 6])), current=short)
     assert (middle.parent, long.parent) == (short, middle)
     assert middle.last_used == long.last_used > 0
     assert (short.num_sequences, middle.num_sequences, long.num_sequences) == (1, 1, 0)

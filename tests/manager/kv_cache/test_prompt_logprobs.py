@@ -23,7 +23,7 @@ from tests.manager.bench import (
 from tests.manager.fake_worker import VOCAB_SIZE, make_request, simulate
 from tests.manager.test_streams import join, streamed
 from tokasaurus.manager.engine.lifecycle import preempt
-from tokasaurus.manager.kv_cache.prompt_logprobs import PromptScores
+from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobStore
 from tokasaurus.manager.state.engine_state import HydragenOptions, LengthPredictorOptions
 from tokasaurus.manager.state.sequence import Phase
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
@@ -31,7 +31,7 @@ from tokasaurus.messages.generation import CancelRequest, GenerateRequest
 PAGE_SIZE = 4
 
 
-def scoring(request: GenerateRequest, num_top: int = 0) -> GenerateRequest:
+def with_prompt_logprobs(request: GenerateRequest, num_top: int = 0) -> GenerateRequest:
     return dataclasses.replace(request, want_prompt_logprobs=True, num_top_prompt_logprobs=num_top)
 
 
@@ -114,19 +114,19 @@ class Texts:
 
     def __init__(self) -> None:
         self.cached: list[list[int]] = []
-        self.scored: list[tuple[list[int], int]] = []
+        self.with_logprobs: list[tuple[list[int], int]] = []
 
     def add_prompt(self, request: GenerateRequest) -> None:
         prompt = request.prompt_ids.tolist()
         if request.want_prompt_logprobs:
             # The block of the last token is the prompt's own: where another has it already, it is not kept.
             is_kept = not any(text[: len(prompt)] == prompt for text in self.cached)
-            self.scored.append((prompt if is_kept else prompt[:-1], request.num_top_prompt_logprobs))
+            self.with_logprobs.append((prompt if is_kept else prompt[:-1], request.num_top_prompt_logprobs))
         self.cached.append(prompt)
 
     def first_position(self, request: GenerateRequest) -> int:
         prompt, most = request.prompt_ids.tolist(), 0
-        for text, num_top in self.scored:
+        for text, num_top in self.with_logprobs:
             for end in range(PAGE_SIZE, len(prompt), PAGE_SIZE):
                 if num_top >= request.num_top_prompt_logprobs and text[:end] == prompt[:end]:
                     most = max(most, end)
@@ -183,7 +183,7 @@ def multiple_choice(num_contexts: int, num_context_tokens: int, num_options: int
     for number in range(num_contexts * num_options):
         context = np.random.default_rng([number // num_options, 3]).integers(0, VOCAB_SIZE, num_context_tokens)
         option = np.random.default_rng([number, 4]).integers(0, VOCAB_SIZE, 3 + number % 9)
-        request = scoring(make_request(number, 1, 1, number % 2, want_logprobs=True), 1)
+        request = with_prompt_logprobs(make_request(number, 1, 1, number % 2, want_logprobs=True), 1)
         requests.append(dataclasses.replace(request, prompt_ids=np.concatenate((context, option)).astype(np.int32)))
     return requests
 
@@ -212,7 +212,7 @@ def test_the_options_of_one_context_compute_it_once(at_once):
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_whoever_is_preempted_goes_on_where_scores_end(num_steps_deferred, is_streamed):
     """Put back while it prefills, in chunks of 10: it is scored on; while it decodes: its scores are known."""
-    request = scoring(make_request(1, 45, 2, 30, ignore_eos=True, want_logprobs=True), 2)
+    request = with_prompt_logprobs(make_request(1, 45, 2, 30, ignore_eos=True, want_logprobs=True), 2)
     request = dataclasses.replace(request, is_streamed=is_streamed)
     bench = Bench(make_options(60, max_tokens_per_forward=10, max_steps_ahead=2, deferred_tasks="always"), (0.01,))
     bench.turn([request])
@@ -222,12 +222,12 @@ def test_whoever_is_preempted_goes_on_where_scores_end(num_steps_deferred, is_st
     sequence = next(iter(state.unfinished["r1"]))
     num_kv_tokens = int(state.slots.num_kv_tokens[sequence.slot])
     num_known = int(state.slots.num_known_tokens[sequence.slot])
-    was_scored = num_known > 45
+    had_logprobs = num_known > 45
     preempt(state, sequence)
     bench.run_until_idle()
     assert_equals_simulation(join(bench.deltas), [request])
     start = min(num_kv_tokens, num_known - 1) // 4 * 4
-    if not was_scored:
+    if not had_logprobs:
         start = max(0, min(44, num_kv_tokens) // 4 * 4 - 1)
     assert [first for first, _ in bench.worker.stays[1, 0]] == [0, start]
     bench.assert_nothing_is_left()
@@ -237,12 +237,12 @@ def test_whoever_is_preempted_goes_on_where_scores_end(num_steps_deferred, is_st
 def test_whoever_relied_on_scores_that_were_cancelled_computes_them(num_steps):
     """A plain prompt has all the KV; of three scored ones in steps of 6, the first is cancelled amid its steps."""
     options = make_options(60, PAGE_SIZE, max_tokens_per_forward=6, max_seqs_per_forward=6, max_steps_ahead=1)
-    plain, *scored = make_requests([Shape(0, 40, 1 + number, 1, 3) for number in range(4)], options.limits)
-    scored = [scoring(request) for request in scored]
+    plain, *with_logprobs = make_requests([Shape(0, 40, 1 + number, 1, 3) for number in range(4)], options.limits)
+    with_logprobs = [with_prompt_logprobs(request) for request in with_logprobs]
     bench = Bench(options)
     bench.turn([plain])
     bench.run_until_idle()
-    bench.turn(scored)
+    bench.turn(with_logprobs)
     for _ in range(num_steps - 1):
         bench.turn([], 1)
     assert [sequence.phase for sequence in bench.running()] == [Phase.PREFILL] * 3
@@ -250,7 +250,7 @@ def test_whoever_relied_on_scores_that_were_cancelled_computes_them(num_steps):
     bench.run_until_idle()
     starts = bench.worker.first_positions
     assert (starts[1, 0], starts[2, 0], starts[3, 0]) == (0, max(0, 6 * num_steps // PAGE_SIZE * PAGE_SIZE - 1), 39)
-    assert_equals_simulation(bench.deltas, [plain, *scored])
+    assert_equals_simulation(bench.deltas, [plain, *with_logprobs])
     bench.assert_nothing_is_left()
 
 
@@ -259,7 +259,9 @@ def test_whoever_relied_on_scores_that_were_cancelled_computes_them(num_steps):
 def test_where_no_token_is_wanted_none_comes(is_streamed, stop_strings):
     bench = Bench(make_options(40, deferred_tasks="always", early_stopping=LengthPredictorOptions()))
     request = make_request(1, 21, 3, 0, stop_strings, want_logprobs=True)
-    request = dataclasses.replace(scoring(request, 2), is_streamed=is_streamed, num_top_logprobs=2, min_tokens=0)
+    request = dataclasses.replace(
+        with_prompt_logprobs(request, 2), is_streamed=is_streamed, num_top_logprobs=2, min_tokens=0
+    )
     bench.turn([request])
     bench.run_until_idle()
     assert len(bench.deltas) == 3
@@ -278,8 +280,8 @@ def test_more_likeliest_tokens_in_a_large_pool_hold_nobody_up():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     num_kv_indices = 9 << 20
-    scores = PromptScores(num_kv_indices // 16, page_size=16)
+    store = PromptLogprobStore(num_kv_indices // 16, page_size=16)
     before = resident_bytes()
     for num_top in (1, 2, 5):
-        scores.widen(num_top)
+        store.widen(num_top)
     assert resident_bytes() - before < num_kv_indices

@@ -5,7 +5,7 @@ import sys
 
 DEEP = """
 from tests.manager.fake_grammars import TOKEN_BYTES, fake_vocabulary
-from tokasaurus.manager.state.grammar_manager import ThreadLane
+from tokasaurus.manager.state.grammar_manager import JobThread
 from tokasaurus.manager.state.grammar_matcher import MatcherThreads
 
 rules = [f'r{n}: "a" r{n + 1} "b" | "c"' for n in range(3000)]
@@ -21,7 +21,7 @@ def follow():
         threads.advance(grammar_matchers)
     print([matching.error for matching in grammar_matchers])
 
-lane = ThreadLane("deep")
+lane = JobThread("deep")
 lane(follow)
 lane.close(60)
 """

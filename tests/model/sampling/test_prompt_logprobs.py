@@ -14,7 +14,7 @@ from tests.model.decoder.test_decoder import load, oracle_greedy
 from tests.model.peak_memory import peak, reset_peak
 from tests.model.sampling.test_logit_rules import Rule, make_rules
 from tests.model.sampling.test_sample import make_rows, noise_keys
-from tests.model.steps import Score, StepDriver, make_runner
+from tests.model.steps import PromptLogprob, StepDriver, make_runner
 from tests.tiny_model import VOCAB_SIZE, save_byte_tokenizer, save_tiny_model
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
@@ -22,7 +22,7 @@ from tokasaurus.messages.lifecycle import Ready
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.execution import device_batch
 from tokasaurus.model.sampling import prompt_logprobs
-from tokasaurus.model.sampling.prompt_logprobs import Scores, score_logits
+from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, fill_token_logprobs
 from tokasaurus.model.sampling.sample import sample
 from tokasaurus.model.worker.loop import run_steps
 from tokasaurus.model.worker.warmup import ForwardLimits, single_token, widest_prefill
@@ -35,16 +35,18 @@ def kernels(request: pytest.FixtureRequest) -> Kernels | None:
     return None if request.param == "torch" else load_kernels()
 
 
-def scores_of(logits: torch.Tensor, target_ids: torch.Tensor, num_top: int, kernels: Kernels | None) -> Scores:
+def token_logprobs_of(
+    logits: torch.Tensor, target_ids: torch.Tensor, num_top: int, kernels: Kernels | None
+) -> TokenLogprobs:
     num_rows = len(logits)
-    scores = Scores(
+    computed = TokenLogprobs(
         torch.empty(num_rows, device=logits.device),
         torch.empty(num_rows, dtype=torch.int32, device=logits.device),
         torch.empty((num_rows, num_top), dtype=torch.int32, device=logits.device),
         torch.empty((num_rows, num_top), device=logits.device),
     )
-    score_logits(logits, target_ids.int(), scores, kernels)
-    return scores
+    fill_token_logprobs(logits, target_ids.int(), computed, kernels)
+    return computed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -56,19 +58,19 @@ def test_scores_are_those_of_a_plain_sort(
     logits = (torch.randn(130, vocab_size, generator=generator) * 3).to(dtype)
     targets = torch.randint(vocab_size, (130,), generator=generator)
     targets[::3] = logits[::3].argmax(dim=-1)
-    scores = scores_of(logits, targets, num_top, kernels)
+    computed = token_logprobs_of(logits, targets, num_top, kernels)
     expected = logits.double().log_softmax(dim=-1)
     own = expected.gather(1, targets.unsqueeze(1))
-    torch.testing.assert_close(scores.logprobs.double(), own.squeeze(1), atol=3e-6, rtol=1e-5)
+    torch.testing.assert_close(computed.logprobs.double(), own.squeeze(1), atol=3e-6, rtol=1e-5)
     # bfloat16 logits are often equal: none of them is before another
     ordered = expected.sort(dim=-1, descending=True).values
-    assert scores.ranks.tolist() == [1 + row.index(value) for row, value in zip(ordered.tolist(), own, strict=True)]
-    torch.testing.assert_close(scores.top_logprobs.double(), ordered[:, :num_top], atol=3e-6, rtol=1e-5)
-    by_ids = expected.gather(1, scores.top_ids.long())
-    torch.testing.assert_close(scores.top_logprobs.double(), by_ids, atol=3e-6, rtol=1e-5)
-    assert all(len(set(ids)) == num_top for ids in scores.top_ids.tolist())
-    is_target = scores.top_ids == targets.unsqueeze(1)
-    assert torch.equal(scores.top_logprobs[is_target], scores.logprobs.unsqueeze(1).expand_as(is_target)[is_target])
+    assert computed.ranks.tolist() == [1 + row.index(value) for row, value in zip(ordered.tolist(), own, strict=True)]
+    torch.testing.assert_close(computed.top_logprobs.double(), ordered[:, :num_top], atol=3e-6, rtol=1e-5)
+    by_ids = expected.gather(1, computed.top_ids.long())
+    torch.testing.assert_close(computed.top_logprobs.double(), by_ids, atol=3e-6, rtol=1e-5)
+    assert all(len(set(ids)) == num_top for ids in computed.top_ids.tolist())
+    is_target = computed.top_ids == targets.unsqueeze(1)
+    assert torch.equal(computed.top_logprobs[is_target], computed.logprobs.unsqueeze(1).expand_as(is_target)[is_target])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,31 +78,33 @@ def test_a_prompts_token_scores_as_if_it_were_drawn(dtype: torch.dtype, kernels:
     logits = (torch.randn(50, 3000, generator=torch.Generator().manual_seed(2)) * 5).to(dtype)
     drawn = sample(logits, make_rows([1.0] * 50, [1.0] * 50, noise_keys([1] * 50, [0] * 50, list(range(50)))), kernels)
     assert drawn.logprobs is not None
-    scores = scores_of(logits, drawn.tokens, 0, kernels)
-    torch.testing.assert_close(scores.logprobs, drawn.logprobs, atol=0, rtol=2e-7)
+    computed = token_logprobs_of(logits, drawn.tokens, 0, kernels)
+    torch.testing.assert_close(computed.logprobs, drawn.logprobs, atol=0, rtol=2e-7)
 
 
 def test_a_row_that_is_no_number_harms_no_other(kernels: Kernels | None) -> None:
     logits = torch.randn(3, 300)
     logits[1, 100:] = torch.nan
-    scores = scores_of(logits, torch.tensor([5, 6, 7]), 4, kernels)
-    alone = scores_of(logits[2:], torch.tensor([7]), 4, kernels)
-    assert bool(torch.isnan(scores.logprobs[1]))
-    assert all(torch.equal(one[2:], other) for one, other in zip(scores, alone, strict=True))
+    computed = token_logprobs_of(logits, torch.tensor([5, 6, 7]), 4, kernels)
+    alone = token_logprobs_of(logits[2:], torch.tensor([7]), 4, kernels)
+    assert bool(torch.isnan(computed.logprobs[1]))
+    assert all(torch.equal(one[2:], other) for one, other in zip(computed, alone, strict=True))
 
 
-def assert_scores_of(scores: list[Score], oracle: PreTrainedModel, prompt: list[int], first: int, num_top: int) -> None:
+def assert_logprobs_of(
+    computed: list[PromptLogprob], oracle: PreTrainedModel, prompt: list[int], first: int, num_top: int
+) -> None:
     """Those of prompt[first:], by transformers."""
     with torch.inference_mode():
         expected = oracle(torch.tensor([prompt])).logits[0].log_softmax(dim=-1)
-    assert len(scores) == len(prompt) - first
-    for position, score in enumerate(scores, start=first):
+    assert len(computed) == len(prompt) - first
+    for position, entry in enumerate(computed, start=first):
         row, target = expected[position - 1], prompt[position]
-        assert score.logprob == pytest.approx(float(row[target]), abs=1e-4)
-        assert int((row > row[target] + 1e-4).sum()) < score.rank <= 1 + int((row > row[target] - 1e-4).sum())
+        assert entry.logprob == pytest.approx(float(row[target]), abs=1e-4)
+        assert int((row > row[target] + 1e-4).sum()) < entry.rank <= 1 + int((row > row[target] - 1e-4).sum())
         likeliest = row.topk(num_top)
-        assert [token for token, _ in score.top[:num_top]] == likeliest.indices.tolist()
-        assert [value for _, value in score.top[:num_top]] == pytest.approx(likeliest.values.tolist(), abs=1e-4)
+        assert [token for token, _ in entry.top[:num_top]] == likeliest.indices.tolist()
+        assert [value for _, value in entry.top[:num_top]] == pytest.approx(likeliest.values.tolist(), abs=1e-4)
 
 
 def random_tokens(rng: random.Random, count: int) -> list[int]:
@@ -130,7 +134,7 @@ def test_chunks_in_mixed_steps_have_the_scores_of_transformers(
 ) -> None:
     """Others decode or prefill unscored meanwhile, and few rows pass the head at once."""
     for module in (prompt_logprobs, device_batch):
-        monkeypatch.setattr(module, "SCORED_AT_ONCE", 16)
+        monkeypatch.setattr(module, "LOGPROBS_AT_ONCE", 16)
     rng = random.Random(seed)
     driver = new_driver()
     lengths = {1: 40, 2: 1, 3: 77, 4: 2, 5: 30, 6: 100}
@@ -138,16 +142,16 @@ def test_chunks_in_mixed_steps_have_the_scores_of_transformers(
     prompts = {slot: random_tokens(rng, length) for slot, length in lengths.items()}
     for slot, prompt in prompts.items():
         driver.open(slot, prompt, num_prompt_top=num_tops[slot])
-    scores: dict[int, list[Score]] = {slot: [] for slot in prompts}
+    computed: dict[int, list[PromptLogprob]] = {slot: [] for slot in prompts}
     while prefilling := [slot for slot in prompts if driver.remaining(slot)]:
         decode = [slot for slot in prompts if slot not in prefilling]
         chosen = sorted(rng.sample(prefilling, rng.randint(1, len(prefilling))))
         driver.run(decode, [(slot, min(driver.remaining(slot), rng.randint(1, 60))) for slot in chosen])
-        for slot, new in driver.scores.items():
-            scores[slot] += new
-    assert scores.pop(5) == []
-    for slot, own in scores.items():
-        assert_scores_of(own, oracle, prompts[slot], 1, num_tops[slot] or 0)
+        for slot, new in driver.logprobs_by_slot.items():
+            computed[slot] += new
+    assert computed.pop(5) == []
+    for slot, own in computed.items():
+        assert_logprobs_of(own, oracle, prompts[slot], 1, num_tops[slot] or 0)
 
 
 @pytest.mark.parametrize("num_shared", [1, 3])
@@ -166,7 +170,7 @@ def test_behind_a_cached_prefix_its_last_tokens_are_computed_again(
         driver.open(slot, prompt, shares=(1, num_shared), num_prompt_top=2, num_again=num_again)
     driver.run([1], [(slot, driver.remaining(slot)) for slot in prompts])
     for slot, prompt in prompts.items():
-        assert_scores_of(driver.scores[slot], oracle, prompt, len(prefix) - num_again + 1, 2)
+        assert_logprobs_of(driver.logprobs_by_slot[slot], oracle, prompt, len(prefix) - num_again + 1, 2)
     texts = {slot: list(prompt) for slot, prompt in prompts.items()}
     for slot, (token, _) in driver.run(sorted(prompts), []).items():
         assert oracle_greedy(oracle, texts[slot], 2)[0][1] == token
@@ -182,7 +186,7 @@ def test_blocks_that_another_row_of_the_step_fills_are_scored_in_it(
     driver.open(1, prompt)
     driver.open(2, longer, shares=(1, 3), num_prompt_top=1, num_again=48)
     driver.run([], [(1, 60), (2, 57)])
-    assert_scores_of(driver.scores[2], oracle, longer, 1, 1)
+    assert_logprobs_of(driver.logprobs_by_slot[2], oracle, longer, 1, 1)
 
 
 def test_what_is_computed_again_writes_neither_keys_and_values_nor_tokens(new_driver: Callable[[], StepDriver]) -> None:
@@ -213,13 +217,13 @@ def test_scores_leave_with_their_step(new_driver: Callable[[], StepDriver]) -> N
     for message in (widest_prefill(limits), single_token(limits), EndOfInputs()):
         inputs.send(message)
     run_steps(driver.runner, inputs, outputs, steps_behind=0)
-    scored, plain = outputs.receive(timeout_s=60), outputs.receive(timeout_s=60)
-    assert isinstance(scored, ForwardOutput)
-    assert scored.scores is not None
-    assert scored.scores.logprobs.shape == (256,)
-    assert scored.scores.top_ids.shape == scored.scores.top_logprobs.shape == (256, 20)
+    with_logprobs, plain = outputs.receive(timeout_s=60), outputs.receive(timeout_s=60)
+    assert isinstance(with_logprobs, ForwardOutput)
+    assert with_logprobs.prompt_logprobs is not None
+    assert with_logprobs.prompt_logprobs.logprobs.shape == (256,)
+    assert with_logprobs.prompt_logprobs.top_ids.shape == with_logprobs.prompt_logprobs.top_logprobs.shape == (256, 20)
     assert isinstance(plain, ForwardOutput)
-    assert plain.scores is None
+    assert plain.prompt_logprobs is None
 
 
 def test_a_long_prompt_is_scored_in_little_memory(tmp_path: Path) -> None:
@@ -238,5 +242,5 @@ def test_a_long_prompt_is_scored_in_little_memory(tmp_path: Path) -> None:
         before = reset_peak()
         driver.run([], [(slot, length)])
         grown = peak() - before
-        assert len(driver.scores[slot]) == length - 1
+        assert len(driver.logprobs_by_slot[slot]) == length - 1
     assert grown < 60e6

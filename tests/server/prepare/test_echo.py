@@ -16,7 +16,7 @@ from openai.types import Completion, CompletionChoice
 from tokenizers import Tokenizer as BaseTokenizer
 from tokenizers import normalizers, processors
 
-from tests.fake_engine import LIMITS, FakeEngine, Reply, score_prompt
+from tests.fake_engine import LIMITS, FakeEngine, Reply, prompt_logprobs
 from tests.server.conftest import LiveServer, live_server
 from tests.server.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
 from tests.server.test_openai_client import sync_client
@@ -62,7 +62,7 @@ def test_the_prompt_comes_before_every_completion(server: LiveServer, client: op
 
 def expected_entries(request: GenerateRequest, num_top: int, tokenizer: Tokenizer) -> list[tuple[Any, ...]]:
     """Text, log-probability and likeliest tokens of each token of a prompt, from what the engine says of it."""
-    scores = score_prompt(dataclasses.replace(request, num_top_prompt_logprobs=num_top))
+    computed = prompt_logprobs(dataclasses.replace(request, num_top_prompt_logprobs=num_top))
     entries: list[tuple[Any, ...]] = []
     for place, token_id in enumerate(request.prompt_ids.tolist()):
         if place == 0:
@@ -70,13 +70,15 @@ def expected_entries(request: GenerateRequest, num_top: int, tokenizer: Tokenize
             continue
         top: dict[str, float] | None = None
         if num_top:
-            assert scores.top is not None
-            pairs = list(zip(scores.top.token_ids[place].tolist(), scores.top.logprobs[place].tolist(), strict=True))
-            pairs.append((token_id, float(scores.logprobs[place])))
+            assert computed.top is not None
+            pairs = list(
+                zip(computed.top.token_ids[place].tolist(), computed.top.logprobs[place].tolist(), strict=True)
+            )
+            pairs.append((token_id, float(computed.logprobs[place])))
             top = {}
             for other_id, value in sorted(pairs, key=lambda pair: pair[1]):  # the likeliest of those alike comes last
                 top[tokenizer.token_text(other_id)] = value
-        entries.append((tokenizer.token_text(token_id), float(scores.logprobs[place]), top))
+        entries.append((tokenizer.token_text(token_id), float(computed.logprobs[place]), top))
     return entries
 
 

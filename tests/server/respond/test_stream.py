@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.fake_engine import score_prompt
+from tests.fake_engine import prompt_logprobs
 from tests.server.respond.test_whole import make_request
 from tests.server.small_tokenizer import IM_END, IM_START
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta
@@ -146,9 +146,9 @@ def test_joined_chunks_are_the_whole_answer(
         make_request(3, stop, ignore_eos, want_logprobs, num_sequences=2), min_tokens=max(0, min_tokens)
     )
 
-    scores = score_prompt(request)
+    computed = prompt_logprobs(request)
     rows = [
-        [dataclasses.replace(first, prompt_logprobs=scores), second] for first, second in (results[:2], results[2:])
+        [dataclasses.replace(first, prompt_logprobs=computed), second] for first, second in (results[:2], results[2:])
     ]
     asked = dataclasses.replace(request, want_prompt_logprobs=echoes and want_logprobs)
     echo = Echo("lo€", [0, 1, 2])

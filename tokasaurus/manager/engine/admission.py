@@ -100,12 +100,12 @@ def _group_by_prompt(state: EngineState, sequences: list[Sequence]) -> list[Samp
     most_new = sum(len(sequence.prompt) for sequence in sequences) // page_size
     numbers, num_numbered = np.arange(most_new, dtype=np.int32) + len(state.blocks.tokens), 0
     reserved_num_top = np.empty(0, np.int32)
-    if state.blocks.scores is not None and any(sequence.scores_prompt for sequence in sequences):
-        reserved_num_top = state.blocks.scores.reserved(most_new)
+    if state.blocks.prompt_logprobs is not None and any(sequence.needs_prompt_logprobs for sequence in sequences):
+        reserved_num_top = state.blocks.prompt_logprobs.reserved(most_new)
     found: list[tuple[int, int, int, PrefixMatch, PrefixNode, int | None]] = []
     prompt = None
     for index, sequence in enumerate(sequences):
-        if sequence.prompt is prompt and not sequence.scores_prompt:
+        if sequence.prompt is prompt and not sequence.needs_prompt_logprobs:
             continue
         prompt = sequence.prompt
         num_whole, num_shared = len(prompt) // page_size, (len(prompt) - 1) // page_size
@@ -118,7 +118,7 @@ def _group_by_prompt(state: EngineState, sequences: list[Sequence]) -> list[Samp
         new = numbers[num_numbered : num_numbered + num_whole - num_cached]
         num_numbered += len(new)
         start = num_cached * page_size
-        if sequence.scores_prompt:
+        if sequence.needs_prompt_logprobs:
             cached = np.concatenate((tree.blocks_on_path(match), scratch_tree.blocks_on_path(scratch_match)))
             num_with_logprobs = _add_reservation(
                 reserved_num_top, cached, new, sequence.request.num_top_prompt_logprobs

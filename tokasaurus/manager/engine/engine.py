@@ -45,7 +45,7 @@ class Engine:
             DeferredTask("stop strings", lambda state: state.has_uncounted, check_stop_strings, max_steps_deferred=8),
             DeferredTask("streams", lambda state: bool(state.streaming), stream_new_tokens, max_steps_deferred=4),
             DeferredTask("grouping", _groups_are_old, regroup, max_steps_deferred=8),
-            DeferredTask("predictions", forecast_is_old, update_forecast, max_steps_deferred=16),
+            DeferredTask("KV forecast", forecast_is_old, update_forecast, max_steps_deferred=16),
         ]
 
     def step(
@@ -172,10 +172,10 @@ def _victims(state: EngineState, num_short: int) -> list[Sequence]:
     num_lost = np.where(is_open, np.maximum(0, arrays.num_kv_tokens[slots] - shared * page_size), 0)
     num_freed = arrays.num_covered_tokens[slots] // page_size - shared
     needs_block = arrays.is_decoding[slots] & (arrays.num_kv_tokens[slots] == arrays.num_covered_tokens[slots])
-    num_freed += needs_block & ~arrays.is_held[slots]
+    num_freed += needs_block & ~arrays.awaits_matcher[slots]
     sequences = [state.sequences[slot] for slot in slots.tolist()]
     num_freed[[sequence is None or sequence.phase is Phase.DRAINING for sequence in sequences]] = 0
-    is_being_read = arrays.is_held[slots] & (arrays.num_known_tokens[slots] > arrays.num_kv_tokens[slots])
+    is_being_read = arrays.awaits_matcher[slots] & (arrays.num_known_tokens[slots] > arrays.num_kv_tokens[slots])
     num_freed[is_being_read] = 0
     victims = choose_victims(num_lost, num_freed, arrays.admitted_at[slots], num_short)
     return [sequence for victim in victims.tolist() if (sequence := sequences[victim]) is not None]

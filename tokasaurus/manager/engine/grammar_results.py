@@ -30,4 +30,4 @@ def _resume_or_end(state: EngineState, sequence: Sequence) -> None:
     elif not grammar_matcher.wants_mask:
         end_sequence(state, slot, is_stop=False)
     else:
-        arrays.is_held[slot] = False
+        arrays.awaits_matcher[slot] = False

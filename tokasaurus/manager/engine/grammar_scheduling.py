@@ -15,7 +15,7 @@ def ready_to_decode(state: EngineState) -> NDArray[np.int64]:
     decoding = state.queues.decoding()
     if not state.num_with_grammars:
         return decoding
-    return decoding[~state.slots.is_held[decoding]]
+    return decoding[~state.slots.awaits_matcher[decoding]]
 
 
 def is_better_later(state: EngineState, ready: NDArray[np.int64]) -> bool:
@@ -30,7 +30,7 @@ def is_better_later(state: EngineState, ready: NDArray[np.int64]) -> bool:
     slots = state.slots
     decoding = state.queues.decoding()
     is_slow = slots.is_slow[decoding]
-    is_worth_it = slots.is_held[decoding] & (~is_slow | is_slow.all())
+    is_worth_it = slots.awaits_matcher[decoding] & (~is_slow | is_slow.all())
     return bool(slots.has_grammar[ready].all() and is_worth_it.any())
 
 
@@ -48,7 +48,7 @@ def build_masks(state: EngineState, sampled: NDArray[np.int64]) -> TokenMasks | 
         assert sequence is not None
         assert sequence.grammar_matcher is not None
         masks.append(sequence.grammar_matcher.mask)
-    state.slots.is_held[sampled[rows]] = True
+    state.slots.awaits_matcher[sampled[rows]] = True
     return TokenMasks(rows.astype(np.int32), np.stack(masks))
 
 

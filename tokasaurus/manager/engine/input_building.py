@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from tokasaurus.manager.engine.grammar_scheduling import build_masks, ready_to_decode
 from tokasaurus.manager.engine.logit_rules import build_logit_rules
 from tokasaurus.manager.engine.token_counters import count_computed, count_shared, count_start
-from tokasaurus.manager.kv_cache.prompt_logprobs import ScoredChunk, build_scored_rows
+from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk, build_prompt_logprobs_input
 from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups
@@ -33,7 +33,9 @@ def start_step(state: EngineState, chunks: list[int]) -> ForwardInput:
     decode, groups = _in_groups(state, ready_to_decode(state))
     block_slots, block_ids = _step_decoding(state, decode)
     prefill = [sequence for sequence, _ in zip(state.queues.prefilling, chunks, strict=False)]
-    scored = _build_scored_chunks(state, prefill, chunks, len(decode)) if state.blocks.scores is not None else []
+    logprob_chunks = (
+        _build_logprob_chunks(state, prefill, chunks, len(decode)) if state.blocks.prompt_logprobs is not None else []
+    )
     prompt_ids, opened, done = _step_prefilling(state, prefill, chunks)
     copies: list[tuple[int, int, int]] = []
     for sequence in opened:
@@ -61,10 +63,12 @@ def start_step(state: EngineState, chunks: list[int]) -> ForwardInput:
             copies=TableCopies(*np.array(copies, np.int32).T) if copies else None,
         ),
         groups=groups,
-        scored=build_scored_rows(scored),
+        prompt_logprobs=build_prompt_logprobs_input(logprob_chunks),
         masks=build_masks(state, sampled) if state.num_with_grammars else None,
     )
-    state.steps_in_flight.append(StepInFlight(step_id, sampled, len(message.slots), len(message.prompt_ids), scored))
+    state.steps_in_flight.append(
+        StepInFlight(step_id, sampled, len(message.slots), len(message.prompt_ids), logprob_chunks)
+    )
     _sort_by_phase(state, decode, done)
     state.slots_to_close = []
     state.next_step_id += 1
@@ -158,20 +162,20 @@ def _step_prefilling(
     return prompt_ids, opened, done
 
 
-def _build_scored_chunks(
+def _build_logprob_chunks(
     state: EngineState, prefill: list[Sequence], chunks: list[int], num_decode: int
-) -> list[ScoredChunk]:
+) -> list[PromptLogprobChunk]:
     """The prompt logprobs that the step being built computes, by row."""
-    slots, scores = state.slots, state.blocks.scores
-    assert scores is not None
-    scored = []
+    slots, store = state.slots, state.blocks.prompt_logprobs
+    assert store is not None
+    logprob_chunks = []
     for row, (sequence, num_tokens) in enumerate(zip(prefill, chunks, strict=True), num_decode):
-        if sequence.scores_prompt:
+        if sequence.needs_prompt_logprobs:
             slot, num_top = sequence.slot, sequence.request.num_top_prompt_logprobs
             start = int(slots.num_kv_tokens[slot])
             table, token_ids = slots.block_tables[slot], sequence.prompt.token_ids
-            scored.append(scores.send_chunk(row, token_ids, table, start, start + num_tokens, num_top))
-    return [chunk for chunk in scored if len(chunk.places)]
+            logprob_chunks.append(store.send_chunk(row, token_ids, table, start, start + num_tokens, num_top))
+    return [chunk for chunk in logprob_chunks if len(chunk.kv_indices)]
 
 
 def _mark_open(state: EngineState, sequence: Sequence, start: int) -> None:

@@ -87,21 +87,23 @@ def _set_start(state: EngineState, sequence: Sequence, num_cached_blocks: int) -
     """
     slots, slot, page_size = state.slots, sequence.slot, state.options.limits.page_size
     start = slots.first_writes[slot] = num_cached_blocks * page_size
-    if sequence.scores_prompt:
-        assert state.blocks.scores is not None
+    if sequence.needs_prompt_logprobs:
+        assert state.blocks.prompt_logprobs is not None
         cached = slots.block_tables[slot, :num_cached_blocks]
-        num_with_logprobs = state.blocks.scores.num_leading_blocks(cached, sequence.request.num_top_prompt_logprobs)
+        num_with_logprobs = state.blocks.prompt_logprobs.num_leading_blocks(
+            cached, sequence.request.num_top_prompt_logprobs
+        )
         start = first_position(num_with_logprobs, page_size)
     slots.first_positions[slot] = slots.num_kv_tokens[slot] = start
 
 
 def _reserve_prompt_logprobs(state: EngineState, sequence: Sequence) -> None:
     """If the sequence computes prompt logprobs, let later prompts rely on them for its whole blocks."""
-    if sequence.scores_prompt:
-        assert state.blocks.scores is not None
+    if sequence.needs_prompt_logprobs:
+        assert state.blocks.prompt_logprobs is not None
         num_whole = len(sequence.prompt) // state.options.limits.page_size
         table = state.slots.block_tables[sequence.slot, :num_whole]
-        state.blocks.scores.reserve(table, sequence.request.num_top_prompt_logprobs)
+        state.blocks.prompt_logprobs.reserve(table, sequence.request.num_top_prompt_logprobs)
 
 
 def sampled_tokens(state: EngineState, sequence: Sequence, most: int | None = None) -> NDArray[np.int32]:
@@ -140,13 +142,13 @@ def keep_prompt_logprobs(state: EngineState, sequence: Sequence) -> None:
 
     Precondition: its first token is known, so the results of its whole prompt are back.
     """
-    if sequence.scores_prompt:
-        assert state.blocks.scores is not None
+    if sequence.needs_prompt_logprobs:
+        assert state.blocks.prompt_logprobs is not None
         table, request = state.slots.block_tables[sequence.slot], sequence.request
-        sequence.prompt_logprobs = state.blocks.scores.read(
+        sequence.prompt_logprobs = state.blocks.prompt_logprobs.read(
             table, len(request.prompt_ids), request.num_top_prompt_logprobs
         )
-        sequence.scores_prompt = False
+        sequence.needs_prompt_logprobs = False
 
 
 def release(state: EngineState, sequence: Sequence) -> None:
@@ -197,7 +199,7 @@ def _free_slot_and_blocks(state: EngineState, sequence: Sequence) -> None:
     slots.is_running[slot] = slots.is_decoding[slot] = False
     state.num_with_stops -= sequence.stop_matcher is not None
     state.num_with_grammars -= sequence.has_grammar
-    slots.has_grammar[slot] = slots.is_held[slot] = False
+    slots.has_grammar[slot] = slots.awaits_matcher[slot] = False
     if sequence.request.stop_token_ids:
         slots.stop_token_ids[slot] = -1
         state.num_with_stop_tokens -= 1
@@ -236,7 +238,7 @@ def _free_computed(state: EngineState, sequence: Sequence) -> None:
     computed = own[:num_computed]
     token_bytes = blocks.tokens[computed].tobytes()
     match = tree.match(token_bytes, sequence.salt, start=sequence.node)
-    node = tree.acquire(match, held=sequence.node)
+    node = tree.acquire(match, current=sequence.node)
     num_cached = match.num_blocks - num_tree_blocks
     if num_cached < num_computed:
         rest_bytes = token_bytes[4 * page_size * num_cached :]
@@ -261,8 +263,8 @@ def find_starts(state: EngineState) -> None:
     sequence has left during its prefill, because another must compute what it did not.
     """
     slots = state.slots
-    if state.blocks.scores is not None:
-        state.blocks.scores.drop_reservations()
+    if state.blocks.prompt_logprobs is not None:
+        state.blocks.prompt_logprobs.drop_reservations()
     will_be_computed = state.blocks.is_computed.copy()
     for sequence in state.queues.prefilling:
         table = slots.block_tables[sequence.slot, : sequence.num_tree_blocks]

@@ -32,10 +32,10 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     state.step_totals.busy_seconds += output.forward_seconds
     state.totals.recompiles += output.num_recompiles
     state.totals.phase_seconds = output.phase_seconds
-    if step.scored:
-        assert state.blocks.scores is not None
-        assert output.scores is not None, f"step {step.step_id}: no prompt logprobs"
-        state.blocks.scores.note(step.scored, output.scores)
+    if step.logprob_chunks:
+        assert state.blocks.prompt_logprobs is not None
+        assert output.prompt_logprobs is not None, f"step {step.step_id}: no prompt logprobs"
+        state.blocks.prompt_logprobs.note(step.logprob_chunks, output.prompt_logprobs)
     slots, token_ids, logprobs = step.sampled, output.token_ids, output.logprobs
     is_valid = state.slots.opened_at[slots] <= step.step_id
     if output.top is not None:

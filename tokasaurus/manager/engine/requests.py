@@ -31,8 +31,8 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
         for sequence in sequences:
             sequence.kept_top = KeptTop(request.num_top_logprobs)
     if request.want_prompt_logprobs:
-        sequences[0].scores_prompt = True
-        state.blocks.keep_scores(request.num_top_prompt_logprobs)
+        sequences[0].needs_prompt_logprobs = True
+        state.blocks.keep_prompt_logprobs(request.num_top_prompt_logprobs)
     # A sequence that can never be admitted would block all behind it for ever.
     max_kv_tokens = sequences[0].max_kv_tokens
     limits = options.limits

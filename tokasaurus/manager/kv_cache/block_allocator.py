@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixTree
-from tokasaurus.manager.kv_cache.prompt_logprobs import PromptScores
+from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobStore
 
 
 class BlockAllocator:
@@ -22,7 +22,7 @@ class BlockAllocator:
         self.is_computed = np.zeros(num_blocks + 1, np.bool_)
         """[num_blocks + 1], whether steps that fill the whole block are sent, written by the block's owner; False when
         the block is allocated."""
-        self.scores: PromptScores | None = None
+        self.prompt_logprobs: PromptLogprobStore | None = None
         """Prompt logprobs; None until a request asks for them."""
         self._free = np.arange(num_blocks, 0, -1, dtype=np.int32)  # a stack: its first num_free entries are free
         # -1 if not free, else the index in the array with which it was freed, to detect duplicates in one call.
@@ -52,15 +52,15 @@ class BlockAllocator:
         if len(allocated) < num_blocks:
             allocated = np.concatenate([allocated, self.tree.evict(num_blocks - len(allocated))])
         self.is_computed[allocated] = False
-        if self.scores is not None:
-            self.scores.forget(allocated)
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs.forget(allocated)
         return allocated
 
-    def keep_scores(self, num_top: int) -> None:
+    def keep_prompt_logprobs(self, num_top: int) -> None:
         """Prepare to store prompt logprobs, with `num_top` top-k logprobs per token."""
-        if self.scores is None:
-            self.scores = PromptScores(self.num_blocks, self.tokens.shape[1])
-        self.scores.widen(num_top)
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = PromptLogprobStore(self.num_blocks, self.tokens.shape[1])
+        self.prompt_logprobs.widen(num_top)
 
     def free(self, blocks: NDArray[np.int32]) -> None:
         """Free `blocks`, none of which is in the tree. They can be allocated at once: the device executes in order, so

@@ -130,10 +130,10 @@ class PrefixTree:
         parts.reverse()
         return np.concatenate(parts)[: match.num_blocks] if parts else np.empty(0, np.int32)
 
-    def acquire(self, match: PrefixMatch, held: PrefixNode | None = None) -> PrefixNode:
+    def acquire(self, match: PrefixMatch, current: PrefixNode | None = None) -> PrefixNode:
         """Reference a match for a sequence; the returned node is to be passed to `release`.
 
-        held: the node that the sequence references already, on the path of the match; the returned node replaces it.
+        current: the node that the sequence references already, on the path of the match; the returned node replaces it.
         """
         node = match.node
         while match.num_blocks <= node.parent.end_block and node is not self.root:
@@ -142,10 +142,10 @@ class PrefixTree:
         assert match.num_blocks <= node.end_block, "the end of the match is no longer in the tree"
         if match.num_blocks < node.end_block:
             node = self._split(node, match.num_blocks - node.parent.end_block)
-        above = self.root if held is None else held
+        above = self.root if current is None else current
         deepest = node
         while node is not above:
-            assert node is not self.root, "the held node is not on the path of the match"
+            assert node is not self.root, "the current node is not on the path of the match"
             if node.num_sequences == 0:
                 self.num_unused_blocks -= len(node.blocks)
             node.num_sequences += 1

@@ -1,11 +1,11 @@
 """Prompt logprobs, stored by KV block.
 
 A token's logprob depends only on the tokens up to it, so it is valid for every prompt that shares the token's block. It
-comes from the logits of the position before it. A prompt is scored from its first block without logprobs on; positions
-after that whose KV is cached are recomputed for their logits only.
+comes from the logits of the position before it. A prompt is computed from its first block without
+logprobs on; positions after that whose KV is cached are recomputed for their logits only.
 """
 
-# Q scored tokens of a step, K top-k entries per token
+# Q prompt tokens whose logprobs a step computes, K top-k entries per token
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,29 +13,29 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.messages.forward import ScoredRows, TokenScores
+from tokasaurus.messages.forward import PromptLogprobsInput, PromptLogprobsOutput
 from tokasaurus.messages.generation import PromptLogprobs, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredChunk:
-    """Scored tokens of one row of a step."""
+class PromptLogprobChunk:
+    """Prompt tokens of one row of a step whose logprobs the step computes."""
 
     row: int
     """Row of the step."""
     target_ids: NDArray[np.int32]
-    """[Q], the scored tokens."""
-    places: NDArray[np.int64]
+    """[Q], these tokens."""
+    kv_indices: NDArray[np.int64]
     """[Q], the kv index under which each token's logprob is stored: block * page_size + offset."""
     num_top: int
     """Top-k logprobs requested per token."""
 
 
-def build_scored_rows(chunks: Sequence[ScoredChunk]) -> ScoredRows | None:
-    """The message part for the worker; None if no row is scored."""
+def build_prompt_logprobs_input(chunks: Sequence[PromptLogprobChunk]) -> PromptLogprobsInput | None:
+    """The message part for the worker; None if there are no chunks."""
     if not chunks:
         return None
-    return ScoredRows(
+    return PromptLogprobsInput(
         rows=np.array([chunk.row for chunk in chunks], np.int32),
         counts=np.array([len(chunk.target_ids) for chunk in chunks], np.int32),
         target_ids=np.concatenate([chunk.target_ids for chunk in chunks]),
@@ -51,19 +51,19 @@ class _TopColumns:
     logprobs: NDArray[np.float32]
 
 
-class PromptScores:
+class PromptLogprobStore:
     """Prompt logprobs of every block.
 
-    Along a path of the prefix tree `num_top` never increases, because a sequence that scores a block has scored, or
-    reads the logprobs of, all blocks before it.
+    Along a path of the prefix tree `num_top` never increases, because a sequence that computes a block's logprobs has
+    computed, or reads, those of all blocks before it.
     """
 
     def __init__(self, num_blocks: int, page_size: int) -> None:
         self._page_size = page_size
         self.num_top = np.full(num_blocks + 1, -1, np.int32)
-        """[num_blocks + 1], top-k logprobs per token of each block scored completely by steps already sent; -1
-        for other blocks. A scored block is also computed. The values arrive with the results of those steps, so before
-        any result of a sequence sent later."""
+        """[num_blocks + 1], top-k logprobs per token of each block whose logprobs are all computed by steps already
+        sent; -1 for other blocks. Such a block's KV is computed too. The values arrive with the results of those
+        steps, so before any result of a sequence sent later."""
         # What num_top will be once the prefill of all admitted prompts is done.
         self._reserved = self.num_top.copy()
         num_kv_indices = (num_blocks + 1) * page_size
@@ -89,11 +89,11 @@ class PromptScores:
         return np.concatenate((self._reserved, np.full(num_more, -1, np.int32)))
 
     def num_leading_blocks(self, blocks: NDArray[np.int32], num_top: int) -> int:
-        """How many leading `blocks` are, or are reserved to be, scored with at least `num_top` top-k logprobs."""
+        """How many leading `blocks` have, or have reserved, prompt logprobs with at least `num_top` top-k logprobs."""
         return num_leading(self._reserved[blocks], num_top)
 
     def reserve(self, blocks: NDArray[np.int32], num_top: int) -> None:
-        """Reserve the scoring of `blocks`, all whole blocks of an admitted prompt, with `num_top` top-k logprobs."""
+        """Reserve prompt logprobs, each with `num_top` top-k, for `blocks`: the whole blocks of an admitted prompt."""
         self._reserved[blocks] = np.maximum(self._reserved[blocks], num_top)
 
     def drop_reservations(self) -> None:
@@ -102,28 +102,28 @@ class PromptScores:
 
     def send_chunk(
         self, row: int, prompt_ids: NDArray[np.int32], table: NDArray[np.int32], start: int, end: int, num_top: int
-    ) -> ScoredChunk:
-        """Mark what the step being built scores: it computes the prompt's positions `start` to before `end`, and scores
-        the token after each. table: block table of the prompt's slot. The last chunk of a prompt may score nothing."""
+    ) -> PromptLogprobChunk:
+        """Record what the step being built computes: the prompt's positions `start` to before `end`, and the logprob of
+        the token after each. table: block table of the prompt's slot. A prompt's last chunk may have no such token."""
         page_size = self._page_size
         positions = np.arange(start + 1, min(end + 1, len(prompt_ids)))
         blocks = table[positions // page_size]
-        assert (self.num_top[blocks] < num_top).all(), "a block is scored twice"
+        assert (self.num_top[blocks] < num_top).all(), "the logprobs of a block are computed twice"
         whole = table[start // page_size : end // page_size]
         self.num_top[whole] = np.maximum(self.num_top[whole], num_top)
         kv_indices = blocks.astype(np.int64) * page_size + positions % page_size
-        return ScoredChunk(row, prompt_ids[start + 1 : end + 1], kv_indices, num_top)
+        return PromptLogprobChunk(row, prompt_ids[start + 1 : end + 1], kv_indices, num_top)
 
-    def note(self, chunks: Iterable[ScoredChunk], scores: TokenScores) -> None:
-        """Store the results of a step that scored `chunks`, even of sequences that have left: others may need them."""
+    def note(self, chunks: Iterable[PromptLogprobChunk], output: PromptLogprobsOutput) -> None:
+        """Store the results of a step that computed `chunks`, even of sequences that have left: others may use them."""
         start = 0
-        for chunk in chunks:  # one by one: two may score the same token, with different rounding
-            end, kv_indices = start + len(chunk.places), chunk.places
-            self._logprobs[kv_indices] = scores.logprobs[start:end]
-            self._ranks[kv_indices] = scores.ranks[start:end]
-            self._note_top(kv_indices, scores.top_ids[start:end], scores.top_logprobs[start:end])
+        for chunk in chunks:  # one by one: two may contain the same token, with different rounding
+            end, kv_indices = start + len(chunk.kv_indices), chunk.kv_indices
+            self._logprobs[kv_indices] = output.logprobs[start:end]
+            self._ranks[kv_indices] = output.ranks[start:end]
+            self._note_top(kv_indices, output.top_ids[start:end], output.top_logprobs[start:end])
             start = end
-        assert start == len(scores.logprobs), f"{len(scores.logprobs)} prompt logprobs, {start} expected"
+        assert start == len(output.logprobs), f"{len(output.logprobs)} prompt logprobs, {start} expected"
 
     def _note_top(
         self, kv_indices: NDArray[np.int64], top_ids: NDArray[np.int32], top_logprobs: NDArray[np.float32]
@@ -141,8 +141,8 @@ class PromptScores:
     def read(self, table: NDArray[np.int32], num_tokens: int, num_top: int) -> PromptLogprobs:
         """The logprobs of a prompt of `num_tokens` tokens with block table `table`.
 
-        Precondition: the results of all steps that scored its blocks have arrived. The first token has none: its
-        logprobs are NaN, its rank and top-k ids 0.
+        Precondition: the results of all steps that computed its blocks' logprobs have arrived. The first token
+        has none: its logprobs are NaN, its rank and top-k ids 0.
         """
         positions, page_size = np.arange(num_tokens), self._page_size
         kv_indices = table[positions // page_size].astype(np.int64) * page_size + positions % page_size
@@ -159,11 +159,11 @@ class PromptScores:
 
 def num_leading(num_top_of_blocks: NDArray[np.int32], num_top: int) -> int:
     """How many leading entries are at least `num_top`."""
-    is_scored = num_top_of_blocks >= num_top
-    return len(is_scored) if is_scored.all() else int(is_scored.argmin())
+    has_logprobs = num_top_of_blocks >= num_top
+    return len(has_logprobs) if has_logprobs.all() else int(has_logprobs.argmin())
 
 
-def first_position(num_scored_blocks: int, page_size: int) -> int:
-    """First position that a prompt with `num_scored_blocks` scored leading blocks must compute: the last position in
-    those blocks, whose logits score the next token."""
-    return max(0, num_scored_blocks * page_size - 1)
+def first_position(num_blocks_with_logprobs: int, page_size: int) -> int:
+    """First position that a prompt with `num_blocks_with_logprobs` leading blocks must compute: the last
+    position in those blocks, whose logits give the next token's logprob."""
+    return max(0, num_blocks_with_logprobs * page_size - 1)

@@ -86,8 +86,8 @@ def simulate_kv(loads: SequenceLoads, shared: SharedLoads, page_size: int, relea
     horizon = int(max(after_ends.max(initial=0) + release_delay, after_shared.max(initial=0)))
     is_span_start = np.zeros(horizon + 1, np.bool_)
     is_span_start[after_ends] = True
-    hold_starts = np.flatnonzero(is_span_start)
-    for steps in (0, hold_starts + release_delay, starts, shared.first_steps, after_shared):
+    sequence_ends = np.flatnonzero(is_span_start)
+    for steps in (0, sequence_ends + release_delay, starts, shared.first_steps, after_shared):
         is_span_start[steps] = True
     span_starts = np.flatnonzero(is_span_start)
     num_spans = len(span_starts)
@@ -96,10 +96,10 @@ def simulate_kv(loads: SequenceLoads, shared: SharedLoads, page_size: int, relea
     first_spans, end_spans = span_from[starts], span_from[after_ends]
 
     # bincount adds in float64, which is exact for integers below 2^53.
-    held = np.bincount(end_spans, blocks_at_end, num_spans)
+    blocks_freed = np.bincount(end_spans, blocks_at_end, num_spans)
     changes = np.zeros(num_spans)
-    changes += held - np.bincount(end_spans, blocks_at_0, num_spans)
-    changes[span_from[hold_starts + release_delay]] -= held[span_from[hold_starts]]
+    changes += blocks_freed - np.bincount(end_spans, blocks_at_0, num_spans)
+    changes[span_from[sequence_ends + release_delay]] -= blocks_freed[span_from[sequence_ends]]
     changes += np.bincount(span_from[shared.first_steps], shared.num_blocks, num_spans)
     changes -= np.bincount(span_from[after_shared], shared.num_blocks, num_spans)
     changes[0] += blocks_before_start.sum()

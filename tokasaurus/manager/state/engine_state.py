@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.kv_cache.block_allocator import BlockAllocator
-from tokasaurus.manager.kv_cache.prompt_logprobs import ScoredChunk
+from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk
 from tokasaurus.manager.planning.length_predictor import CompletionLengths, Forecast, prior_forecast
 from tokasaurus.manager.state.grammar_manager import Grammars
 from tokasaurus.manager.state.sequence import Sequence, TokenCounts
@@ -99,7 +99,7 @@ class StepInFlight:
     """Slots that sample in this step, in row order."""
     num_rows: int
     num_prefill_tokens: int
-    scored: list[ScoredChunk]
+    logprob_chunks: list[PromptLogprobChunk]
     """Prompt tokens whose logprobs this step computes, in row order."""
 
 

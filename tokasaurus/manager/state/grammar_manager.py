@@ -13,7 +13,7 @@ from tokasaurus.manager.state.sequence import Sequence
 from tokasaurus.text.grammars import GrammarError, GrammarVocabulary
 
 Job = Callable[[], None]
-Lane = Callable[[Job], None]
+SubmitJob = Callable[[Job], None]
 """Accepts a job and runs it later, outside the calling thread; jobs run one at a time, in order."""
 
 MOST_COMPILED_GRAMMARS = 64
@@ -22,7 +22,7 @@ MOST_GRAMMAR_CHARS = 16 << 20
 """Total characters of the compiled grammars kept."""
 
 
-class ThreadLane:
+class JobThread:
     """A lane whose jobs run in a thread of its own."""
 
     def __init__(self, name: str) -> None:
@@ -51,8 +51,8 @@ class ThreadLane:
 class Grammars:
     """Compiles grammars and advances grammar matchers, all in other threads.
 
-    slow_lane: compiles grammars, which may take a second, and reads tokens of slow grammars. quick_lane: reads tokens
-    of all other grammars.
+    submit_slow: for jobs that compile grammars, which may take a second, or read tokens of slow grammars. submit_quick:
+    for jobs that read tokens of all other grammars.
 
     While a sequence's token is being read, its grammar matcher must not be touched until `take` returns the sequence.
     """
@@ -61,12 +61,12 @@ class Grammars:
         self,
         vocabulary: GrammarVocabulary,
         num_threads: int = 1,
-        slow_lane: Lane | None = None,
-        quick_lane: Lane | None = None,
+        submit_slow: SubmitJob | None = None,
+        submit_quick: SubmitJob | None = None,
     ) -> None:
         self._threads = MatcherThreads(vocabulary, num_threads)
-        self._slow_lane = slow_lane or ThreadLane("slow grammars")
-        self._quick_lane = quick_lane or ThreadLane("grammars")
+        self._submit_slow = submit_slow or JobThread("slow grammars")
+        self._submit_quick = submit_quick or JobThread("grammars")
         self._compiled_grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._waiting: dict[str, list[Sequence]] = {}
         self._unread: list[Sequence] = []
@@ -82,13 +82,13 @@ class Grammars:
         `take` returns the sequences once it is."""
         grammar = sequences[0].request.grammar
         compiled_grammar = self._compiled_grammars.get(grammar)
-        if compiled_grammar is not None and not compiled_grammar.is_spoilt:
+        if compiled_grammar is not None and not compiled_grammar.is_broken:
             self._compiled_grammars.move_to_end(grammar)
             self._create_matchers(compiled_grammar, sequences)
             return True
         if grammar not in self._waiting:
             self._waiting[grammar] = []
-            self._slow_lane(lambda: self._compile(grammar))
+            self._submit_slow(lambda: self._compile(grammar))
         self._waiting[grammar] += sequences
         return False
 
@@ -105,17 +105,17 @@ class Grammars:
         sequences that are ready in time take part in the next step."""
         if self._unread_slow:
             slow, self._unread_slow = self._unread_slow, []
-            self._slow_lane(lambda: self._advance(slow))
+            self._submit_slow(lambda: self._advance(slow))
         if self._unread:
             sequences, self._unread = self._unread, []
-            self._quick_lane(lambda: self._advance(sequences))
+            self._submit_quick(lambda: self._advance(sequences))
             if not self.has_finished:
                 self.reader.poll(most_seconds)
 
     def close(self, timeout_s: float) -> None:
         """End the threads; later jobs do not run. timeout_s: for each thread."""
-        for lane in (self._slow_lane, self._quick_lane):
-            if isinstance(lane, ThreadLane):
+        for lane in (self._submit_slow, self._submit_quick):
+            if isinstance(lane, JobThread):
                 lane.close(timeout_s)
 
     @property

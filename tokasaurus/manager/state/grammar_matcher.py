@@ -41,7 +41,7 @@ class CompiledGrammar:
     """`mask` without eos, unless eos is the only allowed token."""
     is_slow: bool
     """Reading a token takes more than SLOW_SECONDS, so other sequences do not wait for it."""
-    is_spoilt: bool = False
+    is_broken: bool = False
     """Its matchers have reached the limit on states: all copies of one matcher share the states they find."""
 
     def begin(self, avoids_eos: bool) -> "GrammarMatcher":
@@ -73,7 +73,7 @@ class GrammarMatcher:
     """Length of `token_ids` when the matcher was last rebuilt."""
 
     @property
-    def its_matcher(self) -> LLMatcher:
+    def llmatcher(self) -> LLMatcher:
         """The matcher, created on first use."""
         if self.matcher is None:
             self.matcher = self.compiled_grammar.matcher.deep_copy()
@@ -107,11 +107,9 @@ class MatcherThreads:
     def advance(self, grammar_matchers: Sequence[GrammarMatcher]) -> None:
         """Each matcher reads its newest token, the last of `token_ids`, and then has the mask for the next one, unless
         it is complete, has an error or wants no mask."""
-        self._read(
-            [(grammar_matcher.its_matcher, grammar_matcher.token_ids[-1]) for grammar_matcher in grammar_matchers]
-        )
+        self._read([(grammar_matcher.llmatcher, grammar_matcher.token_ids[-1]) for grammar_matcher in grammar_matchers])
         self._find_masks(grammar_matchers)
-        broken = [grammar_matcher for grammar_matcher in grammar_matchers if grammar_matcher.its_matcher.is_error()]
+        broken = [grammar_matcher for grammar_matcher in grammar_matchers if grammar_matcher.llmatcher.is_error()]
         for grammar_matcher in broken:
             self._rebuild(grammar_matcher)
 
@@ -148,25 +146,25 @@ class MatcherThreads:
         live = [
             grammar_matcher
             for grammar_matcher in grammar_matchers
-            if grammar_matcher.wants_mask and not grammar_matcher.its_matcher.is_stopped()
+            if grammar_matcher.wants_mask and not grammar_matcher.llmatcher.is_stopped()
         ]
         if live:
-            masks = self._masks([grammar_matcher.its_matcher for grammar_matcher in live])
+            masks = self._masks([grammar_matcher.llmatcher for grammar_matcher in live])
             for grammar_matcher, mask in zip(live, masks, strict=True):
                 if not mask.any():
                     grammar_matcher.error = "no token can follow in the grammar"
                 # A copy: a view would keep the masks of the whole batch alive.
                 grammar_matcher.mask = self._without_eos(mask) if grammar_matcher.avoids_eos else mask.copy()
         for grammar_matcher in grammar_matchers:
-            matcher = grammar_matcher.its_matcher
+            matcher = grammar_matcher.llmatcher
             grammar_matcher.is_complete = matcher.is_stopped() and not matcher.is_error()
 
     def _rebuild(self, grammar_matcher: GrammarMatcher) -> None:
         """Replace a matcher in error with a new one, which shares no states with others: over hours, the shared states
         of many sequences reach the limit, while a single sequence stays far below it. A matcher that soon reaches the
         limit by itself keeps its error."""
-        error = one_line(grammar_matcher.its_matcher.get_error())
-        grammar_matcher.compiled_grammar.is_spoilt = True
+        error = one_line(grammar_matcher.llmatcher.get_error())
+        grammar_matcher.compiled_grammar.is_broken = True
         num_before = grammar_matcher.rebuilt_at
         if num_before is not None and len(grammar_matcher.token_ids) - num_before < MIN_TOKENS_BETWEEN_REBUILDS:
             grammar_matcher.error = error

@@ -100,7 +100,7 @@ class Sequence:
     """Logprobs of `kept_token_ids`, if requested."""
     kept_top: KeptTop | None = None
     """Top-k logprobs of all its sampled tokens; None if not requested."""
-    scores_prompt: bool = False
+    needs_prompt_logprobs: bool = False
     """Its prefill computes prompt logprobs: the request asks for them, this is its first sample, and they are not known
     yet."""
     prompt_logprobs: PromptLogprobs | None = None

@@ -63,7 +63,7 @@ class SlotArrays:
         """Its request asks for logprobs."""
         self.has_grammar = false()
         """Each of its tokens needs a mask."""
-        self.is_held = false()
+        self.awaits_matcher = false()
         """It has a grammar and its next mask is not ready: a token is being sampled, or its grammar matcher is reading
         one."""
         self.is_slow = false()

@@ -84,7 +84,7 @@ class Kernels:
             *(integer, integer, pointer, pointer, integer, integer, pointer, integer, pointer, *(integer,) * 3)
         ]
         self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 10]
-        self._library.toka_score.argtypes = [
+        self._library.toka_token_logprobs.argtypes = [
             *(integer, pointer, integer, integer, pointer, pointer, pointer, integer, pointer, pointer)
         ]
 
@@ -210,16 +210,16 @@ class Kernels:
             None if top_struct is None else ctypes.addressof(top_struct),
         )
 
-    def score(
+    def fill_token_logprobs(
         self, logits: Tensor, target_ids: Tensor, logprobs: Tensor, ranks: Tensor, top_ids: Tensor, top_logprobs: Tensor
     ) -> None:
-        """Fill the other arguments, as in prompt_logprobs.Scores, from logits [Q, V] and target_ids int32 [Q].
+        """Fill the other arguments, as in prompt_logprobs.TokenLogprobs, from logits [Q, V] and target_ids int32 [Q].
 
         All are contiguous.
         """
         num_rows, vocab_size = logits.shape
         assert top_ids.shape[1] <= vocab_size, "k must not exceed the vocabulary"
-        self._library.toka_score(
+        self._library.toka_token_logprobs(
             *(_activation_type(logits), logits.data_ptr(), num_rows, vocab_size),
             *(target_ids.data_ptr(), logprobs.data_ptr(), ranks.data_ptr()),
             *(top_ids.shape[1], top_ids.data_ptr(), top_logprobs.data_ptr()),

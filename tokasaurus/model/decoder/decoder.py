@@ -10,9 +10,9 @@ from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
 from tokasaurus.model.attention.cpu import CpuBackend
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
+from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
 from tokasaurus.model.cpu.layer_executor import PackedLayer, PackedLayers
 from tokasaurus.model.cpu.packed_weights import LayerKernels
-from tokasaurus.model.cpu.product_choice import ALWAYS_KERNELS, ProductChoice
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.layers.attention import Attention
 from tokasaurus.model.decoder.layers.embedding import VocabShard
@@ -120,7 +120,7 @@ class Decoder(nn.Module):
         self._rotary = RotaryTable(self._info.rope, self._info.head_dim, num_positions, device)
 
     def pack(
-        self, kernels: Kernels | None, choice: ProductChoice = ALWAYS_KERNELS, compiler: Compiler | None = None
+        self, kernels: Kernels | None, choice: GemmChoice = ALWAYS_KERNELS, compiler: Compiler | None = None
     ) -> None:
         """Convert the loaded weights to the layouts of the device's gemms.
 
@@ -132,7 +132,7 @@ class Decoder(nn.Module):
         self.end_packing()
 
     def begin_packing(
-        self, kernels: Kernels | None, choice: ProductChoice = ALWAYS_KERNELS, compiler: Compiler | None = None
+        self, kernels: Kernels | None, choice: GemmChoice = ALWAYS_KERNELS, compiler: Compiler | None = None
     ) -> None:
         """Set how pack_module packs.
 

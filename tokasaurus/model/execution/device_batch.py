@@ -8,11 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.messages.forward import ForwardInput, PrefixGroups, ScoredRows
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups, PromptLogprobsInput
 from tokasaurus.model.attention.backend import PagedLayout, PagedPart
 from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.sampling.noise import position_keys
-from tokasaurus.model.sampling.prompt_logprobs import SCORED_AT_ONCE, ScoredTokens
+from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE, PromptLogprobTargets
 from tokasaurus.model.sampling.sample import SamplingRows, TopRows
 
 # T tokens, S rows of the batch (one per running slot), R rows that sample; T and R with padding, if any
@@ -45,7 +45,7 @@ class DeviceBatch:
     want_logprobs: NDArray[np.bool_]
     """bool [N], on the host."""
 
-    scored: ScoredTokens | None = None
+    prompt_logprobs: PromptLogprobTargets | None = None
     """Prompt tokens whose logprobs are computed; None if there are none."""
 
 
@@ -119,12 +119,14 @@ def build_batch(
         masks=step.masks,
     )
     logit_rows = starts[1:][samples].astype(np.int64) - 1
-    scored = None
-    if step.scored is not None:
-        rows = _scored_rows(step.scored, starts)
-        # Pad only the last group of SCORED_AT_ONCE rows that pass the LM head together: full groups need no padding.
-        rows = np.concatenate((rows, pad(len(rows) % SCORED_AT_ONCE)))
-        scored = ScoredTokens(to_device(rows), to_device(step.scored.target_ids), step.scored.num_top)
+    prompt_logprobs = None
+    if step.prompt_logprobs is not None:
+        rows = _logprob_rows(step.prompt_logprobs, starts)
+        # Pad only the last group of LOGPROBS_AT_ONCE rows that pass the LM head together: full groups need no padding.
+        rows = np.concatenate((rows, pad(len(rows) % LOGPROBS_AT_ONCE)))
+        prompt_logprobs = PromptLogprobTargets(
+            to_device(rows), to_device(step.prompt_logprobs.target_ids), step.prompt_logprobs.num_top
+        )
     parts, prefix = _parts(step, slots, starts, kv_lengths, page_size)
     return DeviceBatch(
         token_ids=token_ids,
@@ -135,14 +137,17 @@ def build_batch(
         layout=PagedLayout(all_kv_indices, parts, prefix),
         sampling=sampling,
         want_logprobs=want_logprobs,
-        scored=scored,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
-def _scored_rows(scored: ScoredRows, starts: NDArray[np.int32]) -> NDArray[np.int64]:
+def _logprob_rows(prompt_logprobs: PromptLogprobsInput, starts: NDArray[np.int32]) -> NDArray[np.int64]:
     """Rows of the forward whose next prompt token's logprob is computed: int64 [Q]."""
-    rows = np.arange(len(scored.target_ids))
-    rows += np.repeat(starts[scored.rows] - (np.cumsum(scored.counts) - scored.counts), scored.counts)
+    rows = np.arange(len(prompt_logprobs.target_ids))
+    rows += np.repeat(
+        starts[prompt_logprobs.rows] - (np.cumsum(prompt_logprobs.counts) - prompt_logprobs.counts),
+        prompt_logprobs.counts,
+    )
     return rows
 
 

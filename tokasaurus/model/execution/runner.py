@@ -7,14 +7,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.messages.forward import ForwardInput, TokenScores, TopOfRows
+from tokasaurus.messages.forward import ForwardInput, PromptLogprobsOutput, TopOfRows
 from tokasaurus.model.attention.backend import AttentionBackend
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
 from tokasaurus.model.execution.slot_table import SlotTable
-from tokasaurus.model.sampling.prompt_logprobs import Scores, score
+from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, compute_prompt_logprobs
 from tokasaurus.model.sampling.sample import Sampled, sample
 
 # T tokens in this forward, E hidden size, R rows that sample
@@ -46,7 +46,7 @@ class StepResult:
     top: tuple[NDArray[np.int64], Tensor, Tensor] | None = None
     """Rows that asked for top-k logprobs, int64 [A], with top_ids and top_logprobs of Sampled; None if no row asked."""
 
-    scores: Scores | None = None
+    prompt_logprobs: TokenLogprobs | None = None
     """Prompt logprobs; None if no row asked."""
 
     def host_token_ids(self) -> NDArray[np.int32]:
@@ -72,13 +72,13 @@ class StepResult:
         rows, token_ids, logprobs = self.top
         return TopOfRows(rows, token_ids.numpy(), logprobs.numpy())
 
-    def host_scores(self) -> TokenScores | None:
+    def host_prompt_logprobs(self) -> PromptLogprobsOutput | None:
         """Prompt logprobs; None if no row asked. Waits for this step."""
-        if self.scores is None:
+        if self.prompt_logprobs is None:
             return None
         if self.arrived is not None:
             self.arrived.synchronize()
-        return TokenScores(*(tensor.numpy() for tensor in self.scores))
+        return PromptLogprobsOutput(*(tensor.numpy() for tensor in self.prompt_logprobs))
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
@@ -126,9 +126,14 @@ class ModelRunner:
         top = None
         if batch.sampling.top is not None and sampled.top_ids is not None and sampled.top_logprobs is not None:
             top = batch.sampling.top.rows, _copy_to_host(sampled.top_ids), _copy_to_host(sampled.top_logprobs)
-        scores = None
-        if batch.scored is not None:
-            scores = Scores(*map(_copy_to_host, score(hidden, batch.scored, self._model.logits, self._kernels)))
+        prompt_logprobs = None
+        if batch.prompt_logprobs is not None:
+            prompt_logprobs = TokenLogprobs(
+                *map(
+                    _copy_to_host,
+                    compute_prompt_logprobs(hidden, batch.prompt_logprobs, self._model.logits, self._kernels),
+                )
+            )
         arrived = None
         if self._device.type == "cuda":
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -142,7 +147,7 @@ class ModelRunner:
             self._new_recompiles(),
             () if self._kernels is None else self._kernels.phase_seconds(),
             top,
-            scores,
+            prompt_logprobs,
         )
 
     def _sample(self, hidden: Tensor, batch: DeviceBatch) -> Sampled:

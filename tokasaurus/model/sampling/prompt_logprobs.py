@@ -11,7 +11,7 @@ from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
 
 # T tokens in this forward, E hidden size, Q prompt tokens, P with padding, V vocabulary, K of top-k logprobs
 
-SCORED_AT_ONCE = 256
+LOGPROBS_AT_ONCE = 256
 """Rows that pass the LM head together: bounds the memory of their logits for prompts of any length."""
 
 _ROWS_AT_ONCE = 64
@@ -19,21 +19,21 @@ _ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredTokens:
+class PromptLogprobTargets:
     """The prompt tokens of one forward whose log-probabilities are computed. Both tensors are on the device."""
 
     rows: Tensor
     """int64 [P], indices into T: row i predicts target_ids[i] for the first Q; the rest is padding."""
 
     target_ids: Tensor
-    """int32 [Q], the prompt tokens to score."""
+    """int32 [Q], the prompt tokens whose logprobs are computed."""
 
     num_top: int
     """K."""
 
 
-class Scores(NamedTuple):
-    """Prompt logprobs; see TokenScores. The choice among equally likely tokens in the top K is unspecified."""
+class TokenLogprobs(NamedTuple):
+    """Prompt logprobs; see PromptLogprobsOutput. The choice among equally likely tokens in the top K is unspecified."""
 
     logprobs: Tensor
     """float32 [Q]."""
@@ -48,32 +48,36 @@ class Scores(NamedTuple):
     """float32 [Q, K]."""
 
 
-def score(hidden: Tensor, scored: ScoredTokens, head: Callable[[Tensor], Tensor], kernels: Kernels | None) -> Scores:
+def compute_prompt_logprobs(
+    hidden: Tensor, targets: PromptLogprobTargets, head: Callable[[Tensor], Tensor], kernels: Kernels | None
+) -> TokenLogprobs:
     """hidden [T, E]. head: maps hidden [rows, E] to logits [rows, V], which its next call may overwrite."""
-    num_scored = len(scored.target_ids)
+    num_targets = len(targets.target_ids)
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.empty((num_scored, *shape), dtype=dtype, device=hidden.device)
+        return torch.empty((num_targets, *shape), dtype=dtype, device=hidden.device)
 
-    scores = Scores(
+    result = TokenLogprobs(
         *(empty(torch.float32), empty(torch.int32)),
-        *(empty(torch.int32, scored.num_top), empty(torch.float32, scored.num_top)),
+        *(empty(torch.int32, targets.num_top), empty(torch.float32, targets.num_top)),
     )
-    for start in range(0, num_scored, SCORED_AT_ONCE):
-        chunk = slice(start, min(start + SCORED_AT_ONCE, num_scored))
-        logits = head(hidden[scored.rows[start : start + SCORED_AT_ONCE]])[: chunk.stop - start]
-        score_logits(logits, scored.target_ids[chunk], Scores(*(tensor[chunk] for tensor in scores)), kernels)
-    return scores
+    for start in range(0, num_targets, LOGPROBS_AT_ONCE):
+        chunk = slice(start, min(start + LOGPROBS_AT_ONCE, num_targets))
+        logits = head(hidden[targets.rows[start : start + LOGPROBS_AT_ONCE]])[: chunk.stop - start]
+        fill_token_logprobs(
+            logits, targets.target_ids[chunk], TokenLogprobs(*(tensor[chunk] for tensor in result)), kernels
+        )
+    return result
 
 
-def score_logits(logits: Tensor, target_ids: Tensor, scores: Scores, kernels: Kernels | None) -> None:
+def fill_token_logprobs(logits: Tensor, target_ids: Tensor, result: TokenLogprobs, kernels: Kernels | None) -> None:
     """Fill `scores` from logits [Q, V] and target_ids int32 [Q]. kernels: do the same on the CPU, faster."""
     if kernels is not None and logits.device.type == "cpu" and logits.dtype in ACTIVATION_DTYPES:
-        kernels.score(logits, target_ids, *scores)
+        kernels.fill_token_logprobs(logits, target_ids, *result)
         return
     for start in range(0, len(logits), _ROWS_AT_ONCE):
         chunk = slice(start, start + _ROWS_AT_ONCE)
-        logprobs, ranks, top_ids, top_logprobs = (tensor[chunk] for tensor in scores)
+        logprobs, ranks, top_ids, top_logprobs = (tensor[chunk] for tensor in result)
         values = logits[chunk].float()
         normalizers = values.logsumexp(dim=-1, keepdim=True)
         targets = values.gather(1, target_ids[chunk].long().unsqueeze(1))

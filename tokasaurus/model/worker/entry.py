@@ -28,7 +28,7 @@ from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.cpu import CpuBackend
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, load_kernels
-from tokasaurus.model.cpu.product_choice import ALWAYS_KERNELS, choose_products
+from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, choose_gemm
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.registry import build_decoder
@@ -131,8 +131,8 @@ def start_worker(
                 kernels.set_num_threads(num_threads)
     choice = ALWAYS_KERNELS
     if kernels is not None and dtype in ACTIVATION_DTYPES:
-        with phase("products") as details:
-            choice = choose_products(kernels, info, dtype)
+        with phase("gemm") as details:
+            choice = choose_gemm(kernels, info, dtype)
             details.append(choice.describe())
     compiler = Compiler() if config.torch_compile else None
     with phase("weights", has_progress_bar=True):

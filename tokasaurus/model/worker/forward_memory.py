@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.model.cpu import huge_pages
 from tokasaurus.model.decoder.decoder import Decoder
-from tokasaurus.model.sampling.prompt_logprobs import SCORED_AT_ONCE
+from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
 from tokasaurus.model.sampling.token_masks import num_mask_words
 from tokasaurus.model.worker.warmup import ForwardLimits
 
@@ -127,4 +127,4 @@ def reserve(memory: ForwardMemory, model: Decoder, limits: ForwardLimits) -> Non
 
 def _num_logit_rows(limits: ForwardLimits) -> int:
     """Most rows that pass the LM head together: rows that sample, or rows for prompt logprobs."""
-    return max(min(limits.max_seqs, limits.max_tokens), min(limits.max_tokens, SCORED_AT_ONCE))
+    return max(min(limits.max_seqs, limits.max_tokens), min(limits.max_tokens, LOGPROBS_AT_ONCE))

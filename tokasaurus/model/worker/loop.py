@@ -43,7 +43,7 @@ def run_steps(
                     result.num_recompiles,
                     result.phase_seconds,
                     result.host_top(),
-                    result.host_scores(),
+                    result.host_prompt_logprobs(),
                 )
             )
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.messages.forward import ForwardInput, PrefixGroups, ScoredRows, TokenMasks
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups, PromptLogprobsInput, TokenMasks
 from tokasaurus.messages.slots import LogitRules, SlotChanges, SlotOpens
 from tokasaurus.model.execution.runner import ModelRunner
-from tokasaurus.model.sampling.prompt_logprobs import SCORED_AT_ONCE
+from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
 from tokasaurus.model.sampling.token_masks import num_mask_words
 
 _NUM_LIMITED_ROWS = 64
@@ -51,13 +51,13 @@ class ForwardLimits:
 
 
 def widest_prefill(limits: ForwardLimits) -> ForwardInput:
-    """As many tokens and sampling rows as a forward may have, and prompt logprobs for SCORED_AT_ONCE tokens."""
+    """As many tokens and sampling rows as a forward may have, and prompt logprobs for LOGPROBS_AT_ONCE tokens."""
     num_rows = min(limits.max_seqs, limits.max_tokens)
     shares = np.full(num_rows, limits.max_tokens // num_rows, np.int32)
     shares[: limits.max_tokens % num_rows] += 1
     num_tokens = np.minimum(shares, limits.context_length)
     step = _first_step(num_tokens, np.zeros(num_rows, np.int32), limits)
-    return _scored(step, limits)
+    return _with_prompt_logprobs(step, limits)
 
 
 def longest_prefill(limits: ForwardLimits) -> ForwardInput:
@@ -111,7 +111,7 @@ def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInp
     num_tokens = np.full(num_rows, min(_SMALL_TOKENS, limits.max_tokens // num_rows, limits.context_length), np.int32)
     start = np.zeros(num_rows, np.int32)
     prefill = _first_step(num_tokens, start, limits)
-    yield _scored(prefill, limits)
+    yield _with_prompt_logprobs(prefill, limits)
     if limits.context_length > num_tokens[0]:
         yield replace(decode_after(prefill), masks=prefill.masks)
         plain = _first_step(num_tokens, start, limits, is_plain=True)
@@ -132,7 +132,7 @@ def warm_up_small(runner: ModelRunner, limits: ForwardLimits, page_size: int) ->
         result.host_token_ids()
         result.host_logprobs()
         result.host_top()
-        result.host_scores()
+        result.host_prompt_logprobs()
 
 
 def _decode_with_prefill(step: ForwardInput, limits: ForwardLimits) -> ForwardInput:
@@ -144,12 +144,14 @@ def _decode_with_prefill(step: ForwardInput, limits: ForwardLimits) -> ForwardIn
     return replace(begun, slots=step.slots, num_tokens=counts, num_decode=num_decode)
 
 
-def _scored(step: ForwardInput, limits: ForwardLimits) -> ForwardInput:
-    """`step` with prompt logprobs for up to SCORED_AT_ONCE of its prompt tokens."""
-    counts = np.diff(np.minimum(np.cumsum(step.num_tokens - 1), SCORED_AT_ONCE), prepend=0).astype(np.int32)
+def _with_prompt_logprobs(step: ForwardInput, limits: ForwardLimits) -> ForwardInput:
+    """`step` with prompt logprobs for up to LOGPROBS_AT_ONCE of its prompt tokens."""
+    counts = np.diff(np.minimum(np.cumsum(step.num_tokens - 1), LOGPROBS_AT_ONCE), prepend=0).astype(np.int32)
     rows = np.arange(len(counts), dtype=np.int32)
     num_top = min(_NUM_TOP, limits.vocab_size)
-    return replace(step, scored=ScoredRows(rows, counts, np.zeros(int(counts.sum()), np.int32), num_top))
+    return replace(
+        step, prompt_logprobs=PromptLogprobsInput(rows, counts, np.zeros(int(counts.sum()), np.int32), num_top)
+    )
 
 
 def _first_step(

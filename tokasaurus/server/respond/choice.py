@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta
 from tokasaurus.server.engine_client.collectors import FinishedSequence
-from tokasaurus.server.respond.logprobs import ScoredToken, TokenOffsets, score_tokens
+from tokasaurus.server.respond.logprobs import TokenLogprob, TokenOffsets, build_token_logprobs
 from tokasaurus.server.respond.whole import num_exempt_characters, without_end_token
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.detokenizer import make_detokenizer
@@ -23,23 +23,23 @@ class Piece:
     """Set on the last piece only."""
     token_ids: list[int]
     """The delta's tokens as sampled; their text may still be buffered."""
-    scored: list[ScoredToken] | None
+    logprobs: list[TokenLogprob] | None
     """Tokens whose text begins in the text sent so far, each returned once; None if logprobs were not requested."""
 
 
 class StreamedSequence:
     """Turns one sequence's deltas into pieces. Text that may be part of a stop string is buffered, with its tokens."""
 
-    def __init__(self, request: GenerateRequest, model: ServedModel, scores_end: bool) -> None:
-        """scores_end: whether logprobs are returned for the eos or stop token that ends the text."""
+    def __init__(self, request: GenerateRequest, model: ServedModel, has_end_logprobs: bool) -> None:
+        """has_end_logprobs: whether logprobs are returned for the eos or stop token that ends the text."""
         self.so_far = FinishedSequence()
         self._request = request
         self._model = model
-        self._scores_end = scores_end
+        self._has_end_logprobs = has_end_logprobs
         self._detokenizer = make_detokenizer(model.tokenizer)
         self._offsets = TokenOffsets(model.tokenizer)
         self._buffered_text = ""
-        self._buffered_tokens: deque[ScoredToken] = deque()
+        self._buffered_tokens: deque[TokenLogprob] = deque()
         self._num_characters = 0
         self._num_exempt = 0 if request.min_tokens == 0 else None
         self._has_stopped = False
@@ -58,9 +58,9 @@ class StreamedSequence:
         if not self._request.want_logprobs:
             return Piece(text, finish_reason, delta.token_ids, None)
         assert delta.logprobs is not None, "the engine returns logprobs if they are requested"
-        if self._scores_end:
+        if self._has_end_logprobs:
             token_ids = delta.token_ids
-        self._buffered_tokens += score_tokens(token_ids, delta.logprobs, delta.top, self._offsets)
+        self._buffered_tokens += build_token_logprobs(token_ids, delta.logprobs, delta.top, self._offsets)
         return Piece(text, finish_reason, delta.token_ids, self._take_tokens(finish_reason))
 
     def _take_text(self, new_text: str, is_last: bool) -> str:
@@ -86,7 +86,7 @@ class StreamedSequence:
             self._num_exempt = num_exempt_characters(token_ids, self._request, self._model)
         return sys.maxsize if self._num_exempt is None else self._num_exempt
 
-    def _take_tokens(self, finish_reason: FinishReason | None) -> list[ScoredToken]:
+    def _take_tokens(self, finish_reason: FinishReason | None) -> list[TokenLogprob]:
         """Removes and returns the buffered tokens whose text has begun to be sent.
 
         At the end, all buffered tokens, unless a stop string cut the text.

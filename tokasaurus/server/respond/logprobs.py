@@ -16,7 +16,7 @@ from tokasaurus.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredToken:
+class TokenLogprob:
     """One token of a choice, with its logprob."""
 
     token_id: int
@@ -47,9 +47,9 @@ class TokenOffsets:
         return offset
 
 
-def score_tokens(
+def build_token_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs | None, offsets: TokenOffsets
-) -> list[ScoredToken]:
+) -> list[TokenLogprob]:
     """The next tokens of a choice, with their logprobs.
 
     logprobs, top: of these tokens; entries for later tokens are ignored. offsets: has seen the choice's earlier tokens.
@@ -59,7 +59,7 @@ def score_tokens(
         [None] * count if top is None else _pairs(top, top.token_ids.shape[1])
     )
     return [
-        ScoredToken(token_id, logprob, offsets.next(token_id), token_top)
+        TokenLogprob(token_id, logprob, offsets.next(token_id), token_top)
         for token_id, logprob, token_top in zip(token_ids, logprobs[:count], tops[:count], strict=True)
     ]
 
@@ -71,14 +71,14 @@ def _pairs(top: TopLogprobs, count: int) -> list[list[tuple[int, float]]]:
 
 
 def build_completion_logprobs(
-    scored: Sequence[ScoredToken], asks_top: bool, tokenizer: Tokenizer, first_offset: int = 0
+    tokens: Sequence[TokenLogprob], asks_top: bool, tokenizer: Tokenizer, first_offset: int = 0
 ) -> CompletionLogprobs:
     """Logprobs in the completions format. first_offset: start of the completion in the text of its choice."""
     return CompletionLogprobs(
-        tokens=[tokenizer.token_text(token.token_id) for token in scored],
-        token_logprobs=[token.logprob for token in scored],
-        top_logprobs=[_by_text(token, tokenizer) for token in scored] if asks_top else None,
-        text_offset=[first_offset + token.offset for token in scored],
+        tokens=[tokenizer.token_text(token.token_id) for token in tokens],
+        token_logprobs=[token.logprob for token in tokens],
+        top_logprobs=[_by_text(token, tokenizer) for token in tokens] if asks_top else None,
+        text_offset=[first_offset + token.offset for token in tokens],
     )
 
 
@@ -90,8 +90,8 @@ def build_echo_logprobs(
     num_top: top-k logprobs per token; `prompt_logprobs` may hold more.
     """
     token_ids, tops = prompt_ids.tolist(), _prompt_tops(prompt_logprobs, len(prompt_ids), num_top)
-    scored = list(map(ScoredToken, token_ids, prompt_logprobs.logprobs.tolist(), echo.offsets, tops))
-    later = build_completion_logprobs(scored[1:], num_top > 0, tokenizer)
+    tokens = list(map(TokenLogprob, token_ids, prompt_logprobs.logprobs.tolist(), echo.offsets, tops))
+    later = build_completion_logprobs(tokens[1:], num_top > 0, tokenizer)
     return CompletionLogprobs(
         tokens=[tokenizer.token_text(token_ids[0]), *later.tokens],
         token_logprobs=[None, *later.token_logprobs],
@@ -145,7 +145,7 @@ def _by_id(
     return entry
 
 
-def _by_text(token: ScoredToken, tokenizer: Tokenizer) -> dict[str, float]:
+def _by_text(token: TokenLogprob, tokenizer: Tokenizer) -> dict[str, float]:
     """The most likely tokens and, as at OpenAI, the sampled one; of several with the same text, the most likely."""
     by_text: dict[str, float] = {}
     for token_id, logprob in token.top or ():
@@ -154,7 +154,7 @@ def _by_text(token: ScoredToken, tokenizer: Tokenizer) -> dict[str, float]:
     return by_text
 
 
-def build_chat_logprobs(scored: Sequence[ScoredToken], tokenizer: Tokenizer) -> ChatLogprobs:
+def build_chat_logprobs(tokens: Sequence[TokenLogprob], tokenizer: Tokenizer) -> ChatLogprobs:
     """Logprobs in the chat format."""
     return ChatLogprobs(
         content=[
@@ -165,6 +165,6 @@ def build_chat_logprobs(scored: Sequence[ScoredToken], tokenizer: Tokenizer) -> 
                     for token_id, logprob in token.top or ()
                 ],
             )
-            for token in scored
+            for token in tokens
         ]
     )

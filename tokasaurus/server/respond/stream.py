@@ -75,7 +75,7 @@ class AnswerStream(ABC):
             events += [self._event([choice], usage, extra) for choice in self._first_choices()]
         shows_ids = self._prepared.return_token_ids
         for index, piece in pieces:
-            if piece.text or piece.scored or piece.finish_reason is not None or (shows_ids and piece.token_ids):
+            if piece.text or piece.logprobs or piece.finish_reason is not None or (shows_ids and piece.token_ids):
                 events += [self._event([choice], usage) for choice in self._choices(index, piece)]
         return b"".join(events)
 
@@ -162,9 +162,9 @@ class CompletionStream(AnswerStream):
         if self._prepared.echoes and index not in self._begun:
             chunks.append(self._chunk(index, Piece(echo, None, [], None), echo_logprobs))
         logprobs = None
-        if piece.scored is not None:
+        if piece.logprobs is not None:
             asks_top = self._prepared.requests[0].num_top_logprobs > 0
-            logprobs = build_completion_logprobs(piece.scored, asks_top, self._model.tokenizer, len(echo))
+            logprobs = build_completion_logprobs(piece.logprobs, asks_top, self._model.tokenizer, len(echo))
         return [*chunks, self._chunk(index, piece, logprobs)]
 
     def _chunk(self, index: int, piece: Piece, logprobs: CompletionLogprobs | None) -> CompletionChunkChoice:
@@ -202,7 +202,7 @@ class ChatStream(AnswerStream):
         return {"prompt_token_ids": self._prepared.requests[0].prompt_ids.tolist()}
 
     def _choices(self, index: int, piece: Piece) -> list[ChatChunkChoice]:
-        logprobs = None if piece.scored is None else build_chat_logprobs(piece.scored, self._model.tokenizer)
+        logprobs = None if piece.logprobs is None else build_chat_logprobs(piece.logprobs, self._model.tokenizer)
         deltas: list[CallDelta] = [ContentDelta(piece.text)]
         finish_reason: ChatFinishReason | None = piece.finish_reason
         if self._call_streams:
@@ -210,7 +210,7 @@ class ChatStream(AnswerStream):
             deltas = calls.add(piece.text, is_last=piece.finish_reason is not None)
             if piece.finish_reason is not None:
                 finish_reason = calls.finish_reason(piece.finish_reason)
-            elif not deltas and (piece.scored or self._prepared.return_token_ids):
+            elif not deltas and (piece.logprobs or self._prepared.return_token_ids):
                 deltas = [EmptyDelta()]
         choices: list[ChatChunkChoice] = []
         for number, delta in enumerate(deltas):

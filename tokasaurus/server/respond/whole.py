@@ -28,14 +28,14 @@ from tokasaurus.server.protocol.completions import (
 from tokasaurus.server.protocol.usage import PromptTokensDetails, Usage
 from tokasaurus.server.respond.fingerprint import build_fingerprint
 from tokasaurus.server.respond.logprobs import (
-    ScoredToken,
+    TokenLogprob,
     TokenOffsets,
     build_chat_logprobs,
     build_completion_logprobs,
     build_echo_logprobs,
     build_prompt_logprobs,
+    build_token_logprobs,
     join_logprobs,
-    score_tokens,
 )
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.messages import build_message
@@ -48,7 +48,7 @@ class _Answer:
 
     text: str
     finish_reason: FinishReason
-    scored: list[ScoredToken] | None
+    token_logprobs: list[TokenLogprob] | None
     """The tokens whose text is returned, at least in part. Excludes the end token, unless the prompt is echoed, and all
     tokens from the start of a stop string on. None if logprobs were not requested or are in the fingerprint."""
     token_ids: list[int]
@@ -74,8 +74,8 @@ def build_completion(
     for index, answer in enumerate(answers):
         request_index = index // prepared.requests[0].num_sequences  # all requests of a body have the same n
         echo, logprobs = echoes[request_index]
-        if answer.scored is not None:
-            own = build_completion_logprobs(answer.scored, asks_top, model.tokenizer, len(echo))
+        if answer.token_logprobs is not None:
+            own = build_completion_logprobs(answer.token_logprobs, asks_top, model.tokenizer, len(echo))
             logprobs = own if logprobs is None else join_logprobs(logprobs, own)
         choice = (index, echo + answer.text, logprobs, answer.finish_reason)
         if prepared.return_token_ids or prompt_logprobs[request_index] is not None:
@@ -100,7 +100,9 @@ def build_chat_completion(
     answers = _all_answers(prepared, results, model)
     choices: list[ChatChoice] = []
     for index, answer in enumerate(answers):
-        logprobs = None if answer.scored is None else build_chat_logprobs(answer.scored, model.tokenizer)
+        logprobs = (
+            None if answer.token_logprobs is None else build_chat_logprobs(answer.token_logprobs, model.tokenizer)
+        )
         message: AssistantMessage | CallingMessage = AssistantMessage(answer.text)
         finish_reason: ChatFinishReason = answer.finish_reason
         if prepared.calls is not None:
@@ -227,12 +229,12 @@ def _answer(
     if stop is not None:
         text = text[: stop[0]]
         finish_reason = "stop"
-    scored = None
+    token_logprobs = None
     if request.want_logprobs and not prepared.logprobs_in_fingerprint:
         assert sequence.logprobs is not None, "the engine returns logprobs if they are requested"
         if prepared.echoes:
             token_ids = sequence.token_ids  # evaluations expect an entry for each token, including the last
-        scored = score_tokens(token_ids, sequence.logprobs, sequence.top, TokenOffsets(model.tokenizer))
+        token_logprobs = build_token_logprobs(token_ids, sequence.logprobs, sequence.top, TokenOffsets(model.tokenizer))
         if stop is not None:
-            scored = [token for token in scored if token.offset < stop[0]]  # offsets never decrease
-    return _Answer(text, finish_reason, scored, sequence.token_ids, prompt_ids)
+            token_logprobs = [token for token in token_logprobs if token.offset < stop[0]]  # offsets never decrease
+    return _Answer(text, finish_reason, token_logprobs, sequence.token_ids, prompt_ids)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice, torch_gemm
 from tokasaurus.model.cpu.packed_weights import LayerKernels, PackedWeights, takes
-from tokasaurus.model.cpu.product_choice import ALWAYS_KERNELS, ProductChoice, torch_product
 from tokasaurus.model.decoder.layers.norm import RMSNorm
 from tokasaurus.model.decoder.weights import WeightShard
 from tokasaurus.model.parallel.mesh import Mesh
@@ -57,7 +57,7 @@ class Linear(nn.Module):
         return self.packed is not None and self._choice.uses_kernels(num_rows)
 
     def pack(
-        self, kernels: LayerKernels | None, choice: ProductChoice = ALWAYS_KERNELS, keep_weight: bool = False
+        self, kernels: LayerKernels | None, choice: GemmChoice = ALWAYS_KERNELS, keep_weight: bool = False
     ) -> None:
         """Pack the weight, and free the plain one.
 
@@ -73,7 +73,7 @@ class Linear(nn.Module):
         if self.packed is None or not choice.always_kernels:
             dtype = weight.dtype if kernels is None else kernels.activation_dtype(weight.dtype)
             bias = None if self.bias is None else self.bias.data.to(dtype)
-            self._torch_product = torch_product(weight.to(dtype), bias)
+            self._torch_product = torch_gemm(weight.to(dtype), bias)
         if self.packed is not None or not keep_weight:
             self.weight.data = weight.new_empty(0)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import products
-from benchmarks.products import (
+from benchmarks import gemm
+from benchmarks.gemm import (
     OURS_BFLOAT16,
     OURS_FLOAT32,
     ROWS,
@@ -65,13 +65,13 @@ def test_one_row_may_meet_the_bandwidth_instead_of_beating_torch() -> None:
 
 
 def test_every_level_of_this_machine_is_measured_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "ROWS", (1, 2, 8, 64, 512))
-    monkeypatch.setattr(products, "IN_SIZE", 32)
-    monkeypatch.setattr(products, "OUT_SIZE", 48)
-    monkeypatch.setattr(products, "NUM_MATRICES", 2)
-    file = tmp_path / "products.json"
+    monkeypatch.setattr(gemm, "ROWS", (1, 2, 8, 64, 512))
+    monkeypatch.setattr(gemm, "IN_SIZE", 32)
+    monkeypatch.setattr(gemm, "OUT_SIZE", 48)
+    monkeypatch.setattr(gemm, "NUM_MATRICES", 2)
+    file = tmp_path / "gemm.json"
     levels = [measure(cpu_isa, num_rounds=2) for cpu_isa in machine_levels()]
-    report(levels, products.parse(["--json", str(file)]))
+    report(levels, gemm.parse(["--json", str(file)]))
     found = json.loads(file.read_text())
     assert [level["cpu_isa"] for level in found["levels"]] == machine_levels()
     assert len(found["levels"]) > 0

@@ -1,6 +1,6 @@
 """Matrix products on this CPU: ours against torch's and the machine's read bandwidth, for every instruction set.
 
-`python -m benchmarks.products [--check]`
+`python -m benchmarks.gemm [--check]`
 """
 
 import argparse
@@ -111,7 +111,7 @@ def measure(cpu_isa: str, num_rounds: int) -> Level:
 
 def measure_in_child(cpu_isa: str, args: argparse.Namespace) -> Level:
     """Environment variables hold torch to an instruction set, and count when it loads."""
-    command = [sys.executable, "-m", "benchmarks.products", "--child", cpu_isa, "--rounds", str(args.rounds)]
+    command = [sys.executable, "-m", "benchmarks.gemm", "--child", cpu_isa, "--rounds", str(args.rounds)]
     environment = os.environ | HELD_TO.get(cpu_isa, {})
     output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     found = json.loads(output.splitlines()[-1])
@@ -161,7 +161,7 @@ def print_level(level: Level, console: Console) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.products", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gemm", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cpu-isa", nargs="+", metavar="NAME", help="instruction sets (all that the machine has)")
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="measured, in turns (15)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")

@@ -18,12 +18,12 @@ from tests.model.decoder.test_decoder import load
 from tests.model.steps import StepDriver, make_runner
 from tests.tiny_model import save_tiny_model
 from tokasaurus.checkpoint import ModelInfo
-from tokasaurus.model.cpu import product_choice
+from tokasaurus.model.cpu import gemm_choice
 from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.cpu.product_choice import MANY_ROWS, ProductChoice, choose_products
+from tokasaurus.model.cpu.gemm_choice import MANY_ROWS, GemmChoice, choose_gemm
 from tokasaurus.model.decoder.layers.linear import GatedLinear, Linear, OutputShard
 
-CHOICES = [ProductChoice(few, many) for few in (0.5, 2.0) for many in (0.5, 2.0)]
+CHOICES = [GemmChoice(few, many) for few in (0.5, 2.0) for many in (0.5, 2.0)]
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_are_the_same_whoever_multiplies(dtype: torch.dtype, choice: ProductChoice) -> None:
+def test_products_are_the_same_whoever_multiplies(dtype: torch.dtype, choice: GemmChoice) -> None:
     linear, norm = Linear(72, 48, bias=True, dtype=dtype), make_norm(72, dtype)
     fill(linear)
     weight, bias = linear.weight.double(), linear.bias.double()
@@ -46,7 +46,7 @@ def test_products_are_the_same_whoever_multiplies(dtype: torch.dtype, choice: Pr
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_gated_products_are_the_same_whoever_multiplies(choice: ProductChoice) -> None:
+def test_gated_products_are_the_same_whoever_multiplies(choice: GemmChoice) -> None:
     gate, up = (OutputShard(name, 40, 0, 40) for name in ("gate", "up"))
     linear = GatedLinear(64, gate, up, torch.float32)
     fill(linear)
@@ -60,11 +60,11 @@ def test_gated_products_are_the_same_whoever_multiplies(choice: ProductChoice) -
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_models_give_the_same_tokens_whoever_multiplies(choice: ProductChoice, tmp_path: Path) -> None:
+def test_models_give_the_same_tokens_whoever_multiplies(choice: GemmChoice, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen2")
     prompt = [(7 * i) % 250 for i in range(MANY_ROWS + 8)]  # many rows; then decode, few
 
-    def generate(chosen: ProductChoice) -> list[int]:
+    def generate(chosen: GemmChoice) -> list[int]:
         model, info = load(tmp_path)
         model.pack(load_kernels(), chosen)
         driver = StepDriver(make_runner(model, info, "cpu"))
@@ -74,13 +74,13 @@ def test_models_give_the_same_tokens_whoever_multiplies(choice: ProductChoice, t
             tokens.append(driver.run([1], [])[1][0])
         return tokens
 
-    assert generate(choice) == generate(product_choice.ALWAYS_KERNELS)
+    assert generate(choice) == generate(gemm_choice.ALWAYS_KERNELS)
 
 
 @pytest.fixture
 def info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelInfo:
     """Of a tiny model, whose products are soon timed."""
-    monkeypatch.setattr(product_choice, "_ALL_BYTES", 1 << 18)
+    monkeypatch.setattr(gemm_choice, "_ALL_BYTES", 1 << 18)
     save_tiny_model(tmp_path / "model", "qwen2")
     return load(tmp_path / "model")[1]
 
@@ -88,26 +88,26 @@ def info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelInfo:
 def test_the_choice_is_measured_once_and_kept(info: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = load_kernels()
     assert kernels is not None
-    first = choose_products(kernels, info, torch.bfloat16)
+    first = choose_gemm(kernels, info, torch.bfloat16)
     assert first.few_speedup > 0
     assert first.many_speedup > 0
     assert first.may_mix == kernels.has_bfloat16_arithmetic
 
-    def measure_again(*_: object) -> ProductChoice:
+    def measure_again(*_: object) -> GemmChoice:
         raise AssertionError("it is in the cache")
 
     with monkeypatch.context() as patch:
-        patch.setattr(product_choice, "_measure", measure_again)
-        assert choose_products(kernels, info, torch.bfloat16) == first
+        patch.setattr(gemm_choice, "_measure", measure_again)
+        assert choose_gemm(kernels, info, torch.bfloat16) == first
         other_model = dataclasses.replace(info, intermediate_size=128)
         with pytest.raises(AssertionError, match="in the cache"):
-            choose_products(kernels, other_model, torch.bfloat16)
+            choose_gemm(kernels, other_model, torch.bfloat16)
         with pytest.raises(AssertionError, match="in the cache"):
-            choose_products(kernels, info, torch.float32)
+            choose_gemm(kernels, info, torch.float32)
         # A library from a wheel: all levels lie in one directory.
         patch.setattr(kernels, "path", kernels.path.with_name("other.so"))
         with pytest.raises(AssertionError, match="in the cache"):
-            choose_products(kernels, info, torch.bfloat16)
+            choose_gemm(kernels, info, torch.bfloat16)
 
 
 def test_a_broken_file_or_no_place_to_write_only_means_another_measurement(
@@ -115,23 +115,23 @@ def test_a_broken_file_or_no_place_to_write_only_means_another_measurement(
 ) -> None:
     kernels = load_kernels()
     assert kernels is not None
-    choose_products(kernels, info, torch.float32)
-    (file,) = (tmp_path / "cache" / "products").iterdir()
+    choose_gemm(kernels, info, torch.float32)
+    (file,) = (tmp_path / "cache" / "gemm").iterdir()
     file.write_text("{")
-    assert choose_products(kernels, info, torch.float32).few_speedup > 0
+    assert choose_gemm(kernels, info, torch.float32).few_speedup > 0
     monkeypatch.setenv("TOKA_CACHE", "/dev/null/cache")
-    assert choose_products(kernels, info, torch.float32).few_speedup > 0
+    assert choose_gemm(kernels, info, torch.float32).few_speedup > 0
 
 
 def test_torch_must_be_clearly_faster_and_with_weights_in_one_layout_for_all_rows() -> None:
-    assert ProductChoice(0.9, 0.9).always_kernels
-    assert ProductChoice(0.8, 0.8).always_torch
-    assert not ProductChoice(0.8, 2.0).uses_kernels(1)
-    assert ProductChoice(0.8, 2.0, may_mix=False).always_kernels
-    assert ProductChoice(0.8, 0.8, may_mix=False).always_torch
+    assert GemmChoice(0.9, 0.9).always_kernels
+    assert GemmChoice(0.8, 0.8).always_torch
+    assert not GemmChoice(0.8, 2.0).uses_kernels(1)
+    assert GemmChoice(0.8, 2.0, may_mix=False).always_kernels
+    assert GemmChoice(0.8, 0.8, may_mix=False).always_torch
 
 
 def test_the_line_for_the_user_names_each_winner() -> None:
-    assert ProductChoice(2.0, 0.5).describe() == (
+    assert GemmChoice(2.0, 0.5).describe() == (
         "few rows by kernels (2.00 x torch), from 32 rows on by torch (2.00 x kernels)"
     )

@@ -39,7 +39,7 @@ _TORCH_SETTINGS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CA
 
 
 @dataclass(frozen=True, slots=True)
-class ProductChoice:
+class GemmChoice:
     """Whether the kernels or torch compute gemms, for few rows and for many rows."""
 
     few_speedup: float
@@ -80,17 +80,17 @@ class ProductChoice:
         return (speedup if self.may_mix else max(speedup, other)) * _MIN_TORCH_SPEEDUP > 1
 
 
-ALWAYS_KERNELS = ProductChoice(few_speedup=1.0, many_speedup=1.0)
+ALWAYS_KERNELS = GemmChoice(few_speedup=1.0, many_speedup=1.0)
 
 
-def choose_products(kernels: Kernels, info: ModelInfo, dtype: torch.dtype) -> ProductChoice:
+def choose_gemm(kernels: Kernels, info: ModelInfo, dtype: torch.dtype) -> GemmChoice:
     """The choice for weights of `dtype`, from the cache if this machine has measured it before; else it takes a second.
 
     Precondition: torch already has the number of threads that forwards will use.
     """
     try:
-        file = cache_directory() / "products" / f"{_key(kernels, info, dtype)}.json"
-        return ProductChoice(**json.loads(file.read_text()))
+        file = cache_directory() / "gemm" / f"{_key(kernels, info, dtype)}.json"
+        return GemmChoice(**json.loads(file.read_text()))
     except LibraryUnavailable:  # without processor_features there is no cache key
         return _measure(kernels, _layer_products(info), dtype)
     except (OSError, ValueError, TypeError):
@@ -99,7 +99,7 @@ def choose_products(kernels: Kernels, info: ModelInfo, dtype: torch.dtype) -> Pr
     return choice
 
 
-def torch_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+def torch_gemm(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """A function x [T, in] -> [T, out], the fastest that torch has on a CPU; weight [out, in] has x's dtype.
 
     The weight is copied into oneDNN's layout if oneDNN multiplies its dtype; otherwise it is kept as it is. With AVX2
@@ -146,7 +146,7 @@ def _layer_products(info: ModelInfo) -> list[tuple[int, int]]:
     ]
 
 
-def _measure(kernels: Kernels, products: Sequence[tuple[int, int]], dtype: torch.dtype) -> ProductChoice:
+def _measure(kernels: Kernels, products: Sequence[tuple[int, int]], dtype: torch.dtype) -> GemmChoice:
     """Time both on gemms of the shapes `products`, (in, out) each."""
     activation_dtype = kernels.activation_dtype(dtype)
     layer_kernels = LayerKernels(kernels)
@@ -159,7 +159,7 @@ def _measure(kernels: Kernels, products: Sequence[tuple[int, int]], dtype: torch
         weight = torch.full((out_size, in_size), 0.01, dtype=dtype)
         in_sizes.append(in_size)
         kernel_gemms.append(PackedWeights(layer_kernels, weight, None).multiply)
-        torch_gemms.append(torch_product(weight.to(activation_dtype), None))
+        torch_gemms.append(torch_gemm(weight.to(activation_dtype), None))
         num_bytes += weight.numel() * 4
         if num_bytes >= _ALL_BYTES:
             break
@@ -177,10 +177,10 @@ def _measure(kernels: Kernels, products: Sequence[tuple[int, int]], dtype: torch
 
     with torch.inference_mode():
         # No mixing where the kernels widen weights: torch would need a second copy of the weights, twice as large.
-        return ProductChoice(speedup(_FEW_TIMED), speedup(_MANY_TIMED), may_mix=activation_dtype == dtype)
+        return GemmChoice(speedup(_FEW_TIMED), speedup(_MANY_TIMED), may_mix=activation_dtype == dtype)
 
 
-def _keep(file: Path, choice: ProductChoice) -> None:
+def _keep(file: Path, choice: GemmChoice) -> None:
     """Store the choice in the cache. If that fails, the next start measures again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

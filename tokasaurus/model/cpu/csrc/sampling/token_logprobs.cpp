@@ -51,7 +51,7 @@ void prompt_logprobs(const Element* logits, int64_t num_rows, int64_t vocab_size
 
 // logits [num_rows, vocab_size], target_ids [num_rows] -> logprobs and ranks of the targets, [num_rows], and ids and
 // logprobs of the num_top most probable tokens, in descending order, [num_rows, num_top].
-TOKA_EXPORT void toka_score(int64_t logits_type, const void* logits, int64_t num_rows, int64_t vocab_size,
+TOKA_EXPORT void toka_token_logprobs(int64_t logits_type, const void* logits, int64_t num_rows, int64_t vocab_size,
                             const int32_t* target_ids, float* logprobs, int32_t* ranks, int64_t num_top,
                             int32_t* top_ids, float* top_logprobs) {
   const PhaseTimer timer(kSampling);

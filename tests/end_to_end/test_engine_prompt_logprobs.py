@@ -37,7 +37,7 @@ class Worker:
             result.host_logprobs(),
             forward_seconds,
             top=result.host_top(),
-            scores=result.host_scores(),
+            prompt_logprobs=result.host_prompt_logprobs(),
         )
 
 
@@ -48,14 +48,14 @@ def random_requests(rng: random.Random) -> list[GenerateRequest]:
     for number in range(24):
         prompt = rng.choice(texts)[: rng.choice([0, 16, 47, 48, 49, 100])]
         prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 15, 30]))]
-        is_scored = rng.random() < 0.7
-        request = make_request(number, 1, rng.choice([1, 2]), rng.choice([0, 5] if is_scored else [5, 30]))
+        has_logprobs = rng.random() < 0.7
+        request = make_request(number, 1, rng.choice([1, 2]), rng.choice([0, 5] if has_logprobs else [5, 30]))
         requests.append(
             dataclasses.replace(
                 request,
                 prompt_ids=np.array(prompt, np.int32),
-                want_prompt_logprobs=is_scored,
-                num_top_prompt_logprobs=rng.choice([0, 2]) if is_scored else 0,
+                want_prompt_logprobs=has_logprobs,
+                num_top_prompt_logprobs=rng.choice([0, 2]) if has_logprobs else 0,
             )
         )
     return requests
@@ -75,20 +75,20 @@ def test_prompts_that_share_blocks_have_the_scores_of_transformers(seed: int, tm
         bench.run(requests)
     found = {delta.request_id: delta.prompt_logprobs for delta in bench.deltas if delta.sequence_index == 0}
     for request in requests:
-        scores = found[request.request_id]
-        assert (scores is not None) == request.want_prompt_logprobs
-        if scores is None:
+        prompt_logprobs = found[request.request_id]
+        assert (prompt_logprobs is not None) == request.want_prompt_logprobs
+        if prompt_logprobs is None:
             continue
         prompt, num_top = torch.from_numpy(request.prompt_ids).long(), request.num_top_prompt_logprobs
         with torch.inference_mode():
             expected = oracle(prompt.unsqueeze(0)).logits[0].log_softmax(dim=-1)
         own = expected[:-1].gather(1, prompt[1:].unsqueeze(1))
-        assert scores.logprobs[1:] == pytest.approx(own.squeeze(1).numpy(), abs=1e-4)
-        assert (scores.ranks[1:] >= (expected[:-1] > own + 1e-4).sum(dim=1).numpy() + 1).all()
-        assert (scores.ranks[1:] <= (expected[:-1] > own - 1e-4).sum(dim=1).numpy() + 1).all()
-        assert (scores.top is None) == (num_top == 0)
-        if scores.top is not None:
+        assert prompt_logprobs.logprobs[1:] == pytest.approx(own.squeeze(1).numpy(), abs=1e-4)
+        assert (prompt_logprobs.ranks[1:] >= (expected[:-1] > own + 1e-4).sum(dim=1).numpy() + 1).all()
+        assert (prompt_logprobs.ranks[1:] <= (expected[:-1] > own - 1e-4).sum(dim=1).numpy() + 1).all()
+        assert (prompt_logprobs.top is None) == (num_top == 0)
+        if prompt_logprobs.top is not None:
             likeliest = expected[:-1].topk(num_top)
-            assert scores.top.token_ids[1:].tolist() == likeliest.indices.tolist()
-            np.testing.assert_allclose(scores.top.logprobs[1:], likeliest.values.numpy(), atol=1e-4)
+            assert prompt_logprobs.top.token_ids[1:].tolist() == likeliest.indices.tolist()
+            np.testing.assert_allclose(prompt_logprobs.top.logprobs[1:], likeliest.values.numpy(), atol=1e-4)
     assert worker.num_computed < 0.8 * sum(len(request.prompt_ids) for request in requests)
