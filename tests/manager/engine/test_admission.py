@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.manager.bench import Bench, EndsNext, Shape, make_options, make_requests
+from tests.manager.holdings_check import assert_each_block_has_one_place
 from tests.manager.replay import copy_state, replay_usage
 from tokasaurus.manager.engine.admission import (
+    admit_described,
     admit_waiting,
     describe,
     num_fitting,
@@ -125,10 +127,10 @@ def test_nothing_is_put_back_where_lengths_are_known(shapes, options, seed, fore
         (25, 13, [(0, 18, 0), (1, 30, 0)], [(3, 30, 3, 1, 15), (2, 30, 3, 1, 30), (1, 30, 1, 2, 6)]),
     ],
 )
-def test_whose_cached_prompt_is_evicted_by_one_admitted_before_it_is_simulated_again(
+def test_admission_does_not_evict_the_cached_prompts_of_sequences_it_admits_next(
     num_blocks, max_tokens, cached, shapes
 ):
-    """It starts later than it would have, which these cases bear only if it is admitted later, too."""
+    """With its cached prompt evicted, a sequence would start later than simulated, and one would be preempted."""
     options = make_options(num_blocks, 3, max_tokens_per_forward=max_tokens, max_seqs_per_forward=12, max_steps_ahead=1)
     bench = make_bench(options)
     before = [Shape(*prompt, num_sequences=1, max_new_tokens=1) for prompt in cached]
@@ -216,6 +218,23 @@ def test_candidates_are_simulated_as_they_will_be_once_they_run(shapes, options,
         real = forecast_kv(state, None).curve.at(steps)
         assert (simulated >= real).all()
         assert not is_exact or simulated.tolist() == real.tolist()
+
+
+@settings(max_examples=200)
+@given(shapes=shapes_strategy, options=options_strategy, seed=st.integers(0, 2**32))
+def test_sequences_admitted_together_compute_what_was_described(shapes, options, seed):
+    """Even in a cache so full that their blocks evict others."""
+    state, waiting = stop_halfway(shapes, options, seed)
+    candidates = describe(state, waiting)
+    curve, page_size = forecast_kv(state, None).curve, options.limits.page_size
+    num = 0
+    for more in range(1, min(len(waiting), len(state.free_slots)) + 1):
+        extra = simulate_candidates(candidates, more, forecast_kv(state, None), page_size)
+        num = more if fits_together(curve, extra, options.limits.num_kv_blocks) else num
+    admit_described(state, candidates, num)
+    assert state.queues.first_waiting(100) == waiting[num:]
+    assert num_to_compute(state, waiting[:num]) == candidates.num_to_compute[:num].tolist()
+    assert_each_block_has_one_place(state)
 
 
 def num_to_compute(state: EngineState, sequences: list[Sequence]) -> list[int]:

@@ -40,10 +40,12 @@ class SampleGroup:
 
     start: int
     """Index of the first sample among the candidates."""
+    match: PrefixMatch
+    """The cached prefix of the prompt, found in the prefix tree."""
     first_position: int
     """Prompt position where the first sample's prefill starts. The other samples start after the shared blocks."""
     num_cached_blocks: int
-    """Blocks of the prompt that the prefix tree has, or will have once the candidates before it are admitted."""
+    """Blocks of the prompt in `match`, or in the prefix tree once the candidates before it are admitted."""
     path: list[tuple[int, int]]
     """(node, number of blocks used in it) for the whole prompt blocks that the samples share.
 
@@ -109,7 +111,8 @@ def _group_by_prompt(state: EngineState, sequences: list[Sequence]) -> list[Samp
             continue
         prompt = sequence.prompt
         num_whole, num_shared = len(prompt) // page_size, (len(prompt) - 1) // page_size
-        match = tree.match(prompt.token_bytes, sequence.salt, num_shared)
+        whole_match = tree.match(prompt.token_bytes, sequence.salt, num_whole)
+        match = whole_match.first_blocks(num_shared)
         branch = b"%d %d " % (match.node.index, match.num_blocks) + sequence.salt
         rest = prompt.token_bytes[match.num_blocks * block_bytes : num_shared * block_bytes]
         scratch_match = scratch_tree.match(rest, branch)
@@ -128,7 +131,7 @@ def _group_by_prompt(state: EngineState, sequences: list[Sequence]) -> list[Samp
         if num_new:
             node = scratch_tree.insert(node, rest[scratch_match.num_blocks * block_bytes :], new[:num_new], branch)
         last_node = None
-        if num_whole > num_shared and tree.match(prompt.token_bytes, sequence.salt, num_whole).num_blocks < num_whole:
+        if num_whole > num_shared and whole_match.num_blocks < num_whole:
             last_bytes = prompt.token_bytes[num_shared * block_bytes : num_whole * block_bytes]
             last = scratch_tree.insert(node, last_bytes, new[num_new:], branch)
             last_node = None if last is node else -last.index
@@ -140,7 +143,7 @@ def _group_by_prompt(state: EngineState, sequences: list[Sequence]) -> list[Samp
         for ancestor in _ancestors(tree, match.node):
             path.append((ancestor.index, end - ancestor.parent.end_block))
             end = ancestor.parent.end_block
-        sample_groups.append(SampleGroup(index, start, num_cached, path, last_node))
+        sample_groups.append(SampleGroup(index, match, start, num_cached, path, last_node))
     return sample_groups
 
 
@@ -252,13 +255,12 @@ def admit_waiting(state: EngineState) -> None:
         if not sequences:
             return
         candidates = describe(state, sequences)
-        num_admitted, is_all = _admit_fitting(state, candidates)
-        if is_all and num_admitted < len(sequences):
+        if _admit_fitting(state, candidates) < len(sequences):
             return
 
 
-def _admit_fitting(state: EngineState, candidates: Candidates) -> tuple[int, bool]:
-    """Admit the first candidates that fit. Returns how many were admitted, and whether these are all that fit."""
+def _admit_fitting(state: EngineState, candidates: Candidates) -> int:
+    """Admit the first candidates that fit. Returns how many."""
     page_size, most_at_once = state.options.limits.page_size, state.options.onboard_batch_size
     num_blocks = int(state.blocks.num_blocks * state.options.target_utilization)
     rate = wanted_prefill_rate(state, candidates.num_to_compute, candidates.decode_steps)
@@ -278,31 +280,29 @@ def _admit_fitting(state: EngineState, candidates: Candidates) -> tuple[int, boo
         num = 1  # a sequence always fits alone: the server rejects the others
     if num:
         state.prefill_rate = rate
-    num_admitted = _admit_described(state, candidates, num_certain, num)
-    return num_admitted, num_admitted == num
+        admit_described(state, candidates, num)
+    return num
 
 
-def _admit_described(state: EngineState, candidates: Candidates, num_certain: int, num: int) -> int:
-    """Admit the first `num` candidates, stopping at one that no longer matches its simulation. Returns how many.
+def admit_described(state: EngineState, candidates: Candidates, num: int) -> None:
+    """Admit the first `num` candidates. Precondition: they fit, and the prefix tree is as it was described.
 
-    Admitting a candidate may evict the cached prefix of a later one. That one would then start later than simulated,
-    and so would all behind it. If all are certain to fit, nothing is checked: they fit whenever they start.
+    All their cached prefixes are acquired first, so that the blocks allocated for one do not evict the prefix of
+    another, which would then start later than simulated.
     """
     tree, page_size = state.blocks.tree, state.options.limits.page_size
-    sample_groups = (
-        {sample_group.start: sample_group for sample_group in candidates.sample_groups} if num > num_certain else {}
-    )
-    for index in range(num):
+    sample_groups = [sample_group for sample_group in candidates.sample_groups if sample_group.start < num]
+    cached = [tree.acquire(sample_group.match) for sample_group in sample_groups]
+    ends = [*(sample_group.start for sample_group in sample_groups), num][1:]
+    for sample_group, node, end in zip(sample_groups, cached, ends, strict=True):
         sequence = state.queues.take_first_waiting()
-        sample_group = sample_groups.get(index)
-        if sample_group is not None:
-            most_blocks = (len(sequence.prompt) - 1) // page_size
-            match = tree.match(sequence.prompt.token_bytes, sequence.salt, most_blocks)
-            if match.num_blocks != sample_group.num_cached_blocks:
-                state.queues.add_waiting(sequence, first=True)
-                return index
-        admit(state, sequence)
-    return num
+        admit(state, sequence, node)
+        if end - sample_group.start > 1:
+            assert sequence.node is not None
+            num_shared = (len(sequence.prompt) - 1) // page_size
+            shared = PrefixMatch(sequence.node, sequence.node.end_block).first_blocks(num_shared)
+            for _ in range(sample_group.start + 1, end):
+                admit(state, state.queues.take_first_waiting(), tree.acquire(shared))
 
 
 def _num_blocks_still_needed(state: EngineState) -> int:

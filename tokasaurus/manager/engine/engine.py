@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tokasaurus.manager.engine.admission import admit_waiting
 from tokasaurus.manager.engine.deferred_tasks import DeferredTask, may_run
@@ -131,12 +132,12 @@ def next_step(state: EngineState) -> ForwardInput | None:
 
     Decoding sequences come first, because each keeps its blocks until it ends. Prompts share the remaining tokens.
     """
-    if num_blocks_short(state) > 0:
+    ready = ready_to_decode(state)
+    if num_blocks_short(state, ready) > 0:
         check_stop_strings(state)  # before preemption makes sampled tokens part of the prompt
-        make_room(state)
+        ready = make_room(state)
     if state.starts_are_stale:
         find_starts(state)
-    ready = ready_to_decode(state)
     num_decoding = len(ready)
     chunks: list[int] = []
     if state.queues.prefilling:
@@ -149,16 +150,20 @@ def next_step(state: EngineState) -> ForwardInput | None:
         chunks = split_prefill(num_left, budget if rate is None else min(budget, rate))
     if not chunks and (not num_decoding or is_better_later(state, ready)):
         return None
-    return start_step(state, chunks)
+    return start_step(state, ready, chunks)
 
 
-def make_room(state: EngineState) -> None:
-    """Preempt the sequences that lose least, until every remaining decoding sequence can get the block it needs."""
-    while (num_short := num_blocks_short(state)) > 0:
+def make_room(state: EngineState) -> NDArray[np.int64]:
+    """Preempt the sequences that lose least, until every remaining decoding sequence can get the block it needs.
+
+    Returns the slots that are then ready to decode, as `ready_to_decode` does.
+    """
+    while (num_short := num_blocks_short(state, ready := ready_to_decode(state))) > 0:
         victims = _victims(state, num_short)
         assert victims, f"{num_short} blocks short, and no sequence to preempt"
         for sequence in victims:
             preempt(state, sequence)
+    return ready
 
 
 def _victims(state: EngineState, num_short: int) -> list[Sequence]:

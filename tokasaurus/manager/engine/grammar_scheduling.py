@@ -1,6 +1,7 @@
 """Grammars in steps: which sequences can decode, their token masks, and the tokens that come back.
 
-A sequence with a grammar is held from the step that samples its next token until its matcher has read that token.
+From the step that samples its next token until its matcher has read that token, a sequence with a grammar awaits the
+matcher and cannot decode.
 """
 
 import numpy as np
@@ -19,7 +20,7 @@ def ready_to_decode(state: EngineState) -> NDArray[np.int64]:
 
 
 def is_better_later(state: EngineState, ready: NDArray[np.int64]) -> bool:
-    """Whether to delay a step in which only the slots `ready` decode, and wait for held slots.
+    """Whether to delay a step in which only the slots `ready` decode, and wait for slots that await their matcher.
 
     Sequences with grammars cannot run ahead of their results. If every ready sequence has a grammar, decoding half of
     them in every other step would take twice the time of decoding all in each. If any ready sequence has no grammar,
@@ -37,7 +38,7 @@ def is_better_later(state: EngineState, ready: NDArray[np.int64]) -> bool:
 def build_masks(state: EngineState, sampled: NDArray[np.int64]) -> TokenMasks | None:
     """Token masks for the step being built, in which the slots `sampled` sample; None if none has a grammar.
 
-    The slots with grammars are held from now on.
+    The slots with grammars await their matchers from now on.
     """
     rows = np.flatnonzero(state.slots.has_grammar[sampled])
     if not len(rows):

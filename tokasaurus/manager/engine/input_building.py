@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.manager.engine.grammar_scheduling import build_masks, ready_to_decode
+from tokasaurus.manager.engine.grammar_scheduling import build_masks
 from tokasaurus.manager.engine.logit_rules import build_logit_rules
 from tokasaurus.manager.engine.token_counters import count_computed, count_shared, count_start
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk, build_prompt_logprobs_input
@@ -16,21 +16,20 @@ MIN_COPIED_BLOCKS = 4
 """Fewest leading blocks sent as a block table copy; fewer are listed. A copy takes the bytes of 1.5 listed blocks."""
 
 
-def num_blocks_short(state: EngineState) -> int:
-    """Missing blocks for one more token of each sequence that is ready to decode. At most 0 if there are enough."""
+def num_blocks_short(state: EngineState, ready: NDArray[np.int64]) -> int:
+    """Missing blocks for one more token of each of the slots `ready`. At most 0 if there are enough."""
     slots = state.slots
-    ready = ready_to_decode(state)
     num_needed = int((slots.num_kv_tokens[ready] == slots.num_covered_tokens[ready]).sum())
     return num_needed - state.blocks.num_available
 
 
-def start_step(state: EngineState, chunks: list[int]) -> ForwardInput:
-    """One token for each sequence that is ready to decode, then `chunks[i]` tokens of the i-th prefilling prompt.
+def start_step(state: EngineState, ready: NDArray[np.int64], chunks: list[int]) -> ForwardInput:
+    """One token for each of the decoding slots `ready`, then `chunks[i]` tokens of the i-th prefilling prompt.
 
     Precondition: at least one token to compute, and enough available blocks.
     """
     step_id = state.next_step_id
-    decode, groups = _in_groups(state, ready_to_decode(state))
+    decode, groups = _in_groups(state, ready)
     block_slots, block_ids = _step_decoding(state, decode)
     prefill = [sequence for sequence, _ in zip(state.queues.prefilling, chunks, strict=False)]
     logprob_chunks = (
@@ -101,7 +100,7 @@ def _in_groups(state: EngineState, decode: NDArray[np.int64]) -> tuple[NDArray[n
     if len(state.group_num_blocks) == 1:
         return decode, None
     groups = state.slots.groups[decode]
-    # With grammars, count in every step: sequences held now join their group in a later step.
+    # With grammars, count in every step: sequences whose matcher is reading now join their group in a later step.
     if state.groups_are_new or state.num_with_grammars:
         count_shared(state, decode, groups)
         state.groups_are_new = False

@@ -8,14 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.engine.token_counters import count_leaving
+from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
 from tokasaurus.manager.kv_cache.prompt_logprobs import first_position
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import Phase, Sequence, make_prompt
 from tokasaurus.manager.state.slot_arrays import NEVER
 
 
-def admit(state: EngineState, sequence: Sequence) -> None:
+def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = None) -> None:
     """Waiting -> prefill: gets a slot, shares every block of its longest cached prefix, and owns blocks for the rest.
+
+    cached: node on the path of that prefix, already acquired for the sequence; the prompt is matched from its end on.
 
     The whole blocks of its prompt enter the tree at once, before they are computed. This is safe because prompts are
     computed in the order of admission, so a sequence that shares these blocks is sent later (see `find_starts`).
@@ -25,14 +28,16 @@ def admit(state: EngineState, sequence: Sequence) -> None:
     tree, prompt = blocks.tree, sequence.prompt
     num_tokens = len(prompt)
     # The last token is always computed, for its logits, so its block is never shared.
-    match = tree.match(prompt.token_bytes, sequence.salt, (num_tokens - 1) // page_size)
+    cached = tree.root if cached is None else cached
+    block_bytes = 4 * page_size
+    rest_bytes = prompt.token_bytes[cached.end_block * block_bytes :]
+    match = tree.match(rest_bytes, sequence.salt, (num_tokens - 1) // page_size, start=cached)
     shared = tree.blocks_on_path(match)
-    node = tree.acquire(match)
+    node = tree.acquire(match, current=cached)
     num_tree_blocks = match.num_blocks
     own = blocks.allocate(-(-num_tokens // page_size) - num_tree_blocks)
     num_whole = num_tokens // page_size
     if num_whole > num_tree_blocks:
-        block_bytes = 4 * page_size
         whole_bytes = prompt.token_bytes[num_tree_blocks * block_bytes : num_whole * block_bytes]
         inserted = tree.insert(node, whole_bytes, own[: num_whole - num_tree_blocks], sequence.salt)
         if inserted is not node:

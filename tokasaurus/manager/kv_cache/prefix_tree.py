@@ -55,6 +55,13 @@ class PrefixMatch:
     node: PrefixNode
     num_blocks: int
 
+    def first_blocks(self, num_blocks: int) -> "PrefixMatch":
+        """The match of the same tokens, but of at most `num_blocks` blocks."""
+        num_blocks, node = min(num_blocks, self.num_blocks), self.node
+        while num_blocks <= node.parent.end_block and node.parent is not node:
+            node = node.parent
+        return PrefixMatch(node, num_blocks)
+
 
 class PrefixTree:
     """The tree, and per-node arrays for KV simulations.
@@ -135,9 +142,7 @@ class PrefixTree:
 
         current: the node that the sequence references already, on the path of the match; the returned node replaces it.
         """
-        node = match.node
-        while match.num_blocks <= node.parent.end_block and node is not self.root:
-            node = node.parent  # split since the match was made
+        node = match.first_blocks(match.num_blocks).node  # may have been split since the match was made
         assert node.index >= 0, "the match is no longer in the tree"
         assert match.num_blocks <= node.end_block, "the end of the match is no longer in the tree"
         if match.num_blocks < node.end_block:

@@ -50,7 +50,7 @@ class SlotArrays:
         """Index of the deepest prefix tree node that the sequence uses."""
         self.is_running = false()
         self.is_decoding = false()
-        """A running sequence that decodes in every step in which it is not held."""
+        """A running sequence past its prefill: decodes in every step, unless it awaits its matcher."""
         self.ends_at_eos = false()
         """An eos token ends it."""
         self.stop_token_ids = np.full((num_slots + 1, MAX_STOP_TOKEN_IDS), -1)
