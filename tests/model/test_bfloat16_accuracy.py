@@ -18,6 +18,7 @@ from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder.registry import build_decoder
 from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
+from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.sampling.prompt_logprobs import compute_prompt_logprobs
@@ -65,6 +66,7 @@ class LogprobModel:
         )
         self.backend = make_backend(backend, shape, load_kernels())
         self.backend.allocate(MAX_TOKENS // PAGE_SIZE + 1)
+        self.executor = choose_executor(self.model, self.backend)
         self.slots = SlotTable(SlotTableSize(2, MAX_TOKENS // PAGE_SIZE), CPU)
         self.slots.rules.allocate(MAX_TOKENS + PAGE_SIZE)
 
@@ -103,7 +105,7 @@ class LogprobModel:
         batch = build_batch(step, self.slots, PAGE_SIZE, CPU)
         self.backend.plan(batch.layout)
         with torch.inference_mode():
-            return self.model(batch.token_ids, None, batch.positions, self.backend, batch.layout), batch
+            return self.model(batch.token_ids, None, batch.positions, self.executor, batch.layout), batch
 
 
 @pytest.fixture(scope="module")

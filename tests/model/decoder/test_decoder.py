@@ -18,6 +18,7 @@ from tokasaurus.model.decoder.decoder import Decoder, DecoderOptions
 from tokasaurus.model.decoder.layers.linear import Linear
 from tokasaurus.model.decoder.registry import build_decoder
 from tokasaurus.model.decoder.weights import load_weights
+from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.parallel.mesh import Mesh
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
@@ -147,7 +148,7 @@ def run_whole_prompt(
     layout = PagedLayout(positions + 16, (everything,))
     backend.plan(layout)
     with torch.inference_mode():
-        out: torch.Tensor = model(token_ids, hidden, positions, backend, layout)
+        out: torch.Tensor = model(token_ids, hidden, positions, choose_executor(model, backend), layout)
         return model.logits(out) if mesh.is_last_stage else out
 
 

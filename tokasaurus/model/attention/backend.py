@@ -4,6 +4,7 @@ A backend owns the layout of its KV cache. It knows nothing of requests, prefill
 query rows of a `PagedPart` over the blocks of that part. Shared code (row_split) handles a forward part by part.
 """
 
+import threading
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -95,6 +96,12 @@ class AttentionBackend(Protocol):
         """Create the cache, filled with zeros; block 0 is the padding block. Replaces an earlier cache.
 
         Raises OSError or RuntimeError if memory does not suffice.
+        """
+
+    def touch_in_background(self, num_threads: int, /) -> list[threading.Thread]:
+        """Let threads, at most num_threads, make the system provide the cache's memory before it is first used.
+
+        Returns the running threads: none if the memory is there already or is left to be provided on first use.
         """
 
     def plan(self, layout: PagedLayout) -> None:

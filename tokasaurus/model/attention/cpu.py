@@ -47,7 +47,7 @@ class CpuBackend:
         memory = huge_pages.allocate(math.prod(size) * shape.dtype.itemsize)
         self._cache = memory.view(shape.dtype).view(size)  # fresh memory is zero
 
-    def touch_in_background(self, num_threads: int) -> list[threading.Thread]:
+    def touch_in_background(self, num_threads: int, /) -> list[threading.Thread]:
         """Make the system provide the cache's memory, low block ids first, since they are used first."""
         return huge_pages.touch_in_background(self._cache.flatten(1), self._kernels, num_threads)
 

@@ -1,5 +1,7 @@
 """Attention in plain torch, one row at a time: slow and obvious, the oracle that tests the other backends."""
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,9 @@ class ReferenceBackend:
         size = (shape.num_layers, num_blocks * shape.page_size, shape.num_kv_heads, shape.head_dim)
         self._keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self._values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+    def touch_in_background(self, _num_threads: int, /) -> list[threading.Thread]:
+        return []
 
     def plan(self, layout: PagedLayout) -> None:
         self._kv_indices = layout.kv_indices

@@ -4,6 +4,7 @@ Segments of similar length are gathered and padded together, so that a batch tak
 """
 
 import itertools
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,9 @@ class TorchBackend:
         size = (shape.num_layers, shape.num_kv_heads, num_blocks, shape.page_size, shape.head_dim)
         self._keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self._values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+    def touch_in_background(self, _num_threads: int, /) -> list[threading.Thread]:
+        return []
 
     def plan(self, layout: PagedLayout) -> None:
         self._kv_indices = layout.kv_indices

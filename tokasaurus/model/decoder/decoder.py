@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from tokasaurus.checkpoint import ModelInfo
-from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
-from tokasaurus.model.attention.cpu import CpuBackend
+from tokasaurus.model.attention.backend import PagedLayout
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
 from tokasaurus.model.cpu.layer_executor import PackedLayer, PackedLayers
@@ -35,6 +35,17 @@ class DecoderOptions:
 
     qk_norm: bool = False
     """RMS norms over each head's query and key, before rotary."""
+
+
+class LayerExecutor(Protocol):
+    """Runs a stage's layers with one attention backend (see execution/executors)."""
+
+    @property
+    def always_on_kernels(self) -> bool:
+        """Whether one call of the CPU kernels runs all layers in every forward, whatever its number of tokens."""
+
+    def run(self, hidden: Tensor, cos_sin: Tensor, layout: PagedLayout) -> Tensor:
+        """hidden [T, E], which may be overwritten -> [T, E]. cos_sin: float32 [T, 1, D]. layout: planned already."""
 
 
 class DecoderLayer(nn.Module):
@@ -98,10 +109,13 @@ class Decoder(nn.Module):
         self._dtype = dtype
         self._rotary: RotaryTable | None = None
         self.activation_dtype = dtype
-        self._packed: PackedLayers | None = None
-        self._choice = ALWAYS_KERNELS
-        self._before_attention = DecoderLayer.before_attention
-        self._after_attention = DecoderLayer.after_attention
+        self.packed_layers: PackedLayers | None = None
+        """All layers as the CPU kernels read them; None unless they are all packed."""
+        self.gemm_choice = ALWAYS_KERNELS
+        self.before_attention = DecoderLayer.before_attention
+        """Compiled, if the layers are."""
+        self.after_attention = DecoderLayer.after_attention
+        """Compiled, if the layers are."""
         stage = mesh.stage_layers(info.num_layers)
         with torch.device("meta"):
             needs_embedding = mesh.is_first_stage or (mesh.is_last_stage and info.tie_embeddings)
@@ -146,38 +160,34 @@ class Decoder(nn.Module):
             else:
                 self.activation_dtype = activation_dtype
         self._layer_kernels = None if kernels is None else LayerKernels(kernels)
-        self._choice = choice
+        self.gemm_choice = choice
         self._compiler = compiler
 
     def pack_module(self, module: nn.Module) -> None:
         """Pack one module, once its own weights are loaded. Frees plain weights that have been packed."""
         if module is self._head:
             assert isinstance(module, VocabShard)
-            module.pack(self._layer_kernels, self._choice, keep_weight=module is self.embedding)
+            module.pack(self._layer_kernels, self.gemm_choice, keep_weight=module is self.embedding)
         elif isinstance(module, Linear) and not isinstance(module, VocabShard) and self._compiler is None:
-            module.pack(self._layer_kernels, self._choice)
+            module.pack(self._layer_kernels, self.gemm_choice)
 
     def end_packing(self) -> None:
         """Compile or pack the layers, once every module is packed."""
         if self._compiler is not None:
-            self._before_attention = self._compiler.compile(DecoderLayer.before_attention)
-            self._after_attention = self._compiler.compile(DecoderLayer.after_attention)
+            self.before_attention = self._compiler.compile(DecoderLayer.before_attention)
+            self.after_attention = self._compiler.compile(DecoderLayer.after_attention)
         elif self._layer_kernels is not None and self._mesh.tp_size == 1:
-            self._packed = self._pack_layers(self._layer_kernels)
+            self.packed_layers = self._pack_layers(self._layer_kernels)
 
     def reserve(self, num_tokens: int, num_logit_rows: int) -> None:
         """Allocate the memory that the kernels keep between forwards, for up to num_tokens and num_logit_rows."""
-        if self._packed is not None:
-            self._packed.reserve(num_tokens)
+        if self.packed_layers is not None:
+            self.packed_layers.reserve(num_tokens)
         if self._head is not None:
             self._head.reserve(num_logit_rows)
 
-    def runs_on_kernels(self, backend: AttentionBackend) -> bool:
-        """Whether, in every forward, one call of the CPU kernels runs all layers."""
-        return self._packed is not None and self._choice.always_kernels and isinstance(backend, CpuBackend)
-
     def _pack_layers(self, kernels: LayerKernels) -> PackedLayers | None:
-        packed = [layer.packed() for layer in self._decoder_layers()]
+        packed = [layer.packed() for layer in self.decoder_layers()]
         whole_layers = [layer for layer in packed if layer is not None]
         if not packed or len(whole_layers) < len(packed):
             return None
@@ -191,7 +201,7 @@ class Decoder(nn.Module):
             return None
         return self.embedding if self.lm_head is None else self.lm_head
 
-    def _decoder_layers(self) -> Iterator[DecoderLayer]:
+    def decoder_layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             yield layer
@@ -201,7 +211,7 @@ class Decoder(nn.Module):
         token_ids: Tensor,
         hidden: Tensor | None,
         positions: Tensor,
-        backend: AttentionBackend,
+        executor: LayerExecutor,
         layout: PagedLayout,
     ) -> Tensor:
         """Run one stage of a forward -> hidden [T, E] for the next stage or, from the last stage, for `logits`.
@@ -213,16 +223,7 @@ class Decoder(nn.Module):
         if hidden is None:
             assert self.embedding is not None, "only the first stage embeds"
             hidden = self.embedding.embed(token_ids).to(self.activation_dtype)
-        cos_sin = self._rotary.at(positions)
-        is_one_call = self._packed is not None and self._choice.uses_kernels(hidden.shape[0])
-        if self._packed is not None and is_one_call and isinstance(backend, CpuBackend):
-            self._packed.run(hidden, cos_sin, backend.planned)
-        else:
-            for layer in self._decoder_layers():
-                query, key, value = self._before_attention(layer, hidden, cos_sin)
-                attended = layer.attention.attend(query, key, value, backend, layout)
-                hidden = self._after_attention(layer, attended, hidden)
-        return hidden
+        return executor.run(hidden, self._rotary.at(positions), layout)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E], rows of the last stage's `forward` output -> [R, vocab], in hidden's dtype. The next call may

@@ -13,6 +13,7 @@ from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
+from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, compute_prompt_logprobs
 from tokasaurus.model.sampling.sample import Sampled, sample
@@ -109,16 +110,21 @@ class ModelRunner:
         self._device = device
         self._kernels = kernels
         self._compiler = compiler
-        self._is_padded = not model.runs_on_kernels(backend)  # the kernels need no padding
+        self._executor = choose_executor(model, backend)
         self._num_recompiles = 0
+
+    @property
+    def always_on_kernels(self) -> bool:
+        """Whether the CPU kernels run all layers of every forward. They need no padding, and memory of known size."""
+        return self._executor.always_on_kernels
 
     @torch.inference_mode()
     def run(self, step: ForwardInput) -> StepResult:
         """Run one step. On an asynchronous device, returns before the result is computed."""
         self._slots.apply(step.changes)
-        batch = build_batch(step, self._slots, self._page_size, self._device, self._is_padded)
+        batch = build_batch(step, self._slots, self._page_size, self._device, not self.always_on_kernels)
         self._backend.plan(batch.layout)
-        hidden = self._model(batch.token_ids, None, batch.positions, self._backend, batch.layout)
+        hidden = self._model(batch.token_ids, None, batch.positions, self._executor, batch.layout)
         sampled = self._sample(hidden, batch)
         self._slots.last_tokens[batch.sampled_slots] = sampled.tokens
         host_tokens = _copy_to_host(sampled.tokens.int())

@@ -26,7 +26,6 @@ from tokasaurus.messages.lifecycle import (
 )
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.choose import make_backend
-from tokasaurus.model.attention.cpu import CpuBackend
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, load_kernels
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, choose_gemm
 from tokasaurus.model.decoder.compile import Compiler
@@ -162,7 +161,7 @@ def start_worker(
 
     limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length, info.vocab_size)
     forward_memory = None  # unknown where torch computes: its operations allocate temporaries of unknown size
-    if model.runs_on_kernels(backend):
+    if runner.always_on_kernels:
         forward_memory = largest_forward(
             *(info, limits, config.page_size, model.activation_dtype.itemsize),
             *(torch.get_num_threads(), config.max_topk_logprobs),
@@ -202,11 +201,11 @@ def start_worker(
             )
     if kernels is not None:
         kernels.reset_phases()
-    if isinstance(backend, CpuBackend):  # not earlier: the measurements above need an idle machine
-        backend.touch_in_background(max(1, torch.get_num_threads() // 2))
+    # not earlier: the measurements above need an idle machine
+    backend.touch_in_background(max(1, torch.get_num_threads() // 2))
     max_tokens = min(context_length, plan.num_blocks * config.page_size)
     limits_found = EngineLimits(plan.num_blocks, config.page_size, max_tokens, hydragen)
-    return StartedWorker(runner, limits_found, device, kernels if model.runs_on_kernels(backend) else None)
+    return StartedWorker(runner, limits_found, device, kernels if runner.always_on_kernels else None)
 
 
 def _describe_dtypes(*dtypes: torch.dtype) -> str:
