@@ -132,7 +132,7 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
         ),
         (
             "kv_cache_num_tokens=31 page_size=32",
-            "kv_cache_num_tokens=31: must hold at least one page of page_size=32 tokens",
+            "kv_cache_num_tokens=31: must be at least one page of page_size=32 tokens",
         ),
         (
             "kv_cache_num_tokens=64 kv_cache_size_num_tokens=65",

@@ -89,7 +89,7 @@ class ServerConfig(Config):
         check_flags(self, SERVER_FLAGS)
         if self.kv_cache_num_tokens is not None and self.kv_cache_num_tokens < self.page_size:
             raise FlagError(
-                f"kv_cache_num_tokens={self.kv_cache_num_tokens}: must hold at least one page of "
+                f"kv_cache_num_tokens={self.kv_cache_num_tokens}: must be at least one page of "
                 f"page_size={self.page_size} tokens"
             )
         if self.early_stopping_init_std is not None and self.early_stopping_init_mean is None:

@@ -141,5 +141,5 @@ def test_missing_and_malformed_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot read .*config\.json"):
         read_model_info(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"config\.json does not hold a JSON object"):
+    with pytest.raises(CheckpointError, match=r"config\.json does not contain a JSON object"):
         read_model_info(tmp_path)

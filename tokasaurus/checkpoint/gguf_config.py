@@ -135,7 +135,7 @@ def _llama3_scaling(theta: float, head_dim: int, factors: NDArray[np.float32]) -
     scaling: dict[str, Any] = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3_SCALING}
     expected = [llama3_factor(theta ** (2 * i / head_dim) * 2 * math.pi, scaling) for i in range(head_dim // 2)]
     if factors.shape != (head_dim // 2,) or not np.allclose(factors, expected, rtol=1e-4):
-        raise CheckpointError("rope_freqs.weight holds rotary factors that are not the Llama 3 scaling")
+        raise CheckpointError("rope_freqs.weight contains rotary factors that are not the Llama 3 scaling")
     return scaling
 
 

@@ -16,7 +16,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
+        raise CheckpointError(f"{path} does not contain a JSON object")
     return value
 
 

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar, cast
 Message = TypeVar("Message")
 
 PIPE_BYTES = 1 << 20
-"""Pipe capacity of a channel, in bytes. The system's default of 64 KiB holds only 28 prompts of 500 tokens, or one step
+"""Pipe capacity of a channel, in bytes. The system's default fits only 28 prompts of 500 tokens, or one step
 of 8,000 sequences; a reader that drains the pipe once per step would receive no more than that at a time."""
 
 

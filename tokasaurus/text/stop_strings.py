@@ -140,7 +140,7 @@ class StopTokens:
             if row > _MOST_ROWS:
                 return 0
             sought = [*characters, _REPLACEMENT]
-            holds = [any(character in text for character in sought) for text in self._token_texts]
-            self.may_end = np.concatenate((self.may_end, np.array([holds], np.bool_)))
+            contains_sought = [any(character in text for character in sought) for text in self._token_texts]
+            self.may_end = np.concatenate((self.may_end, np.array([contains_sought], np.bool_)))
             self._row_of_characters[characters] = row
         return row

@@ -52,7 +52,7 @@ class SampleGroup:
     An existing node of the tree is given by its index, a node that candidates will add by a negative number.
     """
     last_node: int | None
-    """New node for the whole block that holds the prompt's last token; None if there is none.
+    """New node for the whole block that contains the prompt's last token; None if there is none.
 
     Only the first sample uses it: the last token is always computed, so its block is never shared.
     """

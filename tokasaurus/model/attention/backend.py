@@ -59,7 +59,7 @@ class PagedPart:
     """int32 [S, B]. Segments may share blocks."""
 
     kv_lengths: Tensor
-    """int32 [S], tokens to attend to. Later positions in the segment's blocks may hold any finite values; later blocks
+    """int32 [S], tokens to attend to. Later positions in the segment's blocks may have any finite values; later blocks
     in its table may be unfilled, or 0."""
 
     causal: bool

@@ -234,7 +234,7 @@ class Decoder(nn.Module):
         return head.logits(hidden, self.final_norm)
 
     def weight_shards(self) -> list[WeightShard]:
-        """Every tensor of the checkpoint, with a target if this stage holds it."""
+        """Every tensor of the checkpoint, with a target if this stage has it."""
         info, mesh = self._info, self._mesh
         stage = mesh.stage_layers(info.num_layers)
         shards: list[WeightShard] = []
@@ -267,10 +267,10 @@ class Decoder(nn.Module):
 
 
 def _without_target(shard: WeightShard) -> WeightShard:
-    """The same tensor, held by another stage."""
+    """The same tensor, which another stage has."""
     return WeightShard(shard.source, shard.shape, shard.shard, None)
 
 
 def _vocab_shards(shard: VocabShard | None, source: str, shape: tuple[int, ...]) -> list[WeightShard]:
-    """shard: None if another stage holds the matrix."""
+    """shard: None if another stage has the matrix."""
     return [WeightShard(source, shape, (), None)] if shard is None else shard.weight_shards(source)

@@ -23,14 +23,14 @@ class WeightShard:
     """Of the whole tensor in the checkpoint."""
 
     shard: tuple[slice, ...]
-    """The part of the tensor that this rank holds."""
+    """The part of the tensor that this rank has."""
 
     target: Tensor | None
-    """A view into a parameter, of the shard's shape; None if another pipeline stage holds the tensor."""
+    """A view into a parameter, of the shard's shape; None if another pipeline stage has the tensor."""
 
 
 def whole(source: str, target: Tensor) -> WeightShard:
-    """The whole tensor, held by every rank."""
+    """The whole tensor, which every rank has."""
     return WeightShard(source, tuple(target.shape), tuple(slice(None) for _ in target.shape), target)
 
 

@@ -80,7 +80,7 @@ def build_batch(
     token_rows = np.repeat(np.arange(len(step.slots)), step.num_tokens)
     token_positions = np.arange(starts[-1]) - starts[token_rows] + first_positions[token_rows]
     blocks = slots.block_tables[step.slots[token_rows], token_positions // page_size]
-    # Recomputed KV goes to the padding block: other slots may be reading the blocks that hold it already.
+    # Recomputed KV goes to the padding block: other slots may be reading the blocks that contain it already.
     blocks[token_positions < slots.first_writes[step.slots][token_rows]] = 0
     kv_indices = blocks.astype(np.int64) * page_size + token_positions % page_size
 

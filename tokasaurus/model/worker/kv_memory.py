@@ -79,7 +79,7 @@ def available_cpu_bytes(root: Path = Path("/")) -> int:
     """Bytes that this process can still allocate: the machine's available memory or, if less, what its control groups
     allow.
 
-    root: the directory that holds /proc and /sys, where Linux describes control groups. Other systems have none.
+    root: the directory with /proc and /sys, where Linux describes control groups. Other systems have none.
     """
     machine: int = psutil.virtual_memory().available
     return max(0, min([machine, *_cgroup_headrooms(root)]))
