@@ -53,7 +53,7 @@ class Launcher:
     """A launcher in a process of its own, and the lines that it and its children write to stderr."""
 
     def __init__(self, model_directory: Path, worker: str, *flags: str) -> None:
-        tests = str(Path(__file__).parent)
+        tests = str(Path(__file__).parent / "helpers")
         self.process = subprocess.Popen(
             [sys.executable, "-c", LAUNCHER, worker, f"model={model_directory}", "port=0", "cpu_isa=torch", *flags],
             stderr=subprocess.PIPE,

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks import server_cpu
-from tests.fake_engine import FakeEngine, Reply, echo
 from tests.server import conftest as fixtures
 from tests.server.conftest import LiveServer, live_server
+from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.served_model import ServedModel
 

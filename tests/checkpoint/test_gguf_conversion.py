@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.checkpoint.gguf_files import HEAD_DIM, HEADS, HIDDEN, LAYERS, VOCAB, random_weights, write_gguf
+from tests.checkpoint.helpers.gguf_files import HEAD_DIM, HEADS, HIDDEN, LAYERS, VOCAB, random_weights, write_gguf
 from tokasaurus.checkpoint import CheckpointError, read_model_info, resolve_checkpoint
 from tokasaurus.checkpoint.info import RopeInfo
 

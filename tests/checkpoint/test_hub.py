@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.fake_hub import COMMIT, FakeHub, serve_repository
+from tests.checkpoint.helpers.fake_hub import COMMIT, FakeHub, serve_repository
 
 CONFIG = {
     "model_type": "llama",

@@ -17,7 +17,7 @@ from openai.types.chat.chat_completion import Choice
 from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.toka_process import TokaProcess, running_toka, wait_for
-from tests.random_schemas import random_schema
+from tests.helpers.random_schemas import random_schema
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.text.tokenizer import Tokenizer
 

@@ -11,11 +11,11 @@ from llguidance import LLMatcher
 from transformers import PreTrainedModel
 
 from tests.end_to_end.test_engine_prompt_logprobs import Worker
-from tests.manager.bench import Bench, EndsNext, make_options
-from tests.manager.fake_worker import make_request
+from tests.helpers.tiny_model import EOS_ID, VOCAB_SIZE, save_tiny_model
+from tests.manager.helpers.engine_driver import Bench, EndsNext, make_options
+from tests.manager.helpers.fake_worker import make_request
 from tests.model.decoder.test_decoder import load
-from tests.model.steps import make_runner, one_thread
-from tests.tiny_model import EOS_ID, VOCAB_SIZE, save_tiny_model
+from tests.model.helpers.steps import make_runner, one_thread
 from tokasaurus.text.grammars import GrammarVocabulary, load_grammar_vocabulary, make_matcher
 from tokasaurus.text.tokenizer import load_token_decoder
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.manager.bench import Bench, make_options
-from tests.manager.fake_worker import make_request
+from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
+from tests.manager.helpers.engine_driver import Bench, make_options
+from tests.manager.helpers.fake_worker import make_request
 from tests.model.decoder.test_decoder import load
-from tests.model.steps import make_runner, one_thread
-from tests.tiny_model import VOCAB_SIZE, save_tiny_model
+from tests.model.helpers.steps import make_runner, one_thread
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.model.execution.runner import ModelRunner

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.end_to_end.toka_process import running_toka, wait_for
-from tests.tiny_model import save_tiny_model
+from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus.text.tokenizer import Tokenizer
 
 SMALL = ("dtype=float32", "kv_cache_num_tokens=4096", "max_tokens_per_forward=256", "max_seqs_per_forward=16")

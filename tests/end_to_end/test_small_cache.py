@@ -20,7 +20,7 @@ from tests.end_to_end.expected_texts import (
     num_parted,
 )
 from tests.end_to_end.toka_process import running_toka, wait_for
-from tests.tiny_model import VOCAB_SIZE, save_tiny_model
+from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tokasaurus.text.tokenizer import Tokenizer
 
 QUESTIONS = Path(__file__).parents[2] / "benchmarks" / "data" / "gsm8k_test_200.jsonl"

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.tiny_model import save_tiny_model
 from tests.model.decoder.test_decoder import FAMILIES, assert_equals_oracle
-from tests.tiny_model import save_tiny_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.manager.fake_worker import decode_text
+from tests.manager.helpers.fake_worker import decode_text
 from tokasaurus.config import ServerConfig
 from tokasaurus.manager.loop import engine_options, is_worth_an_update
 from tokasaurus.manager.state.engine_state import EngineOptions, HydragenOptions, LengthPredictorOptions

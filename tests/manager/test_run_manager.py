@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.manager.fake_grammars import LANGUAGES, NO_GRAMMAR
-from tests.manager.fake_worker import (
+from tests.manager.helpers.fake_grammars import LANGUAGES, NO_GRAMMAR
+from tests.manager.helpers.fake_worker import (
     EOS_ID,
     TOKEN_BYTES,
     VOCAB_SIZE,

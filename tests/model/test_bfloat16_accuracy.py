@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.model.steps import CPU, NOTHING, int32, open_greedy
+from tests.model.helpers.steps import CPU, NOTHING, int32, open_greedy
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint, weight_files
 from tokasaurus.messages.forward import ForwardInput, PromptLogprobsInput
 from tokasaurus.messages.slots import SlotChanges

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.decoder.test_decoder import FAMILIES, load
-from tests.model.steps import StepDriver, make_runner, one_thread
-from tests.tiny_model import VOCAB_SIZE, save_tiny_model
+from tests.model.helpers.steps import StepDriver, make_runner, one_thread
 
 
 class Samples:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.decoder.test_decoder import load
+from tests.model.helpers.steps import CPU, NOTHING, StepDriver, int32, make_runner, open_greedy
 from tests.model.sampling.test_sample import make_rows, noise_keys
-from tests.model.steps import CPU, NOTHING, StepDriver, int32, make_runner, open_greedy
-from tests.tiny_model import VOCAB_SIZE, save_tiny_model
 from tokasaurus.messages.slots import SlotChanges
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize

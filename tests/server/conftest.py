@@ -13,8 +13,8 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from tests.fake_engine import FakeEngine
-from tests.server.small_tokenizer import EOS_IDS, VOCAB_SIZE, save_small_tokenizer
+from tests.helpers.small_tokenizer import EOS_IDS, VOCAB_SIZE, save_small_tokenizer
+from tests.server.helpers.fake_engine import FakeEngine
 from tokasaurus.server.app import create_app
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.served_model import ServedModel

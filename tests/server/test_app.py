@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.fake_engine import FakeEngine, echo
-from tests.server.small_tokenizer import EOS_IDS, VOCAB_SIZE
+from tests.helpers.small_tokenizer import EOS_IDS, VOCAB_SIZE
+from tests.server.helpers.fake_engine import FakeEngine, echo
 from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import Channel

@@ -9,8 +9,8 @@ import openai
 import orjson
 import pytest
 
-from tests.fake_engine import Reply, echo
 from tests.server.conftest import LiveServer
+from tests.server.helpers.fake_engine import Reply, echo
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.disconnect import run_while_connected
 from tokasaurus.server.errors import ClientGone

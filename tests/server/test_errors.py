@@ -5,9 +5,9 @@ from typing import Any
 import orjson
 import pytest
 
-from tests.fake_engine import LIMITS
 from tests.server.conftest import LiveServer
-from tests.server.refusals import CHAT, COMPLETIONS, assert_openai_error, minimal_body, refused_quickly
+from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body, refused_quickly
+from tests.server.helpers.fake_engine import LIMITS
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as BaseTokenizer
 
-from tests.server.small_tokenizer import IM_END, IM_START, save_small_tokenizer
+from tests.helpers.small_tokenizer import IM_END, IM_START, save_small_tokenizer
 from tokasaurus.text.detokenizer import make_detokenizer
 from tokasaurus.text.tokenizer import Tokenizer
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from tests.server.small_tokenizer import EOS_IDS, IM_START, VOCAB_SIZE, save_small_tokenizer
+from tests.helpers.small_tokenizer import EOS_IDS, IM_START, VOCAB_SIZE, save_small_tokenizer
 from tokasaurus.text.grammars import GrammarError, GrammarVocabulary, load_grammar_vocabulary, make_matcher
 from tokasaurus.text.tokenizer import Tokenizer, TokenizerError
 

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as BaseTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tests.server.small_tokenizer import IM_END, IM_START, save_small_tokenizer
+from tests.helpers.small_tokenizer import IM_END, IM_START, save_small_tokenizer
 from tokasaurus.text.special_text import SpecialText
 from tokasaurus.text.tokenizer import ChatTemplateError, Tokenizer
 

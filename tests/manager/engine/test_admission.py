@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.manager.bench import Bench, EndsNext, Shape, make_options, make_requests
-from tests.manager.holdings_check import assert_each_block_has_one_place
-from tests.manager.replay import copy_state, replay_usage
+from tests.manager.helpers.engine_driver import Bench, EndsNext, Shape, make_options, make_requests
+from tests.manager.helpers.block_accounting import assert_each_block_has_one_place
+from tests.manager.helpers.kv_usage_replay import copy_state, replay_usage
 from tokasaurus.manager.engine.admission import (
     admit_described,
     admit_waiting,

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.manager.bench import Bench, assert_equals_simulation, make_options
-from tests.manager.fake_worker import make_request
+from tests.manager.helpers.engine_driver import Bench, assert_equals_simulation, make_options
+from tests.manager.helpers.fake_worker import make_request
 from tokasaurus.manager.engine import engine
 from tokasaurus.manager.engine.deferred_tasks import DeferredTask, may_run
 from tokasaurus.messages.forward import ForwardInput

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.manager.bench import (
+from tests.manager.helpers.block_accounting import assert_each_block_has_one_place, block_table
+from tests.manager.helpers.engine_driver import (
     NEVER_LEARNS,
     Bench,
     EndsNext,
@@ -16,8 +17,7 @@ from tests.manager.bench import (
     make_requests,
     sequence_keys,
 )
-from tests.manager.fake_worker import VOCAB_SIZE, decode_text, make_request, simulate
-from tests.manager.holdings_check import assert_each_block_has_one_place, block_table
+from tests.manager.helpers.fake_worker import VOCAB_SIZE, decode_text, make_request, simulate
 from tokasaurus.manager.engine.lifecycle import sampled_tokens
 from tokasaurus.manager.planning.length_predictor import Forecast
 from tokasaurus.manager.state.engine_state import EngineOptions, HydragenOptions, LengthPredictorOptions

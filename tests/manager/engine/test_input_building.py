@@ -5,8 +5,8 @@ import pickle
 import numpy as np
 import pytest
 
-from tests.manager.bench import make_options
-from tests.manager.fake_worker import make_request
+from tests.manager.helpers.engine_driver import make_options
+from tests.manager.helpers.fake_worker import make_request
 from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.state.engine_state import make_state
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput

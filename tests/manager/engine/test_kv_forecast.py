@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.manager.bench import Bench, Shape, make_options, make_requests
-from tests.manager.replay import replay_usage
+from tests.manager.helpers.engine_driver import Bench, Shape, make_options, make_requests
+from tests.manager.helpers.kv_usage_replay import replay_usage
 from tokasaurus.manager.engine.kv_forecast import forecast_kv
 from tokasaurus.manager.state.sequence import Phase
 

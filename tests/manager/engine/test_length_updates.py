@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.manager.bench import Bench, Shape, make_options, make_requests
+from tests.manager.helpers.engine_driver import Bench, Shape, make_options, make_requests
 from tokasaurus.manager.engine.length_updates import forecast_is_old, note_ends, update_forecast
 from tokasaurus.manager.engine.lifecycle import sampled_tokens
 from tokasaurus.manager.planning.length_predictor import CompletionLengths, fit_forecast

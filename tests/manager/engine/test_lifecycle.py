@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.manager.bench import Bench, Shape, assert_equals_simulation, make_options, make_requests
-from tests.manager.fake_worker import simulate
-from tests.manager.holdings_check import assert_each_block_has_one_place
+from tests.manager.helpers.block_accounting import assert_each_block_has_one_place
+from tests.manager.helpers.engine_driver import Bench, Shape, assert_equals_simulation, make_options, make_requests
+from tests.manager.helpers.fake_worker import simulate
 from tokasaurus.manager.state.sequence import Phase
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from tests.manager.bench import Bench, make_options
-from tests.manager.fake_worker import EOS_ID, make_request
+from tests.manager.helpers.engine_driver import Bench, make_options
+from tests.manager.helpers.fake_worker import EOS_ID, make_request
 from tokasaurus.manager.engine.lifecycle import preempt
 from tokasaurus.messages.generation import GenerateRequest, SamplingParams
 from tokasaurus.messages.slots import LogitRules, SlotOpens

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.manager.bench import Bench, assert_equals_simulation, make_options
-from tests.manager.fake_worker import VOCAB_SIZE, decode_text, make_request, simulate
+from tests.manager.helpers.engine_driver import Bench, assert_equals_simulation, make_options
+from tests.manager.helpers.fake_worker import VOCAB_SIZE, decode_text, make_request, simulate
 from tokasaurus.manager.engine.lifecycle import sampled_tokens
 from tokasaurus.manager.engine.outputs import apply_output
 from tokasaurus.messages.forward import ForwardOutput

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.manager.bench import Bench, EndsNext, assert_equals_simulation, make_options, make_requests
 from tests.manager.engine.test_engine import (
     crowded_options_strategy,
     crowding_shapes_strategy,
     options_strategy,
     shapes_strategy,
 )
-from tests.manager.fake_worker import FakeWorker, make_request, simulate
+from tests.manager.helpers.engine_driver import Bench, EndsNext, assert_equals_simulation, make_options, make_requests
+from tests.manager.helpers.fake_worker import FakeWorker, make_request, simulate
 from tokasaurus.manager.engine.lifecycle import preempt
 from tokasaurus.manager.state.engine_state import EngineOptions, HydragenOptions
 from tokasaurus.manager.state.sequence import Sequence, TokenCounts

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.manager.bench import (
+from tests.manager.engine.test_streaming import join, streamed
+from tests.manager.helpers.engine_driver import (
     NEVER_LEARNS,
     Bench,
     EndsNext,
@@ -20,8 +21,7 @@ from tests.manager.bench import (
     make_requests,
     sequence_keys,
 )
-from tests.manager.fake_worker import VOCAB_SIZE, make_request, simulate
-from tests.manager.test_streams import join, streamed
+from tests.manager.helpers.fake_worker import VOCAB_SIZE, make_request, simulate
 from tokasaurus.manager.engine.lifecycle import preempt
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobStore
 from tokasaurus.manager.state.engine_state import HydragenOptions, LengthPredictorOptions

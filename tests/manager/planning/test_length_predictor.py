@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.manager.lengths_by_hand import Batch, ByHand, Situation, at_steps, batches, ints, record_all, situations
+from tests.manager.helpers.length_oracle import (
+    Batch,
+    ByHand,
+    Situation,
+    at_steps,
+    batches,
+    ints,
+    record_all,
+    situations,
+)
 from tokasaurus.manager.planning.length_predictor import (
     CompletionLengths,
     Forecast,

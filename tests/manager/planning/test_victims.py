@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.manager.bench import (
+from tests.manager.helpers.block_accounting import assert_each_block_has_one_place, block_table
+from tests.manager.helpers.engine_driver import (
     NEVER_LEARNS,
     Bench,
     EndsNext,
@@ -17,8 +18,7 @@ from tests.manager.bench import (
     make_options,
     make_requests,
 )
-from tests.manager.fake_worker import make_request
-from tests.manager.holdings_check import assert_each_block_has_one_place, block_table
+from tests.manager.helpers.fake_worker import make_request
 from tokasaurus.manager.engine.admission import admit_waiting
 from tokasaurus.manager.engine.engine import make_room, next_step
 from tokasaurus.manager.engine.lifecycle import preempt, sampled_tokens

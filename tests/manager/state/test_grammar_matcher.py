@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 DEEP = """
-from tests.manager.fake_grammars import TOKEN_BYTES, fake_vocabulary
+from tests.manager.helpers.fake_grammars import TOKEN_BYTES, fake_vocabulary
 from tokasaurus.manager.state.grammar_manager import JobThread
 from tokasaurus.manager.state.grammar_matcher import MatcherThreads
 

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.manager.bench import Bench, EndsNext, Shape, make_options, make_requests
-from tests.manager.fake_worker import likeliest, make_request, simulate
+from tests.manager.helpers.engine_driver import Bench, EndsNext, Shape, make_options, make_requests
+from tests.manager.helpers.fake_worker import likeliest, make_request, simulate
 from tokasaurus.messages.generation import CancelRequest, SequenceDelta, TopLogprobs
 
 SHAPES = st.builds(

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.model.attention.paged_problems import CPU, Segment, attend_all, fill, make_part
+from tests.model.helpers.paged_problems import CPU, Segment, attend_all, fill, make_part
 from tokasaurus.model.attention import torch_backend
 from tokasaurus.model.attention.backend import KVShape, PagedLayout
 from tokasaurus.model.attention.choose import make_backend

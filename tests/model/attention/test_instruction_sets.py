@@ -6,10 +6,10 @@ import dataclasses
 import pytest
 import torch
 
-from tests.model.attention.paged_problems import CPU, Segment, attend_all
 from tests.model.attention.test_row_split import NAMED_CASES, Case
 from tests.model.cpu import test_layer_executor
 from tests.model.cpu.test_layer_executor import check_stage
+from tests.model.helpers.paged_problems import CPU, Segment, attend_all
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.cpu.build import machine_sets

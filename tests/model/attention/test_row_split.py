@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.model.steps import CPU, int32, one_thread
+from tests.model.helpers.steps import CPU, int32, one_thread
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups
 from tokasaurus.messages.slots import SlotChanges, SlotOpens
 from tokasaurus.model.attention.backend import KVShape, PagedLayout

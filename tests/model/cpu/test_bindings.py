@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.model.steps import CPU
+from tests.model.helpers.steps import CPU
 from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.tiny_model import save_tiny_model
 from tests.model.decoder.layers.test_linear import (
     activation_dtype,
     assert_close,
@@ -15,8 +16,7 @@ from tests.model.decoder.layers.test_linear import (
     random_rows,
 )
 from tests.model.decoder.test_decoder import load
-from tests.model.steps import StepDriver, make_runner
-from tests.tiny_model import save_tiny_model
+from tests.model.helpers.steps import StepDriver, make_runner
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.model.cpu import gemm_choice
 from tokasaurus.model.cpu.bindings import load_kernels

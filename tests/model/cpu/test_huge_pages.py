@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.model.peak_memory import reset_peak
+from tests.model.helpers.peak_memory import reset_peak
 from tokasaurus.model.cpu import huge_pages
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.cpu.huge_pages import HugePageTensors, touch_in_background

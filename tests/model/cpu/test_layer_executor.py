@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from tests.model.attention.test_row_split import NAMED_CASES, Case, CaseStep, Group, Other, cases
 from tests.model.decoder.layers.test_linear import DTYPES, random_rows
-from tests.model.steps import CPU, one_thread
+from tests.model.helpers.steps import CPU, one_thread
 from tokasaurus.checkpoint import ModelInfo, RopeInfo
 from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
 from tokasaurus.model.attention.choose import make_backend

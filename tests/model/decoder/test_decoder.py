@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.model.steps import CPU, StepDriver, make_runner
-from tests.tiny_model import VOCAB_SIZE, save_tiny_model
+from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
+from tests.model.helpers.steps import CPU, StepDriver, make_runner
 from tokasaurus.checkpoint import ModelInfo, info, read_model_info, weight_files
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend

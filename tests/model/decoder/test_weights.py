@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.tiny_model import save_tiny_model
 from tests.model.decoder.test_decoder import load
-from tests.tiny_model import save_tiny_model
 from tokasaurus.checkpoint import CheckpointError
 
 

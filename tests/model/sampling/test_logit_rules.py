@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.decoder.test_decoder import load
+from tests.model.helpers.steps import CPU, StepDriver, int32, make_runner, one_thread
 from tests.model.sampling.test_sample import chi_square, make_rows, noise_keys
-from tests.model.steps import CPU, StepDriver, int32, make_runner, one_thread
-from tests.tiny_model import VOCAB_SIZE, save_tiny_model
 from tokasaurus.messages.slots import LogitRules
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.sampling.logit_rules import RuledRows, SlotRules

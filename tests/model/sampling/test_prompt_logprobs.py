@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from tests.helpers.tiny_model import VOCAB_SIZE, save_byte_tokenizer, save_tiny_model
 from tests.model.decoder.test_decoder import load, oracle_greedy
-from tests.model.peak_memory import peak, reset_peak
+from tests.model.helpers.peak_memory import peak, reset_peak
+from tests.model.helpers.steps import PromptLogprob, StepDriver, make_runner
 from tests.model.sampling.test_logit_rules import Rule, make_rules
 from tests.model.sampling.test_sample import make_rows, noise_keys
-from tests.model.steps import PromptLogprob, StepDriver, make_runner
-from tests.tiny_model import VOCAB_SIZE, save_byte_tokenizer, save_tiny_model
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
 from tokasaurus.messages.lifecycle import Ready

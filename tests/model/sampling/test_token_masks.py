@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.decoder.test_decoder import load
+from tests.model.helpers.steps import NOTHING, int32, make_runner, open_greedy
 from tests.model.sampling.test_logit_rules import ALWAYS, Contexts, Rule, make_rules
 from tests.model.sampling.test_sample import LOGITS, chi_square, inside_by_hand, make_rows, noise_keys
-from tests.model.steps import NOTHING, int32, make_runner, open_greedy
-from tests.tiny_model import VOCAB_SIZE, save_tiny_model
 from tokasaurus.messages.forward import ForwardInput, TokenMasks
 from tokasaurus.messages.slots import SlotChanges
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels

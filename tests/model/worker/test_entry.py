@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.model.steps import NOTHING, int32, open_greedy
-from tests.tiny_model import save_tiny_model
+from tests.helpers.tiny_model import save_tiny_model
+from tests.model.helpers.steps import NOTHING, int32, open_greedy
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import parse_server_config
 from tokasaurus.messages.channel import Channel

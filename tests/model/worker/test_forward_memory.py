@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from tests.tiny_model import save_byte_tokenizer
+from tests.helpers.tiny_model import save_byte_tokenizer
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -27,6 +27,6 @@ def test_the_largest_forwards_stay_within_what_is_reserved_and_take_half_of_it(d
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     save_byte_tokenizer(tmp_path)
     # In a process of its own: what tests before it have left free would be used again.
-    command = [sys.executable, "-m", "tests.model.largest_forward", str(tmp_path), dtype]
+    command = [sys.executable, "-m", "tests.model.helpers.largest_forward", str(tmp_path), dtype]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
     assert found["reserved"] / 2 < found["grown"] <= found["reserved"], found

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.model.steps import CPU
+from tests.model.helpers.steps import CPU
 from tokasaurus.messages.lifecycle import DEFAULT_HYDRAGEN, HydragenThresholds
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import uvloop
 
-from tests.fake_engine import FakeEngine, Reply, echo
+from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
 from tokasaurus.messages.generation import GenerateRequest, SamplingParams, SequenceDelta
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
 from tokasaurus.server.engine_client.client import EngineClient, _PendingRequest

@@ -16,10 +16,10 @@ from openai.types import Completion, CompletionChoice
 from tokenizers import Tokenizer as BaseTokenizer
 from tokenizers import normalizers, processors
 
-from tests.fake_engine import LIMITS, FakeEngine, Reply, prompt_logprobs
+from tests.helpers.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
 from tests.server.conftest import LiveServer, live_server
-from tests.server.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
-from tests.server.test_openai_client import sync_client
+from tests.server.helpers.fake_engine import LIMITS, FakeEngine, Reply, prompt_logprobs
+from tests.server.http.test_openai_client import sync_client
 from tokasaurus.messages.generation import GenerateRequest, TopLogprobs
 from tokasaurus.server.prepare.echo import make_echo
 from tokasaurus.server.served_model import ServedModel

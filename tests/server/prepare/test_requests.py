@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.server.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
+from tests.helpers.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest
 from tokasaurus.server.prepare.requests import Prepared, prepare_chat, prepare_completion

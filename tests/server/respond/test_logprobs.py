@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from tests.server.small_tokenizer import IM_END, VOCAB_SIZE
+from tests.helpers.small_tokenizer import IM_END, VOCAB_SIZE
 from tokasaurus.server.respond.logprobs import TokenOffsets
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.tokenizer import Tokenizer

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.fake_engine import prompt_logprobs
+from tests.helpers.small_tokenizer import IM_END, IM_START
+from tests.server.helpers.fake_engine import prompt_logprobs
 from tests.server.respond.test_whole import make_request
-from tests.server.small_tokenizer import IM_END, IM_START
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.echo import Echo

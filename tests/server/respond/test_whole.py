@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.server.small_tokenizer import IM_END, IM_START
+from tests.helpers.small_tokenizer import IM_END, IM_START
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SamplingParams
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.requests import Prepared

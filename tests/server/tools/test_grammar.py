@@ -12,9 +12,9 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as BaseTokenizer
 
-from tests.server.grammar_engine import follow_grammars
+from tests.helpers.small_tokenizer import IM_END, save_small_tokenizer
+from tests.server.helpers.grammar_script import follow_grammars
 from tests.server.respond.test_whole import make_request
-from tests.server.small_tokenizer import IM_END, save_small_tokenizer
 from tokasaurus.messages.generation import SamplingParams
 from tokasaurus.server.errors import InvalidRequest, Unsupported
 from tokasaurus.server.protocol.grammar_fields import GrammarSource

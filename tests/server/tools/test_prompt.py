@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.small_tokenizer import IM_END, IM_START, save_small_tokenizer
-from tests.server.tool_templates import (
+from tests.helpers.small_tokenizer import IM_END, IM_START, save_small_tokenizer
+from tests.server.helpers.tool_templates import (
     HERMES_TEMPLATE,
     LLAMA3_TEMPLATE,
     OWN_WAY_TEMPLATE,

@@ -1,0 +1,262 @@
+"""Who decodes in a group with whom, from one step to the next."""
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.manager.engine.test_engine import crowded_options_strategy, crowding_shapes_strategy
+from tests.manager.helpers.engine_driver import Bench, EndsNext, assert_equals_simulation, make_options, make_requests
+from tests.manager.helpers.fake_worker import make_request
+from tokasaurus.manager.engine import engine
+from tokasaurus.manager.engine.lifecycle import preempt
+from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
+from tokasaurus.manager.state.engine_state import EngineState, HydragenOptions
+from tokasaurus.messages.forward import ForwardInput
+from tokasaurus.messages.generation import CancelRequest, GenerateRequest
+
+Members = set[tuple[int, int]]
+"""(slot, number of the admission): a sequence from one admission to its preemption or end."""
+
+
+def groups_by_hand(state: EngineState, options: HydragenOptions) -> list[tuple[Members, int]]:
+    """Members of each group, and blocks that they share: children before their parents, who take those left over."""
+    decoding = [state.sequences[slot] for slot in state.queues.decoding().tolist()]
+    groups: list[tuple[Members, int]] = []
+
+    def visit(node: PrefixNode) -> Members:
+        """Those at the node and below it that are in no group."""
+        slots = [sequence.slot for sequence in decoding if sequence is not None and sequence.node is node]
+        left = {identity(state, slot) for slot in slots}
+        for child in node.children.values():
+            left |= visit(child)
+        if len(left) < options.min_group_size or node.end_block < options.min_blocks:
+            return left
+        groups.append((left, node.end_block))
+        return set()
+
+    visit(state.blocks.tree.root)
+    return groups
+
+
+def identity(state: EngineState, slot: int) -> tuple[int, int]:
+    return slot, int(state.slots.admitted_at[slot])
+
+
+class GroupingBench(Bench):
+    """Compares the groups of every step, `num_checked` in all, with those by hand when groups were last found."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.found: list[tuple[Members, int]] = []
+        self.num_checked = 0
+        (task,) = (task for task in self.engine.tasks if task.name == "grouping")
+        self.regroup, task.run = task.run, self.find_groups
+
+    def find_groups(self, state: EngineState) -> None:
+        self.regroup(state)
+        options = self.options.hydragen
+        assert options is not None
+        self.found = groups_by_hand(state, options)
+
+    def send(self, message: ForwardInput) -> None:
+        super().send(message)
+        decode = [identity(self.state, slot) for slot in message.slots[: message.num_decode].tolist()]
+        expected = [(sorted(members & set(decode)), num_blocks) for members, num_blocks in self.found]
+        groups, rows = [], iter(decode)
+        if message.groups is not None:
+            sizes, num_blocks = message.groups.sizes.tolist(), message.groups.num_blocks.tolist()
+            pairs = zip(sizes, num_blocks, strict=True)
+            groups = [(sorted(next(rows) for _ in range(size)), count) for size, count in pairs]
+        assert sorted(groups) == sorted(group for group in expected if group[0])
+        self.num_checked += len(groups)
+
+
+def test_every_step_has_the_groups_last_found_less_those_who_left():
+    num_checked = num_preemptions = 0
+
+    @settings(max_examples=150)
+    @given(
+        shapes=crowding_shapes_strategy,
+        options=crowded_options_strategy,
+        hydragen=st.builds(HydragenOptions, st.integers(2, 4), st.integers(1, 3)),
+        seed=st.integers(0, 2**32),
+        cancel_share=st.sampled_from([0.0, 0.3]),
+    )
+    def check(shapes, options, hydragen, seed, cancel_share):
+        nonlocal num_checked, num_preemptions
+        rng = random.Random(seed)
+        bench = GroupingBench(replace(options, hydragen=hydragen), forecast=EndsNext(), rng=rng)
+        requests = make_requests(shapes, options.limits)
+        bench.run(requests, {request.request_id for request in requests if rng.random() < cancel_share})
+        assert_equals_simulation(bench.deltas, requests)
+        num_checked += bench.num_checked
+        num_preemptions += bench.state.totals.preemptions
+
+    check()
+    assert num_checked > 500
+    assert num_preemptions > 200
+
+
+FEW_SHOTS = list(range(12))
+QUESTIONS = [[3, 4, 5, 6, 7, 8], [4, 4, 4, 4, 4, 4]]
+"""Blocks have 4 tokens: all prompts share 3 blocks, those of one question share 4."""
+
+
+def ask(number: int, question: int, num_tokens: int) -> GenerateRequest:
+    request = make_request(number, max_new_tokens=num_tokens, ignore_eos=True)
+    return replace(request, prompt_ids=np.array(FEW_SHOTS + QUESTIONS[question], np.int32))
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands still: no work seems to take time, so grouping is done before a step is sent, where it may be."""
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+
+
+def make_bench(mode: str = "always", min_group_size: int = 2, min_blocks: int = 1, steps_ahead: int = 2) -> Bench:
+    options = make_options(
+        100,
+        max_tokens_per_forward=100,
+        max_seqs_per_forward=8,
+        max_steps_ahead=steps_ahead,
+        deferred_tasks=mode,
+        hydragen=HydragenOptions(min_group_size, min_blocks),
+    )
+    return Bench(options, step_seconds=(0.01,))
+
+
+def groups_of_steps(bench: Bench) -> list[tuple[list[tuple[set[int], int]], int]]:
+    """For how many steps in a row each grouping stayed: the numbers of the requests, and the blocks, of each group.
+
+    Slots are given in order, so a request's number is its slot as long as nobody comes back."""
+    runs: list[tuple[list[tuple[set[int], int]], int]] = []
+    for groups in bench.worker.grouped:
+        named = sorted(((set(slots), count) for slots, count in groups), key=lambda group: min(group[0]))
+        if runs and runs[-1][0] == named:
+            runs[-1] = named, runs[-1][1] + 1
+        else:
+            runs.append((named, 1))
+    return runs
+
+
+def run_all(bench: Bench, requests: Iterable[GenerateRequest]) -> None:
+    requests = list(requests)
+    bench.turn(requests)
+    bench.run_until_idle(1)
+    assert_equals_simulation(bench.deltas, requests)
+    assert len(bench.deltas) == len(requests)
+    bench.assert_nothing_is_left()
+
+
+FOUR = [ask(1, 0, 40), ask(2, 0, 20), ask(3, 1, 30), ask(4, 1, 12)]
+
+
+def test_who_is_left_of_two_groups_forms_one_by_what_all_share():
+    """The prompts and the first step behind them are sent together; nobody is put into a group alone."""
+    bench = make_bench()
+    run_all(bench, FOUR)
+    assert groups_of_steps(bench) == [
+        ([], 2),
+        ([({1, 2}, 4), ({3, 4}, 4)], 10),
+        ([({1, 2}, 4)], 8),
+        ([({1, 3}, 3)], 10),
+        ([], 10),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("min_group_size", "min_blocks", "expected"),
+    [
+        (2, 4, [([], 2), ([({1, 2}, 4), ({3, 4}, 4)], 10), ([({1, 2}, 4)], 8), ([], 20)]),
+        (2, 5, [([], 40)]),
+        (3, 3, [([], 2), ([({1, 2, 3, 4}, 3)], 10), ([({1, 2, 3}, 3)], 8), ([], 20)]),
+        (4, 1, [([], 2), ([({1, 2, 3, 4}, 3)], 10), ([], 28)]),
+        (5, 1, [([], 40)]),
+    ],
+)
+def test_groups_are_as_large_and_prefixes_as_long_as_they_have_to_be(min_group_size, min_blocks, expected):
+    bench = make_bench(min_group_size=min_group_size, min_blocks=min_blocks)
+    run_all(bench, FOUR)
+    assert groups_of_steps(bench) == expected
+
+
+def test_who_comes_later_joins_the_group_of_its_question():
+    bench = make_bench()
+    requests = [ask(number, number // 3, 60) for number in (1, 2, 3, 4)]
+    for request in requests:
+        bench.turn([request], 1)
+        for _ in range(5):
+            bench.turn([], 1)
+    bench.run_until_idle(1)
+    assert_equals_simulation(bench.deltas, requests)
+    assert [groups for groups, _ in groups_of_steps(bench)] == [
+        [],
+        [({1, 2}, 4)],
+        [({1, 2}, 4), ({3, 4}, 4)],
+        [({3, 4}, 4)],
+        [],
+    ]
+
+
+def test_who_is_cancelled_is_in_no_group_from_the_next_step_on():
+    bench = make_bench()
+    bench.turn(FOUR)
+    for _ in range(5):
+        bench.turn([], 1)
+    bench.turn([CancelRequest("r1")], 1)
+    bench.run_until_idle(1)
+    assert_equals_simulation(bench.deltas, FOUR)
+    assert [groups for groups, _ in groups_of_steps(bench)] == [
+        [],
+        [({1, 2}, 4), ({3, 4}, 4)],
+        [({3, 4}, 4)],
+        [({2, 3}, 3)],
+        [],
+    ]
+
+
+def test_who_is_preempted_leaves_its_group_and_joins_it_again():
+    """Of all that it has to compute again, the others share the question alone."""
+    bench = make_bench()
+    bench.turn(FOUR)
+    for _ in range(5):
+        bench.turn([], 1)
+    (sequence,) = bench.state.unfinished["r2"]
+    preempt(bench.state, sequence)
+    bench.run_until_idle(1)
+    assert_equals_simulation(bench.deltas, FOUR)
+    assert [groups for groups, _ in groups_of_steps(bench)] == [
+        [],
+        [({1, 2}, 4), ({3, 4}, 4)],
+        [({3, 4}, 4)],
+        [({1, 2}, 4), ({3, 4}, 4)],
+        [({1, 2}, 4)],
+        [({1, 3}, 3)],
+        [],
+    ]
+
+
+def test_while_grouping_is_put_off_newcomers_decode_alone_and_groups_shrink():
+    """It is put off for eight turns, in each of which one step is sent."""
+    bench = make_bench("deferred")
+    run_all(bench, FOUR)
+    assert groups_of_steps(bench) == [
+        ([], 2 + 8),
+        ([({1, 2}, 4), ({3, 4}, 4)], 2),
+        ([({1, 2}, 4), ({3}, 4)], 8),
+        ([({1, 3}, 3)], 10),
+        ([({1}, 3)], 8),
+        ([], 2),
+    ]
+
+
+def test_without_the_option_nobody_is_in_a_group():
+    bench = Bench(make_options(100, max_seqs_per_forward=8))
+    run_all(bench, FOUR)
+    assert groups_of_steps(bench) == [([], len(bench.worker.grouped))]

@@ -1,0 +1,155 @@
+"""What a worker without a model says of the tokens of prompts, and the slow truth about it.
+
+All of it comes from a hash of the tokens before. To it is added less than 1, another fraction in each row of each step:
+so it shows which values come from one computation.
+"""
+
+import zlib
+
+import numpy as np
+
+from tests.manager.helpers.block_accounting import tree_nodes
+from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobStore
+from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
+from tokasaurus.messages.forward import ForwardInput, PromptLogprobsOutput
+from tokasaurus.messages.generation import PromptLogprobs
+
+VOCAB_SIZE = 12
+
+
+def context_hashes(token_ids: list[int]) -> list[int]:
+    """Of the first token, the first two, and so on."""
+    hashes, value = [], 0
+    for token_id in token_ids:
+        value = zlib.crc32(b"%d " % token_id, value)
+        hashes.append(value)
+    return hashes
+
+
+def fake_logprob(context_hash: int, token_id: int) -> tuple[int, int]:
+    """The log-probability, a whole number, and rank of a token behind a context."""
+    num_likelier = (token_id - context_hash) % VOCAB_SIZE
+    return -(context_hash % 1000) - num_likelier, 1 + num_likelier
+
+
+def likeliest(context_hash: int, count: int) -> list[int]:
+    return [(context_hash + rank) % VOCAB_SIZE for rank in range(count)]
+
+
+class FakePromptLogprobs:
+    """Of one step. Reads PromptLogprobsInput strictly, and answers."""
+
+    def __init__(self, message: ForwardInput) -> None:
+        self._serial = 17 * message.step_id
+        self._num_top = 0
+        self._targets: dict[int, list[int]] = {}
+        self._is_asked = message.prompt_logprobs is not None
+        self._logprobs: list[float] = []
+        self._ranks: list[int] = []
+        self._top: list[list[tuple[int, float]]] = []
+        if message.prompt_logprobs is not None:
+            prompt_logprobs = message.prompt_logprobs
+            assert (
+                prompt_logprobs.rows.dtype
+                == prompt_logprobs.counts.dtype
+                == prompt_logprobs.target_ids.dtype
+                == np.int32
+            )
+            rows, counts, targets = (
+                prompt_logprobs.rows.tolist(),
+                prompt_logprobs.counts.tolist(),
+                prompt_logprobs.target_ids.tolist(),
+            )
+            assert rows == sorted(set(rows))
+            assert message.num_decode <= rows[0]
+            assert rows[-1] < len(message.slots)
+            for row, count in zip(rows, counts, strict=True):
+                assert count >= 1
+                self._targets[row], targets = targets[:count], targets[count:]
+            assert not targets
+            self._num_top = prompt_logprobs.num_top
+
+    def add(self, row: int, context: list[int], num_tokens: int, ends_prompt: bool) -> int | None:
+        """Score `row` if that is asked. `context`: the tokens of its slot, the last `num_tokens` of this step. The last
+        token scored, which follows the context, unless that is the whole prompt; None where nothing is scored."""
+        targets = self._targets.pop(row, None)
+        if targets is None:
+            return None
+        assert len(targets) == num_tokens - ends_prompt
+        start = len(context) - num_tokens
+        assert targets[: num_tokens - 1] == context[start + 1 :]
+        self._serial += 1
+        fraction = self._serial % 256 / 256
+        for context_hash, target in zip(context_hashes(context)[start:], targets, strict=False):
+            logprob, rank = fake_logprob(context_hash, target)
+            self._logprobs.append(logprob - fraction)
+            self._ranks.append(rank)
+            ids = likeliest(context_hash, self._num_top)
+            self._top.append([(token_id, fake_logprob(context_hash, token_id)[0] - fraction) for token_id in ids])
+        return None if ends_prompt else targets[-1]
+
+    def answer(self) -> PromptLogprobsOutput | None:
+        assert not self._targets
+        if not self._is_asked:
+            return None
+        top = np.array(self._top, np.float32).reshape(len(self._top), self._num_top, 2)
+        return PromptLogprobsOutput(
+            np.array(self._logprobs, np.float32),
+            np.array(self._ranks, np.int32),
+            top[:, :, 0].astype(np.int32),
+            top[:, :, 1],
+        )
+
+
+def zero_prompt_logprobs(step: StepInFlight) -> PromptLogprobsOutput | None:
+    """An answer that says nothing, where one is due."""
+    if not step.logprob_chunks:
+        return None
+    num, num_top = (
+        sum(len(chunk.kv_indices) for chunk in step.logprob_chunks),
+        max(chunk.num_top for chunk in step.logprob_chunks),
+    )
+    empty = np.zeros((num, num_top), np.float32)
+    return PromptLogprobsOutput(np.zeros(num, np.float32), np.zeros(num, np.int32), empty.astype(np.int32), empty)
+
+
+def assert_prompt_logprobs_are_true(found: PromptLogprobs, prompt_ids: list[int], num_top: int, start: int = 0) -> None:
+    """Of the tokens of a prompt, those from `start` on."""
+    assert len(found.logprobs) == len(found.ranks) == len(prompt_ids) - start
+    assert (found.top is None) == (num_top == 0)
+    hashes = context_hashes(prompt_ids)
+    for place, position in enumerate(range(start, len(prompt_ids))):
+        logprob, rank = float(found.logprobs[place]), int(found.ranks[place])
+        top_ids = [] if found.top is None else found.top.token_ids[place].tolist()
+        top_logprobs = [] if found.top is None else found.top.logprobs[place].tolist()
+        assert len(top_ids) == len(top_logprobs) == num_top
+        if position == 0:
+            assert np.isnan([logprob, *top_logprobs]).all()
+            assert (rank, top_ids) == (0, [0] * num_top)
+            continue
+        context_hash, target = hashes[position - 1], prompt_ids[position]
+        fraction = np.ceil(logprob) - logprob
+        assert (logprob + fraction, rank) == fake_logprob(context_hash, target)
+        assert top_ids == likeliest(context_hash, num_top)
+        assert [value + fraction for value in top_logprobs] == [
+            fake_logprob(context_hash, token)[0] for token in top_ids
+        ], "values of one place come from one computation"
+
+
+def assert_stored_logprobs_are_true(state: EngineState, store: PromptLogprobStore) -> None:
+    """When all results are back: of every block in the prefix tree that counts as scored; none of them lies behind one
+    with fewer likeliest tokens."""
+    page_size = state.options.limits.page_size
+    for node in tree_nodes(state):
+        path = [node]
+        while path[0].parent is not state.blocks.tree.root:
+            path.insert(0, path[0].parent)
+        token_ids = np.frombuffer(b"".join(part.tokens for part in path), np.int32).tolist()
+        table = np.concatenate([part.blocks for part in path])
+        num_top = store.num_top[table].tolist()
+        assert num_top == sorted(num_top, reverse=True)
+        for place in range(node.end_block - len(node.blocks), node.end_block):
+            if num_top[place] >= 0:
+                end = (place + 1) * page_size
+                found = store.read(table, end, num_top[place])
+                assert_prompt_logprobs_are_true(found, token_ids[:end], num_top[place])

@@ -1,0 +1,336 @@
+"""A worker without a model, strict about the contract of ForwardInput, and the slow truth about what it samples.
+
+It keeps token ids in paged memory where a model keeps keys and values, and draws each token from a hash of everything
+that it reads back through the block table. A block given to two sequences, a table that is too short, a chunk that is
+skipped or sent twice: each trips an assertion or changes the tokens.
+"""
+
+import itertools
+import zlib
+from collections.abc import Collection, Container
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.manager.helpers.fake_grammars import (
+    EOS_ID,
+    TOKEN_BYTES,
+    VOCAB_SIZE,
+    allowed_tokens,
+    assert_is_allowed,
+    read_masks,
+)
+from tests.manager.helpers.fake_prompt_logprobs import FakePromptLogprobs
+from tokasaurus.messages.channel import Channel
+from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput, TopOfRows
+from tokasaurus.messages.generation import FinishReason, GenerateRequest, SamplingParams, TopLogprobs
+from tokasaurus.messages.lifecycle import EngineLimits, Ready
+from tokasaurus.messages.slots import LogitRules
+
+
+def decode_text(token_ids: list[int]) -> str:
+    """Tokens of several characters, and characters of several tokens; eos has no text."""
+    return b"".join(TOKEN_BYTES[token_id] for token_id in token_ids).decode("utf-8", "replace")
+
+
+def draw(
+    context: list[int],
+    seed: int,
+    sample_index: int,
+    forbidden: Container[int] = (),
+    allowed: Collection[int] = range(VOCAB_SIZE),
+) -> tuple[int, float]:
+    """The token that follows `context`, and its pretended log-probability. One in 48 is eos. One of those allowed,
+    even where all of them are forbidden."""
+    if all(token_id in forbidden for token_id in allowed):
+        forbidden = ()
+    number = zlib.crc32(np.array([seed, sample_index, *context], np.uint64).tobytes())
+    token_id = number % VOCAB_SIZE
+    if token_id == EOS_ID and number // VOCAB_SIZE % 4:
+        token_id = 1 + number // 1024 % (VOCAB_SIZE - 1)
+    while token_id in forbidden or token_id not in allowed:
+        token_id = (token_id + 1) % VOCAB_SIZE
+    return token_id, -(number % 1024) / 1024
+
+
+def likeliest(token_ids: list[int], logprobs: list[float], count: int) -> TopLogprobs:
+    """The pretended likeliest tokens at the places of those drawn, which are the first of them."""
+    shape = len(token_ids), 1
+    ids = (np.array(token_ids, np.int32).reshape(shape) + np.arange(count, dtype=np.int32)) % VOCAB_SIZE
+    values = np.array(logprobs, np.float32).reshape(shape) - np.arange(count, dtype=np.float32)
+    return TopLogprobs(ids.astype(np.int32), values)
+
+
+def simulate(request: GenerateRequest, index: int) -> tuple[list[int], list[float], FinishReason]:
+    """What one sequence must come to, token by token and without batches, blocks or steps."""
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    if request.max_new_tokens == 0:
+        return token_ids, logprobs, "length"
+    while True:
+        context = [*request.prompt_ids.tolist(), *token_ids]
+        enders = {*request.stop_token_ids, *([] if request.ignore_eos else [EOS_ID])}
+        forbidden = enders if len(token_ids) < request.min_tokens else ()
+        grammar, allowed = request.grammar, set(range(VOCAB_SIZE))
+        if grammar:
+            allowed = allowed_tokens(grammar, token_ids, request.ignore_eos)
+        token_id, logprob = draw(context, request.sampling.seed, index, forbidden, allowed)
+        token_ids.append(token_id)
+        logprobs.append(logprob)
+        if token_id in enders or (grammar and token_id == EOS_ID):
+            return token_ids, logprobs, "stop"
+        text, exempt_text = decode_text(token_ids), decode_text(token_ids[: request.min_tokens])
+        places = [(start, stop) for stop in request.stop_strings for start in range(len(text))]
+        if any(text.startswith(stop, start) and start + len(stop) > len(exempt_text) for start, stop in places):
+            return token_ids, logprobs, "stop"
+        if grammar and allowed_tokens(grammar, token_ids, request.ignore_eos) <= {EOS_ID}:
+            return token_ids, logprobs, "stop"
+        if len(token_ids) == request.max_new_tokens:
+            return token_ids, logprobs, "length"
+
+
+def make_request(
+    number: int,
+    num_prompt_tokens: int = 5,
+    num_sequences: int = 1,
+    max_new_tokens: int = 8,
+    stop_strings: tuple[str, ...] = (),
+    ignore_eos: bool = False,
+    want_logprobs: bool = False,
+) -> GenerateRequest:
+    """The request r<number>, whose seed is its number."""
+    prompt_ids = np.random.default_rng(number).integers(0, VOCAB_SIZE, num_prompt_tokens).astype(np.int32)
+    sampling = SamplingParams(temperature=1.0, top_p=1.0, seed=number)
+    return GenerateRequest(
+        f"r{number}", prompt_ids, num_sequences, max_new_tokens, sampling, stop_strings, ignore_eos, want_logprobs
+    )
+
+
+@dataclass
+class FakeSlot:
+    num_prompt_tokens: int
+    position: int
+    seed: int
+    sample_index: int
+    want_logprobs: bool
+    num_top: int
+    first_write: int
+    next_target: int | None = None  # the last token that was scored: it is the next to come
+    forbidden: dict[int, int] = field(default_factory=dict)  # token -> while there are fewer tokens than this
+    last_token: int | None = None
+    has_run: bool = False
+    block_table: list[int] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(seed, sample index)."""
+        return self.seed, self.sample_index
+
+
+class FakeWorker:
+    """Computes one ForwardInput at a time.
+
+    opened: (seed, sample index) of each opening of a slot, in order. start_positions: where prefill began at each.
+    first_positions: that of the first opening of (seed, sample index). num_sampled: tokens drawn for it.
+    stays: of each (seed, sample index), for each opening of a slot the [first, end) of the positions that it ran.
+    grouped: of each step, the (slots, blocks of the prefix) of each group. longest_prefixes: most blocks of a prefix
+    that (seed, sample index) attended to in a group.
+    read_from: (seed of a sequence that started behind cached tokens, seed of one whose tokens they were).
+    requests: by seed, those whose masks are to be compared with what their grammars allow.
+    """
+
+    def __init__(self, limits: EngineLimits, max_tokens_per_forward: int, max_seqs_per_forward: int) -> None:
+        self.limits = limits
+        self.max_tokens = max_tokens_per_forward
+        self.max_seqs = max_seqs_per_forward
+        self.memory = np.full((limits.num_kv_blocks + 1, limits.page_size), -1)
+        self.slots: dict[int, FakeSlot] = {}
+        self.opened: list[tuple[int, int]] = []
+        self.start_positions: list[int] = []
+        self.first_positions: dict[tuple[int, int], int] = {}
+        self.writers: dict[int, int] = {}
+        self.read_from: set[tuple[int, int]] = set()
+        self.num_sampled: dict[tuple[int, int], int] = {}
+        self.stays: dict[tuple[int, int], list[list[int]]] = {}
+        self.longest_prefixes: dict[tuple[int, int], int] = {}
+        self.grouped: list[list[tuple[list[int], int]]] = []
+        self.num_steps = 0
+        self.requests: dict[int, GenerateRequest] = {}
+
+    def forward(self, message: ForwardInput, forward_seconds: float = 0.01) -> ForwardOutput:
+        assert message.step_id == self.num_steps
+        self.num_steps += 1
+        self._apply_changes(message)
+        self.grouped.append(self._read_groups(message))
+        rows = list(zip(message.slots.tolist(), message.num_tokens.tolist(), strict=True))
+        assert message.slots.dtype == message.num_tokens.dtype == message.prompt_ids.dtype == np.int32
+        assert 0 < len(rows) <= self.max_seqs
+        assert len({slot for slot, _ in rows}) == len(rows)
+        assert sum(num_tokens for _, num_tokens in rows) <= self.max_tokens
+        prompt_ids = message.prompt_ids.tolist()
+        assert len(prompt_ids) == sum(num_tokens for _, num_tokens in rows[message.num_decode :])
+        token_ids, logprobs, asked = [], [], False
+        counts = []
+        prompt_logprobs = FakePromptLogprobs(message)
+        masks = read_masks(message)
+        for row, (slot_id, num_tokens) in enumerate(rows):
+            slot = self.slots[slot_id]
+            if row < message.num_decode:
+                assert num_tokens == 1
+                assert slot.last_token is not None, "decodes before its first token"
+                tokens = [slot.last_token]
+            else:
+                assert num_tokens >= 1
+                assert slot.position + num_tokens <= slot.num_prompt_tokens
+                tokens, prompt_ids = prompt_ids[:num_tokens], prompt_ids[num_tokens:]
+                assert slot.next_target in (None, tokens[0])
+            context = self._write(slot, tokens)
+            slot.next_target = prompt_logprobs.add(row, context, num_tokens, slot.position == slot.num_prompt_tokens)
+            if slot.position < slot.num_prompt_tokens:
+                continue
+            forbidden = {token for token, end in slot.forbidden.items() if len(context) < end}
+            allowed = masks.pop(len(token_ids), None)
+            if slot.seed in self.requests:
+                assert_is_allowed(allowed, self.requests[slot.seed], context)
+            token_id, logprob = draw(
+                context, slot.seed, slot.sample_index, forbidden, range(VOCAB_SIZE) if allowed is None else allowed
+            )
+            slot.last_token = token_id
+            token_ids.append(token_id)
+            logprobs.append(logprob if slot.want_logprobs else np.nan)
+            asked |= slot.want_logprobs
+            counts.append(slot.num_top)
+            assert slot.want_logprobs or not slot.num_top
+            self.num_sampled[slot.key] = self.num_sampled.get(slot.key, 0) + 1
+        assert not masks, "a mask for no row"
+        return ForwardOutput(
+            message.step_id,
+            np.array(token_ids, np.int32),
+            np.array(logprobs, np.float32) if asked else None,
+            forward_seconds,
+            top=top_of_rows(token_ids, logprobs, counts),
+            prompt_logprobs=prompt_logprobs.answer(),
+        )
+
+    def _apply_changes(self, message: ForwardInput) -> None:
+        changes = message.changes
+        for slot_id in changes.closed.tolist():
+            del self.slots[slot_id]
+        if changes.opened is not None:
+            opens = changes.opened
+            assert opens.seeds.dtype == np.uint64
+            for row, slot_id in enumerate(opens.slots.tolist()):
+                assert 1 <= slot_id <= self.max_seqs
+                assert slot_id not in self.slots, f"slot {slot_id} opened twice"
+                assert slot_id in message.slots, "opened before it runs"
+                slot = FakeSlot(
+                    int(opens.num_prompt_tokens[row]),
+                    int(opens.first_positions[row]),
+                    int(opens.seeds[row]),
+                    int(opens.sample_indices[row]),
+                    bool(opens.want_logprobs[row]),
+                    0 if opens.num_top_logprobs is None else int(opens.num_top_logprobs[row]),
+                    int((opens.first_positions if opens.first_writes is None else opens.first_writes)[row]),
+                )
+                assert slot.position <= slot.first_write < slot.num_prompt_tokens
+                self.slots[slot_id] = slot
+                self.opened.append(slot.key)
+                self.start_positions.append(slot.position)
+                self.first_positions.setdefault(slot.key, slot.position)
+                self.stays.setdefault(slot.key, []).append([slot.position, slot.position])
+            if opens.rules is not None:
+                self._note_forbidden(opens.rules)
+        appended: dict[int, list[int]] = {}
+        for slot_id, block in zip(changes.block_slots.tolist(), changes.block_ids.tolist(), strict=True):
+            assert 1 <= block <= self.limits.num_kv_blocks
+            appended.setdefault(slot_id, []).append(block)
+        copied: dict[int, tuple[int, int]] = {}
+        if changes.copies is not None:
+            assert changes.opened is not None
+            assert set(changes.copies.slots.tolist()) <= set(changes.opened.slots.tolist()), "only as a slot opens"
+            columns = (changes.copies.slots, changes.copies.source_slots, changes.copies.num_blocks)
+            for slot_id, source_id, num_blocks in zip(*(column.tolist() for column in columns), strict=True):
+                copied[slot_id] = source_id, num_blocks
+        for slot_id, blocks in appended.items():
+            self.slots[slot_id].block_table += blocks
+        for slot_id, (source_id, num_blocks) in copied.items():
+            source = self.slots[source_id].block_table[:num_blocks]
+            assert len(source) == num_blocks, "a table is copied that is shorter"
+            self.slots[slot_id].block_table[:0] = source
+        for slot_id in {*appended, *copied}:
+            table = self.slots[slot_id].block_table
+            assert len(set(table)) == len(table)
+
+    def _note_forbidden(self, rules: LogitRules) -> None:
+        biases = iter(zip(rules.bias_ids.tolist(), rules.bias_values.tolist(), rules.bias_ends.tolist(), strict=True))
+        for slot_id, count in zip(rules.slots.tolist(), rules.bias_counts.tolist(), strict=True):
+            own = list(itertools.islice(biases, count))
+            self.slots[slot_id].forbidden = {token: end for token, value, end in own if value == -np.inf}
+        assert next(biases, None) is None
+
+    def _read_groups(self, message: ForwardInput) -> list[tuple[list[int], int]]:
+        if message.groups is None:
+            return []
+        assert message.groups.sizes.dtype == message.groups.num_blocks.dtype == np.int32
+        sizes, num_blocks = message.groups.sizes.tolist(), message.groups.num_blocks.tolist()
+        assert min(sizes) > 0
+        assert min(num_blocks) > 0
+        assert sum(sizes) <= message.num_decode
+        rows = iter(message.slots.tolist())
+        groups = [(list(itertools.islice(rows, size)), count) for size, count in zip(sizes, num_blocks, strict=True)]
+        for slot_ids, count in groups:
+            prefix = self.slots[slot_ids[0]].block_table[:count]
+            for slot_id in slot_ids:
+                slot = self.slots[slot_id]
+                assert slot.block_table[:count] == prefix, "a group of rows that do not share its prefix"
+                assert slot.position >= count * self.limits.page_size, "a row has nothing behind the prefix"
+                self.longest_prefixes[slot.key] = max(count, self.longest_prefixes.get(slot.key, 0))
+        return groups
+
+    def _write(self, slot: FakeSlot, tokens: list[int]) -> list[int]:
+        """All tokens of the slot, these ones included, as the memory has them."""
+        page_size = self.limits.page_size
+        end = slot.position + len(tokens)
+        num_covered = max(end, slot.num_prompt_tokens)
+        assert len(slot.block_table) == -(-num_covered // page_size), "the table covers the step's tokens and no more"
+        first = max(slot.position, slot.first_write)
+        written = set(slot.block_table[first // page_size : -(-end // page_size)])
+        for other in self.slots.values():
+            # Who shares a block reads it: it has not run before the one that writes the block is done.
+            if other is not slot and other.has_run:
+                assert not written & set(other.block_table), "a block is written that another sequence reads"
+        if not slot.has_run:
+            cached = slot.block_table[: slot.first_write // page_size]
+            self.read_from.update((slot.seed, self.writers[block]) for block in cached)
+            slot.has_run = True
+        self.writers.update(dict.fromkeys(written, slot.seed))
+        for position, token in enumerate(tokens, slot.position):
+            place = slot.block_table[position // page_size], position % page_size
+            if position >= slot.first_write:
+                self.memory[place] = token
+            assert self.memory[place] == token, "what is not written is not there"
+        slot.position = self.stays[slot.key][-1][1] = end
+        return self.memory[slot.block_table].reshape(-1)[:end].tolist()
+
+
+def top_of_rows(token_ids: list[int], logprobs: list[float], counts: list[int]) -> TopOfRows | None:
+    """Of the rows that ask for any, as many for each as one of them asks for."""
+    rows = np.flatnonzero(counts)
+    if not len(rows):
+        return None
+    top = likeliest([token_ids[row] for row in rows], [logprobs[row] for row in rows], max(counts))
+    return TopOfRows(rows, top.token_ids, top.logprobs)
+
+
+def run_fake_worker(
+    limits: EngineLimits,
+    max_tokens_per_forward: int,
+    max_seqs_per_forward: int,
+    inputs: Channel[ForwardInput | EndOfInputs],
+    outputs: Channel[ForwardOutput | Ready],
+) -> None:
+    """Process entry."""
+    worker = FakeWorker(limits, max_tokens_per_forward, max_seqs_per_forward)
+    outputs.send(Ready("worker", limits))
+    while isinstance(message := inputs.receive(), ForwardInput):
+        outputs.send(worker.forward(message, forward_seconds=0.001))

@@ -1,0 +1,73 @@
+"""How much memory the largest forwards of a checkpoint take, on Linux.
+
+`python -m tests.model.helpers.largest_forward DIRECTORY DTYPE` prints as JSON what is reserved for them, and the most
+that they added to this process, in bytes.
+"""
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.model.helpers.peak_memory import peak, reset_peak
+from tests.model.helpers.steps import CPU, make_runner
+from tokasaurus.checkpoint import read_model_info, weight_files
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups, TokenMasks
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.decoder.registry import build_decoder
+from tokasaurus.model.decoder.weights import load_weights
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.sampling.token_masks import num_mask_words
+from tokasaurus.model.worker.forward_memory import largest_forward, reserve
+from tokasaurus.model.worker.warmup import (
+    ForwardLimits,
+    decode_after,
+    longest_last_tokens,
+    longest_prefill,
+    warm_up_small,
+    widest_prefill,
+)
+
+PAGE_SIZE = 16
+NUM_THREADS = 2
+NUM_TOP = 20
+
+
+def main(directory: Path, dtype: torch.dtype) -> None:
+    torch.set_num_threads(NUM_THREADS)
+    info = read_model_info(directory)
+    limits = ForwardLimits(max_tokens=4096, max_seqs=512, context_length=2048, vocab_size=info.vocab_size)
+    model = build_decoder(info, Mesh(), dtype)
+    model.materialize(CPU, limits.context_length)
+    load_weights(weight_files(directory), model.weight_shards(), model.ignores, lambda _: None)
+    model.pack(load_kernels())
+    runner = make_runner(model, info, "cpu", PAGE_SIZE, num_blocks=600, num_slots=limits.max_seqs, dtype=dtype)
+    memory = largest_forward(info, limits, PAGE_SIZE, model.activation_dtype.itemsize, NUM_THREADS, NUM_TOP)
+    warm_up_small(runner, limits, PAGE_SIZE)  # loads the code of all that follows
+    before = reset_peak()
+    reserve(memory, model, limits)
+    reserved = peak() - before
+    reset_peak()
+    for step in largest_steps(limits):
+        result = runner.run(step)
+        result.host_top()
+        result.host_prompt_logprobs()
+    print(json.dumps({"memory": asdict(memory), "reserved": reserved, "grown": peak() - before}))
+
+
+def largest_steps(limits: ForwardLimits) -> list[ForwardInput]:
+    """With a mask for every row that samples; all rows in one group; and all that wait for a context's end."""
+    widest, last_tokens = widest_prefill(limits), longest_last_tokens(limits)
+    num_rows = len(widest.slots)
+    groups = PrefixGroups(np.array([num_rows], np.int32), np.array([limits.context_length // PAGE_SIZE - 1], np.int32))
+    num_words = num_mask_words(limits.vocab_size)
+    masks = TokenMasks(np.arange(num_rows, dtype=np.int32), np.full((num_rows, num_words), 0xFFFFFFFF, np.uint32))
+    again = replace(decode_after(last_tokens), changes=last_tokens.changes, groups=groups, masks=masks)
+    return [replace(widest, masks=masks), decode_after(widest), longest_prefill(limits), last_tokens, again]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), getattr(torch, sys.argv[2]))

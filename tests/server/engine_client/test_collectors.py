@@ -1,0 +1,113 @@
+"""Sequences that are followed while they grow, against those that are awaited."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.server.engine_client.test_client import make_request, run_with, until
+from tests.server.helpers.fake_engine import FakeEngine, Reply
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.engine_client.collectors import FinishedSequence
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    engine = FakeEngine()
+    yield engine
+    engine.stop()
+
+
+def streamed(request: GenerateRequest) -> GenerateRequest:
+    return replace(request, is_streamed=True)
+
+
+def count_up(request: GenerateRequest, index: int) -> Reply:
+    """Some tokens from the prompt's first on; each further sample has 100 more."""
+    first = int(request.prompt_ids[0])
+    token_ids = list(range(first, first + 100 * (index + 1)))
+    return Reply(token_ids, [-float(token_id) for token_id in token_ids], "length", index, 5, 6, 7)
+
+
+async def follow(
+    client: EngineClient, requests: list[GenerateRequest], pause_s: float = 0.0
+) -> list[list[FinishedSequence]]:
+    """As `generate`, from what is read every `pause_s`."""
+    sequences = [[FinishedSequence() for _ in range(request.num_sequences)] for request in requests]
+    with client.stream(requests) as collector:
+        while deltas := await collector.read():
+            for request_index, delta in deltas:
+                sequences[request_index][delta.sequence_index].append(delta)
+            places = [(request_index, delta.sequence_index) for request_index, delta in deltas]
+            assert len(set(places)) == len(places), "one delta of each sequence"
+            await asyncio.sleep(pause_s)
+        assert await collector.read() == []
+    return sequences
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.02])
+@pytest.mark.parametrize("delta_size", [1, 7, 1000])
+def test_what_is_read_adds_up_to_what_is_awaited(engine: FakeEngine, delta_size: int, pause_s: float) -> None:
+    engine.script = count_up
+    engine.delta_size = delta_size
+
+    async def use(client: EngineClient) -> None:
+        expected = await client.generate([make_request("a", [10], 3), make_request("b", [5000], 2)])
+        asked = [streamed(make_request("c", [10], 3)), streamed(make_request("d", [5000], 2))]
+        assert await follow(client, asked, pause_s) == expected
+
+    run_with([engine], use)
+    assert engine.cancelled == []
+
+
+def test_many_followers_and_waiters_each_get_their_own(engine: FakeEngine) -> None:
+    engine.script = count_up
+
+    async def use(client: EngineClient) -> None:
+        requests = [make_request(f"r{number}", [number]) for number in range(60)]
+        results = await asyncio.gather(
+            *(
+                follow(client, [streamed(r)]) if number % 2 else client.generate([r])
+                for number, r in enumerate(requests)
+            )
+        )
+        for number, ((sequence,),) in enumerate(results):
+            assert sequence.token_ids == list(range(number, number + 100))
+
+    run_with([engine], use)
+
+
+def test_a_follower_who_leaves_cancels_what_is_unfinished_and_nothing_else(engine: FakeEngine) -> None:
+    def script(request: GenerateRequest, index: int) -> Reply:
+        return Reply([1, 2], finish_reason=None if request.request_id == "endless" and index == 1 else "stop")
+
+    engine.script = script
+
+    async def use(client: EngineClient) -> None:
+        asked = [streamed(make_request("whole", [1])), streamed(make_request("endless", [2], 2))]
+        num_ended = 0
+        with client.stream(asked) as collector:
+            while num_ended < 2:
+                num_ended += sum(delta.finish_reason is not None for _, delta in await collector.read())
+            assert client.num_pending_requests == 2
+        assert client.num_pending_requests == 0
+        await until(engine, lambda engine: len(engine.cancelled) > 0)
+
+    run_with([engine], use)
+    assert engine.cancelled == ["endless"]
+
+
+def test_a_follower_who_is_cancelled_while_it_waits_cancels(engine: FakeEngine) -> None:
+    engine.script = lambda _request, _index: None
+
+    async def use(client: EngineClient) -> None:
+        call = asyncio.create_task(follow(client, [streamed(make_request("a", [1]))]))
+        await until(engine, lambda engine: len(engine.requests) == 1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await until(engine, lambda engine: engine.cancelled == ["a"])
+
+    run_with([engine], use)

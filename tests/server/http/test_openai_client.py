@@ -1,0 +1,254 @@
+"""The real OpenAI client, sync and async, against a real HTTP server; answers validated against its own types."""
+
+import asyncio
+import importlib.metadata
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import openai
+import pydantic
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+from tests.helpers.small_tokenizer import IM_END
+from tests.server.conftest import LiveServer, live_server, wait_until_ready
+from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.server.served_model import ServedModel
+
+
+def sync_client(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+OUR_FIELDS = {"PromptTokensDetails": {"computed_tokens", "shared_tokens", "recomputed_tokens"}}
+
+
+def assert_exactly_openai_shaped(content: bytes, model: type[pydantic.BaseModel]) -> None:
+    """No wrong type, no field that OpenAI does not have and that is not one of ours, at any depth."""
+    assert_no_extra_fields(model.model_validate_json(content, strict=True))
+
+
+def assert_no_extra_fields(value: Any) -> None:
+    if isinstance(value, pydantic.BaseModel):
+        assert set(value.model_extra or {}) == OUR_FIELDS.get(type(value).__name__, set())
+        for name in type(value).model_fields:
+            assert_no_extra_fields(getattr(value, name))
+    elif isinstance(value, list):
+        for item in value:
+            assert_no_extra_fields(item)
+
+
+def say_hello(request: GenerateRequest, index: int) -> Reply:
+    token_ids = [259, ord("0") + index, *"€".encode(), IM_END]
+    logprobs = [-0.5] * len(token_ids) if request.want_logprobs else None
+    return Reply(token_ids, logprobs, "stop", 1, num_computed_tokens=2, num_recomputed_tokens=30, num_shared_tokens=400)
+
+
+def test_completion(server: LiveServer) -> None:
+    server.engine.script = say_hello
+    raw = sync_client(server).completions.with_raw_response.create(
+        model="org/small", prompt=["abc", "de"], n=2, max_tokens=9, logprobs=0, seed=4
+    )
+    assert_exactly_openai_shaped(raw.content, Completion)
+    answer = raw.parse()
+    assert answer.object == "text_completion"
+    assert answer.model == "org/small"
+    assert answer.system_fingerprint == "fp_test"
+    assert [(choice.index, choice.text) for choice in answer.choices] == [
+        (0, "hello0€"),
+        (1, "hello1€"),
+        (2, "hello0€"),
+        (3, "hello1€"),
+    ]
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+    logprobs = answer.choices[1].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["hello", "1", "�", "�", "�"]
+    assert logprobs.token_logprobs == [-0.5] * 5
+    assert logprobs.text_offset == [0, 5, 6, 6, 6]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 24, 29)
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
+    ours = {"computed_tokens": 4 * 2, "shared_tokens": 4 * 400, "recomputed_tokens": 4 * 30}
+    assert answer.usage.prompt_tokens_details.model_extra == ours
+
+
+def test_chat_completion(server: LiveServer) -> None:
+    server.engine.script = say_hello
+    raw = sync_client(server).chat.completions.with_raw_response.create(
+        model="default",
+        messages=[{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
+        n=2,
+        logprobs=True,
+        max_completion_tokens=9,
+        temperature=0,
+        stop="€",
+        extra_body={"ignore_eos": False},
+    )
+    assert_exactly_openai_shaped(raw.content, ChatCompletion)
+    answer = raw.parse()
+    assert answer.object == "chat.completion"
+    assert [choice.message.content for choice in answer.choices] == ["hello0", "hello1"]
+    assert [choice.message.role for choice in answer.choices] == ["assistant", "assistant"]
+    logprobs = answer.choices[1].logprobs
+    assert logprobs is not None
+    assert [(entry.token, entry.logprob, entry.bytes, entry.top_logprobs) for entry in logprobs.content or []] == [
+        ("hello", -0.5, list(b"hello"), []),
+        ("1", -0.5, list(b"1"), []),
+    ]
+    (request,) = server.engine.requests
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(request.prompt_ids)
+    assert answer.usage.completion_tokens == 12
+
+
+def test_without_logprobs_there_are_none(server: LiveServer) -> None:
+    server.engine.script = say_hello
+    client = sync_client(server)
+    assert client.completions.create(model="default", prompt="a").choices[0].logprobs is None
+    chat = client.chat.completions.create(model="default", messages=[{"role": "user", "content": "hi"}])
+    assert chat.choices[0].logprobs is None
+    assert [request.want_logprobs for request in server.engine.requests] == [False, False]
+
+
+def test_async_client_with_many_requests_at_once(shared_server: LiveServer) -> None:
+    async def ask(client: openai.AsyncOpenAI, number: int) -> str:
+        answer = await client.completions.create(model="default", prompt=f"hello {number}", max_tokens=32)
+        return answer.choices[0].text
+
+    async def main() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{shared_server.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(200)))
+
+    assert asyncio.run(main()) == [f"hello {number}" for number in range(200)]
+    assert shared_server.client.num_pending_requests == 0
+
+
+def test_large_bodies_and_prompts_take_the_same_way(shared_server: LiveServer) -> None:
+    prompts = [f"hello world {number}" for number in range(5000)]
+    answer = sync_client(shared_server).completions.create(model="default", prompt=prompts, max_tokens=60)
+    assert [choice.text for choice in answer.choices] == prompts
+
+
+def test_models(shared_server: LiveServer) -> None:
+    client = sync_client(shared_server)
+    (listed,) = client.models.list().data
+    for name in ("org/small", "default"):
+        assert client.models.retrieve(name) == listed
+    assert (listed.id, listed.object, listed.created) == ("org/small", "model", 1_700_000_000)
+    assert_no_extra_fields(listed)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("org/other")
+
+
+def test_errors_are_the_clients_exceptions_with_param_and_code(shared_server: LiveServer) -> None:
+    client = sync_client(shared_server)
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.completions.create(model="default", prompt="a", temperature=9)
+    assert (wrong.value.param, wrong.value.type) == ("temperature", "invalid_request_error")
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="default", prompt="a", max_tokens=100_000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="other", prompt="a")
+    assert unknown.value.code == "model_not_found"
+
+
+def test_internal_error_is_a_500_without_details(served_model: ServedModel, server: LiveServer) -> None:
+    # the engine breaks its promise to return log-probabilities
+    server.engine.script = lambda _request, _index: Reply([1, 2], None)
+    response = server.http.post("/v1/completions", json={"model": "default", "prompt": "a", "logprobs": 0})
+    assert response.status_code == 500
+    error = response.json()["error"]
+    assert error["type"] == "server_error"
+    assert "logprobs" not in error["message"]
+    assert server.client.num_pending_requests == 0
+    assert served_model.name not in error["message"]
+
+
+def test_generation_waits_for_the_engine_with_503(served_model: ServedModel) -> None:
+    engine = FakeEngine()
+    body = {"model": "default", "prompt": "hello"}
+    with live_server(served_model, engine, start_engine=False) as server:
+        assert server.http.get("/health").status_code == 200
+        assert server.http.get("/ping").json() == {"message": "pong"}
+        assert server.http.get("/v1/models").status_code == 200
+        for response in (server.http.get("/ready"), server.http.post("/v1/completions", json=body)):
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "engine_not_ready"
+        assert samples(server.http) == {}
+        engine.start()
+        wait_until_ready(server.http)
+        assert server.http.post("/v1/completions", json=body).status_code == 200
+
+
+def samples(http: httpx.Client) -> dict[str, float]:
+    """All but those that measure time."""
+    lines = [line for line in http.get("/metrics").text.splitlines() if not line.startswith("#")]
+    values = {line.split()[0].removesuffix('{replica="0"}'): float(line.split()[1]) for line in lines}
+    return {name: value for name, value in values.items() if not name.endswith("_seconds_total")}
+
+
+def test_metrics_are_exact_once_an_answer_is_out(server: LiveServer) -> None:
+    at_start = samples(server.http)
+    assert at_start == {
+        "toka_requests_running": 0,
+        "toka_requests_waiting": 0,
+        "toka_kv_blocks_used": 0,
+        "toka_kv_blocks_total": 64,
+        "toka_worker_queue_depth": 0,
+        "toka_prompt_tokens_total": 0,
+        "toka_generation_tokens_total": 0,
+        "toka_prefix_cache_hit_tokens_total": 0,
+        "toka_preemptions_total": 0,
+        "toka_recomputed_tokens_total": 0,
+        "toka_asked_prompt_tokens_total": 0,
+        "toka_computed_prompt_tokens_total": 0,
+        "toka_shared_prompt_tokens_total": 0,
+        "toka_recompiles_total": 0,
+        "toka_manager_busy_fraction": 0,
+    }
+    server.engine.script = lambda request, index: replace(echo(request, index), num_cached_tokens=index)
+    server.engine.stats = replace(
+        server.engine.stats, total_preemptions=2, total_recomputed_tokens=70, manager_busy_fraction=0.125
+    )
+    at_start |= {"toka_preemptions_total": 2, "toka_recomputed_tokens_total": 70, "toka_manager_busy_fraction": 0.125}
+    client = sync_client(server)
+    for number in range(1, 10):
+        client.completions.create(model="default", prompt=[1, 2, 3], n=3, max_tokens=2)
+        counted = {
+            "toka_prompt_tokens_total": 3 * number,
+            "toka_generation_tokens_total": 6 * number,
+            "toka_prefix_cache_hit_tokens_total": (0 + 1 + 2) * number,
+        }
+        assert samples(server.http) == at_start | counted
+
+
+def test_cached_tokens_are_what_the_engine_read_for_the_first_sample(server: LiveServer) -> None:
+    """Each sample read one block more than the one before; the answer counts what no sample computed."""
+    server.engine.script = lambda request, index: replace(echo(request, index), num_cached_tokens=16 * (3 - index))
+    client = sync_client(server)
+    for answer in (
+        client.completions.create(model="default", prompt=[[1] * 60, [2] * 70], n=2),
+        client.chat.completions.create(model="default", messages=[{"role": "user", "content": "a" * 60}], n=2),
+    ):
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == 32 * len(answer.choices) // 2
+
+
+def test_the_cache_salt_reaches_the_engine(server: LiveServer) -> None:
+    client = sync_client(server)
+    salt: dict[str, object] = {"cache_salt": "tenant 1"}
+    client.completions.create(model="default", prompt=["a", "b"], extra_body=salt)
+    client.chat.completions.create(model="default", messages=[{"role": "user", "content": "hi"}], extra_body=salt)
+    client.completions.create(model="default", prompt="a")
+    assert [request.cache_salt for request in server.engine.requests] == ["tenant 1"] * 3 + [""]
+
+
+def test_version_is_the_packages(shared_server: LiveServer) -> None:
+    assert shared_server.http.get("/version").json() == {"version": importlib.metadata.version("tokasaurus")}

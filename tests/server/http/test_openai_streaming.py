@@ -1,0 +1,208 @@
+"""Streams read by the real OpenAI client, sync and async, against the answers that it gets without streaming."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletionChunk
+
+from tests.server.conftest import LiveServer, live_server
+from tests.server.helpers.fake_engine import FakeEngine, Reply
+from tests.server.http.test_openai_client import assert_no_extra_fields, say_hello, sync_client
+from tests.server.test_disconnect import wait_until_clean
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.server.served_model import ServedModel
+
+HELLO: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+def fall_silent(_request: GenerateRequest, index: int) -> Reply:
+    """A sequence that never ends."""
+    return Reply([259, ord("0") + index], [-0.5, -0.5], finish_reason=None)
+
+
+def events_of(http: httpx.Client, path: str, body: dict[str, Any]) -> list[str]:
+    """What follows "data: " in each event."""
+    response = http.post(path, json={"model": "default", "stream": True, **body})
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *events, rest = response.text.split("\n\n")
+    assert rest == ""
+    assert all(event.startswith("data: ") for event in events)
+    return [event.removeprefix("data: ") for event in events]
+
+
+def joined_texts(chunks: Iterable[Completion]) -> dict[int, tuple[str, str]]:
+    """Text and finish reason by index."""
+    joined: dict[int, tuple[str, str]] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            text, finish_reason = joined.get(choice.index, ("", None))
+            assert finish_reason is None
+            joined[choice.index] = (text + choice.text, choice.finish_reason)
+    return joined
+
+
+@pytest.mark.parametrize("stop", [None, ["lo €", "1"]])
+def test_completion_stream_is_the_answer_in_pieces(server: LiveServer, stop: list[str] | None) -> None:
+    server.engine.script = say_hello
+    client = sync_client(server)
+    asked: dict[str, Any] = {"model": "default", "prompt": ["abc", "de"], "n": 2, "stop": stop}
+    whole = client.completions.create(**asked)
+    *chunks, last = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert joined_texts(chunks) == {choice.index: (choice.text, choice.finish_reason) for choice in whole.choices}
+    assert (last.choices, last.usage) == ([], whole.usage)
+    for chunk in chunks:
+        assert (chunk.object, chunk.model, chunk.id) == ("text_completion", "org/small", last.id)
+        assert len(chunk.choices) == 1
+        assert chunk.usage is None
+    assert [request.is_streamed for request in server.engine.requests] == [False, False, True, True]
+    wait_until_clean(server)
+    assert server.engine.cancelled == []
+
+
+def test_chat_stream_collected_by_the_client_is_the_whole_answer(server: LiveServer) -> None:
+    server.engine.script = say_hello
+    client = sync_client(server)
+    asked: dict[str, Any] = {"model": "default", "messages": HELLO, "n": 3, "logprobs": True}
+    whole = client.chat.completions.create(**asked)
+    with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+        kinds = [event.type for event in stream]
+        collected = stream.get_final_completion()
+    assert kinds.count("content.done") == 3
+    for choice, expected in zip(collected.choices, whole.choices, strict=True):
+        assert choice.index == expected.index
+        assert choice.finish_reason == expected.finish_reason
+        assert choice.message.content == expected.message.content
+        assert choice.message.role == "assistant"
+        assert choice.logprobs == expected.logprobs
+    assert collected.usage == whole.usage
+
+
+@pytest.mark.parametrize("options", [{}, {"include_usage": True}, {"continuous_usage_stats": True}])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_every_event_has_exactly_the_shape_of_openais(
+    server: LiveServer, options: dict[str, bool], logprobs: bool
+) -> None:
+    server.engine.script = say_hello
+    chat = {"messages": HELLO, "logprobs": logprobs, "stream_options": options}
+    completion = {"prompt": "a", "logprobs": 0 if logprobs else None, "stream_options": options}
+    *events, done = events_of(server.http, "/v1/chat/completions", chat)
+    assert done == "[DONE]"
+    for event in events:
+        assert_no_extra_fields(ChatCompletionChunk.model_validate_json(event, strict=True))
+    *events, done = events_of(server.http, "/v1/completions", completion)
+    assert done == "[DONE]"
+    for event in events:
+        # The type of a whole answer serves for chunks too, and so has no null for what is not known yet.
+        assert_no_extra_fields(
+            Completion.model_validate_json(event.replace('"finish_reason":null', '"finish_reason":"stop"'))
+        )
+
+
+def test_many_streams_at_once_each_get_their_own(shared_server: LiveServer) -> None:
+    async def ask(client: openai.AsyncOpenAI, number: int) -> str:
+        stream = await client.chat.completions.create(
+            model="default", messages=[{"role": "user", "content": f"hello {number}"}], max_tokens=64, stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def main() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{shared_server.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(100)))
+
+    # The engine echoes the prompt, whose special tokens are no text.
+    assert asyncio.run(main()) == [f"user\nhello {number}\nassistant\n" for number in range(100)]
+    wait_until_clean(shared_server)
+
+
+def test_text_is_there_while_the_engine_is_still_at_work(server: LiveServer) -> None:
+    server.engine.script = fall_silent
+    stream = iter(sync_client(server).completions.create(model="default", prompt="a", n=2, stream=True))
+    texts = {0: "", 1: ""}
+    while texts != {0: "hello0", 1: "hello1"}:
+        choice = next(stream).choices[0]
+        texts[choice.index] += choice.text
+        assert choice.finish_reason is None
+    assert server.client.num_pending_requests == 1
+
+
+def test_a_client_that_leaves_amid_its_stream_cancels(server: LiveServer) -> None:
+    server.engine.script = fall_silent
+    stream = sync_client(server).completions.create(model="default", prompt=["a", "b"], stream=True)
+    next(iter(stream))
+    assert server.engine.cancelled == []
+    stream.close()
+    server.engine.wait_until(lambda engine: len(engine.cancelled) == 2)
+    assert set(server.engine.cancelled) == {request.request_id for request in server.engine.requests}
+    wait_until_clean(server)
+
+
+def test_a_client_that_leaves_before_anything_came_cancels(server: LiveServer) -> None:
+    server.engine.script = lambda _request, _index: None
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=1, max_retries=0)
+    with pytest.raises(openai.APITimeoutError):
+        client.completions.create(model="default", prompt="ok", stream=True)
+    server.engine.wait_until(lambda engine: len(engine.cancelled) == 1)
+    wait_until_clean(server)
+
+
+def test_a_failure_amid_a_stream_is_an_event_and_the_clients_exception(server: LiveServer) -> None:
+    # The engine has promised a log-probability for each token.
+    server.engine.script = lambda _request, _index: Reply(list(b"abcdef"), [-1.0] * 3)
+    server.engine.pause_s = 0.1
+    stream = sync_client(server).completions.create(model="default", prompt="a", logprobs=0, stream=True)
+    texts: list[str] = []
+    with pytest.raises(openai.APIError) as failed:
+        texts.extend(chunk.choices[0].text for chunk in stream)
+    assert texts == ["a", "b", "c"]
+    assert (failed.value.type, failed.value.code) == ("server_error", None)
+    wait_until_clean(server)
+    server.engine.delta_size = 10
+    response = server.http.post(
+        "/v1/completions", json={"model": "default", "prompt": "a", "logprobs": 0, "stream": True}
+    )
+    assert response.status_code == 500, "nothing of the stream was sent yet"
+    assert response.json()["error"]["type"] == "server_error"
+
+
+def test_a_stream_that_the_end_of_the_server_cuts_off_says_so(served_model: ServedModel) -> None:
+    engine = FakeEngine(script=fall_silent)
+    with httpx.Client(timeout=20) as http:
+        with live_server(served_model, engine) as server:
+            body = {"model": "default", "prompt": "a", "stream": True}
+            response = http.send(http.build_request("POST", f"{server.url}/v1/completions", json=body), stream=True)
+            lines = response.iter_lines()
+            assert "hello" in next(lines)
+        rest = [line for line in lines if line]
+    assert "server_stopping" in rest.pop()
+    assert all('"error"' not in line and "[DONE]" not in line for line in rest)
+    assert server.client.num_pending_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": False, "stream_options": {}}, "stream_options"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream": 1}, "stream"),
+        ({"stream": True, "stream_options": []}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"stream": True, "stream_options": {"every": 3}}, "stream_options.every"),
+        ({"stream": True, "temperature": -1}, "temperature"),
+        ({"stream": True, "max_tokens": 100_000}, "max_tokens"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused_with_a_status(
+    shared_server: LiveServer, fields: dict[str, Any], param: str
+) -> None:
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": HELLO})):
+        response = shared_server.http.post(path, json={"model": "default", **body, **fields})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param

@@ -1,0 +1,140 @@
+"""The field `prompt_logprobs`, in vLLM's shape."""
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from tests.server.conftest import LiveServer, live_server
+from tests.server.engine_client.test_client import make_request, run_with, until
+from tests.server.helpers.fake_engine import FakeEngine, prompt_logprobs
+from tests.server.http.test_openai_client import sync_client
+from tests.server.prepare.test_echo import entries_of, expected_entries, say_hello
+from tokasaurus.messages.generation import GenerateRequest, PromptLogprobs, TopLogprobs
+from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.respond.logprobs import build_prompt_logprobs
+from tokasaurus.server.served_model import ServedModel
+
+HELLO: list[Any] = [{"role": "user", "content": "hello world"}]
+
+
+def expected_field(request: GenerateRequest, num_top: int, model: ServedModel) -> list[dict[str, Any] | None]:
+    """From what the engine says of a prompt, where a token's log-probability tells its rank."""
+    field: list[dict[str, Any] | None] = [None]
+    computed = prompt_logprobs(dataclasses.replace(request, num_top_prompt_logprobs=num_top))
+    for place in range(1, len(request.prompt_ids)):
+        values = {int(request.prompt_ids[place]): float(computed.logprobs[place])}
+        if computed.top is not None:
+            values |= zip(computed.top.token_ids[place].tolist(), computed.top.logprobs[place].tolist(), strict=True)
+        field.append(
+            {
+                str(token_id): {
+                    "logprob": value,
+                    "rank": round(-2 * value),
+                    "decoded_token": model.tokenizer.token_text(token_id),
+                }
+                for token_id, value in values.items()
+            }
+        )
+    return field
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 4])
+def test_completions_have_it_in_every_choice(server: LiveServer, served_model: ServedModel, num_top: int) -> None:
+    server.engine.script = say_hello
+    body = {"model": "default", "prompt": ["hello world", "a"], "n": 2, "prompt_logprobs": num_top}
+    answer = server.http.post("/v1/completions", json=body).json()
+    fields = [expected_field(request, num_top, served_model) for request in server.engine.requests]
+    assert [choice["prompt_logprobs"] for choice in answer["choices"]] == [fields[0], fields[0], fields[1], fields[1]]
+    assert {choice["text"] for choice in answer["choices"]} == {"hello€"}
+    assert {choice["logprobs"] for choice in answer["choices"]} == {None}
+    assert {request.num_top_prompt_logprobs for request in server.engine.requests} == {num_top}
+    assert {request.want_logprobs for request in server.engine.requests} == {False}
+    body["return_token_ids"] = True
+    answer = server.http.post("/v1/completions", json=body).json()
+    assert [choice["prompt_logprobs"] for choice in answer["choices"]] == [fields[0], fields[0], fields[1], fields[1]]
+    assert {tuple(choice["prompt_token_ids"]) for choice in answer["choices"][2:]} == {(97,)}
+
+
+def test_chat_has_it_beside_the_choices(server: LiveServer, served_model: ServedModel) -> None:
+    server.engine.script = say_hello
+    client = sync_client(server)
+    for extra in ({"prompt_logprobs": 2}, {"prompt_logprobs": 2, "return_token_ids": True}):
+        answer = client.chat.completions.create(model="default", messages=HELLO, n=2, extra_body=extra)
+        (request,), server.engine.requests[:] = server.engine.requests[:], []
+        extras = answer.model_extra or {}
+        assert extras["prompt_logprobs"] == expected_field(request, 2, served_model)
+        assert extras["prompt_token_ids"] == (request.prompt_ids.tolist() if "return_token_ids" in extra else None)
+        assert [choice.message.content for choice in answer.choices] == ["hello€", "hello€"]
+
+
+@pytest.mark.parametrize(("logprobs", "num_top"), [(1, 4), (4, 1), (0, 0), (3, 0), (0, 3)])
+def test_beside_an_echo_each_has_the_number_it_asked_for(
+    server: LiveServer, served_model: ServedModel, logprobs: int, num_top: int
+) -> None:
+    server.engine.script = say_hello
+    answer = sync_client(server).completions.create(
+        model="default", prompt="hello world", logprobs=logprobs, echo=True, extra_body={"prompt_logprobs": num_top}
+    )
+    (request,) = server.engine.requests
+    assert (request.num_top_logprobs, request.num_top_prompt_logprobs) == (logprobs, max(logprobs, num_top))
+    (choice,) = answer.choices
+    echoed = expected_entries(request, logprobs, served_model.tokenizer)
+    assert entries_of(choice)[: len(echoed)] == echoed
+    assert (choice.model_extra or {})["prompt_logprobs"] == expected_field(request, num_top, served_model)
+
+
+def test_a_prompts_token_among_the_likeliest_keeps_its_own_rank(served_model: ServedModel) -> None:
+    """Where two are as likely, it may stand behind the other."""
+    top = TopLogprobs(np.array([[0, 0], [98, 97]], np.int32), np.array([[np.nan] * 2, [-0.5, -0.5]], np.float32))
+    computed = PromptLogprobs(np.array([np.nan, -0.5], np.float32), np.array([0, 1], np.int32), top)
+    first, second = build_prompt_logprobs(np.array([5, 97], np.int32), computed, 2, served_model.tokenizer)
+    assert first is None
+    assert second is not None
+    assert {key: (entry.rank, entry.decoded_token) for key, entry in second.items()} == {"97": (1, "a"), "98": (1, "b")}
+
+
+def test_it_is_refused_by_name_in_streams_and_where_the_flag_forbids_it(served_model: ServedModel) -> None:
+    with live_server(dataclasses.replace(served_model, allow_logprobs=False), FakeEngine(say_hello)) as server:
+        client = sync_client(server)
+        asks: list[tuple[str, dict[str, Any]]] = [
+            ("prompt_logprobs", {"extra_body": {"prompt_logprobs": 0}}),
+            ("prompt_logprobs", {"extra_body": {"prompt_logprobs": 0}, "stream": True}),
+        ]
+        for param, fields in asks:
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.completions.create(model="default", prompt="a", **fields)
+            assert refused.value.param == param
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.chat.completions.create(model="default", messages=HELLO, **fields)
+            assert refused.value.param == param
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(model="default", prompt="a", echo=True, logprobs=0)
+        assert refused.value.param == "logprobs"
+        assert client.completions.create(model="default", prompt="a", echo=True).choices[0].text == "ahello€"
+
+
+def test_a_slow_reader_of_a_stream_gets_them_too() -> None:
+    engine = FakeEngine(delta_size=2, pause_s=0.01)
+    request = dataclasses.replace(
+        make_request("a", [5, 6, 7, 8, 9], 2), is_streamed=True, want_prompt_logprobs=True, num_top_prompt_logprobs=2
+    )
+    found: list[PromptLogprobs | None] = []
+
+    async def use(client: EngineClient) -> None:
+        with client.stream([request]) as collector:
+            await until(engine, lambda engine: len(engine.requests) == 1)
+            await asyncio.sleep(0.1)  # all of it has come by then
+            found.extend(delta.prompt_logprobs for _, delta in await collector.read())
+
+    try:
+        run_with([engine], use)
+    finally:
+        engine.stop()
+    (computed,) = [part for part in found if part is not None]
+    expected = prompt_logprobs(request)
+    assert computed.ranks.tolist() == expected.ranks.tolist()
+    assert len(found) == 2

@@ -1,0 +1,103 @@
+"""max_queued_requests: a server that is behind says so at once."""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+import openai
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.server.conftest import LiveServer, live_server
+from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
+from tests.server.helpers.fake_engine import FakeEngine
+from tokasaurus.server.engine_client.load_balancer import is_queue_full
+from tokasaurus.server.served_model import ServedModel
+
+
+@given(unfinished=st.lists(st.integers(1, 5), max_size=8), num_running=st.integers(0, 45), most=st.integers(1, 6))
+def test_a_request_is_queued_while_none_of_its_sequences_runs(
+    unfinished: list[int], num_running: int, most: int
+) -> None:
+    """Against a picture: all sequences in a row, each with the number of its request, of which the first ones run."""
+    row = [request for request, count in enumerate(unfinished) for _ in range(count)]
+    queued = set(row) - set(row[:num_running])
+    assert is_queue_full(reversed(unfinished), len(row) - num_running, most) == (len(queued) >= most)
+
+
+@pytest.fixture
+def busy(served_model: ServedModel) -> Iterator[LiveServer]:
+    """Its engine says that two sequences run, and answers no further request; two requests may wait."""
+    with live_server(served_model, FakeEngine(), max_queued_requests=2) as server:
+        server.engine.stats = replace(server.engine.stats, num_running=2)
+        assert server.http.post(COMPLETIONS, json=minimal_body(COMPLETIONS)).status_code == 200
+        server.engine.script = lambda _request, _index: None
+        yield server
+
+
+def leave_open(server: LiveServer, **fields: object) -> socket.socket:
+    """A request that has reached the engine, and stays open until the socket is closed."""
+    num_requests = len(server.engine.requests)
+    connection = socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port))
+    content = orjson.dumps(minimal_body(COMPLETIONS) | fields)
+    connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode())
+    connection.sendall(content)
+    server.engine.wait_until(lambda engine: len(engine.requests) > num_requests)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_beyond_it_requests_are_refused_until_one_is_gone(busy: LiveServer, stream: bool) -> None:
+    with ExitStack() as stack:
+        running = [stack.enter_context(leave_open(busy)), stack.enter_context(leave_open(busy, stream=stream))]
+        waiting = [stack.enter_context(leave_open(busy, n=3)), stack.enter_context(leave_open(busy, stream=stream))]
+        num_requests = len(busy.engine.requests)
+        client = openai.OpenAI(base_url=f"{busy.url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(model="default", prompt=["a", "b"], stream=stream)
+        assert (refused.value.code, refused.value.response.headers["Retry-After"]) == ("queue_full", "1")
+        for body in ({}, {"stream": stream}):
+            response = busy.http.post(CHAT, json=minimal_body(CHAT) | body)
+            assert (response.status_code, assert_openai_error(response.content)["param"]) == (429, None)
+        assert len(busy.engine.requests) == num_requests
+        assert busy.http.get("/v1/models").status_code == 200
+
+        waiting[0].close()
+        busy.engine.wait_until(lambda engine: len(engine.cancelled) == 1)
+        stack.enter_context(leave_open(busy, prompt=["a", "b"]))
+        running[0].close()
+        assert busy.http.post(COMPLETIONS, json=minimal_body(COMPLETIONS)).status_code == 429
+
+
+def test_many_at_once_are_counted_when_they_are_submitted(served_model: ServedModel) -> None:
+    """All of them find the queue empty when they come: they are refused after they have been tokenized."""
+    with live_server(served_model, FakeEngine(), max_queued_requests=5) as server:
+        server.engine.script = lambda _request, _index: None
+        content = orjson.dumps(minimal_body(COMPLETIONS))
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+        address = (urlsplit(server.url).hostname, urlsplit(server.url).port)
+        with ExitStack() as stack:
+            connections = [stack.enter_context(socket.create_connection(address)) for _ in range(40)]
+            for connection in connections:
+                connection.sendall(head + content)
+            answered = 0
+            deadline = time.monotonic() + 10
+            for connection in connections:
+                connection.setblocking(False)
+            while answered < 35 and time.monotonic() < deadline:
+                time.sleep(0.02)
+                answered = sum(_has_data(connection) for connection in connections)
+            assert answered == 35
+            assert len(server.engine.requests) == 5
+
+
+def _has_data(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(12, socket.MSG_PEEK) == b"HTTP/1.1 429"
+    except BlockingIOError:
+        return False

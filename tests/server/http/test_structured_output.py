@@ -1,0 +1,194 @@
+"""Grammars over HTTP: what each field asks for is what the engine is told, and what an outside validator finds."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import openai
+import orjson
+import pydantic
+import pytest
+
+from tests.helpers.random_schemas import random_schema
+from tests.server.conftest import LiveServer, live_server
+from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
+from tests.server.helpers.fake_engine import FakeEngine
+from tests.server.helpers.grammar_script import follow_grammars
+from tokasaurus.server.served_model import ServedModel
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 40}, "tags": {"enum": [["x"], None, "é"]}},
+    "required": ["n", "tags"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+LARK = 'start: "<" word ("," word)* ">"\nword: /[a-z]{1,3}/'
+GBNF = 'root ::= "<" word ("," word)* ">"\nword ::= [a-z] [a-z]? [a-z]?'
+
+
+def is_thing(text: str) -> bool:
+    return jsonschema_rs.is_valid(SCHEMA, json.loads(text))
+
+
+def is_object(text: str) -> bool:
+    return isinstance(json.loads(text), dict)
+
+
+def is_angled(text: str) -> bool:
+    return re.fullmatch("<[a-z]{1,3}(,[a-z]{1,3})*>", text) is not None
+
+
+FIELDS: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
+    ({"response_format": FORMAT}, is_thing),
+    ({"response_format": {"type": "json_object"}}, is_object),
+    ({"structured_outputs": {"json": SCHEMA}}, is_thing),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA), "whitespace_pattern": None}}, is_thing),
+    ({"structured_outputs": {"json_object": True, "json": None}}, is_object),
+    ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, lambda text: " " not in text),
+    ({"structured_outputs": {"regex": r"\d{2}(-[a-f/]+)?"}}, re.compile(r"\d{2}(-[a-f/]+)?").fullmatch),
+    ({"structured_outputs": {"choice": ["yes", "no", "a.b|c"]}}, ["yes", "no", "a.b|c"].__contains__),
+    ({"structured_outputs": {"grammar": LARK}}, is_angled),
+    ({"guided_json": SCHEMA}, is_thing),
+    ({"guided_json": json.dumps(SCHEMA)}, is_thing),
+    ({"guided_regex": "^(ab){1,3}$"}, re.compile("(ab){1,3}").fullmatch),
+    ({"guided_choice": ["é€😀", "", 'quo"te\n']}, ["é€😀", "", 'quo"te\n'].__contains__),
+    ({"guided_grammar": GBNF}, is_angled),
+    ({"guided_grammar": r'root ::= "\u00e9" [\u4e00-\U00009fff]'}, re.compile("é[\u4e00-\u9fff]").fullmatch),
+    ({"response_format": {"type": "text"}, "guided_choice": ["yes"]}, ["yes"].__contains__),
+]  # type: ignore[assignment]
+
+
+@pytest.fixture(scope="module")
+def obedient(served_model: ServedModel, tokenizer_directory: Path) -> Iterator[LiveServer]:
+    """A server whose engine follows grammars."""
+    with live_server(served_model, FakeEngine(script=follow_grammars(tokenizer_directory))) as server:
+        yield server
+
+
+def texts_of(answer: dict[str, Any]) -> list[tuple[str, str]]:
+    """(text, finish_reason) of each choice."""
+    return [
+        (choice["text"] if "text" in choice else choice["message"]["content"], choice["finish_reason"])
+        for choice in answer["choices"]
+    ]
+
+
+@pytest.mark.parametrize(("fields", "is_right"), FIELDS)
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_every_field_shapes_the_text(
+    obedient: LiveServer, route: str, fields: dict[str, Any], is_right: Callable[[str], bool]
+) -> None:
+    body = minimal_body(route) | {"max_tokens": 200, "n": 3, "seed": 1} | fields
+    response = obedient.http.post(route, json=body)
+    assert response.status_code == 200, response.text
+    texts = texts_of(response.json())
+    assert len(texts) == 3
+    assert all(is_right(text) for text, finish_reason in texts if finish_reason == "stop"), texts
+    assert sum(finish_reason == "stop" for _, finish_reason in texts) >= 2
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_schemas_are_followed_as_an_outside_validator_reads_them(obedient: LiveServer, seed: int) -> None:
+    schema = random_schema(seed)
+    validator = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)
+    body = minimal_body(CHAT) | {"max_tokens": 300, "n": 8, "seed": seed}
+    body["response_format"] = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    answer = obedient.http.post(CHAT, json=body).json()
+    whole = [text for text, finish_reason in texts_of(answer) if finish_reason == "stop"]
+    assert len(whole) >= 2, schema
+    for text in whole:
+        assert validator.is_valid(json.loads(text)), (schema, text)
+
+
+def test_stream_bulk_and_logprobs_have_the_same_text(obedient: LiveServer) -> None:
+    body = minimal_body(CHAT) | {"max_tokens": 100, "n": 2, "seed": 5, "response_format": FORMAT}
+    expected = [text for text, _ in texts_of(obedient.http.post(CHAT, json=body).json())]
+    answer = obedient.http.post(CHAT, json=body | {"logprobs": True}).json()
+    assert [text for text, _ in texts_of(answer)] == expected
+    assert (
+        b"".join(bytes(token["bytes"]) for token in answer["choices"][0]["logprobs"]["content"]).decode() == expected[0]
+    )
+    line = {"custom_id": "1", "url": CHAT, "body": body}
+    bulk = obedient.http.post("/v1/bulk", content=orjson.dumps(line), headers={"content-type": "application/x-ndjson"})
+    assert [text for text, _ in texts_of(bulk.json()["response"]["body"])] == expected
+    streamed = ["", ""]
+    for chunk in client_of(obedient).chat.completions.create(**body, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == expected
+
+
+def client_of(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+class Color(str, Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Wheel(pydantic.BaseModel):
+    inches: int = pydantic.Field(ge=10, le=30)
+    color: Color
+
+
+class Bicycle(pydantic.BaseModel):
+    maker: str = pydantic.Field(pattern="^[A-Z][a-z]{1,8}$")
+    wheels: list[Wheel] = pydantic.Field(min_length=2, max_length=2)
+    spare: Wheel | None
+
+
+def test_openai_client_parses_into_a_pydantic_model(obedient: LiveServer) -> None:
+    completions = client_of(obedient).chat.completions
+    messages: list[Any] = [{"role": "user", "content": "A bicycle, please."}]
+    answer = completions.parse(model="default", messages=messages, response_format=Bicycle, max_tokens=300, seed=3)
+    bicycle = answer.choices[0].message.parsed
+    assert isinstance(bicycle, Bicycle)
+    assert len(bicycle.wheels) == 2
+    with completions.stream(
+        model="default", messages=messages, response_format=Bicycle, max_tokens=300, seed=3
+    ) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == bicycle
+
+
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_cannot_be_followed_is_a_400(obedient: LiveServer, route: str, stream: bool) -> None:
+    body = minimal_body(route) | {"stream": stream}
+    num_requests = len(obedient.engine.requests)
+    for fields, param in [
+        ({"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}}, "structured_outputs.json"),
+        ({"guided_regex": "(a"}, "guided_regex"),
+    ]:
+        response = obedient.http.post(route, json=body | fields)
+        assert response.status_code == 400
+        assert assert_openai_error(response.content)["param"] == param
+    assert len(obedient.engine.requests) == num_requests
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked up there")
+def test_the_process_that_compiles_ends_with_the_server(served_model: ServedModel) -> None:
+    before = grammar_processes()
+    with live_server(served_model, FakeEngine()) as server:
+        assert server.http.post(CHAT, json=minimal_body(CHAT) | {"guided_regex": "a"}).status_code == 200
+        started = grammar_processes() - before
+        assert len(started) == 1
+    assert not started & grammar_processes()
+
+
+def grammar_processes() -> set[str]:
+    """Those that this process has started."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            name, state_and_parent = path.read_text().split("(", 1)[1].rsplit(") ", 1)
+            if name == "toka-grammar" and state_and_parent.split()[1] == str(os.getpid()):
+                found.add(path.parent.name)
+    return found

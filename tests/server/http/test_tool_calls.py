@@ -1,0 +1,267 @@
+"""Tools through the real OpenAI client, whole and streamed, sync and async."""
+
+import asyncio
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+from openai.types.chat import ChatCompletion
+
+from tests.helpers.small_tokenizer import IM_END, IM_START
+from tests.server.conftest import LiveServer
+from tests.server.helpers.fake_engine import Reply
+from tests.server.helpers.grammar_script import follow_grammars
+from tests.server.helpers.tool_answers import QUESTION, TOOLS, GetWeather, ask, say, tool_server, write_calls
+from tests.server.http.test_openai_client import sync_client
+from tokasaurus.server.served_model import ServedModel
+
+
+@pytest.fixture(scope="module", params=["hermes", "llama3", "no template"])
+def server(request: pytest.FixtureRequest, served_model: ServedModel, tmp_path_factory: Any) -> Iterator[LiveServer]:
+    with tool_server(request.param, served_model, tmp_path_factory.mktemp("tokenizer")) as live:
+        yield live
+
+
+def called(answer: ChatCompletion, index: int = 0) -> list[tuple[str, Any]]:
+    calls: Any = answer.choices[index].message.tool_calls or []
+    return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+
+
+def test_an_answer_with_calls(server: LiveServer) -> None:
+    calls = ("get_weather", {"city": "Köln"}), ("get_time", {})
+    server.engine.script = say(write_calls(server, *calls), "Let me see.\n" + write_calls(server, calls[1]), "No.", "")
+    answer = ask(server, n=4, logprobs=True)
+    assert [choice.message.content for choice in answer.choices] == [None, "Let me see.", "No.", ""]
+    assert [called(answer, index) for index in range(4)] == [list(calls), [calls[1]], [], []]
+    assert [choice.finish_reason for choice in answer.choices] == ["tool_calls", "tool_calls", "stop", "stop"]
+    ids = [call.id for choice in answer.choices for call in choice.message.tool_calls or []]
+    assert len(set(ids)) == 3
+
+
+def test_special_tokens_around_a_call_are_no_text(server: LiveServer) -> None:
+    """As Llama writes <|python_tag|> before it."""
+    text = write_calls(server, ("get_time", {}))
+    server.engine.script = lambda _request, _index: Reply([IM_START, *text.encode(), IM_START, IM_END])
+    answer = ask(server)
+    assert (answer.choices[0].message.content, called(answer)) == (None, [("get_time", {})])
+
+
+def test_only_strict_tools_have_a_grammar_where_the_model_chooses(server: LiveServer) -> None:
+    server.engine.script = say("No.")
+    for tools, is_strict in ((TOOLS, True), (TOOLS[1:], False)):
+        ask(server, tools=tools)
+        assert (server.engine.requests[-1].grammar != "") == is_strict
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_required_calls_come_whatever_the_model_would_say(
+    server: LiveServer, tokenizer_directory: Path, parallel: bool
+) -> None:
+    server.engine.script = follow_grammars(tokenizer_directory)
+    answer = ask(server, n=8, seed=3, tool_choice="required", parallel_tool_calls=parallel, max_tokens=600)
+    names = []
+    for index, choice in enumerate(answer.choices):
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        calls = called(answer, index)
+        assert len(calls) >= 1
+        names += [name for name, _ in calls]
+        for name, arguments in calls:
+            assert arguments == {} if name == "get_time" else GetWeather(**arguments)
+    assert set(names) == {"get_weather", "get_time"}
+    assert (len(names) > 8) == parallel
+
+
+@pytest.mark.parametrize("is_allowed_list", [False, True])
+def test_the_function_that_is_named_is_called(
+    server: LiveServer, tokenizer_directory: Path, is_allowed_list: bool
+) -> None:
+    server.engine.script = follow_grammars(tokenizer_directory)
+    named: Any = {"type": "function", "function": {"name": "get_weather"}}
+    allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    answer = ask(server, n=4, seed=4, tool_choice=allowed if is_allowed_list else named, max_tokens=600)
+    for index, choice in enumerate(answer.choices):
+        # OpenAI's: no reason to stop is the model's where the client has chosen
+        assert choice.finish_reason == ("tool_calls" if is_allowed_list else "stop")
+        assert {name for name, _ in called(answer, index)} == {"get_weather"}
+        assert is_allowed_list or len(called(answer, index)) == 1
+
+
+def test_the_answer_is_json_or_calls_where_both_are_asked_for(server: LiveServer, tokenizer_directory: Path) -> None:
+    class Answer(pydantic.BaseModel):
+        is_warm: bool
+
+    server.engine.script = follow_grammars(tokenizer_directory)
+    fields: dict[str, Any] = {
+        "model": "default",
+        "messages": QUESTION,
+        "tools": TOOLS[:1],
+        "seed": 5,
+        "max_tokens": 600,
+    }
+    client = sync_client(server)
+    if "parameters" in server.http.get("/tokenizer_info").json()["chat_template"]:
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.parse(**fields, response_format=Answer)
+        assert refused.value.param == "response_format"
+    else:
+        parsed = client.chat.completions.parse(**fields, response_format=Answer, n=8).choices
+        for choice in parsed:
+            assert (choice.message.parsed is None) == bool(choice.message.tool_calls)
+        assert len({choice.finish_reason for choice in parsed}) == 2
+    # what is forced is no content
+    (choice,) = client.chat.completions.parse(**fields, response_format=Answer, tool_choice="required").choices
+    assert choice.message.parsed is None
+    assert choice.message.tool_calls
+
+
+def test_a_forced_call_that_is_cut_short_says_so(server: LiveServer, tokenizer_directory: Path) -> None:
+    server.engine.script = follow_grammars(tokenizer_directory)
+    answer = ask(server, tool_choice="required", seed=1, max_tokens=12)
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_an_answer_that_is_cut_short_is_no_call_to_be_run(server: LiveServer) -> None:
+    text = write_calls(server, ("get_weather", {"city": "Köln"}))
+    cut = text.index("Köln") + 2
+    server.engine.script = say(text[:cut], finish_reason="length")
+    (choice,) = ask(server).choices
+    (call,) = choice.message.tool_calls or []
+    assert (choice.finish_reason, choice.message.content) == ("length", None)
+    assert call.type == "function"
+    assert call.function.arguments == '{"city": "Kö'
+    server.engine.script = say(text[:8], finish_reason="length")
+    (choice,) = ask(server).choices
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("length", text[:8], None)
+
+
+def test_what_is_no_call_stays_content(server: LiveServer) -> None:
+    text = "Sure:\n " + write_calls(server, ("unknown", {"city": "Köln"})) + ' {"name": "get_time"} '
+    server.engine.script = say(text)
+    (choice,) = ask(server).choices
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
+
+
+def test_a_stop_string_ends_a_call_too(server: LiveServer) -> None:
+    server.engine.script = say(write_calls(server, ("get_weather", {"city": "Köln", "days": 3})))
+    (choice,) = ask(server, stop='", "d').choices
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.arguments == '{"city": "Köln'
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": []}, {"tools": [], "tool_choice": "auto"}])
+def test_without_tools_nothing_is_a_call_and_the_prompt_has_none(server: LiveServer, fields: dict[str, Any]) -> None:
+    text = write_calls(server, ("get_weather", {"city": "Köln"}))
+    server.engine.script = say(text)
+    (choice,) = ask(server, **fields).choices
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
+    with_tools = server.engine.requests[-1].prompt_ids.tolist()
+    sync_client(server).chat.completions.create(model="default", messages=QUESTION)
+    assert with_tools == server.engine.requests[-1].prompt_ids.tolist()
+
+
+def test_allowed_tools_are_those_that_can_be_called(server: LiveServer) -> None:
+    server.engine.script = say(write_calls(server, ("get_weather", {"city": "Köln"}), ("get_time", {})))
+    choice: Any = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_time"}}]},
+    }
+    answer = ask(server, tool_choice=choice)
+    assert called(answer) == [("get_time", {})]
+    assert "Köln" in (answer.choices[0].message.content or "")
+    prompt = server.engine.requests[-1].prompt_ids.tolist()
+    ask(server)
+    assert prompt == server.engine.requests[-1].prompt_ids.tolist(), "the prompt has all tools"
+
+
+def test_one_call_where_they_may_not_be_parallel(server: LiveServer) -> None:
+    server.engine.script = say(write_calls(server, ("get_time", {}), ("get_weather", {"city": "Köln"})))
+    assert called(ask(server, parallel_tool_calls=False)) == [("get_time", {})]
+
+
+def test_pydantic_tools_are_parsed(server: LiveServer) -> None:
+    server.engine.script = say(write_calls(server, ("get_weather", {"city": "Köln", "days": 3})))
+    client = sync_client(server)
+    fields: dict[str, Any] = {"model": "default", "messages": QUESTION, "tools": TOOLS[:1]}
+    (call,) = client.chat.completions.parse(**fields).choices[0].message.tool_calls or []
+    assert call.function.parsed_arguments == GetWeather(city="Köln", days=3)
+    server.engine.delta_size = 3
+    with client.chat.completions.stream(**fields) as stream:
+        events = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.delta" in events
+    assert "tool_calls.function.arguments.done" in events
+    (call,) = final.choices[0].message.tool_calls or []
+    assert call.function.parsed_arguments == GetWeather(city="Köln", days=3)
+
+
+def test_a_conversation_goes_on_with_what_the_answer_was(server: LiveServer, served_model: ServedModel) -> None:
+    """The async client's messages are sent back as they came, with the results."""
+    server.engine.script = say("Let me see.\n" + write_calls(server, ("get_weather", {"city": "Köln", "days": 3})))
+
+    async def talk() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            first = await client.chat.completions.create(model="default", messages=QUESTION, tools=TOOLS)
+            message = first.choices[0].message
+            (call,) = message.tool_calls or []
+            result = {"role": "tool", "tool_call_id": call.id, "content": "20 °C"}
+            messages: list[Any] = [*QUESTION, message, result]
+            server.engine.script = say("Yes.")
+            second = await client.chat.completions.create(model="default", messages=messages, tools=TOOLS)
+            assert second.choices[0].message.content == "Yes."
+
+    asyncio.run(talk())
+    text = served_model.tokenizer.decode(server.engine.requests[-1].prompt_ids.tolist())
+    positions = [text.index(part) for part in ("Warm there?", '{"city": "Köln", "days": 3}', "20 °C")]
+    assert positions == sorted(positions)
+
+
+def test_deltas_come_while_the_engine_is_at_work(server: LiveServer) -> None:
+    text = "Hm. " + write_calls(server, ("get_weather", {"city": "Köln"}))
+    cut = text.index("öln")
+    server.engine.script = lambda _request, _index: Reply([*text[:cut].encode()], finish_reason=None)
+    stream = sync_client(server).chat.completions.create(model="default", messages=QUESTION, tools=TOOLS, stream=True)
+    content, arguments = "", ""
+    for chunk in itertools.islice(stream, 1, None):
+        delta = chunk.choices[0].delta
+        content += delta.content or ""
+        for piece in delta.tool_calls or []:
+            assert piece.function is not None
+            arguments += piece.function.arguments or ""
+        if arguments == '{"city": "K':
+            break
+    assert content == "Hm."
+    stream.close()
+
+
+def test_token_ids_come_though_their_text_is_held(server: LiveServer) -> None:
+    text = write_calls(server, ("get_time", {}))[:8]
+    server.engine.script = lambda _request, _index: Reply([*text.encode()], finish_reason=None)
+    extra: dict[str, object] = {"return_token_ids": True}
+    stream = sync_client(server).chat.completions.create(
+        model="default", messages=QUESTION, tools=TOOLS, stream=True, extra_body=extra
+    )
+    token_ids: list[int] = []
+    for chunk in stream:
+        assert not chunk.choices[0].delta.content
+        token_ids += getattr(chunk.choices[0], "token_ids", [])
+        if len(token_ids) == len(text):
+            break
+    assert token_ids == [*text.encode()]
+    stream.close()
+
+
+def test_tools_of_an_unknown_format_are_refused(served_model: ServedModel, tmp_path: Path) -> None:
+    with tool_server("own way", served_model, tmp_path) as live:
+        client = sync_client(live)
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model="default", messages=QUESTION, tools=TOOLS)
+        assert refused.value.param == "tools"
+        assert "tool_call_format" in refused.value.message
+        client.chat.completions.create(model="default", messages=QUESTION, tools=TOOLS, tool_choice="none")

@@ -1,0 +1,139 @@
+"""Which texts each field allows, letter by letter; the oracles are `json`, `re` and equality."""
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from pydantic import TypeAdapter
+
+from tests.helpers.small_tokenizer import EOS_IDS, VOCAB_SIZE
+from tokasaurus.server.protocol.grammar_fields import (
+    GrammarSource,
+    GuidedChoice,
+    GuidedGrammar,
+    GuidedJson,
+    GuidedRegex,
+    ResponseFormat,
+    StructuredOutputs,
+)
+from tokasaurus.server.structured_output.validator_process import compile_grammar
+from tokasaurus.text.grammars import load_grammar_vocabulary
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_directory: Path) -> LLTokenizer:
+    return load_grammar_vocabulary(tokenizer_directory, VOCAB_SIZE, EOS_IDS).tokenizer
+
+
+def allows(tokenizer: LLTokenizer, field: Any, value: object, text: str) -> bool:
+    """Whether the whole text is allowed, and may end there."""
+    source = TypeAdapter(field).validate_python(value)
+    assert isinstance(source, GrammarSource)
+    matcher = LLMatcher(tokenizer, compile_grammar(tokenizer, source.format, source.text), log_level=0)
+    content = list(text.encode())  # the tokens 0 to 255 are the bytes
+    return matcher.try_consume_tokens(content) == len(content) and matcher.is_accepting()
+
+
+def test_whitespace_of_json_is_bounded(tokenizer: LLTokenizer) -> None:
+    json_object = {"type": "json_object"}
+    value = {"a": [1, {"b": None}], "c": "x  y"}
+    for text in (
+        json.dumps(value),
+        json.dumps(value, separators=(",", ":")),
+        json.dumps(value, indent=8),
+        json.dumps(value, indent="\t").replace("\n", "\r\n"),
+        '{"a" : 1 }',
+    ):
+        assert allows(tokenizer, ResponseFormat, json_object, text), text
+    for text in ("[1]", '{"a":  1}', "{\n\n}", "{\n" + " " * 41 + "}", " {}", "{} ", "{}{}", "```json\n{}"):
+        assert not allows(tokenizer, ResponseFormat, json_object, text), text
+    compact = {"json_object": True, "disable_any_whitespace": True}
+    assert allows(tokenizer, StructuredOutputs, compact, '{"a":[1,"x  y"]}')
+    assert not allows(tokenizer, StructuredOutputs, compact, '{"a": 1}')
+
+
+def test_no_property_comes_twice_under_another_spelling(tokenizer: LLTokenizer) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    assert allows(tokenizer, GuidedJson, schema, '{"a":1,"b":"x"}')
+    assert not allows(tokenizer, GuidedJson, schema, '{"a":1,"a":"x"}')
+    assert not allows(tokenizer, GuidedJson, schema, '{"a":1,"\\u0061":"x"}')
+
+
+@pytest.mark.parametrize("value", ["\x01", "\x1f\x7fé\u2028😀", '"\\/\b\f\n\r\t', {"\x00": [None, 1.5, -0.25]}, ""])
+def test_any_constant_can_be_written(tokenizer: LLTokenizer, value: object) -> None:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("\x7f", "\\u007f")
+    for schema in ({"const": value}, {"enum": [5, value]}, json.dumps({"const": value})):
+        assert allows(tokenizer, GuidedJson, schema, text)
+        assert not allows(tokenizer, GuidedJson, schema, "6")
+
+
+def test_choices_are_texts_not_patterns(tokenizer: LLTokenizer) -> None:
+    rng = random.Random(0)
+    alphabet = "ab.*+?()[]{}|^$\\/-&#~\"' \n\t<>é€😀\x00\x85\u2028"
+    for _ in range(40):
+        choices = ["".join(rng.choices(alphabet, k=rng.randint(0, 5))) for _ in range(3)]
+        for text in (*choices, "".join(rng.choices(alphabet, k=2))):
+            assert allows(tokenizer, GuidedChoice, choices, text) == (text in choices), (choices, text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        ("a.c", "abc"),
+        ("a.c", "a\nc"),
+        ("^a|b$", "b"),
+        (r"a\\/b", r"a\/b"),
+        (r"\d{2,}", "123"),
+        ("(?i)abc", "aBC"),
+        ("[^a]", "é"),
+        ("a\nb", "a\nb"),
+        (r"[\w.]+@x\.org", "a.b@x.org"),
+        (r"[\w.]+@x\.org", "a.b@xyorg"),
+        ("a|ab", "ab"),
+        ("a", "ab"),
+    ],
+)
+def test_a_regular_expression_matches_the_whole_text(tokenizer: LLTokenizer, pattern: str, text: str) -> None:
+    assert allows(tokenizer, GuidedRegex, pattern, text) == (re.fullmatch(pattern, text) is not None)
+
+
+GBNF = r"""
+# a list of words or numbers
+root ::= "[" item ("," ws item)* "]"
+item ::= [a-z]+ | num-ber
+num-ber ::= "-"? [0-9]{1,3}
+ws ::= [ \t\n]?
+"""
+LARK = """
+start: "[" item ("," WS? item)* "]"  // root ::= is not at the beginning of this line
+item: /[a-z]+/ | NUMBER
+NUMBER: "-"? /[0-9]{1,3}/
+WS: /[ \\t\\n]/
+"""
+
+
+@pytest.mark.parametrize("grammar", [GBNF, LARK])
+def test_grammars_may_be_gbnf_or_lark(tokenizer: LLTokenizer, grammar: str) -> None:
+    for text in ("[a]", "[abc, -12,3]", "[-123,\nx]"):
+        assert allows(tokenizer, GuidedGrammar, grammar, text), text
+        assert allows(tokenizer, StructuredOutputs, {"grammar": grammar}, text), text
+    for text in ("", "[]", "[a,]", "[1234]", "[a,  b]", "[A]"):
+        assert not allows(tokenizer, GuidedGrammar, grammar, text), text
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (r'root ::= "\u00e9\U0001F600"', "é😀"),
+        (r"root ::= [\u4e00-\u9fff]+", "漢字"),
+        (r'root ::= "\u0022\u005c"', '"\\'),
+        (r'root ::= "\\u00e9"', "\\u00e9"),
+        (r'root ::= "\x41\n"', "A\n"),
+    ],
+)
+def test_escapes_of_gbnf(tokenizer: LLTokenizer, grammar: str, text: str) -> None:
+    assert allows(tokenizer, GuidedGrammar, grammar, text)

@@ -1,0 +1,56 @@
+"""Streams with calls of tools, cut anywhere, against the whole answer."""
+
+import random
+
+import orjson
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from tests.helpers.small_tokenizer import IM_END
+from tests.server.helpers.tool_answers import joined, without_ids
+from tests.server.respond.test_stream import finished, interleaved, parse
+from tests.server.respond.test_whole import make_request
+from tests.server.tools.test_parser import FRAGMENTS, NAMES
+from tokasaurus.server.prepare.requests import Prepared
+from tokasaurus.server.protocol.sampling_fields import StreamOptions
+from tokasaurus.server.respond.stream import ChatStream
+from tokasaurus.server.respond.whole import build_chat_completion
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.tools.formats import FORMATS, ToolCallFormat
+from tokasaurus.server.tools.parser import CallRules
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(list(FORMATS.values())),
+    st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=9), min_size=2, max_size=2),
+    st.sampled_from([(), ("x",), ("}}",), ("l_call>\n",), ('": {', "name")]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+def test_a_stream_cut_anywhere_is_the_answer(
+    served_model: ServedModel,
+    format_: ToolCallFormat,
+    fragments: list[list[str]],
+    stop: tuple[str, ...],
+    want_logprobs: bool,
+    parallel: bool,
+    seed: int,
+) -> None:
+    texts = ["".join(some) for some in fragments]
+    results = [finished([*f"{text}é".encode(), IM_END], "stop") for text in texts]
+    request = make_request(3, stop, want_logprobs=want_logprobs, num_sequences=2)
+    prepared = Prepared("chatcmpl-1", [request], calls=CallRules(format_, NAMES, parallel))
+    whole = ChatCompletion.model_validate_json(
+        orjson.dumps(build_chat_completion(prepared, [results], served_model)), strict=True
+    )
+    stream = ChatStream(prepared, served_model, StreamOptions())
+    groups = interleaved([results], random.Random(seed))
+    chunks = [ChatCompletionChunk.model_validate(chunk) for group in groups for chunk in parse(stream.events(group))]
+    for choice in whole.choices:
+        found, expected = joined(chunks, choice.index), without_ids(choice)
+        if want_logprobs and not expected["logprobs"]["content"]:
+            found["logprobs"] = expected["logprobs"]  # nothing to be put together
+        assert found == expected

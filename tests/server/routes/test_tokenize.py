@@ -1,0 +1,116 @@
+"""/tokenize, /detokenize and /tokenizer_info, as vLLM's clients and lm-eval call them."""
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
+from tests.server.conftest import LiveServer, live_server
+from tests.server.helpers.bodies_and_errors import assert_openai_error
+from tests.server.helpers.fake_engine import LIMITS, FakeEngine
+from tokasaurus.server.served_model import ServedModel
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+HI = [{"role": "user", "content": "hi<|im_end|>"}]
+
+
+def post(server: LiveServer, path: str, **body: Any) -> dict[str, Any]:
+    response = server.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize("fields", [{}, {"model": "default"}, {"add_special_tokens": False}])
+def test_a_prompts_ids(shared_server: LiveServer, served_model: ServedModel, fields: dict[str, Any]) -> None:
+    text = "hello world<|im_end|>é"
+    answer = post(shared_server, "/tokenize", prompt=text, **fields)
+    ids = served_model.tokenizer.encode(text, add_special_tokens=False)
+    assert answer == {
+        "count": len(ids),
+        "max_model_len": LIMITS.max_tokens_per_sequence,
+        "tokens": ids,
+        "token_strs": None,
+    }
+    assert post(shared_server, "/detokenize", tokens=ids) == {"prompt": text}
+    spelt = post(shared_server, "/tokenize", prompt="hello world", return_token_strs=True)["token_strs"]
+    assert spelt == ["hello", "Ġwo", "rld"]
+
+
+def test_the_empty_prompt_has_no_tokens(shared_server: LiveServer) -> None:
+    assert post(shared_server, "/tokenize", prompt="")["tokens"] == []
+    assert post(shared_server, "/detokenize", tokens=[]) == {"prompt": ""}
+
+
+def test_messages_go_through_the_template(shared_server: LiveServer) -> None:
+    def text(**fields: Any) -> str:
+        ids = post(shared_server, "/tokenize", messages=HI, **fields)["tokens"]
+        return post(shared_server, "/detokenize", tokens=ids)["prompt"]
+
+    assert text() == "<|im_start|>user\nhi<|im_end|><|im_end|>\n<|im_start|>assistant\n"
+    assert text(add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|><|im_end|>\n"
+    assert text(continue_final_message=True) == "<|im_start|>user\nhi<|im_end|>"
+    ids = post(shared_server, "/tokenize", messages=HI)["tokens"]
+    assert [i for i in ids if i >= IM_START] == [IM_START, IM_END, IM_START]
+
+
+def test_messages_with_tools_are_those_of_a_chat(server: LiveServer) -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [*HI, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "x", "content": "1"}]
+    asked = {"messages": messages, "tools": [TOOL]}
+    assert server.http.post("/v1/chat/completions", json=asked | {"model": "default"}).status_code == 200
+    assert post(server, "/tokenize", **asked)["tokens"] == server.engine.requests[-1].prompt_ids.tolist()
+
+
+def test_tokenizer_info_names_the_end_token_and_the_template(shared_server: LiveServer) -> None:
+    info = shared_server.http.get("/tokenizer_info").json()
+    assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", "<|im_start|>")
+    assert "add_generation_prompt" in info["chat_template"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": HI}, "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"prompt": [1]}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": [1] * 200_000}, "messages[0]"),
+        ("/tokenize", {"messages": HI, "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "a", "speed": 1}, "speed"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+        ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ("/tokenize", {"prompt": "a", "tools": [TOOL]}, "tools"),
+        ("/tokenize", {"messages": HI, "tools": [TOOL, TOOL]}, "tools"),
+        ("/tokenize", {"messages": HI, "tools": [{}]}, "tools[0].type"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {"tokens": [1.0]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [1, True]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [VOCAB_SIZE]}, "tokens"),
+        ("/detokenize", {"tokens": [2**62]}, "tokens"),
+    ],
+)
+def test_wrong_bodies_are_a_400_naming_the_field(
+    shared_server: LiveServer, path: str, body: dict[str, Any], param: str
+) -> None:
+    response = shared_server.http.post(path, json=body)
+    error = assert_openai_error(response.content)
+    assert (response.status_code, error["param"]) == (400, param), error
+    assert param in error["message"]
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})])
+def test_another_model_is_a_404(shared_server: LiveServer, path: str, body: dict[str, Any]) -> None:
+    response = shared_server.http.post(path, json=body | {"model": "other"})
+    assert (response.status_code, assert_openai_error(response.content)["code"]) == (404, "model_not_found")
+
+
+def test_tokenize_needs_the_engines_limits_and_the_others_do_not(served_model: ServedModel) -> None:
+    with live_server(served_model, FakeEngine(), start_engine=False) as server:
+        assert server.http.post("/tokenize", json={"prompt": "a"}).status_code == 503
+        assert server.http.post("/detokenize", json={"tokens": [97]}).status_code == 200
+        assert server.http.get("/tokenizer_info").status_code == 200
