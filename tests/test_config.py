@@ -2,32 +2,18 @@
 
 import inspect
 import pickle
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tokasaurus.config import NOT_BUILT, SERVER_FLAGS, ServerConfig, parse_server_config
 from tokasaurus.flags import FlagError, help_text
 
-# The names and defaults that users of the command rely on.
-DEFAULTS = """
-model=None tokenizer=None trust_remote_code=F dtype=None cpu_isa=None rope_scaling=None
-served_model_name=None device=None
-dp_size=1 pp_size=1 tp_size=1 pp_num_buffer_stages=1 async_tp_threshold=None
-kv_cache_num_tokens=None kv_cache_dtype=None page_size=16 max_tokens_per_forward=8192 max_seqs_per_forward=1024
-max_num_tokens_per_request=None
-torch_compile=F use_cudagraphs=T cudagraph_max_size=None cudagraph_step=16 attention_backend=None
-use_hydragen=None hydragen_min_group_size=None hydragen_min_prefix_len=None
-scheduling_steps_ahead=8 deferred_tasks=None prefill_round_up_multiple=16 greedy_prefill=T enable_precise_onboard=T
-precise_onboard_batch_size=128 track_early_stopping=T early_stopping_buffer_size=2048
-early_stopping_num_prediction_buckets=1024 early_stopping_initial_wait=16 early_stopping_init_mean=None
-early_stopping_init_std=None use_spec_allocation=T spec_allocation_std_buffer_scale=0.25
-spec_allocation_target_kv_cache_utilization=1.0
-enable_chosen_logprobs=T max_topk_logprobs=20 stop_string_num_token_lookback=5
-host=127.0.0.1 port=10210 api_key=None uvicorn_log_level=info log_level=info stats_report_seconds=5.0
-statsd_server_url=None data_dir=None max_queued_requests=None max_request_bytes=None
-"""
+ROOT = Path(__file__).parents[1]
 
 
 def refusal(*args: str) -> str:
@@ -41,12 +27,15 @@ def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOKA_API_KEY", raising=False)
 
 
-def test_every_documented_flag_has_its_default() -> None:
-    config = parse_server_config([])
-    for word in DEFAULTS.split():
-        name, _, default = word.partition("=")
-        value = getattr(config, name)
-        assert (str(value)[0] if isinstance(value, bool) else str(value)) == default, word
+def commands_in_docs() -> list[str]:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    lines = [line for page in pages for line in page.read_text().splitlines()]
+    return [line for line in lines if re.match(r"toka( [a-z_]+=|$| +#)", line)]
+
+
+@pytest.mark.parametrize("command", commands_in_docs())
+def test_every_command_in_the_docs_is_understood(command: str) -> None:
+    parse_server_config(shlex.split(command, comments=True)[1:])
 
 
 def test_every_field_is_in_the_table_and_the_help_once() -> None:

@@ -153,7 +153,7 @@ def test_a_stream_is_the_answer_that_is_not_streamed(toka: TokaProcess, stop: li
 
 
 def logprobs_of(choice: Choice) -> list[float]:
-    """Of each token, then of the three likeliest at its place."""
+    """Of each token, then of the three most likely at its position."""
     entries = [] if choice.logprobs is None else choice.logprobs.content or []
     assert all(len(entry.top_logprobs) == 3 for entry in entries)
     return [value for entry in entries for value in (entry.logprob, *(other.logprob for other in entry.top_logprobs))]

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from tests.end_to_end.test_engine_prompt_logprobs import Worker
 from tests.helpers.tiny_model import EOS_ID, VOCAB_SIZE, save_tiny_model
-from tests.manager.helpers.engine_driver import Bench, EndsNext, make_options
-from tests.manager.helpers.fake_worker import make_request
+from tests.manager.helpers.engine_driver import EndsNext, EngineDriver, make_options
+from tests.manager.helpers.requests import make_request
 from tests.model.decoder.test_decoder import load
 from tests.model.helpers.steps import make_runner, one_thread
 from tokasaurus.text.grammars import GrammarVocabulary, load_grammar_vocabulary, make_matcher
@@ -24,7 +24,7 @@ PATTERNS = [r"[a-z]{2,5}@[a-z]+\.(com|org)", r'\{"x": (true|false|[0-9]{1,3})\}'
 
 
 def greedy_tokens(oracle: PreTrainedModel, prompt: list[int], pattern: str, vocabulary: GrammarVocabulary) -> list[int]:
-    """The likeliest token that a matcher of its own allows, each time, by the logits of the whole text."""
+    """The most likely token that a matcher of its own allows, each time, by the logits of the whole text."""
     matcher, token_ids = make_matcher(vocabulary, LLMatcher.grammar_from_regex(pattern)), []
     while len(token_ids) < MAX_NEW_TOKENS and not matcher.is_stopped():
         mask = np.zeros(vocabulary.num_words, np.uint32)
@@ -36,16 +36,16 @@ def greedy_tokens(oracle: PreTrainedModel, prompt: list[int], pattern: str, voca
     return token_ids
 
 
-def test_greedy_texts_are_the_likeliest_that_the_grammar_allows(tmp_path: Path) -> None:
-    """In steps of any mixture, among others without grammars, most of them put back on the way."""
+def test_greedy_texts_are_the_most_likely_that_the_grammar_allows(tmp_path: Path) -> None:
+    """In steps of any mixture, among others without grammars, most of them preempted on the way."""
     oracle = save_tiny_model(tmp_path, "llama")
     model, info = load(tmp_path, packed=True)
     vocabulary = load_grammar_vocabulary(tmp_path, VOCAB_SIZE, (EOS_ID,))
     decoder = load_token_decoder(tmp_path)
     rng = random.Random(0)
     options = make_options(12, 16, max_tokens_per_forward=64, eos_ids=frozenset({EOS_ID}), max_seqs_per_forward=8)
-    bench = Bench(options, rng=rng, forecast=EndsNext(), vocabulary=vocabulary)
-    bench.worker = Worker(make_runner(model, info, "cpu", num_blocks=12, num_slots=options.num_slots))
+    driver = EngineDriver(options, rng=rng, forecast=EndsNext(), vocabulary=vocabulary)
+    driver.worker = Worker(make_runner(model, info, "cpu", num_blocks=12, num_slots=options.num_slots))
     requests = []
     for number in range(16):
         request = make_request(number, 1, 1, MAX_NEW_TOKENS)
@@ -60,8 +60,8 @@ def test_greedy_texts_are_the_likeliest_that_the_grammar_allows(tmp_path: Path) 
             )
         )
     with one_thread(), torch.inference_mode():
-        bench.run(requests)
-        found = {delta.request_id: delta for delta in bench.deltas}
+        driver.run(requests)
+        found = {delta.request_id: delta for delta in driver.deltas}
         for number, request in enumerate(requests):
             pattern = [*PATTERNS, "(.|\n)*"][number % 5]
             token_ids = found[request.request_id].token_ids
@@ -69,5 +69,5 @@ def test_greedy_texts_are_the_likeliest_that_the_grammar_allows(tmp_path: Path) 
                 assert token_ids == greedy_tokens(oracle, request.prompt_ids.tolist(), pattern, vocabulary)
                 if found[request.request_id].finish_reason == "stop":
                     assert re.fullmatch(pattern, decoder.decode(token_ids), re.DOTALL)
-    assert bench.state.totals.preemptions > 3
-    assert sum(delta.finish_reason == "stop" for delta in bench.deltas) > 6
+    assert driver.state.totals.preemptions > 3
+    assert sum(delta.finish_reason == "stop" for delta in driver.deltas) > 6

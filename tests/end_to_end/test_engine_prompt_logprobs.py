@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
-from tests.manager.helpers.engine_driver import Bench, make_options
-from tests.manager.helpers.fake_worker import make_request
+from tests.manager.helpers.engine_driver import EngineDriver, make_options
+from tests.manager.helpers.requests import make_request
 from tests.model.decoder.test_decoder import load
 from tests.model.helpers.steps import make_runner, one_thread
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
@@ -65,15 +65,15 @@ def random_requests(rng: random.Random) -> list[GenerateRequest]:
 def test_prompts_that_share_blocks_have_the_scores_of_transformers(seed: int, tmp_path: Path) -> None:
     oracle = save_tiny_model(tmp_path, "llama")
     model, info = load(tmp_path, packed=True)
-    bench = Bench(
+    driver = EngineDriver(
         make_options(NUM_BLOCKS, 16, max_tokens_per_forward=64), rng=random.Random(seed), step_seconds=(0.001, 0.01)
     )
-    worker = Worker(make_runner(model, info, "cpu", num_blocks=NUM_BLOCKS, num_slots=bench.options.num_slots))
-    bench.worker = worker
+    worker = Worker(make_runner(model, info, "cpu", num_blocks=NUM_BLOCKS, num_slots=driver.options.num_slots))
+    driver.worker = worker
     requests = random_requests(random.Random(seed))
     with one_thread():
-        bench.run(requests)
-    found = {delta.request_id: delta.prompt_logprobs for delta in bench.deltas if delta.sequence_index == 0}
+        driver.run(requests)
+    found = {delta.request_id: delta.prompt_logprobs for delta in driver.deltas if delta.sequence_index == 0}
     for request in requests:
         prompt_logprobs = found[request.request_id]
         assert (prompt_logprobs is not None) == request.want_prompt_logprobs
@@ -88,7 +88,7 @@ def test_prompts_that_share_blocks_have_the_scores_of_transformers(seed: int, tm
         assert (prompt_logprobs.ranks[1:] <= (expected[:-1] > own - 1e-4).sum(dim=1).numpy() + 1).all()
         assert (prompt_logprobs.top is None) == (num_top == 0)
         if prompt_logprobs.top is not None:
-            likeliest = expected[:-1].topk(num_top)
-            assert prompt_logprobs.top.token_ids[1:].tolist() == likeliest.indices.tolist()
-            np.testing.assert_allclose(prompt_logprobs.top.logprobs[1:], likeliest.values.numpy(), atol=1e-4)
+            most_likely = expected[:-1].topk(num_top)
+            assert prompt_logprobs.top.token_ids[1:].tolist() == most_likely.indices.tolist()
+            np.testing.assert_allclose(prompt_logprobs.top.logprobs[1:], most_likely.values.numpy(), atol=1e-4)
     assert worker.num_computed < 0.8 * sum(len(request.prompt_ids) for request in requests)

@@ -115,9 +115,9 @@ def assert_choice_is_right(choice: dict[str, Any], prompt: list[int], expected: 
     fewest, most = ((expected[:-1] > exact[:, None] + shift).sum(dim=1).tolist() for shift in (TIE, -TIE))
     assert all(low < one["rank"] <= high for low, one, high in zip(fewest, own, most, strict=True))
     for entry, scores, best in zip(entries, expected, expected.topk(3).values.tolist(), strict=False):
-        likeliest = sorted(entry, key=lambda token_id: entry[token_id]["rank"])[:3]
-        found = [entry[token_id]["logprob"] for token_id in likeliest]
-        assert found == pytest.approx(scores[[int(token_id) for token_id in likeliest]].tolist(), abs=1e-4)
+        most_likely = sorted(entry, key=lambda token_id: entry[token_id]["rank"])[:3]
+        found = [entry[token_id]["logprob"] for token_id in most_likely]
+        assert found == pytest.approx(scores[[int(token_id) for token_id in most_likely]].tolist(), abs=1e-4)
         assert found == pytest.approx(best, abs=1e-4)
 
 

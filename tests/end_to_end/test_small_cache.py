@@ -1,4 +1,4 @@
-"""Servers in float32 whose KV cache is so small that sequences are put back all the time, against a large cache."""
+"""Servers in float32 whose KV cache is so small that sequences are preempted all the time, against a large cache."""
 
 import itertools
 import json
@@ -111,7 +111,7 @@ def test_clients_that_go_away_change_no_token_of_those_that_share_their_blocks(e
     rng = random.Random(0)
     with running_toka(*SMALL, *expected.flags) as toka:
         bodies = [samples[0].body for samples in expected.samples]
-        # About when their turn has come: some wait still, some prefill, some decode.
+        # About when they are admitted: some wait still, some prefill, some decode.
         leave_after = [max(1, place + rng.randint(-8, 0)) for place in range(len(bodies))]
         answers = ask_all_at_once(toka, bodies, leave_after)
         wait_for(lambda: toka.gauge("toka_requests_running") + toka.gauge("toka_requests_waiting") == 0, timeout_s=5)

@@ -1,14 +1,32 @@
-"""What the manager's process tells the server, and how it reads its flags."""
+"""The manager's process: its flags, when it sends updates, and a whole run between a server and a worker."""
 
 import dataclasses
+import logging
+import multiprocessing
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.manager.helpers.fake_worker import decode_text
-from tokasaurus.config import ServerConfig
-from tokasaurus.manager.loop import engine_options, is_worth_an_update
+from tests.manager.helpers.fake_grammars import EOS_ID, LANGUAGES, NO_GRAMMAR, TOKEN_BYTES, VOCAB_SIZE
+from tests.manager.helpers.fake_worker import FakeWorker, run_fake_worker
+from tests.manager.helpers.requests import make_request
+from tests.manager.helpers.simulation import decode_text, simulate
+from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
+from tokasaurus.config import SERVER_FLAGS, ServerConfig
+from tokasaurus.manager.loop import engine_options, is_worth_an_update, run_manager
 from tokasaurus.manager.state.engine_state import EngineOptions, HydragenOptions, LengthPredictorOptions
-from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, HydragenThresholds
+from tokasaurus.messages.channel import Channel, wait
+from tokasaurus.messages.forward import EndOfInputs, ForwardInput
+from tokasaurus.messages.generation import CancelRequest, EngineUpdate, SequenceDelta
+from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, HydragenThresholds, PhaseDone, Ready, Shutdown
 
 
 def make_stats(**changed: int) -> EngineStats:
@@ -28,7 +46,7 @@ def make_stats(**changed: int) -> EngineStats:
         ({}, {"worker_queue_depth": 1}, 0.0, True),
     ],
 )
-def test_the_server_hears_of_starts_ends_and_idleness_at_once(now, last, seconds, expected):
+def test_an_update_is_sent_at_once_when_sequences_start_or_end_or_the_engine_is_idle(now, last, seconds, expected):
     assert is_worth_an_update(make_stats(**now), make_stats(**last), seconds) is expected
 
 
@@ -48,41 +66,49 @@ def options_for(limits: EngineLimits = LIMITS, **flags: object) -> EngineOptions
     return engine_options(config, (1, 2), limits, Decoder(), None)
 
 
-def test_every_flag_of_the_manager_has_its_effect():
-    default = options_for()
-    assert default.limits is LIMITS
-    assert default.eos_ids == {1, 2}
-    assert default.special_ids == {3}
-    assert default.decode_text is decode_text
-    early = default.early_stopping
-    assert early is not None
-    for flag, value, field in [
-        ("max_tokens_per_forward", 77, "max_tokens_per_forward"),
-        ("max_seqs_per_forward", 55, "max_seqs_per_forward"),
-        ("scheduling_steps_ahead", 3, "max_steps_ahead"),
-        ("stop_string_num_token_lookback", 9, "min_lookback_tokens"),
-        ("precise_onboard_batch_size", 5, "onboard_batch_size"),
-        ("spec_allocation_target_kv_cache_utilization", 0.5, "target_utilization"),
-        ("deferred_tasks", "deferred", "deferred_tasks"),
-    ]:
-        assert options_for(**{flag: value}) == dataclasses.replace(default, **{field: value})
-    for flag, value, field in [
-        ("track_early_stopping", False, "learns"),
-        ("early_stopping_buffer_size", 17, "buffer_size"),
-        ("early_stopping_num_prediction_buckets", 19, "num_prediction_buckets"),
-        ("early_stopping_initial_wait", 3, "initial_wait"),
-        ("early_stopping_init_mean", 0.5, "init_mean"),
-        ("early_stopping_init_std", 0.1, "init_std"),
-        ("spec_allocation_std_buffer_scale", 2.0, "std_buffer_scale"),
-    ]:
-        changed = dataclasses.replace(early, **{field: value})
-        assert options_for(**{flag: value}) == dataclasses.replace(default, early_stopping=changed)
-    assert default.prefill_multiple is None
-    assert options_for(prefill_round_up_multiple=8) == default
-    rated = options_for(greedy_prefill=False, prefill_round_up_multiple=8)
-    assert rated == dataclasses.replace(default, prefill_multiple=8)
-    assert options_for(enable_precise_onboard=False) == dataclasses.replace(default, onboard_batch_size=None)
-    assert options_for(use_spec_allocation=False) == dataclasses.replace(default, early_stopping=None)
+def fields_of(options: EngineOptions) -> dict[str, object]:
+    """All fields, those of nested options too."""
+    nested = {"early_stopping": options.early_stopping, "hydragen": options.hydragen}
+    fields = {name: getattr(options, name) for name in EngineOptions.__slots__ if name not in nested}
+    for name, inner in nested.items():
+        fields |= {name: inner is not None} if inner is None else {name: True, **dataclasses.asdict(inner)}
+    return fields
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *SERVER_FLAGS.groups["scheduler"],
+        "max_tokens_per_forward",
+        "max_seqs_per_forward",
+        "stop_string_num_token_lookback",
+    ],
+)
+def test_every_scheduling_flag_changes_one_engine_option(flag):
+    needed = {"greedy_prefill": False} if flag == "prefill_round_up_multiple" else {}
+    before = getattr(ServerConfig, flag)
+    choices = SERVER_FLAGS.flags[flag].choices
+    if isinstance(before, bool):
+        value: object = not before
+    elif before is None:
+        value = choices[-1] if choices else 0.5
+    else:
+        value = before + 1 if isinstance(before, int) else before / 2
+    default, changed = fields_of(options_for(**needed)), fields_of(options_for(**needed, **{flag: value}))
+    different = {name for name, found in default.items() if changed.get(name) != found}
+    if isinstance(before, bool):
+        assert different
+    else:
+        (name,) = different
+        assert (default[name], changed[name]) == (before, value)
+
+
+def test_what_the_model_sets_reaches_the_engine():
+    options = options_for()
+    assert options.limits is LIMITS
+    assert options.eos_ids == {1, 2}
+    assert options.special_ids == {3}
+    assert options.decode_text is decode_text
 
 
 def test_a_prefix_to_share_is_asked_for_in_tokens_and_measured_in_whole_blocks():
@@ -105,7 +131,7 @@ def test_a_prefix_to_share_is_asked_for_in_tokens_and_measured_in_whole_blocks()
         (None, {"hydragen_min_group_size": 2}, HydragenOptions(2, 64)),
     ],
 )
-def test_groups_are_made_where_the_worker_found_that_they_pay_or_where_they_are_asked_for(measured, flags, expected):
+def test_groups_are_made_where_the_worker_measured_a_benefit_or_a_flag_asks_for_them(measured, flags, expected):
     limits = dataclasses.replace(LIMITS, hydragen=measured)
     assert options_for(limits, **flags).hydragen == expected
 
@@ -117,3 +143,163 @@ def test_flags_at_their_defaults_are_the_options_at_theirs():
         # The default for hydragen is in tokens, so depends on the page size.
         if field.default is not dataclasses.MISSING and field.name != "hydragen":
             assert getattr(default, field.name) == field.default
+
+
+PROCESS_LIMITS = EngineLimits(num_kv_blocks=40, page_size=4, max_tokens_per_sequence=120)
+
+
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    """A tokenizer whose tokens decode as the fake worker's do. In byte-level BPE every byte has a character of its own;
+    a pre-tokenizer spells the whole characters, and the two bytes of é are Ã and ©."""
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+    def spelled(token: bytes) -> str:
+        try:
+            return spell.pre_tokenize_str(token.decode())[0][0]
+        except UnicodeDecodeError:
+            return token.decode("latin-1")
+
+    texts = {spelled(token): number for number, token in enumerate(TOKEN_BYTES) if number != EOS_ID}
+    tokenizer = Tokenizer(models.BPE({"<eos>": EOS_ID, **texts}, []))
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    info = ModelInfo("llama", 1, 8, 1, 1, 8, 8, VOCAB_SIZE, 1000, 1e-5, RopeInfo(1e4), True, (EOS_ID,), "float32")
+    return Checkpoint("fake", tmp_path, tmp_path, info)
+
+
+@dataclass
+class Engine:
+    requests: Channel[Any]
+    updates: Channel[Any]
+    inputs: list[Channel[ForwardInput | EndOfInputs]]
+    outputs: Channel[Any]
+    status: Channel[Any]
+    manager: BaseProcess
+
+
+@contextmanager
+def running_manager(checkpoint: Checkpoint, with_worker: bool) -> Iterator[Engine]:
+    context = multiprocessing.get_context("spawn")
+    requests, updates, input_0, input_1, outputs, status = (Channel[Any](context) for _ in range(6))
+    config = ServerConfig()
+    config.max_tokens_per_forward = 24
+    config.max_seqs_per_forward = 6
+    arguments = (config, checkpoint, requests, updates, [input_0, input_1], outputs, status)
+    processes = [context.Process(target=run_manager, args=arguments)]
+    if with_worker:
+        processes.append(context.Process(target=run_fake_worker, args=(PROCESS_LIMITS, 24, 6, input_0, outputs)))
+    for process in processes:
+        process.start()
+    try:
+        yield Engine(requests, updates, [input_0, input_1], outputs, status, processes[0])
+        for process in processes:
+            process.join(TIMEOUT_S)
+            assert process.exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+
+
+def is_idle(stats: EngineStats) -> bool:
+    busy = (stats.num_running, stats.num_waiting, stats.num_kv_blocks_used, stats.worker_queue_depth)
+    return busy == (0,) * 4 and stats.num_kv_blocks_total == PROCESS_LIMITS.num_kv_blocks
+
+
+def test_requests_are_answered_and_the_last_update_says_idle(checkpoint):
+    """Stop strings lie across tokens, some inside a character; some have grammars, one of which is none; one request is
+    cancelled; every rank gets every step."""
+    stops = [(), ("ab",), ("éa", "cab"), ("é", "bcb")]
+    requests = [make_request(n, 3 + 4 * n, 3, 40, stops[n % 4], n % 2 == 0, n % 3 == 0) for n in range(12)]
+    # Spells a, eos, b, eos, c: special tokens that end nothing must not hide the stop string.
+    requests.append(make_request(56098, 3, 3, 30, ("abc",), ignore_eos=True))
+    assert simulate(requests[-1], 0)[0][-5:] == [1, EOS_ID, 2, EOS_ID, 7]
+    requests += [replace(make_request(100 + n, 5, 2, 40), grammar=LANGUAGES[n].grammar) for n in range(len(LANGUAGES))]
+    broken = replace(make_request(98, 5, 1, 40), grammar=NO_GRAMMAR)
+    num_sequences = 39 + 2 * len(LANGUAGES) + 1
+    endless = make_request(99, 5, 1, 100, ignore_eos=True)
+    with running_manager(checkpoint, with_worker=True) as engine:
+        assert engine.updates.receive(TIMEOUT_S) == Ready("manager", PROCESS_LIMITS)
+        tokenizer_loaded = engine.status.receive(TIMEOUT_S)
+        assert isinstance(tokenizer_loaded, PhaseDone)
+        assert tokenizer_loaded.phase == "load tokenizer"
+        assert engine.status.receive(TIMEOUT_S) == Ready("manager", PROCESS_LIMITS)
+        for message in (endless, *requests, broken, CancelRequest(endless.request_id)):
+            engine.requests.send(message)
+        deltas = {}
+        stats = None
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while len(deltas) < num_sequences or not is_idle(stats):
+            update = engine.updates.receive(deadline_s - time.monotonic())
+            assert isinstance(update, EngineUpdate)
+            for delta in update.deltas:
+                assert (delta.request_id, delta.sequence_index) not in deltas
+                deltas[delta.request_id, delta.sequence_index] = delta
+            stats = update.stats
+            num_returned = sum(len(delta.token_ids) for delta in deltas.values())
+            assert stats.total_generation_tokens >= num_returned
+        num_cached = sum(delta.num_cached_tokens for delta in deltas.values())
+        assert stats.total_prefix_cache_hit_tokens >= num_cached > 0
+        assert "unclosed group" in deltas.pop(("r98", 0)).error
+        num_prompt_tokens = sum(len(request.prompt_ids) for request in requests)
+        # Counted when it starts: the one that was cancelled may have, or not.
+        assert stats.total_prompt_tokens in (num_prompt_tokens, num_prompt_tokens + len(endless.prompt_ids))
+        assert 0 <= stats.manager_busy_fraction <= 1
+        engine.requests.send(Shutdown())
+        step_ids = []
+        while isinstance(message := engine.inputs[1].receive(TIMEOUT_S), ForwardInput):
+            step_ids.append(message.step_id)
+    assert step_ids == list(range(len(step_ids)))
+    assert len(step_ids) >= 40, "a step for each token of the longest"
+    for request in requests:
+        for index in range(request.num_sequences):
+            token_ids, logprobs, finish_reason = simulate(request, index)
+            delta = deltas[request.request_id, index]
+            assert (delta.token_ids, delta.finish_reason) == (token_ids, finish_reason)
+            assert delta.logprobs == (logprobs if request.want_logprobs else None)
+
+
+def test_requests_sent_before_the_worker_is_ready_are_kept_and_the_last_window_is_logged(checkpoint, caplog):
+    """The manager in a thread, its worker here: a window ends after the last result, when no message wakes anyone."""
+    context = multiprocessing.get_context("spawn")
+    requests, updates, inputs, outputs, status = (Channel[Any](context) for _ in range(5))
+    config = ServerConfig()
+    config.stats_report_seconds = 0.2
+    request = make_request(1, 5, 2, 20, ignore_eos=True)
+    requests.send(request)
+    assert wait([requests.reader], TIMEOUT_S), "the request is there before the worker"
+    with caplog.at_level(logging.INFO, logger="tokasaurus.manager.loop"):
+        manager = threading.Thread(
+            target=run_manager, args=(config, checkpoint, requests, updates, [inputs], outputs, status), daemon=True
+        )
+        manager.start()
+        outputs.send(Ready("worker", PROCESS_LIMITS))
+        assert isinstance(updates.receive(TIMEOUT_S), Ready)
+        worker = FakeWorker(PROCESS_LIMITS, config.max_tokens_per_forward, config.max_seqs_per_forward)
+        deltas: list[SequenceDelta] = []
+        while len(deltas) < 2:
+            assert wait([updates.reader, inputs.reader], TIMEOUT_S)
+            deltas += [delta for update in updates.drain() for delta in update.deltas]
+            for message in inputs.drain():
+                outputs.send(worker.forward(message, forward_seconds=0.002))
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not caplog.records and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        requests.send(Shutdown())
+        manager.join(TIMEOUT_S)
+    assert [delta.token_ids for delta in deltas] == [simulate(request, index)[0] for index in range(2)]
+    assert "sequences a step, 2.0 ms a step" in caplog.text
+
+
+def test_a_shutdown_before_the_worker_is_ready_ends_the_manager(checkpoint):
+    with running_manager(checkpoint, with_worker=False) as engine:
+        engine.requests.send(make_request(1))
+        engine.requests.send(Shutdown())
+        for channel in engine.inputs:
+            assert channel.receive(TIMEOUT_S) == EndOfInputs()

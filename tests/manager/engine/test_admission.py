@@ -1,16 +1,17 @@
 """Admission against the engine itself, driven to the end without another admission, and against plain counting."""
 
 import dataclasses
-import random
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.manager.helpers.engine_driver import Bench, EndsNext, Shape, make_options, make_requests
 from tests.manager.helpers.block_accounting import assert_each_block_has_one_place
+from tests.manager.helpers.engine_driver import QUICK_STEP_SECONDS, EndsNext, make_options, make_quick_driver
 from tests.manager.helpers.kv_usage_replay import copy_state, replay_usage
+from tests.manager.helpers.requests import Shape, make_requests
+from tests.manager.helpers.strategies import CACHE_SALTS, random_shape
 from tokasaurus.manager.engine.admission import (
     admit_described,
     admit_waiting,
@@ -25,23 +26,14 @@ from tokasaurus.manager.engine.lifecycle import admit
 from tokasaurus.manager.engine.outputs import apply_output
 from tokasaurus.manager.engine.requests import add_request
 from tokasaurus.manager.planning.kv_simulation import fits_together
-from tokasaurus.manager.planning.length_predictor import Forecast
 from tokasaurus.manager.state.engine_state import EngineOptions, EngineState
 from tokasaurus.manager.state.sequence import Sequence
 from tokasaurus.messages.lifecycle import EngineLimits
 
-STEP_SECONDS = 0.001
-"""So short that as many steps are sent ahead as may be."""
-
 shapes_strategy = st.lists(
-    st.builds(
-        Shape,
-        prefix=st.integers(-2, 1),
-        num_shared=st.integers(0, 24),
-        num_fresh=st.integers(0, 8),
-        num_sequences=st.integers(1, 4),
+    random_shape(
         max_new_tokens=st.integers(1, 30),
-        cache_salt=st.sampled_from(["", "", "", "x"]),
+        cache_salt=st.sampled_from(CACHE_SALTS),
         prompt_top=st.sampled_from([None, None, None, 0, 2]),
     ),
     min_size=2,
@@ -61,13 +53,6 @@ options_strategy = st.builds(
 )
 
 
-def make_bench(options: EngineOptions, seed: int = 0, forecast: Forecast | None = None) -> Bench:
-    """An engine that knows already how long its steps take."""
-    bench = Bench(options, (STEP_SECONDS,), forecast, random.Random(seed))
-    bench.state.step_seconds = STEP_SECONDS
-    return bench
-
-
 def can_be_started(state: EngineState) -> bool:
     """Whether the first that waits could start now, with no block missing at any later moment."""
     state = copy_state(state)
@@ -75,10 +60,10 @@ def can_be_started(state: EngineState) -> bool:
     match = state.blocks.tree.match(
         sequence.prompt.token_bytes, sequence.salt, (len(sequence.prompt) - 1) // state.options.limits.page_size
     )
-    held = state.blocks.tree.acquire(match)
+    node = state.blocks.tree.acquire(match)
     num_own = -(-len(sequence.prompt) // state.options.limits.page_size) - match.num_blocks
     is_there = num_own <= state.blocks.num_available
-    state.blocks.tree.release(held)
+    state.blocks.tree.release(node)
     if not is_there:
         return False
     admit(state, sequence)
@@ -87,15 +72,15 @@ def can_be_started(state: EngineState) -> bool:
 
 def stop_halfway(shapes: list[Shape], options: EngineOptions, seed: int) -> tuple[EngineState, list[Sequence]]:
     """An engine that runs some of the requests, and the sequences of the others, which wait."""
-    bench = make_bench(options, seed)
+    driver = make_quick_driver(options, seed)
     requests = make_requests(shapes, options.limits)
-    num_first = bench.rng.randint(0, len(requests) - 1)
-    bench.turn(requests[:num_first])
-    for _ in range(bench.rng.randint(0, 12)):
-        bench.turn([], bench.rng.randint(0, 2))
+    num_first = driver.rng.randint(0, len(requests) - 1)
+    driver.step(requests[:num_first])
+    for _ in range(driver.rng.randint(0, 12)):
+        driver.step([], driver.rng.randint(0, 2))
     for request in requests[num_first:]:
-        add_request(bench.state, request)
-    return bench.state, bench.state.queues.first_waiting(100)
+        add_request(driver.state, request)
+    return driver.state, driver.state.queues.first_waiting(100)
 
 
 @settings(max_examples=180)
@@ -105,18 +90,18 @@ def stop_halfway(shapes: list[Shape], options: EngineOptions, seed: int) -> tupl
     seed=st.integers(0, 2**32),
     forecast=st.sampled_from([None, EndsNext()]),
 )
-def test_nothing_is_put_back_where_lengths_are_known(shapes, options, seed, forecast):
+def test_no_sequence_is_preempted_when_lengths_are_known(shapes, options, seed, forecast):
     """All sequences ignore eos, so that no forecast is for them."""
-    bench = make_bench(options, seed, forecast)
+    driver = make_quick_driver(options, seed, forecast)
     requests = make_requests(shapes, options.limits)
     longest = max(len(request.prompt_ids) + request.max_new_tokens - 1 for request in requests)
     num_alone = -(-longest // options.limits.page_size)
     most = max(num_alone, int(options.target_utilization * options.limits.num_kv_blocks))
-    while requests or bench.queue:
-        bench.turn([requests.pop(0) for _ in range(bench.rng.randint(0, 2)) if requests], bench.rng.randint(0, 2))
-        assert bench.state.blocks.num_used <= most
-    assert bench.state.totals.preemptions == 0
-    bench.assert_nothing_is_left()
+    while requests or driver.queue:
+        driver.step([requests.pop(0) for _ in range(driver.rng.randint(0, 2)) if requests], driver.rng.randint(0, 2))
+        assert driver.state.blocks.num_used <= most
+    assert driver.state.totals.preemptions == 0
+    driver.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize(
@@ -132,15 +117,15 @@ def test_admission_does_not_evict_the_cached_prompts_of_sequences_it_admits_next
 ):
     """With its cached prompt evicted, a sequence would start later than simulated, and one would be preempted."""
     options = make_options(num_blocks, 3, max_tokens_per_forward=max_tokens, max_seqs_per_forward=12, max_steps_ahead=1)
-    bench = make_bench(options)
+    driver = make_quick_driver(options)
     before = [Shape(*prompt, num_sequences=1, max_new_tokens=1) for prompt in cached]
     requests = make_requests([*before, *(Shape(*shape) for shape in shapes)], options.limits)
     for request in requests[: len(before)]:
-        bench.turn([request])
-        bench.run_until_idle(1)
-    bench.turn(requests[len(before) :])
-    bench.run_until_idle(1)
-    assert bench.state.totals.preemptions == 0
+        driver.step([request])
+        driver.run_until_idle(1)
+    driver.step(requests[len(before) :])
+    driver.run_until_idle(1)
+    assert driver.state.totals.preemptions == 0
 
 
 @settings(max_examples=120)
@@ -151,27 +136,27 @@ def test_admission_does_not_evict_the_cached_prompts_of_sequences_it_admits_next
     batch=st.sampled_from([1, 3, 128]),
     seed=st.integers(0, 2**32),
 )
-def test_whoever_waits_for_want_of_blocks_would_lack_them(shapes, options, num_ahead, batch, seed):
+def test_a_sequence_waits_only_if_blocks_would_run_out(shapes, options, num_ahead, batch, seed):
     """Looked at where it can be exact: with two steps at most with the worker, it is known when blocks come back; and
     when admission has nothing more to admit, the first that waits is simulated by itself."""
     options = dataclasses.replace(options, max_steps_ahead=num_ahead, onboard_batch_size=batch, prefill_multiple=None)
-    bench = make_bench(options, seed)
-    state = bench.state
+    driver = make_quick_driver(options, seed)
+    state = driver.state
     requests = make_requests(shapes, options.limits)
-    while requests or bench.queue or state.queues.num_waiting:
-        for request in [requests.pop(0) for _ in range(bench.rng.randint(0, 2)) if requests]:
+    while requests or driver.queue or state.queues.num_waiting:
+        for request in [requests.pop(0) for _ in range(driver.rng.randint(0, 2)) if requests]:
             add_request(state, request)
-        num_results = max(bench.rng.randint(0, 2), len(bench.queue) - num_ahead + 1)
-        for message in [bench.queue.popleft() for _ in range(num_results) if bench.queue]:
-            apply_output(state, bench.worker.forward(message, STEP_SECONDS))
+        num_results = max(driver.rng.randint(0, 2), len(driver.queue) - num_ahead + 1)
+        for message in [driver.queue.popleft() for _ in range(num_results) if driver.queue]:
+            apply_output(state, driver.worker.forward(message, QUICK_STEP_SECONDS))
         num_waiting = None
         while num_waiting != state.queues.num_waiting:
             num_waiting = state.queues.num_waiting
             admit_waiting(state)
-        if num_waiting and state.free_slots and bench.rng.random() < 0.2:
+        if num_waiting and state.free_slots and driver.rng.random() < 0.2:
             assert not can_be_started(state)
-        while len(bench.queue) < num_ahead and (message := next_step(state)) is not None:
-            bench.send(message)
+        while len(driver.queue) < num_ahead and (message := next_step(state)) is not None:
+            driver.send(message)
     assert state.totals.preemptions == 0
 
 
@@ -244,10 +229,10 @@ def num_to_compute(state: EngineState, sequences: list[Sequence]) -> list[int]:
 
 
 @pytest.mark.parametrize(("num_first", "num_second", "expected"), [(16, 24, [16, 16, 9, 13]), (17, 24, [17, 17, 9, 9])])
-def test_candidates_count_on_what_those_before_them_will_score(num_first, num_second, expected):
-    """Each of two prompts twice, first with fewer likeliest tokens. The last block of a prompt of 16 tokens is for
+def test_candidates_reuse_prompt_logprobs_of_candidates_before_them(num_first, num_second, expected):
+    """Each of two prompts twice, first with fewer top-k logprobs. The last block of a prompt of 16 tokens is for
     those that are longer, not for the same again."""
-    state = make_bench(make_options(100, 4, max_seqs_per_forward=8)).state
+    state = make_quick_driver(make_options(100, 4, max_seqs_per_forward=8)).state
     shapes = [Shape(0, num_tokens, 0, 1, 9, prompt_top=top) for num_tokens in (num_first, num_second) for top in (1, 2)]
     for request in make_requests(shapes, state.options.limits):
         add_request(state, request)
@@ -258,9 +243,9 @@ def test_candidates_count_on_what_those_before_them_will_score(num_first, num_se
     assert simulated == num_to_compute(state, waiting) == expected
 
 
-def test_a_prompt_is_scored_again_behind_a_sample_that_was_put_back_after_it():
-    """Then the one that scores it is not the first of its samples."""
-    state = make_bench(make_options(100, 4, max_seqs_per_forward=8)).state
+def test_prompt_logprobs_are_computed_again_behind_a_sample_that_was_preempted_later():
+    """Then the sequence that computes them is not the first of its samples."""
+    state = make_quick_driver(make_options(100, 4, max_seqs_per_forward=8)).state
     for request in make_requests([Shape(0, 30, 0, 2, 9, prompt_top=1)], state.options.limits):
         add_request(state, request)
     with_logprobs, sample = state.queues.take_first_waiting(), state.queues.take_first_waiting()
@@ -280,10 +265,10 @@ def test_a_prompt_is_scored_again_behind_a_sample_that_was_put_back_after_it():
     page_size=st.integers(1, 5),
     num_blocks=st.integers(0, 40),
 )
-def test_what_obviously_fits_does_when_every_token_has_its_own_place(prompts, max_new_tokens, page_size, num_blocks):
+def test_sequences_obviously_fit_if_they_fit_without_sharing_blocks(prompts, max_new_tokens, page_size, num_blocks):
     shapes = [Shape(0, 0, num_tokens, 1, max_new_tokens) for num_tokens in prompts]
     options = make_options(100, page_size)
-    state = make_bench(options).state
+    state = make_quick_driver(options).state
     for request in make_requests(shapes, EngineLimits(100, page_size, 1000)):
         add_request(state, request)
     touched = [

@@ -8,11 +8,11 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits
 
 import tokasaurus.text.grammars as grammars_of_text
-from tests.manager.engine.test_grammar_scheduling import ANYTHING, MANY_STATES, VOCABULARY, grammar_request, make_bench
-from tests.manager.engine.test_streaming import join
-from tests.manager.helpers.engine_driver import Bench, assert_equals_simulation, make_options
+from tests.manager.helpers.engine_driver import EngineDriver, make_options
 from tests.manager.helpers.fake_grammars import BY_GRAMMAR, NO_GRAMMAR, TOKEN_BYTES
-from tests.manager.helpers.fake_worker import make_request
+from tests.manager.helpers.grammar_requests import ANYTHING, MANY_STATES, VOCABULARY, grammar_request, make_driver
+from tests.manager.helpers.requests import make_request
+from tests.manager.helpers.simulation import assert_equals_simulation, join
 from tokasaurus.manager.state import grammar_manager, grammar_matcher
 from tokasaurus.manager.state.engine_state import LengthPredictorOptions
 from tokasaurus.messages.generation import CancelRequest
@@ -26,10 +26,10 @@ class Ignored(dict):
         pass
 
 
-def ends_of(bench: Bench) -> dict[str, set[str]]:
-    """By request: why its sequences were given up, "" where they were not."""
+def ends_of(driver: EngineDriver) -> dict[str, set[str]]:
+    """By request: the errors of its sequences; "" for a sequence without error."""
     errors: dict[str, set[str]] = {}
-    for delta in bench.deltas:
+    for delta in driver.deltas:
         assert delta.finish_reason is not None
         errors.setdefault(delta.request_id, set()).add(delta.error)
     return errors
@@ -37,75 +37,75 @@ def ends_of(bench: Bench) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("vocabulary", [None, VOCABULARY])
 def test_a_grammar_that_cannot_be_read_ends_its_request_alone(vocabulary):
-    bench = Bench(make_options(200, max_seqs_per_forward=16), vocabulary=vocabulary)
+    driver = EngineDriver(make_options(200, max_seqs_per_forward=16), vocabulary=vocabulary)
     plain = [make_request(n, 6, 2, 20, ignore_eos=True, want_logprobs=True) for n in (1, 3)]
     broken = make_request(2, 6, 2, 20, want_logprobs=True)
     broken = replace(broken, grammar=NO_GRAMMAR, num_top_logprobs=2)
-    bench.turn([plain[0], broken, plain[1]])
-    bench.run_until_idle()
-    errors = ends_of(bench)
+    driver.step([plain[0], broken, plain[1]])
+    driver.run_until_idle()
+    errors = ends_of(driver)
     (error,) = errors.pop("r2")
     assert ("unclosed group" in error or "invalid regex" in error) if vocabulary else "tokenizer" in error
     assert "\n" not in error
     assert errors == {"r1": {""}, "r3": {""}}
-    for delta in bench.deltas:
+    for delta in driver.deltas:
         if delta.error:
             assert (delta.token_ids, delta.logprobs, delta.top.token_ids.shape) == ([], [], (0, 2))
-    assert_equals_simulation([delta for delta in bench.deltas if not delta.error], plain)
-    bench.assert_nothing_is_left()
+    assert_equals_simulation([delta for delta in driver.deltas if not delta.error], plain)
+    driver.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("pattern", ["(y|z)a", "ab(y|z)"])
 def test_a_grammar_of_characters_that_no_token_has_ends_its_sequences_alone(pattern):
-    bench = make_bench()
-    bench.worker.requests = Ignored()
+    driver = make_driver()
+    driver.worker.requests = Ignored()
     plain = make_request(1, 6, 2, 20, ignore_eos=True)
-    bench.turn([plain, grammar_request(2, LLMatcher.grammar_from_regex(pattern), 2)])
-    bench.run_until_idle()
-    assert_equals_simulation([delta for delta in bench.deltas if delta.request_id == "r1"], [plain])
-    errors = ends_of(bench)
+    driver.step([plain, grammar_request(2, LLMatcher.grammar_from_regex(pattern), 2)])
+    driver.run_until_idle()
+    assert_equals_simulation([delta for delta in driver.deltas if delta.request_id == "r1"], [plain])
+    errors = ends_of(driver)
     assert errors.pop("r1") == {""}
     assert all("no token can follow" in error for error in errors["r2"])
-    assert [len(delta.token_ids) > 0 for delta in bench.deltas if delta.error] == [pattern[0] == "a"] * 2
-    bench.assert_nothing_is_left()
+    assert [len(delta.token_ids) > 0 for delta in driver.deltas if delta.error] == [pattern[0] == "a"] * 2
+    driver.assert_nothing_is_left()
 
 
 def test_a_grammar_that_takes_too_much_work_ends_its_sequences_alone(monkeypatch):
     monkeypatch.setattr(grammars_of_text, "LIMITS", LLParserLimits(max_items_in_row=20, verbose_errors=False))
-    bench = make_bench()
+    driver = make_driver()
     plain, good = make_request(1, 6, 2, 30, ignore_eos=True), grammar_request(2, ANYTHING, 2)
     wild = grammar_request(3, 'start: e\ne: e e | "f" | "g" |', 2, 40)
-    bench.worker.requests = Ignored()
-    bench.turn([plain, good, replace(wild, is_streamed=True)])
-    bench.run_until_idle()
-    deltas = {(delta.request_id, delta.sequence_index): delta for delta in join(bench.deltas)}
+    driver.worker.requests = Ignored()
+    driver.step([plain, good, replace(wild, is_streamed=True)])
+    driver.run_until_idle()
+    deltas = {(delta.request_id, delta.sequence_index): delta for delta in join(driver.deltas)}
     assert_equals_simulation([delta for key, delta in deltas.items() if key[0] != "r3"], [plain, good])
     for index in range(2):
         delta = deltas["r3", index]
         assert "max is 20" in delta.error
         assert 0 < len(delta.token_ids) < 40
         assert {TOKEN_BYTES[token_id] for token_id in delta.token_ids} <= {b"f", b"g"}
-    bench.assert_nothing_is_left()
+    driver.assert_nothing_is_left()
 
 
-def test_a_sequence_that_a_stop_string_ended_before_its_grammar_failed_is_not_given_up(monkeypatch):
-    """Stop strings are looked for some turns later."""
+def test_a_stop_string_before_a_grammar_failure_ends_the_sequence_without_error(monkeypatch):
+    """Stop strings are found some steps later."""
     monkeypatch.setattr(grammars_of_text, "LIMITS", LLParserLimits(max_items_in_row=12, verbose_errors=False))
-    bench = make_bench(deferred_tasks="deferred", early_stopping=LengthPredictorOptions())
-    bench.worker.requests = Ignored()
+    driver = make_driver(deferred_tasks="deferred", early_stopping=LengthPredictorOptions())
+    driver.worker.requests = Ignored()
     request = grammar_request(3, 'start: e\ne: e e | "f" | "g" |', 16, 40)
-    bench.turn([replace(request, stop_strings=("fg",))])
-    bench.run_until_idle()
+    driver.step([replace(request, stop_strings=("fg",))])
+    driver.run_until_idle()
     texts: dict[bool, list[bytes]] = {True: [], False: []}
-    for delta in bench.deltas:
+    for delta in driver.deltas:
         assert delta.finish_reason == "stop"
         texts[delta.error == ""].append(b"".join(TOKEN_BYTES[token_id] for token_id in delta.token_ids))
     assert min(len(of_kind) for of_kind in texts.values()) > 2
     assert all(text.find(b"fg") == len(text) - 2 for text in texts[True])
     assert not any(b"fg" in text for text in texts[False])
-    assert bench.state.lengths is not None
-    assert bench.state.lengths.num_recorded == len(texts[True]), "a text that is cut off says nothing of lengths"
-    bench.assert_nothing_is_left()
+    assert driver.state.lengths is not None
+    assert driver.state.lengths.num_recorded == len(texts[True]), "a text that is cut off says nothing of lengths"
+    driver.assert_nothing_is_left()
 
 
 def note_made_matchers(monkeypatch):
@@ -120,38 +120,38 @@ def note_made_matchers(monkeypatch):
     return made
 
 
-def test_states_that_all_sequences_of_a_grammar_share_are_given_up_when_they_are_too_many(monkeypatch):
+def test_matchers_stop_sharing_their_states_when_these_are_too_many(monkeypatch):
     """Matchers that are copied from one fill one table: when it is full, each goes on with one of its own."""
     monkeypatch.setattr(grammars_of_text, "LIMITS", LLParserLimits(max_lexer_states=60, verbose_errors=False))
     monkeypatch.setitem(BY_GRAMMAR, MANY_STATES.grammar, MANY_STATES)
     made = note_made_matchers(monkeypatch)
-    bench = make_bench()
+    driver = make_driver()
     requests = [grammar_request(number, MANY_STATES.grammar, 2, 16) for number in range(12)]
-    bench.run(requests)
-    assert_equals_simulation(bench.deltas, requests)
-    assert len(bench.deltas) == 24
+    driver.run(requests)
+    assert_equals_simulation(driver.deltas, requests)
+    assert len(driver.deltas) == 24
     assert 1 < len(made) < 24 + 12
     num_before = len(made)
     for number in range(12, 16):
-        bench.turn([grammar_request(number, MANY_STATES.grammar, 1, 1)])
-        bench.run_until_idle()
+        driver.step([grammar_request(number, MANY_STATES.grammar, 1, 1)])
+        driver.run_until_idle()
     assert len(made) == num_before + 1, "who comes later does not begin with a full table"
-    bench.assert_nothing_is_left()
+    driver.assert_nothing_is_left()
 
 
 def test_a_sequence_whose_own_states_are_too_many_gets_one_new_matcher(monkeypatch):
     monkeypatch.setattr(grammars_of_text, "LIMITS", LLParserLimits(max_lexer_states=50, verbose_errors=False))
     monkeypatch.setitem(BY_GRAMMAR, MANY_STATES.grammar, MANY_STATES)
     made = note_made_matchers(monkeypatch)
-    bench = make_bench()
+    driver = make_driver()
     request = grammar_request(1, MANY_STATES.grammar, 8, 60)
-    bench.run([request])
-    given_up = [delta for delta in bench.deltas if delta.error]
-    assert 2 < len(given_up) < 8
-    assert all("too many states" in delta.error for delta in given_up)
-    assert_equals_simulation([delta for delta in bench.deltas if not delta.error], [request])
+    driver.run([request])
+    failed = [delta for delta in driver.deltas if delta.error]
+    assert 2 < len(failed) < 8
+    assert all("too many states" in delta.error for delta in failed)
+    assert_equals_simulation([delta for delta in driver.deltas if not delta.error], [request])
     assert len(made) <= 1 + 8
-    bench.assert_nothing_is_left()
+    driver.assert_nothing_is_left()
 
 
 def test_a_fault_of_the_library_ends_the_sequences_that_met_it(monkeypatch):
@@ -163,18 +163,18 @@ def test_a_fault_of_the_library_ends_the_sequences_that_met_it(monkeypatch):
     def fail(*_arguments):
         raise Panic("out of bounds")
 
-    bench = make_bench()
+    driver = make_driver()
     plain, other = make_request(1, 6, 2, 20, ignore_eos=True), grammar_request(2, ANYTHING, 2)
-    bench.turn([plain, other])
-    bench.turn([], 1)
+    driver.step([plain, other])
+    driver.step([], 1)
     monkeypatch.setattr(grammar_matcher.MatcherThreads, "advance", fail)
     monkeypatch.setattr(grammar_matcher.MatcherThreads, "compile", fail)
-    bench.turn([grammar_request(3, MANY_STATES.grammar)])
-    bench.run_until_idle()
-    errors = ends_of(bench)
+    driver.step([grammar_request(3, MANY_STATES.grammar)])
+    driver.run_until_idle()
+    errors = ends_of(driver)
     assert errors.pop("r1") == {""}
     assert all("out of bounds" in error for error in errors["r2"] | errors["r3"])
-    bench.assert_nothing_is_left()
+    driver.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("limit", ["MOST_COMPILED_GRAMMARS", "MOST_GRAMMAR_CHARS"])
@@ -189,46 +189,46 @@ def test_a_grammar_is_compiled_once_and_few_are_kept(limit, monkeypatch):
     texts = [LLMatcher.grammar_from_regex(f"a{{{count}}}") for count in range(1, 6)]
     assert len({len(text) for text in texts}) == 1
     monkeypatch.setattr(grammar_manager, limit, 3 if limit == "MOST_COMPILED_GRAMMARS" else 3 * len(texts[0]))
-    bench = make_bench()
-    bench.worker.requests = Ignored()
+    driver = make_driver()
+    driver.worker.requests = Ignored()
     for number, which in enumerate([0, 1, 2, 0, 3, 0, 2, 1, 4, 3]):
-        bench.turn([grammar_request(2 * number, texts[which]), grammar_request(2 * number + 1, texts[which])])
-        bench.run_until_idle()
+        driver.step([grammar_request(2 * number, texts[which]), grammar_request(2 * number + 1, texts[which])])
+        driver.run_until_idle()
     assert made == [texts[which] for which in [0, 1, 2, 3, 1, 4, 3]], "the least recently used has gone each time"
-    assert [len(delta.token_ids) for delta in bench.deltas[::2]] == [1, 2, 3, 1, 4, 1, 3, 2, 5, 4]
-    assert len(bench.deltas) == 20
+    assert [len(delta.token_ids) for delta in driver.deltas[::2]] == [1, 2, 3, 1, 4, 1, 3, 2, 5, 4]
+    assert len(driver.deltas) == 20
 
 
-def test_whoever_is_cancelled_while_its_grammar_is_compiled_leaves_nothing():
-    bench = make_bench()
-    bench.job_rate = 0.0
-    bench.turn([grammar_request(1, ANYTHING, 2), grammar_request(2, ANYTHING, 2), grammar_request(3, NO_GRAMMAR)])
-    assert bench.state.stats().num_waiting == 5
-    bench.turn([CancelRequest("r1"), CancelRequest("r3")])
-    assert bench.state.stats().num_waiting == 2
-    bench.job_rate = 1.0
-    bench.run_until_idle()
-    assert {delta.request_id for delta in bench.deltas} == {"r2"}
-    bench.assert_nothing_is_left()
+def test_a_request_cancelled_while_its_grammar_is_compiled_leaves_nothing():
+    driver = make_driver()
+    driver.job_rate = 0.0
+    driver.step([grammar_request(1, ANYTHING, 2), grammar_request(2, ANYTHING, 2), grammar_request(3, NO_GRAMMAR)])
+    assert driver.state.stats().num_waiting == 5
+    driver.step([CancelRequest("r1"), CancelRequest("r3")])
+    assert driver.state.stats().num_waiting == 2
+    driver.job_rate = 1.0
+    driver.run_until_idle()
+    assert {delta.request_id for delta in driver.deltas} == {"r2"}
+    driver.assert_nothing_is_left()
 
 
-def test_whoever_is_cancelled_while_its_last_token_is_read_leaves_nothing():
-    bench = make_bench()
+def test_a_request_cancelled_while_its_matcher_reads_the_last_token_leaves_nothing():
+    driver = make_driver()
     whole = LLMatcher.grammar_from_regex("d")
-    bench.worker.requests = Ignored()
-    bench.turn([grammar_request(1, whole, 2), grammar_request(2, whole, 2)])
-    bench.job_rate = 0.0
-    bench.turn([], len(bench.queue))
-    assert bench.state.stats().num_running == 4
-    bench.turn([CancelRequest("r1")])
-    bench.job_rate = 1.0
-    bench.run_until_idle()
-    assert {delta.request_id for delta in bench.deltas} == {"r2"}
-    bench.assert_nothing_is_left()
+    driver.worker.requests = Ignored()
+    driver.step([grammar_request(1, whole, 2), grammar_request(2, whole, 2)])
+    driver.job_rate = 0.0
+    driver.step([], len(driver.queue))
+    assert driver.state.stats().num_running == 4
+    driver.step([CancelRequest("r1")])
+    driver.job_rate = 1.0
+    driver.run_until_idle()
+    assert {delta.request_id for delta in driver.deltas} == {"r2"}
+    driver.assert_nothing_is_left()
 
 
-def test_a_lane_does_its_jobs_in_order_and_ends_behind_the_one_at_hand():
-    lane, done, has_begun, may_end = grammar_manager.JobThread("test"), [], threading.Event(), threading.Event()
+def test_a_job_thread_runs_jobs_in_order_and_closes_after_the_running_one():
+    thread, done, has_begun, may_end = grammar_manager.JobThread("test"), [], threading.Event(), threading.Event()
 
     def take_long():
         has_begun.set()
@@ -236,9 +236,9 @@ def test_a_lane_does_its_jobs_in_order_and_ends_behind_the_one_at_hand():
         done.append(2)
 
     for job in (partial(done.append, 1), take_long, partial(done.append, 3)):
-        lane(job)
+        thread(job)
     assert has_begun.wait(20)
-    closing = threading.Thread(target=lane.close, args=(20.0,))
+    closing = threading.Thread(target=thread.close, args=(20.0,))
     closing.start()
     closing.join(0.05)
     assert closing.is_alive(), "it waits for the job at hand"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.manager.helpers.engine_driver import make_options
-from tests.manager.helpers.fake_worker import make_request
+from tests.manager.helpers.requests import make_request
 from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.state.engine_state import make_state
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput

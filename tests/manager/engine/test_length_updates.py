@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.manager.helpers.engine_driver import Bench, Shape, make_options, make_requests
+from tests.manager.helpers.engine_driver import EngineDriver, make_options
+from tests.manager.helpers.requests import Shape, make_requests
 from tokasaurus.manager.engine.length_updates import forecast_is_old, note_ends, update_forecast
 from tokasaurus.manager.engine.lifecycle import sampled_tokens
 from tokasaurus.manager.planning.length_predictor import CompletionLengths, fit_forecast
@@ -45,36 +46,38 @@ def test_the_forecast_is_made_from_those_that_may_stop(seed, buffer_size, num_bu
     """Sequences that end by their length alone say nothing of the lengths of the others, running or ended."""
     rng = random.Random(seed)
     early = LengthPredictorOptions(buffer_size=buffer_size, num_prediction_buckets=num_buckets, initial_wait=10**6)
-    bench = Bench(make_options(60, max_seqs_per_forward=8, early_stopping=early, deferred_tasks="always"), rng=rng)
+    driver = EngineDriver(
+        make_options(60, max_seqs_per_forward=8, early_stopping=early, deferred_tasks="always"), rng=rng
+    )
     shapes = [
         Shape(0, rng.randint(0, 9), 1, 3, 30, rng.choice([(), ("ab",)]), ignore_eos=rng.random() < 0.3)
         for _ in range(8)
     ]
-    requests = make_requests(shapes, bench.options.limits)
+    requests = make_requests(shapes, driver.options.limits)
     may_stop = {request.request_id for request in requests if not request.ignore_eos or request.stop_strings}
-    bench.turn(requests)
+    driver.step(requests)
     lengths = CompletionLengths(buffer_size)
     for _ in range(rng.randint(5, 40)):
-        # What a stop string ends is noted with the results of the turn after.
-        deltas = [delta for delta in bench.turn([], rng.randint(0, 2)) if delta.request_id in may_stop]
-        bench.turn()
+        # What a stop string ends is noted with the results of the next step.
+        deltas = [delta for delta in driver.step([], rng.randint(0, 2)) if delta.request_id in may_stop]
+        driver.step()
         if deltas:
             ended = [len(delta.token_ids) for delta in deltas]
             stopped = [delta.finish_reason == "stop" for delta in deltas]
-            lengths.record(np.array(ended), np.array(stopped), bench.state.last_result_id)
+            lengths.record(np.array(ended), np.array(stopped), driver.state.last_result_id)
     running = [
-        len(sequence.kept_token_ids) + len(sampled_tokens(bench.state, sequence))
-        for sequence in bench.running()
+        len(sequence.kept_token_ids) + len(sampled_tokens(driver.state, sequence))
+        for sequence in driver.running()
         if sequence.request.request_id in may_stop
     ]
-    expected = fit_forecast(lengths, np.array(running, np.int64), bench.state.last_result_id, num_buckets, 0.25)
-    update_forecast(bench.state)
-    assert bench.state.forecast is not None
+    expected = fit_forecast(lengths, np.array(running, np.int64), driver.state.last_result_id, num_buckets, 0.25)
+    update_forecast(driver.state)
+    assert driver.state.forecast is not None
     cases = np.arange(30)
     for rank in range(3):
         ranks = np.full(30, rank)
         assert (
-            bench.state.forecast.expected(cases, cases + 7, ranks).tolist()
+            driver.state.forecast.expected(cases, cases + 7, ranks).tolist()
             == expected.expected(cases, cases + 7, ranks).tolist()
         )
 
@@ -82,12 +85,12 @@ def test_the_forecast_is_made_from_those_that_may_stop(seed, buffer_size, num_bu
 @pytest.mark.parametrize("initial_wait", [1, 6])
 def test_nothing_is_predicted_before_enough_have_ended(initial_wait):
     early = LengthPredictorOptions(initial_wait=initial_wait)
-    bench = Bench(make_options(60, early_stopping=early, deferred_tasks="always"))
-    requests = make_requests([Shape(0, 5, 2, 1, 8, ignore_eos=False)] * 8, bench.options.limits)
+    driver = EngineDriver(make_options(60, early_stopping=early, deferred_tasks="always"))
+    requests = make_requests([Shape(0, 5, 2, 1, 8, ignore_eos=False)] * 8, driver.options.limits)
     for num_ended, request in enumerate(requests):
-        assert (bench.state.forecast is not None) == (num_ended >= initial_wait)
-        bench.turn([request])
-        bench.run_until_idle()
+        assert (driver.state.forecast is not None) == (num_ended >= initial_wait)
+        driver.step([request])
+        driver.run_until_idle()
 
 
 def test_a_first_guess_is_used_until_enough_have_ended():

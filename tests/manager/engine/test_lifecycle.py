@@ -4,23 +4,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.manager.helpers.block_accounting import assert_each_block_has_one_place
-from tests.manager.helpers.engine_driver import Bench, Shape, assert_equals_simulation, make_options, make_requests
-from tests.manager.helpers.fake_worker import simulate
+from tests.manager.helpers.block_accounting import assert_each_block_has_one_owner
+from tests.manager.helpers.engine_driver import EngineDriver, make_options
+from tests.manager.helpers.requests import Shape, make_requests
+from tests.manager.helpers.simulation import assert_equals_simulation, simulate
+from tests.manager.helpers.strategies import CACHE_SALTS, random_shape
 from tokasaurus.manager.state.sequence import Phase
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
 
 PAGE_SIZE = 4
 
 shapes_strategy = st.lists(
-    st.builds(
-        Shape,
-        prefix=st.integers(-3, 1),
-        num_shared=st.integers(0, 30),
-        num_fresh=st.integers(0, 6),
-        num_sequences=st.integers(1, 3),
-        max_new_tokens=st.integers(1, 12),
-        cache_salt=st.sampled_from(["", "", "x"]),
+    random_shape(
+        num_sequences=st.integers(1, 3), max_new_tokens=st.integers(1, 12), cache_salt=st.sampled_from(CACHE_SALTS)
     ),
     min_size=1,
     max_size=8,
@@ -50,73 +46,73 @@ class Texts:
 @given(shapes=shapes_strategy, max_tokens=st.integers(1, 40))
 def test_a_request_finds_all_prompts_and_completions_before_it(shapes, max_tokens):
     """One request after the other, in a pool where nothing is ever evicted."""
-    bench = Bench(make_options(1000, PAGE_SIZE, max_tokens_per_forward=max_tokens))
+    driver = EngineDriver(make_options(1000, PAGE_SIZE, max_tokens_per_forward=max_tokens))
     texts, expected = Texts(), {}
     requests = make_requests(shapes, make_options(20, PAGE_SIZE).limits)
     for request in requests:
         for index in range(request.num_sequences):
             expected[request.request_id, index] = texts.num_cached(request)
             texts.add(request, [])
-        bench.turn([request])
-        bench.run_until_idle()
+        driver.step([request])
+        driver.run_until_idle()
         for index in range(request.num_sequences):
             texts.add(request, simulate(request, index)[0][:-1])
-    assert {(delta.request_id, delta.sequence_index): delta.num_cached_tokens for delta in bench.deltas} == expected
-    assert bench.state.stats().total_prefix_cache_hit_tokens == sum(expected.values())
-    assert_equals_simulation(bench.deltas, requests)
+    assert {(delta.request_id, delta.sequence_index): delta.num_cached_tokens for delta in driver.deltas} == expected
+    assert driver.state.stats().total_prefix_cache_hit_tokens == sum(expected.values())
+    assert_equals_simulation(driver.deltas, requests)
 
 
 @settings(max_examples=200)
 @given(shapes=shapes_strategy, max_tokens=st.integers(24, 40))
 def test_requests_share_from_the_first_block_although_none_is_computed_yet(shapes, max_tokens):
     """All at once: the first of those that share a block computes it, whoever of them it is."""
-    bench = Bench(make_options(1000, PAGE_SIZE, max_tokens_per_forward=max_tokens, max_seqs_per_forward=24))
+    driver = EngineDriver(make_options(1000, PAGE_SIZE, max_tokens_per_forward=max_tokens, max_seqs_per_forward=24))
     texts, expected = Texts(), {}
     requests = make_requests(shapes, make_options(20, PAGE_SIZE).limits)
     for request in requests:
         for index in range(request.num_sequences):
             expected[request.request_id, index] = texts.num_cached(request)
             texts.add(request, [])
-    bench.turn(requests)
-    assert len(bench.running()) == len(expected)
-    bench.run_until_idle()
-    assert {(delta.request_id, delta.sequence_index): delta.num_cached_tokens for delta in bench.deltas} == expected
-    assert_equals_simulation(bench.deltas, requests)
+    driver.step(requests)
+    assert len(driver.running()) == len(expected)
+    driver.run_until_idle()
+    assert {(delta.request_id, delta.sequence_index): delta.num_cached_tokens for delta in driver.deltas} == expected
+    assert_equals_simulation(driver.deltas, requests)
 
 
 @pytest.mark.parametrize("num_steps", range(1, 7))
-def test_whoever_relied_on_a_prompt_that_was_cancelled_computes_the_rest_of_it(num_steps):
+def test_blocks_that_a_cancelled_request_should_have_computed_are_computed(num_steps):
     """Prompts of 41, 42 and 43 tokens in steps of 6: what was sent to the worker in whole blocks stays, and the first
     of the two others computes what is missing for both."""
     options = make_options(60, PAGE_SIZE, max_tokens_per_forward=6, max_seqs_per_forward=6, max_steps_ahead=1)
-    bench = Bench(options)
+    driver = EngineDriver(options)
     gone, other, last = make_requests([Shape(0, 40, 1 + number, 1, 3) for number in range(3)], options.limits)
-    bench.turn([gone, other, last])
+    driver.step([gone, other, last])
     for _ in range(num_steps - 1):
-        bench.turn([], 1)
-    assert [sequence.phase for sequence in bench.running()] == [Phase.PREFILL] * 3
-    bench.turn([CancelRequest(gone.request_id)])
-    assert_each_block_has_one_place(bench.state)
-    bench.run_until_idle()
-    starts = bench.worker.first_positions
+        driver.step([], 1)
+    assert [sequence.phase for sequence in driver.running()] == [Phase.PREFILL] * 3
+    driver.step([CancelRequest(gone.request_id)])
+    assert_each_block_has_one_owner(driver.state)
+    driver.run_until_idle()
+    starts = driver.worker.first_positions
     assert (starts[1, 0], starts[2, 0]) == (6 * num_steps // PAGE_SIZE * PAGE_SIZE, 40)
-    assert_equals_simulation(bench.deltas, [gone, other, last])
-    assert [delta.request_id for delta in bench.deltas] == ["r1", "r2"]
-    bench.assert_nothing_is_left()
+    assert_equals_simulation(driver.deltas, [gone, other, last])
+    assert [delta.request_id for delta in driver.deltas] == ["r1", "r2"]
+    driver.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [2, 3, 4, 5, 9])
 def test_a_salt_separates_completions_too(num_prompt_tokens):
     """The same conversation goes on under three salts, one of which is that of its beginning."""
-    bench = Bench(make_options(100, PAGE_SIZE))
+    driver = EngineDriver(make_options(100, PAGE_SIZE))
     begin = Shape(0, num_prompt_tokens, 0, 1, 12, cache_salt="x")
     follow = [Shape(-number, 100, 1, 1, 1, cache_salt=salt) for number, salt in enumerate(["", "y", "x"], 1)]
-    begin, *follow = make_requests([begin, *follow], bench.options.limits)
+    begin, *follow = make_requests([begin, *follow], driver.options.limits)
     for requests in ([begin], follow):
-        bench.turn(requests)
-        bench.run_until_idle()
+        driver.step(requests)
+        driver.run_until_idle()
     num_computed = num_prompt_tokens + 11
-    by_salt = {follow[int(delta.request_id[1:]) - 1].cache_salt: delta for delta in bench.deltas[1:]}
+    by_salt = {follow[int(delta.request_id[1:]) - 1].cache_salt: delta for delta in driver.deltas[1:]}
     assert {salt: delta.num_cached_tokens for salt, delta in by_salt.items()} == {
         "": 0,
         "y": 0,

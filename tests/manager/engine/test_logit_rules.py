@@ -4,8 +4,9 @@ import dataclasses
 
 import numpy as np
 
-from tests.manager.helpers.engine_driver import Bench, make_options
-from tests.manager.helpers.fake_worker import EOS_ID, make_request
+from tests.manager.helpers.engine_driver import EngineDriver, make_options
+from tests.manager.helpers.fake_grammars import EOS_ID
+from tests.manager.helpers.requests import make_request
 from tokasaurus.manager.engine.lifecycle import preempt
 from tokasaurus.messages.generation import GenerateRequest, SamplingParams
 from tokasaurus.messages.slots import LogitRules, SlotOpens
@@ -43,9 +44,9 @@ def test_only_sequences_that_ask_have_rules_and_limits_reach_each_row():
         change(make_request(4, ignore_eos=True), min_tokens=2, stops=(5,)),
         change(make_request(5), stops=(5,)),
     ]
-    bench = Bench(make_options(100, max_seqs_per_forward=8, max_tokens_per_forward=100))
-    bench.turn(requests)
-    opened = bench.queue[0].changes.opened
+    driver = EngineDriver(make_options(100, max_seqs_per_forward=8, max_tokens_per_forward=100))
+    driver.step(requests)
+    opened = driver.queue[0].changes.opened
     assert opened is not None
     forbidden = [(token_id, -np.inf, 13) for token_id in sorted([EOS_ID, 3, 5])]
     assert by_seed(opened) == {
@@ -58,24 +59,24 @@ def test_only_sequences_that_ask_have_rules_and_limits_reach_each_row():
     assert not opened.min_ps[opened.seeds != 2].any()
 
 
-def test_what_asks_for_no_rule_sends_none():
-    bench = Bench()
-    bench.turn([make_request(1)])
-    opened = bench.queue[0].changes.opened
+def test_a_request_without_rules_sends_none():
+    driver = EngineDriver()
+    driver.step([make_request(1)])
+    opened = driver.queue[0].changes.opened
     assert opened is not None
     assert opened.rules is None
 
 
-def test_a_sequence_put_back_still_counts_from_the_end_of_its_own_prompt():
-    bench = Bench()
-    bench.turn([change(make_request(1, 6, max_new_tokens=20, ignore_eos=True), presence_penalty=1.0)])
-    bench.turn([], 2)
-    (sequence,) = bench.running()
-    preempt(bench.state, sequence)
-    bench.turn()
-    opened = bench.queue[-1].changes.opened or bench.queue[-2].changes.opened
+def test_a_preempted_sequence_still_counts_from_the_end_of_its_own_prompt():
+    driver = EngineDriver()
+    driver.step([change(make_request(1, 6, max_new_tokens=20, ignore_eos=True), presence_penalty=1.0)])
+    driver.step([], 2)
+    (sequence,) = driver.running()
+    preempt(driver.state, sequence)
+    driver.step()
+    opened = driver.queue[-1].changes.opened or driver.queue[-2].changes.opened
     while opened is None:
-        bench.turn([], 1)
-        opened = bench.queue[-1].changes.opened
+        driver.step([], 1)
+        opened = driver.queue[-1].changes.opened
     assert opened.num_prompt_tokens.tolist() == [8]
     assert by_seed(opened) == {1: (6, (1.0, 0.0, 1.0), [])}

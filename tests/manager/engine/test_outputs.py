@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.manager.helpers.engine_driver import Bench, assert_equals_simulation, make_options
-from tests.manager.helpers.fake_worker import VOCAB_SIZE, decode_text, make_request, simulate
+from tests.manager.helpers.engine_driver import EngineDriver, make_options
+from tests.manager.helpers.requests import make_request
+from tests.manager.helpers.simulation import assert_equals_simulation, decode_text, simulate
+from tests.manager.helpers.strategies import STOP_TOKENS
 from tokasaurus.manager.engine.lifecycle import sampled_tokens
 from tokasaurus.manager.engine.outputs import apply_output
 from tokasaurus.messages.forward import ForwardOutput
 from tokasaurus.messages.generation import CancelRequest
 from tokasaurus.text.stop_strings import StopTokens
-
-STOP_TOKENS = StopTokens([decode_text([token_id]) for token_id in range(VOCAB_SIZE)])
 
 
 def run_counting_texts(stop_strings: tuple[str, ...], mode: str, stop_tokens: StopTokens | None) -> int:
@@ -25,11 +25,11 @@ def run_counting_texts(stop_strings: tuple[str, ...], mode: str, stop_tokens: St
         return decode_text(list(token_ids))
 
     request = make_request(4, 5, 1, 60, stop_strings, ignore_eos=True)
-    bench = Bench(make_options(decode_text=decode, deferred_tasks=mode, stop_tokens=stop_tokens), (0.01,))
-    bench.turn([request])
-    bench.run_until_idle(1)
-    assert_equals_simulation(bench.deltas, [request])
-    assert [delta.finish_reason for delta in bench.deltas] == ["length"]
+    driver = EngineDriver(make_options(decode_text=decode, deferred_tasks=mode, stop_tokens=stop_tokens), (0.01,))
+    driver.step([request])
+    driver.run_until_idle(1)
+    assert_equals_simulation(driver.deltas, [request])
+    assert [delta.finish_reason for delta in driver.deltas] == ["length"]
     return len(decoded)
 
 
@@ -49,34 +49,36 @@ def test_tokens_behind_a_stop_string_or_of_a_cancelled_request_count_nowhere(mod
     """Steps are sent ahead, so the worker samples more than is kept."""
     requests = [make_request(n, 5, 2, 60, ("ab", "c"), want_logprobs=True) for n in range(4)]
     gone = make_request(9, 5, 1, 60, ignore_eos=True)
-    bench = Bench(make_options(200, max_seqs_per_forward=9, deferred_tasks=mode, stop_tokens=STOP_TOKENS), (0.01,))
-    bench.turn([*requests, gone])
+    driver = EngineDriver(
+        make_options(200, max_seqs_per_forward=9, deferred_tasks=mode, stop_tokens=STOP_TOKENS), (0.01,)
+    )
+    driver.step([*requests, gone])
     for _ in range(5):
-        bench.turn([], 1)
-    (sequence,) = bench.state.unfinished["r9"]
-    num_before = len(sampled_tokens(bench.state, sequence))
-    bench.turn([CancelRequest("r9")])
-    bench.run_until_idle()
-    bench.turn()
-    assert_equals_simulation(bench.deltas, requests)
-    assert len(bench.deltas) == 8
-    num_kept = sum(len(delta.token_ids) for delta in bench.deltas)
-    assert sum(bench.worker.num_sampled.values()) > num_kept + num_before > num_kept
-    assert bench.state.stats().total_generation_tokens == num_kept + num_before
+        driver.step([], 1)
+    (sequence,) = driver.state.unfinished["r9"]
+    num_before = len(sampled_tokens(driver.state, sequence))
+    driver.step([CancelRequest("r9")])
+    driver.run_until_idle()
+    driver.step()
+    assert_equals_simulation(driver.deltas, requests)
+    assert len(driver.deltas) == 8
+    num_kept = sum(len(delta.token_ids) for delta in driver.deltas)
+    assert sum(driver.worker.num_sampled.values()) > num_kept + num_before > num_kept
+    assert driver.state.stats().total_generation_tokens == num_kept + num_before
 
 
 def test_recompiles_of_every_step_are_counted():
-    bench = Bench()
-    bench.turn([make_request(1)])
-    for step, num_recompiles in zip(list(bench.state.steps_in_flight), (2, 1), strict=True):
+    driver = EngineDriver()
+    driver.step([make_request(1)])
+    for step, num_recompiles in zip(list(driver.state.steps_in_flight), (2, 1), strict=True):
         tokens = np.ones(len(step.sampled), np.int32)
-        apply_output(bench.state, ForwardOutput(step.step_id, tokens, None, 0.01, num_recompiles))
-    assert bench.state.stats().total_recompiles == 3
+        apply_output(driver.state, ForwardOutput(step.step_id, tokens, None, 0.01, num_recompiles))
+    assert driver.state.stats().total_recompiles == 3
 
 
 @pytest.mark.parametrize(("step_id", "num_tokens"), [(1, 1), (0, 2)])
 def test_a_result_of_another_step_or_of_other_rows_is_an_error(step_id, num_tokens):
-    bench = Bench()
-    bench.turn([make_request(1)])
+    driver = EngineDriver()
+    driver.step([make_request(1)])
     with pytest.raises(AssertionError):
-        apply_output(bench.state, ForwardOutput(step_id, np.zeros(num_tokens, np.int32), None, 0.01))
+        apply_output(driver.state, ForwardOutput(step_id, np.zeros(num_tokens, np.int32), None, 0.01))

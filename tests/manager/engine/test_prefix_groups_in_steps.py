@@ -1,4 +1,4 @@
-"""Who decodes in a group with whom, from one step to the next."""
+"""Which sequences decode in a prefix group, from one step to the next."""
 
 import random
 from collections.abc import Iterable
@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.manager.engine.test_engine import crowded_options_strategy, crowding_shapes_strategy
-from tests.manager.helpers.engine_driver import Bench, EndsNext, assert_equals_simulation, make_options, make_requests
-from tests.manager.helpers.fake_worker import make_request
+from tests.manager.helpers.engine_driver import EndsNext, EngineDriver, make_options
+from tests.manager.helpers.requests import make_request, make_requests
+from tests.manager.helpers.simulation import assert_equals_simulation
+from tests.manager.helpers.strategies import crowded_options_strategy, crowding_shapes_strategy
 from tokasaurus.manager.engine import engine
 from tokasaurus.manager.engine.lifecycle import preempt
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
@@ -48,7 +49,7 @@ def identity(state: EngineState, slot: int) -> tuple[int, int]:
     return slot, int(state.slots.admitted_at[slot])
 
 
-class GroupingBench(Bench):
+class GroupingDriver(EngineDriver):
     """Compares the groups of every step, `num_checked` in all, with those by hand when groups were last found."""
 
     def __post_init__(self) -> None:
@@ -77,7 +78,7 @@ class GroupingBench(Bench):
         self.num_checked += len(groups)
 
 
-def test_every_step_has_the_groups_last_found_less_those_who_left():
+def test_every_step_has_the_last_groups_without_the_sequences_that_left():
     num_checked = num_preemptions = 0
 
     @settings(max_examples=150)
@@ -91,12 +92,12 @@ def test_every_step_has_the_groups_last_found_less_those_who_left():
     def check(shapes, options, hydragen, seed, cancel_share):
         nonlocal num_checked, num_preemptions
         rng = random.Random(seed)
-        bench = GroupingBench(replace(options, hydragen=hydragen), forecast=EndsNext(), rng=rng)
+        driver = GroupingDriver(replace(options, hydragen=hydragen), forecast=EndsNext(), rng=rng)
         requests = make_requests(shapes, options.limits)
-        bench.run(requests, {request.request_id for request in requests if rng.random() < cancel_share})
-        assert_equals_simulation(bench.deltas, requests)
-        num_checked += bench.num_checked
-        num_preemptions += bench.state.totals.preemptions
+        driver.run(requests, {request.request_id for request in requests if rng.random() < cancel_share})
+        assert_equals_simulation(driver.deltas, requests)
+        num_checked += driver.num_checked
+        num_preemptions += driver.state.totals.preemptions
 
     check()
     assert num_checked > 500
@@ -119,7 +120,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: 0.0))
 
 
-def make_bench(mode: str = "always", min_group_size: int = 2, min_blocks: int = 1, steps_ahead: int = 2) -> Bench:
+def make_driver(
+    mode: str = "always", min_group_size: int = 2, min_blocks: int = 1, steps_ahead: int = 2
+) -> EngineDriver:
     options = make_options(
         100,
         max_tokens_per_forward=100,
@@ -128,15 +131,15 @@ def make_bench(mode: str = "always", min_group_size: int = 2, min_blocks: int = 
         deferred_tasks=mode,
         hydragen=HydragenOptions(min_group_size, min_blocks),
     )
-    return Bench(options, step_seconds=(0.01,))
+    return EngineDriver(options, step_seconds=(0.01,))
 
 
-def groups_of_steps(bench: Bench) -> list[tuple[list[tuple[set[int], int]], int]]:
+def groups_of_steps(driver: EngineDriver) -> list[tuple[list[tuple[set[int], int]], int]]:
     """For how many steps in a row each grouping stayed: the numbers of the requests, and the blocks, of each group.
 
-    Slots are given in order, so a request's number is its slot as long as nobody comes back."""
+    Slots are given in order, so a request's number is its slot as long as none is preempted."""
     runs: list[tuple[list[tuple[set[int], int]], int]] = []
-    for groups in bench.worker.grouped:
+    for groups in driver.worker.grouped:
         named = sorted(((set(slots), count) for slots, count in groups), key=lambda group: min(group[0]))
         if runs and runs[-1][0] == named:
             runs[-1] = named, runs[-1][1] + 1
@@ -145,23 +148,23 @@ def groups_of_steps(bench: Bench) -> list[tuple[list[tuple[set[int], int]], int]
     return runs
 
 
-def run_all(bench: Bench, requests: Iterable[GenerateRequest]) -> None:
+def run_all(driver: EngineDriver, requests: Iterable[GenerateRequest]) -> None:
     requests = list(requests)
-    bench.turn(requests)
-    bench.run_until_idle(1)
-    assert_equals_simulation(bench.deltas, requests)
-    assert len(bench.deltas) == len(requests)
-    bench.assert_nothing_is_left()
+    driver.step(requests)
+    driver.run_until_idle(1)
+    assert_equals_simulation(driver.deltas, requests)
+    assert len(driver.deltas) == len(requests)
+    driver.assert_nothing_is_left()
 
 
 FOUR = [ask(1, 0, 40), ask(2, 0, 20), ask(3, 1, 30), ask(4, 1, 12)]
 
 
-def test_who_is_left_of_two_groups_forms_one_by_what_all_share():
-    """The prompts and the first step behind them are sent together; nobody is put into a group alone."""
-    bench = make_bench()
-    run_all(bench, FOUR)
-    assert groups_of_steps(bench) == [
+def test_the_rest_of_two_groups_forms_one_group_by_the_prefix_that_all_share():
+    """The prompts and the first step behind them are sent together; no sequence is in a group alone."""
+    driver = make_driver()
+    run_all(driver, FOUR)
+    assert groups_of_steps(driver) == [
         ([], 2),
         ([({1, 2}, 4), ({3, 4}, 4)], 10),
         ([({1, 2}, 4)], 8),
@@ -181,21 +184,21 @@ def test_who_is_left_of_two_groups_forms_one_by_what_all_share():
     ],
 )
 def test_groups_are_as_large_and_prefixes_as_long_as_they_have_to_be(min_group_size, min_blocks, expected):
-    bench = make_bench(min_group_size=min_group_size, min_blocks=min_blocks)
-    run_all(bench, FOUR)
-    assert groups_of_steps(bench) == expected
+    driver = make_driver(min_group_size=min_group_size, min_blocks=min_blocks)
+    run_all(driver, FOUR)
+    assert groups_of_steps(driver) == expected
 
 
-def test_who_comes_later_joins_the_group_of_its_question():
-    bench = make_bench()
+def test_a_later_request_joins_the_group_of_its_question():
+    driver = make_driver()
     requests = [ask(number, number // 3, 60) for number in (1, 2, 3, 4)]
     for request in requests:
-        bench.turn([request], 1)
+        driver.step([request], 1)
         for _ in range(5):
-            bench.turn([], 1)
-    bench.run_until_idle(1)
-    assert_equals_simulation(bench.deltas, requests)
-    assert [groups for groups, _ in groups_of_steps(bench)] == [
+            driver.step([], 1)
+    driver.run_until_idle(1)
+    assert_equals_simulation(driver.deltas, requests)
+    assert [groups for groups, _ in groups_of_steps(driver)] == [
         [],
         [({1, 2}, 4)],
         [({1, 2}, 4), ({3, 4}, 4)],
@@ -204,15 +207,15 @@ def test_who_comes_later_joins_the_group_of_its_question():
     ]
 
 
-def test_who_is_cancelled_is_in_no_group_from_the_next_step_on():
-    bench = make_bench()
-    bench.turn(FOUR)
+def test_a_cancelled_request_is_in_no_group_from_the_next_step_on():
+    driver = make_driver()
+    driver.step(FOUR)
     for _ in range(5):
-        bench.turn([], 1)
-    bench.turn([CancelRequest("r1")], 1)
-    bench.run_until_idle(1)
-    assert_equals_simulation(bench.deltas, FOUR)
-    assert [groups for groups, _ in groups_of_steps(bench)] == [
+        driver.step([], 1)
+    driver.step([CancelRequest("r1")], 1)
+    driver.run_until_idle(1)
+    assert_equals_simulation(driver.deltas, FOUR)
+    assert [groups for groups, _ in groups_of_steps(driver)] == [
         [],
         [({1, 2}, 4), ({3, 4}, 4)],
         [({3, 4}, 4)],
@@ -221,17 +224,17 @@ def test_who_is_cancelled_is_in_no_group_from_the_next_step_on():
     ]
 
 
-def test_who_is_preempted_leaves_its_group_and_joins_it_again():
+def test_a_preempted_sequence_leaves_its_group_and_joins_it_again():
     """Of all that it has to compute again, the others share the question alone."""
-    bench = make_bench()
-    bench.turn(FOUR)
+    driver = make_driver()
+    driver.step(FOUR)
     for _ in range(5):
-        bench.turn([], 1)
-    (sequence,) = bench.state.unfinished["r2"]
-    preempt(bench.state, sequence)
-    bench.run_until_idle(1)
-    assert_equals_simulation(bench.deltas, FOUR)
-    assert [groups for groups, _ in groups_of_steps(bench)] == [
+        driver.step([], 1)
+    (sequence,) = driver.state.unfinished["r2"]
+    preempt(driver.state, sequence)
+    driver.run_until_idle(1)
+    assert_equals_simulation(driver.deltas, FOUR)
+    assert [groups for groups, _ in groups_of_steps(driver)] == [
         [],
         [({1, 2}, 4), ({3, 4}, 4)],
         [({3, 4}, 4)],
@@ -242,11 +245,11 @@ def test_who_is_preempted_leaves_its_group_and_joins_it_again():
     ]
 
 
-def test_while_grouping_is_put_off_newcomers_decode_alone_and_groups_shrink():
-    """It is put off for eight turns, in each of which one step is sent."""
-    bench = make_bench("deferred")
-    run_all(bench, FOUR)
-    assert groups_of_steps(bench) == [
+def test_while_grouping_is_deferred_new_sequences_decode_alone_and_groups_shrink():
+    """It is deferred for eight steps."""
+    driver = make_driver("deferred")
+    run_all(driver, FOUR)
+    assert groups_of_steps(driver) == [
         ([], 2 + 8),
         ([({1, 2}, 4), ({3, 4}, 4)], 2),
         ([({1, 2}, 4), ({3}, 4)], 8),
@@ -256,7 +259,7 @@ def test_while_grouping_is_put_off_newcomers_decode_alone_and_groups_shrink():
     ]
 
 
-def test_without_the_option_nobody_is_in_a_group():
-    bench = Bench(make_options(100, max_seqs_per_forward=8))
-    run_all(bench, FOUR)
-    assert groups_of_steps(bench) == [([], len(bench.worker.grouped))]
+def test_without_the_option_no_sequence_is_in_a_group():
+    driver = EngineDriver(make_options(100, max_seqs_per_forward=8))
+    run_all(driver, FOUR)
+    assert groups_of_steps(driver) == [([], len(driver.worker.grouped))]

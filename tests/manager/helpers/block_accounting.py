@@ -1,4 +1,4 @@
-"""Who has which block and which slot, from first principles."""
+"""Which sequence owns each block and each slot, counted one by one."""
 
 from collections import Counter
 
@@ -27,7 +27,7 @@ def tree_nodes(state: EngineState) -> list[PrefixNode]:
 
 
 def path_of(state: EngineState, sequence: Sequence) -> list[PrefixNode]:
-    """The nodes that a running sequence uses, from the root (left out) to the one that it holds."""
+    """The nodes that a running sequence uses, from the root (left out) to its deepest one."""
     node, path = sequence.node, []
     assert node is not None
     while node is not state.blocks.tree.root:
@@ -36,7 +36,7 @@ def path_of(state: EngineState, sequence: Sequence) -> list[PrefixNode]:
     return path[::-1]
 
 
-def assert_each_block_has_one_place(state: EngineState) -> None:
+def assert_each_block_has_one_owner(state: EngineState) -> None:
     """Every block is free, or in the tree, or in the own part of one sequence; what is counted of them is right; and
     every slot is free or runs one sequence."""
     blocks, tree = state.blocks, state.blocks.tree
@@ -65,18 +65,20 @@ def assert_each_block_has_one_place(state: EngineState) -> None:
     assert tree.num_blocks == len(cached)
     assert blocks.num_used == len(own) + num_cached_in_use
     assert blocks.num_available == blocks.num_blocks - blocks.num_used
-    _assert_each_sequence_has_one_place(state, running)
+    _assert_each_sequence_is_in_one_queue(state, running)
 
 
-def _assert_each_sequence_has_one_place(state: EngineState, running: list[Sequence]) -> None:
+def _assert_each_sequence_is_in_one_queue(state: EngineState, running: list[Sequence]) -> None:
     queues, slots = state.queues, state.slots
     busy = [sequence.slot for sequence in running]
     assert sorted([*busy, *state.free_slots]) == list(range(1, state.options.num_slots + 1))
     assert slots.is_running.nonzero()[0].tolist() == sorted(busy)
     waiting = queues.first_waiting(10**6)
     unfinished = [sequence for sequences in state.unfinished.values() for sequence in sequences]
-    held = [one for one in unfinished if one.phase is Phase.WAITING and one.has_grammar and one.grammar_matcher is None]
-    waiting += held
+    awaiting_grammar = [
+        one for one in unfinished if one.phase is Phase.WAITING and one.has_grammar and one.grammar_matcher is None
+    ]
+    waiting += awaiting_grammar
     assert len(waiting) == queues.num_waiting
     assert all(sequence.phase is Phase.WAITING and sequence.slot == 0 for sequence in waiting)
     by_phase = {phase: [sequence for sequence in running if sequence.phase is phase] for phase in Phase}

@@ -1,4 +1,4 @@
-"""What a worker without a model says of the tokens of prompts, and the slow truth about it.
+"""Prompt logprobs of a worker without a model, and checks that they arrive unchanged.
 
 All of it comes from a hash of the tokens before. To it is added less than 1, another fraction in each row of each step:
 so it shows which values come from one computation.
@@ -9,12 +9,11 @@ import zlib
 import numpy as np
 
 from tests.manager.helpers.block_accounting import tree_nodes
+from tests.manager.helpers.fake_grammars import VOCAB_SIZE
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobStore
 from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
 from tokasaurus.messages.forward import ForwardInput, PromptLogprobsOutput
 from tokasaurus.messages.generation import PromptLogprobs
-
-VOCAB_SIZE = 12
 
 
 def context_hashes(token_ids: list[int]) -> list[int]:
@@ -28,11 +27,11 @@ def context_hashes(token_ids: list[int]) -> list[int]:
 
 def fake_logprob(context_hash: int, token_id: int) -> tuple[int, int]:
     """The log-probability, a whole number, and rank of a token behind a context."""
-    num_likelier = (token_id - context_hash) % VOCAB_SIZE
-    return -(context_hash % 1000) - num_likelier, 1 + num_likelier
+    num_more_likely = (token_id - context_hash) % VOCAB_SIZE
+    return -(context_hash % 1000) - num_more_likely, 1 + num_more_likely
 
 
-def likeliest(context_hash: int, count: int) -> list[int]:
+def most_likely(context_hash: int, count: int) -> list[int]:
     return [(context_hash + rank) % VOCAB_SIZE for rank in range(count)]
 
 
@@ -70,8 +69,10 @@ class FakePromptLogprobs:
             self._num_top = prompt_logprobs.num_top
 
     def add(self, row: int, context: list[int], num_tokens: int, ends_prompt: bool) -> int | None:
-        """Score `row` if that is asked. `context`: the tokens of its slot, the last `num_tokens` of this step. The last
-        token scored, which follows the context, unless that is the whole prompt; None where nothing is scored."""
+        """Compute the prompt logprobs of `row`, if they are asked for.
+
+        context: the tokens of its slot; the last `num_tokens` are of this step. Returns the last target, which follows
+        the context; None if the context is the whole prompt, or if nothing is asked."""
         targets = self._targets.pop(row, None)
         if targets is None:
             return None
@@ -84,7 +85,7 @@ class FakePromptLogprobs:
             logprob, rank = fake_logprob(context_hash, target)
             self._logprobs.append(logprob - fraction)
             self._ranks.append(rank)
-            ids = likeliest(context_hash, self._num_top)
+            ids = most_likely(context_hash, self._num_top)
             self._top.append([(token_id, fake_logprob(context_hash, token_id)[0] - fraction) for token_id in ids])
         return None if ends_prompt else targets[-1]
 
@@ -118,10 +119,10 @@ def assert_prompt_logprobs_are_true(found: PromptLogprobs, prompt_ids: list[int]
     assert len(found.logprobs) == len(found.ranks) == len(prompt_ids) - start
     assert (found.top is None) == (num_top == 0)
     hashes = context_hashes(prompt_ids)
-    for place, position in enumerate(range(start, len(prompt_ids))):
-        logprob, rank = float(found.logprobs[place]), int(found.ranks[place])
-        top_ids = [] if found.top is None else found.top.token_ids[place].tolist()
-        top_logprobs = [] if found.top is None else found.top.logprobs[place].tolist()
+    for index, position in enumerate(range(start, len(prompt_ids))):
+        logprob, rank = float(found.logprobs[index]), int(found.ranks[index])
+        top_ids = [] if found.top is None else found.top.token_ids[index].tolist()
+        top_logprobs = [] if found.top is None else found.top.logprobs[index].tolist()
         assert len(top_ids) == len(top_logprobs) == num_top
         if position == 0:
             assert np.isnan([logprob, *top_logprobs]).all()
@@ -130,15 +131,15 @@ def assert_prompt_logprobs_are_true(found: PromptLogprobs, prompt_ids: list[int]
         context_hash, target = hashes[position - 1], prompt_ids[position]
         fraction = np.ceil(logprob) - logprob
         assert (logprob + fraction, rank) == fake_logprob(context_hash, target)
-        assert top_ids == likeliest(context_hash, num_top)
+        assert top_ids == most_likely(context_hash, num_top)
         assert [value + fraction for value in top_logprobs] == [
             fake_logprob(context_hash, token)[0] for token in top_ids
-        ], "values of one place come from one computation"
+        ], "values of one position come from one computation"
 
 
 def assert_stored_logprobs_are_true(state: EngineState, store: PromptLogprobStore) -> None:
-    """When all results are back: of every block in the prefix tree that counts as scored; none of them lies behind one
-    with fewer likeliest tokens."""
+    """When all results are back: of every block in the prefix tree that has prompt logprobs. No such block follows
+    one with fewer top-k logprobs."""
     page_size = state.options.limits.page_size
     for node in tree_nodes(state):
         path = [node]
@@ -148,8 +149,8 @@ def assert_stored_logprobs_are_true(state: EngineState, store: PromptLogprobStor
         table = np.concatenate([part.blocks for part in path])
         num_top = store.num_top[table].tolist()
         assert num_top == sorted(num_top, reverse=True)
-        for place in range(node.end_block - len(node.blocks), node.end_block):
-            if num_top[place] >= 0:
-                end = (place + 1) * page_size
-                found = store.read(table, end, num_top[place])
-                assert_prompt_logprobs_are_true(found, token_ids[:end], num_top[place])
+        for block_index in range(node.end_block - len(node.blocks), node.end_block):
+            if num_top[block_index] >= 0:
+                end = (block_index + 1) * page_size
+                found = store.read(table, end, num_top[block_index])
+                assert_prompt_logprobs_are_true(found, token_ids[:end], num_top[block_index])

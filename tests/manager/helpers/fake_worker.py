@@ -1,4 +1,4 @@
-"""A worker without a model, strict about the contract of ForwardInput, and the slow truth about what it samples.
+"""A worker without a model, strict about the contract of ForwardInput.
 
 It keeps token ids in paged memory where a model keeps keys and values, and draws each token from a hash of everything
 that it reads back through the block table. A block given to two sequences, a table that is too short, a chunk that is
@@ -6,104 +6,18 @@ skipped or sent twice: each trips an assertion or changes the tokens.
 """
 
 import itertools
-import zlib
-from collections.abc import Collection, Container
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.manager.helpers.fake_grammars import (
-    EOS_ID,
-    TOKEN_BYTES,
-    VOCAB_SIZE,
-    allowed_tokens,
-    assert_is_allowed,
-    read_masks,
-)
+from tests.manager.helpers.fake_grammars import VOCAB_SIZE, assert_is_allowed, read_masks
 from tests.manager.helpers.fake_prompt_logprobs import FakePromptLogprobs
+from tests.manager.helpers.simulation import draw, most_likely
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput, TopOfRows
-from tokasaurus.messages.generation import FinishReason, GenerateRequest, SamplingParams, TopLogprobs
+from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits, Ready
 from tokasaurus.messages.slots import LogitRules
-
-
-def decode_text(token_ids: list[int]) -> str:
-    """Tokens of several characters, and characters of several tokens; eos has no text."""
-    return b"".join(TOKEN_BYTES[token_id] for token_id in token_ids).decode("utf-8", "replace")
-
-
-def draw(
-    context: list[int],
-    seed: int,
-    sample_index: int,
-    forbidden: Container[int] = (),
-    allowed: Collection[int] = range(VOCAB_SIZE),
-) -> tuple[int, float]:
-    """The token that follows `context`, and its pretended log-probability. One in 48 is eos. One of those allowed,
-    even where all of them are forbidden."""
-    if all(token_id in forbidden for token_id in allowed):
-        forbidden = ()
-    number = zlib.crc32(np.array([seed, sample_index, *context], np.uint64).tobytes())
-    token_id = number % VOCAB_SIZE
-    if token_id == EOS_ID and number // VOCAB_SIZE % 4:
-        token_id = 1 + number // 1024 % (VOCAB_SIZE - 1)
-    while token_id in forbidden or token_id not in allowed:
-        token_id = (token_id + 1) % VOCAB_SIZE
-    return token_id, -(number % 1024) / 1024
-
-
-def likeliest(token_ids: list[int], logprobs: list[float], count: int) -> TopLogprobs:
-    """The pretended likeliest tokens at the places of those drawn, which are the first of them."""
-    shape = len(token_ids), 1
-    ids = (np.array(token_ids, np.int32).reshape(shape) + np.arange(count, dtype=np.int32)) % VOCAB_SIZE
-    values = np.array(logprobs, np.float32).reshape(shape) - np.arange(count, dtype=np.float32)
-    return TopLogprobs(ids.astype(np.int32), values)
-
-
-def simulate(request: GenerateRequest, index: int) -> tuple[list[int], list[float], FinishReason]:
-    """What one sequence must come to, token by token and without batches, blocks or steps."""
-    token_ids: list[int] = []
-    logprobs: list[float] = []
-    if request.max_new_tokens == 0:
-        return token_ids, logprobs, "length"
-    while True:
-        context = [*request.prompt_ids.tolist(), *token_ids]
-        enders = {*request.stop_token_ids, *([] if request.ignore_eos else [EOS_ID])}
-        forbidden = enders if len(token_ids) < request.min_tokens else ()
-        grammar, allowed = request.grammar, set(range(VOCAB_SIZE))
-        if grammar:
-            allowed = allowed_tokens(grammar, token_ids, request.ignore_eos)
-        token_id, logprob = draw(context, request.sampling.seed, index, forbidden, allowed)
-        token_ids.append(token_id)
-        logprobs.append(logprob)
-        if token_id in enders or (grammar and token_id == EOS_ID):
-            return token_ids, logprobs, "stop"
-        text, exempt_text = decode_text(token_ids), decode_text(token_ids[: request.min_tokens])
-        places = [(start, stop) for stop in request.stop_strings for start in range(len(text))]
-        if any(text.startswith(stop, start) and start + len(stop) > len(exempt_text) for start, stop in places):
-            return token_ids, logprobs, "stop"
-        if grammar and allowed_tokens(grammar, token_ids, request.ignore_eos) <= {EOS_ID}:
-            return token_ids, logprobs, "stop"
-        if len(token_ids) == request.max_new_tokens:
-            return token_ids, logprobs, "length"
-
-
-def make_request(
-    number: int,
-    num_prompt_tokens: int = 5,
-    num_sequences: int = 1,
-    max_new_tokens: int = 8,
-    stop_strings: tuple[str, ...] = (),
-    ignore_eos: bool = False,
-    want_logprobs: bool = False,
-) -> GenerateRequest:
-    """The request r<number>, whose seed is its number."""
-    prompt_ids = np.random.default_rng(number).integers(0, VOCAB_SIZE, num_prompt_tokens).astype(np.int32)
-    sampling = SamplingParams(temperature=1.0, top_p=1.0, seed=number)
-    return GenerateRequest(
-        f"r{number}", prompt_ids, num_sequences, max_new_tokens, sampling, stop_strings, ignore_eos, want_logprobs
-    )
 
 
 @dataclass
@@ -115,7 +29,7 @@ class FakeSlot:
     want_logprobs: bool
     num_top: int
     first_write: int
-    next_target: int | None = None  # the last token that was scored: it is the next to come
+    next_target: int | None = None  # the last prompt logprob's token: it must come next
     forbidden: dict[int, int] = field(default_factory=dict)  # token -> while there are fewer tokens than this
     last_token: int | None = None
     has_run: bool = False
@@ -305,10 +219,10 @@ class FakeWorker:
             slot.has_run = True
         self.writers.update(dict.fromkeys(written, slot.seed))
         for position, token in enumerate(tokens, slot.position):
-            place = slot.block_table[position // page_size], position % page_size
+            kv_index = slot.block_table[position // page_size], position % page_size
             if position >= slot.first_write:
-                self.memory[place] = token
-            assert self.memory[place] == token, "what is not written is not there"
+                self.memory[kv_index] = token
+            assert self.memory[kv_index] == token, "what is not written is not there"
         slot.position = self.stays[slot.key][-1][1] = end
         return self.memory[slot.block_table].reshape(-1)[:end].tolist()
 
@@ -318,7 +232,7 @@ def top_of_rows(token_ids: list[int], logprobs: list[float], counts: list[int]) 
     rows = np.flatnonzero(counts)
     if not len(rows):
         return None
-    top = likeliest([token_ids[row] for row in rows], [logprobs[row] for row in rows], max(counts))
+    top = most_likely([token_ids[row] for row in rows], [logprobs[row] for row in rows], max(counts))
     return TopOfRows(rows, top.token_ids, top.logprobs)
 
 

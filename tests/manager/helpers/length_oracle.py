@@ -1,4 +1,4 @@
-"""Completion lengths counted token by token and sequence by sequence, for tests of the forecast of them."""
+"""Completion lengths counted token by token and sequence by sequence, for tests of the length predictor."""
 
 from math import ceil, exp, inf, log, sqrt
 from typing import NamedTuple

@@ -10,18 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.manager.engine.test_streaming import join, streamed
-from tests.manager.helpers.engine_driver import (
-    NEVER_LEARNS,
-    Bench,
-    EndsNext,
-    Shape,
-    assert_equals_simulation,
-    make_options,
-    make_requests,
-    sequence_keys,
-)
-from tests.manager.helpers.fake_worker import VOCAB_SIZE, make_request, simulate
+from tests.manager.helpers.engine_driver import NEVER_LEARNS, EndsNext, EngineDriver, make_options
+from tests.manager.helpers.fake_grammars import VOCAB_SIZE
+from tests.manager.helpers.requests import Shape, make_request, make_requests, sequence_keys, streamed
+from tests.manager.helpers.simulation import assert_equals_simulation, join, simulate
+from tests.manager.helpers.strategies import random_shape
 from tokasaurus.manager.engine.lifecycle import preempt
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobStore
 from tokasaurus.manager.state.engine_state import HydragenOptions, LengthPredictorOptions
@@ -37,11 +30,7 @@ def with_prompt_logprobs(request: GenerateRequest, num_top: int = 0) -> Generate
 
 crowding_shapes_strategy = st.lists(
     st.tuples(
-        st.builds(
-            Shape,
-            prefix=st.integers(-2, 1),
-            num_shared=st.integers(0, 24),
-            num_fresh=st.integers(0, 8),
+        random_shape(
             num_sequences=st.integers(2, 4),
             max_new_tokens=st.sampled_from([0, 16, 24, 36]),
             stop_strings=st.sampled_from([(), ("ab",)]),
@@ -56,7 +45,7 @@ crowding_shapes_strategy = st.lists(
 )
 
 
-def test_scores_are_true_whatever_is_preempted_cancelled_or_streamed():
+def test_prompt_logprobs_are_right_whatever_is_preempted_cancelled_or_streamed():
     num_returns = num_early_returns = 0
 
     @settings(max_examples=120, deadline=None)
@@ -87,22 +76,22 @@ def test_scores_are_true_whatever_is_preempted_cancelled_or_streamed():
             streamed(request) if is_streamed else request
             for request, (_, is_streamed) in zip(requests, shapes, strict=True)
         ]
-        bench = Bench(options, forecast=EndsNext(), rng=random.Random(seed))
-        cancelled = {request.request_id for request in requests if bench.rng.random() < cancel_share}
-        bench.run(requests, cancelled)
-        joined = [delta for delta in join(bench.deltas) if delta.finish_reason is not None]
+        driver = EngineDriver(options, forecast=EndsNext(), rng=random.Random(seed))
+        cancelled = {request.request_id for request in requests if driver.rng.random() < cancel_share}
+        driver.run(requests, cancelled)
+        joined = [delta for delta in join(driver.deltas) if delta.finish_reason is not None]
         assert_equals_simulation(joined, requests)
         assert {request.request_id for request in requests} - cancelled <= {delta.request_id for delta in joined}
         if not cancelled:
             num_tokens = sum(len(delta.token_ids) for delta in joined)
             assert len(joined) == len(sequence_keys(requests))
-            assert bench.state.stats().total_generation_tokens == num_tokens
-        bench.assert_nothing_is_left()
+            assert driver.state.stats().total_generation_tokens == num_tokens
+        driver.assert_nothing_is_left()
         for request in requests:
             if request.want_prompt_logprobs:
-                last_places = [end for _, end in bench.worker.stays.get((request.sampling.seed, 0), [])[:-1]]
-                num_returns += len(last_places)
-                num_early_returns += sum(end <= len(request.prompt_ids) for end in last_places)
+                last_ends = [end for _, end in driver.worker.stays.get((request.sampling.seed, 0), [])[:-1]]
+                num_returns += len(last_ends)
+                num_early_returns += sum(end <= len(request.prompt_ids) for end in last_ends)
 
     check()
     assert num_returns > 20
@@ -110,7 +99,7 @@ def test_scores_are_true_whatever_is_preempted_cancelled_or_streamed():
 
 
 class Texts:
-    """All texts that are cached, and of those that are scored what is, with how many likeliest tokens."""
+    """All cached texts, and the texts with prompt logprobs, each with its number of top-k logprobs."""
 
     def __init__(self) -> None:
         self.cached: list[list[int]] = []
@@ -136,11 +125,8 @@ class Texts:
 @settings(max_examples=150)
 @given(
     shapes=st.lists(
-        st.builds(
-            Shape,
+        random_shape(
             prefix=st.integers(0, 1),
-            num_shared=st.integers(0, 30),
-            num_fresh=st.integers(0, 6),
             num_sequences=st.integers(1, 2),
             max_new_tokens=st.integers(1, 6),
             prompt_top=st.sampled_from([None, 0, 0, 3, 5]),
@@ -151,11 +137,11 @@ class Texts:
     max_tokens=st.integers(16, 40),
     is_at_once=st.booleans(),
 )
-def test_a_scored_prompt_begins_with_the_last_position_before_its_first_block_without_scores(
+def test_prompt_logprobs_are_computed_from_the_last_position_before_the_first_block_without_them(
     shapes, max_tokens, is_at_once
 ):
     """One request after the other, or all at once, in a pool where nothing is ever evicted."""
-    bench = Bench(make_options(1000, PAGE_SIZE, max_tokens_per_forward=max_tokens, max_seqs_per_forward=16))
+    driver = EngineDriver(make_options(1000, PAGE_SIZE, max_tokens_per_forward=max_tokens, max_seqs_per_forward=16))
     requests = make_requests(shapes, make_options(20, PAGE_SIZE).limits)
     texts, expected = Texts(), {}
     for request in requests:
@@ -166,12 +152,12 @@ def test_a_scored_prompt_begins_with_the_last_position_before_its_first_block_wi
             completions = (simulate(request, index)[0][:-1] for index in range(request.num_sequences))
             texts.cached += [[*request.prompt_ids.tolist(), *completion] for completion in completions]
     for together in [requests] if is_at_once else [[request] for request in requests]:
-        bench.turn(together)
-        bench.run_until_idle()
-    found = {(delta.request_id, delta.sequence_index): delta.num_cached_tokens for delta in bench.deltas}
+        driver.step(together)
+        driver.run_until_idle()
+    found = {(delta.request_id, delta.sequence_index): delta.num_cached_tokens for delta in driver.deltas}
     assert {key: found[key] for key in expected} == expected
-    assert_equals_simulation(bench.deltas, requests)
-    for delta in bench.deltas:
+    assert_equals_simulation(driver.deltas, requests)
+    for delta in driver.deltas:
         assert (
             delta.num_computed_tokens == len(requests[int(delta.request_id[1:])].prompt_ids) - delta.num_cached_tokens
         )
@@ -194,86 +180,88 @@ def test_the_options_of_one_context_compute_it_once(at_once):
     num_contexts, num_context_tokens, page_size = 6, 250, 16
     requests = multiple_choice(num_contexts, num_context_tokens, 4)
     options = make_options(400, page_size, max_tokens_per_forward=100, max_seqs_per_forward=32)
-    bench = Bench(options)
+    driver = EngineDriver(options)
     for start in range(0, len(requests), at_once):
-        bench.turn(requests[start : start + at_once])
-        bench.run_until_idle()
+        driver.step(requests[start : start + at_once])
+        driver.run_until_idle()
     num_options = sum(len(request.prompt_ids) - num_context_tokens for request in requests)
     computed_again = 1 + num_context_tokens % page_size
-    stats = bench.state.stats()
+    stats = driver.state.stats()
     assert stats.total_computed_prompt_tokens == (
         num_contexts * num_context_tokens + num_options + 3 * num_contexts * computed_again
     )
     assert stats.total_recomputed_tokens == 0
-    assert_equals_simulation(bench.deltas, requests)
+    assert_equals_simulation(driver.deltas, requests)
 
 
 @pytest.mark.parametrize("num_steps_deferred", range(0, 21, 2))
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_whoever_is_preempted_goes_on_where_scores_end(num_steps_deferred, is_streamed):
-    """Put back while it prefills, in chunks of 10: it is scored on; while it decodes: its scores are known."""
+def test_a_preempted_prompt_continues_where_its_prompt_logprobs_end(num_steps_deferred, is_streamed):
+    """Preempted while it prefills in chunks of 10, it computes the missing ones; while it decodes, it has all."""
     request = with_prompt_logprobs(make_request(1, 45, 2, 30, ignore_eos=True, want_logprobs=True), 2)
     request = dataclasses.replace(request, is_streamed=is_streamed)
-    bench = Bench(make_options(60, max_tokens_per_forward=10, max_steps_ahead=2, deferred_tasks="always"), (0.01,))
-    bench.turn([request])
+    driver = EngineDriver(
+        make_options(60, max_tokens_per_forward=10, max_steps_ahead=2, deferred_tasks="always"), (0.01,)
+    )
+    driver.step([request])
     for _ in range(num_steps_deferred):
-        bench.turn([], 1)
-    state = bench.state
+        driver.step([], 1)
+    state = driver.state
     sequence = next(iter(state.unfinished["r1"]))
     num_kv_tokens = int(state.slots.num_kv_tokens[sequence.slot])
     num_known = int(state.slots.num_known_tokens[sequence.slot])
     had_logprobs = num_known > 45
     preempt(state, sequence)
-    bench.run_until_idle()
-    assert_equals_simulation(join(bench.deltas), [request])
+    driver.run_until_idle()
+    assert_equals_simulation(join(driver.deltas), [request])
     start = min(num_kv_tokens, num_known - 1) // 4 * 4
     if not had_logprobs:
         start = max(0, min(44, num_kv_tokens) // 4 * 4 - 1)
-    assert [first for first, _ in bench.worker.stays[1, 0]] == [0, start]
-    bench.assert_nothing_is_left()
+    assert [first for first, _ in driver.worker.stays[1, 0]] == [0, start]
+    driver.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("num_steps", range(1, 7))
-def test_whoever_relied_on_scores_that_were_cancelled_computes_them(num_steps):
-    """A plain prompt has all the KV; of three scored ones in steps of 6, the first is cancelled amid its steps."""
+def test_prompt_logprobs_that_a_cancelled_request_should_have_computed_are_computed(num_steps):
+    """A plain prompt has cached all KV. Of three requests for prompt logprobs, the first is cancelled in prefill."""
     options = make_options(60, PAGE_SIZE, max_tokens_per_forward=6, max_seqs_per_forward=6, max_steps_ahead=1)
     plain, *with_logprobs = make_requests([Shape(0, 40, 1 + number, 1, 3) for number in range(4)], options.limits)
     with_logprobs = [with_prompt_logprobs(request) for request in with_logprobs]
-    bench = Bench(options)
-    bench.turn([plain])
-    bench.run_until_idle()
-    bench.turn(with_logprobs)
+    driver = EngineDriver(options)
+    driver.step([plain])
+    driver.run_until_idle()
+    driver.step(with_logprobs)
     for _ in range(num_steps - 1):
-        bench.turn([], 1)
-    assert [sequence.phase for sequence in bench.running()] == [Phase.PREFILL] * 3
-    bench.turn([CancelRequest("r1")])
-    bench.run_until_idle()
-    starts = bench.worker.first_positions
+        driver.step([], 1)
+    assert [sequence.phase for sequence in driver.running()] == [Phase.PREFILL] * 3
+    driver.step([CancelRequest("r1")])
+    driver.run_until_idle()
+    starts = driver.worker.first_positions
     assert (starts[1, 0], starts[2, 0], starts[3, 0]) == (0, max(0, 6 * num_steps // PAGE_SIZE * PAGE_SIZE - 1), 39)
-    assert_equals_simulation(bench.deltas, [plain, *with_logprobs])
-    bench.assert_nothing_is_left()
+    assert_equals_simulation(driver.deltas, [plain, *with_logprobs])
+    driver.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("stop_strings", [(), ("a",)])
-def test_where_no_token_is_wanted_none_comes(is_streamed, stop_strings):
-    bench = Bench(make_options(40, deferred_tasks="always", early_stopping=LengthPredictorOptions()))
+def test_a_request_for_no_tokens_gets_none(is_streamed, stop_strings):
+    driver = EngineDriver(make_options(40, deferred_tasks="always", early_stopping=LengthPredictorOptions()))
     request = make_request(1, 21, 3, 0, stop_strings, want_logprobs=True)
     request = dataclasses.replace(
         with_prompt_logprobs(request, 2), is_streamed=is_streamed, num_top_logprobs=2, min_tokens=0
     )
-    bench.turn([request])
-    bench.run_until_idle()
-    assert len(bench.deltas) == 3
-    assert all((delta.token_ids, delta.logprobs, delta.finish_reason) == ([], [], "length") for delta in bench.deltas)
-    assert_equals_simulation(bench.deltas, [request])
-    assert bench.state.stats().total_generation_tokens == 0
-    assert bench.state.lengths is not None
-    assert bench.state.lengths.num_recorded == 0, "it says nothing of completions"
-    bench.assert_nothing_is_left()
+    driver.step([request])
+    driver.run_until_idle()
+    assert len(driver.deltas) == 3
+    assert all((delta.token_ids, delta.logprobs, delta.finish_reason) == ([], [], "length") for delta in driver.deltas)
+    assert_equals_simulation(driver.deltas, [request])
+    assert driver.state.stats().total_generation_tokens == 0
+    assert driver.state.lengths is not None
+    assert driver.state.lengths.num_recorded == 0, "it says nothing of completions"
+    driver.assert_nothing_is_left()
 
 
-def test_more_likeliest_tokens_in_a_large_pool_hold_nobody_up():
+def test_asking_for_more_top_logprobs_touches_no_memory_of_a_large_pool():
     """No memory is touched for them, as zeroing or copying would: it would take seconds."""
 
     def resident_bytes() -> int:

@@ -16,14 +16,14 @@ def follow():
     compiled_grammar = threads.compile(grammar)
     grammar_matchers = [compiled_grammar.begin(False) for _ in range(3)]
     for _ in range(4):
-        for matching in grammar_matchers:
-            matching.token_ids.append(TOKEN_BYTES.index(b"a"))
+        for matcher in grammar_matchers:
+            matcher.token_ids.append(TOKEN_BYTES.index(b"a"))
         threads.advance(grammar_matchers)
-    print([matching.error for matching in grammar_matchers])
+    print([matcher.error for matcher in grammar_matchers])
 
-lane = JobThread("deep")
-lane(follow)
-lane.close(60)
+thread = JobThread("deep")
+thread(follow)
+thread.close(60)
 """
 
 

@@ -1,4 +1,4 @@
-"""Likeliest tokens come with the tokens at whose places they were, whatever becomes of their sequence."""
+"""Likeliest tokens come with the tokens of their position, whatever becomes of their sequence."""
 
 import dataclasses
 
@@ -6,20 +6,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.manager.helpers.engine_driver import Bench, EndsNext, Shape, make_options, make_requests
-from tests.manager.helpers.fake_worker import likeliest, make_request, simulate
+from tests.manager.helpers.engine_driver import EndsNext, EngineDriver, make_options
+from tests.manager.helpers.requests import make_request, make_requests
+from tests.manager.helpers.simulation import most_likely, simulate
+from tests.manager.helpers.strategies import random_shape
 from tokasaurus.messages.generation import CancelRequest, SequenceDelta, TopLogprobs
 
-SHAPES = st.builds(
-    Shape,
-    prefix=st.integers(0, 2),
-    num_shared=st.integers(0, 12),
-    num_fresh=st.integers(1, 8),
-    num_sequences=st.integers(1, 3),
-    max_new_tokens=st.integers(1, 24),
-    stop_strings=st.sampled_from([(), (), ("ab",), ("é", "gf")]),
-    ignore_eos=st.booleans(),
-    want_logprobs=st.just(True),
+SHAPES = random_shape(
+    stop_strings=st.sampled_from([(), (), ("ab",), ("é", "gf")]), ignore_eos=st.booleans(), want_logprobs=st.just(True)
 )
 
 
@@ -40,7 +34,7 @@ def joined_top(deltas: list[SequenceDelta]) -> TopLogprobs | None:
     st.sampled_from(["always", "deferred"]),
     st.integers(0, 1000),
 )
-def test_top_is_that_of_each_token_streamed_or_not_and_put_back_or_not(shapes, mode, seed):
+def test_each_token_has_its_top_logprobs_streamed_or_not_and_preempted_or_not(shapes, mode, seed):
     options = make_options(20, deferred_tasks=mode)
     requests = [
         dataclasses.replace(request, is_streamed=is_streamed, num_top_logprobs=num_top)
@@ -48,36 +42,36 @@ def test_top_is_that_of_each_token_streamed_or_not_and_put_back_or_not(shapes, m
             make_requests([shape for shape, _, _ in shapes], options.limits), shapes, strict=True
         )
     ]
-    bench = Bench(options, forecast=EndsNext())
-    bench.rng.seed(seed)
-    bench.run(requests)
+    driver = EngineDriver(options, forecast=EndsNext())
+    driver.rng.seed(seed)
+    driver.run(requests)
     for request in requests:
         for index in range(request.num_sequences):
-            own = [d for d in bench.deltas if (d.request_id, d.sequence_index) == (request.request_id, index)]
+            own = [d for d in driver.deltas if (d.request_id, d.sequence_index) == (request.request_id, index)]
             top = joined_top(own)
             token_ids, logprobs, _ = simulate(request, index)
             if request.num_top_logprobs == 0:
                 assert top is None
                 continue
             assert top is not None
-            expected = likeliest(token_ids, logprobs, request.num_top_logprobs)
+            expected = most_likely(token_ids, logprobs, request.num_top_logprobs)
             assert top.token_ids.tolist() == expected.token_ids.tolist()
             assert top.logprobs.tolist() == expected.logprobs.tolist()
             assert (top.token_ids.dtype, top.logprobs.dtype) == (np.int32, np.float32)
 
 
-def test_what_comes_for_a_cancelled_sequence_goes_to_none_that_has_its_slot_next():
+def test_results_of_a_cancelled_sequence_do_not_reach_the_next_owner_of_its_slot():
     first, second = (
         dataclasses.replace(make_request(n, 5, 1, 30, ignore_eos=True, want_logprobs=True), num_top_logprobs=2)
         for n in (1, 2)
     )
-    bench = Bench(make_options(200, max_seqs_per_forward=1), (0.01,))
-    bench.turn([first, second])
+    driver = EngineDriver(make_options(200, max_seqs_per_forward=1), (0.01,))
+    driver.step([first, second])
     for _ in range(5):
-        bench.turn([], 1)
-    bench.turn([CancelRequest("r1")])
-    bench.run_until_idle()
-    (delta,) = bench.deltas
+        driver.step([], 1)
+    driver.step([CancelRequest("r1")])
+    driver.run_until_idle()
+    (delta,) = driver.deltas
     assert delta.top is not None
     token_ids, logprobs, _ = simulate(second, 0)
-    assert delta.top.token_ids.tolist() == likeliest(token_ids, logprobs, 2).token_ids.tolist()
+    assert delta.top.token_ids.tolist() == most_likely(token_ids, logprobs, 2).token_ids.tolist()

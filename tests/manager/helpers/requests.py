@@ -1,0 +1,98 @@
+"""Requests for the engine: one by number, or many of random shapes."""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.manager.helpers.fake_grammars import VOCAB_SIZE
+from tests.manager.helpers.simulation import simulate
+from tokasaurus.messages.generation import GenerateRequest, SamplingParams
+from tokasaurus.messages.lifecycle import EngineLimits
+
+
+def make_request(
+    number: int,
+    num_prompt_tokens: int = 5,
+    num_sequences: int = 1,
+    max_new_tokens: int = 8,
+    stop_strings: tuple[str, ...] = (),
+    ignore_eos: bool = False,
+    want_logprobs: bool = False,
+) -> GenerateRequest:
+    """The request r<number>, whose seed is its number."""
+    prompt_ids = np.random.default_rng(number).integers(0, VOCAB_SIZE, num_prompt_tokens).astype(np.int32)
+    sampling = SamplingParams(temperature=1.0, top_p=1.0, seed=number)
+    return GenerateRequest(
+        f"r{number}", prompt_ids, num_sequences, max_new_tokens, sampling, stop_strings, ignore_eos, want_logprobs
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a random request is made of.
+
+    prefix: its prompt begins with `num_shared` tokens of one of a few long texts; or, if negative, with the prompt and
+    the completion of the request so many before it, cut to that length, as the next message of a conversation does.
+    prompt_top: number of top-k prompt logprobs, None for no prompt logprobs.
+    """
+
+    prefix: int
+    num_shared: int
+    num_fresh: int
+    num_sequences: int
+    max_new_tokens: int
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = True
+    want_logprobs: bool = False
+    cache_salt: str = ""
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    prompt_top: int | None = None
+    grammar: str = ""
+
+
+def make_requests(shapes: Iterable[Shape], limits: EngineLimits) -> list[GenerateRequest]:
+    """r0, r1, ... with seeds 0, 1, ...; prompts are cut to what fits."""
+    requests: list[GenerateRequest] = []
+    for number, shape in enumerate(shapes):
+        if shape.prefix < 0 and requests:
+            before = requests[max(0, number + shape.prefix)]
+            text = [*before.prompt_ids.tolist(), *simulate(before, 0)[0]]
+        else:
+            text = np.random.default_rng([shape.prefix + 100, 7]).integers(0, VOCAB_SIZE, 200).tolist()
+        fresh = np.random.default_rng([number, 9]).integers(0, VOCAB_SIZE, shape.num_fresh).tolist()
+        most = limits.max_tokens_per_sequence - shape.max_new_tokens
+        prompt_ids = [*text[: shape.num_shared], *fresh][:most] or [1]
+        request = make_request(
+            number,
+            1,
+            shape.num_sequences,
+            shape.max_new_tokens,
+            shape.stop_strings,
+            shape.ignore_eos,
+            shape.want_logprobs,
+        )
+        requests.append(
+            dataclasses.replace(
+                request,
+                prompt_ids=np.array(prompt_ids, np.int32),
+                cache_salt=shape.cache_salt,
+                stop_token_ids=shape.stop_token_ids,
+                min_tokens=min(shape.min_tokens, shape.max_new_tokens),
+                want_prompt_logprobs=shape.prompt_top is not None,
+                num_top_prompt_logprobs=shape.prompt_top or 0,
+                grammar=shape.grammar,
+            )
+        )
+    return requests
+
+
+def sequence_keys(requests: Iterable[GenerateRequest]) -> list[tuple[int, int]]:
+    """(seed, sample index) of every sequence, in order of arrival: how the fake worker names them."""
+    return [(request.sampling.seed, index) for request in requests for index in range(request.num_sequences)]
+
+
+def streamed(request: GenerateRequest) -> GenerateRequest:
+    return dataclasses.replace(request, is_streamed=True)

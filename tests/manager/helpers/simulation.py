@@ -1,0 +1,108 @@
+"""The slow truth about what sequences come to, token by token and without batches, blocks or steps."""
+
+import dataclasses
+import zlib
+from collections.abc import Collection, Container, Iterable
+
+import numpy as np
+
+from tests.manager.helpers.fake_grammars import EOS_ID, TOKEN_BYTES, VOCAB_SIZE, allowed_tokens
+from tests.manager.helpers.fake_prompt_logprobs import assert_prompt_logprobs_are_true
+from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta, TopLogprobs
+
+
+def decode_text(token_ids: list[int]) -> str:
+    """Tokens of several characters, and characters of several tokens; eos has no text."""
+    return b"".join(TOKEN_BYTES[token_id] for token_id in token_ids).decode("utf-8", "replace")
+
+
+def draw(
+    context: list[int],
+    seed: int,
+    sample_index: int,
+    forbidden: Container[int] = (),
+    allowed: Collection[int] = range(VOCAB_SIZE),
+) -> tuple[int, float]:
+    """The token that follows `context`, and its pretended log-probability. One in 48 is eos. One of those allowed,
+    even where all of them are forbidden."""
+    if all(token_id in forbidden for token_id in allowed):
+        forbidden = ()
+    number = zlib.crc32(np.array([seed, sample_index, *context], np.uint64).tobytes())
+    token_id = number % VOCAB_SIZE
+    if token_id == EOS_ID and number // VOCAB_SIZE % 4:
+        token_id = 1 + number // 1024 % (VOCAB_SIZE - 1)
+    while token_id in forbidden or token_id not in allowed:
+        token_id = (token_id + 1) % VOCAB_SIZE
+    return token_id, -(number % 1024) / 1024
+
+
+def most_likely(token_ids: list[int], logprobs: list[float], count: int) -> TopLogprobs:
+    """The pretended most likely tokens at each position; the first of them is the token drawn."""
+    shape = len(token_ids), 1
+    ids = (np.array(token_ids, np.int32).reshape(shape) + np.arange(count, dtype=np.int32)) % VOCAB_SIZE
+    values = np.array(logprobs, np.float32).reshape(shape) - np.arange(count, dtype=np.float32)
+    return TopLogprobs(ids.astype(np.int32), values)
+
+
+def simulate(request: GenerateRequest, index: int) -> tuple[list[int], list[float], FinishReason]:
+    """What one sequence must come to, token by token and without batches, blocks or steps."""
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    if request.max_new_tokens == 0:
+        return token_ids, logprobs, "length"
+    while True:
+        context = [*request.prompt_ids.tolist(), *token_ids]
+        enders = {*request.stop_token_ids, *([] if request.ignore_eos else [EOS_ID])}
+        forbidden = enders if len(token_ids) < request.min_tokens else ()
+        grammar, allowed = request.grammar, set(range(VOCAB_SIZE))
+        if grammar:
+            allowed = allowed_tokens(grammar, token_ids, request.ignore_eos)
+        token_id, logprob = draw(context, request.sampling.seed, index, forbidden, allowed)
+        token_ids.append(token_id)
+        logprobs.append(logprob)
+        if token_id in enders or (grammar and token_id == EOS_ID):
+            return token_ids, logprobs, "stop"
+        text, exempt_text = decode_text(token_ids), decode_text(token_ids[: request.min_tokens])
+        occurrences = [(start, stop) for stop in request.stop_strings for start in range(len(text))]
+        if any(text.startswith(stop, start) and start + len(stop) > len(exempt_text) for start, stop in occurrences):
+            return token_ids, logprobs, "stop"
+        if grammar and allowed_tokens(grammar, token_ids, request.ignore_eos) <= {EOS_ID}:
+            return token_ids, logprobs, "stop"
+        if len(token_ids) == request.max_new_tokens:
+            return token_ids, logprobs, "length"
+
+
+def assert_equals_simulation(deltas: list[SequenceDelta], requests: list[GenerateRequest]) -> None:
+    """`deltas` are the true ones of distinct sequences of `requests`."""
+    by_id = {request.request_id: request for request in requests}
+    assert len({(delta.request_id, delta.sequence_index) for delta in deltas}) == len(deltas)
+    for delta in deltas:
+        request = by_id[delta.request_id]
+        token_ids, logprobs, finish_reason = simulate(request, delta.sequence_index)
+        assert (delta.token_ids, delta.finish_reason) == (token_ids, finish_reason)
+        assert delta.logprobs == (logprobs if request.want_logprobs else None)
+        assert (delta.prompt_logprobs is not None) == (request.want_prompt_logprobs and delta.sequence_index == 0)
+        if delta.prompt_logprobs is not None:
+            assert_prompt_logprobs_are_true(
+                delta.prompt_logprobs, request.prompt_ids.tolist(), request.num_top_prompt_logprobs
+            )
+
+
+def join(deltas: Iterable[SequenceDelta]) -> list[SequenceDelta]:
+    """One delta per sequence, as if none had been streamed. Nothing may follow a last delta."""
+    joined: dict[tuple[str, int], SequenceDelta] = {}
+    for delta in deltas:
+        before = joined.get((delta.request_id, delta.sequence_index))
+        if before is not None:
+            assert before.finish_reason is None, "a delta after the last"
+            logprobs = None if delta.logprobs is None else [*(before.logprobs or []), *delta.logprobs]
+            assert delta.prompt_logprobs is None, "not on the first delta"
+            delta = dataclasses.replace(
+                delta,
+                token_ids=before.token_ids + delta.token_ids,
+                logprobs=logprobs,
+                prompt_logprobs=before.prompt_logprobs,
+            )
+        assert delta.logprobs is None or len(delta.logprobs) == len(delta.token_ids)
+        joined[delta.request_id, delta.sequence_index] = delta
+    return list(joined.values())

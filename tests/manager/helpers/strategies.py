@@ -1,0 +1,90 @@
+"""Random requests and engine options for hypothesis, shared by tests of the engine."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.manager.helpers.engine_driver import NEVER_LEARNS, make_options
+from tests.manager.helpers.fake_grammars import VOCAB_SIZE
+from tests.manager.helpers.requests import Shape
+from tests.manager.helpers.simulation import decode_text
+from tokasaurus.manager.state.engine_state import HydragenOptions, LengthPredictorOptions
+from tokasaurus.text.stop_strings import StopTokens
+
+STOP_TOKENS = StopTokens([decode_text([token_id]) for token_id in range(VOCAB_SIZE)])
+STOP_STRINGS = [(), (), ("ab",), ("éa", "cc"), ("abc", "bcab", "é"), ("abababab", "b")]
+CACHE_SALTS = ["", "", "", "x"]
+
+
+def random_shape(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Shape]:
+    """Random shapes. fields: strategies for fields that differ from the defaults below, or from Shape's defaults."""
+    defaults = {
+        "prefix": st.integers(-2, 1),
+        "num_shared": st.integers(0, 24),
+        "num_fresh": st.integers(0, 8),
+        "num_sequences": st.integers(1, 4),
+        "max_new_tokens": st.integers(1, 24),
+    }
+    return st.builds(Shape, **(defaults | fields))
+
+
+varied_fields = {
+    "prefix": st.integers(-3, 2),
+    "want_logprobs": st.booleans(),
+    "cache_salt": st.sampled_from(["", "", "x"]),
+    "stop_token_ids": st.sampled_from([(), (), (3,), (9, 2, 5)]),
+    "min_tokens": st.sampled_from([0, 0, 1, 6, 30]),
+    "prompt_top": st.sampled_from([None, None, None, 0, 2, 5]),
+}
+varied_options = {
+    "max_steps_ahead": st.sampled_from([1, 2, 3, 8]),
+    "prefill_multiple": st.sampled_from([None, 1, 4]),
+    "onboard_batch_size": st.sampled_from([None, 1, 2, 128]),
+    "deferred_tasks": st.sampled_from([None, "always", "deferred"]),
+    "stop_tokens": st.sampled_from([None, STOP_TOKENS]),
+    "hydragen": st.sampled_from([None, HydragenOptions(2, 1), HydragenOptions(3, 2)]),
+}
+
+shapes_strategy = st.lists(
+    random_shape(
+        num_shared=st.integers(0, 40),
+        num_fresh=st.integers(0, 12),
+        stop_strings=st.sampled_from(STOP_STRINGS),
+        ignore_eos=st.booleans(),
+        **varied_fields,
+    ),
+    min_size=1,
+    max_size=10,
+)
+options_strategy = st.builds(
+    make_options,
+    num_blocks=st.integers(16, 60),
+    page_size=st.sampled_from([4, 7]),
+    max_tokens_per_forward=st.integers(1, 40),
+    max_seqs_per_forward=st.integers(1, 12),
+    early_stopping=st.sampled_from([None, NEVER_LEARNS, LengthPredictorOptions(initial_wait=2)]),
+    target_utilization=st.sampled_from([1.0, 0.5]),
+    **varied_options,
+)
+
+# Many long sequences in few blocks: with a forecast of EndsNext, preemption is constant.
+crowding_shapes_strategy = st.lists(
+    random_shape(
+        num_sequences=st.integers(2, 4),
+        max_new_tokens=st.integers(8, 36),
+        stop_strings=st.sampled_from([(), *STOP_STRINGS]),
+        ignore_eos=st.just(False),
+        **varied_fields,
+    ),
+    min_size=3,
+    max_size=8,
+)
+crowded_options_strategy = st.builds(
+    make_options,
+    num_blocks=st.integers(14, 24),
+    page_size=st.sampled_from([4, 5]),
+    max_tokens_per_forward=st.integers(8, 60),
+    max_seqs_per_forward=st.integers(4, 16),
+    early_stopping=st.just(NEVER_LEARNS),
+    **varied_options,
+)
