@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.processes import assert_all_end
+
 LAUNCHER = """
 import sys
 from tokasaurus.config import parse_server_config
@@ -112,21 +114,6 @@ def launch(model_directory: Path):
     yield start
     for launcher in launchers:
         launcher.end()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"  # a zombie of a dead parent waits for init alone
-
-
-def assert_all_end(pids: list[int], within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while left := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline, f"still running: {left}"
-        time.sleep(0.02)
 
 
 CHILDREN = {"toka-server": "server", "toka-manager": "manager", "toka-worker-0": "model worker (rank 0)"}

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from benchmarks import multiple_choice
 from benchmarks.multiple_choice import Target, choose, count_distinct, make_questions, measure
 from tests.helpers.tiny_model import save_tiny_model
-from tests.server.conftest import http_server
+from tests.server.helpers.live_server import http_server
 
 Change = Callable[[list[float | None]], list[float | None]]
 

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import server_cpu
 from tests.server import conftest as fixtures
-from tests.server.conftest import LiveServer, live_server
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
+from tests.server.helpers.live_server import LiveServer, live_server
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.served_model import ServedModel
 

@@ -10,17 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.helpers.fake_hub import COMMIT, FakeHub, serve_repository
+from tests.checkpoint.helpers.fake_hub import COMMIT, CONFIG, FakeHub, serve_repository
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "intermediate_size": 96,
-    "vocab_size": 100,
-    "max_position_embeddings": 64,
-}
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 FILES = {
     "config.json": json.dumps(CONFIG).encode(),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.test_hub import CONFIG
+from tests.checkpoint.helpers.fake_hub import CONFIG
 from tokasaurus.checkpoint import CheckpointError, read_model_info, resolve_checkpoint
 
 

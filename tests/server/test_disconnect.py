@@ -1,7 +1,6 @@
 import asyncio
 import socket
 import threading
-import time
 from urllib.parse import urlsplit
 
 import httpx
@@ -9,22 +8,10 @@ import openai
 import orjson
 import pytest
 
-from tests.server.conftest import LiveServer
-from tests.server.helpers.fake_engine import Reply, echo
-from tokasaurus.messages.generation import GenerateRequest
+from tests.server.helpers.fake_engine import echo, never
+from tests.server.helpers.live_server import LiveServer, wait_until_clean
 from tokasaurus.server.disconnect import run_while_connected
 from tokasaurus.server.errors import ClientGone
-
-
-def never(_request: GenerateRequest, _index: int) -> Reply | None:
-    return None
-
-
-def wait_until_clean(server: LiveServer) -> None:
-    deadline = time.monotonic() + 10
-    while server.client.num_pending_requests > 0:
-        assert time.monotonic() < deadline, "state left behind"
-        time.sleep(0.01)
 
 
 def test_closed_connection_cancels_every_request_of_its_body(server: LiveServer) -> None:

@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.server.conftest import LiveServer
+from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS
+from tests.server.helpers.live_server import LiveServer
+from tokasaurus.server.protocol.chat import ChatCompletionRequest
+from tokasaurus.server.protocol.completions import CompletionRequest
 
 schemathesis = pytest.importorskip("schemathesis")
 openapi_checks = pytest.importorskip("schemathesis.specs.openapi.checks")
@@ -79,3 +82,18 @@ def test_every_answer_is_declared_and_none_is_a_fault(page: Any, method: str, pa
         case.call_and_validate(checks=CHECKS)
 
     ask()
+
+
+def test_openapi_page_shows_bodies_and_errors(shared_server: LiveServer) -> None:
+    page = shared_server.http.get("/openapi.json").json()
+    for route, model in ((COMPLETIONS, CompletionRequest), (CHAT, ChatCompletionRequest)):
+        operation = page["paths"][route]["post"]
+        reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        schema = page["components"]["schemas"][reference.rpartition("/")[2]]
+        assert set(schema["properties"]) == set(model.model_fields)
+        assert {"type": "string", "minLength": 1, "maxLength": 1024} in schema["properties"]["cache_salt"]["anyOf"]
+        assert "cache_salt" not in schema["required"]
+        assert set(operation["responses"]) == {"200", "400", "401", "404", "413", "415", "429", "500", "503"}
+        for name in ("n", "temperature", "stream", "cache_salt", "stop"):
+            assert {"type": "null"} in schema["properties"][name]["anyOf"]
+    assert "401" not in page["paths"]["/health"]["get"]["responses"]

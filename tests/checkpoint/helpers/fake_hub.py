@@ -74,3 +74,14 @@ def serve_repository(repo_id: str, files: dict[str, bytes]) -> Iterator[FakeHub]
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}

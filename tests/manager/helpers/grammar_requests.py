@@ -27,3 +27,10 @@ def make_driver(**changed) -> EngineDriver:
     driver = EngineDriver(make_options(200, max_seqs_per_forward=16, **changed), (0.01,), vocabulary=VOCABULARY)
     driver.job_rate = 1.0
     return driver
+
+
+class Ignored(dict):
+    """Requests whose masks are not compared."""
+
+    def update(self, *_arguments):
+        pass

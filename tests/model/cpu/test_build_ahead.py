@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_launch import assert_all_end
+from tests.helpers.processes import assert_all_end
 from tokasaurus.config import parse_server_config
 from tokasaurus.model.cpu import build
 from tokasaurus.model.cpu.build_ahead import kernels_built_ahead

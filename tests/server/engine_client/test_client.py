@@ -1,57 +1,12 @@
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
 
-import numpy as np
 import pytest
-import uvloop
 
+from tests.server.helpers.client_driver import make_request, run_with, until
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
-from tokasaurus.messages.generation import GenerateRequest, SamplingParams, SequenceDelta
+from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
 from tokasaurus.server.engine_client.client import EngineClient, _PendingRequest
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    engine = FakeEngine()
-    yield engine
-    engine.stop()
-
-
-def make_request(request_id: str, prompt_ids: list[int], num_sequences: int = 1) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=request_id,
-        prompt_ids=np.array(prompt_ids, dtype=np.int32),
-        num_sequences=num_sequences,
-        max_new_tokens=100,
-        sampling=SamplingParams(1.0, 1.0, 0),
-        stop_strings=(),
-        ignore_eos=False,
-        want_logprobs=True,
-    )
-
-
-def run_with(engines: list[FakeEngine], use: Callable[[EngineClient], Awaitable[None]]) -> None:
-    """`use` a client on an event loop as the server has it; afterwards nothing may be left in it."""
-    ready = asyncio.Event()
-    client = EngineClient(
-        [engine.request_channel for engine in engines], [engine.update_channel for engine in engines], ready.set
-    )
-
-    async def main() -> None:
-        with client.listening():
-            for engine in engines:
-                engine.start()
-            await asyncio.wait_for(ready.wait(), 10)
-            await asyncio.wait_for(use(client), 20)
-
-    uvloop.run(main())
-    assert client.num_pending_requests == 0
-    assert client._num_unfinished_sequences == [0] * len(engines)
-
-
-async def until(engine: FakeEngine, condition: Callable[[FakeEngine], bool]) -> None:
-    await asyncio.to_thread(engine.wait_until, condition)
 
 
 def test_sequences_come_back_by_request_and_index(engine: FakeEngine) -> None:

@@ -1,23 +1,16 @@
-"""Sequences that are followed while they grow, against those that are awaited."""
+"""Streams of deltas against answers that are awaited whole."""
 
 import asyncio
-from collections.abc import Iterator
+import dataclasses
 from dataclasses import replace
 
 import pytest
 
-from tests.server.engine_client.test_client import make_request, run_with, until
-from tests.server.helpers.fake_engine import FakeEngine, Reply
-from tokasaurus.messages.generation import GenerateRequest
+from tests.server.helpers.client_driver import make_request, run_with, until
+from tests.server.helpers.fake_engine import FakeEngine, Reply, prompt_logprobs
+from tokasaurus.messages.generation import GenerateRequest, PromptLogprobs
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.collectors import FinishedSequence
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    engine = FakeEngine()
-    yield engine
-    engine.stop()
 
 
 def streamed(request: GenerateRequest) -> GenerateRequest:
@@ -40,8 +33,8 @@ async def follow(
         while deltas := await collector.read():
             for request_index, delta in deltas:
                 sequences[request_index][delta.sequence_index].append(delta)
-            places = [(request_index, delta.sequence_index) for request_index, delta in deltas]
-            assert len(set(places)) == len(places), "one delta of each sequence"
+            keys = [(request_index, delta.sequence_index) for request_index, delta in deltas]
+            assert len(set(keys)) == len(keys), "one delta of each sequence"
             await asyncio.sleep(pause_s)
         assert await collector.read() == []
     return sequences
@@ -49,7 +42,7 @@ async def follow(
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.02])
 @pytest.mark.parametrize("delta_size", [1, 7, 1000])
-def test_what_is_read_adds_up_to_what_is_awaited(engine: FakeEngine, delta_size: int, pause_s: float) -> None:
+def test_deltas_of_a_stream_add_up_to_the_whole_answer(engine: FakeEngine, delta_size: int, pause_s: float) -> None:
     engine.script = count_up
     engine.delta_size = delta_size
 
@@ -62,7 +55,7 @@ def test_what_is_read_adds_up_to_what_is_awaited(engine: FakeEngine, delta_size:
     assert engine.cancelled == []
 
 
-def test_many_followers_and_waiters_each_get_their_own(engine: FakeEngine) -> None:
+def test_many_streams_and_whole_answers_each_get_their_own_tokens(engine: FakeEngine) -> None:
     engine.script = count_up
 
     async def use(client: EngineClient) -> None:
@@ -79,7 +72,7 @@ def test_many_followers_and_waiters_each_get_their_own(engine: FakeEngine) -> No
     run_with([engine], use)
 
 
-def test_a_follower_who_leaves_cancels_what_is_unfinished_and_nothing_else(engine: FakeEngine) -> None:
+def test_leaving_a_stream_cancels_its_unfinished_requests_alone(engine: FakeEngine) -> None:
     def script(request: GenerateRequest, index: int) -> Reply:
         return Reply([1, 2], finish_reason=None if request.request_id == "endless" and index == 1 else "stop")
 
@@ -99,7 +92,7 @@ def test_a_follower_who_leaves_cancels_what_is_unfinished_and_nothing_else(engin
     assert engine.cancelled == ["endless"]
 
 
-def test_a_follower_who_is_cancelled_while_it_waits_cancels(engine: FakeEngine) -> None:
+def test_a_stream_cancelled_while_it_waits_cancels_its_request(engine: FakeEngine) -> None:
     engine.script = lambda _request, _index: None
 
     async def use(client: EngineClient) -> None:
@@ -111,3 +104,23 @@ def test_a_follower_who_is_cancelled_while_it_waits_cancels(engine: FakeEngine) 
         await until(engine, lambda engine: engine.cancelled == ["a"])
 
     run_with([engine], use)
+
+
+def test_a_slow_reader_of_a_stream_gets_prompt_logprobs_once(engine: FakeEngine) -> None:
+    engine.delta_size, engine.pause_s = 2, 0.01
+    request = dataclasses.replace(
+        make_request("a", [5, 6, 7, 8, 9], 2), is_streamed=True, want_prompt_logprobs=True, num_top_prompt_logprobs=2
+    )
+    found: list[PromptLogprobs | None] = []
+
+    async def use(client: EngineClient) -> None:
+        with client.stream([request]) as collector:
+            await until(engine, lambda engine: len(engine.requests) == 1)
+            await asyncio.sleep(0.1)  # all of it has come by then
+            found.extend(delta.prompt_logprobs for _, delta in await collector.read())
+
+    run_with([engine], use)
+    (computed,) = [part for part in found if part is not None]
+    expected = prompt_logprobs(request)
+    assert computed.ranks.tolist() == expected.ranks.tolist()
+    assert len(found) == 2

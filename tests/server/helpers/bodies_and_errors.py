@@ -1,4 +1,4 @@
-"""Small bodies for the routes that generate, and what answers to wrong ones have in common."""
+"""Small bodies for the routes that generate, and checks of error answers."""
 
 import json
 import time
@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import orjson
 
-from tests.server.conftest import LiveServer
+from tests.server.helpers.live_server import LiveServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

@@ -50,16 +50,18 @@ def echo(request: GenerateRequest, _sequence_index: int) -> Reply:
 
 
 def prompt_logprobs(request: GenerateRequest) -> PromptLogprobs:
-    """The token at place p has rank 1 + p % 7, the others of the likeliest are 97, 98, ...; the log-probability of
-    rank r is -r / 2."""
+    """The token at position p has rank 1 + p % 7; the other most likely tokens are 97, 98, ...
+
+    The logprob of rank r is -r / 2.
+    """
     num_tokens, count = len(request.prompt_ids), request.num_top_prompt_logprobs
     ranks = np.arange(num_tokens, dtype=np.int32) % 7 + 1
     top = TopLogprobs(np.zeros((num_tokens, count), np.int32), np.full((num_tokens, count), np.nan, np.float32))
-    for place in range(1, num_tokens):
-        likeliest = [token_id for token_id in range(97, 98 + count) if token_id != request.prompt_ids[place]]
-        likeliest.insert(ranks[place] - 1, int(request.prompt_ids[place]))
-        top.token_ids[place] = likeliest[:count]
-        top.logprobs[place] = -0.5 * np.arange(1, count + 1)
+    for position in range(1, num_tokens):
+        most_likely = [token_id for token_id in range(97, 98 + count) if token_id != request.prompt_ids[position]]
+        most_likely.insert(ranks[position] - 1, int(request.prompt_ids[position]))
+        top.token_ids[position] = most_likely[:count]
+        top.logprobs[position] = -0.5 * np.arange(1, count + 1)
     logprobs = (-0.5 * ranks).astype(np.float32)
     ranks[0], logprobs[0] = 0, np.nan
     return PromptLogprobs(logprobs, ranks, top if count else None)
@@ -166,3 +168,7 @@ class FakeEngine:
             error=delta.error if end >= len(delta.token_ids) else "",
             prompt_logprobs=delta.prompt_logprobs if number == 0 else None,
         )
+
+
+def never(_request: GenerateRequest, _index: int) -> Reply | None:
+    return None

@@ -11,10 +11,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.chat_completion import Choice
 
 from tests.helpers.small_tokenizer import IM_END
-from tests.server.conftest import LiveServer, live_server
 from tests.server.helpers.fake_engine import FakeEngine, Reply, Script
+from tests.server.helpers.live_server import LiveServer, live_server
+from tests.server.helpers.openai_client import assert_exactly_openai_shaped, assert_no_extra_fields, sync_client
 from tests.server.helpers.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, OWN_WAY_TEMPLATE, save_tokenizer_with
-from tests.server.http.test_openai_client import assert_exactly_openai_shaped, assert_no_extra_fields, sync_client
 from tokasaurus.messages.generation import FinishReason, GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.server.served_model import ServedModel
@@ -101,18 +101,18 @@ def joined(chunks: list[ChatCompletionChunk], index: int) -> dict[str, Any]:
         message["role"] = message["role"] or choice.delta.role
         if choice.delta.content is not None:
             message["content"] = (message["content"] or "") + choice.delta.content
-        for piece in choice.delta.tool_calls or []:
+        for fragment in choice.delta.tool_calls or []:
             calls = message["tool_calls"] = message["tool_calls"] or []
-            if piece.id is not None:
-                assert piece.index == len(calls)
-                assert piece.function is not None
-                assert piece.function.arguments == ""
-                calls.append({"function": {"arguments": "", "name": piece.function.name}, "type": piece.type})
-                ids.add(piece.id)
-            assert piece.function is not None
-            calls[piece.index]["function"]["arguments"] += piece.function.arguments
+            if fragment.id is not None:
+                assert fragment.index == len(calls)
+                assert fragment.function is not None
+                assert fragment.function.arguments == ""
+                calls.append({"function": {"arguments": "", "name": fragment.function.name}, "type": fragment.type})
+                ids.add(fragment.id)
+            assert fragment.function is not None
+            calls[fragment.index]["function"]["arguments"] += fragment.function.arguments
         if choice.logprobs is not None:
             logprobs = (logprobs or []) + json.loads(choice.logprobs.model_dump_json())["content"]
     assert len(ids) == len(message["tool_calls"] or [])
-    scores = None if logprobs is None else {"content": logprobs, "refusal": None}
-    return {"finish_reason": finish_reason, "logprobs": scores, "message": message}
+    content = None if logprobs is None else {"content": logprobs, "refusal": None}
+    return {"finish_reason": finish_reason, "logprobs": content, "message": message}

@@ -1,14 +1,13 @@
-"""A sequence that the engine gives up fails the whole answer, as the request's fault: nothing is shown as if it were
-finished."""
+"""A sequence that ends with an error fails the whole answer with status 400: no part is shown as finished."""
 
 from typing import Any
 
 import orjson
 import pytest
 
-from tests.server.conftest import LiveServer
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tests.server.helpers.fake_engine import Reply
+from tests.server.helpers.live_server import LiveServer
 from tokasaurus.messages.generation import GenerateRequest
 
 TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required", "max_tokens": 100}
@@ -20,17 +19,17 @@ GRAMMARS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def give_one_up(_request: GenerateRequest, index: int) -> Reply:
+def fail_one(_request: GenerateRequest, index: int) -> Reply:
     if index == 1:
         return Reply([65, 66, 67], None, "stop", error="too much work")
     return Reply([65, 66], None, None)  # still at work
 
 
 @pytest.mark.parametrize(("route", "grammar", "param"), GRAMMARS)
-def test_a_sequence_that_is_given_up_is_a_400_naming_its_grammar(
+def test_a_failed_sequence_is_a_400_naming_its_grammar(
     server: LiveServer, route: str, grammar: dict[str, Any], param: str
 ) -> None:
-    server.engine.script, server.engine.pause_s = give_one_up, 0.02
+    server.engine.script, server.engine.pause_s = fail_one, 0.02
     body = minimal_body(route) | grammar | {"n": 2}
     response = server.http.post(route, json=body)
     error = assert_openai_error(response.content)
@@ -43,8 +42,8 @@ def test_a_sequence_that_is_given_up_is_a_400_naming_its_grammar(
     server.engine.wait_until(lambda engine: len(engine.cancelled) == 2)  # what was left of each request
 
 
-def test_a_line_whose_sequence_is_given_up_has_the_error_as_its_result(server: LiveServer) -> None:
-    server.engine.script = lambda request, index: give_one_up(request, index + 1)
+def test_a_bulk_line_whose_sequence_failed_has_the_error_as_its_result(server: LiveServer) -> None:
+    server.engine.script = lambda request, index: fail_one(request, index + 1)
     body = minimal_body(COMPLETIONS) | {"guided_regex": "a*"}
     line = {"custom_id": "x", "url": COMPLETIONS, "body": body}
     response = server.http.post("/v1/bulk", content=orjson.dumps(line))

@@ -10,10 +10,9 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
-from tests.server.conftest import LiveServer, live_server
 from tests.server.helpers.fake_engine import FakeEngine, Reply
-from tests.server.http.test_openai_client import assert_no_extra_fields, say_hello, sync_client
-from tests.server.test_disconnect import wait_until_clean
+from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
+from tests.server.helpers.openai_client import assert_no_extra_fields, say_hello, sync_client
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.served_model import ServedModel
 
@@ -48,7 +47,7 @@ def joined_texts(chunks: Iterable[Completion]) -> dict[int, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("stop", [None, ["lo €", "1"]])
-def test_completion_stream_is_the_answer_in_pieces(server: LiveServer, stop: list[str] | None) -> None:
+def test_chunks_of_a_completion_stream_add_up_to_the_answer(server: LiveServer, stop: list[str] | None) -> None:
     server.engine.script = say_hello
     client = sync_client(server)
     asked: dict[str, Any] = {"model": "default", "prompt": ["abc", "de"], "n": 2, "stop": stop}

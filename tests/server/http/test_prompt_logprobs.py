@@ -1,6 +1,5 @@
 """The field `prompt_logprobs`, in vLLM's shape."""
 
-import asyncio
 import dataclasses
 from typing import Any
 
@@ -8,13 +7,11 @@ import numpy as np
 import openai
 import pytest
 
-from tests.server.conftest import LiveServer, live_server
-from tests.server.engine_client.test_client import make_request, run_with, until
+from tests.server.helpers.echo_entries import entries_of, expected_entries, say_hello
 from tests.server.helpers.fake_engine import FakeEngine, prompt_logprobs
-from tests.server.http.test_openai_client import sync_client
-from tests.server.prepare.test_echo import entries_of, expected_entries, say_hello
+from tests.server.helpers.live_server import LiveServer, live_server
+from tests.server.helpers.openai_client import sync_client
 from tokasaurus.messages.generation import GenerateRequest, PromptLogprobs, TopLogprobs
-from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.respond.logprobs import build_prompt_logprobs
 from tokasaurus.server.served_model import ServedModel
 
@@ -25,10 +22,12 @@ def expected_field(request: GenerateRequest, num_top: int, model: ServedModel) -
     """From what the engine says of a prompt, where a token's log-probability tells its rank."""
     field: list[dict[str, Any] | None] = [None]
     computed = prompt_logprobs(dataclasses.replace(request, num_top_prompt_logprobs=num_top))
-    for place in range(1, len(request.prompt_ids)):
-        values = {int(request.prompt_ids[place]): float(computed.logprobs[place])}
+    for position in range(1, len(request.prompt_ids)):
+        values = {int(request.prompt_ids[position]): float(computed.logprobs[position])}
         if computed.top is not None:
-            values |= zip(computed.top.token_ids[place].tolist(), computed.top.logprobs[place].tolist(), strict=True)
+            values |= zip(
+                computed.top.token_ids[position].tolist(), computed.top.logprobs[position].tolist(), strict=True
+            )
         field.append(
             {
                 str(token_id): {
@@ -87,7 +86,7 @@ def test_beside_an_echo_each_has_the_number_it_asked_for(
     assert (choice.model_extra or {})["prompt_logprobs"] == expected_field(request, num_top, served_model)
 
 
-def test_a_prompts_token_among_the_likeliest_keeps_its_own_rank(served_model: ServedModel) -> None:
+def test_a_prompt_token_among_the_most_likely_keeps_its_own_rank(served_model: ServedModel) -> None:
     """Where two are as likely, it may stand behind the other."""
     top = TopLogprobs(np.array([[0, 0], [98, 97]], np.int32), np.array([[np.nan] * 2, [-0.5, -0.5]], np.float32))
     computed = PromptLogprobs(np.array([np.nan, -0.5], np.float32), np.array([0, 1], np.int32), top)
@@ -115,26 +114,3 @@ def test_it_is_refused_by_name_in_streams_and_where_the_flag_forbids_it(served_m
             client.completions.create(model="default", prompt="a", echo=True, logprobs=0)
         assert refused.value.param == "logprobs"
         assert client.completions.create(model="default", prompt="a", echo=True).choices[0].text == "ahello€"
-
-
-def test_a_slow_reader_of_a_stream_gets_them_too() -> None:
-    engine = FakeEngine(delta_size=2, pause_s=0.01)
-    request = dataclasses.replace(
-        make_request("a", [5, 6, 7, 8, 9], 2), is_streamed=True, want_prompt_logprobs=True, num_top_prompt_logprobs=2
-    )
-    found: list[PromptLogprobs | None] = []
-
-    async def use(client: EngineClient) -> None:
-        with client.stream([request]) as collector:
-            await until(engine, lambda engine: len(engine.requests) == 1)
-            await asyncio.sleep(0.1)  # all of it has come by then
-            found.extend(delta.prompt_logprobs for _, delta in await collector.read())
-
-    try:
-        run_with([engine], use)
-    finally:
-        engine.stop()
-    (computed,) = [part for part in found if part is not None]
-    expected = prompt_logprobs(request)
-    assert computed.ranks.tolist() == expected.ranks.tolist()
-    assert len(found) == 2

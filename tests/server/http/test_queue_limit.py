@@ -1,4 +1,4 @@
-"""max_queued_requests: a server that is behind says so at once."""
+"""max_queued_requests: a server with a full queue refuses requests at once."""
 
 import socket
 import time
@@ -10,24 +10,11 @@ from urllib.parse import urlsplit
 import openai
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.server.conftest import LiveServer, live_server
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tests.server.helpers.fake_engine import FakeEngine
-from tokasaurus.server.engine_client.load_balancer import is_queue_full
+from tests.server.helpers.live_server import LiveServer, live_server
 from tokasaurus.server.served_model import ServedModel
-
-
-@given(unfinished=st.lists(st.integers(1, 5), max_size=8), num_running=st.integers(0, 45), most=st.integers(1, 6))
-def test_a_request_is_queued_while_none_of_its_sequences_runs(
-    unfinished: list[int], num_running: int, most: int
-) -> None:
-    """Against a picture: all sequences in a row, each with the number of its request, of which the first ones run."""
-    row = [request for request, count in enumerate(unfinished) for _ in range(count)]
-    queued = set(row) - set(row[:num_running])
-    assert is_queue_full(reversed(unfinished), len(row) - num_running, most) == (len(queued) >= most)
 
 
 @pytest.fixture
@@ -52,7 +39,7 @@ def leave_open(server: LiveServer, **fields: object) -> socket.socket:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_beyond_it_requests_are_refused_until_one_is_gone(busy: LiveServer, stream: bool) -> None:
+def test_requests_beyond_the_limit_are_refused_until_one_is_gone(busy: LiveServer, stream: bool) -> None:
     with ExitStack() as stack:
         running = [stack.enter_context(leave_open(busy)), stack.enter_context(leave_open(busy, stream=stream))]
         waiting = [stack.enter_context(leave_open(busy, n=3)), stack.enter_context(leave_open(busy, stream=stream))]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.small_tokenizer import VOCAB_SIZE
-from tests.server.conftest import LiveServer
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, check_refused, minimal_body
 from tests.server.helpers.fake_engine import LIMITS
+from tests.server.helpers.live_server import LiveServer
 
 MISSING = object()
 CONTEXT = LIMITS.max_tokens_per_sequence

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import LiveServer
 from tests.server.helpers.bodies_and_errors import CHAT, check_refused, minimal_body
+from tests.server.helpers.live_server import LiveServer
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 NESTED: dict[str, Any] = functools.reduce(lambda inner, _: {"a": inner}, range(300), {})

@@ -16,10 +16,10 @@ import pydantic
 import pytest
 
 from tests.helpers.random_schemas import random_schema
-from tests.server.conftest import LiveServer, live_server
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.grammar_script import follow_grammars
+from tests.server.helpers.live_server import LiveServer, live_server
 from tokasaurus.server.served_model import ServedModel
 
 SCHEMA = {

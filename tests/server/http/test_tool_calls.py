@@ -13,11 +13,11 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from tests.helpers.small_tokenizer import IM_END, IM_START
-from tests.server.conftest import LiveServer
 from tests.server.helpers.fake_engine import Reply
 from tests.server.helpers.grammar_script import follow_grammars
+from tests.server.helpers.live_server import LiveServer
+from tests.server.helpers.openai_client import sync_client
 from tests.server.helpers.tool_answers import QUESTION, TOOLS, GetWeather, ask, say, tool_server, write_calls
-from tests.server.http.test_openai_client import sync_client
 from tokasaurus.server.served_model import ServedModel
 
 
@@ -231,16 +231,16 @@ def test_deltas_come_while_the_engine_is_at_work(server: LiveServer) -> None:
     for chunk in itertools.islice(stream, 1, None):
         delta = chunk.choices[0].delta
         content += delta.content or ""
-        for piece in delta.tool_calls or []:
-            assert piece.function is not None
-            arguments += piece.function.arguments or ""
+        for fragment in delta.tool_calls or []:
+            assert fragment.function is not None
+            arguments += fragment.function.arguments or ""
         if arguments == '{"city": "K':
             break
     assert content == "Hm."
     stream.close()
 
 
-def test_token_ids_come_though_their_text_is_held(server: LiveServer) -> None:
+def test_token_ids_are_sent_while_their_text_is_buffered(server: LiveServer) -> None:
     text = write_calls(server, ("get_time", {}))[:8]
     server.engine.script = lambda _request, _index: Reply([*text.encode()], finish_reason=None)
     extra: dict[str, object] = {"return_token_ids": True}

@@ -1,4 +1,4 @@
-"""Log-probabilities of likeliest tokens, and token ids and packed numbers, as the OpenAI client sees them."""
+"""Top-k logprobs, and token ids and packed numbers, as the OpenAI client sees them."""
 
 import base64
 import dataclasses
@@ -13,9 +13,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from tests.helpers.small_tokenizer import IM_END
-from tests.server.conftest import LiveServer, live_server
 from tests.server.helpers.fake_engine import FakeEngine, Reply
-from tests.server.http.test_openai_client import assert_exactly_openai_shaped, sync_client
+from tests.server.helpers.live_server import LiveServer, live_server
+from tests.server.helpers.openai_client import assert_exactly_openai_shaped, sync_client
 from tokasaurus.messages.generation import GenerateRequest, SequenceDelta, TopLogprobs
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.respond.logprobs import TokenLogprob, build_completion_logprobs
@@ -116,7 +116,7 @@ def test_what_comes_in_parts_adds_up() -> None:
     assert sequence.top.logprobs.tolist() == whole.logprobs.tolist()
 
 
-def test_of_tokens_that_read_alike_the_likeliest_counts(served_model: ServedModel) -> None:
+def test_of_tokens_with_the_same_text_the_most_likely_counts(served_model: ServedModel) -> None:
     tokens = [
         TokenLogprob(0xE2, -3.0, 0, [(0xFF, -0.5), (97, -1.0), (0xE3, -2.0)]),
         TokenLogprob(0xFF, -0.5, 0, [(0xFF, -0.5), (0xE2, -3.0)]),

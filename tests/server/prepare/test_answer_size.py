@@ -1,8 +1,8 @@
-"""What of prompts an answer may hold: n brings it there many times."""
+"""The limit of prompt values in one answer, which repeats them n times."""
 
 import pytest
 
-from tests.server.prepare.test_requests import chat, completion, prompts_of
+from tests.server.helpers.prepared_requests import chat, completion, prompts_of
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.served_model import ServedModel
 
@@ -15,7 +15,7 @@ from tokasaurus.server.served_model import ServedModel
         ({"return_token_ids": True, "logprobs": 5}, 1, "return_token_ids"),
     ],
 )
-def test_what_n_makes_of_the_prompts_in_an_answer_is_bounded(
+def test_n_times_the_prompt_values_in_an_answer_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
     served_model: ServedModel,
     fields: dict[str, object],

@@ -6,7 +6,6 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import openai
 import orjson
 import pytest
@@ -17,26 +16,13 @@ from tokenizers import Tokenizer as BaseTokenizer
 from tokenizers import normalizers, processors
 
 from tests.helpers.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
-from tests.server.conftest import LiveServer, live_server
-from tests.server.helpers.fake_engine import LIMITS, FakeEngine, Reply, prompt_logprobs
-from tests.server.http.test_openai_client import sync_client
-from tokasaurus.messages.generation import GenerateRequest, TopLogprobs
+from tests.server.helpers.echo_entries import NEW_TOKENS, entries_of, expected_entries, say_hello
+from tests.server.helpers.fake_engine import LIMITS, FakeEngine, Reply
+from tests.server.helpers.live_server import LiveServer, live_server
+from tests.server.helpers.openai_client import sync_client
 from tokasaurus.server.prepare.echo import make_echo
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.tokenizer import Tokenizer
-
-NEW_TOKENS = [259, *"€".encode(), IM_END]  # "hello€"
-CHOSEN = [-0.25, -0.5, -0.75, -1.0, -1.25]
-
-
-def say_hello(request: GenerateRequest, _index: int) -> Reply:
-    count, num_top = request.max_new_tokens, request.num_top_logprobs
-    token_ids, logprobs = NEW_TOKENS[:count], CHOSEN[:count]
-    ids = np.array([[token_id, *range(97, 96 + num_top)][:num_top] for token_id in token_ids], np.int32)
-    values = np.array([value - np.arange(num_top) for value in logprobs], np.float32)
-    top = TopLogprobs(ids.reshape(-1, num_top), values.reshape(-1, num_top)) if num_top else None
-    reason = "stop" if count >= len(NEW_TOKENS) else "length"
-    return Reply(token_ids, logprobs if request.want_logprobs else None, reason, top=top)
 
 
 @pytest.fixture
@@ -58,36 +44,6 @@ def test_the_prompt_comes_before_every_completion(server: LiveServer, client: op
     assert {request.want_prompt_logprobs for request in server.engine.requests} == {False}
     ids = client.completions.create(model="default", prompt=[[104, 259], [IM_START, 0xE2, 97]], echo=True)
     assert texts_of(ids) == [(0, "hhellohello€"), (1, "<|im_start|>\ufffdahello€")]
-
-
-def expected_entries(request: GenerateRequest, num_top: int, tokenizer: Tokenizer) -> list[tuple[Any, ...]]:
-    """Text, log-probability and likeliest tokens of each token of a prompt, from what the engine says of it."""
-    computed = prompt_logprobs(dataclasses.replace(request, num_top_prompt_logprobs=num_top))
-    entries: list[tuple[Any, ...]] = []
-    for place, token_id in enumerate(request.prompt_ids.tolist()):
-        if place == 0:
-            entries.append((tokenizer.token_text(token_id), None, None))
-            continue
-        top: dict[str, float] | None = None
-        if num_top:
-            assert computed.top is not None
-            pairs = list(
-                zip(computed.top.token_ids[place].tolist(), computed.top.logprobs[place].tolist(), strict=True)
-            )
-            pairs.append((token_id, float(computed.logprobs[place])))
-            top = {}
-            for other_id, value in sorted(pairs, key=lambda pair: pair[1]):  # the likeliest of those alike comes last
-                top[tokenizer.token_text(other_id)] = value
-        entries.append((tokenizer.token_text(token_id), float(computed.logprobs[place]), top))
-    return entries
-
-
-def entries_of(choice: CompletionChoice) -> list[tuple[Any, ...]]:
-    logprobs = choice.logprobs
-    assert logprobs is not None
-    assert logprobs.tokens is not None
-    tops = logprobs.top_logprobs or [None] * len(logprobs.tokens)
-    return list(zip(logprobs.tokens, logprobs.token_logprobs or [], tops, strict=True))
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5])

@@ -1,7 +1,6 @@
 """The chunks of a stream, put together, against the answer that is not streamed."""
 
 import dataclasses
-import itertools
 import random
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.small_tokenizer import IM_END, IM_START
 from tests.server.helpers.fake_engine import prompt_logprobs
-from tests.server.respond.test_whole import make_request
+from tests.server.helpers.finished_sequences import finished, interleaved, make_request, parse
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.echo import Echo
@@ -27,53 +26,6 @@ TOKENS = [HELLO, SPACE_WO, *b"helo w", *"é€".encode(), 0xFF, IM_START]
 STOPS = [(), ("o w",), ("lo", "hello h"), ("é",), ("\ufffd",), ("hello hello",), ("ohello",), ("zz", "w")]
 
 SEQUENCES = st.tuples(st.lists(st.sampled_from(TOKENS), max_size=12), st.booleans())
-
-
-def parse(events: bytes) -> list[dict[str, Any]]:
-    """Events that are well formed, one after the other."""
-    assert events.endswith(b"\n\n") or not events
-    lines = events.split(b"\n\n")[:-1]
-    assert all(line.startswith(b"data: ") and b"\n" not in line for line in lines)
-    return [orjson.loads(line.removeprefix(b"data: ")) for line in lines]
-
-
-def cut_into_deltas(sequence: FinishedSequence, index: int, rng: random.Random) -> list[SequenceDelta]:
-    num_tokens = len(sequence.token_ids)
-    inner = sorted(rng.choices(range(num_tokens), k=rng.randint(0, num_tokens)))  # some empty deltas
-    assert sequence.logprobs is not None
-    return [
-        SequenceDelta(
-            request_id="r",
-            sequence_index=index,
-            token_ids=sequence.token_ids[start:end],
-            logprobs=sequence.logprobs[start:end],
-            finish_reason=sequence.finish_reason if end == num_tokens else None,
-            num_cached_tokens=sequence.num_cached_tokens,
-            num_computed_tokens=3,
-            num_recomputed_tokens=0,
-            num_shared_tokens=0,
-            prompt_logprobs=sequence.prompt_logprobs if place == 0 else None,
-        )
-        for place, (start, end) in enumerate(itertools.pairwise([0, *inner, num_tokens]))
-    ]
-
-
-def finished(token_ids: list[int], finish_reason: FinishReason) -> FinishedSequence:
-    logprobs = [-float(position) for position in range(len(token_ids))]
-    return FinishedSequence(token_ids, logprobs, finish_reason, num_cached_tokens=1, num_computed_tokens=3)
-
-
-def interleaved(rows: list[list[FinishedSequence]], rng: random.Random) -> list[list[tuple[int, SequenceDelta]]]:
-    """All deltas, each sequence's in order, in groups as they may be read together."""
-    queues = [
-        [(request_index, delta) for delta in cut_into_deltas(sequence, index, rng)]
-        for request_index, row in enumerate(rows)
-        for index, sequence in enumerate(row)
-    ]
-    groups: list[list[tuple[int, SequenceDelta]]] = []
-    while queues := [queue for queue in queues if queue]:
-        groups.append([queue.pop(0) for queue in rng.sample(queues, rng.randint(1, len(queues)))])
-    return groups
 
 
 def join_completion(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tests.helpers.small_tokenizer import IM_END
+from tests.server.helpers.finished_sequences import finished, interleaved, make_request, parse
 from tests.server.helpers.tool_answers import joined, without_ids
-from tests.server.respond.test_stream import finished, interleaved, parse
-from tests.server.respond.test_whole import make_request
-from tests.server.tools.test_parser import FRAGMENTS, NAMES
+from tests.server.helpers.tool_texts import FRAGMENTS, NAMES
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.respond.stream import ChatStream

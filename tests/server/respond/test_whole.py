@@ -1,14 +1,14 @@
 import random
 from dataclasses import replace
 
-import numpy as np
 import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.small_tokenizer import IM_END, IM_START
-from tokasaurus.messages.generation import FinishReason, GenerateRequest, SamplingParams
+from tests.server.helpers.finished_sequences import make_request
+from tokasaurus.messages.generation import FinishReason, GenerateRequest
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.completions import CompletionChoice
@@ -17,25 +17,6 @@ from tokasaurus.server.respond.whole import build_chat_completion, build_complet
 from tokasaurus.server.served_model import ServedModel
 
 HELLO, SPACE_WORLD = 259, 261  # "hello", " wo"
-
-
-def make_request(
-    num_prompt_tokens: int = 3,
-    stop: tuple[str, ...] = (),
-    ignore_eos: bool = False,
-    want_logprobs: bool = False,
-    num_sequences: int = 1,
-) -> GenerateRequest:
-    return GenerateRequest(
-        request_id="cmpl-1-0",
-        prompt_ids=np.zeros(num_prompt_tokens, dtype=np.int32),
-        num_sequences=num_sequences,
-        max_new_tokens=100,
-        sampling=SamplingParams(1.0, 1.0, 0),
-        stop_strings=stop,
-        ignore_eos=ignore_eos,
-        want_logprobs=want_logprobs,
-    )
 
 
 def finished(

@@ -9,10 +9,9 @@ from urllib.parse import urlsplit
 import orjson
 import pytest
 
-from tests.server.conftest import LiveServer, live_server
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
-from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
-from tests.server.test_disconnect import never, wait_until_clean
+from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
+from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.routes import bulk as bulk_route
 from tokasaurus.server.routes import bulk_lines
@@ -119,7 +118,7 @@ def test_a_bad_line_has_an_error_and_the_others_are_answered(
     shared_server.engine.wait_until(lambda engine: len(engine.requests) == num_requests + 2)
 
 
-def test_a_line_may_have_so_many_bytes_and_no_more(served_model: ServedModel) -> None:
+def test_a_line_may_have_max_request_bytes_and_no_more(served_model: ServedModel) -> None:
     with live_server(served_model, FakeEngine(), max_request_bytes=1000) as server:
         padded = line_of("long", GOOD).rstrip().ljust(1000)
         content = line_of("a", GOOD) + padded + b"\n" + padded.replace(b"long", b"longer") + b"\n" + line_of("b", GOOD)
@@ -168,7 +167,9 @@ def test_without_the_key_or_an_engine_nothing_is_read(served_model: ServedModel)
         assert (refused.status_code, assert_openai_error(refused.content)["code"]) == (503, "engine_not_ready")
 
 
-def test_a_fault_of_ours_is_one_lines_result(shared_server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_is_the_result_of_one_line(
+    shared_server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object) -> object:
         raise KeyError("a secret prompt")
 
@@ -238,7 +239,7 @@ def test_results_come_while_the_body_is_still_being_sent(caller: Caller) -> None
         assert line
 
 
-def test_a_caller_who_waits_for_leave_to_send_gets_it(server: LiveServer) -> None:
+def test_a_caller_that_expects_100_continue_gets_it(server: LiveServer) -> None:
     caller = Caller(server, "Expect: 100-continue")
     assert caller.answer.readline() == b"HTTP/1.1 100 Continue\r\n"
     caller.send(line_of("one", GOOD))
@@ -247,7 +248,9 @@ def test_a_caller_who_waits_for_leave_to_send_gets_it(server: LiveServer) -> Non
 
 
 @pytest.mark.parametrize("has_sent_all", [True, False])
-def test_a_caller_who_leaves_cancels_what_is_left(server: LiveServer, caller: Caller, has_sent_all: bool) -> None:
+def test_a_caller_that_disconnects_cancels_unanswered_lines(
+    server: LiveServer, caller: Caller, has_sent_all: bool
+) -> None:
     def slow_if_odd(request: GenerateRequest, index: int) -> Reply | None:
         return echo(request, index) if request.max_new_tokens % 2 == 0 else never(request, index)
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
-from tests.server.conftest import LiveServer, live_server
 from tests.server.helpers.bodies_and_errors import assert_openai_error
 from tests.server.helpers.fake_engine import LIMITS, FakeEngine
+from tests.server.helpers.live_server import LiveServer, live_server
 from tokasaurus.server.served_model import ServedModel
 
 TOOL = {"type": "function", "function": {"name": "f"}}

@@ -13,8 +13,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as BaseTokenizer
 
 from tests.helpers.small_tokenizer import IM_END, save_small_tokenizer
+from tests.server.helpers.finished_sequences import make_request
 from tests.server.helpers.grammar_script import follow_grammars
-from tests.server.respond.test_whole import make_request
 from tokasaurus.messages.generation import SamplingParams
 from tokasaurus.server.errors import InvalidRequest, Unsupported
 from tokasaurus.server.protocol.grammar_fields import GrammarSource

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.server.helpers.tool_texts import FRAGMENTS, NAMES
 from tokasaurus.server.tools.formats import FORMATS, HERMES, LLAMA3, ToolCallFormat
 from tokasaurus.server.tools.parser import CallFragment, CallReader, CallRules
 
-NAMES = frozenset({"f", "get_weather"})
 Calls = list[tuple[str, str]]
 
 
@@ -80,7 +80,6 @@ def test_what_was_written_is_read(
     assert read(text, format_, random.Random(seed)) == (before + after, expected)
 
 
-FRAGMENTS = ["<tool_call>", "</tool_call>", "\n", " ", ";", "{", "}", '"name"', '"f"', '"get_weather"', '"g"', ":", ","]
 FRAGMENTS += ['"arguments"', '"parameters"', '{"a": 1}', "[", '"', "x", "tru", '"type": "function"', "\\", "<tool"]
 FRAGMENTS += ['<tool_call>{"name": "f", "arguments": {', '{"name": "f", "parameters": {"a"', '{"parameters": {}, "na']
 

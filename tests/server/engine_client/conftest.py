@@ -1,0 +1,14 @@
+"""A scripted engine, started by the test."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.helpers.fake_engine import FakeEngine
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    engine = FakeEngine()
+    yield engine
+    engine.stop()

@@ -1,0 +1,80 @@
+"""A real HTTP server on a free port, in front of a scripted engine."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+
+from tests.server.helpers.fake_engine import FakeEngine
+from tokasaurus.server.app import create_app
+from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.served_model import ServedModel
+
+
+@dataclass
+class LiveServer:
+    url: str
+    engine: FakeEngine
+    client: EngineClient
+    http: httpx.Client
+
+
+@contextmanager
+def http_server(app: FastAPI) -> Iterator[str]:
+    """Runs uvicorn in a thread; gives the base URL."""
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=1))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive(), "the HTTP server did not start"
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(timeout=10)
+
+
+@contextmanager
+def live_server(
+    model: ServedModel,
+    engine: FakeEngine,
+    start_engine: bool = True,
+    api_key: str | None = None,
+    max_request_bytes: int | None = None,
+    max_queued_requests: int | None = None,
+) -> Iterator[LiveServer]:
+    client = EngineClient([engine.request_channel], [engine.update_channel], max_queued_requests=max_queued_requests)
+    app = create_app(model, client, api_key, max_request_bytes)
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    if start_engine:
+        engine.start()
+    with http_server(app) as url, httpx.Client(base_url=url, timeout=20, headers=headers) as http:
+        if start_engine:
+            wait_until_ready(http)
+        try:
+            yield LiveServer(url, engine, client, http)
+        finally:
+            engine.stop()
+
+
+def wait_until_ready(http: httpx.Client) -> None:
+    deadline = time.monotonic() + 10
+    while http.get("/ready").status_code != 200:
+        assert time.monotonic() < deadline, "never ready"
+        time.sleep(0.01)
+
+
+def wait_until_clean(server: LiveServer) -> None:
+    deadline = time.monotonic() + 10
+    while server.client.num_pending_requests > 0:
+        assert time.monotonic() < deadline, "state left behind"
+        time.sleep(0.01)

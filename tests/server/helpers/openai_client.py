@@ -1,0 +1,39 @@
+"""OpenAI's client, and checks that answers have exactly its types."""
+
+from typing import Any
+
+import openai
+import pydantic
+
+from tests.helpers.small_tokenizer import IM_END
+from tests.server.helpers.fake_engine import Reply
+from tests.server.helpers.live_server import LiveServer
+from tokasaurus.messages.generation import GenerateRequest
+
+
+def sync_client(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+OUR_FIELDS = {"PromptTokensDetails": {"computed_tokens", "shared_tokens", "recomputed_tokens"}}
+
+
+def assert_exactly_openai_shaped(content: bytes, model: type[pydantic.BaseModel]) -> None:
+    """No wrong type, no field that OpenAI does not have and that is not one of ours, at any depth."""
+    assert_no_extra_fields(model.model_validate_json(content, strict=True))
+
+
+def assert_no_extra_fields(value: Any) -> None:
+    if isinstance(value, pydantic.BaseModel):
+        assert set(value.model_extra or {}) == OUR_FIELDS.get(type(value).__name__, set())
+        for name in type(value).model_fields:
+            assert_no_extra_fields(getattr(value, name))
+    elif isinstance(value, list):
+        for item in value:
+            assert_no_extra_fields(item)
+
+
+def say_hello(request: GenerateRequest, index: int) -> Reply:
+    token_ids = [259, ord("0") + index, *"€".encode(), IM_END]
+    logprobs = [-0.5] * len(token_ids) if request.want_logprobs else None
+    return Reply(token_ids, logprobs, "stop", 1, num_computed_tokens=2, num_recomputed_tokens=30, num_shared_tokens=400)

@@ -1,0 +1,127 @@
+"""Which bodies are read: their size, media type and JSON. What is refused is refused at once."""
+
+import socket
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import openai
+import orjson
+import pytest
+
+from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body, refused_quickly
+from tests.server.helpers.fake_engine import FakeEngine
+from tests.server.helpers.live_server import LiveServer, live_server
+from tokasaurus.server.served_model import ServedModel
+
+MAX_BYTES = 40_000
+
+
+@pytest.fixture(scope="module")
+def limited(served_model: ServedModel) -> Iterator[LiveServer]:
+    with live_server(served_model, FakeEngine(), max_request_bytes=MAX_BYTES) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"5",
+        b'{"model": "default", "prompt": "a", "temperature": NaN}',
+        b'{"model": "default", "prompt": "a", "temperature": Infinity}',
+        b'{"model": "default", "prompt": "a", "temperature": 1e999}',
+        b'{"model": "default", "prompt": "a", "top_p": -1e999}',
+        b'{"model": "default", "prompt": "\\ud800"}',
+        b'{"model": "default", "prompt": "\xff"}',
+        b'{"model": "default", "\\ud800": "a"}',
+        b'{"model": "default", "prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+        b'{"model": "default", "prompt": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"model": "default", "prompt": "a", "metadata": ' + b'{"a":' * 1000 + b"1" + b"}" * 1001,
+        b'{"model": "default", "prompt": "a", "' + b"x" * 100_000 + b'": 1}',
+        b'{"model": "default", "prompt": "a", "stop": ' + b"[" * 1000 + b"]" * 1000 + b"}",
+        b'{"model": "default", "prompt": "a"' + b"".join(b',"x%d":1' % number for number in range(100_000)) + b"}",
+    ],
+)
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_a_body_that_is_no_json_object_of_known_fields_is_a_400(
+    shared_server: LiveServer, route: str, content: bytes
+) -> None:
+    response = refused_quickly(shared_server, route, content)
+    error = assert_openai_error(response.content)
+    assert response.status_code == 400
+    assert len(error["message"]) < 500
+
+
+def padded_body(num_bytes: int) -> bytes:
+    body = orjson.dumps(minimal_body(COMPLETIONS))
+    return body + b" " * (num_bytes - len(body))
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_may_have_max_request_bytes_and_no_more(limited: LiveServer, chunked: bool) -> None:
+    def post(num_bytes: int) -> tuple[int, bytes]:
+        content = padded_body(num_bytes)
+        chunks = (content[start : start + 1000] for start in range(0, num_bytes, 1000))
+        response = limited.http.post(COMPLETIONS, content=chunks if chunked else content)
+        return response.status_code, response.content
+
+    assert post(MAX_BYTES)[0] == 200
+    status, content = post(MAX_BYTES + 1)
+    error = assert_openai_error(content)
+    assert (status, error["code"]) == (413, "request_too_large")
+    assert str(MAX_BYTES) in error["message"]
+    assert post(MAX_BYTES)[0] == 200
+    limited.engine.requests.clear()
+
+
+def test_the_client_is_told_of_a_body_of_many_megabytes(limited: LiveServer) -> None:
+    client = openai.OpenAI(base_url=f"{limited.url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.completions.create(model="default", prompt="a" * 20_000_000)
+    assert refused.value.status_code == 413
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_large_is_answered_before_all_of_it_has_come(limited: LiveServer, chunked: bool) -> None:
+    """And the connection closed, or the rest would have to be read."""
+    with socket.create_connection((urlsplit(limited.url).hostname, urlsplit(limited.url).port)) as connection:
+        connection.settimeout(5)
+        length = "Transfer-Encoding: chunked" if chunked else "Content-Length: 10000000000"
+        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode())
+        if chunked:
+            connection.sendall(b"a000\r\n" + b" " * 0xA000 + b"\r\n")
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert_openai_error(answer.partition(b"\r\n\r\n")[2])
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Content-Type": "application/json"}, 200),
+        ({"Content-Type": "Application/JSON; charset=utf-8"}, 200),
+        ({"Content-Type": "application/vnd.api+json"}, 200),
+        ({"Content-Encoding": "identity"}, 200),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, 415),
+        ({"Content-Type": ""}, 415),
+        ({"Content-Type": "x" * 3000}, 415),
+        ({"Content-Encoding": "gzip"}, 415),
+    ],
+)
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_only_uncompressed_json_is_read(
+    shared_server: LiveServer, route: str, headers: dict[str, str], status: int
+) -> None:
+    response = shared_server.http.post(route, content=orjson.dumps(minimal_body(route)), headers=headers)
+    assert response.status_code == status
+    if status == 415:
+        error = assert_openai_error(response.content)
+        assert error["code"] == "unsupported_media_type"
+        assert len(error["message"]) < 300
