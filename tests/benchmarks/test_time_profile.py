@@ -9,7 +9,7 @@ import pytest
 from benchmarks import time_profile
 from benchmarks.client import ServerError
 from benchmarks.time_profile import OVERHEAD, WAITING, make_profile
-from tests.end_to_end.toka_process import running_toka
+from tests.end_to_end.helpers.toka_process import running_toka
 
 BEFORE = {
     ("toka_forward_seconds_total", ""): 100.0,

@@ -22,7 +22,7 @@ def base_url() -> Iterator[str]:
     if url := os.environ.get("TOKA_CLIENTS_BASE_URL"):
         yield url
         return
-    from tests.end_to_end.toka_process import running_toka
+    from tests.end_to_end.helpers.toka_process import running_toka
 
     small = ("kv_cache_num_tokens=20000", "max_tokens_per_forward=256", "max_seqs_per_forward=64")
     with running_toka("dtype=float32", *small) as toka:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.end_to_end.toka_process import running_toka
+from tests.end_to_end.helpers.toka_process import running_toka
 from tokasaurus.checkpoint import resolve_checkpoint
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -12,20 +11,15 @@ import jsonschema_rs
 import openai
 import pydantic
 import pytest
-import torch
 from openai.types.chat.chat_completion import Choice
-from transformers import AutoModelForCausalLM
 
-from tests.end_to_end.toka_process import TokaProcess, running_toka, wait_for
+from tests.end_to_end.helpers.demo_model_texts import assert_greedy_text_and_logprobs_equal_those_of_transformers
+from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
 from tests.helpers.random_schemas import random_schema
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.text.tokenizer import Tokenizer
 
 NUM_PROMPTS = 24
-NUM_TOKENS = 40
-QUESTIONS = Path(__file__).parents[2] / "benchmarks" / "data" / "gsm8k_test_200.jsonl"
-TIE = 1e-3
-"""Two texts may part where the two best scores differ by less: float32 sums depend on the order of their terms."""
 
 
 @pytest.fixture(scope="module")
@@ -37,70 +31,8 @@ def toka() -> Iterator[TokaProcess]:
         assert process.stop() == 0
 
 
-def read_questions(num_questions: int) -> list[str]:
-    return [json.loads(line)["question"] for line in QUESTIONS.read_text().splitlines()[:num_questions]]
-
-
 def test_greedy_text_and_logprobs_equal_those_of_transformers(toka: TokaProcess) -> None:
     assert_greedy_text_and_logprobs_equal_those_of_transformers(toka, NUM_PROMPTS)
-
-
-def assert_greedy_text_and_logprobs_equal_those_of_transformers(toka: TokaProcess, num_prompts: int) -> None:
-    questions = read_questions(num_prompts)
-    client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0, timeout=300)
-    # One request with a list of prompts puts all of them in flight together.
-    answer = client.completions.create(
-        model="default",
-        prompt=questions,
-        max_tokens=NUM_TOKENS,
-        temperature=0,
-        logprobs=2,
-        extra_body={"ignore_eos": True},
-    )
-    checkpoint = resolve_checkpoint(None)
-    tokenizer = Tokenizer.load(checkpoint.tokenizer_directory)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=torch.float32).eval()
-    expected_ids, scores = generate(model, [tokenizer.encode(text, add_special_tokens=True) for text in questions])
-    num_parted = 0
-    for choice, ids, row in zip(answer.choices, expected_ids, scores, strict=True):
-        expected = [tokenizer.token_text(token_id) for token_id in ids]
-        assert choice.logprobs is not None
-        assert len(choice.logprobs.tokens) == NUM_TOKENS
-        agreed = next((i for i in range(NUM_TOKENS) if choice.logprobs.tokens[i] != expected[i]), NUM_TOKENS)
-        logprobs = row.log_softmax(dim=-1)
-        chosen = logprobs[range(agreed), ids[:agreed]].tolist()
-        assert choice.logprobs.token_logprobs[:agreed] == pytest.approx(chosen, abs=1e-4)
-        assert choice.logprobs.top_logprobs is not None
-        for value, top, best in zip(
-            choice.logprobs.token_logprobs[:agreed], choice.logprobs.top_logprobs, logprobs, strict=False
-        ):
-            assert value == max(top.values()), "greedy, and the very same float"
-            if len(top) == 2:  # else both read alike
-                assert sorted(top.values(), reverse=True) == pytest.approx(best.topk(2).values.tolist(), abs=1e-4)
-        if agreed < NUM_TOKENS:
-            best = row[agreed].topk(2).values
-            assert best[0] - best[1] < TIE, f"texts part at token {agreed}, which is no tie"
-            num_parted += 1
-    assert num_parted <= 2, "ties are rare"
-
-
-def generate(model: torch.nn.Module, prompts: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
-    """transformers' greedy generate for all prompts, padded on the left -> token ids, scores [prompts, tokens, V]."""
-    longest = max(map(len, prompts))
-    padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
-    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
-    result = model.generate(
-        padded,
-        attention_mask=mask,
-        do_sample=False,
-        max_new_tokens=NUM_TOKENS,
-        min_new_tokens=NUM_TOKENS,
-        eos_token_id=None,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    return result.sequences[:, longest:].tolist(), torch.stack(result.logits, dim=1)
 
 
 def test_a_seeded_request_gives_the_same_text_alone_and_in_a_crowd(toka: TokaProcess) -> None:

@@ -10,11 +10,11 @@ import torch
 from llguidance import LLMatcher
 from transformers import PreTrainedModel
 
-from tests.end_to_end.test_engine_prompt_logprobs import Worker
+from tests.end_to_end.helpers.runner_worker import Worker
 from tests.helpers.tiny_model import EOS_ID, VOCAB_SIZE, save_tiny_model
 from tests.manager.helpers.engine_driver import EndsNext, EngineDriver, make_options
 from tests.manager.helpers.requests import make_request
-from tests.model.decoder.test_decoder import load
+from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.steps import make_runner, one_thread
 from tokasaurus.text.grammars import GrammarVocabulary, load_grammar_vocabulary, make_matcher
 from tokasaurus.text.tokenizer import load_token_decoder

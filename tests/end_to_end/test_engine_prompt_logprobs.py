@@ -8,37 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.end_to_end.helpers.runner_worker import Worker
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.manager.helpers.engine_driver import EngineDriver, make_options
 from tests.manager.helpers.requests import make_request
-from tests.model.decoder.test_decoder import load
+from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.steps import make_runner, one_thread
-from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.model.execution.runner import ModelRunner
 
 NUM_BLOCKS = 24
-
-
-class Worker:
-    """As the model process answers."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self.num_computed = 0
-        self.requests: dict[int, GenerateRequest] = {}
-
-    def forward(self, message: ForwardInput, forward_seconds: float) -> ForwardOutput:
-        self.num_computed += len(message.prompt_ids)
-        result = self._runner.run(message)
-        return ForwardOutput(
-            message.step_id,
-            result.host_token_ids(),
-            result.host_logprobs(),
-            forward_seconds,
-            top=result.host_top(),
-            prompt_logprobs=result.host_prompt_logprobs(),
-        )
 
 
 def random_requests(rng: random.Random) -> list[GenerateRequest]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.workloads import DATA, load_jsonl
-from tests.end_to_end.expected_texts import (
+from tests.end_to_end.helpers.expected_texts import (
     FLAGS,
     LARGE,
     Expected,
@@ -17,7 +17,7 @@ from tests.end_to_end.expected_texts import (
     details,
     num_parted,
 )
-from tests.end_to_end.toka_process import running_toka
+from tests.end_to_end.helpers.toka_process import running_toka
 
 PAGE_SIZE = 16
 GROUPS = ("use_hydragen=T", "hydragen_min_group_size=2", f"hydragen_min_prefix_len={PAGE_SIZE}")

@@ -10,7 +10,7 @@ import openai
 import orjson
 import pytest
 
-from tests.end_to_end.toka_process import TokaProcess, running_toka, wait_for
+from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.end_to_end.expected_texts import COUNTERS
-from tests.end_to_end.test_demo_model import TIE, read_questions
-from tests.end_to_end.toka_process import TokaProcess, running_toka
+from tests.end_to_end.helpers.demo_model_texts import TIE, read_questions
+from tests.end_to_end.helpers.expected_texts import COUNTERS
+from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.text.tokenizer import Tokenizer
 

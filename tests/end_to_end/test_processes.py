@@ -10,7 +10,7 @@ import httpx
 import pytest
 import torch
 
-from tests.end_to_end.toka_process import running_toka, wait_for
+from tests.end_to_end.helpers.toka_process import running_toka, wait_for
 from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus.text.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from tests.end_to_end.expected_texts import (
+from tests.end_to_end.helpers.expected_texts import (
     FLAGS,
     Expected,
     ask_all_at_once,
@@ -19,7 +19,7 @@ from tests.end_to_end.expected_texts import (
     assert_tokens_are_the_best,
     num_parted,
 )
-from tests.end_to_end.toka_process import running_toka, wait_for
+from tests.end_to_end.helpers.toka_process import running_toka, wait_for
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tokasaurus.text.tokenizer import Tokenizer
 

@@ -1,7 +1,7 @@
 """The demo model with compiled layers, in float32, against transformers."""
 
-from tests.end_to_end.test_demo_model import assert_greedy_text_and_logprobs_equal_those_of_transformers
-from tests.end_to_end.toka_process import running_toka
+from tests.end_to_end.helpers.demo_model_texts import assert_greedy_text_and_logprobs_equal_those_of_transformers
+from tests.end_to_end.helpers.toka_process import running_toka
 
 
 def test_compiled_layers_answer_as_transformers_does_and_are_never_compiled_again() -> None:

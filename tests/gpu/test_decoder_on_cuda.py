@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.tiny_model import save_tiny_model
-from tests.model.decoder.test_decoder import FAMILIES, assert_equals_oracle
+from tests.helpers.tiny_model import FAMILIES, save_tiny_model
+from tests.model.helpers.greedy_decoding import assert_equals_oracle
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.model.sampling.test_prompt_logprobs import token_logprobs_of
-from tests.model.sampling.test_sample import make_rows, noise_keys
-from tests.model.sampling.test_token_masks import make_masks
+from tests.model.helpers.sampling_rows import make_masks, make_rows, noise_keys, token_logprobs_of
 from tokasaurus.model.sampling.sample import sample
 
 pytestmark = [

@@ -15,6 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
+FAMILIES = ["llama", "qwen2", "qwen3"]
 VOCAB_SIZE = 272
 EOS_ID = 256
 SPECIAL_TOKENS = ["<|eos|>", "<|start|>"]

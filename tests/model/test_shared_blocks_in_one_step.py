@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
-from tests.model.decoder.test_decoder import load, oracle_greedy
+from tests.model.helpers.greedy_decoding import load, oracle_greedy
 from tests.model.helpers.steps import StepDriver, make_runner
 
 BACKENDS = ["reference", "torch", "cpu"]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
-from tests.model.decoder.test_decoder import load
+from tests.model.helpers.greedy_decoding import load
+from tests.model.helpers.sampling_rows import make_rows, noise_keys
 from tests.model.helpers.steps import CPU, NOTHING, StepDriver, int32, make_runner, open_greedy
-from tests.model.sampling.test_sample import make_rows, noise_keys
 from tokasaurus.messages.slots import SlotChanges
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.end_to_end.toka_process import TokaProcess, running_toka
+from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.model.sampling.noise import gumbel_noise, position_keys, sequence_keys
 from tokasaurus.text.tokenizer import Tokenizer

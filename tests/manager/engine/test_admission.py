@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.manager.helpers.block_accounting import assert_each_block_has_one_place
+from tests.manager.helpers.block_accounting import assert_each_block_has_one_owner
 from tests.manager.helpers.engine_driver import QUICK_STEP_SECONDS, EndsNext, make_options, make_quick_driver
 from tests.manager.helpers.kv_usage_replay import copy_state, replay_usage
 from tests.manager.helpers.requests import Shape, make_requests
@@ -219,7 +219,7 @@ def test_sequences_admitted_together_compute_what_was_described(shapes, options,
     admit_described(state, candidates, num)
     assert state.queues.first_waiting(100) == waiting[num:]
     assert num_to_compute(state, waiting[:num]) == candidates.num_to_compute[:num].tolist()
-    assert_each_block_has_one_place(state)
+    assert_each_block_has_one_owner(state)
 
 
 def num_to_compute(state: EngineState, sequences: list[Sequence]) -> list[int]:

@@ -6,10 +6,9 @@ import dataclasses
 import pytest
 import torch
 
-from tests.model.attention.test_row_split import NAMED_CASES, Case
-from tests.model.cpu import test_layer_executor
-from tests.model.cpu.test_layer_executor import check_stage
+from tests.model.helpers.layer_stage import check_stage
 from tests.model.helpers.paged_problems import CPU, Segment, attend_all
+from tests.model.helpers.row_split_cases import NAMED_CASES, Case
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.cpu.build import machine_sets
@@ -56,8 +55,5 @@ def test_kernels_for_other_processors_equal_the_reference(
 
 @pytest.mark.parametrize("case", NAMED_CASES[2:])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_for_other_processors_equal_those_of_torch(
-    kernels: Kernels, dtype: torch.dtype, case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(test_layer_executor, "load_kernels", lambda: kernels)
-    check_stage(dataclasses.replace(case, dtype=dtype), DecoderOptions(qk_norm=True))
+def test_layers_for_other_processors_equal_those_of_torch(kernels: Kernels, dtype: torch.dtype, case: Case) -> None:
+    check_stage(dataclasses.replace(case, dtype=dtype), DecoderOptions(qk_norm=True), kernels)

@@ -1,171 +1,19 @@
 """Attention of rows in groups that share a prefix, against the reference where every row attends alone."""
 
 import dataclasses
-import itertools
-import random
 from contextlib import nullcontext
-from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.model.helpers.steps import CPU, int32, one_thread
-from tokasaurus.messages.forward import ForwardInput, PrefixGroups
-from tokasaurus.messages.slots import SlotChanges, SlotOpens
-from tokasaurus.model.attention.backend import KVShape, PagedLayout
+from tests.model.helpers.row_split_cases import NAMED_CASES, Case, CaseStep, cases
+from tests.model.helpers.steps import CPU, one_thread
+from tokasaurus.model.attention.backend import PagedLayout
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.execution.device_batch import build_batch
-from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
-
-
-@dataclass(frozen=True)
-class Group:
-    """Rows behind `num_blocks` blocks of their own, which lie behind the blocks that all groups share.
-
-    members: for each row, the tokens behind the prefix of its group, the one at hand included; and for how many of
-    their whole blocks it has those of the row before, at most: a longer prefix, which the group does not use.
-    """
-
-    num_blocks: int
-    members: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Other:
-    """A row in no group: `num_cached` tokens behind the prefix of a group, then `num_tokens` of this step."""
-
-    group: int
-    num_cached: int
-    num_tokens: int
-
-
-@dataclass(frozen=True)
-class Case:
-    """num_common: blocks that all groups share. decode, prefill: the rows behind those in groups."""
-
-    page_size: int
-    num_common: int
-    groups: tuple[Group, ...]
-    decode: tuple[Other, ...] = ()
-    prefill: tuple[Other, ...] = ()
-    num_kv_heads: int = 2
-    heads_per_kv_head: int = 2
-    head_dim: int = 16
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def shape(self) -> KVShape:
-        num_heads = self.num_kv_heads * self.heads_per_kv_head
-        return KVShape(1, num_heads, self.num_kv_heads, self.head_dim, self.page_size, self.dtype, CPU)
-
-
-@st.composite
-def cases(draw: st.DrawFn, page_sizes: list[int]) -> Case:
-    page_size, num_common = draw(st.sampled_from(page_sizes)), draw(st.integers(0, 4))
-    behind = st.one_of(st.sampled_from([1, 2, page_size, page_size + 1, 2 * page_size]), st.integers(1, 90))
-    members = st.lists(st.tuples(behind, st.sampled_from([0, 0, 1, 3])), min_size=1, max_size=14)
-    fewest = 0 if num_common else 1
-    group = st.builds(Group, st.integers(fewest, 9), members.map(tuple))
-    groups = tuple(draw(st.lists(group, min_size=1, max_size=4)))
-    other = st.builds(Other, st.integers(0, len(groups) - 1), st.integers(0, 60), st.integers(1, 40))
-    decode, prefill = (tuple(draw(st.lists(other, max_size=4))) for _ in range(2))
-    return Case(
-        page_size=page_size,
-        num_common=num_common,
-        groups=groups,
-        decode=tuple(dataclasses.replace(row, num_tokens=1) for row in decode),
-        prefill=prefill,
-        num_kv_heads=draw(st.integers(1, 3)),
-        heads_per_kv_head=draw(st.sampled_from([1, 3, 4, 7])),
-        head_dim=draw(st.sampled_from([16, 64, 80])),
-    )
-
-
-class CaseStep:
-    """The step of a case, the state of its slots before it, and what the KV cache holds: keys and values at the tokens
-    that the step may read, and at all other places what would outweigh them."""
-
-    def __init__(self, case: Case) -> None:
-        self._page_size = case.page_size
-        self._ids = itertools.count(1)
-        rows = _scattered(self._make_rows(case))
-        tables = [table for table, _, _ in rows]
-        num_cached = int32([cached for _, cached, _ in rows])
-        num_tokens = int32([count for _, _, count in rows])
-        slots = np.arange(1, len(rows) + 1, dtype=np.int32)
-        num_grouped = sum(len(group.members) for group in case.groups)
-        num_decode = num_grouped + len(case.decode)
-        opened = SlotOpens(
-            slots=slots,
-            num_prompt_tokens=num_cached + np.where(np.arange(len(rows)) < num_decode, 0, num_tokens),
-            first_positions=num_cached,
-            temperatures=np.zeros(len(rows), np.float32),
-            top_ps=np.ones(len(rows), np.float32),
-            top_ks=np.zeros(len(rows), np.int32),
-            min_ps=np.zeros(len(rows), np.float32),
-            seeds=np.zeros(len(rows), np.uint64),
-            sample_indices=np.zeros(len(rows), np.uint32),
-            want_logprobs=np.zeros(len(rows), np.bool_),
-        )
-        changes = SlotChanges(
-            int32([]), opened, np.repeat(slots, list(map(len, tables))), int32(list(itertools.chain(*tables)))
-        )
-        sizes = [len(group.members) for group in case.groups]
-        groups = PrefixGroups(int32(sizes), int32([case.num_common + group.num_blocks for group in case.groups]))
-        prompt_ids = np.zeros(num_tokens[num_decode:].sum(), np.int32)
-        self.slots = SlotTable(SlotTableSize(len(rows) + 1, max(map(len, tables))), CPU)
-        self.slots.apply(changes)
-        self.step = ForwardInput(0, slots, num_tokens, num_decode, prompt_ids, changes, groups)
-        self.num_blocks = next(self._ids)
-        self.slots.rules.allocate(self.num_blocks * case.page_size)
-        is_read = torch.zeros(self.num_blocks * case.page_size, dtype=torch.bool)
-        for table, cached, count in rows:
-            tokens = torch.arange(cached + count)
-            is_read[torch.tensor(table)[tokens // case.page_size] * case.page_size + tokens % case.page_size] = True
-        size = (len(is_read), case.num_kv_heads, case.head_dim)
-        generator = torch.Generator().manual_seed(0)
-        self.key, self.value = (torch.randn(size, generator=generator).to(case.dtype) for _ in range(2))
-        self.key[~is_read] = self.value[~is_read] = 100.0
-        # Rows apart, as the fused product of queries, keys and values leaves them.
-        fused = torch.randn(1000, case.shape.num_heads + 2, case.head_dim, generator=generator).to(case.dtype)
-        self.query = fused[:, : case.shape.num_heads]
-
-    def _make_rows(self, case: Case) -> list[tuple[list[int], int, int]]:
-        """Of each row: its block table, tokens before this step, tokens of this step."""
-        rows: list[tuple[list[int], int, int]] = []
-        common = self._new_blocks(case.num_common)
-        prefixes = [common + self._new_blocks(group.num_blocks) for group in case.groups]
-        for prefix, group in zip(prefixes, case.groups, strict=True):
-            num_prefix_tokens = len(prefix) * case.page_size
-            before, num_whole = prefix, len(prefix)
-            for num_behind, most_shared in group.members:
-                cached = num_prefix_tokens + num_behind - 1
-                num_same = min(len(prefix) + most_shared, num_whole, cached // case.page_size)
-                before = self._extended(before[:num_same], cached + 1)
-                num_whole = cached // case.page_size
-                rows.append((before, cached, 1))
-        for other in (*case.decode, *case.prefill):
-            cached = len(prefixes[other.group]) * case.page_size + other.num_cached
-            rows.append((self._extended(prefixes[other.group], cached + other.num_tokens), cached, other.num_tokens))
-        return rows
-
-    def _new_blocks(self, count: int) -> list[int]:
-        return list(itertools.islice(self._ids, count))
-
-    def _extended(self, table: list[int], num_tokens: int) -> list[int]:
-        return table + self._new_blocks(-(-num_tokens // self._page_size) - len(table))
-
-
-def _scattered(rows: list[tuple[list[int], int, int]]) -> list[tuple[list[int], int, int]]:
-    """The rows with their blocks in random order."""
-    num_blocks = max(itertools.chain(*(table for table, _, _ in rows)))
-    order = [0, *random.Random(0).sample(range(1, num_blocks + 1), num_blocks)]
-    return [([order[block] for block in table], cached, count) for table, cached, count in rows]
 
 
 def attend(name: str, case: Case, grouped: bool) -> tuple[torch.Tensor, PagedLayout]:
@@ -185,18 +33,6 @@ def num_read(layout: PagedLayout) -> int:
     """Tokens of KV that attention reads for the segments of a layout."""
     parts = layout.parts if layout.prefix is None else (layout.prefix, *layout.parts)
     return sum(int(part.kv_lengths.sum()) for part in parts)
-
-
-LONG = tuple((num_behind, 0) for num_behind in (300, 1, 17, 16, 40))
-ONE_TOKEN_EACH = Group(3, ((1, 0),) * 20)
-NAMED_CASES = [
-    Case(16, 0, (Group(4, LONG),)),
-    Case(16, 0, (ONE_TOKEN_EACH,)),
-    Case(16, 0, (Group(1, ((16, 0), (17, 0))),), (), (Other(0, 0, 40),)),
-    Case(16, 2, (Group(0, ((5, 0),)), Group(7, ((33, 2),) * 9), ONE_TOKEN_EACH), (Other(1, 40, 1),), (Other(1, 0, 9),)),
-]
-"""A group of everything, of very different lengths; rows at a block border; a row alone beside the next prompt; groups
-of which one has the prefix of all, nested prefixes, and others that share their blocks."""
 
 
 def check_grouped_attention(name: str, case: Case) -> None:

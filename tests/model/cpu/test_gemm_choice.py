@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.helpers.tiny_model import save_tiny_model
-from tests.model.decoder.layers.test_linear import (
+from tests.model.helpers.greedy_decoding import load
+from tests.model.helpers.linear_layers import (
     activation_dtype,
     assert_close,
     fill,
@@ -15,7 +16,6 @@ from tests.model.decoder.layers.test_linear import (
     make_norm,
     random_rows,
 )
-from tests.model.decoder.test_decoder import load
 from tests.model.helpers.steps import StepDriver, make_runner
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.model.cpu import gemm_choice

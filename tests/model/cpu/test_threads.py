@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.model.decoder.layers.test_linear import assert_close, fill, layer_kernels, make_norm, random_rows
+from tests.model.helpers.linear_layers import assert_close, fill, layer_kernels, make_norm, random_rows
 from tokasaurus.model.decoder.layers.linear import Linear
 
 

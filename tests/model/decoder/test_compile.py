@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch._inductor.utils import fresh_cache
 
-from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
-from tests.model.decoder.test_decoder import FAMILIES, greedy_in_a_mixed_batch, load, oracle_greedy
+from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
+from tests.model.helpers.greedy_decoding import greedy_in_a_mixed_batch, load, oracle_greedy
+from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.steps import StepDriver, make_runner, one_thread
-from tests.model.test_hydragen import Samples
 from tokasaurus.checkpoint import cache_directory, resolve_checkpoint
 from tokasaurus.config import parse_server_config
 from tokasaurus.messages.channel import Channel

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.tiny_model import save_tiny_model
-from tests.model.decoder.test_decoder import load
+from tests.model.helpers.greedy_decoding import load
 from tokasaurus.checkpoint import CheckpointError
 
 

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from tests.helpers.tiny_model import save_tiny_model
-from tests.model.decoder.test_decoder import load
+from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.steps import StepDriver, make_runner
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.cpu.layer_executor import PackedLayers

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
-from tests.model.decoder.test_decoder import oracle_greedy
+from tests.model.helpers.greedy_decoding import oracle_greedy
 from tests.model.helpers.steps import CPU, NOTHING, int32, make_runner
 from tokasaurus.checkpoint import read_model_info, weight_files
 from tokasaurus.messages.forward import ForwardInput

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.model.sampling.test_sample import noise_keys
+from tests.model.helpers.sampling_rows import noise_keys
 from tokasaurus.model.sampling.noise import gumbel_noise
 
 

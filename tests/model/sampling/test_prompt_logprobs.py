@@ -11,18 +11,17 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from tests.helpers.tiny_model import VOCAB_SIZE, save_byte_tokenizer, save_tiny_model
-from tests.model.decoder.test_decoder import load, oracle_greedy
+from tests.model.helpers.greedy_decoding import load, oracle_greedy
 from tests.model.helpers.peak_memory import peak, reset_peak
+from tests.model.helpers.rule_contexts import Rule, make_rules
+from tests.model.helpers.sampling_rows import make_rows, noise_keys, token_logprobs_of
 from tests.model.helpers.steps import PromptLogprob, StepDriver, make_runner
-from tests.model.sampling.test_logit_rules import Rule, make_rules
-from tests.model.sampling.test_sample import make_rows, noise_keys
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
 from tokasaurus.messages.lifecycle import Ready
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.execution import device_batch
 from tokasaurus.model.sampling import prompt_logprobs
-from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, fill_token_logprobs
 from tokasaurus.model.sampling.sample import sample
 from tokasaurus.model.worker.loop import run_steps
 from tokasaurus.model.worker.warmup import ForwardLimits, single_token, widest_prefill
@@ -33,20 +32,6 @@ BACKENDS = ["cpu", "torch"]
 @pytest.fixture(params=["kernels", "torch"])
 def kernels(request: pytest.FixtureRequest) -> Kernels | None:
     return None if request.param == "torch" else load_kernels()
-
-
-def token_logprobs_of(
-    logits: torch.Tensor, target_ids: torch.Tensor, num_top: int, kernels: Kernels | None
-) -> TokenLogprobs:
-    num_rows = len(logits)
-    computed = TokenLogprobs(
-        torch.empty(num_rows, device=logits.device),
-        torch.empty(num_rows, dtype=torch.int32, device=logits.device),
-        torch.empty((num_rows, num_top), dtype=torch.int32, device=logits.device),
-        torch.empty((num_rows, num_top), device=logits.device),
-    )
-    fill_token_logprobs(logits, target_ids.int(), computed, kernels)
-    return computed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

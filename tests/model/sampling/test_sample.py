@@ -8,33 +8,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.model.helpers.sampling_rows import LOGITS, chi_square, inside_by_hand, make_rows, noise_keys
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
-from tokasaurus.model.sampling.noise import gumbel_noise, position_keys, sequence_keys
-from tokasaurus.model.sampling.sample import SamplingRows, outside_limits, sample
-
-
-def noise_keys(seeds: list[int], samples: list[int], positions: list[int]) -> torch.Tensor:
-    keys = position_keys(
-        sequence_keys(np.array(seeds, np.uint64), np.array(samples, np.uint32)), np.array(positions, np.int32)
-    )
-    return torch.from_numpy(keys.astype(np.int64))
-
-
-def make_rows(
-    temperatures: list[float], top_ps: list[float], keys: torch.Tensor, top_k: int = 0, min_p: float = 0.0
-) -> SamplingRows:
-    """top_k, min_p: of all rows."""
-    is_limited = top_k > 0 or min_p > 0
-    return SamplingRows(
-        temperatures=torch.tensor(temperatures),
-        top_ps=torch.tensor(top_ps),
-        top_ks=torch.full((len(temperatures),), top_k, dtype=torch.int32),
-        min_ps=torch.full((len(temperatures),), min_p),
-        noise_keys=keys,
-        any_sampled=any(t > 0 for t in temperatures),
-        any_limited=any((p < 1 or is_limited) and t > 0 for p, t in zip(top_ps, temperatures, strict=True)),
-        any_logprobs=True,
-    )
+from tokasaurus.model.sampling.noise import gumbel_noise
+from tokasaurus.model.sampling.sample import outside_limits, sample
 
 
 @pytest.fixture(params=["kernels", "torch"])
@@ -67,13 +44,7 @@ def count_draws(
     return np.bincount(tokens.numpy(), minlength=len(logits))
 
 
-def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    expected = probabilities * counts.sum()
-    return float(((counts - expected) ** 2 / expected).sum())
-
-
 NO_TOP_K, NO_MIN_P = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
-LOGITS = [2.0, 1.5, 0.3, 0.0, -1.0, -2.5, 1.0]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -107,20 +78,6 @@ def test_draws_under_limits_follow_the_renormalised_rest(
     assert counts.sum() == counts[inside].sum()
     # Up to 6 degrees of freedom: above 27.9 once in 10,000 honest runs.
     assert chi_square(counts[inside], probabilities[inside] / probabilities[inside].sum()) < 27.9
-
-
-def inside_by_hand(logits: np.ndarray, top_p: float, top_k: int, min_p: float) -> np.ndarray:
-    """What is left of float64 [V] probabilities after min_p, top_k and top_p, one after the other; bool [V]."""
-    left = np.exp(logits - logits.max())
-    left[left < min_p] = 0
-    if top_k:
-        left[left < np.sort(left)[::-1][min(top_k, len(left)) - 1]] = 0
-    left /= left.sum()
-    order = np.argsort(-left, kind="stable")
-    before = np.cumsum(left[order]) - left[order]
-    if top_p < 1:
-        left[left < left[order][before < top_p][-1]] = 0
-    return left > 0
 
 
 @pytest.mark.parametrize("vocab_size", [5, 16, 50, 5000])

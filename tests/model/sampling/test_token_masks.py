@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
-from tests.model.decoder.test_decoder import load
+from tests.model.helpers.greedy_decoding import load
+from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule, make_rules
+from tests.model.helpers.sampling_rows import LOGITS, chi_square, inside_by_hand, make_masks, make_rows, noise_keys
 from tests.model.helpers.steps import NOTHING, int32, make_runner, open_greedy
-from tests.model.sampling.test_logit_rules import ALWAYS, Contexts, Rule, make_rules
-from tests.model.sampling.test_sample import LOGITS, chi_square, inside_by_hand, make_rows, noise_keys
-from tokasaurus.messages.forward import ForwardInput, TokenMasks
+from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.slots import SlotChanges
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.sampling.logit_rules import RuledRows
@@ -23,13 +23,6 @@ from tokasaurus.model.sampling.sample import SamplingRows, TopRows, sample
 @pytest.fixture(params=["kernels", "torch"])
 def kernels(request: pytest.FixtureRequest) -> Kernels | None:
     return None if request.param == "torch" else load_kernels()
-
-
-def make_masks(allowed: dict[int, np.ndarray]) -> TokenMasks:
-    """allowed: bool [V] by row."""
-    padded = [np.pad(row, (0, -len(row) % 32)).reshape(-1, 32) for row in allowed.values()]
-    bits = (np.stack(padded).astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(axis=2).astype(np.uint32)
-    return TokenMasks(int32(list(allowed)), bits)
 
 
 def rules_of_rows(num_rows: int, biases: dict[int, tuple[tuple[int, float], ...]]) -> RuledRows:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
-from tests.model.decoder.test_decoder import load
+from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.steps import make_runner
 from tokasaurus.model.worker.warmup import (
     ForwardLimits,

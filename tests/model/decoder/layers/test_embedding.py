@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
-from tests.model.decoder.layers.test_linear import DTYPES, activation_dtype, fill, layer_kernels, make_norm, random_rows
+from tests.model.helpers.linear_layers import DTYPES, activation_dtype, fill, layer_kernels, make_norm, random_rows
 from tokasaurus.checkpoint import read_model_info
 from tokasaurus.model.decoder.layers.embedding import VocabShard
 from tokasaurus.model.parallel.mesh import Mesh

@@ -1,0 +1,26 @@
+"""A worker for the engine's driver that runs a real model in this process."""
+
+from tokasaurus.messages.forward import ForwardInput, ForwardOutput
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.model.execution.runner import ModelRunner
+
+
+class Worker:
+    """As the model process answers."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.num_computed = 0
+        self.requests: dict[int, GenerateRequest] = {}
+
+    def forward(self, message: ForwardInput, forward_seconds: float) -> ForwardOutput:
+        self.num_computed += len(message.prompt_ids)
+        result = self._runner.run(message)
+        return ForwardOutput(
+            message.step_id,
+            result.host_token_ids(),
+            result.host_logprobs(),
+            forward_seconds,
+            top=result.host_top(),
+            prompt_logprobs=result.host_prompt_logprobs(),
+        )

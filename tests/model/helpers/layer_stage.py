@@ -1,0 +1,86 @@
+"""A pipeline stage of random layers, by the kernels and by torch over the reference backend."""
+
+import dataclasses
+
+import torch
+
+from tests.model.helpers.linear_layers import random_rows
+from tests.model.helpers.row_split_cases import Case, CaseStep
+from tests.model.helpers.steps import CPU, one_thread
+from tokasaurus.checkpoint import ModelInfo, RopeInfo
+from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
+from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.cpu.bindings import Kernels, load_kernels
+from tokasaurus.model.decoder.decoder import Decoder, DecoderOptions
+from tokasaurus.model.execution.device_batch import build_batch
+from tokasaurus.model.parallel.mesh import Mesh
+
+NUM_LAYERS = 3
+
+
+HIDDEN_SIZE = 72
+
+
+MIDDLE = Mesh(pp_rank=1, pp_size=3)
+"""A pipeline stage that neither embeds nor has an LM head: hidden states in, hidden states out."""
+
+
+def make_stage(case: Case, options: DecoderOptions, kernels: Kernels | None) -> Decoder:
+    """The same random weights, packed for `kernels` or not."""
+    info = ModelInfo(
+        family="llama",
+        num_layers=NUM_LAYERS * MIDDLE.pp_size,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=100,
+        num_heads=case.shape.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+        vocab_size=32,
+        context_length=1000,
+        norm_eps=1e-5,
+        rope=RopeInfo(1e4),
+        tie_embeddings=False,
+        eos_ids=(0,),
+        dtype="float32",
+    )
+    stage = Decoder(info, options, MIDDLE, case.dtype)
+    stage.materialize(CPU, 2000)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in stage.named_parameters():
+        scale = 0.2 if name.endswith("weight") and "norm" not in name else 1.0
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    if kernels is not None:
+        stage.pack(kernels)
+    return stage
+
+
+def run_stage(case: Case, options: DecoderOptions, kernels: Kernels, by_kernels: bool, grouped: bool) -> torch.Tensor:
+    """-> hidden states of the case's step without padding."""
+    made = CaseStep(case)
+    step = made.step if grouped else dataclasses.replace(made.step, groups=None)
+    shape = dataclasses.replace(case.shape, num_layers=NUM_LAYERS)
+    backend: AttentionBackend = make_backend("cpu" if by_kernels else "reference", shape, kernels)
+    backend.allocate(made.num_blocks)
+    backend.plan(PagedLayout(torch.arange(len(made.key)), ()))
+    for layer in range(NUM_LAYERS):
+        backend.write(made.key, made.value, layer)
+    batch = build_batch(step, made.slots, case.page_size, CPU)
+    backend.plan(batch.layout)
+    hidden = random_rows(len(batch.token_ids), HIDDEN_SIZE, case.dtype).to(kernels.activation_dtype(case.dtype))
+    stage = make_stage(case, options, kernels if by_kernels else None)
+    out = stage(batch.token_ids, hidden, batch.positions, backend, batch.layout)
+    return out[: int(made.step.num_tokens.sum())]
+
+
+def check_stage(case: Case, options: DecoderOptions, kernels: Kernels | None = None) -> None:
+    """The kernels' layers equal torch's. kernels: default is the best for this machine."""
+    kernels = kernels or load_kernels()
+    assert kernels is not None, "the tests need a C++ compiler"
+    with one_thread(), torch.inference_mode():
+        expected = run_stage(case, options, kernels, by_kernels=False, grouped=False)
+    with torch.inference_mode():
+        out = run_stage(case, options, kernels, by_kernels=True, grouped=True)
+    assert out.shape == expected.shape
+    tolerance = 3e-5 if case.dtype == torch.float32 else 2**-5
+    error = (out.double() - expected.double()).abs().max() / expected.double().abs().max()
+    assert float(error) < tolerance

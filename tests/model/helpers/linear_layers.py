@@ -1,0 +1,47 @@
+"""Random layers and rows for tests of matrix products, and how exact results must be."""
+
+import torch
+
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.cpu.packed_weights import LayerKernels
+from tokasaurus.model.decoder.layers.norm import RMSNorm
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+# Of the largest magnitude in the result, or of 1: the rounding of one bfloat16, and of a sum in float32.
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-8}
+
+
+def layer_kernels() -> LayerKernels:
+    kernels = load_kernels()
+    assert kernels is not None, "the tests need a C++ compiler"
+    return LayerKernels(kernels)
+
+
+def activation_dtype(weight_dtype: torch.dtype) -> torch.dtype:
+    """What the kernels of this machine take and give beside such weights."""
+    return layer_kernels().activation_dtype(weight_dtype)
+
+
+def fill(module: torch.nn.Module, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def make_norm(size: int, dtype: torch.dtype) -> RMSNorm:
+    norm = RMSNorm(size, 1e-5, dtype)
+    fill(norm, seed=1)
+    return norm
+
+
+def random_rows(num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(num_rows, size, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
+    assert result.shape == expected.shape
+    if expected.numel():
+        error = float((result.double() - expected).abs().max() / expected.abs().max().clamp(min=1))
+        assert error <= TOLERANCE[result.dtype]

@@ -1,0 +1,65 @@
+"""Biases and penalties of slots, and the contexts that they count."""
+
+import dataclasses
+
+import numpy as np
+
+from tests.model.helpers.steps import CPU, int32
+from tokasaurus.messages.slots import LogitRules
+from tokasaurus.model.sampling.logit_rules import RuledRows, SlotRules
+
+PAGE_SIZE = 4
+
+
+ALWAYS = np.iinfo(np.int32).max
+
+
+@dataclasses.dataclass
+class Rule:
+    """biases: (token, value, end) each."""
+
+    num_request_tokens: int = 1
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    biases: tuple[tuple[int, float, int], ...] = ()
+
+
+def make_rules(by_slot: dict[int, Rule]) -> LogitRules:
+    rules = by_slot.values()
+    biases = [bias for rule in rules for bias in rule.biases]
+    return LogitRules(
+        slots=int32(list(by_slot)),
+        num_request_tokens=int32([rule.num_request_tokens for rule in rules]),
+        presence=np.array([rule.presence for rule in rules], np.float32),
+        frequency=np.array([rule.frequency for rule in rules], np.float32),
+        repetition=np.array([rule.repetition for rule in rules], np.float32),
+        bias_counts=int32([len(rule.biases) for rule in rules]),
+        bias_ids=int32([bias[0] for bias in biases]),
+        bias_values=np.array([bias[1] for bias in biases], np.float32),
+        bias_ends=int32([bias[2] for bias in biases]),
+    )
+
+
+class Contexts:
+    """The slots' tokens in scattered blocks, each slot's beginning with `shared` ones of the first's."""
+
+    def __init__(self, contexts: dict[int, list[int]], num_slots: int, num_shared_blocks: int = 0) -> None:
+        self.rules = SlotRules(num_slots, CPU)
+        self.num_tokens = contexts
+        self.tables = np.zeros((num_slots, 40), np.int32)
+        free = np.random.default_rng(0).permutation(np.arange(1, 3000)).tolist()
+        self.rules.allocate(3000 * PAGE_SIZE)
+        self.rules.tokens.fill_(3)  # what is not of the context must not count
+        first = min(contexts)
+        for slot, context in contexts.items():
+            for position, token in enumerate(context):
+                place = position // PAGE_SIZE
+                if position % PAGE_SIZE == 0:
+                    is_shared = slot != first and place < num_shared_blocks
+                    self.tables[slot, place] = self.tables[first, place] if is_shared else free.pop()
+                self.rules.tokens[self.tables[slot, place] * PAGE_SIZE + position % PAGE_SIZE] = token
+
+    def select(self, slots: list[int]) -> RuledRows | None:
+        lengths = int32([len(self.num_tokens[slot]) for slot in slots])
+        return self.rules.select(int32(slots), lengths, self.tables, PAGE_SIZE)
