@@ -1,4 +1,6 @@
-"""What keeps packages apart: imports point down, torch stays in the workers, modules and folders stay small."""
+"""What keeps packages apart: imports point down, torch stays in the workers, modules and folders stay small.
+
+Tests mirror the package, and import helpers but no other tests."""
 
 import ast
 import subprocess
@@ -13,6 +15,12 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
+
+TESTS = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted((ROOT / "tests").rglob("*.py"))
+}
+# Folders of tests that mirror no package; besides them, any folder may have one named helpers.
+OWN_FOLDERS = {"helpers", "benchmarks", "clients", "clients/lm_eval_tasks", "end_to_end", "gpu", "server/http"}
 
 # From the top down. A package or module imports from lines below its own, never from its own line.
 LAYERS = [
@@ -149,14 +157,31 @@ def test_no_module_is_a_grab_bag() -> None:
     assert not {module for module in MODULES if module.rpartition(".")[2] in grab_bags}
 
 
-@pytest.mark.parametrize("path", [*MODULES.values(), *sorted((ROOT / "benchmarks").rglob("*.py"))], ids=str)
+READABLE = [*MODULES.values(), *sorted((ROOT / "benchmarks").rglob("*.py")), *TESTS.values()]
+
+
+@pytest.mark.parametrize("path", READABLE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_file_can_be_read_in_one_sitting(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
 def test_folders_can_be_overseen() -> None:
     folders: dict[Path, int] = {}
-    for path in MODULES.values():
+    for path in [*MODULES.values(), *TESTS.values()]:
         if path.name != "__init__.py":
             folders[path.parent] = folders.get(path.parent, 0) + 1
     assert max(folders.values()) <= MAX_MODULES, folders
+
+
+def test_folders_of_tests_mirror_the_package() -> None:
+    for path in TESTS.values():
+        folder = path.parent.relative_to(ROOT / "tests").as_posix().removesuffix("/helpers")
+        assert folder in OWN_FOLDERS or (PACKAGE / folder).is_dir(), path
+
+
+@pytest.mark.parametrize("module", TESTS)
+def test_no_test_imports_another(module: str) -> None:
+    """What two tests need is in a helper module: a test that changes cannot break another."""
+    imported = imported_modules(TESTS[module])
+    assert not {name for name in imported & set(TESTS) if name.rpartition(".")[2].startswith("test_")}
+    assert "/helpers/" not in TESTS[module].as_posix() or not TESTS[module].name.startswith("test_")
