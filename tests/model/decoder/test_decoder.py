@@ -14,12 +14,7 @@ from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.decoder import registry
 from tokasaurus.model.decoder.decoder import Decoder, DecoderOptions
 from tokasaurus.model.decoder.layers.linear import Linear
-<<<<<<< HEAD
-from tokasaurus.model.decoder.registry import build_decoder
-from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution.executors import choose_executor
-=======
->>>>>>> 98c54f8 (Tests of the model: helpers apart from tests, none patches another)
 from tokasaurus.model.parallel.mesh import Mesh
 
 

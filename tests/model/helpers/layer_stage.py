@@ -13,6 +13,7 @@ from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.decoder.decoder import Decoder, DecoderOptions
 from tokasaurus.model.execution.device_batch import build_batch
+from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.parallel.mesh import Mesh
 
 NUM_LAYERS = 3
@@ -68,7 +69,7 @@ def run_stage(case: Case, options: DecoderOptions, kernels: Kernels, by_kernels:
     backend.plan(batch.layout)
     hidden = random_rows(len(batch.token_ids), HIDDEN_SIZE, case.dtype).to(kernels.activation_dtype(case.dtype))
     stage = make_stage(case, options, kernels if by_kernels else None)
-    out = stage(batch.token_ids, hidden, batch.positions, backend, batch.layout)
+    out = stage(batch.token_ids, hidden, batch.positions, choose_executor(stage, backend), batch.layout)
     return out[: int(made.step.num_tokens.sum())]
 
 
