@@ -49,11 +49,7 @@ void toka_sample(int64_t logits_type, const void* logits, int64_t num_rows, int6
 
 namespace {
 
-template <typename Element>
-constexpr ElementType kTypeOf = std::is_same_v<Element, bfloat16>  ? kBfloat16
-                                : std::is_same_v<Element, float16> ? kFloat16
-                                                                   : kFloat32;
-const char* const kNames[] = {"float32", "bfloat16", "float16"};
+const char* const kNames[] = {"float32", "bfloat16", "float16"};  // in the order of ElementType
 
 std::mt19937 generator(1);
 bool has_failed = false;
@@ -119,7 +115,7 @@ struct Matrix {
         is_gated(is_gated),
         plain(random_values((1 + is_gated) * out_size * in_size)) {
     for (double& value : plain) value *= scale;
-    packed = {std::is_same_v<Weight, bfloat16>, in_size, out_size, is_gated, nullptr, nullptr};
+    packed = {kElementType<Weight>, in_size, out_size, is_gated, nullptr, nullptr};
     panels.resize(packed.num_panels() * kPanel * in_size);
     packed.panels = panels.data();
     if (has_bias) {
@@ -151,7 +147,7 @@ template <typename Weight>
 void check_products() {
   typedef Activation<Weight> Element;
   constexpr int64_t kIn = 96, kOut = 130;
-  const std::string weights = kNames[kTypeOf<Weight>];
+  const std::string weights = kNames[kElementType<Weight>];
   const vector<double> norm = random_values(kIn);
   for (int64_t num_rows : {1, 2, 5, 6, 7, 12, 13, 64}) {
     const vector<double> x = random_values(num_rows * kIn);
@@ -218,8 +214,8 @@ void check_attention() {
     vector<int64_t> kv_indices;
     for (int64_t token = 0; token < length; ++token)
       kv_indices.push_back(table[segment * kTableWidth + token / kPage] * kPage + token % kPage);
-    toka_write_kv(kTypeOf<Element>, kTypeOf<Stored>, as<Element>(key).data(), as<Element>(value).data(), size, size,
-                  kv_indices.data(), length, cache.data(), kKvHeads, kHeadDim, kPage);
+    toka_write_kv(kElementType<Element>, kElementType<Stored>, as<Element>(key).data(), as<Element>(value).data(), size,
+                  size, kv_indices.data(), length, cache.data(), kKvHeads, kHeadDim, kPage);
     for (int64_t row = 0; row < num_rows[segment]; ++row) {
       const vector<double> query = random_values(kHeads * kHeadDim);
       queries.insert(queries.end(), query.begin(), query.end());
@@ -235,9 +231,10 @@ void check_attention() {
   const PagedPart part{0, total, num_segments, starts.data(), table.data(), kTableWidth, lengths.data(), 1, 0};
   vector<Element> output(expected.size());
   vector<float> lse(expected_lse.size());
-  toka_attend(kTypeOf<Element>, kTypeOf<Stored>, as<Element>(queries).data(), kHeads * kHeadDim, output.data(),
-              lse.data(), cache.data(), &part, kHeads, kKvHeads, kHeadDim, kPage);
-  const std::string name = std::string("attention of ") + kNames[kTypeOf<Element>] + " to " + kNames[kTypeOf<Stored>];
+  toka_attend(kElementType<Element>, kElementType<Stored>, as<Element>(queries).data(), kHeads * kHeadDim,
+              output.data(), lse.data(), cache.data(), &part, kHeads, kKvHeads, kHeadDim, kPage);
+  const std::string name =
+      std::string("attention of ") + kNames[kElementType<Element>] + " to " + kNames[kElementType<Stored>];
   compare(name, output, expected, std::max(kTolerance<Element>, kTolerance<Activation<Stored>>));
   compare(name + ", lse", lse, expected_lse, kTolerance<Activation<Stored>>);
 }
@@ -253,9 +250,9 @@ void check_merge() {
     expected[i] = (a * first[i] + b * second[i]) / (a + b);
   }
   vector<Element> output(first.size());
-  toka_merge(kTypeOf<Element>, as<float>(first).data(), as<float>(first_lse).data(), as<float>(second).data(),
+  toka_merge(kElementType<Element>, as<float>(first).data(), as<float>(first_lse).data(), as<float>(second).data(),
              as<float>(second_lse).data(), output.data(), count, kHeadDim);
-  compare(std::string("merge to ") + kNames[kTypeOf<Element>], output, expected, kTolerance<Element>);
+  compare(std::string("merge to ") + kNames[kElementType<Element>], output, expected, kTolerance<Element>);
 }
 
 // --- A whole layer
@@ -322,8 +319,8 @@ void check_layer() {
   vector<int64_t> kv_indices;
   for (int64_t row = 0; row < kRows; ++row) kv_indices.push_back(table[row / kPage] * kPage + row % kPage);
   const PagedPart part{0, kRows, 1, starts.data(), table.data(), 2, lengths.data(), 1, 0};
-  const PagedForward forward{kTypeOf<Stored>, cache.data(), int64_t(cache.size()), kPage, kv_indices.data(), &part, 1,
-                             nullptr};
+  const PagedForward forward{
+      kElementType<Stored>, cache.data(), int64_t(cache.size()), kPage, kv_indices.data(), &part, 1, nullptr};
   const vector<float> norms[] = {as<float>(norm), as<float>(mlp_norm), as<float>(query_norm), as<float>(key_norm)};
   const PackedLayer layer{qkv.packed,      out.packed,      gate_up.packed,  down.packed,
                           norms[0].data(), norms[1].data(), norms[2].data(), norms[3].data(),
@@ -332,8 +329,9 @@ void check_layer() {
   toka_run_layers(&layer, 1, &forward, kRows, as<float>(cos_sin).data(), found.data());
   // Intermediate results are rounded a dozen times; the cache rounds keys and values.
   const double tolerance = std::is_same_v<Element, bfloat16> ? 0.03 : std::is_same_v<Stored, float> ? 1e-5 : 0.01;
-  compare(std::string("a layer of ") + kNames[kTypeOf<Weight>] + " with a cache of " + kNames[kTypeOf<Stored>], found,
-          expected, tolerance);
+  compare(
+      std::string("a layer of ") + kNames[kElementType<Weight>] + " with a cache of " + kNames[kElementType<Stored>],
+      found, expected, tolerance);
 }
 
 // --- Sampling
@@ -377,9 +375,9 @@ void check_sampling() {
   }
   vector<int64_t> tokens(kRows);
   vector<float> logprobs(kRows);
-  toka_sample(kTypeOf<Element>, as<Element>(logits).data(), kRows, kVocab, temperatures.data(), top_ps.data(),
+  toka_sample(kElementType<Element>, as<Element>(logits).data(), kRows, kVocab, temperatures.data(), top_ps.data(),
               top_ks.data(), min_ps.data(), keys.data(), nullptr, nullptr, tokens.data(), logprobs.data(), nullptr);
-  const std::string name = std::string("sampling from ") + kNames[kTypeOf<Element>];
+  const std::string name = std::string("sampling from ") + kNames[kElementType<Element>];
   compare(name + ", tokens", vector<float>(tokens.begin(), tokens.end()), expected_tokens, 0);
   compare(name + ", logprobs", logprobs, expected_logprobs, 1e-6);
 }

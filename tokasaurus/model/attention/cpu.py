@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
 from tokasaurus.model.cpu import huge_pages
-from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, KV_CACHE_DTYPES, Kernels, cache_type
+from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, KV_CACHE_DTYPES, Kernels, cache_code
 from tokasaurus.model.cpu.layer_executor import PagedForwardStruct, PagedPartStruct
 
 # T tokens, H query heads, K key/value heads, D head size, P page size
@@ -56,7 +56,7 @@ class CpuBackend:
         parts = (PagedPartStruct * len(layout.parts))(*map(_struct, layout.parts))
         prefix = None if layout.prefix is None else ctypes.pointer(_struct(layout.prefix))
         self._paged = PagedForwardStruct(
-            *(cache_type(self._cache), self._cache.data_ptr(), self._cache[0].numel()),
+            *(cache_code(self._cache), self._cache.data_ptr(), self._cache[0].numel()),
             *(self._shape.page_size, layout.kv_indices.data_ptr(), parts, len(parts), prefix),
         )
 

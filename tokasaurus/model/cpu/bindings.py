@@ -15,21 +15,25 @@ from tokasaurus.model.cpu.isa import PLAIN_TORCH, choose_set
 
 logger = logging.getLogger(__name__)
 
+ELEMENT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The code by which the kernels know a dtype: ElementType in element_type.h."""
+
+KV_CACHE_DTYPES = tuple(ELEMENT_CODES)
+"""Dtypes of KV caches that the kernels support."""
+
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes of weights, activations and logits that the kernels support. In the order of ElementType in element_type.h."""
-
-KV_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of KV caches that the kernels support. In the order of ElementType in element_type.h."""
+"""Dtypes of weights, activations and logits that the kernels support."""
 
 
-def cache_type(cache: Tensor) -> int:
-    """The cache's ElementType, as in element_type.h."""
-    return KV_CACHE_DTYPES.index(cache.dtype)
+def activation_code(tensor: Tensor) -> int:
+    """The element code of weights, activations or logits."""
+    assert tensor.dtype in ACTIVATION_DTYPES, f"the kernels do not support activations of {tensor.dtype}"
+    return ELEMENT_CODES[tensor.dtype]
 
 
-def _activation_type(tensor: Tensor) -> int:
-    """The ElementType of activations or logits, which are never float16."""
-    return ACTIVATION_DTYPES.index(tensor.dtype)
+def cache_code(cache: Tensor) -> int:
+    """The element code of a KV cache."""
+    return ELEMENT_CODES[cache.dtype]
 
 
 class LogitRulesStruct(ctypes.Structure):
@@ -112,7 +116,7 @@ class Kernels:
         output = torch.empty((num_rows, num_heads, head_dim), dtype=output_dtype)
         lse = torch.empty((num_rows, num_heads), dtype=torch.float32)
         self._library.toka_attend(
-            *(_activation_type(query), cache_type(cache), query.data_ptr(), query.stride(0)),
+            *(activation_code(query), cache_code(cache), query.data_ptr(), query.stride(0)),
             *(output.data_ptr(), lse.data_ptr(), cache.data_ptr(), ctypes.addressof(part)),
             *(num_heads, cache.shape[1], head_dim, page_size),
         )
@@ -127,7 +131,7 @@ class Kernels:
         assert query.stride()[1:] == (head_dim, 1), "a row's heads lie together"
         output = torch.empty((num_rows, num_heads, head_dim), dtype=query.dtype)
         self._library.toka_attend_layout(
-            *(_activation_type(query), query.data_ptr(), query.stride(0), output.data_ptr()),
+            *(activation_code(query), query.data_ptr(), query.stride(0), output.data_ptr()),
             *(ctypes.addressof(forward), layer_index, num_rows, num_heads, num_kv_heads, head_dim),
         )
         return output
@@ -138,7 +142,7 @@ class Kernels:
         num_rows, num_heads, head_dim = first[0].shape
         output = torch.empty((num_rows, num_heads, head_dim), dtype=dtype)
         self._library.toka_merge(
-            *(_activation_type(output), first[0].data_ptr(), first[1].data_ptr()),
+            *(activation_code(output), first[0].data_ptr(), first[1].data_ptr()),
             *(second[0].data_ptr(), second[1].data_ptr(), output.data_ptr(), num_rows * num_heads, head_dim),
         )
         return output
@@ -149,8 +153,8 @@ class Kernels:
         assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1), "a row's heads lie together"
         self._library.toka_write_kv(
             *(
-                _activation_type(key),
-                cache_type(cache),
+                activation_code(key),
+                cache_code(cache),
                 key.data_ptr(),
                 value.data_ptr(),
                 key.stride(0),
@@ -203,7 +207,7 @@ class Kernels:
             assert top[1].shape[1] <= vocab_size, "k must not exceed the vocabulary"
             top_struct = TopLogprobsStruct(top[1].shape[1], *(tensor.data_ptr() for tensor in top))
         self._library.toka_sample(
-            *(_activation_type(logits), logits.data_ptr(), num_rows, vocab_size),
+            *(activation_code(logits), logits.data_ptr(), num_rows, vocab_size),
             *(tensor.data_ptr() for tensor in (*limits, noise_keys)),
             *(None if struct is None else ctypes.addressof(struct) for struct in (rules, masks_struct)),
             *(tokens.data_ptr(), 0 if logprobs is None else logprobs.data_ptr()),
@@ -220,7 +224,7 @@ class Kernels:
         num_rows, vocab_size = logits.shape
         assert top_ids.shape[1] <= vocab_size, "k must not exceed the vocabulary"
         self._library.toka_token_logprobs(
-            *(_activation_type(logits), logits.data_ptr(), num_rows, vocab_size),
+            *(activation_code(logits), logits.data_ptr(), num_rows, vocab_size),
             *(target_ids.data_ptr(), logprobs.data_ptr(), ranks.data_ptr()),
             *(top_ids.shape[1], top_ids.data_ptr(), top_logprobs.data_ptr()),
         )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
+from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, activation_code
 from tokasaurus.model.cpu.huge_pages import HugePageTensors
 
 # T tokens, E input size, O output size
@@ -16,7 +16,7 @@ class PackedWeightsStruct(ctypes.Structure):
     """The struct PackedWeights of gemm.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("is_bfloat16", "in_size", "out_size", "is_gated")),
+        *((name, ctypes.c_int64) for name in ("weight_type", "in_size", "out_size", "is_gated")),
         *((name, ctypes.c_void_p) for name in ("panels", "bias")),
     )
 
@@ -62,7 +62,7 @@ class PackedWeights:
         if bias is not None:
             self._bias = functional.pad(bias.float(), (0, -self._out_size % panel_width))
         self.struct = PackedWeightsStruct(
-            weight.dtype == torch.bfloat16,
+            activation_code(weight),
             self._in_size,
             self._out_size,
             is_gated,

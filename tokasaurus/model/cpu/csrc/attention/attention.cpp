@@ -15,12 +15,9 @@ TOKA_EXPORT void toka_attend(int64_t activation_type, int64_t cache_type, const 
                              void* output, float* lse, const void* cache, const PagedPart* part, int64_t num_heads,
                              int64_t num_kv_heads, int64_t head_dim, int64_t page_size) {
   const Shape shape{num_heads, num_kv_heads, head_dim, page_size};
-  const bool is_bfloat16 = activation_type == kBfloat16;
-  with_stored_type(cache_type, [&](auto* stored) {
-    typedef Pointee<decltype(stored)> Stored;
-    const Problem<Stored> problem{shape,  *part, is_bfloat16,         query, query_row_stride,
-                                  output, lse,   (const Stored*)cache};
-    attend_part(problem);
+  dispatch_cache_type(cache_type, [&](auto cache_tag) {
+    typedef TypeOf<decltype(cache_tag)> Stored;
+    attend_part<Stored>({shape, *part, activation_type, query, query_row_stride, output, lse, (const Stored*)cache});
   });
 }
 
@@ -30,13 +27,13 @@ TOKA_EXPORT void toka_attend_layout(int64_t activation_type, const void* query, 
                                     const PagedForward* forward, int64_t layer, int64_t num_rows, int64_t num_heads,
                                     int64_t num_kv_heads, int64_t head_dim) {
   const Shape shape{num_heads, num_kv_heads, head_dim, forward->page_size};
-  with_stored_type(forward->cache_type, [&](auto* stored) {
-    typedef Pointee<decltype(stored)> Stored;
-    with_activation_type(activation_type, [&](auto* element) {
-      typedef Pointee<decltype(element)> Element;
-      std::fill((Element*)output, (Element*)output + num_rows * num_heads * head_dim, Element{});
-    });
-    LayoutAttention<Stored>(*forward, shape, activation_type == kBfloat16, query, query_row_stride, output).run(layer);
+  dispatch_activation_type(activation_type, [&](auto tag) {
+    typedef TypeOf<decltype(tag)> Element;
+    std::fill((Element*)output, (Element*)output + num_rows * num_heads * head_dim, Element{});
+  });
+  dispatch_cache_type(forward->cache_type, [&](auto cache_tag) {
+    typedef TypeOf<decltype(cache_tag)> Stored;
+    LayoutAttention<Stored>(*forward, shape, activation_type, query, query_row_stride, output).run(layer);
   });
 }
 
@@ -45,10 +42,10 @@ TOKA_EXPORT void toka_attend_layout(int64_t activation_type, const void* query, 
 TOKA_EXPORT void toka_write_kv(int64_t activation_type, int64_t cache_type, const void* key, const void* value,
                                int64_t key_stride, int64_t value_stride, const int64_t* kv_indices, int64_t num_tokens,
                                void* cache, int64_t num_kv_heads, int64_t head_dim, int64_t page_size) {
-  with_stored_type(cache_type, [&](auto* stored) {
-    with_activation_type(activation_type, [&](auto* element) {
-      typedef Pointee<decltype(stored)> Stored;
-      typedef Pointee<decltype(element)> Element;
+  dispatch_cache_type(cache_type, [&](auto cache_tag) {
+    dispatch_activation_type(activation_type, [&](auto tag) {
+      typedef TypeOf<decltype(cache_tag)> Stored;
+      typedef TypeOf<decltype(tag)> Element;
       const CacheLayer<Stored> layer{(Stored*)cache, num_kv_heads, head_dim, page_size};
       for (int64_t token = 0; token < num_tokens; ++token)
         layer.write(kv_indices[token], (const Element*)key + token * key_stride,
@@ -63,8 +60,8 @@ TOKA_EXPORT void toka_write_kv(int64_t activation_type, int64_t cache_type, cons
 TOKA_EXPORT void toka_merge(int64_t output_type, const float* first, const float* first_lse, const float* second,
                             const float* second_lse, void* output, int64_t count, int64_t head_dim) {
   constexpr int64_t kChunkRows = 2048;  // with fewer, a second thread costs more than it saves
-  with_activation_type(output_type, [&](auto* element) {
-    typedef Pointee<decltype(element)> Element;
+  dispatch_activation_type(output_type, [&](auto tag) {
+    typedef TypeOf<decltype(tag)> Element;
     Team::get().parallel_for(count, kChunkRows, [&](int64_t index) {
       const int64_t offset = index * head_dim;
       merge_parts(first + offset, first_lse[index], second + offset, second_lse[index], (Element*)output + offset,

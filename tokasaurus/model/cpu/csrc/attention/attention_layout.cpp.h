@@ -5,16 +5,17 @@
 #include "simd/phases.h"
 
 template <typename Stored>
-LayoutAttention<Stored>::LayoutAttention(const PagedForward& forward, const Shape& shape, bool is_bfloat16,
+LayoutAttention<Stored>::LayoutAttention(const PagedForward& forward, const Shape& shape, int64_t activation_type,
                                          const void* heads, int64_t row_size, void* attended)
     : forward_(forward) {
   const int64_t query_size = shape.num_heads * shape.head_dim;
-  const int64_t element_size = is_bfloat16 ? sizeof(bfloat16) : sizeof(float);
+  int64_t element_size = 0;
+  dispatch_activation_type(activation_type, [&](auto tag) { element_size = sizeof(TypeOf<decltype(tag)>); });
   for (int64_t i = 0; i < forward.num_parts; ++i) num_rows_ += forward.parts[i].num_rows;
   lse_.resize(num_rows_ * shape.num_heads);
   const auto plan = [&](const PagedPart& part, void* output, float* lse) {
     const void* query = (const char*)heads + part.first_row * row_size * element_size;
-    problems_.push_back({shape, part, is_bfloat16, query, row_size, output, lse, nullptr});
+    problems_.push_back({shape, part, activation_type, query, row_size, output, lse, nullptr});
     work_.push_back(partition_work(problems_.back()));
   };
   if (forward.prefix != nullptr) {

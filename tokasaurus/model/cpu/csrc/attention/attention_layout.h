@@ -22,9 +22,8 @@ struct PagedForward {
 template <typename Stored>
 class LayoutAttention {
  public:
-  // heads: rows of row_size elements, queries first. attended [rows, query heads, head_dim]. Both bfloat16 or both
-  // float32.
-  LayoutAttention(const PagedForward& forward, const Shape& shape, bool is_bfloat16, const void* heads,
+  // heads: rows of row_size elements, queries first. attended [rows, query heads, head_dim]. Both of activation_type.
+  LayoutAttention(const PagedForward& forward, const Shape& shape, int64_t activation_type, const void* heads,
                   int64_t row_size, void* attended);
 
   // Rows that are in a part; later rows are padding.

@@ -9,6 +9,7 @@
 
 #include "attention/attention_tile.h"
 #include "attention/merge.h"
+#include "simd/element_type.h"
 #include "simd/simd_math.h"
 
 constexpr int kTileQueries = 96;
@@ -53,13 +54,13 @@ struct PagedPart {
   int64_t is_causal, is_partial;
 };
 
-// Attention of one part. Queries and outputs are bfloat16 or float32, independent of the cache's type.
+// Attention of one part. The type of queries and outputs is independent of the cache's.
 template <typename Stored>
 struct Problem {
   Shape shape;
   PagedPart part;
-  bool is_bfloat16;   // queries and outputs
-  const void* query;  // [rows, H, D], rows query_row_stride elements apart
+  int64_t activation_type;  // an ElementType: of queries and outputs
+  const void* query;        // [rows, H, D], rows query_row_stride elements apart
   int64_t query_row_stride;
   void* output;         // [rows, H, D], contiguous; float32 if is_partial and other_output is null
   float* lse;           // [rows, H]; not written if other_output is not null
@@ -91,11 +92,9 @@ struct Problem {
 
   // Stores a query's output [D] and lse, merged with the other part's result if there is one. index: in [rows, H].
   void store_result(int64_t index, const float* result, float result_lse) const {
-    const bool is_float = !is_bfloat16 || (part.is_partial && other_output == nullptr);
-    if (is_float)
-      store_result_as(index, result, result_lse, (float*)output + index * shape.head_dim);
-    else
-      store_result_as(index, result, result_lse, (bfloat16*)output + index * shape.head_dim);
+    dispatch_activation_type(part.is_partial && other_output == nullptr ? kFloat32 : activation_type, [&](auto tag) {
+      store_result_as(index, result, result_lse, (TypeOf<decltype(tag)>*)output + index * shape.head_dim);
+    });
   }
 
   template <typename Element>
@@ -184,10 +183,9 @@ static void load_queries(const Problem<Stored>& problem, const Partition& partit
     const int64_t from =
         problem.row_of(partition, query) * problem.query_row_stride + problem.head_of(partition, query) * head_dim;
     auto* to = scratch.query + (query - in_set) * head_dim + in_set * E;
-    if (problem.is_bfloat16)
-      load_query<Stored>((const bfloat16*)problem.query + from, head_dim, set_size * E, to);
-    else
-      load_query<Stored>((const float*)problem.query + from, head_dim, set_size * E, to);
+    dispatch_activation_type(problem.activation_type, [&](auto tag) {
+      load_query<Stored>((const TypeOf<decltype(tag)>*)problem.query + from, head_dim, set_size * E, to);
+    });
     for (int64_t d = 0; d < head_dim; ++d) scratch.output[query * head_dim + d] = 0;
     scratch.sum[query] = Floats{};
     scratch.reference[query] = -INFINITY;

@@ -81,8 +81,7 @@ void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForwar
   Element* heads = scratch(layer_scratch<Element>(), num_rows * scratch_row_size(first));
   Element* attended = heads + num_rows * first.qkv.out_size;
   Element* inner = attended + num_rows * query_size;
-  constexpr bool kIsBfloat16 = std::is_same_v<Element, bfloat16>;
-  LayoutAttention<Stored> attention(forward, shape, kIsBfloat16, heads, first.qkv.out_size, attended);
+  LayoutAttention<Stored> attention(forward, shape, kElementType<Element>, heads, first.qkv.out_size, attended);
   std::fill(attended, inner, Element{});  // padding rows are in no part
   for (int64_t index = 0; index < num_layers; ++index) {
     const PackedLayer& layer = layers[index];
@@ -104,24 +103,20 @@ void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForwar
 // Runs hidden [num_rows, hidden size] through the layers, in place.
 TOKA_EXPORT void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward,
                                  int64_t num_rows, const float* cos_sin, void* hidden) {
-  with_stored_type(forward->cache_type, [&](auto* stored) {
-    typedef Pointee<decltype(stored)> Stored;
-    if (layers->qkv.is_bfloat16)
-      run_layers<bfloat16, Stored>(layers, num_layers, *forward, num_rows, cos_sin, (Activation<bfloat16>*)hidden);
-    else
-      run_layers<float, Stored>(layers, num_layers, *forward, num_rows, cos_sin, (float*)hidden);
+  dispatch_cache_type(forward->cache_type, [&](auto cache_tag) {
+    dispatch_activation_type(layers->qkv.weight_type, [&](auto weight_tag) {
+      typedef TypeOf<decltype(cache_tag)> Stored;
+      typedef TypeOf<decltype(weight_tag)> Weight;
+      run_layers<Weight, Stored>(layers, num_layers, *forward, num_rows, cos_sin, (Activation<Weight>*)hidden);
+    });
   });
 }
 
 // Allocates and touches the memory that forwards of up to num_rows rows through these layers keep between calls.
 TOKA_EXPORT void toka_reserve_forward(const PackedLayer* layers, int64_t num_rows) {
-  const auto reserve = [&](auto* element) {
-    typedef Pointee<decltype(element)> Element;
+  dispatch_activation_type(layers->qkv.weight_type, [&](auto tag) {
+    typedef Activation<TypeOf<decltype(tag)>> Element;
     scratch(layer_scratch<Element>(), num_rows * scratch_row_size(*layers));
     reserve_normed_rows<Element>(num_rows, layers->qkv.in_size);
-  };
-  if (layers->qkv.is_bfloat16)
-    reserve((Activation<bfloat16>*)nullptr);
-  else
-    reserve((float*)nullptr);
+  });
 }

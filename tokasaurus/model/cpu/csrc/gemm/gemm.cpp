@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "gemm/rms_norm.h"
+#include "simd/element_type.h"
 #include "simd/phases.h"
 #include "simd/simd_math.h"
 #include "simd/threads.h"
@@ -196,28 +197,28 @@ TOKA_EXPORT int64_t toka_has_bfloat16_arithmetic() { return TOKA_BFLOAT16_DOT; }
 // unpacked [out_size, in_size], or [2 * out_size, in_size] with gates before ups -> panels [num_panels * kPanel *
 // in_size] in the layout that gemm_tile.h describes.
 TOKA_EXPORT void toka_pack(const PackedWeights* weights, const void* unpacked, void* panels) {
-  if (weights->is_bfloat16)
-    pack(*weights, (const bfloat16*)unpacked, (bfloat16*)panels);
-  else
-    pack(*weights, (const float*)unpacked, (float*)panels);
+  dispatch_activation_type(weights->weight_type, [&](auto tag) {
+    typedef TypeOf<decltype(tag)> Weight;
+    pack(*weights, (const Weight*)unpacked, (Weight*)panels);
+  });
 }
 
 // out = x times weights, plus bias; SwiGLU if the weights are gated. If norm_weight is not null, x is normalized first.
 TOKA_EXPORT void toka_multiply(const PackedWeights* weights, const void* x, int64_t x_stride, int64_t num_rows,
                                const float* norm_weight, double eps, void* out) {
-  typedef Activation<bfloat16> Element;
-  if (weights->is_bfloat16)
-    multiply<bfloat16>({*weights, (const Element*)x, x_stride, num_rows, nullptr, (Element*)out}, norm_weight, eps);
-  else
-    multiply<float>({*weights, (const float*)x, x_stride, num_rows, nullptr, (float*)out}, norm_weight, eps);
+  dispatch_activation_type(weights->weight_type, [&](auto tag) {
+    typedef TypeOf<decltype(tag)> Weight;
+    typedef Activation<Weight> Element;
+    multiply<Weight>({*weights, (const Element*)x, x_stride, num_rows, nullptr, (Element*)out}, norm_weight, eps);
+  });
 }
 
 // Rows `token_ids` of the packed weights -> out [num_tokens, in_size].
 TOKA_EXPORT void toka_embed(const PackedWeights* weights, const int64_t* token_ids, int64_t num_tokens, void* out) {
-  if (weights->is_bfloat16)
-    embed<bfloat16>(*weights, token_ids, num_tokens, (Activation<bfloat16>*)out);
-  else
-    embed<float>(*weights, token_ids, num_tokens, (float*)out);
+  dispatch_activation_type(weights->weight_type, [&](auto tag) {
+    typedef TypeOf<decltype(tag)> Weight;
+    embed<Weight>(*weights, token_ids, num_tokens, (Activation<Weight>*)out);
+  });
 }
 
 // Sets the number of threads of all kernels; at least 1.

@@ -277,7 +277,6 @@ TOKA_EXPORT void toka_sample(int64_t logits_type, const void* logits, int64_t nu
                              int64_t* tokens, float* logprobs, const TopLogprobs* top) {
   const PhaseTimer timer(kSampling);
   const SamplingInputs inputs = {num_rows, vocab_size, temperatures, top_ps, top_ks, min_ps, noise_keys, rules, masks};
-  with_activation_type(logits_type, [&](auto* element) {
-    sample((const Pointee<decltype(element)>*)logits, inputs, tokens, logprobs, top);
-  });
+  dispatch_activation_type(
+      logits_type, [&](auto tag) { sample((const TypeOf<decltype(tag)>*)logits, inputs, tokens, logprobs, top); });
 }

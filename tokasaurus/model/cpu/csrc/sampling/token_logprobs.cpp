@@ -52,11 +52,11 @@ void prompt_logprobs(const Element* logits, int64_t num_rows, int64_t vocab_size
 // logits [num_rows, vocab_size], target_ids [num_rows] -> logprobs and ranks of the targets, [num_rows], and ids and
 // logprobs of the num_top most probable tokens, in descending order, [num_rows, num_top].
 TOKA_EXPORT void toka_token_logprobs(int64_t logits_type, const void* logits, int64_t num_rows, int64_t vocab_size,
-                            const int32_t* target_ids, float* logprobs, int32_t* ranks, int64_t num_top,
-                            int32_t* top_ids, float* top_logprobs) {
+                                     const int32_t* target_ids, float* logprobs, int32_t* ranks, int64_t num_top,
+                                     int32_t* top_ids, float* top_logprobs) {
   const PhaseTimer timer(kSampling);
-  with_activation_type(logits_type, [&](auto* element) {
-    prompt_logprobs((const Pointee<decltype(element)>*)logits, num_rows, vocab_size, target_ids, logprobs, ranks,
-                    num_top, top_ids, top_logprobs);
+  dispatch_activation_type(logits_type, [&](auto tag) {
+    prompt_logprobs((const TypeOf<decltype(tag)>*)logits, num_rows, vocab_size, target_ids, logprobs, ranks, num_top,
+                    top_ids, top_logprobs);
   });
 }

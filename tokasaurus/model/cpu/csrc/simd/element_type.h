@@ -1,25 +1,44 @@
-// Element types as Python numbers them, and the choice of a template's element type at run time.
+// The element types of tensors from Python, and the choice of a template's element type at run time.
 #pragma once
 
 #include "simd/simd.h"
 
-// In the order of KV_CACHE_DTYPES in bindings.py.
-enum ElementType : int64_t { kFloat32, kBfloat16, kFloat16 };
+// The codes that Python passes: ELEMENT_CODES in bindings.py.
+enum ElementType : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
-// Calls body with a null pointer to the element type.
-template <typename Body>
-static inline void with_stored_type(int64_t type, const Body& body) {
-  if (type == kBfloat16) return body((bfloat16*)nullptr);
-  if (type == kFloat16) return body((float16*)nullptr);
-  body((float*)nullptr);
+// The code of a C++ type.
+template <typename Element>
+constexpr ElementType kElementType = kFloat32;
+template <>
+inline constexpr ElementType kElementType<bfloat16> = kBfloat16;
+template <>
+inline constexpr ElementType kElementType<float16> = kFloat16;
+
+// Passes a type as an argument; TypeOf reads it back.
+template <typename T>
+struct Tag {
+  typedef T Type;
+};
+
+template <typename SomeTag>
+using TypeOf = typename SomeTag::Type;
+
+// Calls body(Tag<Element>{}) for the one of the given types that has this code. Precondition: one of them has it.
+template <typename First, typename... Others, typename Body>
+static inline void dispatch_element(int64_t code, const Body& body) {
+  if constexpr (sizeof...(Others) > 0)
+    if (code != kElementType<First>) return dispatch_element<Others...>(code, body);
+  body(Tag<First>{});
 }
 
-// The same for activations and logits, which are never float16.
+// For KV caches.
 template <typename Body>
-static inline void with_activation_type(int64_t type, const Body& body) {
-  if (type == kBfloat16) return body((bfloat16*)nullptr);
-  body((float*)nullptr);
+static inline void dispatch_cache_type(int64_t code, const Body& body) {
+  dispatch_element<float, bfloat16, float16>(code, body);
 }
 
-template <typename Pointer>
-using Pointee = std::remove_pointer_t<Pointer>;
+// For weights, activations and logits, which are never float16.
+template <typename Body>
+static inline void dispatch_activation_type(int64_t code, const Body& body) {
+  dispatch_element<float, bfloat16>(code, body);
+}
