@@ -10,20 +10,12 @@
 #include <vector>
 
 #include "attention/attention_layout.h"
-#include "gemm/gemm.h"
+#include "gemm/forward.h"
 #include "simd/element_type.h"
 
 using std::vector;
 
-// What the library exports. PackedLayer repeats forward.cpp's; LogitRules, TokenMasks and TopLogprobs are not used
-// here.
-struct PackedLayer {
-  PackedWeights qkv, out, gate_up, down;
-  const float *attention_norm, *mlp_norm, *query_norm, *key_norm;
-  int64_t num_query_heads, num_kv_heads, head_dim;
-  double eps;
-};
-
+// What the library exports. The structs LogitRules, TokenMasks and TopLogprobs are not used here.
 extern "C" {
 int64_t toka_has_bfloat16_arithmetic();
 void toka_set_num_threads(int64_t num_threads);

@@ -14,10 +14,11 @@ from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.torch_backend import TorchBackend
-from tokasaurus.model.cpu import bindings, build
-from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.cpu import bindings, build, structs
+from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.cpu.build import Library, LibraryUnavailable, find_or_build, is_there
 from tokasaurus.model.cpu.isa import machine
+from tokasaurus.model.cpu.structs import STRUCTS, StructMismatch
 
 
 @pytest.fixture
@@ -146,3 +147,22 @@ def test_a_library_that_this_system_cannot_load_is_built_instead(
     monkeypatch.setattr(build, "PREBUILT", tmp_path)
     (tmp_path / tiny.prebuilt_name(".so")).write_text("made for another system")
     assert call(find_or_build(tiny)) == 5
+
+
+def test_every_struct_is_checked_when_a_library_is_loaded() -> None:
+    defined = {each for each in vars(structs).values() if isinstance(each, type) and issubclass(each, ctypes.Structure)}
+    assert set(STRUCTS.values()) == defined
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_a_struct_without_its_last_field_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shorter(ctypes.Structure):
+        _fields_ = tuple(STRUCTS[name]._fields_)[:-1]
+
+    kernels = load_kernels()
+    if kernels is None:
+        pytest.skip("no kernels for this machine")
+    size = ctypes.sizeof(STRUCTS[name])
+    monkeypatch.setitem(STRUCTS, name, Shorter)
+    with pytest.raises(StructMismatch, match=f"^struct {name} has {size} bytes in C[+][+] and {size - 8} in Python"):
+        Kernels(kernels.path)

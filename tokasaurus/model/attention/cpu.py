@@ -10,7 +10,7 @@ from torch import Tensor
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
 from tokasaurus.model.cpu import huge_pages
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, KV_CACHE_DTYPES, Kernels, cache_code
-from tokasaurus.model.cpu.layer_executor import PagedForwardStruct, PagedPartStruct
+from tokasaurus.model.cpu.structs import PagedForwardStruct, PagedPartStruct
 
 # T tokens, H query heads, K key/value heads, D head size, P page size
 

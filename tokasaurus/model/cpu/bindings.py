@@ -12,6 +12,15 @@ from tokasaurus.messages.forward import FORWARD_PHASES
 from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.model.cpu.build import LibraryUnavailable, find_or_build, kernel_library, machine_sets
 from tokasaurus.model.cpu.isa import PLAIN_TORCH, choose_set
+from tokasaurus.model.cpu.structs import (
+    STRUCTS,
+    LogitRulesStruct,
+    PagedForwardStruct,
+    PagedPartStruct,
+    TokenMasksStruct,
+    TopLogprobsStruct,
+    check_struct_sizes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,29 +45,6 @@ def cache_code(cache: Tensor) -> int:
     return ELEMENT_CODES[cache.dtype]
 
 
-class LogitRulesStruct(ctypes.Structure):
-    """The struct LogitRules of logit_rules.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("rule_of_row", "tokens", "block_tables", "lengths")),
-        *((name, ctypes.c_void_p) for name in ("num_request_tokens", "penalties")),
-        *((name, ctypes.c_void_p) for name in ("bias_starts", "bias_ids", "bias_values")),
-        *((name, ctypes.c_int64) for name in ("num_rules", "page_size", "table_width")),
-    )
-
-
-class TokenMasksStruct(ctypes.Structure):
-    """The struct TokenMasks of token_masks.h."""
-
-    _fields_ = (*((name, ctypes.c_void_p) for name in ("index_of_row", "bits")), ("num_words", ctypes.c_int64))
-
-
-class TopLogprobsStruct(ctypes.Structure):
-    """The struct TopLogprobs of sampling.cpp."""
-
-    _fields_ = (("count", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("index_of_row", "ids", "logprobs")))
-
-
 class Kernels:
     """The functions of the built library.
 
@@ -68,6 +54,7 @@ class Kernels:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._library = ctypes.CDLL(str(path))
+        check_struct_sizes(self._library, STRUCTS)
         constants = ("toka_max_head_dim", "toka_max_group", "toka_panel_size", "toka_has_bfloat16_arithmetic")
         for name in constants:
             getattr(self._library, name).restype = ctypes.c_int64
@@ -103,12 +90,11 @@ class Kernels:
         self._library.toka_set_num_threads(ctypes.c_int64(num_threads))
 
     def attend(
-        self, query: Tensor, cache: Tensor, part: ctypes.Structure, is_partial: bool, page_size: int
+        self, query: Tensor, cache: Tensor, part: PagedPartStruct, is_partial: bool, page_size: int
     ) -> tuple[Tensor, Tensor]:
         """Attention of one part -> output [rows, H, D], float32 if partial, and LSE, float32 [rows, H].
 
-        query: [rows, H, D], any row stride. cache: one layer's, [blocks, K, 2, P * D]. part: PagedPart of
-        attention_partition.h.
+        query: [rows, H, D], any row stride. cache: one layer's, [blocks, K, 2, P * D].
         """
         num_rows, num_heads, head_dim = query.shape
         assert query.stride()[1:] == (head_dim, 1), "a row's heads lie together"
@@ -122,10 +108,10 @@ class Kernels:
         )
         return output, lse
 
-    def attend_layout(self, query: Tensor, layer_index: int, forward: ctypes.Structure, num_kv_heads: int) -> Tensor:
+    def attend_layout(self, query: Tensor, layer_index: int, forward: PagedForwardStruct, num_kv_heads: int) -> Tensor:
         """Attention of a whole layout -> [T, H, D]; 0 for padding.
 
-        query: [T, H, D], any row stride. forward: PagedForward of attention_layout.h.
+        query: [T, H, D], any row stride.
         """
         num_rows, num_heads, head_dim = query.shape
         assert query.stride()[1:] == (head_dim, 1), "a row's heads lie together"

@@ -6,46 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tokasaurus.model.cpu.packed_weights import LayerKernels, PackedWeights, PackedWeightsStruct
+from tokasaurus.model.cpu.packed_weights import LayerKernels, PackedWeights
+from tokasaurus.model.cpu.structs import PackedLayerStruct, PagedForwardStruct
 
 # T tokens, E hidden size, D head size
-
-
-class PagedPartStruct(ctypes.Structure):
-    """The struct PagedPart of attention_partition.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("first_row", "num_rows", "num_segments")),
-        *((name, ctypes.c_void_p) for name in ("query_starts", "block_table")),
-        ("table_stride", ctypes.c_int64),
-        ("kv_lengths", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("is_causal", "is_partial")),
-    )
-
-
-class PagedForwardStruct(ctypes.Structure):
-    """The struct PagedForward of attention_layout.h."""
-
-    _fields_ = (
-        ("cache_type", ctypes.c_int64),
-        ("cache", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("layer_size", "page_size")),
-        ("kv_indices", ctypes.c_void_p),
-        ("parts", ctypes.POINTER(PagedPartStruct)),
-        ("num_parts", ctypes.c_int64),
-        ("prefix", ctypes.POINTER(PagedPartStruct)),
-    )
-
-
-class _PackedLayerStruct(ctypes.Structure):
-    """The struct PackedLayer of forward.cpp."""
-
-    _fields_ = (
-        *((name, PackedWeightsStruct) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
-        *((name, ctypes.c_int64) for name in ("num_query_heads", "num_kv_heads", "head_dim")),
-        ("eps", ctypes.c_double),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +32,10 @@ class PackedLayer:
     key_norm: Tensor | None
     """float32 [D], weight of the norm over each key head; None without."""
 
-    def struct(self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float) -> _PackedLayerStruct:
+    def struct(self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float) -> PackedLayerStruct:
         weights = (self.qkv, self.out, self.gate_up, self.down)
         norms = (self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm)
-        return _PackedLayerStruct(
+        return PackedLayerStruct(
             *(packed.struct for packed in weights),
             *(0 if norm is None else norm.data_ptr() for norm in norms),
             *(num_heads, num_kv_heads, head_dim, eps),
@@ -93,7 +57,7 @@ class PackedLayers:
         self._kernels = kernels
         self._layers = tuple(layers)  # they own what the structs point to
         structs = [layer.struct(num_heads, num_kv_heads, head_dim, eps) for layer in layers]
-        self._structs = (_PackedLayerStruct * len(structs))(*structs)
+        self._structs = (PackedLayerStruct * len(structs))(*structs)
 
     def run(self, hidden: Tensor, cos_sin: Tensor, paged: PagedForwardStruct) -> None:
         """Run all layers on hidden [T, E], contiguous and in the activation dtype, in place.

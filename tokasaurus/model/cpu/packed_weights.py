@@ -8,17 +8,9 @@ from torch.nn import functional
 
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, activation_code
 from tokasaurus.model.cpu.huge_pages import HugePageTensors
+from tokasaurus.model.cpu.structs import PackedWeightsStruct
 
 # T tokens, E input size, O output size
-
-
-class PackedWeightsStruct(ctypes.Structure):
-    """The struct PackedWeights of gemm.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("weight_type", "in_size", "out_size", "is_gated")),
-        *((name, ctypes.c_void_p) for name in ("panels", "bias")),
-    )
 
 
 class LayerKernels:

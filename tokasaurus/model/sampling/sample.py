@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.messages.forward import TokenMasks
-from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, LogitRulesStruct
+from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
+from tokasaurus.model.cpu.structs import LogitRulesStruct
 from tokasaurus.model.sampling.logit_rules import RuledRows, change_logits
 from tokasaurus.model.sampling.noise import gumbel_noise
 from tokasaurus.model.sampling.token_masks import masked_rows, num_mask_words

@@ -5,6 +5,9 @@
 #include "attention/kv_write.h"
 #include "simd/element_type.h"
 
+TOKA_STRUCT_SIZE(PagedPart)
+TOKA_STRUCT_SIZE(PagedForward)
+
 // Limits of the kernels: the largest head size (head sizes are multiples of 16) and the most query heads per KV head.
 TOKA_EXPORT int64_t toka_max_head_dim() { return kMaxHeadDim; }
 TOKA_EXPORT int64_t toka_max_group() { return kMaxGroup; }

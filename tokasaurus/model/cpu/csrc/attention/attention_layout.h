@@ -4,7 +4,7 @@
 
 #include "attention/attention_work.h"
 
-// The KV cache, and where a forward's tokens are stored in it. Filled by Python: layer_executor.PagedForwardStruct,
+// The KV cache, and where a forward's tokens are stored in it. Filled by Python: structs.PagedForwardStruct,
 // from backend.PagedLayout.
 struct PagedForward {
   int64_t cache_type;  // an ElementType

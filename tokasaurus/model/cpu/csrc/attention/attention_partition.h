@@ -44,7 +44,7 @@ struct alignas(64) Scratch {
   float widened_values[std::is_same_v<Stored, Multiplied<Stored>> ? 1 : kChunk * kMaxHeadDim];
 };
 
-// Segments of query rows, each with its own blocks. Filled by Python: layer_executor.PagedPartStruct, from
+// Segments of query rows, each with its own blocks. Filled by Python: structs.PagedPartStruct, from
 // backend.PagedPart.
 struct PagedPart {
   int64_t first_row, num_rows, num_segments;

@@ -1,22 +1,14 @@
 // All decoder layers of one forward in one call: with few rows, calling each step of each layer from Python takes as
 // long as computing it.
 
+#include "gemm/forward.h"
+
 #include "attention/attention_layout.h"
 #include "attention/kv_write.h"
-#include "gemm/gemm.h"
 #include "gemm/rms_norm.h"
 #include "simd/element_type.h"
 #include "simd/phases.h"
 #include "simd/threads.h"
-
-// One layer. Filled by Python: layer_executor.PackedLayer. The norms' weights are float32; query_norm and key_norm,
-// [head_dim], are null if the model has none.
-struct PackedLayer {
-  PackedWeights qkv, out, gate_up, down;
-  const float *attention_norm, *mlp_norm, *query_norm, *key_norm;
-  int64_t num_query_heads, num_kv_heads, head_dim;
-  double eps;
-};
 
 namespace {
 
@@ -99,6 +91,8 @@ void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForwar
 }
 
 }  // namespace
+
+TOKA_STRUCT_SIZE(PackedLayer)
 
 // Runs hidden [num_rows, hidden size] through the layers, in place.
 TOKA_EXPORT void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward,

@@ -194,6 +194,8 @@ template void reserve_normed_rows<bfloat16>(int64_t, int64_t);
 TOKA_EXPORT int64_t toka_panel_size() { return kPanel; }
 TOKA_EXPORT int64_t toka_has_bfloat16_arithmetic() { return TOKA_BFLOAT16_DOT; }
 
+TOKA_STRUCT_SIZE(PackedWeights)
+
 // unpacked [out_size, in_size], or [2 * out_size, in_size] with gates before ups -> panels [num_panels * kPanel *
 // in_size] in the layout that gemm_tile.h describes.
 TOKA_EXPORT void toka_pack(const PackedWeights* weights, const void* unpacked, void* panels) {

@@ -5,7 +5,7 @@
 
 #include "gemm/gemm_tile.h"
 
-// Packed weights. Filled by Python: packed_weights.PackedWeights.
+// Packed weights. Filled by Python: structs.PackedWeightsStruct.
 struct PackedWeights {
   int64_t weight_type;  // an ElementType, not float16
   int64_t in_size, out_size;

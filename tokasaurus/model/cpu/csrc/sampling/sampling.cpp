@@ -204,7 +204,7 @@ SampledToken sample_row(const Element* row, int64_t vocab_size, float temperatur
 }
 
 // Top-k logprobs of some rows, in descending order: ids and logprobs [rows with top-k logprobs, count]. index_of_row: a
-// row's index in these, or -1 for rows without. Filled by Python: bindings.TopLogprobsStruct.
+// row's index in these, or -1 for rows without. Filled by Python: structs.TopLogprobsStruct.
 struct TopLogprobs {
   int64_t count;
   const int32_t* index_of_row;
@@ -267,6 +267,10 @@ void sample(const Element* logits, const SamplingInputs& inputs, int64_t* tokens
 }
 
 }  // namespace
+
+TOKA_STRUCT_SIZE(LogitRules)
+TOKA_STRUCT_SIZE(TokenMasks)
+TOKA_STRUCT_SIZE(TopLogprobs)
 
 // logits [num_rows, vocab_size]; temperatures (0: greedy), top_ps, top_ks (0: no limit) and min_ps [num_rows];
 // noise_keys [num_rows, 2]; rules and masks, or null -> tokens [num_rows] and, if not null, logprobs [num_rows] and

@@ -38,6 +38,10 @@ constexpr int kLanes = 4, kRegisters = 32;
 // nothing.
 #define TOKA_EXPORT extern "C" __attribute__((visibility("default")))
 
+// Exports the size of a struct that Python fills: check_struct_sizes in structs.py compares it with Python's.
+#define TOKA_STRUCT_SIZE(name) \
+  TOKA_EXPORT int64_t toka_size_of_##name() { return sizeof(name); }
+
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t UInts __attribute__((vector_size(4 * kLanes)));
