@@ -37,13 +37,13 @@ def test_sums_of_matrix_products_stay_in_registers(level: InstructionSet, tmp_pa
     if shutil.which("g++") is None or machine() != "x86_64" or sys.platform != "linux":
         pytest.skip("needs g++ for x86_64, and its assembly as it is on Linux")
     source = tmp_path / "tile.cpp"
-    tile = "template void multiply_rows(int, const Activation<{0}>*, int64_t, const {0}*, int64_t, Requests, float*);"
+    tile = "template void multiply_rows(int, const Activation<{0}>*, int64_t, const {0}*, int64_t, Prefetches, float*);"
     source.write_text('#include "gemm/gemm_tile.h"\n' + "\n".join(tile.format(name) for name in ("float", "bfloat16")))
     command = ["g++", *build.COMPILE_FLAGS, *build.INCLUDE_FLAGS, *level.compiler_flags, "-S", "-o", "-", str(source)]
     assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     num_rows = 12 if level.name.startswith("avx512") else 6
     multiplying = [loop for loop in innermost_loops(assembly) if sum("fmadd" in one or "dpbf16" in one for one in loop)]
-    num_loops = num_rows + 1  # one for each number of rows; tiles that are full, with and without requests
+    num_loops = num_rows + 1  # one for each number of rows; tiles that are full, with and without prefetches
     assert len(multiplying) == 2 * num_loops, "for each type of weights"
     for loop in multiplying:
         assert not [one for one in loop if STACK_OPERAND.search(one)]

@@ -124,7 +124,7 @@ struct Problem {
   }
 
   // Factor of the attention scores: D^-1/2 times log2(e), because weights are powers of 2.
-  float scale() const { return 1.44269504f / std::sqrt(float(shape.head_dim)); }
+  float scale() const { return kLog2E / std::sqrt(float(shape.head_dim)); }
 
   // Elements of one KV head in a block, keys and values.
   int64_t head_size() const { return 2 * shape.page_size * shape.head_dim; }
@@ -166,7 +166,7 @@ template <typename Stored, typename Element>
 static inline void load_query(const Element* from, int64_t head_dim, int64_t stride, Activation<Stored>* to) {
   constexpr int E = kPair<Stored>;
   for (int64_t d = 0; d < head_dim; d += E, to += stride)
-    for (int i = 0; i < E; ++i) convert(from[d + i], to + i);
+    for (int i = 0; i < E; ++i) convert(to + i, from[d + i]);
 }
 
 // Loads a partition's queries as operands, in sets of queries_per_set for each KV head (the last may be smaller): each
@@ -193,7 +193,7 @@ static void load_queries(const Problem<Stored>& problem, const Partition& partit
 }
 
 static inline void prefetch(const void* from, int64_t num_bytes) {
-  for (int64_t byte = 0; byte < num_bytes; byte += 64) __builtin_prefetch((const char*)from + byte);
+  for (int64_t byte = 0; byte < num_bytes; byte += kCacheLineBytes) __builtin_prefetch((const char*)from + byte);
 }
 
 // Divides a partition's outputs by their softmax sums and stores them: in the problem's output or, if the partition is
@@ -204,7 +204,7 @@ static void store_partition(const Problem<Stored>& problem, const Partition& par
   const int64_t head_dim = problem.shape.head_dim;
   for (int i = 0; i < problem.num_queries(partition); ++i) {
     const float total = sum(scratch.sum[i]), inverse = total == 0 ? 0.0f : 1.0f / total;
-    const float lse = scratch.reference[i] * problem.scale() * 0.693147181f + std::log(total);
+    const float lse = scratch.reference[i] * problem.scale() * kLn2 + std::log(total);
     float* output = scratch.output + i * head_dim;
     for (int64_t d = 0; d < head_dim; d += kLanes) store(output + d, load(output + d) * inverse);
     if (partition.partial_index < 0) {
@@ -219,7 +219,7 @@ static void store_partition(const Problem<Stored>& problem, const Partition& par
 // Converts num_numbers of the cache to floats; for each line, prefetches the corresponding line of `ahead`.
 template <typename Stored>
 static inline void widen(const Stored* from, const Stored* ahead, int64_t num_numbers, float* to) {
-  constexpr int64_t kLine = 64 / sizeof(Stored);
+  constexpr int64_t kLine = kCacheLineBytes / sizeof(Stored);
   for (int64_t first = 0; first < num_numbers; first += kLine) {
     __builtin_prefetch(ahead + first);
     for (int64_t i = first; i < first + kLine; i += kLanes) store(to + i, load(from + i));

@@ -9,9 +9,6 @@
 
 #include "simd/multiply_add.h"
 
-// Otherwise GCC inlines the inner loops into a function so large that it runs out of registers for their addresses.
-#define TOKA_NOINLINE __attribute__((noinline)) static
-
 constexpr int kGroup = 16;
 constexpr int kGroupVectors = kGroup / kLanes;
 constexpr int kChunkGroups = 8;
@@ -36,9 +33,10 @@ struct ChunkGroups {
 
 // scores[0..N)[16 G) of N queries, stored as [D / E][N][E], against G groups. Each sum is kept in S parts, so that no
 // multiply-add waits for the previous one; S divides D / E.
+// Not inlined: GCC would run out of registers for the addresses.
 template <int N, int G, int S, typename Stored>
-TOKA_NOINLINE void score_groups(const Activation<Stored>* query, const Stored* const* keys,
-                                const Stored* const* next_keys, int64_t num_steps, float* scores) {
+TOKA_NOINLINE static void score_groups(const Activation<Stored>* query, const Stored* const* keys,
+                                       const Stored* const* next_keys, int64_t num_steps, float* scores) {
   constexpr int E = kPair<Stored>, kVectors = G * kGroupVectors;
   Floats total[S][N][kVectors] = {};
   const Stored* from[G];
@@ -57,7 +55,7 @@ TOKA_NOINLINE void score_groups(const Activation<Stored>* query, const Stored* c
           __builtin_prefetch(ahead + (s * G + g) * kGroup * E);
         });
         repeat<N>([&](auto i) TOKA_LAMBDA {
-          const auto value = broadcast<Stored>(query + ((step + s) * N + i) * E);
+          const auto value = broadcast_operand<Stored>(query + ((step + s) * N + i) * E);
           repeat<kVectors>([&](auto j) TOKA_LAMBDA { total[s][i][j] = multiply_add(total[s][i][j], value, key[j]); });
         });
       });
@@ -92,10 +90,11 @@ static void score_chunk(int num_queries, const Activation<Stored>* query, const 
 }
 
 // output[0..N)[column..column + kLanes V) += weights[0..N)[kChunk] times the chunk's values.
+// Not inlined: GCC would run out of registers for the addresses.
 template <int N, int V, typename Stored>
-TOKA_NOINLINE void add_weighted_columns(float* output, const Activation<Stored>* weights,
-                                        const ChunkGroups<Stored>& chunk, const ChunkGroups<Stored>& next,
-                                        int num_groups, int64_t head_dim, int64_t column) {
+TOKA_NOINLINE static void add_weighted_columns(float* output, const Activation<Stored>* weights,
+                                               const ChunkGroups<Stored>& chunk, const ChunkGroups<Stored>& next,
+                                               int num_groups, int64_t head_dim, int64_t column) {
   constexpr int E = kPair<Stored>;
   Floats total[N][V];
   repeat<N>([&](auto i) TOKA_LAMBDA {
@@ -109,7 +108,7 @@ TOKA_NOINLINE void add_weighted_columns(float* output, const Activation<Stored>*
       // The operand with fewer vectors stays in registers.
       if constexpr (N < V) {
         Operand<Stored> weight[N];
-        repeat<N>([&](auto i) TOKA_LAMBDA { weight[i] = broadcast<Stored>(group_weights + i * kChunk); });
+        repeat<N>([&](auto i) TOKA_LAMBDA { weight[i] = broadcast_operand<Stored>(group_weights + i * kChunk); });
         repeat<V>([&](auto j) TOKA_LAMBDA {
           const auto value = load_operand(values + kLanes * E * j);
           __builtin_prefetch(next_values + kLanes * E * j);
@@ -122,7 +121,7 @@ TOKA_NOINLINE void add_weighted_columns(float* output, const Activation<Stored>*
           __builtin_prefetch(next_values + kLanes * E * j);
         });
         repeat<N>([&](auto i) TOKA_LAMBDA {
-          const auto weight = broadcast<Stored>(group_weights + i * kChunk);
+          const auto weight = broadcast_operand<Stored>(group_weights + i * kChunk);
           repeat<V>([&](auto j) TOKA_LAMBDA { total[i][j] = multiply_add(total[i][j], weight, value[j]); });
         });
       }

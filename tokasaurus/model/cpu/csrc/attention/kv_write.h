@@ -27,16 +27,16 @@ struct CacheLayer {
       Stored* keys = key_group(kv_index, head);
       Stored* to = keys + offset * E;
       for (int64_t d = 0; d < head_dim; d += E)
-        for (int64_t i = 0; i < E; ++i) convert(key[d + i], to + d * 16 + i);
+        for (int64_t i = 0; i < E; ++i) convert(to + d * 16 + i, key[d + i]);
       // With E = 2, two neighbouring tokens share a pair: each writes its half.
       to = keys + (page_size + offset / E * E) * head_dim + offset % E;
-      for (int64_t d = 0; d < head_dim; ++d) convert(value[d], to + d * E);
+      for (int64_t d = 0; d < head_dim; ++d) convert(to + d * E, value[d]);
     }
   }
 
   // Prefetches the cache lines that `write` will change.
   void prefetch(int64_t kv_index) const {
-    constexpr int64_t kLine = 64 / sizeof(Stored);
+    constexpr int64_t kLine = kCacheLineBytes / sizeof(Stored);
     const int64_t first = kv_index % page_size % 16 / E * E;
     for (int64_t head = 0; head < num_kv_heads; ++head) {
       const Stored* keys = key_group(kv_index, head);

@@ -15,15 +15,15 @@ namespace {
 // Prefetch distance if a panel is read for a single tile: far enough to cover the memory's latency.
 constexpr int64_t kStreamAheadBytes = 8192;
 
-// With several tiles, each of the first kMaxRequestingTiles prefetches an equal part of the next panel: a single tile
+// With several tiles, each of the first kMaxPrefetchingTiles prefetches an equal part of the next panel: a single tile
 // would wait for its prefetches.
-constexpr int64_t kMaxRequestingTiles = 8;
+constexpr int64_t kMaxPrefetchingTiles = 8;
 
-// Bytes of x that are multiplied by a panel while it is in the cache: as many as stay in the last-level cache until the
-// next panel.
+// Bytes of x that are multiplied by a panel while the panel is in the cache. So many bytes of x stay in the last-level
+// cache until the next panel.
 constexpr int64_t kRowBlockBytes = 4 << 20;
 
-// Rows that a thread claims at a time for the norm: fewer are done before another thread has started.
+// Rows that a thread claims at a time for the norm. Fewer rows take less time than waking another thread.
 constexpr int64_t kNormRows = 32;
 
 // SwiGLU: gate * sigmoid(gate) * up. Each intermediate result is rounded as if it were stored as an Element.
@@ -31,7 +31,7 @@ template <typename Element>
 static TOKA_INLINE Floats swiglu(Floats gate, Floats up) {
   gate = rounded<Element>(gate);
   const Floats small = exp_nonpositive(gate > 0.0f ? -gate : gate);  // e^-|gate|
-  const Floats sigmoid = (gate > 0.0f ? splat(1.0f) : small) / (1.0f + small);
+  const Floats sigmoid = (gate > 0.0f ? broadcast(1.0f) : small) / (1.0f + small);
   return rounded<Element>(gate * sigmoid) * rounded<Element>(up);
 }
 
@@ -55,11 +55,8 @@ inline void epilogue(const Gemm<Weight>& gemm, int64_t row, int64_t panel, float
     if (residual != nullptr) value = rounded<Element>(value) + load(residual + i);
     store(out + i, value);
   }
-  for (; i < count; ++i) {
-    Element value;
-    from_float(&value, sums[i]);
-    from_float(out + i, residual == nullptr ? sums[i] : to_float(value) + to_float(residual[i]));
-  }
+  for (; i < count; ++i)
+    from_float(out + i, residual == nullptr ? sums[i] : rounded<Element>(sums[i]) + to_float(residual[i]));
 }
 
 // Multiplies the rows [first_row, end_row) by one panel, tile by tile. panel_weights: the panel as stored, or widened.
@@ -70,18 +67,18 @@ void multiply_tiles(const Gemm<Weight>& gemm, int64_t panel, const Widened* pane
   const int64_t panel_bytes = in_size * kPanel * sizeof(Weight);
   const char* const own = (const char*)gemm.weights.panels + panel * panel_bytes;
   const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
-  const int64_t num_requesting = std::min(num_tiles, kMaxRequestingTiles);
+  const int64_t num_prefetching = std::min(num_tiles, kMaxPrefetchingTiles);
   alignas(64) float sums[kTileRows * kPanel];
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
-    Requests requests{own + kStreamAheadBytes, int64_t(kPanel * kPair<Weight> * sizeof(Weight))};
+    Prefetches prefetches{own + kStreamAheadBytes, int64_t(kPanel * kPair<Weight> * sizeof(Weight))};
     if (num_tiles > 1) {
-      requests.next = own + panel_bytes + panel_bytes * tile / num_requesting;
-      requests.step = tile < num_requesting ? requests.step / num_requesting : 0;
+      prefetches.next = own + panel_bytes + panel_bytes * tile / num_prefetching;
+      prefetches.step = tile < num_prefetching ? prefetches.step / num_prefetching : 0;
     }
     // Rows are divided evenly among the tiles: a tile of fewer than four rows takes as long as one of four, because
     // each sum waits for its previous addition.
     const int64_t begin = first_row + num_rows * tile / num_tiles, end = first_row + num_rows * (tile + 1) / num_tiles;
-    multiply_rows(int(end - begin), gemm.x + begin * gemm.x_stride, gemm.x_stride, panel_weights, in_size, requests,
+    multiply_rows(int(end - begin), gemm.x + begin * gemm.x_stride, gemm.x_stride, panel_weights, in_size, prefetches,
                   sums);
     for (int64_t row = begin; row < end; ++row) epilogue(gemm, row, panel, sums + (row - begin) * kPanel);
   }
@@ -143,7 +140,7 @@ void embed(const PackedWeights& weights, const int64_t* token_ids, int64_t num_t
     const Weight* from = (const Weight*)weights.panels + token / kPanel * in_size * kPanel + token % kPanel * P;
     Activation<Weight>* to = out + index * in_size;
     for (int64_t i = 0; i < in_size; i += P, from += kPanel * P)
-      for (int64_t j = 0; j < P; ++j) convert(from[j], to + i + j);
+      for (int64_t j = 0; j < P; ++j) convert(to + i + j, from[j]);
   });
 }
 

@@ -12,7 +12,7 @@
 template <typename Element>
 static inline Floats load_row(const Element* row, int64_t token, int64_t vocab_size) {
   if (token + kLanes <= vocab_size) return load(row + token);
-  Floats x = splat(-INFINITY);
+  Floats x = broadcast(-INFINITY);
   for (int64_t lane = 0; token + lane < vocab_size; ++lane) x[lane] = to_float(row[token + lane]);
   return x;
 }

@@ -34,11 +34,10 @@ static inline Floats uniform(UInts token_ids, uint32_t first_key, uint32_t secon
 static inline Floats gumbel(UInts token_ids, uint32_t first_key, uint32_t second_key) {
   const Floats u = uniform(token_ids, first_key, second_key);
   // log1p(-u) from the log of the rounded 1 - u, corrected for that rounding (Kahan).
-  Floats rest = 1.0f - u;
-  Floats taken = 1.0f - rest;
-  const Floats smallest = splat(0x1p-126f);
-  Floats exponential = -log_positive(max(rest, smallest)) * u / max(taken, smallest);
-  exponential = taken > 0.0f ? exponential : u;
+  const Floats one_minus_u = 1.0f - u, rounded_u = 1.0f - one_minus_u;
+  const Floats smallest = broadcast(0x1p-126f);
+  Floats exponential = -log_positive(max(one_minus_u, smallest)) * u / max(rounded_u, smallest);
+  exponential = rounded_u > 0.0f ? exponential : u;
   return -log_positive(exponential);
 }
 
@@ -46,8 +45,7 @@ static inline Floats gumbel(UInts token_ids, uint32_t first_key, uint32_t second
 // as an integer give a lower bound of log2(u).
 static inline Floats gumbel_upper_bound(UInts token_ids, uint32_t first_key, uint32_t second_key) {
   const Ints bits = (Ints)uniform(token_ids, first_key, second_key);
-  const float log_two = 0.693147180559945309f;
-  return (127 * log_two + 1e-3f) - __builtin_convertvector(bits, Floats) * (log_two * 0x1p-23f);
+  return (127 * kLn2 + 1e-3f) - __builtin_convertvector(bits, Floats) * (kLn2 * 0x1p-23f);
 }
 
 struct SampledToken {
@@ -64,33 +62,33 @@ SampledToken draw(const Element* row, int64_t vocab_size, float scale, const int
   for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = lane;
   const uint32_t first_key = noise_keys == nullptr ? 0 : uint32_t(noise_keys[0]);
   const uint32_t second_key = noise_keys == nullptr ? 0 : uint32_t(noise_keys[1]);
-  Floats best = splat(-INFINITY), largest = best;
+  Floats best = broadcast(-INFINITY), largest = best;
   Ints best_token = {};
   float best_so_far = -INFINITY;
   for (int64_t first = 0; first < vocab_size; first += kLanes * kVectors) {
-    Floats scores[kVectors];
+    Floats values[kVectors];
     Ints tokens[kVectors];
     for (int i = 0; i < kVectors; ++i) {
       tokens[i] = lanes + int32_t(first + kLanes * i);
-      scores[i] = load_row(row, first + kLanes * i, vocab_size) * scale;
+      values[i] = load_row(row, first + kLanes * i, vocab_size) * scale;
     }
-    const Floats here = max(max(scores[0], scores[1]), max(scores[2], scores[3]));
-    largest = max(largest, here);
+    const Floats chunk_max = max(max(values[0], values[1]), max(values[2], values[3]));
+    largest = max(largest, chunk_max);
     if (noise_keys != nullptr) {
       // Few tokens can exceed the best so far. Where the model is sure, even the largest possible noise is not enough;
       // elsewhere, an upper bound of the tokens' own noise hardly ever is.
-      const float largest_here = max(here);
-      if (largest_here + kLargestNoise < best_so_far || largest_here == -INFINITY) continue;
-      Floats most = splat(-INFINITY);
+      const float largest_value = max(chunk_max);
+      if (largest_value + kLargestNoise < best_so_far || largest_value == -INFINITY) continue;
+      Floats bound = broadcast(-INFINITY);
       for (int i = 0; i < kVectors; ++i)
-        most = max(most, scores[i] + gumbel_upper_bound((UInts)tokens[i], first_key, second_key));
-      if (max(most) < best_so_far) continue;
-      for (int i = 0; i < kVectors; ++i) scores[i] += gumbel((UInts)tokens[i], first_key, second_key);
+        bound = max(bound, values[i] + gumbel_upper_bound((UInts)tokens[i], first_key, second_key));
+      if (max(bound) < best_so_far) continue;
+      for (int i = 0; i < kVectors; ++i) values[i] += gumbel((UInts)tokens[i], first_key, second_key);
     }
     for (int i = 0; i < kVectors; ++i) {
-      const Ints wins = scores[i] > best;
+      const Ints wins = values[i] > best;
       best_token = (tokens[i] & wins) | (best_token & ~wins);
-      best = max(scores[i], best);
+      best = max(values[i], best);
     }
     best_so_far = max(best);
   }
@@ -180,7 +178,7 @@ float apply_limits(const Element* row, int64_t vocab_size, float scale, const Li
   }
   for (int64_t token = 0; token < vocab_size; token += kLanes) {
     const Floats inside = load_row(row, token, vocab_size) * scale;
-    store(masked.data() + token, load(masked.data() + token) < smallest ? splat(-INFINITY) : inside);
+    store(masked.data() + token, load(masked.data() + token) < smallest ? broadcast(-INFINITY) : inside);
   }
   return largest;
 }

@@ -20,7 +20,7 @@ struct RowMax {
 // The largest logit of the row, and how many are larger than `value`.
 template <typename Element>
 RowMax find_row_max(const Element* row, int64_t vocab_size, float value) {
-  Floats largest = splat(-INFINITY);
+  Floats largest = broadcast(-INFINITY);
   Ints num_larger = {};
   for (int64_t first = 0; first < vocab_size; first += kLanes) {
     const Floats here = load_row(row, first, vocab_size);

@@ -39,7 +39,7 @@ void mask_logits(const uint32_t* mask, const Element* row, int64_t vocab_size, s
   allowed.resize((vocab_size + kLanes - 1) / kLanes * kLanes);
   for (int64_t first = 0; first < vocab_size; first += kLanes) {
     const uint32_t bits = mask[first / 32] >> first % 32 & ((1u << kLanes) - 1);
-    Floats logits = splat(-INFINITY);
+    Floats logits = broadcast(-INFINITY);
     if (bits != 0) logits = ((bit_of_lane & bits) != 0) ? load_row(row, first, vocab_size) : logits;
     store(allowed.data() + first, logits);
   }

@@ -30,13 +30,13 @@ static TOKA_INLINE Operand<Stored> load_operand(const Stored* from) {
 
 // Broadcasts one number of the other operand, or one pair, to every lane.
 template <typename Stored>
-static TOKA_INLINE Operand<Stored> broadcast(const Activation<Stored>* x) {
+static TOKA_INLINE Operand<Stored> broadcast_operand(const Activation<Stored>* x) {
   if constexpr (kPair<Stored> == 2) {
     int32_t both;
     std::memcpy(&both, x, sizeof both);
     return Ints{} + both;
   } else {
-    return splat(*x);
+    return broadcast(*x);
   }
 }
 

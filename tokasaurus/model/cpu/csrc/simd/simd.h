@@ -1,5 +1,9 @@
-// Vectors of the size of the processor's registers, in the compilers' portable vector types (GCC 12 keeps longer
-// vectors in memory). Where a compiler makes slow code of these, intrinsics for the processor are used as well.
+// The vector types and operations that all kernels use. A vector has the size of a register: GCC 12 keeps longer ones
+// in memory. Operations are written in the compilers' portable vector types, and with the processor's intrinsics where
+// a compiler makes slow code of those.
+//
+// Loading: load, to_float. Storing: store, from_float. Between element types: convert, rounded. Over all lanes: sum,
+// max, any_greater. See simd_math.h for exp and log, and multiply_add.h for multiply-adds.
 #pragma once
 
 #include <cmath>
@@ -33,6 +37,9 @@ constexpr int kLanes = 4, kRegisters = 32;
 
 #define TOKA_INLINE inline __attribute__((always_inline))
 #define TOKA_LAMBDA __attribute__((always_inline))
+#define TOKA_NOINLINE __attribute__((noinline))
+
+constexpr int kCacheLineBytes = 64;
 
 // A function that Python calls. All other functions are hidden, so that two builds of the library in one process share
 // nothing.
@@ -45,7 +52,7 @@ constexpr int kLanes = 4, kRegisters = 32;
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t UInts __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t HalfWords __attribute__((vector_size(2 * kLanes)));
+typedef uint16_t UShorts __attribute__((vector_size(2 * kLanes)));
 
 struct bfloat16 {
   uint16_t bits;
@@ -64,7 +71,8 @@ static TOKA_INLINE void repeat(const Body& body) {
   }
 }
 
-static TOKA_INLINE Floats splat(float x) { return x - Floats{}; }
+// x in every lane.
+static TOKA_INLINE Floats broadcast(float x) { return x - Floats{}; }
 
 template <typename Vector>
 static TOKA_INLINE Vector load_vector(const void* from) {
@@ -81,7 +89,7 @@ static TOKA_INLINE Floats load(const bfloat16* from) {
 #elif defined(__AVX2__)
   return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
 #else
-  return (Floats)(__builtin_convertvector(load_vector<HalfWords>(from), UInts) << 16);
+  return (Floats)(__builtin_convertvector(load_vector<UShorts>(from), UInts) << 16);
 #endif
 }
 
@@ -148,14 +156,14 @@ static TOKA_INLINE void store(bfloat16* to, Floats x) {
 #else
   const UInts bits = (UInts)x;
   const UInts rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, quiet = (bits >> 16) | 0x40;
-  const HalfWords words = __builtin_convertvector(x != x ? quiet : rounded, HalfWords);
-  std::memcpy(to, &words, sizeof words);
+  const UShorts converted = __builtin_convertvector(x != x ? quiet : rounded, UShorts);
+  std::memcpy(to, &converted, sizeof converted);
 #endif
 }
 
 // Converts `from` to another element type.
 template <typename To, typename From>
-static TOKA_INLINE void convert(const From& from, To* to) {
+static TOKA_INLINE void convert(To* to, const From& from) {
   if constexpr (std::is_same_v<To, From>)
     *to = from;
   else
@@ -171,7 +179,14 @@ static TOKA_INLINE Floats rounded(Floats x) {
   return load(stored);
 }
 
-// Adding halves keeps the chain of dependent operations short.
+template <typename Element>
+static TOKA_INLINE float rounded(float x) {
+  Element stored;
+  from_float(&stored, x);
+  return to_float(stored);
+}
+
+// The sum of all lanes. Adding halves keeps the chain of dependent operations short.
 static TOKA_INLINE float sum(Floats x) {
   float lanes[kLanes];
   std::memcpy(lanes, &x, sizeof x);
@@ -180,10 +195,12 @@ static TOKA_INLINE float sum(Floats x) {
   return lanes[0];
 }
 
+// b if one is NaN.
 static TOKA_INLINE float max(float a, float b) { return a > b ? a : b; }
 
 static TOKA_INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
+// The largest lane.
 static TOKA_INLINE float max(Floats x) {
   float lanes[kLanes];
   std::memcpy(lanes, &x, sizeof x);
@@ -192,6 +209,7 @@ static TOKA_INLINE float max(Floats x) {
   return lanes[0];
 }
 
+// Whether any lane is greater than the limit.
 static TOKA_INLINE bool any_greater(Floats x, float limit) {
 #if defined(__AVX512F__)
   return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;

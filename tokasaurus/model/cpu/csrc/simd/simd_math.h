@@ -3,6 +3,8 @@
 
 #include "simd/simd.h"
 
+constexpr float kLn2 = 0.693147180559945309f, kLog2E = 1.44269504088896341f;
+
 static TOKA_INLINE Floats round_to_int(Floats x) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -13,11 +15,12 @@ static TOKA_INLINE Floats round_to_int(Floats x) {
 
 // e^x for x <= 0 to a relative error of 2e-7; 0 below -87. x = n ln 2 + r, |r| <= ln 2 / 2, Taylor polynomial in r.
 static TOKA_INLINE Floats exp_nonpositive(Floats x) {
-  const Floats clamped = max(x, splat(-87.0f));
-  const Floats n = round_to_int(clamped * 1.44269504088896341f);
+  const Floats clamped = max(x, broadcast(-87.0f));
+  const Floats n = round_to_int(clamped * kLog2E);
+  // ln 2 in two parts; n times the first is exact.
   Floats r = clamped - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
-  Floats p = splat(1.0f / 5040);
+  Floats p = broadcast(1.0f / 5040);
   p = p * r + 1.0f / 720;
   p = p * r + 1.0f / 120;
   p = p * r + 1.0f / 24;
@@ -27,13 +30,13 @@ static TOKA_INLINE Floats exp_nonpositive(Floats x) {
   p = p * r + 1.0f;
   const Ints exponent = __builtin_convertvector(n, Ints) << 23;
   const Floats value = (Floats)((Ints)p + exponent);
-  return x < splat(-87.0f) ? Floats{} : value;
+  return x < broadcast(-87.0f) ? Floats{} : value;
 }
 
 // 2^x for x below 128 to a relative error of 2e-7; if 2^x is below the normal numbers, so is the result.
 static TOKA_INLINE Floats exp2(Floats x) {
 #if !defined(__AVX512F__)
-  x = max(x, splat(-127.0f));
+  x = max(x, broadcast(-127.0f));
 #endif
   const Floats n = round_to_int(x);
   // The polynomial with the smallest relative error from 2^f for |f| <= 1/2.
@@ -61,10 +64,10 @@ static TOKA_INLINE Floats log_positive(Floats x) {
   const Floats m = (Floats)((bits & 0x007FFFFFu) + half_sqrt_bits);
   const Floats s = (m - 1.0f) / (m + 1.0f);
   const Floats square = s * s;
-  Floats p = splat(2.0f / 9);
+  Floats p = broadcast(2.0f / 9);
   p = p * square + 2.0f / 7;
   p = p * square + 2.0f / 5;
   p = p * square + 2.0f / 3;
   p = p * square + 2.0f;
-  return n * 0.693147180559945309f + p * s;
+  return n * kLn2 + p * s;
 }
