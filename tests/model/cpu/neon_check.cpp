@@ -1,5 +1,5 @@
-// Compares a library of the kernels with plain loops in double precision, without Python: for processors that are only
-// emulated here. Prints a line for each check, and returns 1 if one fails.
+// Compares a kernel library with plain loops in double precision. Without Python, so that it also runs on an emulated
+// processor. Prints a line for each check, and returns 1 if one fails.
 //
 // All inputs are multiples of 1/64 up to 2, which every element type represents exactly: only the kernels round.
 
@@ -78,7 +78,7 @@ void compare(const std::string& name, const vector<Element>& found, const vector
 template <typename Element>
 constexpr double kTolerance = std::is_same_v<Element, bfloat16> ? 0.01 : 1e-5;
 
-// --- Products
+// --- Gemm
 
 vector<double> normed(const vector<double>& x, const vector<double>& weight, double eps) {
   const size_t size = weight.size();
@@ -136,7 +136,7 @@ struct Matrix {
 };
 
 template <typename Weight>
-void check_products() {
+void check_gemm() {
   typedef Activation<Weight> Element;
   constexpr int64_t kIn = 96, kOut = 130;
   const std::string weights = kNames[kElementType<Weight>];
@@ -359,8 +359,8 @@ void check_sampling() {
     for (int64_t token = 0; token < kVocab; ++token) {
       const double logit = logits[row * kVocab + token];
       total += std::exp(logit);
-      const double score = is_greedy ? logit : logit / temperatures[row] + gumbel(uint32_t(token), &keys[2 * row]);
-      if (score > best) best = score, best_token = token;
+      const double value = is_greedy ? logit : logit / temperatures[row] + gumbel(uint32_t(token), &keys[2 * row]);
+      if (value > best) best = value, best_token = token;
     }
     expected_tokens.push_back(best_token);
     expected_logprobs.push_back(logits[row * kVocab + best_token] - std::log(total));
@@ -379,8 +379,8 @@ void check_sampling() {
 int main() {
   toka_set_num_threads(2);
   std::printf("dot products of bfloat16: %s\n", toka_has_bfloat16_arithmetic() ? "yes" : "no");
-  check_products<float>();
-  check_products<bfloat16>();
+  check_gemm<float>();
+  check_gemm<bfloat16>();
   check_attention<float, float>();
   check_attention<bfloat16, float>();
   check_attention<float16, float>();

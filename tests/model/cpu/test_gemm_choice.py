@@ -1,4 +1,4 @@
-"""The choice between the kernels' matrix products and torch's, and products by that choice."""
+"""The choice between the kernels' gemms and torch's, and gemms computed by that choice."""
 
 import dataclasses
 from pathlib import Path
@@ -34,7 +34,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_are_the_same_whoever_multiplies(dtype: torch.dtype, choice: GemmChoice) -> None:
+def test_gemms_are_the_same_by_kernels_and_by_torch(dtype: torch.dtype, choice: GemmChoice) -> None:
     linear, norm = Linear(72, 48, bias=True, dtype=dtype), make_norm(72, dtype)
     fill(linear)
     weight, bias = linear.weight.double(), linear.bias.double()
@@ -46,7 +46,7 @@ def test_products_are_the_same_whoever_multiplies(dtype: torch.dtype, choice: Ge
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_gated_products_are_the_same_whoever_multiplies(choice: GemmChoice) -> None:
+def test_gated_gemms_are_the_same_by_kernels_and_by_torch(choice: GemmChoice) -> None:
     gate, up = (OutputShard(name, 40, 0, 40) for name in ("gate", "up"))
     linear = GatedLinear(64, gate, up, torch.float32)
     fill(linear)
@@ -60,7 +60,7 @@ def test_gated_products_are_the_same_whoever_multiplies(choice: GemmChoice) -> N
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_models_give_the_same_tokens_whoever_multiplies(choice: GemmChoice, tmp_path: Path) -> None:
+def test_models_give_the_same_tokens_by_kernels_and_by_torch(choice: GemmChoice, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen2")
     prompt = [(7 * i) % 250 for i in range(MANY_ROWS + 8)]  # many rows; then decode, few
 
@@ -79,7 +79,7 @@ def test_models_give_the_same_tokens_whoever_multiplies(choice: GemmChoice, tmp_
 
 @pytest.fixture
 def info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelInfo:
-    """Of a tiny model, whose products are soon timed."""
+    """Of a tiny model, so that timing its gemms takes little time."""
     monkeypatch.setattr(gemm_choice, "_ALL_BYTES", 1 << 18)
     save_tiny_model(tmp_path / "model", "qwen2")
     return load(tmp_path / "model")[1]

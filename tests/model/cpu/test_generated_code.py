@@ -1,4 +1,4 @@
-"""What the compiler makes of the innermost loops: a sum that does not stay in a register costs most of the speed."""
+"""Machine code of the innermost loops: a sum that does not stay in a register costs most of the speed."""
 
 import re
 import shutil
@@ -33,7 +33,7 @@ def innermost_loops(assembly: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("level", X86_SETS, ids=lambda level: level.name)
-def test_sums_of_matrix_products_stay_in_registers(level: InstructionSet, tmp_path: Path) -> None:
+def test_sums_of_gemms_stay_in_registers(level: InstructionSet, tmp_path: Path) -> None:
     if shutil.which("g++") is None or machine() != "x86_64" or sys.platform != "linux":
         pytest.skip("needs g++ for x86_64, and its assembly as it is on Linux")
     source = tmp_path / "tile.cpp"

@@ -1,4 +1,4 @@
-"""Work shared among more threads than there are cores, so that some come late."""
+"""Work divided among more threads than there are cores, so that some start late."""
 
 from collections.abc import Iterator
 
@@ -33,7 +33,7 @@ def test_all_of_the_work_is_done_when_a_call_returns() -> None:
 
 @pytest.mark.usefixtures("num_threads")
 def test_a_call_waits_for_a_thread_that_is_still_at_work() -> None:
-    """Nine long pieces for two threads or more: some end with the last."""
+    """Nine long work items: with two threads or more, some are still computing when the last item is claimed."""
     linear = Linear(512, 9 * 32, bias=False, dtype=torch.float32)
     fill(linear)
     weight = linear.weight.clone()

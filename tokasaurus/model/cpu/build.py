@@ -33,7 +33,7 @@ _LINK_FLAGS = ("-shared", "-pthread")
 _EXPORTED = "toka_*"
 """Only these symbols are exported. Otherwise two of the libraries in one process would share variables."""
 
-_TOGETHER = (("gemm", "forward"), ("attention", "sampling", "token_logprobs", "touch"))
+_TOGETHER = (("gemm", "forward"), ("attention", "sampling", "token_logprobs", "touch", "library"))
 """Sources compiled in one compiler call, in this order: for a short source, most of the time goes into headers."""
 
 _FEATURES_SOURCE = SOURCES / "simd" / "cpu_features.cpp"

@@ -92,9 +92,9 @@ def choose_gemm(kernels: Kernels, info: ModelInfo, dtype: torch.dtype) -> GemmCh
         file = cache_directory() / "gemm" / f"{_key(kernels, info, dtype)}.json"
         return GemmChoice(**json.loads(file.read_text()))
     except LibraryUnavailable:  # without processor_features there is no cache key
-        return _measure(kernels, _layer_products(info), dtype)
+        return _measure(kernels, _layer_shapes(info), dtype)
     except (OSError, ValueError, TypeError):
-        choice = _measure(kernels, _layer_products(info), dtype)
+        choice = _measure(kernels, _layer_shapes(info), dtype)
     _keep(file, choice)
     return choice
 
@@ -130,12 +130,12 @@ def _onednn_multiplies(dtype: torch.dtype) -> bool:
 def _key(kernels: Kernels, info: ModelInfo, dtype: torch.dtype) -> str:
     """A cache key of all that the choice depends on: library, processor, torch and its settings, gemm shapes, dtype."""
     settings = [os.environ.get(name, "") for name in _TORCH_SETTINGS]
-    parts = (*kernels.path.parts[-2:], *processor_features(), torch.__version__, *settings, str(_layer_products(info)))
+    parts = (*kernels.path.parts[-2:], *processor_features(), torch.__version__, *settings, str(_layer_shapes(info)))
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     return f"{str(dtype)[6:]}-{torch.get_num_threads()}-{digest}"
 
 
-def _layer_products(info: ModelInfo) -> list[tuple[int, int]]:
+def _layer_shapes(info: ModelInfo) -> list[tuple[int, int]]:
     """(in, out) of the gemms of one layer."""
     query_size, kv_size = info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
     return [
@@ -146,15 +146,15 @@ def _layer_products(info: ModelInfo) -> list[tuple[int, int]]:
     ]
 
 
-def _measure(kernels: Kernels, products: Sequence[tuple[int, int]], dtype: torch.dtype) -> GemmChoice:
-    """Time both on gemms of the shapes `products`, (in, out) each."""
+def _measure(kernels: Kernels, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> GemmChoice:
+    """Time both on gemms of these shapes, (in, out) each."""
     activation_dtype = kernels.activation_dtype(dtype)
     layer_kernels = LayerKernels(kernels)
     in_sizes: list[int] = []
     kernel_gemms: list[Callable[[Tensor], Tensor]] = []
     torch_gemms: list[Callable[[Tensor], Tensor]] = []
     num_bytes = 0
-    for in_size, out_size in itertools.cycle(products):
+    for in_size, out_size in itertools.cycle(shapes):
         out_size = min(out_size, max(1, _MATRIX_BYTES // (in_size * 4)))
         weight = torch.full((out_size, in_size), 0.01, dtype=dtype)
         in_sizes.append(in_size)

@@ -145,9 +145,9 @@ static inline void update_online_softmax(Scratch<Stored>& scratch, int query, fl
   for (int token = kLanes; token < padded; token += kLanes) largest = max(largest, load(scores + token));
   float reference = scratch.reference[query];
   if (any_greater(largest, reference + 8.0f / scale)) {
-    const float most = max(largest);
-    const float rescale = std::exp2((reference - most) * scale);
-    scratch.reference[query] = reference = most;
+    const float new_reference = max(largest);
+    const float rescale = std::exp2((reference - new_reference) * scale);
+    scratch.reference[query] = reference = new_reference;
     scratch.sum[query] *= rescale;
     float* output = scratch.output + query * head_dim;
     for (int64_t d = 0; d < head_dim; d += kLanes) store(output + d, load(output + d) * rescale);
@@ -256,8 +256,8 @@ static void attend_rows(const Problem<Stored>& problem, const Partition& partiti
   const int num_queries = problem.num_queries(partition);
   const int num_sets = (num_queries + kScoreQueries - 1) / kScoreQueries;
   const int queries_per_set = (num_queries + num_sets - 1) / num_sets;
-  // With few queries, reading memory takes longest: a chunk and the next one, which is prefetched meanwhile, fit into
-  // the L1 cache.
+  // With few queries, reading memory takes longest: a chunk and the next one, which is prefetched at the same time,
+  // fit into the L1 cache.
   const int chunk_tokens = num_sets == 1 ? kChunk / 2 : kChunk;
 
   load_queries(problem, partition, queries_per_set, scratch);
@@ -282,8 +282,9 @@ static void attend_rows(const Problem<Stored>& problem, const Partition& partiti
     if constexpr (std::is_same_v<Stored, Multiplied<Stored>>) to_prefetch = &ahead;
     for (int first = 0; first < num_queries; first += queries_per_set) {
       const int set_size = std::min(queries_per_set, num_queries - first);
-      const int most = problem.visible_to(partition.segment, problem.row_of(partition, first + set_size - 1)) - start;
-      const int num_groups = std::min(chunk.num_groups, (most + kGroup - 1) / kGroup);
+      const int num_visible =
+          problem.visible_to(partition.segment, problem.row_of(partition, first + set_size - 1)) - start;
+      const int num_groups = std::min(chunk.num_groups, (num_visible + kGroup - 1) / kGroup);
       if (num_groups <= 0) continue;
       score_chunk<kScoreQueries, Multiplied<Stored>>(set_size, scratch.query + first * head_dim, multiplied,
                                                      *to_prefetch, num_groups, num_steps, scratch.scores);

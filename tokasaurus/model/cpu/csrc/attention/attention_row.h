@@ -1,8 +1,8 @@
 // Attention of a partition of one row: a few queries per KV head, so reading memory takes longest.
 //
-// A unit is the keys and values of sixteen tokens of one KV head. Units are read in the order in which they lie in a
-// block, one KV head after the other, and the unit kUnitsAhead units later is prefetched meanwhile: long contiguous
-// reads are faster, and small steps keep memory busy all the time.
+// A unit is the keys and values of sixteen tokens of one KV head. Units are read in the order in which a block
+// stores them, one KV head after the other, and the unit kUnitsAhead units later is prefetched at the same time: long
+// contiguous reads are faster, and small steps keep memory busy all the time.
 #pragma once
 
 #include "attention/attention_partition.h"

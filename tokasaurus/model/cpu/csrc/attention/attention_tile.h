@@ -1,7 +1,7 @@
 // The two gemms of attention over a few blocks, queries times keys and weights times values, for a few queries at a
 // time whose sums stay in registers.
 //
-// A chunk is up to kChunkGroups groups of sixteen tokens; the groups may lie anywhere. With E = kPair<Stored>, a
+// A chunk is up to kChunkGroups groups of sixteen tokens; the groups need not be adjacent. With E = kPair<Stored>, a
 // group's keys are stored as [D / E][16 tokens][E] and its values as [16 tokens / E][D][E]: in both, one multiply-add
 // advances a register of neighbouring numbers. For each cache line of a chunk that is read, one line of the next chunk
 // is prefetched.
@@ -23,7 +23,7 @@ constexpr int kValueQueries = 6;
 template <int N>
 constexpr int kValueVectors = 4 * N <= kMaxSums ? 4 : 2;
 
-// A chunk's groups, or the groups to prefetch meanwhile.
+// A chunk's groups, or the groups to prefetch while a chunk is computed.
 template <typename Stored>
 struct ChunkGroups {
   const Stored* keys[kChunkGroups];

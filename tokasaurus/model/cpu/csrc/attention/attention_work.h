@@ -34,7 +34,7 @@ struct Work {
   std::vector<Partition> partitions;
   std::vector<SplitTile> splits;
   int num_threads = 1;
-  int64_t num_partial_queries = 0;  // in all partitions that are not whole tiles
+  int64_t num_partial_queries = 0;  // queries of all partitions that are not whole tiles
 };
 
 // Estimated time of a tile, in multiply-adds: reading a token from memory takes as long as multiplying it with a few
@@ -69,9 +69,9 @@ static Work partition_work(const Problem<Stored>& problem) {
   }
   Work work;
   if (total >= kMinCostForThreads) work.num_threads = Team::size();
-  const int64_t most = work.num_threads == 1 ? total : total / (work.num_threads * kPartitionsPerThread);
+  const int64_t max_cost = work.num_threads == 1 ? total : total / (work.num_threads * kPartitionsPerThread);
   for (const Partition& tile : tiles) {
-    const int64_t wanted = cost(tile, problem.shape) / (most + 1) + 1;
+    const int64_t wanted = cost(tile, problem.shape) / (max_cost + 1) + 1;
     const int num_partitions = int(std::min<int64_t>(wanted, tile.kv_end / kMinPartitionTokens));
     if (num_partitions <= 1) {
       work.partitions.push_back(tile);

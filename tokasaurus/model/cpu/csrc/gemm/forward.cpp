@@ -35,7 +35,7 @@ void apply_rotary(Element* head, int64_t head_dim, const float* cos_sin) {
 template <typename Stored, typename Element>
 void rotate_and_store_heads(const PackedLayer& layer, const CacheLayer<Stored>& cache, const int64_t* kv_indices,
                             int64_t num_rows, const float* cos_sin, Element* heads) {
-  constexpr int64_t kRows = 16;  // that a thread claims at a time
+  constexpr int64_t kRows = 16;  // a thread claims so many at a time
   constexpr int64_t kAhead = 2;  // how many rows ahead cache memory is prefetched
   const PhaseTimer timer(kHeads);
   const int64_t head_dim = layer.head_dim, num_rotated = layer.num_query_heads + layer.num_kv_heads;

@@ -132,7 +132,7 @@ void pack(const PackedWeights& weights, const Weight* unpacked, Weight* panels) 
 
 template <typename Weight>
 void embed(const PackedWeights& weights, const int64_t* token_ids, int64_t num_tokens, Activation<Weight>* out) {
-  constexpr int64_t kTokens = 16;  // that a thread claims at a time
+  constexpr int64_t kTokens = 16;  // a thread claims so many at a time
   constexpr int64_t P = kPair<Weight>;
   const int64_t in_size = weights.in_size;
   Team::get().parallel_for(num_tokens, kTokens, [&](int64_t index) {
@@ -187,9 +187,8 @@ void reserve_normed_rows(int64_t num_rows, int64_t in_size) {
 template void reserve_normed_rows<float>(int64_t, int64_t);
 template void reserve_normed_rows<bfloat16>(int64_t, int64_t);
 
-// Number of outputs of a panel, and whether activations multiplied with bfloat16 weights are bfloat16 too.
+// Number of outputs of a panel.
 TOKA_EXPORT int64_t toka_panel_size() { return kPanel; }
-TOKA_EXPORT int64_t toka_has_bfloat16_arithmetic() { return TOKA_BFLOAT16_DOT; }
 
 TOKA_STRUCT_SIZE(PackedWeights)
 
@@ -219,10 +218,3 @@ TOKA_EXPORT void toka_embed(const PackedWeights* weights, const int64_t* token_i
     embed<Weight>(*weights, token_ids, num_tokens, (Activation<Weight>*)out);
   });
 }
-
-// Sets the number of threads of all kernels; at least 1.
-TOKA_EXPORT void toka_set_num_threads(int64_t num_threads) { Team::set_size(int(num_threads)); }
-
-// Seconds per phase (phases.h) -> out [kNumPhases].
-TOKA_EXPORT void toka_phase_seconds(double* out) { std::copy(phase_seconds, phase_seconds + kNumPhases, out); }
-TOKA_EXPORT void toka_reset_phases() { std::fill(phase_seconds, phase_seconds + kNumPhases, 0.0); }

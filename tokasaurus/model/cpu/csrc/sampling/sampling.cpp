@@ -75,8 +75,9 @@ SampledToken draw(const Element* row, int64_t vocab_size, float scale, const int
     const Floats chunk_max = max(max(values[0], values[1]), max(values[2], values[3]));
     largest = max(largest, chunk_max);
     if (noise_keys != nullptr) {
-      // Few tokens can exceed the best so far. Where the model is sure, even the largest possible noise is not enough;
-      // elsewhere, an upper bound of the tokens' own noise hardly ever is.
+      // Few tokens can exceed the best so far, so first compare upper bounds, which take less time than the noise: the
+      // largest possible noise excludes most tokens if the distribution is peaked, and an upper bound of each token's
+      // own noise excludes most of the others.
       const float largest_value = max(chunk_max);
       if (largest_value + kLargestNoise < best_so_far || largest_value == -INFINITY) continue;
       Floats bound = broadcast(-INFINITY);

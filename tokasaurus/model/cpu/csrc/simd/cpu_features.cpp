@@ -1,5 +1,5 @@
-// Finds at run time what the processor and the operating system support. Compiled for any processor of its
-// architecture, into a library of its own: isa.py uses it to choose which kernels to load.
+// Finds out at run time which features the processor and the operating system support. Compiled into a separate library
+// that runs on every processor of its architecture; isa.py chooses the kernels to load by its answer.
 
 #include <cstring>
 
@@ -36,7 +36,8 @@ void add_all() {
   add("avx512dq", __builtin_cpu_supports("avx512dq"));
   add("avx512vl", __builtin_cpu_supports("avx512vl"));
   add("avx512bf16", __builtin_cpu_supports("avx512bf16"));
-  // These need no registers of their own; clang 14's __builtin_cpu_supports does not know their names.
+  // These add no registers that the operating system must save; clang 14's __builtin_cpu_supports does not know their
+  // names.
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid(1, &a, &b, &c, &d)) {
     add("f16c", c >> 29 & 1);

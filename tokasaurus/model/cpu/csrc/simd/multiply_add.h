@@ -2,8 +2,8 @@
 // other operand (x, queries, or softmax weights). All sums are float32.
 //
 // If the processor has an instruction that multiplies pairs of bfloat16 numbers and adds both products, stored bfloat16
-// numbers lie in pairs and the other operand is bfloat16 too. Otherwise, stored 16-bit numbers are widened when they
-// are loaded and the other operand is float32.
+// numbers are stored in pairs and the other operand is bfloat16 too. Otherwise, stored 16-bit numbers are widened when
+// they are loaded and the other operand is float32.
 #pragma once
 
 #include "simd/simd.h"

@@ -41,8 +41,8 @@ constexpr int kLanes = 4, kRegisters = 32;
 
 constexpr int kCacheLineBytes = 64;
 
-// A function that Python calls. All other functions are hidden, so that two builds of the library in one process share
-// nothing.
+// Marks a function that Python calls. All other functions are hidden: two builds of the library in one process must not
+// use each other's functions and variables.
 #define TOKA_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Exports the size of a struct that Python fills: check_struct_sizes in structs.py compares it with Python's.
@@ -135,7 +135,7 @@ static inline void from_float(bfloat16* to, float x) {
 }
 
 // Rounds in the same way. Numbers that are too large become the largest finite one: an infinity in the KV cache would
-// spoil every row that attends to it.
+// turn the output of every row that attends to it into NaN.
 static inline void from_float(float16* to, float x) {
   constexpr float kLargest = 65504;
   x = x > kLargest ? kLargest : x;

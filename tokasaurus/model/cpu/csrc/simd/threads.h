@@ -1,7 +1,9 @@
-// A team of threads that divides the items of a loop. Each thread that is running claims the next items, and the caller
-// returns when all claimed items are done: it does not wait for a thread that comes late because another process
-// occupies its core, and that would find no work left. An OpenMP region waits for each of its threads: with one other
-// busy process on two cores, a step of one sequence took three times as long as on one thread.
+// A team of threads that divides the work items of a loop. All kernels use this team and no other threads.
+//
+// Each running thread claims the next items, and the caller returns when all claimed items are done. It does not wait
+// for a thread that starts late because another process occupies its core: that thread would find no items left. An
+// OpenMP region waits for each of its threads: with one other busy process on two cores, a step of one sequence took
+// three times as long as on one thread.
 #pragma once
 
 #include <sched.h>
@@ -26,9 +28,9 @@ class Team {
 
   static void set_size(int num_threads) { num_threads_ = num_threads; }
 
-  // Runs body(thread) in the caller, thread 0, and meanwhile in those of the num_threads - 1 helpers that are
-  // available; returns when every body that was started has returned. The bodies divide the work among themselves: a
-  // body that starts late finds none. One caller at a time.
+  // Runs body(thread) in the caller, which is thread 0, and at the same time in those of the num_threads - 1 helpers
+  // that are available. Returns when every body that was started has returned. The bodies must divide the work among
+  // themselves, and a body that starts late must find none left. One caller at a time.
   template <typename Body>
   void run(int num_threads, const Body& body) {
     if (num_threads == 1) return body(0);
@@ -62,8 +64,8 @@ class Team {
     });
   }
 
-  // Calls body(item) for each item of [0, num_items), for bodies that prefetch the memory of the next item: each thread
-  // begins with a range of its own, and then claims items from the ranges of others.
+  // Calls body(item) for each item of [0, num_items). For bodies that prefetch the next item's memory: each thread
+  // computes one range of consecutive items, and then claims items from the other threads' ranges.
   template <typename Body>
   void parallel_for_ranges(int64_t num_items, const Body& body) {
     struct alignas(64) Range {
@@ -88,7 +90,7 @@ class Team {
  private:
   static inline int num_threads_ = 1;
 
-  // Spins before a thread sleeps: some 20 microseconds, longer than the caller takes from one loop to the next.
+  // Spins before a thread sleeps: about 20 microseconds, longer than the caller takes from one loop to the next.
   static constexpr int kSpins = 2000;
 
   static void relax(int spins) {
@@ -110,8 +112,8 @@ class Team {
         --num_asleep_;
       }
       seen = generation_;
-      // `run` waits for threads that are inside; a thread that enters when `run` has closed does not use the body,
-      // which may be gone.
+      // `run` waits while num_inside_ > 0. A thread that enters after `run` has cleared is_open_ must not use the body,
+      // which may no longer exist.
       ++num_inside_;
       if (is_open_ && index < num_wanted_) call_(body_, index + 1);
       --num_inside_;

@@ -1,4 +1,4 @@
-// Touches reserved memory in advance: the system allocates each page when it is first touched.
+// Touches reserved memory in advance, because the system allocates each page at its first access.
 
 #include <algorithm>
 #include <cstdint>
@@ -8,10 +8,10 @@
 namespace {
 
 constexpr int64_t kPageBytes = 4096;      // the smallest page of any system
-constexpr int64_t kChunkBytes = 2 << 20;  // of one area, which a thread claims at a time
+constexpr int64_t kChunkBytes = 2 << 20;  // of one area; a thread claims one chunk at a time
 
-// Keeps what other threads write meanwhile: an atomic "or" of the page with zero. The asm hides from the compiler that
-// it is zero.
+// An atomic "or" with zero: it writes to the page, but keeps the page's contents even if another thread changes them at
+// the same time. The asm hides the zero from the compiler, which would otherwise remove the write.
 void touch(char* page) {
   char zero = 0;
   asm volatile("" : "+r"(zero));
