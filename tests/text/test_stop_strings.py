@@ -3,7 +3,7 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tokasaurus.text.stop_strings import StopMatcher, StopTokens, find_first_stop, held_back_length, lookback_tokens
+from tokasaurus.text.stop_strings import StopMatcher, StopTokens, buffered_length, find_first_stop, lookback_tokens
 
 TEXTS = st.text("aabé", max_size=12)
 STOPS = st.lists(st.text("aabé", min_size=1, max_size=4), max_size=3)
@@ -45,7 +45,7 @@ def test_held_back_tail_is_exactly_what_a_continuation_can_turn_into_a_stop(text
         for start in range(len(text))
         if any(stop.startswith(text[start:]) and stop != text[start:] for stop in stops)
     ]
-    assert held_back_length(text, stops) == (len(text) - min(starts) if starts else 0)
+    assert buffered_length(text, stops) == (len(text) - min(starts) if starts else 0)
 
 
 @settings(max_examples=400)

@@ -16,7 +16,8 @@ class Detokenizer(Protocol):
 
     def add(self, token_ids: Sequence[int]) -> str: ...
 
-    def finish(self) -> str: ...
+    def finish(self, token_ids: Sequence[int] = ()) -> str:
+        """The buffered text and the text of the last ids."""
 
 
 def make_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
@@ -31,11 +32,14 @@ class _ByteDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token_ids: Sequence[int]) -> str:
-        special_ids, token_bytes = self._tokenizer.special_ids, self._tokenizer.token_bytes
-        return self._decoder.decode(b"".join([token_bytes(id_) for id_ in token_ids if id_ not in special_ids]))
+        return self._decoder.decode(self._bytes_of(token_ids))
 
-    def finish(self) -> str:
-        return self._decoder.decode(b"", final=True)
+    def finish(self, token_ids: Sequence[int] = ()) -> str:
+        return self._decoder.decode(self._bytes_of(token_ids), final=True)
+
+    def _bytes_of(self, token_ids: Sequence[int]) -> bytes:
+        special_ids, token_bytes = self._tokenizer.special_ids, self._tokenizer.token_bytes
+        return b"".join([token_bytes(id_) for id_ in token_ids if id_ not in special_ids])
 
 
 class _ContextDetokenizer:
@@ -57,13 +61,14 @@ class _ContextDetokenizer:
         self._pending += visible
         if not visible or self._tokenizer.is_byte_token(visible[-1]):
             return ""
-        return self._decode_pending()
-
-    def finish(self) -> str:
-        return self._decode_pending()
-
-    def _decode_pending(self) -> str:
-        decode = self._tokenizer.decode
-        text = decode(self._context + self._pending)[len(decode(self._context)) :]
+        text = self._decode(self._pending)
         self._context, self._pending = self._pending, []
         return text
+
+    def finish(self, token_ids: Sequence[int] = ()) -> str:
+        return self._decode([*self._pending, *token_ids])
+
+    def _decode(self, token_ids: list[int]) -> str:
+        """The text of ids that follow the context."""
+        decode = self._tokenizer.decode
+        return decode(self._context + token_ids)[len(decode(self._context)) :]

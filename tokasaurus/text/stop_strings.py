@@ -34,7 +34,7 @@ def _find_beyond(text: str, stop: str, num_exempt: int) -> int:
     return text.find(stop, max(0, num_exempt + 1 - len(stop)))
 
 
-def held_back_length(text: str, stops: Iterable[str]) -> int:
+def buffered_length(text: str, stops: Iterable[str]) -> int:
     """Number of characters at the end of `text` that may begin a stop string, so must be buffered.
 
     Precondition: `text` contains no complete stop string.

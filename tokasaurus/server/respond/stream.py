@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from tokasaurus.messages.generation import SequenceDelta
+from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.errors import ApiError, error_response
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.chat import ChatFinishReason
@@ -27,7 +28,7 @@ from tokasaurus.server.protocol.chunks import (
 from tokasaurus.server.protocol.completions import CompletionLogprobs
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.protocol.usage import Usage
-from tokasaurus.server.respond.choice import Piece, StreamedSequence
+from tokasaurus.server.respond.choice import Choice, ChoiceDelta
 from tokasaurus.server.respond.logprobs import build_chat_logprobs, build_completion_logprobs
 from tokasaurus.server.respond.whole import build_echo, build_usage
 from tokasaurus.server.served_model import ServedModel
@@ -55,16 +56,16 @@ class AnswerStream(ABC):
             "model": model.name,
             "system_fingerprint": model.system_fingerprint,
         }
-        self._sequences = [
-            [StreamedSequence(request, model, len(prepared.echoes) > 0) for _ in range(request.num_sequences)]
-            for request in prepared.requests
+        self._choices = [
+            [Choice(request, prepared, model) for _ in range(request.num_sequences)] for request in prepared.requests
         ]
+        self._sequences = [[FinishedSequence() for _ in row] for row in self._choices]  # what has arrived so far
         self._has_begun = False
 
     def events(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> bytes:
         """The events for new deltas; empty if nothing can be sent yet. deltas: (request index, delta)."""
-        pieces = [
-            (self._choice_index(request_index, delta), self._sequences[request_index][delta.sequence_index].add(delta))
+        added = [
+            (self._choice_index(request_index, delta), self._add(request_index, delta))
             for request_index, delta in self._ready(deltas)
         ]
         usage = self._usage() if self._options.continuous_usage_stats else None
@@ -74,9 +75,9 @@ class AnswerStream(ABC):
             extra = self._first_fields()
             events += [self._event([choice], usage, extra) for choice in self._first_choices()]
         shows_ids = self._prepared.return_token_ids
-        for index, piece in pieces:
-            if piece.text or piece.logprobs or piece.finish_reason is not None or (shows_ids and piece.token_ids):
-                events += [self._event([choice], usage) for choice in self._choices(index, piece)]
+        for index, delta in added:
+            if delta.text or delta.logprobs or delta.finish_reason is not None or (shows_ids and delta.token_ids):
+                events += [self._event([choice], usage) for choice in self._chunk_choices(index, delta)]
         return b"".join(events)
 
     @abstractmethod
@@ -92,12 +93,16 @@ class AnswerStream(ABC):
         """The deltas to process now: these, except any that must wait, and earlier ones whose wait is over."""
         return deltas
 
+    def _add(self, request_index: int, delta: SequenceDelta) -> ChoiceDelta:
+        self._sequences[request_index][delta.sequence_index].append(delta)
+        return self._choices[request_index][delta.sequence_index].add(delta)
+
     def _choice_index(self, request_index: int, delta: SequenceDelta) -> int:
         # All requests of a body have the same n.
         return request_index * self._prepared.requests[0].num_sequences + delta.sequence_index
 
     def _usage(self) -> Usage:
-        return build_usage(self._prepared, [[sequence.so_far for sequence in row] for row in self._sequences])
+        return build_usage(self._prepared, self._sequences)
 
     def _event(
         self, choices: list[object], usage: Usage | None, extra: Mapping[str, object] = MappingProxyType({})
@@ -116,8 +121,8 @@ class AnswerStream(ABC):
         return {}
 
     @abstractmethod
-    def _choices(self, index: int, piece: Piece) -> Sequence[object]:
-        """The choices that carry the piece, each sent in a chunk of its own."""
+    def _chunk_choices(self, index: int, delta: ChoiceDelta) -> Sequence[object]:
+        """The delta of one choice as choices of chunks, each sent in a chunk of its own."""
 
 
 class CompletionStream(AnswerStream):
@@ -155,27 +160,27 @@ class CompletionStream(AnswerStream):
             ready.append((request_index, delta))
         return ready
 
-    def _choices(self, index: int, piece: Piece) -> list[CompletionChunkChoice]:
+    def _chunk_choices(self, index: int, delta: ChoiceDelta) -> list[CompletionChunkChoice]:
         request_index = index // self._num_samples
         echo, echo_logprobs = self._echoes.get(request_index, ("", None))
         chunks = []
         if self._prepared.echoes and index not in self._begun:
-            chunks.append(self._chunk(index, Piece(echo, None, [], None), echo_logprobs))
+            chunks.append(self._chunk(index, ChoiceDelta(echo, None, [], None), echo_logprobs))
         logprobs = None
-        if piece.logprobs is not None:
+        if delta.logprobs is not None:
             asks_top = self._prepared.requests[0].num_top_logprobs > 0
-            logprobs = build_completion_logprobs(piece.logprobs, asks_top, self._model.tokenizer, len(echo))
-        return [*chunks, self._chunk(index, piece, logprobs)]
+            logprobs = build_completion_logprobs(delta.logprobs, asks_top, self._model.tokenizer, len(echo))
+        return [*chunks, self._chunk(index, delta, logprobs)]
 
-    def _chunk(self, index: int, piece: Piece, logprobs: CompletionLogprobs | None) -> CompletionChunkChoice:
+    def _chunk(self, index: int, delta: ChoiceDelta, logprobs: CompletionLogprobs | None) -> CompletionChunkChoice:
         is_first = index not in self._begun
         self._begun.add(index)
         if not self._prepared.return_token_ids:
-            return CompletionChunkChoice(index, piece.text, logprobs, piece.finish_reason)
+            return CompletionChunkChoice(index, delta.text, logprobs, delta.finish_reason)
         request = self._prepared.requests[index // self._num_samples]
         prompt_ids = request.prompt_ids.tolist() if is_first else None
         return CompletionChunkChoiceWithIds(
-            index, piece.text, logprobs, piece.finish_reason, piece.token_ids, prompt_ids
+            index, delta.text, logprobs, delta.finish_reason, delta.token_ids, prompt_ids
         )
 
 
@@ -201,27 +206,27 @@ class ChatStream(AnswerStream):
             return {}
         return {"prompt_token_ids": self._prepared.requests[0].prompt_ids.tolist()}
 
-    def _choices(self, index: int, piece: Piece) -> list[ChatChunkChoice]:
-        logprobs = None if piece.logprobs is None else build_chat_logprobs(piece.logprobs, self._model.tokenizer)
-        deltas: list[CallDelta] = [ContentDelta(piece.text)]
-        finish_reason: ChatFinishReason | None = piece.finish_reason
+    def _chunk_choices(self, index: int, delta: ChoiceDelta) -> list[ChatChunkChoice]:
+        logprobs = None if delta.logprobs is None else build_chat_logprobs(delta.logprobs, self._model.tokenizer)
+        contents: list[CallDelta] = [ContentDelta(delta.text)]
+        finish_reason: ChatFinishReason | None = delta.finish_reason
         if self._call_streams:
             calls = self._call_streams[index]
-            deltas = calls.add(piece.text, is_last=piece.finish_reason is not None)
-            if piece.finish_reason is not None:
-                finish_reason = calls.finish_reason(piece.finish_reason)
-            elif not deltas and (piece.logprobs or self._prepared.return_token_ids):
-                deltas = [EmptyDelta()]
+            contents = calls.add(delta.text, is_last=delta.finish_reason is not None)
+            if delta.finish_reason is not None:
+                finish_reason = calls.finish_reason(delta.finish_reason)
+            elif not contents and (delta.logprobs or self._prepared.return_token_ids):
+                contents = [EmptyDelta()]
         choices: list[ChatChunkChoice] = []
-        for number, delta in enumerate(deltas):
+        for number, content in enumerate(contents):
             # logprobs and token ids go into the first chunk, the finish reason into the last
-            delta_logprobs = logprobs if number == 0 else None
-            reason = finish_reason if number == len(deltas) - 1 else None
+            chunk_logprobs = logprobs if number == 0 else None
+            reason = finish_reason if number == len(contents) - 1 else None
             if self._prepared.return_token_ids:
-                token_ids = piece.token_ids if number == 0 else []
-                choices.append(ChatChunkChoiceWithIds(index, delta, delta_logprobs, reason, token_ids))
+                token_ids = delta.token_ids if number == 0 else []
+                choices.append(ChatChunkChoiceWithIds(index, content, chunk_logprobs, reason, token_ids))
             else:
-                choices.append(ChatChunkChoice(index, delta, delta_logprobs, reason))
+                choices.append(ChatChunkChoice(index, content, chunk_logprobs, reason))
         return choices
 
 

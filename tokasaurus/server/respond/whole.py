@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Literal
 
 import orjson
 
-from tokasaurus.messages.generation import FinishReason, GenerateRequest, PromptLogprobs
+from tokasaurus.messages.generation import PromptLogprobs
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.chat import (
@@ -26,42 +26,23 @@ from tokasaurus.server.protocol.completions import (
     ExtendedCompletionChoice,
 )
 from tokasaurus.server.protocol.usage import PromptTokensDetails, Usage
+from tokasaurus.server.respond.choice import Choice, ChoiceDelta
 from tokasaurus.server.respond.fingerprint import build_fingerprint
 from tokasaurus.server.respond.logprobs import (
-    TokenLogprob,
-    TokenOffsets,
     build_chat_logprobs,
     build_completion_logprobs,
     build_echo_logprobs,
     build_prompt_logprobs,
-    build_token_logprobs,
     join_logprobs,
 )
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.messages import build_message
-from tokasaurus.text.stop_strings import find_first_stop
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What the client sees of one sequence."""
-
-    text: str
-    finish_reason: FinishReason
-    token_logprobs: list[TokenLogprob] | None
-    """The tokens whose text is returned, at least in part. Excludes the end token, unless the prompt is echoed, and all
-    tokens from the start of a stop string on. None if logprobs were not requested or are in the fingerprint."""
-    token_ids: list[int]
-    """As sampled."""
-    prompt_ids: list[int] | None
-    """The sequence's prompt; None if it is not returned."""
 
 
 def build_completion(
     prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel
 ) -> Completion:
     """The answer to a body. results: the sequences of each of `prepared.requests`, in order."""
-    answers = _all_answers(prepared, results, model)
     echoes = [
         build_echo(request_index, prepared, row[0].prompt_logprobs, model) for request_index, row in enumerate(results)
     ]
@@ -69,17 +50,22 @@ def build_completion(
         _prompt_logprobs(request_index, prepared, row[0].prompt_logprobs, model)
         for request_index, row in enumerate(results)
     ]
+    prompt_ids = [request.prompt_ids.tolist() for request in prepared.requests] if prepared.return_token_ids else None
     asks_top = prepared.requests[0].num_top_logprobs > 0
     choices: list[CompletionChoice] = []
-    for index, answer in enumerate(answers):
+    for index, whole in enumerate(_whole_choices(prepared, results, model)):
+        assert whole.finish_reason is not None, "its only delta is the last"
         request_index = index // prepared.requests[0].num_sequences  # all requests of a body have the same n
         echo, logprobs = echoes[request_index]
-        if answer.token_logprobs is not None:
-            own = build_completion_logprobs(answer.token_logprobs, asks_top, model.tokenizer, len(echo))
+        if whole.logprobs is not None:
+            own = build_completion_logprobs(whole.logprobs, asks_top, model.tokenizer, len(echo))
             logprobs = own if logprobs is None else join_logprobs(logprobs, own)
-        choice = (index, echo + answer.text, logprobs, answer.finish_reason)
-        if prepared.return_token_ids or prompt_logprobs[request_index] is not None:
-            choices.append(ExtendedCompletionChoice(*choice, *_ids(prepared, answer), prompt_logprobs[request_index]))
+        choice = (index, echo + whole.text, logprobs, whole.finish_reason)
+        if prompt_ids is not None:
+            ids = (whole.token_ids, prompt_ids[request_index])
+            choices.append(ExtendedCompletionChoice(*choice, *ids, prompt_logprobs[request_index]))
+        elif prompt_logprobs[request_index] is not None:
+            choices.append(ExtendedCompletionChoice(*choice, None, None, prompt_logprobs[request_index]))
         else:
             choices.append(CompletionChoice(*choice))
     return Completion(
@@ -97,27 +83,26 @@ def build_chat_completion(
     prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel
 ) -> ChatCompletion:
     """The answer to a body. results: the sequences of each of `prepared.requests`, in order."""
-    answers = _all_answers(prepared, results, model)
     choices: list[ChatChoice] = []
-    for index, answer in enumerate(answers):
-        logprobs = (
-            None if answer.token_logprobs is None else build_chat_logprobs(answer.token_logprobs, model.tokenizer)
-        )
-        message: AssistantMessage | CallingMessage = AssistantMessage(answer.text)
-        finish_reason: ChatFinishReason = answer.finish_reason
+    for index, whole in enumerate(_whole_choices(prepared, results, model)):
+        assert whole.finish_reason is not None, "its only delta is the last"
+        logprobs = None if whole.logprobs is None else build_chat_logprobs(whole.logprobs, model.tokenizer)
+        message: AssistantMessage | CallingMessage = AssistantMessage(whole.text)
+        finish_reason: ChatFinishReason = whole.finish_reason
         if prepared.calls is not None:
-            message, finish_reason = build_message(answer.text, answer.finish_reason, prepared.calls)
+            message, finish_reason = build_message(whole.text, whole.finish_reason, prepared.calls)
         choice = (index, message, logprobs, finish_reason)
         if prepared.return_token_ids:
-            choices.append(ChatChoiceWithIds(*choice, answer.token_ids))
+            choices.append(ChatChoiceWithIds(*choice, whole.token_ids))
         else:
             choices.append(ChatChoice(*choice))
     object_name: Literal["chat.completion"] = "chat.completion"
     fingerprint, usage = _fingerprint(prepared, results, model), build_usage(prepared, results)
     fields = (prepared.response_id, object_name, int(time.time()), model.name, fingerprint, choices, usage)
     prompt_logprobs = _prompt_logprobs(0, prepared, results[0][0].prompt_logprobs, model)
-    if prepared.return_token_ids or prompt_logprobs is not None:
-        return ExtendedChatCompletion(*fields, _ids(prepared, answers[0])[1], prompt_logprobs)
+    prompt_ids = prepared.requests[0].prompt_ids.tolist() if prepared.return_token_ids else None
+    if prompt_ids is not None or prompt_logprobs is not None:
+        return ExtendedChatCompletion(*fields, prompt_ids, prompt_logprobs)
     return ChatCompletion(*fields)
 
 
@@ -165,25 +150,6 @@ def build_usage(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 
-def without_end_token(token_ids: list[int], request: GenerateRequest, model: ServedModel) -> list[int]:
-    """The tokens of a finished sequence without the eos or stop token that ended it, which has no text.
-
-    token_ids: all of the sequence's tokens, or its last ones.
-    """
-    ends = request.stop_token_ids if request.ignore_eos else (*request.stop_token_ids, *model.eos_ids)
-    return token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
-
-
-def num_exempt_characters(token_ids: list[int], request: GenerateRequest, model: ServedModel) -> int:
-    """Number of characters at the start of a sequence's text in which stop strings do not count (`min_tokens`)."""
-    return len(model.tokenizer.decode(token_ids[: request.min_tokens])) if request.min_tokens else 0
-
-
-def _ids(prepared: Prepared, answer: _Answer) -> tuple[list[int] | None, list[int] | None]:
-    """(token ids, prompt ids) to return; (None, None) if not requested."""
-    return (answer.token_ids, answer.prompt_ids) if prepared.return_token_ids else (None, None)
-
-
 def _prompt_logprobs(
     request_index: int, prepared: Prepared, prompt_logprobs: PromptLogprobs | None, model: ServedModel
 ) -> orjson.Fragment | None:
@@ -202,39 +168,12 @@ def _fingerprint(prepared: Prepared, results: Sequence[Sequence[FinishedSequence
     return build_fingerprint([sequence for sequences in results for sequence in sequences])
 
 
-def _all_answers(
+def _whole_choices(
     prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel
-) -> list[_Answer]:
-    answers = []
-    for request, sequences in zip(prepared.requests, results, strict=True):
-        prompt_ids = request.prompt_ids.tolist() if prepared.return_token_ids else None
-        answers += [_answer(sequence, request, prompt_ids, prepared, model) for sequence in sequences]
-    return answers
-
-
-def _answer(
-    sequence: FinishedSequence,
-    request: GenerateRequest,
-    prompt_ids: list[int] | None,
-    prepared: Prepared,
-    model: ServedModel,
-) -> _Answer:
-    token_ids = without_end_token(sequence.token_ids, request, model)
-    text = model.tokenizer.decode(token_ids)
-    finish_reason = sequence.finish_reason
-    stop = None
-    if request.stop_strings:
-        num_exempt = num_exempt_characters(token_ids, request, model)
-        stop = find_first_stop(text, request.stop_strings, num_exempt)
-    if stop is not None:
-        text = text[: stop[0]]
-        finish_reason = "stop"
-    token_logprobs = None
-    if request.want_logprobs and not prepared.logprobs_in_fingerprint:
-        assert sequence.logprobs is not None, "the engine returns logprobs if they are requested"
-        if prepared.echoes:
-            token_ids = sequence.token_ids  # evaluations expect an entry for each token, including the last
-        token_logprobs = build_token_logprobs(token_ids, sequence.logprobs, sequence.top, TokenOffsets(model.tokenizer))
-        if stop is not None:
-            token_logprobs = [token for token in token_logprobs if token.offset < stop[0]]  # offsets never decrease
-    return _Answer(text, finish_reason, token_logprobs, sequence.token_ids, prompt_ids)
+) -> list[ChoiceDelta]:
+    """One per sequence, in order: all of its choice as a single delta."""
+    return [
+        Choice(request, prepared, model).add(sequence)
+        for request, sequences in zip(prepared.requests, results, strict=True)
+        for sequence in sequences
+    ]

@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 from tokasaurus.server.tools.call_head import CallHead, Reading
 from tokasaurus.server.tools.formats import ToolCallFormat
-from tokasaurus.text.stop_strings import held_back_length
+from tokasaurus.text.stop_strings import buffered_length
 
 _SPACE = " \t\n\r"
 
@@ -118,7 +118,7 @@ class CallReader:
     def _read_content(self, text: str, position: int) -> int:
         found = self._find_mark(self._start, text, position)
         before, end = found or ("".join(self._buffered) + text[position:], len(text))
-        num_buffered = 0 if found else held_back_length(before, [self._start])
+        num_buffered = 0 if found else buffered_length(before, [self._start])
         shown = before[: len(before) - num_buffered].rstrip(_SPACE)
         if not self._has_content_since_call and not shown.strip(self._ignored):
             shown = ""
@@ -216,7 +216,7 @@ class CallReader:
             self._end_call()
         else:
             before, end = "".join(self._buffered) + text[position:], len(text)
-            num_buffered = held_back_length(before, [self._end]) if self._end else 0
+            num_buffered = buffered_length(before, [self._end]) if self._end else 0
             rest = before[: len(before) - num_buffered]
             self._buffered = [before[len(rest) :]]
         self._arguments.append(rest)
