@@ -91,6 +91,17 @@ def test_byte_level_text_joins_to_the_whole_and_comes_as_soon_as_it_is_certain(
     assert text + detokenizer.finish() == whole
 
 
+@given(BYTE_LEVEL_IDS, st.integers(0, 14))
+@example([*EURO, 97, 0xFF], 2)
+@example([*EURO, 97, 0xFF], 3)
+def test_byte_level_last_ids_can_be_given_to_finish(
+    byte_level: Tokenizer, token_ids: list[int], num_first: int
+) -> None:
+    detokenizer = make_detokenizer(byte_level)
+    text = detokenizer.add(token_ids[:num_first])
+    assert text + detokenizer.finish(token_ids[num_first:]) == byte_level.decode(token_ids)
+
+
 def test_nothing_of_a_character_is_shown_before_its_last_byte(byte_level: Tokenizer) -> None:
     detokenizer = make_detokenizer(byte_level)
     assert [detokenizer.add([token_id]) for token_id in [97, *EURO, 97]] == ["a", "", "", "€", "a"]
@@ -109,6 +120,14 @@ def test_other_text_joins_to_the_whole(sentencepiece: Tokenizer, token_ids: list
         text += detokenizer.add(piece)
         assert whole.startswith(text)
     assert text + detokenizer.finish() == whole
+
+
+@given(SENTENCEPIECE_IDS, st.integers(0, 14))
+@example([3, 1, 5, 6, SPECIAL_ID, 7, 2], 4)
+def test_other_last_ids_can_be_given_to_finish(sentencepiece: Tokenizer, token_ids: list[int], num_first: int) -> None:
+    detokenizer = make_detokenizer(sentencepiece)
+    text = detokenizer.add(token_ids[:num_first])
+    assert text + detokenizer.finish(token_ids[num_first:]) == sentencepiece.decode(token_ids)
 
 
 def test_other_text_comes_token_by_token_but_for_runs_of_bytes(sentencepiece: Tokenizer) -> None:

@@ -35,6 +35,8 @@ class _ByteDetokenizer:
         return self._decoder.decode(self._bytes_of(token_ids))
 
     def finish(self, token_ids: Sequence[int] = ()) -> str:
+        if not self._decoder.getstate()[0]:  # no incomplete character is buffered, so the faster library can decode
+            return self._tokenizer.decode(token_ids)
         return self._decoder.decode(self._bytes_of(token_ids), final=True)
 
     def _bytes_of(self, token_ids: Sequence[int]) -> bytes:
