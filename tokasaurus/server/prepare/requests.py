@@ -1,4 +1,4 @@
-"""OpenAI body → GenerateRequest: checks the body and resolves every default. Plain functions, no server."""
+"""OpenAI body → GenerateRequest, all but its grammar: checks the body, resolves every default. Plain functions."""
 
 import secrets
 import uuid
@@ -52,9 +52,8 @@ class Prepared:
     """See SamplingFields."""
     return_token_ids: bool = False
     """See SamplingFields."""
-    grammar: GrammarSource | None = None
-    """What each completion must match; None for any text. Neither validated nor part of `requests` yet:
-    `routes.generation` does both."""
+    grammar_param: str | None = None
+    """The body's field that gave the grammar of `requests`; None if they have none."""
     calls: CallRules | None = None
     """Which tool calls the answer may contain; None if all of it is content."""
     echoes: Sequence[Echo] = ()
@@ -64,7 +63,17 @@ class Prepared:
     ask the engine for more, for the echo."""
 
 
-def prepare_completion(body: CompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One body, prepared but for its grammar."""
+
+    prepared: Prepared
+    """Final if the body has no grammar."""
+    grammar: GrammarSource | None
+    """What each completion must match; None for any text. Not validated, and not part of `prepared`."""
+
+
+def draft_completion(body: CompletionRequest, model: ServedModel, limits: EngineLimits) -> Draft:
     """The requests of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
     if body.best_of is not None and body.best_of != body.n:
         raise Unsupported("best_of other than n is not implemented", "best_of")
@@ -98,18 +107,18 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, limits: Engi
         _check_prompt_values(requests, num_prompt_top, "prompt_logprobs")
     if body.return_token_ids:
         _check_prompt_values(requests, 0, "return_token_ids")
-    return Prepared(
+    prepared = Prepared(
         response_id,
         requests,
         body.logprobs_in_fingerprint,
         body.return_token_ids,
         echoes=echoes,
         num_top_prompt_logprobs=num_prompt_top,
-        grammar=grammar,
     )
+    return Draft(prepared, grammar)
 
 
-def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits) -> Prepared:
+def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits) -> Draft:
     """The requests of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
     _check_fields(1, body, model)
     tool_use = resolve_tools(body, model, asked_grammar(body))
@@ -128,15 +137,15 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, limits: Engine
     requests = [_with_prompt_logprobs(request, num_prompt_top)]
     if body.return_token_ids and body.stream:  # the first chunk of each choice repeats the prompt's ids
         _check_prompt_values(requests, 0, "return_token_ids")
-    return Prepared(
+    prepared = Prepared(
         response_id,
         requests,
         body.logprobs_in_fingerprint,
         body.return_token_ids,
-        grammar=tool_use.grammar,
         calls=tool_use.rules,
         num_top_prompt_logprobs=num_prompt_top,
     )
+    return Draft(prepared, tool_use.grammar)
 
 
 def _check_fields(num_prompts: int, body: SamplingFields, model: ServedModel) -> None:

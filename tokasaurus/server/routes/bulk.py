@@ -1,7 +1,7 @@
 """POST /v1/bulk"""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -10,21 +10,18 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.server.disconnect import run_while_connected
-from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.errors import ApiError, ClientGone, InvalidRequest, ServerStopping
 from tokasaurus.server.openapi import error_responses
-from tokasaurus.server.prepare.requests import Prepared, prepare_chat, prepare_completion
+from tokasaurus.server.prepare.body import prepare_chat, prepare_completion
 from tokasaurus.server.protocol.bulk import LINE_SCHEMA, MAX_CUSTOM_ID_CHARS, RESULT_SCHEMA, BulkLine
-from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest
-from tokasaurus.server.protocol.completions import Completion, CompletionRequest
+from tokasaurus.server.protocol.chat import ChatCompletionRequest
+from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.respond.whole import build_chat_completion, build_completion
 from tokasaurus.server.routes.bulk_lines import BulkRun, IncomingBody, Line, refused
 from tokasaurus.server.routes.event_stream import HEADERS
-from tokasaurus.server.routes.generation import Body, generate_answer
+from tokasaurus.server.routes.generation import Body, Build, Prepare, generate_answer
 from tokasaurus.server.routes.json_body import MAX_INLINE_BYTES, check_type, validate_body
-from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState, state_of
 
 router = APIRouter(tags=["generation"])
@@ -39,8 +36,8 @@ class Endpoint(Generic[Body]):
     """The route that a line's url refers to: its body model, and the calls that prepare and build a response."""
 
     body_model: type[Body]
-    prepare: Callable[[Body, ServedModel, EngineLimits], Prepared]
-    build: Callable[[Prepared, list[list[FinishedSequence]], ServedModel], Completion | ChatCompletion]
+    prepare: Prepare[Body]
+    build: Build
 
 
 ENDPOINTS: Mapping[str, Endpoint[Any]] = {

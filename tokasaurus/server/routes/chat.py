@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
-from tokasaurus.server.prepare.requests import prepare_chat
+from tokasaurus.server.prepare.body import prepare_chat
 from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from tokasaurus.server.respond.stream import ChatStream
 from tokasaurus.server.respond.whole import build_chat_completion

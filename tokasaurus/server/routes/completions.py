@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
-from tokasaurus.server.prepare.requests import prepare_completion
+from tokasaurus.server.prepare.body import prepare_completion
 from tokasaurus.server.protocol.completions import Completion, CompletionRequest
 from tokasaurus.server.respond.stream import CompletionStream
 from tokasaurus.server.respond.whole import build_completion

@@ -1,8 +1,8 @@
 """The common path of generation requests: prepare, generate, build; cancelled if the client disconnects."""
 
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TypeVar
 
 from fastapi import Request, Response
@@ -21,8 +21,12 @@ from tokasaurus.server.respond.whole import write_answer
 from tokasaurus.server.routes.event_stream import EventStream
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState, state_of
+from tokasaurus.server.structured_output.validator import GrammarChecker
 
 Body = TypeVar("Body", bound=SamplingFields)
+# A function of server.prepare.body and one of server.respond.whole.
+Prepare = Callable[[Body, ServedModel, EngineLimits, GrammarChecker, Executor], Awaitable[Prepared]]
+Build = Callable[[Prepared, list[list[FinishedSequence]], ServedModel], Completion | ChatCompletion]
 
 # For the OpenAPI page.
 ERROR_RESPONSES = error_responses(*BODY_ERRORS, 404, 429, 503)
@@ -36,8 +40,8 @@ MAX_DELTAS_AT_ONCE = 64
 async def answer_generation(
     request: Request,
     body: Body,
-    prepare: Callable[[Body, ServedModel, EngineLimits], Prepared],
-    build: Callable[[Prepared, list[list[FinishedSequence]], ServedModel], Completion | ChatCompletion],
+    prepare: Prepare[Body],
+    build: Build,
     stream: Callable[[Prepared, ServedModel, StreamOptions], AnswerStream],
 ) -> Response:
     """The response to `body`: built by `build`, or by `stream` if the body has stream=true.
@@ -55,8 +59,8 @@ async def answer_generation(
 async def generate_answer(
     state: ServerState,
     body: Body,
-    prepare: Callable[[Body, ServedModel, EngineLimits], Prepared],
-    build: Callable[[Prepared, list[list[FinishedSequence]], ServedModel], Completion | ChatCompletion],
+    prepare: Prepare[Body],
+    build: Build,
 ) -> bytes:
     """The whole response as JSON. If the caller is cancelled, so is the request in the engine. Raises ApiError."""
     prepared = await _prepare(state, body, prepare)
@@ -65,15 +69,8 @@ async def generate_answer(
     return await state.in_text_thread(lambda: write_answer(build(prepared, results, state.model)))
 
 
-async def _prepare(
-    state: ServerState, body: Body, prepare: Callable[[Body, ServedModel, EngineLimits], Prepared]
-) -> Prepared:
-    """The prepared requests, with the grammar validated and included. Raises ApiError."""
-    prepared = await state.in_text_thread(prepare, body, state.model, _checked_limits(state, body))
-    if prepared.grammar is None:
-        return prepared
-    grammar = await state.grammars.check(prepared.grammar)
-    return replace(prepared, requests=[replace(request, grammar=grammar) for request in prepared.requests])
+async def _prepare(state: ServerState, body: Body, prepare: Prepare[Body]) -> Prepared:
+    return await prepare(body, state.model, _checked_limits(state, body), state.grammars, state.text_threads)
 
 
 def _checked_limits(state: ServerState, body: SamplingFields) -> EngineLimits:
@@ -92,8 +89,8 @@ def _blaming_grammar(prepared: Prepared) -> Iterator[None]:
     try:
         yield
     except SequenceAborted as error:
-        assert prepared.grammar is not None, "only a sequence with a grammar is aborted"
-        param = prepared.grammar.param
+        param = prepared.grammar_param
+        assert param is not None, "only a sequence with a grammar is aborted"
         raise GrammarTooComplex(f"{param}: {error}", param) from None
 
 
