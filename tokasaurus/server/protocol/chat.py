@@ -30,9 +30,9 @@ def _parse_content(value: object, info: ValidationInfo) -> str:
 
 def _parse_part(part: object) -> str:
     if isinstance(part, dict) and part.get("type", "text") != "text":
-        raise PydanticCustomError("not_implemented", "holds a part that is not text, which is not implemented")
+        raise PydanticCustomError("not_implemented", "contains a part that is not text, which is not implemented")
     if not isinstance(part, dict) or part.keys() != {"type", "text"} or not isinstance(part["text"], str):
-        raise value_error('must hold parts with just "type": "text" and a string as "text"')
+        raise value_error('must contain parts with just "type": "text" and a string as "text"')
     return part["text"]
 
 

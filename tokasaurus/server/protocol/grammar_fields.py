@@ -54,13 +54,13 @@ def _not_built(message: str) -> PydanticCustomError:
 def _check_keys(value: Mapping[str, object], known: tuple[str, ...], where: str) -> None:
     for name in value:
         if name not in known:
-            raise _wrong(f"holds the unknown field {where}{name[:_MAX_ECHO_CHARS]!r}")
+            raise _wrong(f"contains the unknown field {where}{name[:_MAX_ECHO_CHARS]!r}")
 
 
 def _schema_text(schema: Mapping[str, object], whitespace: bool = True) -> str:
     """The schema as JSON with our llguidance options, which clients must not set."""
     if "x-guidance" in schema:
-        raise _not_built("holds x-guidance, which is not implemented")
+        raise _not_built("contains x-guidance, which is not implemented")
     options: dict[str, object] = {"whitespace_flexible": False}
     if whitespace:
         options = {"whitespace_pattern": WHITESPACE_PATTERN}
@@ -162,7 +162,7 @@ def _parse_structured_outputs(value: object) -> GrammarSource | None:
             raise _wrong(f"must have true or false as its {name}")
     for name in ("disable_additional_properties", "whitespace_pattern", "structural_tag"):
         if value.get(name) not in (None, False):
-            raise _not_built(f"holds {name}, which is not implemented")
+            raise _not_built(f"contains {name}, which is not implemented")
     asked = [kind for kind in _KINDS if value.get(kind) not in (None, False)]
     if len(asked) != 1:
         found = " and ".join(asked) or "none"

@@ -79,9 +79,9 @@ def _parse_stop(value: object) -> tuple[str, ...]:
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise value_error("must be a string or a list of strings")
     if len(stops) > MAX_STOP_STRINGS:
-        raise value_error(f"may hold at most {MAX_STOP_STRINGS} strings")
+        raise value_error(f"may have at most {MAX_STOP_STRINGS} strings")
     if "" in stops:
-        raise value_error("must not hold an empty string")
+        raise value_error("must not contain an empty string")
     return tuple(stops)
 
 

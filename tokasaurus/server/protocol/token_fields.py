@@ -23,12 +23,12 @@ def _parse_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     if not isinstance(biases, dict):
         raise _error("must be an object of token ids and their biases")
     if len(biases) > MAX_LOGIT_BIASES:
-        raise _error(f"may hold at most {MAX_LOGIT_BIASES} tokens")
+        raise _error(f"may have at most {MAX_LOGIT_BIASES} tokens")
     if not all(isinstance(key, str) and _TOKEN_ID.fullmatch(key) for key in biases):
-        raise _error('must hold token ids as keys, such as "50256"')
+        raise _error('must contain token ids as keys, such as "50256"')
     # refuses bool, a subclass of int, and NaN, which is in no range
     if not all(type(bias) in (int, float) and -_LARGEST_BIAS <= bias <= _LARGEST_BIAS for bias in biases.values()):
-        raise _error(f"must hold numbers from -{_LARGEST_BIAS} to {_LARGEST_BIAS}")
+        raise _error(f"must contain numbers from -{_LARGEST_BIAS} to {_LARGEST_BIAS}")
     return tuple((int(key), float(bias)) for key, bias in biases.items())
 
 
@@ -56,7 +56,7 @@ def _parse_stop_token_ids(value: object) -> tuple[int, ...]:
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
         raise _error("must be a list of token ids")
     if len(ids) > MAX_STOP_TOKEN_IDS:
-        raise _error(f"may hold at most {MAX_STOP_TOKEN_IDS} token ids")
+        raise _error(f"may have at most {MAX_STOP_TOKEN_IDS} token ids")
     return tuple(ids)
 
 

@@ -101,7 +101,7 @@ def _allowed_name(tool: object) -> str:
             return name
         case {"type": "custom"}:
             _refuse_custom()
-    raise value_error("must hold allowed tools that name a function each")
+    raise value_error("must contain allowed tools that name a function each")
 
 
 def _refuse_custom() -> NoReturn:

@@ -87,7 +87,7 @@ def build_echo_logprobs(
 ) -> CompletionLogprobs:
     """Logprobs of the P tokens of an echoed prompt; null for the first.
 
-    num_top: top-k logprobs per token; `prompt_logprobs` may hold more.
+    num_top: top-k logprobs per token; `prompt_logprobs` may contain more.
     """
     token_ids, tops = prompt_ids.tolist(), _prompt_tops(prompt_logprobs, len(prompt_ids), num_top)
     tokens = list(map(TokenLogprob, token_ids, prompt_logprobs.logprobs.tolist(), echo.offsets, tops))

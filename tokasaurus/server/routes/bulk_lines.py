@@ -181,7 +181,7 @@ class BulkRun:
         self._unanswered[task] = line.custom_id
         task.add_done_callback(self._finish)
         self._notice_room()
-        await asyncio.sleep(0)  # let other tasks run: a chunk may hold thousands of lines
+        await asyncio.sleep(0)  # let other tasks run: a chunk may contain thousands of lines
 
     async def _checked_line(self, content: bytes | None) -> Line:
         if content is None:

@@ -83,6 +83,6 @@ def _detokenize(body: DetokenizeRequest, model: ServedModel) -> bytes:
     highest = max(body.tokens, default=0)
     if highest >= model.vocab_size:
         raise InvalidRequest(
-            f"tokens holds the token id {highest}; the model's go from 0 to {model.vocab_size - 1}", "tokens"
+            f"tokens has the token id {highest}; the model's go from 0 to {model.vocab_size - 1}", "tokens"
         )
     return orjson.dumps(DetokenizeResponse(model.tokenizer.decode(body.tokens, skip_special_tokens=False)))

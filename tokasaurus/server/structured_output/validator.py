@@ -26,7 +26,7 @@ MAX_PROCESSES = 2
 _START_LIMIT_S = 60.0
 _MAX_KNOWN = 4096
 _MAX_KNOWN_BYTES = 64 * 2**20
-# Working directory of the child processes: `python -m` imports from it, and the user's may hold any module.
+# Working directory of the child processes: `python -m` imports from it, and the user's may contain any module.
 _PACKAGE_PARENT = Path(__file__).parents[2]
 
 # An llguidance error: the line of the fault, the reason, then the lines of the grammar around it.

@@ -3,8 +3,8 @@
 A grammar may crash its compiler (nesting that overflows the stack) or keep it busy for minutes; in a child process
 neither harms the server.
 Run as `python -m tokasaurus.server.structured_output.validator_process DIRECTORY VOCAB_SIZE TIME_LIMIT_S EOS_ID…`;
-DIRECTORY holds the tokenizer. Questions arrive as frames on stdin, answers leave as frames on stdout. The first frame
-on stdout is empty if the process is ready, or UNUSABLE_TOKENIZER.
+DIRECTORY contains the tokenizer. Questions arrive as frames on stdin, answers leave as frames on stdout. The first
+frame on stdout is empty if the process is ready, or UNUSABLE_TOKENIZER.
 """
 
 import ctypes

@@ -74,7 +74,7 @@ class CallStream:
 
 
 def _call_deltas(fragment: CallFragment) -> list[CallDelta]:
-    """Each delta holds one fragment: clients join fragments of one index across deltas, not within a delta."""
+    """Each delta contains one fragment: clients join fragments of one index across deltas, not within a delta."""
     deltas: list[CallDelta] = []
     if fragment.name is not None:
         start = ToolCallStart(fragment.index, _new_id(), ToolCallFunction(fragment.name, ""))
