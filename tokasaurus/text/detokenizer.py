@@ -30,12 +30,14 @@ class _ByteDetokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._has_begun = False
 
     def add(self, token_ids: Sequence[int]) -> str:
+        self._has_begun = True
         return self._decoder.decode(self._bytes_of(token_ids))
 
     def finish(self, token_ids: Sequence[int] = ()) -> str:
-        if not self._decoder.getstate()[0]:  # no incomplete character is buffered, so the faster library can decode
+        if not self._has_begun:  # these are all ids, which the library decodes faster
             return self._tokenizer.decode(token_ids)
         return self._decoder.decode(self._bytes_of(token_ids), final=True)
 
