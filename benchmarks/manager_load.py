@@ -12,8 +12,9 @@ from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.loop import LARGE_BYTES
 from tokasaurus.manager.state.engine_state import EngineOptions, EngineState, make_state
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
-from tokasaurus.messages.generation import EngineUpdate, GenerateRequest, SamplingParams
+from tokasaurus.messages.generation import EngineUpdate, GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.sampling import SamplingParams
 
 EOS_ID = 0
 VOCAB_SIZE = 50_000
@@ -83,8 +84,9 @@ class Load:
             prompt_ids=self._tokens[start : start + num_prompt_tokens].copy(),
             num_sequences=self._num_samples,
             max_new_tokens=num_tokens if self._max_new_tokens is None else self._max_new_tokens,
+            sampling=SamplingParams(),
             # The seed is the one thing of a request that reaches the worker unread: it says where eos comes.
-            sampling=SamplingParams(1.0, 1.0, num_prompt_tokens + num_tokens),
+            seed=num_prompt_tokens + num_tokens,
             stop_strings=(),
             ignore_eos=self._max_new_tokens is None,
             want_logprobs=False,

@@ -23,7 +23,7 @@ from tokasaurus.manager.state.engine_state import LengthPredictorOptions, make_s
 def lengths_asked(load: Load, num: int) -> dict[str, int]:
     """Of the load's first requests: what is left of their seed when the prompt is taken off."""
     requests = [load.next() for _ in range(num)]
-    return {request.request_id: request.sampling.seed - len(request.prompt_ids) for request in requests}
+    return {request.request_id: request.seed - len(request.prompt_ids) for request in requests}
 
 
 @pytest.mark.parametrize("is_known", [False, True])

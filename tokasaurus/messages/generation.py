@@ -7,40 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.messages.lifecycle import EngineStats
+from tokasaurus.messages.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length"]
 
 MAX_STOP_TOKEN_IDS = 16
 """Most stop token ids of one request."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are sampled. Filters apply in the order min_p, top_k, top_p.
-
-    For the three penalties and logit_bias see LogitRules; they apply to greedy sampling too.
-    """
-
-    temperature: float
-    """0 is greedy."""
-    top_p: float
-    """Keeps the most likely tokens that together reach this share of the remaining probability; 1 keeps all."""
-    seed: int
-    """Unsigned 64 bits; the server draws one if the client gave none."""
-    top_k: int = 0
-    """Keeps this many of the most likely tokens; 0 keeps all."""
-    min_p: float = 0.0
-    """Keeps tokens whose probability is at least min_p times the most likely token's; 0 keeps all."""
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, bias) pairs."""
-
-    @property
-    def changes_logits(self) -> bool:
-        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-        return penalties != (0.0, 0.0, 1.0) or len(self.logit_bias) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +26,16 @@ class GenerateRequest:
     max_new_tokens: int
     """At least 1, counting the eos token; 0 if only the prompt logprobs are wanted."""
     sampling: SamplingParams
+    seed: int
+    """Of the sampling noise: unsigned 64 bits; the server draws one if the client gave none."""
     stop_strings: tuple[str, ...]
     """Generation ends at the token whose text completes one of these."""
     ignore_eos: bool
     """eos does not end a sequence."""
     want_logprobs: bool
     """Return the log-probability of each sampled token."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, bias) pairs, added to the logits before penalties; they apply to greedy sampling too."""
     cache_salt: str = ""
     """KV is shared only between requests with equal salts; "" is a salt like any other."""
     stop_token_ids: tuple[int, ...] = ()

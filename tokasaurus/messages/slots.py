@@ -14,19 +14,14 @@ from numpy.typing import NDArray
 class LogitRules:
     """Changes to the logits before sampling, for A of the opened slots, with B biases in all.
 
-    Biases apply before penalties, with vLLM's formulas and order. Log-probabilities are those of the unchanged logits.
+    Every slot with a penalty is one of the A. Biases apply before penalties. Log-probabilities are those of the
+    unchanged logits.
     """
 
     slots: NDArray[np.int32]
     """int32 [A]."""
     num_request_tokens: NDArray[np.int32]
     """int32 [A], length of the request's own prompt. Later tokens were generated, even if they are prefilled again."""
-    presence: NDArray[np.float32]
-    """float32 [A], subtracted once from the logit of each token generated so far."""
-    frequency: NDArray[np.float32]
-    """float32 [A], subtracted from a token's logit once for each time it was generated."""
-    repetition: NDArray[np.float32]
-    """float32 [A], divides positive and multiplies negative logits of tokens in the prompt or generated so far."""
     bias_counts: NDArray[np.int32]
     """int32 [A], number of biases of each slot."""
     bias_ids: NDArray[np.int32]
@@ -39,7 +34,7 @@ class LogitRules:
 
 @dataclass(frozen=True, slots=True)
 class SlotOpens:
-    """O slots assigned to sequences. For the sampling fields see SamplingParams."""
+    """O slots assigned to sequences."""
 
     slots: NDArray[np.int32]
     """int32 [O]."""
@@ -48,14 +43,8 @@ class SlotOpens:
     first_positions: NDArray[np.int32]
     """int32 [O], first position to prefill: the number of tokens whose KV was computed by earlier steps or earlier rows
     of the same step. Their blocks are appended to the slot's block table like all others."""
-    temperatures: NDArray[np.float32]
-    """float32 [O]."""
-    top_ps: NDArray[np.float32]
-    """float32 [O]."""
-    top_ks: NDArray[np.int32]
-    """int32 [O], 0 for no limit."""
-    min_ps: NDArray[np.float32]
-    """float32 [O]."""
+    sampling: NDArray[np.void]
+    """SAMPLING_DTYPE [O], the sequences' SamplingParams."""
     seeds: NDArray[np.uint64]
     """uint64 [O]."""
     sample_indices: NDArray[np.uint32]

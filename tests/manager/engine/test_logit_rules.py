@@ -8,16 +8,26 @@ from tests.manager.helpers.engine_driver import EngineDriver, make_options
 from tests.manager.helpers.fake_grammars import EOS_ID
 from tests.manager.helpers.requests import make_request
 from tokasaurus.manager.engine.lifecycle import preempt
-from tokasaurus.messages.generation import GenerateRequest, SamplingParams
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.messages.slots import LogitRules, SlotOpens
 
 ALWAYS = np.iinfo(np.int32).max
 PLAIN = (0.0, 0.0, 1.0)
 
 
-def change(request: GenerateRequest, min_tokens: int = 0, stops: tuple[int, ...] = (), **params: object):
-    sampling: SamplingParams = dataclasses.replace(request.sampling, **params)
-    return dataclasses.replace(request, sampling=sampling, min_tokens=min_tokens, stop_token_ids=stops)
+def change(
+    request: GenerateRequest,
+    min_tokens: int = 0,
+    stops: tuple[int, ...] = (),
+    logit_bias: tuple[tuple[int, float], ...] = (),
+    **params: float,
+) -> GenerateRequest:
+    """params: fields of SamplingParams."""
+    sampling = SamplingParams(**params)
+    return dataclasses.replace(
+        request, sampling=sampling, min_tokens=min_tokens, stop_token_ids=stops, logit_bias=logit_bias
+    )
 
 
 def by_seed(opened: SlotOpens) -> dict[int, tuple[int, tuple[float, ...], list[tuple[int, float, int]]]]:
@@ -28,8 +38,9 @@ def by_seed(opened: SlotOpens) -> dict[int, tuple[int, tuple[float, ...], list[t
     assert len(rules.bias_ids) == len(rules.bias_values) == len(rules.bias_ends) == ends[-1]
     biases = list(zip(rules.bias_ids.tolist(), rules.bias_values.tolist(), rules.bias_ends.tolist(), strict=True))
     for row, slot in enumerate(rules.slots):
-        seed = int(opened.seeds[opened.slots == slot][0])
-        penalties = tuple(map(float, (rules.presence[row], rules.frequency[row], rules.repetition[row])))
+        place = opened.slots.tolist().index(slot)
+        seed = int(opened.seeds[place])
+        penalties = opened.sampling[place].item()[-3:]
         own = biases[ends[row] - rules.bias_counts[row] : ends[row]]
         found[seed] = (int(rules.num_request_tokens[row]), penalties, own)
     return found
@@ -54,9 +65,8 @@ def test_only_sequences_that_ask_have_rules_and_limits_reach_each_row():
         3: (9, PLAIN, [(7, -2.5, ALWAYS), (3, 100.0, ALWAYS), *forbidden]),
         4: (5, PLAIN, [(5, -np.inf, 7)]),
     }
-    assert dict(zip(opened.seeds.tolist(), opened.top_ks.tolist(), strict=True)) == {0: 0, 1: 0, 2: 7, 3: 0, 4: 0, 5: 0}
-    assert opened.min_ps[opened.seeds == 2] == [0.25]
-    assert not opened.min_ps[opened.seeds != 2].any()
+    sent = dict(zip(opened.seeds.tolist(), opened.sampling.tolist(), strict=True))
+    assert sent == {request.seed: request.sampling for request in requests}
 
 
 def test_a_request_without_rules_sends_none():

@@ -99,7 +99,7 @@ class EngineDriver:
         """Compute up to `num_results` of the steps sent, then run one engine step; return its deltas."""
         messages = list(messages)
         requests = [message for message in messages if isinstance(message, GenerateRequest)]
-        self.worker.requests.update((request.sampling.seed, request) for request in requests)
+        self.worker.requests.update((request.seed, request) for request in requests)
         for jobs in self.jobs:
             self._run_jobs(jobs)
         num_results = min(num_results, len(self.queue))

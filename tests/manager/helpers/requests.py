@@ -8,8 +8,9 @@ import numpy as np
 
 from tests.manager.helpers.fake_grammars import VOCAB_SIZE
 from tests.manager.helpers.simulation import simulate
-from tokasaurus.messages.generation import GenerateRequest, SamplingParams
+from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.sampling import SamplingParams
 
 
 def make_request(
@@ -23,9 +24,16 @@ def make_request(
 ) -> GenerateRequest:
     """The request r<number>, whose seed is its number."""
     prompt_ids = np.random.default_rng(number).integers(0, VOCAB_SIZE, num_prompt_tokens).astype(np.int32)
-    sampling = SamplingParams(temperature=1.0, top_p=1.0, seed=number)
     return GenerateRequest(
-        f"r{number}", prompt_ids, num_sequences, max_new_tokens, sampling, stop_strings, ignore_eos, want_logprobs
+        request_id=f"r{number}",
+        prompt_ids=prompt_ids,
+        num_sequences=num_sequences,
+        max_new_tokens=max_new_tokens,
+        sampling=SamplingParams(),
+        seed=number,
+        stop_strings=stop_strings,
+        ignore_eos=ignore_eos,
+        want_logprobs=want_logprobs,
     )
 
 
@@ -91,7 +99,7 @@ def make_requests(shapes: Iterable[Shape], limits: EngineLimits) -> list[Generat
 
 def sequence_keys(requests: Iterable[GenerateRequest]) -> list[tuple[int, int]]:
     """(seed, sample index) of every sequence, in order of arrival: how the fake worker names them."""
-    return [(request.sampling.seed, index) for request in requests for index in range(request.num_sequences)]
+    return [(request.seed, index) for request in requests for index in range(request.num_sequences)]
 
 
 def streamed(request: GenerateRequest) -> GenerateRequest:

@@ -57,7 +57,7 @@ def simulate(request: GenerateRequest, index: int) -> tuple[list[int], list[floa
         grammar, allowed = request.grammar, set(range(VOCAB_SIZE))
         if grammar:
             allowed = allowed_tokens(grammar, token_ids, request.ignore_eos)
-        token_id, logprob = draw(context, request.sampling.seed, index, forbidden, allowed)
+        token_id, logprob = draw(context, request.seed, index, forbidden, allowed)
         token_ids.append(token_id)
         logprobs.append(logprob)
         if token_id in enders or (grammar and token_id == EOS_ID):

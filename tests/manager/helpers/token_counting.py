@@ -8,7 +8,7 @@ from tokasaurus.manager.state.sequence import Sequence, TokenCounts
 
 
 def key_of(sequence: Sequence) -> tuple[int, int]:
-    return sequence.request.sampling.seed, sequence.index
+    return sequence.request.seed, sequence.index
 
 
 def counts_by_hand(worker: FakeWorker, sequence: Sequence) -> TokenCounts:

@@ -89,7 +89,7 @@ def test_prompt_logprobs_are_right_whatever_is_preempted_cancelled_or_streamed()
         driver.assert_nothing_is_left()
         for request in requests:
             if request.want_prompt_logprobs:
-                last_ends = [end for _, end in driver.worker.stays.get((request.sampling.seed, 0), [])[:-1]]
+                last_ends = [end for _, end in driver.worker.stays.get((request.seed, 0), [])[:-1]]
                 num_returns += len(last_ends)
                 num_early_returns += sum(end <= len(request.prompt_ids) for end in last_ends)
 

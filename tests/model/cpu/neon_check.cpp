@@ -16,6 +16,14 @@
 using std::vector;
 
 // What the library exports. The structs LogitRules, TokenMasks and TopLogprobs are not used here.
+
+// As in sampling.cpp.
+struct SamplingParams {
+  float temperature = 1, top_p = 1;
+  int32_t top_k = 0;
+  float min_p = 0, penalties[3] = {0, 0, 1};
+};
+
 extern "C" {
 int64_t toka_has_bfloat16_arithmetic();
 void toka_set_num_threads(int64_t num_threads);
@@ -34,9 +42,8 @@ void toka_merge(int64_t output_type, const float* first, const float* first_lse,
 void toka_run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForward* forward, int64_t num_rows,
                      const float* cos_sin, void* hidden);
 void toka_sample(int64_t logits_type, const void* logits, int64_t num_rows, int64_t vocab_size,
-                 const float* temperatures, const float* top_ps, const int32_t* top_ks, const float* min_ps,
-                 const int64_t* noise_keys, const void* rules, const void* masks, int64_t* tokens, float* logprobs,
-                 const void* top);
+                 const SamplingParams* params, const int64_t* noise_keys, const void* rules, const void* masks,
+                 int64_t* tokens, float* logprobs, const void* top);
 }
 
 namespace {
@@ -344,13 +351,12 @@ template <typename Element>
 void check_sampling() {
   constexpr int64_t kRows = 40, kVocab = 1003;
   vector<double> logits = random_values(kRows * kVocab), expected_tokens, expected_logprobs;
-  vector<float> temperatures, top_ps(kRows, 1), min_ps(kRows, 0);
-  vector<int32_t> top_ks(kRows, 0);
+  vector<SamplingParams> params(kRows);
   vector<int64_t> keys;
   for (int64_t row = 0; row < kRows; ++row) {
     logits[row * kVocab + generator() % kVocab] = 3;  // a unique largest logit
-    temperatures.push_back(row % 4 == 0 ? 0 : row % 4 == 1 ? 0.7f : 1);
-    top_ks[row] = row % 4 == 3;  // only the most probable token
+    params[row].temperature = row % 4 == 0 ? 0 : row % 4 == 1 ? 0.7f : 1;
+    params[row].top_k = row % 4 == 3;  // only the most probable token
     keys.push_back(generator());
     keys.push_back(generator());
     const bool is_greedy = row % 4 == 0 || row % 4 == 3;
@@ -359,7 +365,8 @@ void check_sampling() {
     for (int64_t token = 0; token < kVocab; ++token) {
       const double logit = logits[row * kVocab + token];
       total += std::exp(logit);
-      const double value = is_greedy ? logit : logit / temperatures[row] + gumbel(uint32_t(token), &keys[2 * row]);
+      const double value =
+          is_greedy ? logit : logit / params[row].temperature + gumbel(uint32_t(token), &keys[2 * row]);
       if (value > best) best = value, best_token = token;
     }
     expected_tokens.push_back(best_token);
@@ -367,8 +374,8 @@ void check_sampling() {
   }
   vector<int64_t> tokens(kRows);
   vector<float> logprobs(kRows);
-  toka_sample(kElementType<Element>, as<Element>(logits).data(), kRows, kVocab, temperatures.data(), top_ps.data(),
-              top_ks.data(), min_ps.data(), keys.data(), nullptr, nullptr, tokens.data(), logprobs.data(), nullptr);
+  toka_sample(kElementType<Element>, as<Element>(logits).data(), kRows, kVocab, params.data(), keys.data(), nullptr,
+              nullptr, tokens.data(), logprobs.data(), nullptr);
   const std::string name = std::string("sampling from ") + kNames[kElementType<Element>];
   compare(name + ", tokens", vector<float>(tokens.begin(), tokens.end()), expected_tokens, 0);
   compare(name + ", logprobs", logprobs, expected_logprobs, 1e-6);

@@ -12,6 +12,7 @@ from tests.model.helpers.greedy_decoding import oracle_greedy
 from tests.model.helpers.steps import CPU, NOTHING, int32, make_runner
 from tokasaurus.checkpoint import read_model_info, weight_files
 from tokasaurus.messages.forward import ForwardInput
+from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.messages.slots import SlotChanges, SlotOpens
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder.registry import build_decoder
@@ -59,10 +60,7 @@ def open_slot(num_prompt_tokens: int, first_position: int, temperature: float) -
         slots=int32([1]),
         num_prompt_tokens=int32([num_prompt_tokens]),
         first_positions=int32([first_position]),
-        temperatures=np.array([temperature], np.float32),
-        top_ps=np.ones(1, np.float32),
-        top_ks=np.zeros(1, np.int32),
-        min_ps=np.zeros(1, np.float32),
+        sampling=np.array([SamplingParams(temperature)], SAMPLING_DTYPE),
         seeds=np.array([3], np.uint64),
         sample_indices=np.zeros(1, np.uint32),
         want_logprobs=np.ones(1, np.bool_),

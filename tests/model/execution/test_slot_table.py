@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tokasaurus.messages.sampling import SAMPLING_DTYPE
 from tokasaurus.messages.slots import SlotChanges, SlotOpens
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 
@@ -18,10 +19,7 @@ def opens(slots: list[int], positions: list[int]) -> SlotOpens | None:
         slots=np.array(slots, np.int32),
         num_prompt_tokens=np.full(count, 50, np.int32),
         first_positions=np.array(positions, np.int32),
-        temperatures=np.ones(count, np.float32),
-        top_ps=np.ones(count, np.float32),
-        top_ks=np.zeros(count, np.int32),
-        min_ps=np.zeros(count, np.float32),
+        sampling=np.zeros(count, SAMPLING_DTYPE),
         seeds=np.arange(count, dtype=np.uint64),
         sample_indices=np.zeros(count, np.uint32),
         want_logprobs=np.zeros(count, np.bool_),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.model.helpers.steps import CPU, int32
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups
+from tokasaurus.messages.sampling import SAMPLING_DTYPE
 from tokasaurus.messages.slots import SlotChanges, SlotOpens
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
@@ -97,10 +98,7 @@ class CaseStep:
             slots=slots,
             num_prompt_tokens=num_cached + np.where(np.arange(len(rows)) < num_decode, 0, num_tokens),
             first_positions=num_cached,
-            temperatures=np.zeros(len(rows), np.float32),
-            top_ps=np.ones(len(rows), np.float32),
-            top_ks=np.zeros(len(rows), np.int32),
-            min_ps=np.zeros(len(rows), np.float32),
+            sampling=np.zeros(len(rows), SAMPLING_DTYPE),
             seeds=np.zeros(len(rows), np.uint64),
             sample_indices=np.zeros(len(rows), np.uint32),
             want_logprobs=np.zeros(len(rows), np.bool_),

@@ -4,9 +4,12 @@ import dataclasses
 
 import numpy as np
 
+from tests.model.helpers.sampling_rows import with_params
 from tests.model.helpers.steps import CPU, int32
+from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.messages.slots import LogitRules
 from tokasaurus.model.sampling.logit_rules import RuledRows, SlotRules
+from tokasaurus.model.sampling.sample import SamplingRows
 
 PAGE_SIZE = 4
 
@@ -24,6 +27,12 @@ class Rule:
     repetition: float = 1.0
     biases: tuple[tuple[int, float, int], ...] = ()
 
+    @property
+    def penalties(self) -> dict[str, float]:
+        """As fields of SamplingParams."""
+        names = ("presence", "frequency", "repetition")
+        return {f"{name}_penalty": getattr(self, name) for name in names}
+
 
 def make_rules(by_slot: dict[int, Rule]) -> LogitRules:
     rules = by_slot.values()
@@ -31,9 +40,6 @@ def make_rules(by_slot: dict[int, Rule]) -> LogitRules:
     return LogitRules(
         slots=int32(list(by_slot)),
         num_request_tokens=int32([rule.num_request_tokens for rule in rules]),
-        presence=np.array([rule.presence for rule in rules], np.float32),
-        frequency=np.array([rule.frequency for rule in rules], np.float32),
-        repetition=np.array([rule.repetition for rule in rules], np.float32),
         bias_counts=int32([len(rule.biases) for rule in rules]),
         bias_ids=int32([bias[0] for bias in biases]),
         bias_values=np.array([bias[1] for bias in biases], np.float32),
@@ -46,6 +52,7 @@ class Contexts:
 
     def __init__(self, contexts: dict[int, list[int]], num_slots: int, num_shared_blocks: int = 0) -> None:
         self.rules = SlotRules(num_slots, CPU)
+        self.sampling = np.zeros(num_slots, SAMPLING_DTYPE)
         self.num_tokens = contexts
         self.tables = np.zeros((num_slots, 40), np.int32)
         free = np.random.default_rng(0).permutation(np.arange(1, 3000)).tolist()
@@ -59,6 +66,18 @@ class Contexts:
                     is_shared = slot != first and place < num_shared_blocks
                     self.tables[slot, place] = self.tables[first, place] if is_shared else free.pop()
                 self.rules.tokens[self.tables[slot, place] * PAGE_SIZE + position % PAGE_SIZE] = token
+
+    def open(self, slots: list[int], by_slot: dict[int, Rule]) -> None:
+        """by_slot: the rules of some of the slots."""
+        for slot in slots:
+            self.sampling[slot] = SamplingParams(**by_slot.get(slot, Rule()).penalties)
+        self.rules.open(int32(slots), make_rules(by_slot) if by_slot else None, self.sampling)
+
+    def with_rules(self, rows: SamplingRows, slots: list[int]) -> SamplingRows:
+        """The rows with the rules and penalties of their slots."""
+        names = Rule().penalties
+        penalties = with_params(rows, **{name: self.sampling[slots][name] for name in names})
+        return dataclasses.replace(penalties, rules=self.select(slots))
 
     def select(self, slots: list[int]) -> RuledRows | None:
         lengths = int32([len(self.num_tokens[slot]) for slot in slots])

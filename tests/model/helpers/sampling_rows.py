@@ -1,12 +1,16 @@
 """Rows to be sampled, and what their draws are compared with."""
 
+import dataclasses
+
 import numpy as np
 import torch
 
-from tests.model.helpers.steps import int32
+from tests.model.helpers.steps import CPU, int32
 from tokasaurus.messages.forward import TokenMasks
+from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.sampling.noise import position_keys, sequence_keys
+from tokasaurus.model.sampling.params import params_to_device
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, fill_token_logprobs
 from tokasaurus.model.sampling.sample import SamplingRows
 
@@ -22,17 +26,17 @@ def make_rows(
     temperatures: list[float], top_ps: list[float], keys: torch.Tensor, top_k: int = 0, min_p: float = 0.0
 ) -> SamplingRows:
     """top_k, min_p: of all rows."""
-    is_limited = top_k > 0 or min_p > 0
-    return SamplingRows(
-        temperatures=torch.tensor(temperatures),
-        top_ps=torch.tensor(top_ps),
-        top_ks=torch.full((len(temperatures),), top_k, dtype=torch.int32),
-        min_ps=torch.full((len(temperatures),), min_p),
-        noise_keys=keys,
-        any_sampled=any(t > 0 for t in temperatures),
-        any_limited=any((p < 1 or is_limited) and t > 0 for p, t in zip(top_ps, temperatures, strict=True)),
-        any_logprobs=True,
-    )
+    values = zip(temperatures, top_ps, strict=True)
+    params = np.array([SamplingParams(*own, top_k, min_p) for own in values], SAMPLING_DTYPE)
+    return SamplingRows(params, params_to_device(params, CPU), keys, any_logprobs=True)
+
+
+def with_params(rows: SamplingRows, **columns: np.ndarray) -> SamplingRows:
+    """columns: other values for fields of SamplingParams, [R] each."""
+    params = rows.params.copy()
+    for name, values in columns.items():
+        params[name] = values
+    return dataclasses.replace(rows, params=params, device_params=params_to_device(params, CPU))
 
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:

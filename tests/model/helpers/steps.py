@@ -10,6 +10,7 @@ import torch
 
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups, PromptLogprobsInput
+from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.messages.slots import LogitRules, SlotChanges, SlotOpens
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
@@ -61,10 +62,7 @@ def open_greedy(slot: int, num_prompt_tokens: int) -> SlotOpens:
         slots=int32([slot]),
         num_prompt_tokens=int32([num_prompt_tokens]),
         first_positions=int32([0]),
-        temperatures=np.zeros(1, np.float32),
-        top_ps=np.ones(1, np.float32),
-        top_ks=np.zeros(1, np.int32),
-        min_ps=np.zeros(1, np.float32),
+        sampling=np.array([SamplingParams(temperature=0)], SAMPLING_DTYPE),
         seeds=np.zeros(1, np.uint64),
         sample_indices=np.zeros(1, np.uint32),
         want_logprobs=np.zeros(1, np.bool_),
@@ -85,7 +83,7 @@ class StepDriver:
         self._tables: dict[int, list[int]] = {}
         self._num_sent: dict[int, int] = {}
         self._to_open: list[int] = []
-        self._options: dict[int, tuple[float, float, int, float, int, int]] = {}
+        self._options: dict[int, tuple[SamplingParams, int, int]] = {}
         self._rules: dict[int, LogitRules | None] = {}
         self._num_top: dict[int, int] = {}
         self._num_prompt_top: dict[int, int | None] = {}
@@ -98,18 +96,17 @@ class StepDriver:
         slot: int,
         prompt: list[int],
         temperature: float = 0.0,
-        top_p: float = 1.0,
         seed: int = 0,
         sample: int = 0,
         shares: tuple[int, int] | None = None,
-        top_k: int = 0,
-        min_p: float = 0.0,
         rules: LogitRules | None = None,
         num_top: int = 0,
         num_prompt_top: int | None = None,
         num_again: int = 0,
+        **params: float,
     ) -> None:
-        """shares: (other slot, blocks): the first blocks of that slot are this one's too, and it starts behind them.
+        """params: further fields of SamplingParams.
+        shares: (other slot, blocks): the first blocks of that slot are this one's too, and it starts behind them.
         num_top: so many of its likeliest tokens are in `top` after each step that samples for it.
         num_prompt_top: None, or its prompt's tokens are scored, with so many of the likeliest, and those of each step
         are in `scores` after it.
@@ -123,7 +120,7 @@ class StepDriver:
         self._num_prompt_top[slot] = num_prompt_top
         self._tables[slot], self._num_sent[slot] = table, 0
         self._extend_table(slot, len(prompt))
-        self._options[slot] = (temperature, top_p, top_k, min_p, seed, sample)
+        self._options[slot] = (SamplingParams(temperature, **params), seed, sample)
         self._rules[slot] = rules
         self._num_top[slot] = num_top
         self._to_open.append(slot)
@@ -213,18 +210,14 @@ class StepDriver:
         self._to_open = [slot for slot in self._to_open if slot not in running]
         if not slots:
             return None
-        options = zip(*(self._options[slot] for slot in slots), strict=True)
-        temperatures, top_ps, top_ks, min_ps, seeds, samples = options
+        params, seeds, samples = zip(*(self._options[slot] for slot in slots), strict=True)
         rules = [self._rules[slot] for slot in slots if self._rules[slot] is not None]
         assert len(rules) <= 1
         return SlotOpens(
             slots=int32(slots),
             num_prompt_tokens=int32([len(self._prompts[slot]) for slot in slots]),
             first_positions=int32([self._done[slot] for slot in slots]),
-            temperatures=np.array(temperatures, np.float32),
-            top_ps=np.array(top_ps, np.float32),
-            top_ks=np.array(top_ks, np.int32),
-            min_ps=np.array(min_ps, np.float32),
+            sampling=np.array(list(params), SAMPLING_DTYPE),
             seeds=np.array(seeds, np.uint64),
             sample_indices=np.array(samples, np.uint32),
             want_logprobs=np.ones(len(slots), np.bool_),

@@ -61,11 +61,11 @@ def test_logits_are_changed_as_by_hand_and_logprobs_are_of_the_plain_ones(
             rule.biases = tuple(zip(tokens, values, ends, strict=True))
         by_slot[slot] = rule
     state = Contexts(contexts, num_rows + 1, num_shared_blocks=2)
-    state.rules.open(int32(list(contexts)), make_rules(by_slot))
+    state.open(list(contexts), by_slot)
     slots = rng.sample(sorted(contexts), num_rows)
     logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(num_rows, vocab_size))).to(dtype)
     rows = make_rows([0.0] * num_rows, [1.0] * num_rows, noise_keys([0] * num_rows, [0] * num_rows, [1] * num_rows))
-    tokens, logprobs, *_ = sample(logits, dataclasses.replace(rows, rules=state.select(slots)), kernels)
+    tokens, logprobs, *_ = sample(logits, state.with_rules(rows, slots), kernels)
     expected = np.array(
         [
             change_by_hand(row, by_slot.get(slot, Rule()), contexts[slot])
@@ -99,11 +99,11 @@ def test_draws_follow_the_softmax_of_the_changed_logits(
     context = [0, 5, 6, 6, 6, 4, 1]
     num_draws = 20_000
     state = Contexts({1: context}, 2)
-    state.rules.open(int32([1]), make_rules({1: rule}))
+    state.open([1], {1: rule})
     keys = noise_keys([7] * num_draws, [0] * num_draws, list(range(num_draws)))
     rows = make_rows([temperature] * num_draws, [1.0] * num_draws, keys)
-    rules = state.select([1] * num_draws)
-    tokens, _, *_ = sample(torch.tensor(logits).repeat(num_draws, 1), dataclasses.replace(rows, rules=rules), kernels)
+    rows = state.with_rules(rows, [1] * num_draws)
+    tokens, _, *_ = sample(torch.tensor(logits).repeat(num_draws, 1), rows, kernels)
     counts = np.bincount(tokens.numpy(), minlength=len(logits))
     weights = np.exp(np.array(change_by_hand(logits, rule, context)) / temperature)
     drawn = weights > 0
@@ -114,13 +114,12 @@ def test_draws_follow_the_softmax_of_the_changed_logits(
 
 def test_a_slot_has_the_rules_it_was_last_opened_with() -> None:
     state = Contexts({slot: [1] * slot for slot in range(1, 7)}, 8)
-    rules = state.rules
-    rules.open(int32([1, 2, 3]), make_rules({1: Rule(presence=1), 3: Rule(biases=((5, 1.0, 4),))}))
+    state.open([1, 2, 3], {1: Rule(presence=1), 3: Rule(biases=((5, 1.0, 4),))})
     assert rules_by_slot(state) == {1: (1, 0), 3: (0, 1)}
-    rules.close(int32([1, 3]))
-    rules.open(int32([3, 4]), make_rules({4: Rule(biases=((5, 1.0, ALWAYS), (6, 1.0, 3)))}))
-    rules.open(int32([1, 5]), None)
-    rules.open(int32([6]), make_rules({6: Rule(biases=((5, 1.0, 6),))}))  # has as many tokens as it ends at
+    state.rules.close(int32([1, 3]))
+    state.open([3, 4], {4: Rule(biases=((5, 1.0, ALWAYS), (6, 1.0, 3)))})
+    state.open([1, 5], {})
+    state.open([6], {6: Rule(biases=((5, 1.0, 6),))})  # has as many tokens as it ends at
     assert rules_by_slot(state) == {4: (0, 1)}
     assert state.select([2, 5]) is None
 
@@ -204,7 +203,8 @@ def open_ruled(
 ) -> None:
     options = dict(options)
     rule = options.pop("rule", None)
+    penalties = {} if rule is None else rule.penalties
     rules = None
     if rule is not None:
         rules = make_rules({slot: dataclasses.replace(rule, num_request_tokens=num_request_tokens)})
-    driver.open(slot, prompt, seed=5, rules=rules, **options, **more)
+    driver.open(slot, prompt, seed=5, rules=rules, **options, **penalties, **more)

@@ -183,7 +183,7 @@ def test_what_is_computed_again_writes_neither_keys_and_values_nor_tokens(new_dr
     for is_disturbed in (False, True):
         driver = new_driver()
         rule = Rule(num_request_tokens=1, repetition=1.5, frequency=0.5)
-        driver.open(1, list(prompt), rules=make_rules({1: rule}))
+        driver.open(1, list(prompt), rules=make_rules({1: rule}), **rule.penalties)
         driver.run([], [(1, 40)])
         if is_disturbed:
             driver.open(2, others, shares=(1, 2), num_prompt_top=0, num_again=32)

@@ -1,17 +1,18 @@
 """Sampling against distributions computed the plain way, and the kernels against torch."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.model.helpers.sampling_rows import LOGITS, chi_square, inside_by_hand, make_rows, noise_keys
+from tests.model.helpers.sampling_rows import LOGITS, chi_square, inside_by_hand, make_rows, noise_keys, with_params
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.sampling.noise import gumbel_noise
+from tokasaurus.model.sampling.params import columns_of
 from tokasaurus.model.sampling.sample import outside_limits, sample
+
+NO_KEYS = torch.zeros(1, 2, dtype=torch.int64)
 
 
 @pytest.fixture(params=["kernels", "torch"])
@@ -95,11 +96,7 @@ def test_only_tokens_inside_all_limits_are_drawn_and_all_of_them_are(
     min_ps = rng.choice([0.0, 0.013, 0.31, 1.0], num_rows)
     top_ps = rng.choice([1.0, 0.987, 0.513, 0.0123], num_rows)
     keys = noise_keys(list(range(num_rows)), [0] * num_rows, [3] * num_rows)
-    rows = dataclasses.replace(
-        make_rows([1.0] * num_rows, top_ps.tolist(), keys, top_k=1),
-        top_ks=torch.tensor(top_ks, dtype=torch.int32),
-        min_ps=torch.tensor(min_ps, dtype=torch.float32),
-    )
+    rows = with_params(make_rows([1.0] * num_rows, top_ps.tolist(), keys), top_k=top_ks, min_p=min_ps)
     tokens, _, *_ = sample(torch.tensor(logits, dtype=torch.float32), rows, kernels)
     limits = zip(logits, top_ps, top_ks, min_ps, strict=True)
     inside = np.stack([inside_by_hand(*row) for row in limits])
@@ -126,7 +123,7 @@ def test_the_only_token_that_top_p_leaves_is_drawn_whatever_its_noise(
 )
 def test_top_p_keeps_the_fewest_likely_tokens_that_reach_it(scores: list[float], top_p: float) -> None:
     probabilities = torch.tensor(scores).softmax(dim=-1)
-    excluded = outside_limits(torch.tensor([scores]), torch.tensor([top_p]), NO_TOP_K, NO_MIN_P)[0]
+    excluded = outside_limits(torch.tensor([scores]), columns_of(make_rows([1.0], [top_p], NO_KEYS).device_params))[0]
     kept = probabilities[~excluded]
     assert kept.sum() >= min(top_p, 1) - 1e-5
     assert excluded.sum() == 0 or probabilities[excluded].max() < kept.min()
@@ -136,7 +133,7 @@ def test_top_p_keeps_the_fewest_likely_tokens_that_reach_it(scores: list[float],
 
 def test_top_p_reaches_past_the_candidates_of_a_flat_distribution() -> None:
     scores = torch.linspace(0, 0.01, 5000).unsqueeze(0)
-    excluded = outside_limits(scores, torch.tensor([0.9]), NO_TOP_K, NO_MIN_P)[0]
+    excluded = outside_limits(scores, columns_of(make_rows([1.0], [0.9], NO_KEYS).device_params))[0]
     ordered = scores[0].softmax(dim=-1).sort(descending=True).values
     expected = int((ordered.cumsum(0) < 0.9).sum()) + 1
     assert abs(int((~excluded).sum()) - expected) <= 1

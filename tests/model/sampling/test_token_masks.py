@@ -9,8 +9,16 @@ import torch
 
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import load
-from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule, make_rules
-from tests.model.helpers.sampling_rows import LOGITS, chi_square, inside_by_hand, make_masks, make_rows, noise_keys
+from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
+from tests.model.helpers.sampling_rows import (
+    LOGITS,
+    chi_square,
+    inside_by_hand,
+    make_masks,
+    make_rows,
+    noise_keys,
+    with_params,
+)
 from tests.model.helpers.steps import NOTHING, int32, make_runner, open_greedy
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.slots import SlotChanges
@@ -29,7 +37,7 @@ def rules_of_rows(num_rows: int, biases: dict[int, tuple[tuple[int, float], ...]
     """Biases, (token, value) each, of some rows."""
     rules = {row: Rule(biases=tuple((*bias, ALWAYS) for bias in own)) for row, own in biases.items()}
     contexts = Contexts({row: [1] for row in range(num_rows)}, num_rows)
-    contexts.rules.open(int32(list(range(num_rows))), make_rules(rules))
+    contexts.open(list(range(num_rows)), rules)
     selected = contexts.rules.select(int32(list(range(num_rows))), int32([1] * num_rows), contexts.tables, 4)
     assert selected is not None
     return selected
@@ -84,9 +92,7 @@ def test_with_every_sampling_feature_on_the_winner_is_that_of_the_tokens_left(
     }
     keys = noise_keys(list(range(num_rows)), [0] * num_rows, [3] * num_rows)
     rows = dataclasses.replace(
-        make_rows(temperatures.tolist(), top_ps.tolist(), keys, top_k=1),
-        top_ks=torch.tensor(top_ks, dtype=torch.int32),
-        min_ps=torch.tensor(min_ps, dtype=torch.float32),
+        with_params(make_rows(temperatures.tolist(), top_ps.tolist(), keys), top_k=top_ks, min_p=min_ps),
         rules=rules_of_rows(num_rows, biases),
         masks=make_masks({int(row): allowed[row] for row in np.flatnonzero(masked)}),
         top=TopRows(np.arange(0, num_rows, 2), 3),

@@ -7,7 +7,8 @@ import numpy as np
 import uvloop
 
 from tests.server.helpers.fake_engine import FakeEngine
-from tokasaurus.messages.generation import GenerateRequest, SamplingParams
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.server.engine_client.client import EngineClient
 
 
@@ -17,7 +18,8 @@ def make_request(request_id: str, prompt_ids: list[int], num_sequences: int = 1)
         prompt_ids=np.array(prompt_ids, dtype=np.int32),
         num_sequences=num_sequences,
         max_new_tokens=100,
-        sampling=SamplingParams(1.0, 1.0, 0),
+        sampling=SamplingParams(),
+        seed=0,
         stop_strings=(),
         ignore_eos=False,
         want_logprobs=True,

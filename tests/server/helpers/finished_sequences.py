@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tokasaurus.messages.generation import FinishReason, GenerateRequest, SamplingParams, SequenceDelta
+from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 
 
@@ -23,7 +24,8 @@ def make_request(
         prompt_ids=np.zeros(num_prompt_tokens, dtype=np.int32),
         num_sequences=num_sequences,
         max_new_tokens=100,
-        sampling=SamplingParams(1.0, 1.0, 0),
+        sampling=SamplingParams(),
+        seed=0,
         stop_strings=stop,
         ignore_eos=ignore_eos,
         want_logprobs=want_logprobs,

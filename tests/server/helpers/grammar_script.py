@@ -20,7 +20,7 @@ def follow_grammars(tokenizer_directory: Path) -> Script:
     def reply(request: GenerateRequest, index: int) -> Reply:
         if not request.grammar:
             return echo(request, index)
-        rng = random.Random(request.sampling.seed + index)
+        rng = random.Random(request.seed + index)
         matcher = LLMatcher(tokenizer, request.grammar, log_level=0)
         token_ids: list[int] = []
         while len(token_ids) < request.max_new_tokens:

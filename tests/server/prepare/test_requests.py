@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
 from tests.server.helpers.prepared_requests import chat, completion, prompts_of
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest
 from tokasaurus.server.served_model import ServedModel
 
@@ -86,12 +87,12 @@ def test_chat_refuses_more_than_fits_by_the_name_that_was_used(served_model: Ser
 @pytest.mark.parametrize(("seed", "expected"), [(0, 0), (5, 5), (-1, 2**64 - 1), (2**64 - 1, 2**64 - 1)])
 def test_seed_is_read_as_64_bits_for_every_prompt(served_model: ServedModel, seed: int, expected: int) -> None:
     requests = completion(served_model, prompt=["a", "b"], seed=seed).requests
-    assert [request.sampling.seed for request in requests] == [expected, expected]
+    assert [request.seed for request in requests] == [expected, expected]
 
 
 def test_unseeded_prompts_get_seeds_of_their_own(served_model: ServedModel) -> None:
     requests = completion(served_model, prompt=["a"] * 200).requests + chat(served_model).requests
-    seeds = {request.sampling.seed for request in requests}
+    seeds = {request.seed for request in requests}
     assert len(seeds) == 201
     assert all(0 <= seed < 2**64 for seed in seeds)
     assert max(seeds) > 2**62  # all bits are drawn; fails once in 2**57 runs
@@ -126,7 +127,7 @@ def test_what_changes_and_limits_the_distribution_reaches_the_engine(served_mode
     for prepared in (completion(served_model, **fields), chat(served_model, **fields)):
         (request,) = prepared.requests
         sampling = request.sampling
-        assert (sampling.top_k, sampling.min_p, sampling.logit_bias) == (5, 0.25, ((7, -100.0), (3, 0.5)))
+        assert (sampling.top_k, sampling.min_p, request.logit_bias) == (5, 0.25, ((7, -100.0), (3, 0.5)))
         penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
         assert penalties == (1.5, -0.5, 2.0)
         assert (request.stop_token_ids, request.min_tokens) == ((4, 9), 2)
@@ -234,12 +235,11 @@ def test_absent_and_null_fields_are_the_defaults(served_model: ServedModel, fiel
     for prepared in (completion(served_model, **fields), chat(served_model, **fields)):
         (request,) = prepared.requests
         assert (request.num_sequences, request.stop_strings, request.ignore_eos) == (1, (), False)
-        assert (request.sampling.temperature, request.sampling.top_p) == (1.0, 1.0)
+        assert request.sampling == SamplingParams()
         assert not request.want_logprobs
         assert request.cache_salt == ""
         assert (request.stop_token_ids, request.min_tokens) == ((), 0)
-        assert not request.sampling.changes_logits
-        assert (request.sampling.top_k, request.sampling.min_p) == (0, 0.0)
+        assert not request.logit_bias
 
 
 def test_temperatures_and_top_ps_that_float32_cannot_divide_by_are_greedy(served_model: ServedModel) -> None:

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer as BaseTokenizer
 from tests.helpers.small_tokenizer import IM_END, save_small_tokenizer
 from tests.server.helpers.finished_sequences import make_request
 from tests.server.helpers.grammar_script import follow_grammars
-from tokasaurus.messages.generation import SamplingParams
 from tokasaurus.server.errors import InvalidRequest, Unsupported
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.tools import Tool
@@ -76,8 +75,7 @@ def test_whatever_is_drawn_from_a_forced_grammar_are_calls_that_are_right(
         assert source.param == "tools"
         grammar = compile_grammar(compiler, source.format, source.text)
         for seed in range(12):
-            sampling = SamplingParams(1.0, 1.0, seed)
-            request = dataclasses.replace(make_request(), sampling=sampling, grammar=grammar, max_new_tokens=700)
+            request = dataclasses.replace(make_request(), seed=seed, grammar=grammar, max_new_tokens=700)
             reply = script(request, 0)
             assert reply is not None
             content, calls = read(tokenizer.decode(reply.token_ids), rules)

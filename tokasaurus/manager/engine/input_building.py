@@ -10,6 +10,7 @@ from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk, buil
 from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups
+from tokasaurus.messages.sampling import SAMPLING_DTYPE
 from tokasaurus.messages.slots import SlotChanges, SlotOpens, TableCopies
 
 MIN_COPIED_BLOCKS = 4
@@ -215,18 +216,14 @@ def _build_opens(state: EngineState, sequences: list[Sequence]) -> SlotOpens | N
     if not sequences:
         return None
     slots = np.array([sequence.slot for sequence in sequences], np.int32)
-    sampling = [sequence.request.sampling for sequence in sequences]
     num_top = np.array([sequence.request.num_top_logprobs for sequence in sequences], np.int32)
     first_positions, first_writes = state.slots.first_positions[slots], state.slots.first_writes[slots]
     return SlotOpens(
         slots=slots,
         num_prompt_tokens=state.slots.num_prefill_tokens[slots].astype(np.int32),
         first_positions=first_positions.astype(np.int32),
-        temperatures=np.array([params.temperature for params in sampling], np.float32),
-        top_ps=np.array([params.top_p for params in sampling], np.float32),
-        top_ks=np.array([params.top_k for params in sampling], np.int32),
-        min_ps=np.array([params.min_p for params in sampling], np.float32),
-        seeds=np.array([params.seed for params in sampling], np.uint64),
+        sampling=np.array([sequence.request.sampling for sequence in sequences], SAMPLING_DTYPE),
+        seeds=np.array([sequence.request.seed for sequence in sequences], np.uint64),
         sample_indices=np.array([sequence.index for sequence in sequences], np.uint32),
         want_logprobs=state.slots.want_logprobs[slots],
         rules=build_logit_rules(sequences, state.options.eos_ids),

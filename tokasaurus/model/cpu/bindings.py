@@ -74,7 +74,7 @@ class Kernels:
         self._library.toka_write_kv.argtypes = [
             *(integer, integer, pointer, pointer, integer, integer, pointer, integer, pointer, *(integer,) * 3)
         ]
-        self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 10]
+        self._library.toka_sample.argtypes = [integer, pointer, integer, integer, *(pointer,) * 7]
         self._library.toka_token_logprobs.argtypes = [
             *(integer, pointer, integer, integer, pointer, pointer, pointer, integer, pointer, pointer)
         ]
@@ -167,7 +167,7 @@ class Kernels:
     def sample(
         self,
         logits: Tensor,
-        limits: tuple[Tensor, Tensor, Tensor, Tensor],
+        params: Tensor,
         noise_keys: Tensor,
         rules: LogitRulesStruct | None,
         masks: tuple[Tensor, Tensor] | None,
@@ -177,7 +177,7 @@ class Kernels:
     ) -> None:
         """Sample from logits [R, V], contiguous, into tokens int64 [R] and, unless None, logprobs float32 [R].
 
-        limits: temperatures, top_ps, top_ks, min_ps. These and noise_keys are as in SamplingRows.
+        params, noise_keys: as device_params and noise_keys of SamplingRows, contiguous.
         masks: index_of_row int32 [R], each row's index among the A rows with a mask, or -1; and the masks, int32
         [A, words].
         top: index_of_row int32 [R], each row's index among the A rows that want top-k logprobs, or -1; and the outputs,
@@ -194,7 +194,7 @@ class Kernels:
             top_struct = TopLogprobsStruct(top[1].shape[1], *(tensor.data_ptr() for tensor in top))
         self._library.toka_sample(
             *(activation_code(logits), logits.data_ptr(), num_rows, vocab_size),
-            *(tensor.data_ptr() for tensor in (*limits, noise_keys)),
+            *(params.data_ptr(), noise_keys.data_ptr()),
             *(None if struct is None else ctypes.addressof(struct) for struct in (rules, masks_struct)),
             *(tokens.data_ptr(), 0 if logprobs is None else logprobs.data_ptr()),
             None if top_struct is None else ctypes.addressof(top_struct),

@@ -3,6 +3,8 @@
 import ctypes
 from collections.abc import Mapping
 
+from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
+
 
 class PackedWeightsStruct(ctypes.Structure):
     """The struct PackedWeights of gemm.h."""
@@ -50,14 +52,21 @@ class PagedForwardStruct(ctypes.Structure):
     )
 
 
+class SamplingParamsStruct(ctypes.Structure):
+    """The struct SamplingParams of sampling.cpp: one row of SAMPLING_DTYPE."""
+
+    _fields_ = tuple(
+        (name, {"f": ctypes.c_float, "i": ctypes.c_int32}[SAMPLING_DTYPE[name].kind]) for name in SamplingParams._fields
+    )
+
+
 class LogitRulesStruct(ctypes.Structure):
     """The struct LogitRules of logit_rules.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("rule_of_row", "tokens", "block_tables", "lengths")),
-        *((name, ctypes.c_void_p) for name in ("num_request_tokens", "penalties")),
-        *((name, ctypes.c_void_p) for name in ("bias_starts", "bias_ids", "bias_values")),
-        *((name, ctypes.c_int64) for name in ("num_rules", "page_size", "table_width")),
+        *((name, ctypes.c_void_p) for name in ("num_request_tokens", "bias_starts", "bias_ids", "bias_values")),
+        *((name, ctypes.c_int64) for name in ("page_size", "table_width")),
     )
 
 
@@ -78,6 +87,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "PackedLayer": PackedLayerStruct,
     "PagedPart": PagedPartStruct,
     "PagedForward": PagedForwardStruct,
+    "SamplingParams": SamplingParamsStruct,
     "LogitRules": LogitRulesStruct,
     "TokenMasks": TokenMasksStruct,
     "TopLogprobs": TopLogprobsStruct,

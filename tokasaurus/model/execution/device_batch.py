@@ -12,6 +12,7 @@ from tokasaurus.messages.forward import ForwardInput, PrefixGroups, PromptLogpro
 from tokasaurus.model.attention.backend import PagedLayout, PagedPart
 from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.sampling.noise import position_keys
+from tokasaurus.model.sampling.params import params_to_device
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE, PromptLogprobTargets
 from tokasaurus.model.sampling.sample import SamplingRows, TopRows
 
@@ -98,21 +99,14 @@ def build_batch(
     # A decode row is past its prompt; a prefill row samples if its chunk ends the prompt.
     samples = kv_lengths >= slots.num_prompt_tokens[step.slots]
     sampled_slots = step.slots[samples]
-    temperatures = slots.temperatures[sampled_slots]
-    top_ps = slots.top_ps[sampled_slots]
-    top_ks = slots.top_ks[sampled_slots]
-    min_ps = slots.min_ps[sampled_slots]
+    params = slots.sampling.take(sampled_slots)  # several times as fast as indexing a structured array
     want_logprobs = slots.want_logprobs[sampled_slots]
     any_logprobs = bool(want_logprobs.any())
     keys = position_keys(slots.noise_keys[sampled_slots], kv_lengths[samples])
     sampling = SamplingRows(
-        temperatures=to_device(temperatures),
-        top_ps=to_device(top_ps),
-        top_ks=to_device(top_ks),
-        min_ps=to_device(min_ps),
+        params=params,
+        device_params=params_to_device(params, device),
         noise_keys=to_device(keys.astype(np.int64)),
-        any_sampled=bool((temperatures > 0).any()),
-        any_limited=bool((((top_ps < 1) | (top_ks > 0) | (min_ps > 0)) & (temperatures > 0)).any()),
         any_logprobs=any_logprobs,
         rules=slots.rules.select(sampled_slots, kv_lengths[samples], slots.block_tables, page_size),
         top=_top_rows(slots.num_top_logprobs[sampled_slots]) if any_logprobs else None,

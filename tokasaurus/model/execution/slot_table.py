@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tokasaurus.messages.sampling import SAMPLING_DTYPE
 from tokasaurus.messages.slots import SlotChanges, SlotOpens
 from tokasaurus.model.sampling.logit_rules import SlotRules
 from tokasaurus.model.sampling.noise import sequence_keys
@@ -39,10 +40,7 @@ class SlotTable:
         """int32 [slots, max_blocks], 0 after the slot's num_blocks. A table may be ahead of the position: the blocks
         of a whole prompt are added when its slot opens."""
         self.num_blocks: NDArray[np.int32] = np.zeros(slots, np.int32)
-        self.temperatures: NDArray[np.float32] = np.zeros(slots, np.float32)
-        self.top_ps: NDArray[np.float32] = np.ones(slots, np.float32)
-        self.top_ks: NDArray[np.int32] = np.zeros(slots, np.int32)
-        self.min_ps: NDArray[np.float32] = np.zeros(slots, np.float32)
+        self.sampling: NDArray[np.void] = np.zeros(slots, SAMPLING_DTYPE)
         self.noise_keys: NDArray[np.uint64] = np.zeros(slots, np.uint64)
         self.want_logprobs: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self.num_top_logprobs: NDArray[np.int32] = np.zeros(slots, np.int32)
@@ -77,11 +75,8 @@ class SlotTable:
         self.positions[slots] = opened.first_positions
         self.first_writes[slots] = opened.first_positions if opened.first_writes is None else opened.first_writes
         self.num_prompt_tokens[slots] = opened.num_prompt_tokens
-        self.temperatures[slots] = opened.temperatures
-        self.top_ps[slots] = opened.top_ps
-        self.top_ks[slots] = opened.top_ks
-        self.min_ps[slots] = opened.min_ps
+        self.sampling[slots] = opened.sampling
         self.noise_keys[slots] = sequence_keys(opened.seeds, opened.sample_indices)
         self.want_logprobs[slots] = opened.want_logprobs
         self.num_top_logprobs[slots] = 0 if opened.num_top_logprobs is None else opened.num_top_logprobs
-        self.rules.open(slots, opened.rules)
+        self.rules.open(slots, opened.rules, self.sampling)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.messages.slots import LogitRules
+from tokasaurus.model.sampling.params import ParamColumns
 
 # R rows that sample, V vocabulary
 
@@ -35,9 +36,6 @@ class RuledRows:
     num_request_tokens: Tensor
     """int32 [A]."""
 
-    penalties: Tensor
-    """float32 [3, A]: presence, frequency, repetition."""
-
     bias_starts: NDArray[np.int64]
     """int64 [A + 1], where each row's biases start in bias_ids and bias_values; on the host."""
 
@@ -56,7 +54,6 @@ class SlotRules:
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._device = device
-        self._penalties = np.zeros((3, num_slots), np.float32)
         self._has_penalties = np.zeros(num_slots, np.bool_)
         self._num_request_tokens = np.zeros(num_slots, np.int32)
         self._last_bias_ends = np.zeros(num_slots, np.int32)
@@ -73,16 +70,18 @@ class SlotRules:
             for slot in slots.tolist():
                 self._biases.pop(slot, None)
 
-    def open(self, slots: NDArray[np.int32], rules: LogitRules | None) -> None:
-        """rules: for some of the slots; the others have none."""
+    def open(self, slots: NDArray[np.int32], rules: LogitRules | None, sampling: NDArray[np.void]) -> None:
+        """rules: for some of the slots; the others have none. sampling: SAMPLING_DTYPE [slots], of all slots."""
         self._has_penalties[slots] = False
         self._last_bias_ends[slots] = 0
         if rules is None:
             return
         slots = rules.slots
         self._num_request_tokens[slots] = rules.num_request_tokens
-        self._penalties[:, slots] = np.stack((rules.presence, rules.frequency, rules.repetition))
-        self._has_penalties[slots] = (rules.presence != 0) | (rules.frequency != 0) | (rules.repetition != 1)
+        params = sampling.take(slots)
+        self._has_penalties[slots] = (
+            (params["presence_penalty"] != 0) | (params["frequency_penalty"] != 0) | (params["repetition_penalty"] != 1)
+        )
         ends = np.cumsum(rules.bias_counts)
         for slot, count, end in zip(slots.tolist(), rules.bias_counts.tolist(), ends.tolist(), strict=True):
             own = slice(end - count, end)
@@ -122,7 +121,6 @@ class SlotRules:
             block_tables=self._to_device(block_tables[slots, : -(-int(lengths.max()) // page_size)]),
             lengths=self._to_device(lengths),
             num_request_tokens=self._to_device(self._num_request_tokens[slots]),
-            penalties=self._to_device(self._penalties[:, slots]),
             bias_starts=starts,
             bias_ids=self._to_device(np.concatenate([ids for ids, _ in biases])),
             bias_values=self._to_device(np.concatenate([values for _, values in biases])),
@@ -135,8 +133,11 @@ class SlotRules:
 _NO_BIAS = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32)
 
 
-def change_logits(logits: Tensor, rules: RuledRows, first_row: int) -> None:
-    """Apply the rules to logits, float32 [r, V], in place: these are the rows of a step from `first_row` on."""
+def change_logits(logits: Tensor, rules: RuledRows, params: ParamColumns, first_row: int) -> None:
+    """Apply the rules to logits, float32 [r, V], in place: these are the rows of a step from `first_row` on.
+
+    params: [r], of the same rows.
+    """
     begin, end = np.searchsorted(rules.rows, (first_row, first_row + len(logits))).tolist()
     if begin == end:
         return
@@ -157,6 +158,8 @@ def change_logits(logits: Tensor, rules: RuledRows, first_row: int) -> None:
     is_generated = is_there & (positions >= rules.num_request_tokens[own].unsqueeze(1))
     counts = torch.zeros_like(changed).scatter_add_(1, tokens, is_generated.float())
     is_seen = torch.zeros_like(changed).scatter_add_(1, tokens, is_there.float()) > 0
-    presence, frequency, repetition = rules.penalties[:, own].unsqueeze(2)
+    presence, frequency, repetition = (
+        params[name][rows].unsqueeze(1) for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")
+    )
     changed = torch.where(is_seen, torch.where(changed > 0, changed / repetition, changed * repetition), changed)
     logits[rows] = changed - frequency * counts - presence * (counts > 0)

@@ -13,6 +13,7 @@ from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
 from tokasaurus.model.cpu.structs import LogitRulesStruct
 from tokasaurus.model.sampling.logit_rules import RuledRows, change_logits
 from tokasaurus.model.sampling.noise import gumbel_noise
+from tokasaurus.model.sampling.params import ParamColumns, columns_of
 from tokasaurus.model.sampling.token_masks import masked_rows, num_mask_words
 
 # R rows that sample, V vocabulary
@@ -37,31 +38,16 @@ class TopRows:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How each of the R rows of logits is sampled. See SamplingParams.
+    """How each of the R rows of logits is sampled."""
 
-    The limits top_p, top_k and min_p do not affect greedy rows.
-    """
+    params: NDArray[np.void]
+    """SAMPLING_DTYPE [R], on the host."""
 
-    temperatures: Tensor
-    """float32 [R], 0 is greedy."""
-
-    top_ps: Tensor
-    """float32 [R]."""
-
-    top_ks: Tensor
-    """int32 [R], 0 for no limit."""
-
-    min_ps: Tensor
-    """float32 [R]."""
+    device_params: Tensor
+    """int32 [R, F], from params_to_device."""
 
     noise_keys: Tensor
     """int64 [R, 2], from position_keys."""
-
-    any_sampled: bool
-    """Whether some row is not greedy."""
-
-    any_limited: bool
-    """Whether top_p, top_k or min_p limits some row that is not greedy."""
 
     any_logprobs: bool
     """Whether some row wants logprobs."""
@@ -102,8 +88,9 @@ def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -> Sampl
     assert masks is None or masks.bits.shape == (len(masks.rows), num_mask_words(logits.shape[1])), "one bit per token"
     if kernels is not None and logits.device.type == "cpu" and logits.dtype in ACTIVATION_DTYPES:
         return _sample_by_kernels(logits, rows, kernels)
-    is_plain = not rows.any_sampled and rows.rules is None and masks is None
-    tokens = logits.argmax(dim=-1) if is_plain else _draw(logits, rows)
+    any_sampled = bool((rows.params["temperature"] > 0).any())
+    is_plain = not any_sampled and rows.rules is None and masks is None
+    tokens = logits.argmax(dim=-1) if is_plain else _draw(logits, rows, any_sampled)
     if not rows.any_logprobs:
         return Sampled(tokens)
     normalizers = _normalizers(logits)
@@ -120,12 +107,11 @@ def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> 
         ruled = rows.rules
         tensors = (
             *(_indices_of_rows(ruled.rows, len(logits)), ruled.tokens, ruled.block_tables, ruled.lengths),
-            *(ruled.num_request_tokens, ruled.penalties, torch.from_numpy(ruled.bias_starts)),
-            *(ruled.bias_ids, ruled.bias_values),
+            *(ruled.num_request_tokens, torch.from_numpy(ruled.bias_starts), ruled.bias_ids, ruled.bias_values),
         )
         assert all(tensor.is_contiguous() for tensor in tensors), "kernels need contiguous tensors"
         rules = LogitRulesStruct(
-            *(tensor.data_ptr() for tensor in tensors), len(ruled.rows), ruled.page_size, ruled.block_tables.shape[1]
+            *(tensor.data_ptr() for tensor in tensors), ruled.page_size, ruled.block_tables.shape[1]
         )
     masks = None
     if rows.masks is not None:
@@ -136,8 +122,7 @@ def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> 
         shape = len(rows.top.rows), rows.top.count
         index_of_row = _indices_of_rows(rows.top.rows, len(logits))
         top = index_of_row, torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32)
-    limits = rows.temperatures, rows.top_ps, rows.top_ks, rows.min_ps
-    kernels.sample(logits, limits, rows.noise_keys, rules, masks, tokens, logprobs, top)
+    kernels.sample(logits, rows.device_params, rows.noise_keys, rules, masks, tokens, logprobs, top)
     return Sampled(tokens, logprobs, *(() if top is None else top[1:]))
 
 
@@ -148,20 +133,20 @@ def _indices_of_rows(rows: NDArray[np.integer[Any]], num_rows: int) -> Tensor:
     return indices
 
 
-def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:
+def _draw(logits: Tensor, rows: SamplingRows, any_sampled: bool) -> Tensor:
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     for chunk in _chunks(logits.shape[0]):
-        temperatures = rows.temperatures[chunk].unsqueeze(1)
+        params = columns_of(rows.device_params[chunk])
+        temperatures = params["temperature"].unsqueeze(1)
         scores = logits[chunk].to(torch.float32, copy=True)
         if rows.rules is not None:
-            change_logits(scores, rows.rules, chunk.start)
+            change_logits(scores, rows.rules, params, chunk.start)
         masked = None if rows.masks is None else masked_rows(rows.masks, scores, chunk.start)
         if masked is not None:
             masked.forbid(scores)
         scores /= torch.where(temperatures > 0, temperatures, 1)
-        if rows.any_limited:
-            _mask_outside(scores, rows, chunk)
-        if rows.any_sampled:
+        _mask_outside(scores, rows.params[chunk], rows.device_params[chunk])
+        if any_sampled:
             scores += gumbel_noise(rows.noise_keys[chunk], logits.shape[1]).masked_fill_(temperatures == 0, 0)
         tokens[chunk] = scores.argmax(dim=-1)
         if masked is not None:
@@ -169,18 +154,18 @@ def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:
     return tokens
 
 
-def _mask_outside(scores: Tensor, rows: SamplingRows, chunk: slice) -> None:
-    """Set scores [r, V] to -inf for the tokens that the limits of the chunk's rows exclude.
+def _mask_outside(scores: Tensor, params: NDArray[np.void], device_params: Tensor) -> None:
+    """Set scores [r, V] to -inf for the tokens that the limits of the r rows exclude; greedy rows have no limits.
 
     Precondition: scores are already divided by the temperatures.
     """
-    top_ps, top_ks, min_ps = rows.top_ps[chunk], rows.top_ks[chunk], rows.min_ps[chunk]
-    is_limited = ((top_ps < 1) | (top_ks > 0) | (min_ps > 0)) & (rows.temperatures[chunk] > 0)
-    limited = is_limited.nonzero().squeeze(1)
+    is_limited = (params["top_p"] < 1) | (params["top_k"] > 0) | (params["min_p"] > 0)
+    limited = np.flatnonzero(is_limited & (params["temperature"] > 0))
     if len(limited):
-        some = scores[limited]
-        outside = outside_limits(some, top_ps[limited], top_ks[limited], min_ps[limited])
-        scores[limited] = some.masked_fill_(outside, -torch.inf)
+        indices = torch.from_numpy(limited).to(scores.device)
+        some = scores[indices]
+        outside = outside_limits(some, columns_of(device_params[indices]))
+        scores[indices] = some.masked_fill_(outside, -torch.inf)
 
 
 def _normalizers(logits: Tensor) -> Tensor:
@@ -197,45 +182,45 @@ def _top_logprobs(logits: Tensor, top: TopRows, normalizers: Tensor) -> tuple[Te
     return ids, values - normalizers[rows].unsqueeze(1)
 
 
-def outside_limits(scores: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor) -> Tensor:
+def outside_limits(scores: Tensor, params: ParamColumns) -> Tensor:
     """Whether the limits exclude each token: min_p, then top_k, then top_p, each applied to the tokens that remain.
 
     The order is vLLM's. The token that crosses top_p is kept, and so are all tokens as likely as the last one kept.
-    scores: float32 [R, V]. top_ps, min_ps: float32 [R], top_ks: int32 [R] -> bool [R, V].
+    scores: float32 [R, V], params: [R] -> bool [R, V].
     Sources: arXiv 1904.09751 (top_p), 2407.01082 (min_p).
     """
     probabilities = scores.softmax(dim=-1)
     vocab_size = scores.shape[1]
     ordered = probabilities.topk(min(_MOST_CANDIDATES, vocab_size), dim=-1).values
-    smallest = _smallest_inside(ordered, top_ps, top_ks, min_ps, is_whole=ordered.shape[1] == vocab_size)
+    smallest = _smallest_inside(ordered, params, is_whole=ordered.shape[1] == vocab_size)
     if smallest is None:
         ordered = probabilities.sort(dim=-1, descending=True).values
-        smallest = _smallest_inside(ordered, top_ps, top_ks, min_ps, is_whole=True)
+        smallest = _smallest_inside(ordered, params, is_whole=True)
         assert smallest is not None, "the whole vocabulary always suffices"
     return probabilities < smallest
 
 
-def _smallest_inside(ordered: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor, is_whole: bool) -> Tensor | None:
+def _smallest_inside(ordered: Tensor, params: ParamColumns, is_whole: bool) -> Tensor | None:
     """The least probability inside the limits, float32 [R, 1]; None if the C candidates do not suffice for every row.
 
     ordered: float32 [R, C], the C largest probabilities, in descending order. is_whole: they are the whole vocabulary.
     """
     last = ordered.shape[1] - 1
-    smallest = ordered[:, :1] * min_ps.unsqueeze(1)
-    kth = ordered.gather(1, (top_ks.long() - 1).clamp(0, last).unsqueeze(1))
-    smallest = torch.where(top_ks.unsqueeze(1) > 0, smallest.maximum(kth), smallest)
+    top_p, top_k, min_p = (params[name].unsqueeze(1) for name in ("top_p", "top_k", "min_p"))
+    smallest = ordered[:, :1] * min_p
+    kth = ordered.gather(1, (top_k.long() - 1).clamp(0, last))
+    smallest = torch.where(top_k > 0, smallest.maximum(kth), smallest)
     by_top_p_alone = smallest == 0  # all tokens remain, and sum to 1: the least likely need not be read
     left = torch.where(ordered >= smallest, ordered, 0)
     sums = left.cumsum(dim=-1)
-    targets = top_ps.unsqueeze(1) * torch.where(by_top_p_alone, 1, sums[:, -1:])
-    has_top_p = top_ps.unsqueeze(1) < 1
+    targets = top_p * torch.where(by_top_p_alone, 1, sums[:, -1:])
     if not is_whole:
         reaches_on = torch.where(by_top_p_alone, sums[:, -1:] < targets, ordered[:, -1:] >= smallest)
-        if bool((reaches_on | (top_ks.unsqueeze(1) > last)).any()):
+        if bool((reaches_on | (top_k > last)).any()):
             return None
     num_inside = ((sums - left < targets) & (left > 0)).sum(dim=-1, keepdim=True)
     crossing = ordered.gather(1, (num_inside - 1).clamp(min=0))
-    return torch.where(has_top_p, smallest.maximum(crossing), smallest)
+    return torch.where(top_p < 1, smallest.maximum(crossing), smallest)
 
 
 def _chunks(num_rows: int) -> list[slice]:

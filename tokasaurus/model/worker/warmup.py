@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups, PromptLogprobsInput, TokenMasks
+from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.messages.slots import LogitRules, SlotChanges, SlotOpens
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
@@ -20,6 +21,11 @@ from tokasaurus.model.sampling.token_masks import num_mask_words
 _NUM_LIMITED_ROWS = 64
 """Rows with limits, rules and masks. Sampling handles rows in chunks, so one chunk is enough; limits are slow on the
 flat logits of an artificial prompt."""
+
+_LIMITED = SamplingParams(
+    top_p=0.9, top_k=2000, min_p=0.01, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.5
+)
+"""Of the rows with limits and rules."""
 
 _NUM_TOP = 20
 """Top-k logprobs of each sampled token and each prompt token: they take little memory."""
@@ -170,19 +176,18 @@ def _first_step(
     num_limited = 0 if is_plain else _NUM_LIMITED_ROWS
     slots = np.arange(first_slot, first_slot + num_rows, dtype=np.int32)
     ruled = slots[:num_limited]
-    is_limited = np.arange(num_rows) < num_limited
+    sampling = np.array([SamplingParams()] * num_rows, SAMPLING_DTYPE)
+    sampling[:num_limited] = _LIMITED
+    sampling["temperature"][:1] = 0
     opened = SlotOpens(
         slots=slots,
         num_prompt_tokens=first_positions + num_tokens,
         first_positions=first_positions,
-        temperatures=np.minimum(np.arange(num_rows), 1).astype(np.float32),
-        top_ps=np.where(is_limited, 0.9, 1.0).astype(np.float32),
-        top_ks=np.where(is_limited, 2000, 0).astype(np.int32),
-        min_ps=np.where(is_limited, 0.01, 0.0).astype(np.float32),
+        sampling=sampling,
         seeds=np.arange(num_rows, dtype=np.uint64),
         sample_indices=np.zeros(num_rows, np.uint32),
         want_logprobs=np.full(num_rows, not is_plain),
-        rules=None if is_plain else _every_rule(ruled),
+        rules=None if is_plain else _rules(ruled),
         num_top_logprobs=None if is_plain else np.full(num_rows, min(_NUM_TOP, limits.vocab_size), np.int32),
     )
     changes = SlotChanges(closed=_NOTHING, opened=opened, block_slots=_NOTHING, block_ids=_NOTHING)
@@ -193,13 +198,10 @@ def _first_step(
     return ForwardInput(0, slots, num_tokens, 0, prompt_ids, changes, masks=masks)
 
 
-def _every_rule(slots: NDArray[np.int32]) -> LogitRules:
+def _rules(slots: NDArray[np.int32]) -> LogitRules:
     return LogitRules(
         slots=slots,
         num_request_tokens=np.zeros(len(slots), np.int32),
-        presence=np.full(len(slots), 0.5, np.float32),
-        frequency=np.full(len(slots), 0.5, np.float32),
-        repetition=np.full(len(slots), 1.5, np.float32),
         bias_counts=np.ones(len(slots), np.int32),
         bias_ids=np.zeros(len(slots), np.int32),
         bias_values=np.full(len(slots), -1.0, np.float32),

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tokasaurus.messages.generation import GenerateRequest, SamplingParams
+from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from tokasaurus.server.prepare.chat_prompt import encode_messages, too_long
 from tokasaurus.server.prepare.echo import Echo, make_echo
@@ -268,13 +269,11 @@ def _request(
     sampling = SamplingParams(
         temperature=body.temperature if body.temperature >= _MIN_TEMPERATURE else 0.0,
         top_p=max(body.top_p, _MIN_TOP_P),
-        seed=secrets.randbits(64) if body.seed is None else body.seed & _UINT64_MASK,
         top_k=body.top_k if 0 < body.top_k < model.vocab_size else 0,
         min_p=body.min_p,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=min(max(body.repetition_penalty, _REPETITION_PENALTIES[0]), _REPETITION_PENALTIES[1]),
-        logit_bias=body.logit_bias,
     )
     return GenerateRequest(
         request_id=request_id,
@@ -282,9 +281,11 @@ def _request(
         num_sequences=body.n,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
+        seed=secrets.randbits(64) if body.seed is None else body.seed & _UINT64_MASK,
         stop_strings=body.stop,
         ignore_eos=body.ignore_eos,
         want_logprobs=num_top_logprobs is not None,
+        logit_bias=body.logit_bias,
         cache_salt=body.cache_salt,
         stop_token_ids=body.stop_token_ids,
         min_tokens=body.min_tokens,

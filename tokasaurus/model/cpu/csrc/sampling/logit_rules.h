@@ -1,4 +1,4 @@
-// Applies biases and penalties to rows of logits. LogitRules in messages/slots.py defines them.
+// Applies biases and penalties to rows of logits. messages/slots.py and messages/sampling.py define them.
 #pragma once
 
 #include <algorithm>
@@ -15,17 +15,21 @@ struct LogitRules {
   const int32_t* block_tables;  // [A, table_width]
   const int32_t* lengths;
   const int32_t* num_request_tokens;
-  const float* penalties;  // [3, A]
   const int64_t* bias_starts;
   const int32_t* bias_ids;
   const float* bias_values;
-  int64_t num_rules, page_size, table_width;
+  int64_t page_size, table_width;
+};
+
+// The penalties of one row; the last fields of SamplingParams.
+struct Penalties {
+  float presence, frequency, repetition;
 };
 
 // changed [vocab_size] = the row's logits after the rule is applied.
 template <typename Element>
-void apply_logit_rules(const LogitRules& rules, int64_t rule, const Element* row, int64_t vocab_size,
-                       std::vector<float>& changed) {
+void apply_logit_rules(const LogitRules& rules, int64_t rule, const Penalties& penalties, const Element* row,
+                       int64_t vocab_size, std::vector<float>& changed) {
   static thread_local std::vector<int32_t> counts;  // per token: 0 if not seen, else 1 + times generated
   static thread_local std::vector<int32_t> seen;
   changed.resize(vocab_size);
@@ -33,8 +37,6 @@ void apply_logit_rules(const LogitRules& rules, int64_t rule, const Element* row
   for (int64_t i = rules.bias_starts[rule]; i < rules.bias_starts[rule + 1]; ++i)
     changed[rules.bias_ids[i]] += rules.bias_values[i];
 
-  const float presence = rules.penalties[rule], frequency = rules.penalties[rules.num_rules + rule];
-  const float repetition = rules.penalties[2 * rules.num_rules + rule];
   const int32_t* table = rules.block_tables + rule * rules.table_width;
   if (int64_t(counts.size()) < vocab_size) counts.resize(vocab_size, 0);
   seen.clear();
@@ -52,9 +54,9 @@ void apply_logit_rules(const LogitRules& rules, int64_t rule, const Element* row
   }
   for (const int32_t token : seen) {
     float logit = changed[token];
-    logit = logit > 0 ? logit / repetition : logit * repetition;
+    logit = logit > 0 ? logit / penalties.repetition : logit * penalties.repetition;
     const float num_generated = float(counts[token] - 1);
-    changed[token] = logit - frequency * num_generated - (num_generated > 0 ? presence : 0);
+    changed[token] = logit - penalties.frequency * num_generated - (num_generated > 0 ? penalties.presence : 0);
     counts[token] = 0;
   }
 }

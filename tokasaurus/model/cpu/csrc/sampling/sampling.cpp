@@ -120,10 +120,14 @@ float top_p_threshold(std::vector<float>& values, double target) {
   }
 }
 
-// Limits on the tokens that may be drawn from a row that is not greedy. See SamplingParams in messages/generation.py.
-struct Limits {
-  float top_p, min_p;
+// How one row is sampled: the fields of SamplingParams in messages/sampling.py, in its order. temperature: 0 for
+// greedy. top_p, top_k and min_p limit the tokens that may be drawn from a row that is not greedy.
+struct SamplingParams {
+  float temperature;
+  float top_p;
   int32_t top_k;
+  float min_p;
+  Penalties penalties;
 };
 
 // A lower bound of the k-th largest of values: the k-th largest of the vectors' maxima.
@@ -143,18 +147,18 @@ float kth_largest_lower_bound(const std::vector<float>& values, int64_t k) {
 // top_p of the remaining tokens. Returns the largest logit * scale. Sources: arXiv 2407.01082 (min_p), 1904.09751
 // (top_p).
 template <typename Element>
-float apply_limits(const Element* row, int64_t vocab_size, float scale, const Limits& limits,
+float apply_limits(const Element* row, int64_t vocab_size, float scale, const SamplingParams& params,
                    std::vector<float>& masked) {
   static thread_local std::vector<float> candidates;
   masked.resize((vocab_size + kLanes - 1) / kLanes * kLanes);
   candidates.resize(masked.size());
   const float largest = draw(row, vocab_size, scale, nullptr).largest;
   double total = sum_exp(row, vocab_size, scale, largest, masked.data());
-  const bool by_top_p_alone = limits.top_k <= 0 && limits.min_p <= 0;
+  const bool by_top_p_alone = params.top_k <= 0 && params.min_p <= 0;
   // With top_p alone, tokens below this cannot sum to the probability that top_p excludes, even if the whole vocabulary
   // were below it.
-  float min_candidate = by_top_p_alone ? float((1 - limits.top_p) * total / double(vocab_size)) : limits.min_p;
-  if (limits.top_k > 0) min_candidate = max(min_candidate, kth_largest_lower_bound(masked, limits.top_k));
+  float min_candidate = by_top_p_alone ? float((1 - params.top_p) * total / double(vocab_size)) : params.min_p;
+  if (params.top_k > 0) min_candidate = max(min_candidate, kth_largest_lower_bound(masked, params.top_k));
   size_t num_candidates = 0;
   for (int64_t first = 0; first < vocab_size; first += kLanes) {
     if (max(load(masked.data() + first)) < min_candidate) continue;
@@ -165,17 +169,17 @@ float apply_limits(const Element* row, int64_t vocab_size, float scale, const Li
   }
   candidates.resize(num_candidates);
   float smallest = min_candidate;
-  if (limits.top_k > 0 && num_candidates > size_t(limits.top_k)) {
-    const auto kth = candidates.begin() + (limits.top_k - 1);
+  if (params.top_k > 0 && num_candidates > size_t(params.top_k)) {
+    const auto kth = candidates.begin() + (params.top_k - 1);
     std::nth_element(candidates.begin(), kth, candidates.end(), std::greater<float>());
     smallest = *kth;
     candidates.erase(std::partition(kth, candidates.end(), [=](float value) { return value == smallest; }),
                      candidates.end());
   }
-  if (limits.top_p < 1) {
+  if (params.top_p < 1) {
     if (!by_top_p_alone) total = std::accumulate(candidates.begin(), candidates.end(), 0.0);
     // Empty if all logits are NaN.
-    smallest = candidates.empty() ? 0 : top_p_threshold(candidates, limits.top_p * total);
+    smallest = candidates.empty() ? 0 : top_p_threshold(candidates, params.top_p * total);
   }
   for (int64_t token = 0; token < vocab_size; token += kLanes) {
     const Floats inside = load_row(row, token, vocab_size) * scale;
@@ -184,16 +188,15 @@ float apply_limits(const Element* row, int64_t vocab_size, float scale, const Li
   return largest;
 }
 
-// temperature: 0 for greedy. The result's `largest` is the largest of the row's logits, not scaled.
+// The result's `largest` is the largest of the row's logits, not scaled.
 template <typename Element>
-SampledToken sample_row(const Element* row, int64_t vocab_size, float temperature, const Limits& limits,
-                        const int64_t* keys) {
+SampledToken sample_row(const Element* row, int64_t vocab_size, const SamplingParams& params, const int64_t* keys) {
   static thread_local std::vector<float> masked;
-  if (temperature <= 0) return draw(row, vocab_size, 1, nullptr);
-  const float scale = 1 / temperature;
+  if (params.temperature <= 0) return draw(row, vocab_size, 1, nullptr);
+  const float scale = 1 / params.temperature;
   SampledToken sampled;
-  if (limits.top_p < 1 || limits.top_k > 0 || limits.min_p > 0) {
-    sampled.largest = apply_limits(row, vocab_size, scale, limits, masked);
+  if (params.top_p < 1 || params.top_k > 0 || params.min_p > 0) {
+    sampled.largest = apply_limits(row, vocab_size, scale, params, masked);
     sampled.token = draw(masked.data(), vocab_size, 1, keys).token;
   } else {
     sampled = draw(row, vocab_size, scale, keys);
@@ -214,9 +217,7 @@ struct TopLogprobs {
 // The inputs of toka_sample.
 struct SamplingInputs {
   int64_t num_rows, vocab_size;
-  const float *temperatures, *top_ps;
-  const int32_t* top_ks;
-  const float* min_ps;
+  const SamplingParams* params;
   const int64_t* noise_keys;
   const LogitRules* rules;
   const TokenMasks* masks;
@@ -230,23 +231,22 @@ void sample(const Element* logits, const SamplingInputs& inputs, int64_t* tokens
     const int64_t vocab_size = inputs.vocab_size;
     const Element* row = logits + index * vocab_size;
     const int64_t* keys = inputs.noise_keys + 2 * index;
-    const Limits limits = {inputs.top_ps[index], inputs.min_ps[index], inputs.top_ks[index]};
+    const SamplingParams& params = inputs.params[index];
     const int64_t rule = inputs.rules == nullptr ? -1 : inputs.rules->rule_of_row[index];
     const uint32_t* mask = inputs.masks == nullptr ? nullptr : inputs.masks->of_row(index);
-    const float temperature = inputs.temperatures[index];
     SampledToken sampled;
     if (rule < 0 && mask == nullptr) {
-      sampled = sample_row(row, vocab_size, temperature, limits, keys);
+      sampled = sample_row(row, vocab_size, params, keys);
     } else {
-      if (rule >= 0) apply_logit_rules(*inputs.rules, rule, row, vocab_size, changed);
+      if (rule >= 0) apply_logit_rules(*inputs.rules, rule, params.penalties, row, vocab_size, changed);
       if (mask == nullptr) {
-        sampled = sample_row(changed.data(), vocab_size, temperature, limits, keys);
+        sampled = sample_row(changed.data(), vocab_size, params, keys);
       } else {
         if (rule >= 0)
           mask_logits(mask, changed.data(), vocab_size, allowed);
         else
           mask_logits(mask, row, vocab_size, allowed);
-        sampled = sample_row(allowed.data(), vocab_size, temperature, limits, keys);
+        sampled = sample_row(allowed.data(), vocab_size, params, keys);
         if (!allows(mask, sampled.token)) sampled.token = first_allowed(mask);
       }
       if (logprobs != nullptr) sampled.largest = draw(row, vocab_size, 1, nullptr).largest;
@@ -267,19 +267,19 @@ void sample(const Element* logits, const SamplingInputs& inputs, int64_t* tokens
 
 }  // namespace
 
+TOKA_STRUCT_SIZE(SamplingParams)
 TOKA_STRUCT_SIZE(LogitRules)
 TOKA_STRUCT_SIZE(TokenMasks)
 TOKA_STRUCT_SIZE(TopLogprobs)
 
-// logits [num_rows, vocab_size]; temperatures (0: greedy), top_ps, top_ks (0: no limit) and min_ps [num_rows];
-// noise_keys [num_rows, 2]; rules and masks, or null -> tokens [num_rows] and, if not null, logprobs [num_rows] and
-// top, both before rules, masks, temperature and limits. top needs logprobs.
+// logits [num_rows, vocab_size]; params [num_rows]; noise_keys [num_rows, 2]; rules and masks, or null -> tokens
+// [num_rows] and, if not null, logprobs [num_rows] and top, both before rules, masks, temperature and limits. top needs
+// logprobs.
 TOKA_EXPORT void toka_sample(int64_t logits_type, const void* logits, int64_t num_rows, int64_t vocab_size,
-                             const float* temperatures, const float* top_ps, const int32_t* top_ks, const float* min_ps,
-                             const int64_t* noise_keys, const LogitRules* rules, const TokenMasks* masks,
-                             int64_t* tokens, float* logprobs, const TopLogprobs* top) {
+                             const SamplingParams* params, const int64_t* noise_keys, const LogitRules* rules,
+                             const TokenMasks* masks, int64_t* tokens, float* logprobs, const TopLogprobs* top) {
   const PhaseTimer timer(kSampling);
-  const SamplingInputs inputs = {num_rows, vocab_size, temperatures, top_ps, top_ks, min_ps, noise_keys, rules, masks};
+  const SamplingInputs inputs = {num_rows, vocab_size, params, noise_keys, rules, masks};
   dispatch_activation_type(
       logits_type, [&](auto tag) { sample((const TypeOf<decltype(tag)>*)logits, inputs, tokens, logprobs, top); });
 }
