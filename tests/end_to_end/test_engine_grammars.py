@@ -55,7 +55,7 @@ def test_greedy_texts_are_the_most_likely_that_the_grammar_allows(tmp_path: Path
             dataclasses.replace(
                 request,
                 prompt_ids=np.array(prompt, np.int32),
-                sampling=dataclasses.replace(request.sampling, temperature=0.0),
+                sampling=request.sampling._replace(temperature=0.0),
                 grammar=LLMatcher.grammar_from_regex(pattern) if pattern else "",
             )
         )

@@ -169,7 +169,7 @@ def test_shared_tokens_are_counted_for_all_members_of_a_group_that_decodes_alter
         (0.01,),
         vocabulary=VOCABULARY,
     )
-    requests[1] = replace(requests[1], sampling=replace(requests[1].sampling, seed=2))
+    requests[1] = replace(requests[1], seed=2)
     driver.step(requests)
     driver.run_until_idle(1)
     check_counts(driver)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.prepare.test_requests import LIMITS
+from tests.server.helpers.prepared_requests import LIMITS
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.prepare.body import prepare_chat, prepare_completion
 from tokasaurus.server.prepare.requests import Prepared

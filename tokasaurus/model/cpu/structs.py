@@ -52,12 +52,14 @@ class PagedForwardStruct(ctypes.Structure):
     )
 
 
+_NUMBERS: dict[str, type[ctypes.c_float] | type[ctypes.c_int32]] = {"f": ctypes.c_float, "i": ctypes.c_int32}
+"""The 4-byte types of SAMPLING_DTYPE, by NumPy's code of their kind."""
+
+
 class SamplingParamsStruct(ctypes.Structure):
     """The struct SamplingParams of sampling.cpp: one row of SAMPLING_DTYPE."""
 
-    _fields_ = tuple(
-        (name, {"f": ctypes.c_float, "i": ctypes.c_int32}[SAMPLING_DTYPE[name].kind]) for name in SamplingParams._fields
-    )
+    _fields_ = tuple((name, _NUMBERS[SAMPLING_DTYPE[name].kind]) for name in SamplingParams._fields)
 
 
 class LogitRulesStruct(ctypes.Structure):
