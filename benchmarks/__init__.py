@@ -1,1 +1,1 @@
-"""Measurements of this server and of its peers. Not part of the installed package."""
+"""Benchmarks of this server and of comparable servers. Not part of the installed package."""

@@ -1,4 +1,4 @@
-"""Attention over made-up caches, and what the machine allows at best, as calls to be timed."""
+"""Calls that the CPU benchmarks time: attention over synthetic KV caches, and the machine's best read and gemm."""
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -30,9 +30,10 @@ Calls = Sequence[Callable[[], object]]
 Name = TypeVar("Name", bound=Hashable)
 
 
-def in_turns(candidates: Mapping[Name, Calls], num_rounds: int) -> dict[Name, float]:
-    """Seconds that a call of each candidate takes, in a round of its calls after one of every other candidate. The
-    first decile of all rounds but the first: what the machine does while others leave it alone."""
+def time_interleaved(candidates: Mapping[Name, Calls], num_rounds: int) -> dict[Name, float]:
+    """Seconds per call of each candidate. Each round makes all calls of one candidate, then all of the next.
+
+    Returns the first decile over all rounds but the first, so that times slowed by other programs do not count."""
     times: dict[Name, list[float]] = {name: [] for name in candidates}
     for round_index in range(num_rounds + 1):
         for name, calls in candidates.items():
@@ -45,13 +46,13 @@ def in_turns(candidates: Mapping[Name, Calls], num_rounds: int) -> dict[Name, fl
 
 
 def reads(num_megabytes: int = 512) -> tuple[Calls, int]:
-    """Sums of slices of a memory that no cache holds -> calls, bytes that each reads."""
+    """Sums over slices of an array too large for any cache -> calls, bytes that each reads."""
     slices = torch.ones(num_megabytes * 2**18).view(16, -1)
     return [one.sum for one in slices], slices[0].nbytes
 
 
-def products(num_rows: int) -> tuple[Calls, int]:
-    """The MLP's first product, with the weights of several layers -> calls, operations of each."""
+def gemms(num_rows: int) -> tuple[Calls, int]:
+    """The MLP's first gemm, with the weights of several layers -> calls, floating-point operations of each."""
     x = torch.randn(num_rows, HIDDEN_SIZE).to(DTYPE)
     weights = [torch.randn(2 * MLP_SIZE, HIDDEN_SIZE).to(DTYPE) for _ in range(8)]
 
@@ -62,7 +63,7 @@ def products(num_rows: int) -> tuple[Calls, int]:
 
 
 def make_filled(name: str, num_layers: int, num_blocks: int) -> AttentionBackend:
-    """A backend with random keys and values everywhere, the same in each layer and of each backend."""
+    """A backend whose KV cache is full of random keys and values, the same in every layer and every backend."""
     shape = KVShape(num_layers, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, DTYPE, torch.device("cpu"))
     backend = make_backend(name, shape, load_kernels())
     backend.allocate(num_blocks)
@@ -76,7 +77,7 @@ def make_filled(name: str, num_layers: int, num_blocks: int) -> AttentionBackend
 
 
 def make_part(tables: Sequence[Tensor], num_rows: int, num_tokens: int, causal: bool, is_partial: bool) -> PagedPart:
-    """A segment of `num_rows` rows for each table, which sees `num_tokens` tokens."""
+    """A part with `num_rows` query rows for each block table, each attending to `num_tokens` tokens."""
     count = len(tables)
     return PagedPart(
         first_row=0,
@@ -90,12 +91,12 @@ def make_part(tables: Sequence[Tensor], num_rows: int, num_tokens: int, causal: 
 
 
 def scattered_blocks(count: int) -> Tensor:
-    """Ids of `count` blocks in random order, the padding block not among them -> int64 [count]."""
+    """Ids of `count` blocks in random order, without the padding block -> int64 [count]."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(0)) + 1
 
 
 def decode(name: str, num_sequences: int, num_tokens: int) -> tuple[Calls, int]:
-    """One row of each sequence, through the caches of all layers -> calls, bytes of KV that each has to read."""
+    """One query row per sequence, through the KV caches of all layers -> calls, bytes of KV that each must read."""
     blocks_each = -(-num_tokens // PAGE_SIZE)
     blocks = scattered_blocks(num_sequences * blocks_each)
     backend = make_filled(name, NUM_LAYERS, len(blocks) + 1)
@@ -105,7 +106,7 @@ def decode(name: str, num_sequences: int, num_tokens: int) -> tuple[Calls, int]:
 
 
 def prefix_part(name: str, num_rows: int, num_tokens: int) -> tuple[Calls, int]:
-    """The rows of one group against its shared prefix -> calls, operations of each."""
+    """The rows of one prefix group attend to its prefix -> calls, floating-point operations of each."""
     blocks = scattered_blocks(-(-num_tokens // PAGE_SIZE))
     backend = make_filled(name, 8, len(blocks) + 1)
     part = make_part([blocks], num_rows, num_tokens, causal=False, is_partial=False)
@@ -121,14 +122,16 @@ def _through_layers(backend: AttentionBackend, part: PagedPart) -> Calls:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Decode rows of a group, by themselves and by prefix and suffix."""
+    """Attention calls for the decode rows of one prefix group, one call per layer."""
 
     whole: Calls
+    """Each row attends to its whole context."""
     split: Calls
+    """A prefix part for all rows and a suffix part for each row, merged."""
 
 
 def group(name: str, num_rows: int, num_prefix_tokens: int, num_suffix_tokens: int) -> Group:
-    """num_prefix_tokens: a multiple of the page size. The sequences share those blocks in either case."""
+    """num_prefix_tokens: a multiple of the page size. The sequences share the prefix's blocks in both variants."""
     prefix_blocks, own_blocks = num_prefix_tokens // PAGE_SIZE, -(-num_suffix_tokens // PAGE_SIZE)
     blocks = scattered_blocks(prefix_blocks + num_rows * own_blocks)
     shared, own = blocks[:prefix_blocks], blocks[prefix_blocks:].view(num_rows, own_blocks)
@@ -148,13 +151,13 @@ def group(name: str, num_rows: int, num_prefix_tokens: int, num_suffix_tokens: i
 
 
 def flex_decode(num_sequences: int, num_tokens: int) -> tuple[Calls, int]:
-    """As `decode`, by compiled flex_attention. Its keys and values are contiguous, which flatters it."""
+    """As `decode`, with compiled flex_attention. Its keys and values are contiguous, which favours it."""
     num_bytes = 2 * num_sequences * num_tokens * NUM_KV_HEADS * HEAD_DIM * DTYPE.itemsize
     return _flex(num_sequences, 1, num_tokens, NUM_LAYERS), num_bytes
 
 
 def numba_decode(num_sequences: int, num_tokens: int) -> tuple[Calls, int]:
-    """As `decode`, by numba. Raises ImportError where that is not installed."""
+    """As `decode`, with a numba kernel. Raises ImportError if numba is not installed."""
     blocks_each = -(-num_tokens // PAGE_SIZE)
     tables = scattered_blocks(num_sequences * blocks_each).view(num_sequences, -1).int()
     query = torch.randn(num_sequences, NUM_HEADS, HEAD_DIM).to(DTYPE)
@@ -165,7 +168,7 @@ def numba_decode(num_sequences: int, num_tokens: int) -> tuple[Calls, int]:
 
 
 def flex_prefix_part(num_rows: int, num_tokens: int) -> tuple[Calls, int]:
-    """As `prefix_part`, likewise."""
+    """As `prefix_part`, with compiled flex_attention over contiguous keys and values."""
     return _flex(1, num_rows, num_tokens, 8), 4 * num_rows * num_tokens * NUM_HEADS * HEAD_DIM
 
 

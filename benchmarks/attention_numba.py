@@ -1,4 +1,4 @@
-"""Decode attention compiled by numba, for the comparison of kernels: a straightforward one, over a cache of its own."""
+"""A straightforward decode attention kernel compiled by numba, with its own KV cache layout, for comparison."""
 
 import math
 from collections.abc import Callable
@@ -9,14 +9,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+# S sequences, H query heads, K key/value heads, D head size, P tokens per block, B blocks per sequence
+
 
 def make_decode(
     query: Tensor, caches: list[tuple[Tensor, Tensor]], block_table: Tensor, num_tokens: int
 ) -> list[Callable[[], NDArray[np.float32]]]:
-    """query bfloat16 [S, H, D]; each cache: keys, values bfloat16 [blocks, K, P, D]; block_table int32 [S, B] -> a call
-    for each cache, which attends each row to the first num_tokens of its blocks: float32 [S, H, D]. The first compiles.
+    """One call per cache: each row attends to the first `num_tokens` tokens of its blocks -> float32 [S, H, D].
 
-    numba knows no bfloat16: numbers are widened from their bits.
+    query: bfloat16 [S, H, D]. caches: keys and values of each layer, bfloat16 [blocks, K, P, D].
+    block_table: int32 [S, B]. The first call compiles. numba has no bfloat16, so the kernel widens the bits to float32.
     """
     import numba  # type: ignore[import-not-found, import-untyped, unused-ignore]
 

@@ -1,8 +1,8 @@
 """Offers requests to an OpenAI-compatible server over HTTP and times them.
 
-The client shares the machine with the server, so it has to be cheap: bodies are encoded before the clock starts, and
-aiohttp takes 0.15 ms of CPU for a request where httpx and the openai client take 7 ms with 64 connections and 14 ms
-with 512."""
+The client often runs on the server's machine, so it must use little CPU time. Bodies are encoded before timing starts.
+aiohttp takes 0.15 ms of CPU per request; httpx and the openai client take 7 ms with 64 connections and 14 ms with 512.
+"""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ import orjson
 
 from benchmarks.workloads import OfferedRequest
 
-# Python 3.10 has an asyncio.TimeoutError that is no OSError.
+# In Python 3.10, asyncio.TimeoutError is not a subclass of OSError.
 UNREACHABLE = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
 
 
@@ -25,57 +25,61 @@ class ServerError(Exception):
 
 
 class BadAnswer(ValueError):
-    """An answer that must not be counted. The message is one line for the user."""
+    """The answer is not what was requested and must not be counted. The message is one line for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """How to reach a server and how to read its answers.
-
-    base_url: up to and including /v1, without a slash at the end.
-    api_key: None sends no Authorization header.
-    timeout_s: for one whole request.
-    usage_per_choice: the server's usage.completion_tokens counts one of n choices (llama.cpp): multiply by n.
-    extra_body: merged into every request's body.
-    """
+    """How to reach a server and how to read its answers."""
 
     base_url: str
+    """Up to and including /v1, without a slash at the end."""
     api_key: str | None
+    """None sends no Authorization header."""
     timeout_s: float
+    """Limit for one whole request, in seconds."""
     usage_per_choice: bool
+    """The server's usage.completion_tokens counts one of n choices, as llama.cpp's does: multiply it by n."""
     extra_body: dict[str, object]
+    """Fields merged into every request's body."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """What became of one offered request. Times are in seconds from the start of the run.
-
-    latency_s: from sending to the whole answer; for a request with an arrival time, from that time, so that waiting
-    for a free connection counts. cached_tokens: prompt tokens from a cache, where the server tells.
-    error: None where the request succeeded, otherwise one line; the token counts are then 0.
-    """
+    """Outcome of one offered request."""
 
     index: int
+    """Position of the request in the offered load."""
     sent_s: float
+    """Seconds from the start of the run to sending the request."""
     finished_s: float
+    """Seconds from the start of the run to the end of the answer, or to the failure."""
     latency_s: float
+    """Seconds from sending to the whole answer. A request with an arrival time counts from that time, which includes
+    waiting for a free connection."""
     prompt_tokens: int
+    """As the server reports them; 0 if the request failed, as for the other token counts."""
     cached_tokens: int
+    """Prompt tokens found in a prefix cache; 0 if the server does not report them."""
     completion_tokens: int
+    """Tokens of all choices together."""
     error: str | None
+    """None if the request succeeded, otherwise one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """Token counts of one answer, as in RequestResult."""
+
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
 
 
 def read_usage(payload: bytes, request: OfferedRequest, usage_per_choice: bool) -> Usage:
-    """The token counts of an answer. Raises BadAnswer where the answer is not what was asked for.
+    """Token counts of an answer. Raises BadAnswer if the answer does not match the request.
 
-    With ignore_eos every choice has exactly `max_tokens` tokens; a server that says otherwise is not comparable."""
+    With ignore_eos every choice must have exactly `max_tokens` tokens: otherwise servers cannot be compared."""
     try:
         answer = orjson.loads(payload)
         num_choices = len(answer["choices"])
@@ -83,7 +87,7 @@ def read_usage(payload: bytes, request: OfferedRequest, usage_per_choice: bool) 
         prompt_tokens, completion_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
         cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadAnswer(f"no choices and usage in the answer: {error!r}") from None
+        raise BadAnswer(f"the answer has no valid choices and usage: {error!r}") from None
     if num_choices != request.num_samples:
         raise BadAnswer(f"{num_choices} choices, expected {request.num_samples}")
     if usage_per_choice:
@@ -91,30 +95,32 @@ def read_usage(payload: bytes, request: OfferedRequest, usage_per_choice: bool) 
     expected = request.num_samples * request.max_tokens
     if request.ignore_eos and completion_tokens != expected:
         is_one_choice = completion_tokens * num_choices == expected
-        hint = " (it counts one choice: --usage-per-choice)" if is_one_choice else ""
-        raise BadAnswer(f"usage.completion_tokens gives {completion_tokens}, expected {expected}{hint}")
+        hint = " (the server counts one choice: use --usage-per-choice)" if is_one_choice else ""
+        raise BadAnswer(f"usage.completion_tokens is {completion_tokens}, expected {expected}{hint}")
     return Usage(prompt_tokens, cached_tokens, completion_tokens)
 
 
 class Client:
-    """A connection pool to one server. Make it with `open_client`."""
+    """A pool of connections to one server. Create it with `open_client`."""
 
     def __init__(self, session: aiohttp.ClientSession, options: ClientOptions) -> None:
         self._session = session
         self._options = options
 
     async def find_model(self) -> str:
-        """The first model that the server lists. Raises ServerError."""
+        """Id of the first model that the server lists. Raises ServerError."""
         url = f"{self._options.base_url}/models"
         try:
             async with self._session.get(url) as response:
                 response.raise_for_status()
                 return str(orjson.loads(await response.read())["data"][0]["id"])
         except (*UNREACHABLE, ValueError, KeyError, IndexError, TypeError) as error:
-            raise ServerError(f"no model at {url}: {error!r}; is the server running? --model skips this") from None
+            raise ServerError(
+                f"no model at {url}: {error!r}; is the server running? (not asked with --model)"
+            ) from None
 
     async def version(self) -> object:
-        """The JSON at /version beside /v1; None where there is none."""
+        """The JSON answer of /version, which is beside /v1; None if there is none."""
         try:
             async with self._session.get(f"{self._options.base_url.removesuffix('/v1')}/version") as response:
                 return orjson.loads(await response.read()) if response.ok else None
@@ -128,19 +134,19 @@ class Client:
         concurrency: int | None,
         on_answer: Callable[[], None] = lambda: None,
     ) -> list[RequestResult]:
-        """Send each request once, in order, when it is due and fewer than `concurrency` are in flight.
+        """Send each request once, in order, as soon as it is due and fewer than `concurrency` are in flight.
 
-        concurrency: HTTP requests, None for no limit. on_answer: called as each ends, also one that failed. Returns
+        concurrency: HTTP requests; None for no limit. on_answer: called when a request ends, failed or not. Returns
         the results in the order of the requests."""
         bodies = [self._encode(request, model) for request in requests]
-        slots = asyncio.Semaphore(len(requests) if concurrency is None else concurrency)
+        connections = asyncio.Semaphore(len(requests) if concurrency is None else concurrency)
         start = time.perf_counter()
 
         async def run_one(index: int) -> RequestResult:
             request = requests[index]
             if request.arrival_s is not None:
                 await asyncio.sleep(start + request.arrival_s - time.perf_counter())
-            async with slots:
+            async with connections:
                 sent_s = time.perf_counter() - start
                 try:
                     usage, error = await self._send(request, bodies[index]), None
@@ -171,7 +177,7 @@ class Client:
         }
         if request.num_samples != 1:
             body["n"] = request.num_samples
-        if request.ignore_eos:  # not OpenAI's: a server that does not know it may refuse it
+        if request.ignore_eos:  # not part of OpenAI's API: a server may refuse it
             body["ignore_eos"] = True
         return orjson.dumps(body | self._options.extra_body)
 
@@ -192,12 +198,12 @@ class Client:
 
 @asynccontextmanager
 async def open_client(options: ClientOptions) -> AsyncIterator[Client]:
-    """A client without a limit on connections, without retries."""
+    """A client without retries and without a limit on connections."""
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if options.api_key is not None:
         headers["Authorization"] = f"Bearer {options.api_key}"
-    # Servers close idle connections after 5 s (uvicorn, llama.cpp): drop ours well before, or a request may meet the
-    # closing and fail.
+    # uvicorn and llama.cpp close idle connections after 5 s. A request sent on a connection that the server is closing
+    # fails, so the client closes idle connections well before.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     timeout = aiohttp.ClientTimeout(total=options.timeout_s)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:

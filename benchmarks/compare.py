@@ -1,4 +1,4 @@
-"""Compares servers under one load: `python -m benchmarks.compare --help`."""
+"""Compares servers under the same load: `python -m benchmarks.compare --help`."""
 
 import argparse
 import asyncio
@@ -34,8 +34,8 @@ def _named(text: str) -> tuple[str, str]:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare",
-        description="Measure running servers in turns, or read what was measured, and show medians and ratios to the"
-        " first name.",
+        description="Measure running servers alternately, or read earlier results, and print medians and their ratio to"
+        " the first name.",
     )
     parser.add_argument(
         "--server",
@@ -43,32 +43,41 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=URL",
-        help="a running server; flags of its own may follow: 'llama.cpp=http://127.0.0.1:8080/v1 --usage-per-choice'",
+        help="a running server, with flags for it alone: 'llama.cpp=http://127.0.0.1:8080/v1 --usage-per-choice'",
     )
     parser.add_argument(
-        "--result", type=_named, action="append", default=[], metavar="NAME=FILE", help="an output of throughput.py"
+        "--result",
+        type=_named,
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="a file that throughput --output wrote",
     )
     parser.add_argument("--rounds", type=int, default=3, metavar="R", help="runs of each server (default: 3)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first round; each has its own")
-    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="keep each run's JSON as NAME-SEED.json")
-    parser.add_argument("workload", nargs=argparse.REMAINDER, help="what throughput.py takes: monkeys --samples 64 …")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the first round; each next round adds 1 (default: 0)"
+    )
+    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="write each run's JSON to DIR/NAME-SEED.json")
+    parser.add_argument(
+        "workload", nargs=argparse.REMAINDER, help="arguments of throughput, such as: monkeys --samples 64"
+    )
     return parser
 
 
-def turns(names: Sequence[str], num_rounds: int) -> list[list[str]]:
-    """The order in each round: every other round backwards, so that a machine that slows down favours nobody."""
+def round_orders(names: Sequence[str], num_rounds: int) -> list[list[str]]:
+    """Order of the servers in each round, reversed in every second one: a machine that slows down then favours none."""
     return [list(names) if number % 2 == 0 else list(reversed(names)) for number in range(num_rounds)]
 
 
-def measure_in_turns(
+def measure_alternately(
     servers: Mapping[str, str], workload: Sequence[str], num_rounds: int, first_seed: int, output_dir: Path | None
 ) -> dict[str, list[Summary]]:
-    """Each server's summaries, a round each. In one round all get the same requests; no two rounds share prompts, so
-    that no round finds the caches of the one before.
+    """Summaries of each server by its name, one per round. All servers get the same requests in a round.
 
-    servers: name to URL, with flags of its own after it. Raises ServerError, also where a request failed."""
+    No two rounds share prompts, so that no round finds prefixes cached by an earlier one.
+    servers: name -> URL, followed by flags for this server alone. Raises ServerError, also if a request failed."""
     summaries: dict[str, list[Summary]] = {name: [] for name in servers}
-    for number, names in enumerate(turns(list(servers), num_rounds)):
+    for number, names in enumerate(round_orders(list(servers), num_rounds)):
         for name in names:
             url, *flags = shlex.split(servers[name])
             seed = first_seed + number
@@ -86,13 +95,13 @@ def measure_in_turns(
 
 
 def read_results(files: Sequence[tuple[str, str]]) -> dict[str, list[Summary]]:
-    """Summaries by name from the outputs of throughput.py. Raises ValueError and OSError."""
+    """Summaries by name, from (name, file) pairs; throughput wrote the files. Raises ValueError and OSError."""
     summaries: dict[str, list[Summary]] = {}
     for name, file in files:
         try:
             summary = Summary(**json.loads(Path(file).read_text(encoding="utf-8"))["summary"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} is not an output of throughput.py: {error!r}") from None
+            raise ValueError(f"{file} is not a result of benchmarks.throughput: {error!r}") from None
         if summary.num_failed:
             raise ValueError(f"{file} has failed requests: not comparable")
         summaries.setdefault(name, []).append(summary)
@@ -100,12 +109,12 @@ def read_results(files: Sequence[tuple[str, str]]) -> dict[str, list[Summary]]:
 
 
 def medians(summaries: Sequence[Summary]) -> dict[str, float]:
-    """The median over the runs of each figure that is compared. `summaries` is not empty, without failures."""
+    """Median over the runs of each compared figure. `summaries` is not empty, and none has failed requests."""
     return {figure: statistics.median(getattr(summary, figure) for summary in summaries) for figure in COMPARED}
 
 
 def print_comparison(summaries: Mapping[str, Sequence[Summary]], console: Console) -> None:
-    """A column for each name: medians with their ratio to the first name's, and the range of output tokens/s."""
+    """One column per name: medians with their ratio to the first name, and the range of output tokens/s."""
     first = medians(next(iter(summaries.values())))
     table = Table()
     table.add_column(f"median (ratio to {next(iter(summaries))})")
@@ -126,18 +135,18 @@ def main(argv: Sequence[str]) -> int:
     if bool(args.server) == bool(args.result):
         parser.error("give either --server or --result")
     if bool(args.server) != bool(args.workload):
-        parser.error("a workload goes with --server")
+        parser.error("--server needs a workload, and --result takes none")
     if len(set(names)) != len(names):
-        parser.error("each --server needs a name of its own")
+        parser.error("each --server needs a different name")
     if args.rounds < 1:
-        parser.error("argument --rounds: at least 1")
+        parser.error("argument --rounds: must be at least 1")
     try:
         if args.result:
             summaries = read_results(args.result)
         else:
             if args.output_dir is not None:
                 args.output_dir.mkdir(parents=True, exist_ok=True)
-            summaries = measure_in_turns(dict(args.server), args.workload, args.rounds, args.seed, args.output_dir)
+            summaries = measure_alternately(dict(args.server), args.workload, args.rounds, args.seed, args.output_dir)
     except (ServerError, ValueError, OSError) as error:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return 1

@@ -1,4 +1,4 @@
-"""Matrix products on this CPU: ours against torch's and the machine's read bandwidth, for every instruction set.
+"""Benchmarks the CPU gemm kernels against torch and the machine's read bandwidth, in every instruction set.
 
 `python -m benchmarks.gemm [--check]`
 """
@@ -19,16 +19,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-import tokasaurus.model  # noqa: F401 - its thread settings, which torch reads when it loads
+import tokasaurus.model  # noqa: F401 - makes thread settings that torch reads on import
 from benchmarks.manager_report import Check, at_least, print_checks
 from benchmarks.report import machine_facts
 
 ROWS = (1, 8, 64, 512)
 IN_SIZE, OUT_SIZE = 576, 1536
 NUM_MATRICES = 48
-"""Read one after the other: more bytes than caches hold."""
+"""Weights multiplied one after the other, too large for any cache together, so that they come from memory."""
 
-HELD_TO = {
+TORCH_ENVIRONMENT = {
     "avx2": {
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
@@ -41,7 +41,7 @@ HELD_TO = {
     },
     "avx512_bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
 }
-"""What keeps torch to the same instructions."""
+"""Environment variables that restrict torch to an instruction set, by cpu_isa."""
 
 OURS_FLOAT32, OURS_BFLOAT16 = "ours float32", "ours bfloat16"
 TORCH_FLOAT32, TORCH_BFLOAT16 = "torch float32", "torch bfloat16"
@@ -53,23 +53,25 @@ MIN_BFLOAT16_OVER_FLOAT32 = {1: 1.6, 64: 0.85, 512: 0.85}
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What one instruction set reaches. gflops: by implementation, then rows. read: GB/s of the machine's best read.
-    streamed: GB/s at which our product of one row reads float32 weights."""
+    """Measured speed with one instruction set."""
 
     cpu_isa: str
     gflops: dict[str, dict[int, float]]
+    """GFLOP/s by implementation, then by number of rows."""
     read: float
+    """GB/s of a plain read of memory."""
 
     @property
     def streamed(self) -> float:
-        return self.gflops[OURS_FLOAT32][1] * 2  # a weight of four bytes is two operations
+        """GB/s at which our gemm of one row reads float32 weights."""
+        return self.gflops[OURS_FLOAT32][1] * 2  # two floating-point operations for each weight of four bytes
 
 
 def measure(cpu_isa: str, num_rounds: int) -> Level:
-    """In this process, which must be held to the instruction set already."""
+    """Measure in this process. TORCH_ENVIRONMENT[cpu_isa] must have been set before torch was imported."""
     import torch
 
-    from benchmarks.attention_cases import in_turns, reads
+    from benchmarks.attention_cases import reads, time_interleaved
     from tokasaurus.model.cpu.bindings import load_kernels
     from tokasaurus.model.cpu.packed_weights import LayerKernels, PackedWeights
 
@@ -101,7 +103,7 @@ def measure(cpu_isa: str, num_rounds: int) -> Level:
             }
             if num_rows == 1:
                 candidates["read"], read_bytes = reads(num_megabytes=256)
-            seconds = in_turns(candidates, num_rounds)
+            seconds = time_interleaved(candidates, num_rounds)
             if num_rows == 1:
                 read = read_bytes / seconds["read"] / 1e9
             for name in names:
@@ -110,9 +112,9 @@ def measure(cpu_isa: str, num_rounds: int) -> Level:
 
 
 def measure_in_child(cpu_isa: str, args: argparse.Namespace) -> Level:
-    """Environment variables hold torch to an instruction set, and count when it loads."""
+    """Measure in a new process, since torch reads TORCH_ENVIRONMENT only when it is imported."""
     command = [sys.executable, "-m", "benchmarks.gemm", "--child", cpu_isa, "--rounds", str(args.rounds)]
-    environment = os.environ | HELD_TO.get(cpu_isa, {})
+    environment = os.environ | TORCH_ENVIRONMENT.get(cpu_isa, {})
     output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     found = json.loads(output.splitlines()[-1])
     gflops = {name: {int(rows): value for rows, value in by_rows.items()} for name, by_rows in found["gflops"].items()}
@@ -120,7 +122,7 @@ def measure_in_child(cpu_isa: str, args: argparse.Namespace) -> Level:
 
 
 def machine_levels() -> list[str]:
-    """The values of cpu_isa that this machine has kernels for, the best first."""
+    """Values of cpu_isa for which this machine has kernels, the best first."""
     from tokasaurus.model.cpu.build import machine_sets
 
     return list(dict.fromkeys(level.cpu_isa for level in machine_sets()))
@@ -135,13 +137,13 @@ def check_level(level: Level) -> list[Check]:
         at_least(f"{what} float32 over torch, {rows} rows", ratio(OURS_FLOAT32, TORCH_FLOAT32, rows), limit)
         for rows, limit in MIN_OVER_TORCH.items()
     ]
-    # Of one row, one of the two: the share of the bandwidth in units of its limit, or the ratio in units of its own.
-    of_limits = max(
+    # One row must meet one of two limits: each figure is divided by its limit, and the larger result must be 1.
+    best_over_limit = max(
         level.streamed / level.read / MIN_SHARE_OF_READ,
         ratio(OURS_FLOAT32, TORCH_FLOAT32, 1) / MIN_OVER_TORCH_ONE_ROW,
     )
     name = f"{what} float32, 1 row: share of read bandwidth / {MIN_SHARE_OF_READ}, or over torch / "
-    checks.append(at_least(f"{name}{MIN_OVER_TORCH_ONE_ROW}", of_limits, 1.0))
+    checks.append(at_least(f"{name}{MIN_OVER_TORCH_ONE_ROW}", best_over_limit, 1.0))
     return checks + [
         at_least(f"{what} bfloat16 weights over float32, {rows} rows", ratio(OURS_BFLOAT16, OURS_FLOAT32, rows), limit)
         for rows, limit in MIN_BFLOAT16_OVER_FLOAT32.items()
@@ -150,8 +152,8 @@ def check_level(level: Level) -> list[Check]:
 
 def print_level(level: Level, console: Console) -> None:
     console.print(
-        f"\n{level.cpu_isa}: GFLOP/s of products {IN_SIZE} x {OUT_SIZE}, weights read from memory; "
-        f"one row of ours reads {level.streamed:.1f} GB/s in float32, the machine {level.read:.1f}",
+        f"\n{level.cpu_isa}: GFLOP/s of gemms with weights of {IN_SIZE} x {OUT_SIZE}, read from memory; "
+        f"our float32 gemm of one row reads {level.streamed:.1f} GB/s, a plain read {level.read:.1f} GB/s",
         soft_wrap=True,
     )
     table = Table("", *(f"{rows} rows" for rows in ROWS))
@@ -162,16 +164,18 @@ def print_level(level: Level, console: Console) -> None:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gemm", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cpu-isa", nargs="+", metavar="NAME", help="instruction sets (all that the machine has)")
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="measured, in turns (15)")
+    parser.add_argument("--cpu-isa", nargs="+", metavar="NAME", help="instruction sets (default: all of this machine)")
+    parser.add_argument(
+        "--rounds", type=int, default=15, metavar="N", help="measured rounds over all implementations (default: 15)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a limit is missed")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
 def report(levels: Iterable[Level], args: argparse.Namespace) -> bool:
-    """Print all -> whether every limit was met."""
+    """Print and write all figures -> whether every limit was met."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     machine = machine_facts() | {"torch": version("torch")}
     console.print(", ".join(f"{key} {value}" for key, value in machine.items()), soft_wrap=True)
@@ -188,7 +192,7 @@ def report(levels: Iterable[Level], args: argparse.Namespace) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code: 1 where a limit is missed and --check was given."""
+    """Returns the exit code: 1 if --check was given and a limit was missed, otherwise 0."""
     args = parse(argv)
     if args.child is not None:
         print(json.dumps(dataclasses.asdict(measure(args.child, args.rounds))))

@@ -1,4 +1,4 @@
-"""The manager alone, without torch: what it costs the CPU, and how full it keeps the KV cache.
+"""Benchmarks the manager without a model: its CPU time per token, and how full it keeps the KV cache.
 
 `python -m benchmarks.manager_cpu [cpu|simulation|prefix|occupancy|all]`
 """
@@ -30,7 +30,7 @@ NUM_SEQUENCES_OF_LONG_PROMPTS = 1024
 
 @contextmanager
 def progress_bar(description: str) -> Iterator[Callable[[float], None]]:
-    """On the terminal, while the block runs. What it gives is told the share of the work that is done."""
+    """Shows a progress bar on the terminal while the block runs. Yields a function of the share done, from 0 to 1."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(
@@ -42,7 +42,7 @@ def progress_bar(description: str) -> Iterator[Callable[[float], None]]:
 
 @contextmanager
 def step_progress(description: str, num_steps: int) -> Iterator[Callable[[], None]]:
-    """`progress_bar` for something that is called after each of about `num_steps` steps."""
+    """A progress bar for about `num_steps` steps. Yields a function to call after each step."""
     num_done = 0
     with progress_bar(description) as show:
 
@@ -60,7 +60,7 @@ def run_cpu(args: argparse.Namespace, console: Console) -> tuple[dict[str, objec
     for is_known in (False, True):
         name = report.lengths_name(is_known)
         for num_sequences in args.sequences:
-            with progress_bar(f"{num_sequences:,} sequences, completions end: {name}") as show:
+            with progress_bar(f"{num_sequences:,} sequences, completion lengths: {name}") as show:
                 cost = measure_process(
                     num_sequences, is_known, args.warm_steps, args.windows, args.window_seconds, show
                 )
@@ -81,13 +81,13 @@ def run_cpu(args: argparse.Namespace, console: Console) -> tuple[dict[str, objec
 def run_simulation(args: argparse.Namespace, console: Console) -> tuple[dict[str, object], list[Check]]:
     with step_progress("simulation", 800) as advance:
         timings = measure_simulation(report.HEADLINE_SEQUENCES, args.calls, advance)
-    report.print_timings("One simulation of all that run, to the end of the last", timings, console)
+    report.print_timings("One KV simulation of all running sequences, until the last one ends", timings, console)
     return {"simulation": timings}, report.check_timings("simulation", timings, report.MAX_SIMULATION_MS)
 
 
 def run_prefix(args: argparse.Namespace, console: Console) -> tuple[dict[str, object], list[Check]]:
     timings = measure_prefix_match(100_000, 4000, args.calls)
-    report.print_timings("Match of a prompt in the prefix tree", timings, console)
+    report.print_timings("Match of one cached prompt in the prefix tree", timings, console)
     return {"prefix": timings}, report.check_timings("match", timings, report.MAX_MATCH_MS)
 
 
@@ -102,19 +102,33 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.manager_cpu", description=__doc__.splitlines()[0])
     parser.add_argument("part", nargs="?", default="all", choices=[*PARTS, "all"])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a limit is missed")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
     cpu = parser.add_argument_group("cpu")
     cpu.add_argument("--sequences", type=int, nargs="+", default=[1024, 4096, 8192, 16384], metavar="N")
-    cpu.add_argument("--warm-steps", type=int, default=1280, metavar="N", help="before anything is measured (1280)")
-    cpu.add_argument("--windows", type=int, default=5, metavar="N", help="measured, of a real process (5)")
-    cpu.add_argument("--window-seconds", type=float, default=3.0, metavar="S", help="length of one (3)")
-    cpu.add_argument("--steps", type=int, default=512, metavar="N", help="measured, of the parts (512)")
+    cpu.add_argument(
+        "--warm-steps", type=int, default=1280, metavar="N", help="steps before the measurement (default: 1280)"
+    )
+    cpu.add_argument(
+        "--windows", type=int, default=5, metavar="N", help="measured windows of the real manager process (default: 5)"
+    )
+    cpu.add_argument("--window-seconds", type=float, default=3.0, metavar="S", help="length of a window (default: 3)")
+    cpu.add_argument(
+        "--steps",
+        type=int,
+        default=512,
+        metavar="N",
+        help="measured steps of the manager in this process (default: 512)",
+    )
     alone = parser.add_argument_group("simulation, prefix")
-    alone.add_argument("--calls", type=int, default=100, metavar="N", help="of each (100)")
+    alone.add_argument("--calls", type=int, default=100, metavar="N", help="timed calls of each case (default: 100)")
     occupancy = parser.add_argument_group("occupancy")
     occupancy.add_argument("--lengths", default="gsm8k", choices=["gsm8k", "lognormal"])
-    occupancy.add_argument("--wanted", type=int, default=2048, metavar="N", help="sequences at a time (2048)")
-    occupancy.add_argument("--completions", type=int, default=20_000, metavar="N", help="in all (20000)")
+    occupancy.add_argument(
+        "--wanted", type=int, default=2048, metavar="N", help="sequences that run or wait at a time (default: 2048)"
+    )
+    occupancy.add_argument(
+        "--completions", type=int, default=20_000, metavar="N", help="completions in all (default: 20000)"
+    )
     occupancy.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if args.json is not None and not args.json.parent.is_dir():
@@ -123,14 +137,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def machine() -> dict[str, object]:
-    # Imported here: processes started by this one import this module, and the manager shall be as light as in a server.
+    # Imported here, because child processes import this module, and the manager should load no more than in a server.
     from benchmarks.report import machine_facts
 
     return machine_facts() | {"numpy": version("numpy"), "tokasaurus": version("tokasaurus")}
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code: 1 where a limit is missed and --check was given."""
+    """Returns the exit code: 1 if --check was given and a limit was missed, otherwise 0."""
     args = parse(argv)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     found: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A load for the manager, a worker that answers at once, and both driven in one process with the manager's turns."""
+"""A synthetic load for the manager, a worker without a model, and an engine that runs with both in one process."""
 
 import time
 from collections import deque
@@ -25,8 +25,9 @@ MAX_TOKENS_PER_FORWARD = 32_768
 
 NUM_POOL_TOKENS = 1 << 22
 NUM_DRAWS = 1 << 16
-"""Random tokens, of which prompts and samples are cut, and random lengths are made once, since the server must keep up
-with the manager. Who needs more begins anew, prompts at other places."""
+"""Random lengths and positions drawn in advance, since the load must be made faster than the manager consumes it. The
+same holds for the NUM_POOL_TOKENS random tokens, from which prompts and samples are cut. A load with more requests
+reuses the draws, with its prompts cut at other positions."""
 
 
 def engine_options(
@@ -35,7 +36,9 @@ def engine_options(
     max_tokens_per_forward: int = MAX_TOKENS_PER_FORWARD,
     deferred_tasks: str | None = None,
 ) -> EngineOptions:
-    """The engine's defaults, with a pool of about `num_kv_tokens`. No request of a Load has stop strings."""
+    """The engine's default options, with a KV cache of about `num_kv_tokens` tokens.
+
+    A placeholder is enough for `decode_text`, since no request of a Load has stop strings."""
     return EngineOptions(
         limits=EngineLimits(num_kv_tokens // PAGE_SIZE, PAGE_SIZE, MAX_TOKENS_PER_SEQUENCE),
         max_tokens_per_forward=max_tokens_per_forward,
@@ -50,11 +53,11 @@ def engine_options(
 
 
 class Load:
-    """An endless row of requests with random prompts, which share nothing.
+    """An endless sequence of requests with random prompts that share no prefix.
 
-    prompt_lengths, completion_lengths: tokens; each request draws one of either, all entries being equally likely.
-    max_new_tokens: what requests ask for, at least the longest completion: eos ends them before, at a length that only
-    the worker knows. None: each asks for exactly its length, and ignores eos.
+    prompt_lengths, completion_lengths: tokens; each request draws one entry of each, all entries equally likely.
+    max_new_tokens: the limit in every request, at least the longest completion; eos ends a completion earlier, at a
+    length that only the worker knows. None: each request asks for exactly its length and ignores eos.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Load:
             num_sequences=self._num_samples,
             max_new_tokens=num_tokens if self._max_new_tokens is None else self._max_new_tokens,
             sampling=SamplingParams(),
-            # The seed is the one thing of a request that reaches the worker unread: it says where eos comes.
+            # The manager passes the seed to the worker unused, so here it tells the worker where to sample eos.
             seed=num_prompt_tokens + num_tokens,
             stop_strings=(),
             ignore_eos=self._max_new_tokens is None,
@@ -94,15 +97,17 @@ class Load:
 
 
 class InstantWorker:
-    """Samples random tokens for the rows that sample, and eos as the last of each completion of a Load.
+    """Answers at once: random tokens for the rows that sample, and eos as the last token of each completion of a Load.
 
-    forward_seconds: how long it says that a step took. num_prefill_tokens, num_decode_tokens: computed so far.
+    forward_seconds: time that it reports for each step.
     """
 
     def __init__(self, num_slots: int, forward_seconds: float) -> None:
         self.forward_seconds = forward_seconds
         self.num_prefill_tokens = 0
+        """Prompt tokens computed so far."""
         self.num_decode_tokens = 0
+        """Decode rows computed so far."""
         self._num_tokens = np.zeros(num_slots + 1, np.int64)
         self._num_prompt_tokens = np.zeros(num_slots + 1, np.int64)
         self._num_tokens_at_end = np.zeros(num_slots + 1, np.int64)
@@ -133,35 +138,43 @@ class InstantWorker:
 
 @dataclass(slots=True)
 class Counts:
-    """What an engine has done so far: of its manager, CPU seconds in all and wall seconds by section."""
+    """Totals of an InlineEngine since it was created."""
 
-    num_steps_deferred: int = 0
+    num_steps: int = 0
     cpu_s: float = 0.0
+    """CPU seconds of the manager, without load and worker."""
     num_generated_tokens: int = 0
     num_finished: int = 0
+    """Finished sequences."""
     num_bytes_sent: int = 0
+    """Bytes of pickled messages to the worker."""
     num_prompt_bytes_sent: int = 0
+    """Bytes of prompt tokens in these messages."""
     num_decode_tokens: int = 0
+    """Decode rows of all steps."""
     num_prefill_tokens: int = 0
+    """Prompt tokens of all steps."""
     sum_running: int = 0
+    """Running sequences, summed over steps."""
     section_s: dict[str, float] = field(default_factory=dict)
+    """Wall seconds of the manager by section of a step."""
 
     def since(self, before: "Counts") -> "Counts":
-        """What came after `before`."""
+        """Totals since `before`."""
         names = [name for name in Counts.__slots__ if name != "section_s"]
         sections = {name: total - before.section_s.get(name, 0.0) for name, total in self.section_s.items()}
         return Counts(**{name: getattr(self, name) - getattr(before, name) for name in names}, section_s=sections)
 
 
 class InlineEngine:
-    """The manager's turns and an InstantWorker in one process. Messages are pickled and unpickled as between processes.
+    """The manager's engine and an InstantWorker in one process, with messages pickled as between processes.
 
-    One turn takes the results of one step, as in a server whose worker is busy all the time. Load and worker are not
-    in the CPU time.
+    Each step of the engine receives the results of one forward, as in a server whose worker is always busy. The CPU
+    time excludes load and worker.
     """
 
     def __init__(self, options: EngineOptions, load: Load, forward_seconds: float) -> None:
-        np.empty(LARGE_BYTES, np.uint8)  # and freed: glibc then keeps small arrays' pages, as in the manager's process
+        np.empty(LARGE_BYTES, np.uint8)  # freed at once: glibc then keeps the memory of small arrays, as in run_manager
         self.state: EngineState = make_state(options)
         self.load = load
         self._engine = Engine(self.state, self._send)
@@ -171,7 +184,7 @@ class InlineEngine:
 
     @property
     def counts(self) -> Counts:
-        """A copy."""
+        """A copy of the totals."""
         return Counts(
             **{name: getattr(self._counts, name) for name in Counts.__slots__ if name != "section_s"},
             section_s=dict(self._engine.timers.totals),
@@ -181,8 +194,8 @@ class InlineEngine:
     def is_idle(self) -> bool:
         return not self._sent and not self.state.num_running and not self.state.queues.num_waiting
 
-    def turn(self, num_new_requests: int) -> int:
-        """Add requests, and take one turn with the results of the oldest step. How many sequences it ended."""
+    def step(self, num_new_requests: int) -> int:
+        """Run one engine step with new requests and the results of the oldest forward -> sequences that it finished."""
         counts, state = self._counts, self.state
         requests = [ForkingPickler.dumps(self.load.next()) for _ in range(num_new_requests)]
         results = []
@@ -202,7 +215,7 @@ class InlineEngine:
                 ForkingPickler.dumps(EngineUpdate(state.deltas, state.stats()))
                 state.deltas = []
         counts.cpu_s += time.process_time() - start_s
-        counts.num_steps_deferred += 1
+        counts.num_steps += 1
         counts.num_finished += num_finished
         counts.num_generated_tokens = state.totals.generation_tokens
         counts.sum_running += state.num_running

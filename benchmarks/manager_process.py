@@ -1,4 +1,4 @@
-"""CPU time of a real manager process, between a server that replaces each finished request and an instant worker."""
+"""CPU time of a real manager process, with an InstantWorker, and a server that replaces each finished request."""
 
 import multiprocessing
 import statistics
@@ -38,47 +38,56 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What happened in a stretch of the run. CPU microseconds per decoded token, of all threads of a process."""
+    """Figures of one measured window of a run."""
 
     manager_us_per_token: float
+    """CPU microseconds of all threads of the manager process, per generated token."""
     worker_us_per_token: float
+    """The same for the worker process."""
     tokens_per_s: float
+    """Generated tokens per second of wall time."""
     mean_running: float
+    """Running sequences, mean over the manager's updates."""
     mean_waiting: float
+    """Waiting sequences, mean over the manager's updates."""
     bytes_per_row: float
+    """Bytes of pickled messages to the worker per decode row."""
     preemptions: int
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessCost:
-    """Medians over windows, and the least and the most of the manager's. max_bytes_per_row: of any window.
-
-    torch_imported: by the manager or the worker.
-    """
+    """Medians over the windows of one run; fields with the names of Window have its meanings."""
 
     num_sequences: int
+    """Running sequences, as asked for."""
     is_known: bool
+    """Whether max_tokens of each request is its length; otherwise eos ends it at random."""
     manager_us_per_token: float
     least_us_per_token: float
+    """Minimum of `manager_us_per_token` over the windows."""
     most_us_per_token: float
+    """Maximum of `manager_us_per_token` over the windows."""
     worker_us_per_token: float
     tokens_per_s: float
     mean_running: float
     mean_waiting: float
     bytes_per_row: float
     preemptions: int
+    """Sum over the windows."""
     torch_imported: bool
+    """Whether the manager or the worker process imported torch."""
     windows: list[Window]
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of all threads that the process has now. Linux alone says."""
+    """CPU seconds of all current threads of the process. Works on Linux only."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def write_checkpoint(directory: Path) -> Checkpoint:
-    """A model without weights. No request has stop strings, so that almost no token needs a text."""
+    """A checkpoint without weights. Two tokens have text, which suffices because no request has stop strings."""
     tokenizer = Tokenizer(models.WordLevel({"<eos>": EOS_ID, "a": 1}, unk_token="a"))
     tokenizer.save(str(directory / "tokenizer.json"))
     info = ModelInfo("llama", 1, 8, 1, 1, 8, 8, VOCAB_SIZE, 8192, 1e-5, RopeInfo(1e4), True, (EOS_ID,), "float32")
@@ -86,7 +95,7 @@ def write_checkpoint(directory: Path) -> Checkpoint:
 
 
 def run_watched_manager(facts: Channel[bool], *arguments: Any) -> None:
-    """Process entry: `run_manager`, and then whether torch has been imported."""
+    """Process entry: runs `run_manager`, then sends whether torch was imported."""
     run_manager(*arguments)
     facts.send("torch" in sys.modules)
 
@@ -98,19 +107,19 @@ def run_instant_worker(
     inputs: Channel[ForwardInput | EndOfInputs],
     outputs: Channel[ForwardOutput | Ready],
 ) -> None:
-    """Process entry. counts: shared; bytes received as pickles, and decoding rows."""
+    """Process entry of the InstantWorker. counts: shared array of bytes received as pickles, and decode rows."""
     worker = InstantWorker(MAX_SEQS_PER_FORWARD, FORWARD_SECONDS)
     outputs.send(Ready("worker", limits))
     while isinstance(message := inputs.receive(), ForwardInput):
         outputs.send(worker.forward(message))
         counts[0] += len(ForkingPickler.dumps(message))
         counts[1] += message.num_decode
-    outputs.abandon()  # nobody reads the last ones
+    outputs.abandon()  # nobody reads the last outputs
     facts.send("torch" in sys.modules)
 
 
 class ManagerUnderLoad:
-    """A manager, a worker, and this process as the server."""
+    """A manager process and a worker process, with this process as the server."""
 
     def __init__(self, load: Load, limits: EngineLimits, checkpoint: Checkpoint) -> None:
         context = multiprocessing.get_context("spawn")
@@ -138,13 +147,13 @@ class ManagerUnderLoad:
             self._requests.send(self._load.next())
 
     def serve(self) -> list[EngineStats]:
-        """Wait for updates, and replace what has finished."""
+        """Wait for updates and send a new request for each finished one -> the statistics of the updates."""
         updates: list[EngineUpdate] = self._receive()
         self.send_requests(sum(len(update.deltas) for update in updates))
         return [update.stats for update in updates]
 
     def stop(self) -> bool:
-        """Whether manager or worker had torch. Raises RuntimeError where one of them failed."""
+        """Shut down -> whether manager or worker imported torch. Raises RuntimeError if one of them failed."""
         self._requests.send(Shutdown())
         torch_imported = [self._facts.receive(TIMEOUT_S) for _ in range(2)]
         for process in (self.manager, self.worker):
@@ -164,7 +173,9 @@ class ManagerUnderLoad:
             sentinels = [self.manager.sentinel, self.worker.sentinel]
             ready = wait([self._updates.reader, *sentinels], deadline_s - time.monotonic())
             if not ready or any(sentinel in ready for sentinel in sentinels):
-                raise RuntimeError("manager or worker died" if ready else "the manager is silent")
+                raise RuntimeError(
+                    "manager or worker died" if ready else f"no update from the manager within {TIMEOUT_S:g} s"
+                )
             if messages := self._updates.drain():
                 return messages
 
@@ -187,7 +198,7 @@ def measure_process(
     window_s: float,
     advance: Callable[[float], None],
 ) -> ProcessCost:
-    """About `num_sequences` run, and more wait. advance: called with the share of the work that is done."""
+    """Measure while about `num_sequences` run and more wait. advance: called with the share done, from 0 to 1."""
     limits = engine_options(num_pool_tokens(num_sequences)).limits
     num_warm_tokens = num_sequences * num_warm_steps
     with manager_under_load(make_load(is_known), limits) as engine:
@@ -221,7 +232,7 @@ def measure_process(
 
 
 def _measure_window(engine: ManagerUnderLoad, first: EngineStats, window_s: float) -> Window:
-    """first: newest stats when the window begins."""
+    """first: the newest statistics when the window begins."""
 
     def now() -> tuple[float, float, float, int, int]:
         pids = engine.manager.pid, engine.worker.pid

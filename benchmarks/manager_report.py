@@ -1,4 +1,4 @@
-"""Tables of what the manager's benchmark found, and its limits."""
+"""Tables and limits of the manager's benchmark."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ MIN_SHARE_RUNNING = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A figure and what it is held to."""
+    """A measured figure and its limit."""
 
     name: str
     value: float
@@ -44,7 +44,7 @@ def lengths_name(is_known: bool) -> str:
 
 
 def check_costs(costs: Sequence[ProcessCost], shares: Sequence[Shares]) -> list[Check]:
-    """The cost is that of the variant in which eos comes at random: all of the manager works in it."""
+    """CPU time is limited only in runs with eos at random, in which length predictor and KV simulation have work."""
     checks = []
     us_per_token = {cost.num_sequences: cost.manager_us_per_token for cost in costs if not cost.is_known}
     if HEADLINE_SEQUENCES in us_per_token:
@@ -52,12 +52,12 @@ def check_costs(costs: Sequence[ProcessCost], shares: Sequence[Shares]) -> list[
         checks.append(at_most(name, us_per_token[HEADLINE_SEQUENCES], MAX_US_PER_TOKEN))
     least, most = min(us_per_token), max(us_per_token)
     if least < most:
-        name = f"CPU per token at {most:,} sequences over that at {least:,}"
+        name = f"manager CPU per token at {most:,} sequences over {least:,} sequences"
         checks.append(at_most(name, us_per_token[most] / us_per_token[least], MAX_GROWTH))
     least_running = min(cost.mean_running / cost.num_sequences for cost in costs)
-    checks.append(at_least("sequences that ran, of those asked for", least_running, MIN_SHARE_RUNNING))
+    checks.append(at_least("mean running sequences over sequences asked for", least_running, MIN_SHARE_RUNNING))
     bytes_per_row = max([cost.bytes_per_row for cost in costs] + [one.bytes_per_row for one in shares])
-    checks.append(at_most("bytes to the worker per decoding sequence and step", bytes_per_row, MAX_BYTES_PER_ROW))
+    checks.append(at_most("bytes to the worker per decode row", bytes_per_row, MAX_BYTES_PER_ROW))
     torch_imported = [cost.torch_imported for cost in costs] + [one.torch_imported for one in shares]
     checks.append(at_most("runs in which torch was imported", sum(torch_imported), 0))
     return checks
@@ -71,7 +71,11 @@ def check_occupancy(result: OccupancyResult) -> list[Check]:
     name = f"running sequences, lengths predicted over known ({result.lengths})"
     return [
         at_least(name, result.ratio, MIN_OCCUPANCY),
-        at_most("preempted share of tokens", result.predicted.preempted_share, MAX_PREEMPTED_SHARE),
+        at_most(
+            "tokens computed again after preemption, share of all",
+            result.predicted.preempted_share,
+            MAX_PREEMPTED_SHARE,
+        ),
     ]
 
 
@@ -83,13 +87,15 @@ def _table(*columns: str) -> Table:
 
 
 def _print_title(title: str, console: Console) -> None:
-    console.print(f"\n{title}", soft_wrap=True)  # as the title of a table it would be cut to the table's width
+    console.print(f"\n{title}", soft_wrap=True)  # a table would wrap its title at its own width
 
 
 def print_costs(costs: Sequence[ProcessCost], console: Console) -> None:
-    _print_title("A real manager process: CPU time of all its threads (median of the windows, least to most)", console)
+    _print_title(
+        "A real manager process: CPU time of all its threads (median of the windows, minimum to maximum)", console
+    )
     table = _table(
-        "completions end",
+        "completion lengths",
         "sequences",
         "running",
         "waiting",
@@ -115,10 +121,10 @@ def print_costs(costs: Sequence[ProcessCost], console: Console) -> None:
 
 
 def print_shares(shares: Sequence[Shares], console: Console) -> None:
-    """Each part's share. All have the same prompts, and lengths known or not."""
+    """CPU time by section. All shares have the same mean prompt length and the same `is_known`."""
     names = list(dict.fromkeys(name for one in shares for name in one.sections))
     kind = lengths_name(shares[0].is_known)
-    _print_title(f"The manager's parts in one process, a turn per step, µs per token; completions end: {kind}", console)
+    _print_title(f"Parts of the manager in one process, CPU µs per token; completion lengths: {kind}", console)
     table = _table("part", *(f"{one.num_sequences:,} sequences" for one in shares))
     for name in names:
         parts = [one.sections.get(name, 0.0) for one in shares]
@@ -126,14 +132,14 @@ def print_shares(shares: Sequence[Shares], console: Console) -> None:
         table.add_row(name, *cells)
     table.add_section()
     table.add_row("all", *(f"{one.us_per_token:.3f} 100%" for one in shares))
-    table.add_row("µs per turn", *(f"{one.us_per_turn:,.0f}" for one in shares))
+    table.add_row("µs per step", *(f"{one.us_per_step:,.0f}" for one in shares))
     table.add_row("running", *(f"{one.mean_running:,.0f}" for one in shares))
     console.print(table)
 
 
 def print_bytes(shares: Sequence[Shares], console: Console) -> None:
-    _print_title("Bytes to the worker per decoding sequence and step: all messages over all decoding rows", console)
-    table = _table("prompt tokens", "sequences", "bytes", "of them prompts")
+    _print_title("Bytes to the worker per decode row: all messages over all decode rows", console)
+    table = _table("prompt tokens", "sequences", "bytes", "of which prompts")
     for one in shares:
         table.add_row(
             f"{one.mean_prompt_tokens:,}",
@@ -156,7 +162,7 @@ def print_occupancy(result: OccupancyResult, console: Console) -> None:
     lengths = f"{result.lengths}, mean {result.mean_length:.0f} tokens"
     title = f"{result.num_sequences:,} completions ({lengths}), {result.num_wanted:,} at a time"
     _print_title(f"{title}, on {result.num_kv_tokens:,} KV tokens", console)
-    table = _table("", "running, warm", "running, whole run", "steps", "preemptions", "preempted tokens")
+    table = _table("", "running, warm", "running, whole run", "steps", "preemptions", "tokens computed again")
     for name, one in (("lengths predicted", result.predicted), ("lengths known", result.known)):
         table.add_row(
             name,
@@ -171,7 +177,7 @@ def print_occupancy(result: OccupancyResult, console: Console) -> None:
 
 def print_checks(checks: Sequence[Check], console: Console) -> None:
     _print_title("Limits", console)
-    table = _table("", "found", "limit", "")
+    table = _table("", "measured", "limit", "")
     for check in checks:
         verdict = "met" if check.is_met else "[red]not met[/red]"
         table.add_row(check.name, f"{check.value:,.3f}", f"{check.limit:,g}", verdict)

@@ -1,6 +1,6 @@
-"""What multiple choice costs, where each context is scored with several options.
+"""Counts the prompt tokens computed for multiple-choice questions: each context is sent once with each option.
 
-`python -m benchmarks.multiple_choice --help`: for a server of this project, whose counts of computed tokens it reads.
+`python -m benchmarks.multiple_choice --help`. Works only with a server of this project, whose counters it reads.
 """
 
 import argparse
@@ -32,50 +32,58 @@ from benchmarks.workloads import DATA, load_jsonl
 
 NUM_OPTIONS = 4
 RATIO_LIMIT = 1.15
-"""Tokens computed for each distinct one, where scores are kept."""
+"""Most tokens computed per distinct token, if requests share prefixes."""
 
 TIMEOUT_S = 3600.0
-KEPT, ALONE = "scores kept", "nothing shared"
+SHARED, NOT_SHARED = "prefixes shared", "nothing shared"
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """context: token ids of solved questions, then of one without its answer. options: those of answers to it."""
+    """One multiple-choice question, in token ids."""
 
     context: list[int]
+    """Solved questions, followed by one question without its answer."""
     options: list[list[int]]
+    """Answers to that question, the right one first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """base_url: up to and including /v1."""
+    """The server to measure."""
 
     base_url: str
+    """Up to and including /v1."""
     api_key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of all options, each scored once. Tokens of prompts: asked, distinct (see `count_distinct`), computed by what the
-    answers say, and counted by the server's own total. scores: the log-probability of each option."""
+    """Prompt tokens and time of one request per option of every question."""
 
     name: str
     asked: int
+    """Prompt tokens of all requests."""
     distinct: int
+    """Fewest tokens that could be computed: see `count_distinct`."""
     computed: int
+    """Prompt tokens computed, as the answers' usage adds up."""
     counted: int
+    """Prompt tokens computed, as the server's own counter grew; must equal `computed`."""
     wall_s: float
-    scores: list[float]
+    logprobs: list[float]
+    """Log-probability of each option, in the order of the questions."""
 
     @property
     def ratio(self) -> float:
+        """Computed tokens per distinct token."""
         return self.computed / self.distinct
 
 
 def make_questions(
     num_questions: int, context_tokens: int, seed: int, encode: Callable[[str], list[int]]
 ) -> list[Question]:
-    """Contexts of at most `context_tokens` tokens, and few less, of solved questions in an order of their own."""
+    """Questions whose contexts have nearly `context_tokens` tokens, never more, of solved questions in random order."""
     lines = load_jsonl(DATA / "gsm8k_test_200.jsonl")
     numbers = [line["answer"].split("#### ")[1] for line in lines]
     answers = [re.sub("<<.*?>>", "", line["answer"]).replace("\n####", "\nThe answer is") for line in lines]
@@ -96,34 +104,38 @@ def make_questions(
 
 
 def count_distinct(prompts: Sequence[list[int]]) -> int:
-    """Nodes of the trie of all prompts, which is the fewest tokens that can be computed."""
+    """Number of nodes in the trie of all prompts: the fewest tokens that must be computed if prefixes are shared."""
     ordered = sorted(prompts)
     return sum(map(len, ordered)) - sum(itertools.starmap(_count_common, itertools.pairwise(ordered)))
 
 
 def _count_common(first: list[int], second: list[int]) -> int:
-    places = enumerate(zip(first, second, strict=False))
-    return next((place for place, (left, right) in places if left != right), min(len(first), len(second)))
+    """Length of the common prefix."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (left, right) in pairs if left != right), min(len(first), len(second)))
 
 
 def make_body(prompt: list[int], cache_salt: str) -> bytes:
-    """As lm-eval's local-completions asks."""
+    """The request body that lm-eval's local-completions sends, with a cache_salt."""
     asked = {"prompt": [prompt], "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
     return orjson.dumps({"model": "default", **asked, "cache_salt": cache_salt})
 
 
-def read_score(answer: dict[str, Any], num_context: int, num_prompt: int) -> float:
-    """The log-probability of what follows the context, as lm-eval reads it. Raises ServerError."""
+def read_logprob(answer: dict[str, Any], num_context: int, num_prompt: int) -> float:
+    """Log-probability of the tokens after the context, summed as lm-eval does. Raises ServerError."""
     values = answer["choices"][0]["logprobs"]["token_logprobs"]
     if len(values) != num_prompt + 1 or values[0] is not None or None in values[1:]:
-        raise ServerError(f"{len(values)} log-probabilities, or one of them null, for {num_prompt} tokens and one more")
+        raise ServerError(
+            f"token_logprobs must be null for the first token and numbers for the {num_prompt} after it, but there are"
+            f" {len(values)} log-probabilities: {values[:3]}…"
+        )
     return float(sum(values[num_context:-1]))
 
 
 async def ask_all(
     target: Target, bodies: Sequence[bytes], concurrency: int, on_answer: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """The answers, in the order of the bodies. Raises ServerError where one is refused."""
+    """Answers in the order of the bodies. Raises ServerError if a request fails."""
     headers = {"Authorization": f"Bearer {target.api_key}", "Content-Type": "application/json"}
     timeout = aiohttp.ClientTimeout(TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=concurrency)
@@ -152,7 +164,7 @@ def measure(
     make_salt: Callable[[], str],
     on_answer: Callable[[], None] = lambda: None,
 ) -> Cost:
-    """Score all options, in lm-eval's order: long prompts first. make_salt: of each request. Raises ServerError."""
+    """Send all options, long prompts first as lm-eval does. make_salt: cache_salt of a request. Raises ServerError."""
     entries = [
         (len(question.context), question.context + option) for question in questions for option in question.options
     ]
@@ -170,21 +182,23 @@ def measure(
         computed=sum(answer["usage"]["prompt_tokens_details"]["computed_tokens"] for answer in answers),
         counted=read_computed_tokens(target) - before,
         wall_s=wall_s,
-        scores=[
-            read_score(in_order[index], num_context, len(prompt)) for index, (num_context, prompt) in enumerate(entries)
+        logprobs=[
+            read_logprob(in_order[index], num_context, len(prompt))
+            for index, (num_context, prompt) in enumerate(entries)
         ],
     )
 
 
 def read_computed_tokens(target: Target) -> int:
+    """The server's counter of computed prompt tokens. Raises ServerError."""
     counters = read_counters(target.base_url, target.api_key)
     if (value := counters.get(("toka_computed_prompt_tokens_total", ""))) is None:
-        raise ServerError("the server does not count what it computes: is it of this project, and ready?")
+        raise ServerError("no counter toka_computed_prompt_tokens_total: is it a server of this project, and ready?")
     return int(value)
 
 
 def run(target: Target, args: argparse.Namespace) -> list[Cost]:
-    """Both ways, with salts that no earlier run had. Raises ServerError."""
+    """Measure with shared prefixes, then with nothing shared, with new cache salts. Raises ServerError."""
     headers = {"Authorization": f"Bearer {target.api_key}"}
     with httpx.Client(base_url=target.base_url.removesuffix("/v1"), headers=headers, timeout=TIMEOUT_S) as client:
 
@@ -203,7 +217,7 @@ def run(target: Target, args: argparse.Namespace) -> list[Cost]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     costs = []
     with Progress(*columns, console=stderr, disable=not stderr.is_terminal, transient=True) as progress:
-        for name, make_salt in ((KEPT, lambda: salt), (ALONE, lambda: secrets.token_hex(8))):
+        for name, make_salt in ((SHARED, lambda: salt), (NOT_SHARED, lambda: secrets.token_hex(8))):
             task = progress.add_task(name, total=NUM_OPTIONS * len(questions))
             costs.append(
                 measure(name, target, questions, args.concurrency, make_salt, functools.partial(progress.advance, task))
@@ -213,44 +227,48 @@ def run(target: Target, args: argparse.Namespace) -> list[Cost]:
 
 def print_costs(costs: Sequence[Cost], console: Console) -> None:
     table = Table(title="Prompt tokens of multiple choice", title_justify="left")
-    for column in ("", "asked", "distinct", "computed", "by the server's total", "computed / distinct", "wall, s"):
+    for column in ("", "asked", "distinct", "computed", "server's counter", "computed / distinct", "wall, s"):
         table.add_column(column, justify="right" if column else "left")
     for cost in costs:
         numbers = (cost.asked, cost.distinct, cost.computed, cost.counted)
         table.add_row(cost.name, *(f"{number:,}" for number in numbers), f"{cost.ratio:.3f}", f"{cost.wall_s:.1f}")
     console.print(table)
-    differences = [abs(first - second) for first, second in zip(costs[0].scores, costs[1].scores, strict=True)]
-    parted = sum(first != second for first, second in zip(*(choose(cost.scores) for cost in costs), strict=True))
+    differences = [abs(first - second) for first, second in zip(costs[0].logprobs, costs[1].logprobs, strict=True)]
+    num_changed = sum(one != other for one, other in zip(*(choose(cost.logprobs) for cost in costs), strict=True))
     console.print(
-        f"An option's log-probability differs by at most {max(differences):.2g} between both; "
-        f"{parted} of {len(choose(costs[0].scores))} questions have another answer.",
+        f"An option's log-probability differs by at most {max(differences):.2g} between the two runs; "
+        f"{num_changed} of {len(choose(costs[0].logprobs))} questions have another answer.",
         highlight=False,
     )
 
 
-def choose(scores: Sequence[float]) -> list[int]:
-    """The best option of each question, the first of equals."""
+def choose(logprobs: Sequence[float]) -> list[int]:
+    """Most probable option of each question; the first one if several are equal."""
     options = range(NUM_OPTIONS)
-    return [max(options, key=lambda option: scores[start + option]) for start in range(0, len(scores), NUM_OPTIONS)]
+    return [max(options, key=lambda option: logprobs[start + option]) for start in range(0, len(logprobs), NUM_OPTIONS)]
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code: 1 where a request failed, the counts disagree, or with --check too much was computed."""
+    """Returns the exit code: 1 if a request failed, the counts disagree, or --check was given and the limit missed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.multiple_choice",
-        description="Score four options for each of many contexts as lm-eval does, then again with nothing shared.",
+        description="Score four options per context as lm-eval does, with prefixes shared and with nothing shared.",
     )
-    parser.add_argument("flags", nargs="*", metavar="FLAG=VALUE", help="of the server that is started for it")
-    parser.add_argument("--base-url", metavar="URL", help="ask a running server, such as http://127.0.0.1:10210/v1")
+    parser.add_argument("flags", nargs="*", metavar="FLAG=VALUE", help="flags of the server that this command starts")
+    parser.add_argument("--base-url", metavar="URL", help="use a running server, such as http://127.0.0.1:10210/v1")
     parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", "none"), help="default: $OPENAI_API_KEY")
     parser.add_argument("--contexts", type=int, default=100, metavar="N", help="default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=1000, metavar="N", help="of a context; default: %(default)s")
-    parser.add_argument("--concurrency", type=int, default=64, metavar="N", help="in flight; default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=1000, metavar="N", help="longest context; default: %(default)s")
+    parser.add_argument(
+        "--concurrency", type=int, default=64, metavar="N", help="requests in flight; default: %(default)s"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
-    parser.add_argument("--check", action="store_true", help=f"exit with 1 above {RATIO_LIMIT} computed / distinct")
+    parser.add_argument(
+        "--check", action="store_true", help=f"exit with 1 if computed / distinct is above {RATIO_LIMIT}"
+    )
     args = parser.parse_args(argv)
     if args.base_url and args.flags:
-        parser.error("flags are of a server that is started, --base-url names one that runs")
+        parser.error("give either flags for a new server, or --base-url for a running one")
     if min(args.contexts, args.tokens, args.concurrency) < 1:
         parser.error("--contexts, --tokens and --concurrency must be at least 1")
     try:

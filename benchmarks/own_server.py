@@ -1,4 +1,4 @@
-"""A server that a benchmark starts for itself."""
+"""Starts a server of this project for one benchmark."""
 
 import socket
 import subprocess
@@ -15,9 +15,10 @@ _NUM_LINES_KEPT = 20
 
 @contextmanager
 def running_server(flags: Sequence[str]) -> Iterator[str]:
-    """`toka` with these flags on a free port -> its base URL, up to and including /v1, once it is ready. Ended after.
+    """Run `toka` with these flags on a free port while the block runs.
 
-    Raises ServerError with what it last said where it does not start."""
+    Yields its base URL, up to and including /v1, once it is ready. If it does not start, raises ServerError with its
+    last lines of output."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What a run showed: totals and percentiles, the machine it ran on, and their short table."""
+"""The result of a run: totals, latency percentiles and the machine, written as JSON and printed as a table."""
 
 import dataclasses
 import json
@@ -19,23 +19,24 @@ from benchmarks.client import RequestResult
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Totals of one run. Tokens, requests_per_s and latencies count only requests that succeeded.
-
-    wall_s: from the first request sent to the last answer, failures included.
-    prompt_tokens: as the server counts them: once for a request with n samples.
-    latency_*_s: of whole requests; None where none succeeded.
-    """
+    """Totals of one run. Tokens, requests_per_s and latencies count only requests that succeeded."""
 
     num_requests: int
     num_failed: int
     wall_s: float
+    """Seconds from sending the first request to the end of the last answer, failures included."""
     prompt_tokens: int
+    """As the server counts them: once for a request with n samples."""
     cached_tokens: int
+    """Prompt tokens found in a prefix cache, as far as the server reports them."""
     completion_tokens: int
     output_tokens_per_s: float
+    """Completion tokens per second of `wall_s`."""
     total_tokens_per_s: float
+    """Prompt and completion tokens per second of `wall_s`."""
     requests_per_s: float
     latency_mean_s: float | None
+    """Latency of whole requests; this and the following are None if no request succeeded."""
     latency_p50_s: float | None
     latency_p90_s: float | None
     latency_p99_s: float | None
@@ -44,18 +45,19 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One run, as it is written to the JSON file.
-
-    config: every argument of the command but the key. server: model, and what /version answers.
-    client_cpu_s: CPU time that this process took while the clock ran.
-    """
+    """One run, as it is written to the JSON file."""
 
     config: dict[str, object]
+    """All arguments of the command except the API key."""
     started_at: str
+    """UTC time in ISO 8601."""
     machine: dict[str, object]
+    """Facts of the client's machine: see `machine_facts`."""
     server: dict[str, object]
+    """Model, and the answer of /version."""
     summary: Summary
     client_cpu_s: float
+    """CPU seconds of this process during the measurement."""
     requests: list[RequestResult]
 
     def write(self, path: Path) -> None:
@@ -63,7 +65,7 @@ class Report:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Between the two nearest ranks, linearly, as numpy does by default. `values` is not empty."""
+    """Percentile with linear interpolation between the two nearest ranks, numpy's default. `values` is not empty."""
     ordered = sorted(values)
     rank = (len(ordered) - 1) * percent / 100
     below = math.floor(rank)
@@ -72,7 +74,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summarize(results: Sequence[RequestResult]) -> Summary:
-    """`results` is not empty."""
+    """Totals and percentiles of a run. `results` is not empty."""
     succeeded = [result for result in results if result.error is None]
     latencies = [result.latency_s for result in succeeded]
     wall_s = max(result.finished_s for result in results) - min(result.sent_s for result in results)
@@ -97,7 +99,7 @@ def summarize(results: Sequence[RequestResult]) -> Summary:
 
 
 def machine_facts() -> dict[str, object]:
-    """The machine of this client, which is the server's too where the URL is local."""
+    """Facts of this client's machine, which is also the server's machine if the URL is local."""
     cpuinfo = Path("/proc/cpuinfo")
     models = (
         [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] if cpuinfo.exists() else []
@@ -114,7 +116,7 @@ def machine_facts() -> dict[str, object]:
 
 
 def print_summary(title: str, summary: Summary, console: Console) -> None:
-    console.print(title, markup=False, highlight=False, soft_wrap=True)  # a table would wrap it to its own width
+    console.print(title, markup=False, highlight=False, soft_wrap=True)  # a table would wrap its title at its own width
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -131,7 +133,7 @@ def print_summary(title: str, summary: Summary, console: Console) -> None:
         table.add_row(name, "-" if value is None else f"{value:,.2f}")
     counts = {
         "prompt tokens": summary.prompt_tokens,
-        "of them cached": summary.cached_tokens,
+        "of which cached": summary.cached_tokens,
         "output tokens": summary.completion_tokens,
         "requests": summary.num_requests,
         "failed": summary.num_failed,
@@ -142,7 +144,7 @@ def print_summary(title: str, summary: Summary, console: Console) -> None:
 
 
 def print_failures(results: Sequence[RequestResult], console: Console, max_lines: int = 8) -> None:
-    """Each kind of failure with its count, the most frequent first."""
+    """Print each kind of failure with its count, the most frequent first."""
     kinds = Counter(result.error for result in results if result.error is not None)
     for error, count in kinds.most_common(max_lines):
         console.print(f"failed ({count} requests): {error}", style="red", markup=False, highlight=False, soft_wrap=True)

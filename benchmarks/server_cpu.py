@@ -1,6 +1,6 @@
-"""CPU time of the server process per request, where thousands come at once: `python -m benchmarks.server_cpu --help`.
+"""CPU time of the server process per request, with thousands of requests at once.
 
-For a server of this project with nothing else to do.
+`python -m benchmarks.server_cpu --help`. Works only with a server of this project, which must have no other load.
 """
 
 import argparse
@@ -29,25 +29,31 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """base_url: up to and including /v1."""
+    """The server to measure."""
 
     base_url: str
+    """Up to and including /v1."""
     api_key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What so many requests of one token took, all of them sent at once."""
+    """Time taken by `num_requests` requests of one token, all sent at once."""
 
     way: str
+    """How they were sent: a key of WAYS."""
     num_requests: int
     num_failed: int
+    """Requests that failed or whose answer does not have exactly one token."""
     server_cpu_s: float
+    """CPU seconds of the server process, by its own counter."""
     client_cpu_s: float
+    """CPU seconds of this process."""
     wall_s: float
 
     @property
     def ms_per_request(self) -> float:
+        """CPU milliseconds of the server process per request."""
         return 1000 * self.server_cpu_s / self.num_requests
 
 
@@ -56,9 +62,9 @@ def make_body(number: int) -> dict[str, object]:
 
 
 async def ask_openai(target: Target, num_requests: int) -> int:
-    """A connection each, by OpenAI's client, without retries -> how many failed."""
+    """Send each request over its own connection, with OpenAI's client and without retries -> number that failed."""
     limits = httpx.Limits(max_connections=num_requests, max_keepalive_connections=num_requests)
-    # Of newer versions the client takes httpx as well, but is typed for another.
+    # Newer versions of the client accept an httpx client too, but their type hints name another class.
     http_client: Any = httpx.AsyncClient(limits=limits, timeout=TIMEOUT_S)
 
     async with openai.AsyncOpenAI(
@@ -78,13 +84,13 @@ async def ask_openai(target: Target, num_requests: int) -> int:
 
 
 async def ask_bulk(target: Target, num_requests: int) -> int:
-    """Lines of one request -> how many failed."""
+    """Send all as lines of one /v1/bulk request -> number that failed."""
     lines = [
         orjson.dumps({"custom_id": str(number), "url": "/v1/completions", "body": make_body(number)})
         for number in range(num_requests)
     ]
     headers = {"Authorization": f"Bearer {target.api_key}", "Content-Type": "application/x-ndjson"}
-    left = {str(number) for number in range(num_requests)}
+    missing = {str(number) for number in range(num_requests)}
     async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(TIMEOUT_S)) as session:
         try:
             async with session.post(f"{target.base_url}/bulk", data=b"\n".join(lines)) as answer:
@@ -93,22 +99,22 @@ async def ask_bulk(target: Target, num_requests: int) -> int:
                     result = orjson.loads(line)
                     response = result["response"]
                     if response["status_code"] == 200 and response["body"]["usage"]["completion_tokens"] == 1:
-                        left.discard(result["custom_id"])
+                        missing.discard(result["custom_id"])
         except UNREACHABLE as error:
             raise ServerError(f"{target.base_url}/bulk: {error!r}") from None
-    return len(left)
+    return len(missing)
 
 
 WAYS: dict[str, Callable[[Target, int], Awaitable[int]]] = {"openai": ask_openai, "bulk": ask_bulk}
 
 
 def measure(way: str, target: Target, num_requests: int) -> Cost:
-    """Raises ServerError."""
+    """Send the requests and read the server's CPU time before and after. Raises ServerError."""
 
     def server_cpu_s() -> float:
         seconds = read_counters(target.base_url, target.api_key).get(("toka_server_cpu_seconds_total", ""))
         if seconds is None:
-            raise ServerError("the server counts no CPU time of its own: is it of this project, and ready?")
+            raise ServerError("no counter toka_server_cpu_seconds_total: is it a server of this project, and ready?")
         return seconds
 
     before, client_before, started = server_cpu_s(), time.process_time(), time.perf_counter()
@@ -133,26 +139,28 @@ def print_costs(costs: Sequence[Cost], console: Console) -> None:
 
 
 def allow_connections(count: int) -> None:
-    """Raises ServerError where the system does not."""
+    """Raise the limit of open files to its maximum. Raises ServerError if `count` connections need more."""
     hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard_limit != resource.RLIM_INFINITY and hard_limit < count + NUM_SPARE_FILES:
-        raise ServerError(f"{count} connections need as many open files, and {hard_limit} are allowed (ulimit -Hn)")
+        raise ServerError(
+            f"{count} connections need {count + NUM_SPARE_FILES} open files, but the limit is {hard_limit} (ulimit -Hn)"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code: 1 where a request failed, or no server of this project answered."""
+    """Returns the exit code: 1 if a request failed or no server of this project answered."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.server_cpu",
         description="Send many requests of one token at once; read the server's CPU time before and after.",
     )
-    parser.add_argument("ways", nargs="*", metavar="WAY", help=f"of {', '.join(WAYS)}; default: all")
+    parser.add_argument("ways", nargs="*", metavar="WAY", help=f"how to send them: {', '.join(WAYS)}; default: all")
     parser.add_argument("--base-url", default="http://127.0.0.1:10210/v1", metavar="URL", help="default: %(default)s")
     parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", "none"), help="default: $OPENAI_API_KEY")
     parser.add_argument("--requests", type=int, default=4096, metavar="N", help="default: %(default)s")
     args = parser.parse_args(argv)
     if unknown := set(args.ways) - set(WAYS):
-        parser.error(f"no such way: {', '.join(sorted(unknown))}")
+        parser.error(f"unknown WAY {', '.join(sorted(unknown))}: expected {' or '.join(WAYS)}")
     if args.requests < 1:
         parser.error("--requests must be at least 1")
     target = Target(args.base_url.rstrip("/"), args.api_key)

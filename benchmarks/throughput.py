@@ -44,7 +44,7 @@ def _number(text: str) -> float:
 def _positive(text: str) -> float:
     value = _number(text)
     if value == 0:
-        raise argparse.ArgumentTypeError("must be more than 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not more than 0")
     return value
 
 
@@ -70,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--base-url", type=_base_url, default="http://127.0.0.1:10210/v1", metavar="URL", help="default: %(default)s"
     )
-    server.add_argument("--model", help="default: the first that the server lists")
+    server.add_argument("--model", help="default: the first model that the server lists")
     server.add_argument(
         "--api-key",
         default=os.environ.get("OPENAI_API_KEY"),
@@ -93,55 +93,70 @@ def make_parser() -> argparse.ArgumentParser:
         "--concurrency",
         type=_whole(0),
         metavar="N",
-        help="HTTP requests in flight (one with n samples is one); 0: all at once. Default: 64 for sharegpt, else 0",
+        help="HTTP requests in flight (a request with n samples counts once); 0: all at once. Default: 64 for sharegpt,"
+        " else 0",
     )
     load.add_argument(
         "--request-rate",
         type=_positive,
         metavar="PER_SECOND",
-        help="offer requests at Poisson collector of this rate; then concurrency is 0 unless given, and a latency"
-        " counts from the arrival",
+        help="send requests at Poisson arrivals of this rate. Then --concurrency defaults to 0, and latency counts from"
+        " the arrival",
     )
     load.add_argument("--temperature", type=_number, default=0.6, metavar="T", help="default: %(default)s")
-    load.add_argument("--seed", type=_whole(0), default=0, metavar="N", help="of prompts, lengths and collector")
-    load.add_argument("--warmup", type=_whole(0), default=1, metavar="N", help="requests before timing (default: 1)")
     load.add_argument(
-        "--timeout", type=_positive, default=7200.0, metavar="SECONDS", help="of one request (default: %(default)g)"
+        "--seed", type=_whole(0), default=0, metavar="N", help="seed of prompts, lengths and arrivals (default: 0)"
     )
-    common.add_argument("--output", type=Path, metavar="FILE", help="write everything that was measured, as JSON")
+    load.add_argument(
+        "--warmup", type=_whole(0), default=1, metavar="N", help="requests before the measurement (default: 1)"
+    )
+    load.add_argument(
+        "--timeout",
+        type=_positive,
+        default=7200.0,
+        metavar="SECONDS",
+        help="limit for one request (default: %(default)g)",
+    )
+    common.add_argument("--output", type=Path, metavar="FILE", help="write all measurements to FILE as JSON")
 
     generated = argparse.ArgumentParser(add_help=False)
     generated.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="every sample has its full length, and the server's count is checked against it (default: yes)",
+        help="every sample runs to its full length, and the server's token count must match (default: yes)",
     )
     generated.add_argument("--chat", action="store_true", help="use /chat/completions instead of /completions")
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.throughput",
-        description="Offer a load to an OpenAI-compatible server and measure it. Failed requests make the exit code 1.",
+        description="Measure an OpenAI-compatible server under load. The exit code is 1 if a request failed.",
     )
     commands = parser.add_subparsers(dest="workload", required=True, metavar="WORKLOAD")
     monkeys = commands.add_parser(
-        "monkeys", parents=[common, generated], help="many samples of few questions behind one 8-shot prefix"
+        "monkeys", parents=[common, generated], help="many samples of few questions after one 8-shot prefix"
     )
     monkeys.add_argument("--questions", type=_whole(1), default=16, metavar="K", help="default: %(default)s")
-    monkeys.add_argument("--samples", type=_whole(1), default=32, metavar="N", help="of each (default: %(default)s)")
+    monkeys.add_argument(
+        "--samples", type=_whole(1), default=32, metavar="N", help="samples of each question (default: %(default)s)"
+    )
     monkeys.add_argument("--max-tokens", type=_whole(1), default=128, metavar="N", help="default: %(default)s")
     monkeys.add_argument(
-        "--separate-samples", action="store_true", help="a request for each sample, for servers that lack n"
+        "--separate-samples", action="store_true", help="one request per sample, for servers without n"
     )
     sharegpt = commands.add_parser(
-        "sharegpt", parents=[common, generated], help="unrelated requests of lognormal prompt and output lengths"
+        "sharegpt", parents=[common, generated], help="unrelated requests with lognormal prompt and output lengths"
     )
     sharegpt.add_argument("--requests", type=_whole(1), default=200, metavar="K", help="default: %(default)s")
     sharegpt.add_argument(
-        "--mean-tokens", type=_positive, default=220.0, metavar="N", help="of prompts and outputs (default: 220)"
+        "--mean-tokens",
+        type=_positive,
+        default=220.0,
+        metavar="N",
+        help="mean length of prompts and of outputs (default: 220)",
     )
     sharegpt.add_argument("--cap", type=_whole(2), default=1024, metavar="N", help="longest length (default: 1024)")
-    sharegpt.add_argument("--sigma", type=_positive, default=1.0, help="of the logarithm of lengths (default: 1)")
+    sharegpt.add_argument("--sigma", type=_positive, default=1.0, help="standard deviation of log(length) (default: 1)")
     sharegpt.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="tokenizer.json or its directory, to cut prompts to length"
     )
@@ -150,7 +165,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=_positive,
         default=workloads.TOKENS_PER_WORD,
         metavar="R",
-        help="cuts prompts to length where no tokenizer is given (default: %(default)s, measured with SmolLM2)",
+        help="used to cut prompts if there is no --tokenizer (default: %(default)s, measured with SmolLM2)",
     )
     file = commands.add_parser(
         "file",
@@ -160,12 +175,12 @@ def make_parser() -> argparse.ArgumentParser:
         ' "arrival_s" (seconds from the start)}.',
     )
     file.add_argument("path", type=Path)
-    file.add_argument("--ignore-eos", action="store_true", help="for lines that do not say")
+    file.add_argument("--ignore-eos", action="store_true", help="default for lines without ignore_eos")
     return parser
 
 
 def build_requests(args: argparse.Namespace) -> list[OfferedRequest]:
-    """The offered load that the arguments describe. Raises ValueError and OSError."""
+    """Requests of the workload that the arguments describe. Raises ValueError and OSError."""
     if args.workload == "monkeys":
         requests = workloads.monkeys(
             args.questions,
@@ -188,13 +203,13 @@ def build_requests(args: argparse.Namespace) -> list[OfferedRequest]:
         requests = [workloads.as_chat(request) for request in requests]
     if args.request_rate is not None:
         if requests[0].arrival_s is not None:
-            raise ValueError("the file has arrival times of its own: leave out --request-rate")
+            raise ValueError("--request-rate is not allowed: the file has arrival times")
         requests = workloads.with_poisson_arrivals(requests, args.request_rate, args.seed)
     return requests
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[OfferedRequest]]:
-    """The arguments and the load they describe; a wrong argument ends the process with exit code 2."""
+    """Arguments and the requests they describe. Ends the process with exit code 2 if an argument is wrong."""
     parser = make_parser()
     args = parser.parse_args(argv)
     if args.concurrency is None:
@@ -208,7 +223,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[OfferedRequest]
 
 
 async def _warm_up(client: Client, model: str, count: int, chat: bool) -> None:
-    """Short requests, unlike the workload's. Raises ServerError."""
+    """Send `count` short requests that share nothing with the workload. Raises ServerError if one fails."""
     request = OfferedRequest({"prompt": "What does a dinosaur eat?"}, 1, 8, 0.0, ignore_eos=False)
     requests = [workloads.as_chat(request) if chat else request] * count
     for result in await client.offer(requests, model, concurrency=None):
@@ -217,7 +232,7 @@ async def _warm_up(client: Client, model: str, count: int, chat: bool) -> None:
 
 
 async def measure(args: argparse.Namespace, requests: list[OfferedRequest]) -> Report:
-    """Warm up, offer the load, and say what happened. Raises ServerError."""
+    """Warm up, send the requests and report. Raises ServerError."""
     options = ClientOptions(args.base_url, args.api_key, args.timeout, args.usage_per_choice, args.extra_body)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     stderr = Console(stderr=True)
@@ -249,7 +264,7 @@ async def measure(args: argparse.Namespace, requests: list[OfferedRequest]) -> R
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code: 1 where a request failed or no server answered."""
+    """Returns the exit code: 1 if a request failed or no server answered."""
     args, requests = parse(argv)
     stderr = Console(stderr=True)
     try:

@@ -1,6 +1,6 @@
-"""Where the wall time of a load goes, by the server's own counters: `python -m benchmarks.time_profile monkeys`.
+"""Divides the wall time of a run into parts, by the server's own counters: `python -m benchmarks.time_profile monkeys`.
 
-Takes the arguments of benchmarks.throughput, for a server of this project with nothing else to do.
+Takes the arguments of benchmarks.throughput. Works only with a server of this project, which must have no other load.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ from benchmarks.client import ServerError
 from benchmarks.report import Report, print_summary
 
 PHASES = {
-    "gemm": "matrix products, with norms, gates and sums",
+    "gemm": "gemms, with norms, gates and sums",
     "prefix_attention": "attention to shared prefixes",
-    "attention": "attention to everything else",
-    "heads": "rotary, writing of keys and values",
+    "attention": "all other attention",
+    "heads": "rotary embedding, writing keys and values",
     "sampling": "sampling",
 }
 OVERHEAD = "worker, outside its kernels"
@@ -31,25 +31,28 @@ WAITING = "worker between steps: no input, or nothing to do"
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """seconds: parts of the wall time, which they add up to. beside_cpu_s: CPU time of processes that run beside the
-    worker."""
+    """Parts of the wall time of one run, and CPU time of the other processes."""
 
     wall_s: float
     seconds: dict[str, float]
+    """Wall seconds by part; they add up to `wall_s`."""
     beside_cpu_s: dict[str, float]
+    """CPU seconds of the processes that run beside the worker, by name."""
 
     @property
     def share_outside_kernels(self) -> float:
+        """Share of the wall time in which the worker runs no kernel, from 0 to 1."""
         return (self.seconds[OVERHEAD] + self.seconds[WAITING]) / self.wall_s
 
 
 def read_counters(base_url: str, api_key: str = "none") -> dict[tuple[str, str], float]:
-    """Values of the server's metrics by name and phase ("" where it has none), summed over replicas. Raises
-    ServerError."""
+    """Values of the server's metrics by name and phase ("" for metrics without one), summed over replicas.
+
+    Raises ServerError."""
     url = base_url.removesuffix("/v1") + "/metrics"
-    asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"})
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"})
     try:
-        with urllib.request.urlopen(asked, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=30) as answer:
             text = answer.read().decode()
     except (urllib.error.URLError, TimeoutError) as error:
         raise ServerError(f"{url}: {error}") from error
@@ -64,11 +67,11 @@ def read_counters(base_url: str, api_key: str = "none") -> dict[tuple[str, str],
 def make_profile(
     before: Mapping[tuple[str, str], float], after: Mapping[tuple[str, str], float], wall_s: float, client_cpu_s: float
 ) -> Profile:
-    """Raises ServerError where the server does not count what is needed."""
+    """Differences of the counters. Raises ServerError if the server lacks a counter."""
 
     def spent(name: str, phase: str = "") -> float:
         if (name, phase) not in after:
-            raise ServerError(f"the server counts no {name}{f' of {phase}' if phase else ''}")
+            raise ServerError(f"the server has no counter {name}{f' of phase {phase}' if phase else ''}")
         return after[name, phase] - before.get((name, phase), 0.0)
 
     seconds = {label: spent("toka_forward_phase_seconds_total", phase) for phase, label in PHASES.items()}
@@ -85,7 +88,7 @@ def print_profile(profile: Profile, console: Console) -> None:
         table.add_row(name, f"{spent:.2f}", f"{100 * spent / profile.wall_s:.1f}")
     table.add_section()
     table.add_row("wall time", f"{profile.wall_s:.2f}", "100.0")
-    table.add_row("of it outside kernels", "", f"{100 * profile.share_outside_kernels:.1f}")
+    table.add_row("of which outside kernels", "", f"{100 * profile.share_outside_kernels:.1f}")
     table.add_section()
     for name, spent in profile.beside_cpu_s.items():
         table.add_row(f"beside the worker: CPU time of {name}", f"{spent:.2f}", f"{100 * spent / profile.wall_s:.1f}")
@@ -93,9 +96,9 @@ def print_profile(profile: Profile, console: Console) -> None:
 
 
 async def measure(argv: Sequence[str]) -> tuple[Report, Profile]:
-    """Raises ServerError."""
+    """Run the load and read the counters before and after. Raises ServerError."""
     args, requests = throughput.parse(argv)
-    args.warmup = 0  # its steps would be counted
+    args.warmup = 0  # the counters would include its steps
     before = await asyncio.to_thread(read_counters, args.base_url)
     report = await throughput.measure(args, requests)
     await asyncio.sleep(_SECONDS_TO_COUNT)
@@ -104,11 +107,11 @@ async def measure(argv: Sequence[str]) -> tuple[Report, Profile]:
 
 
 _SECONDS_TO_COUNT = 2.0
-"""Counters reach the server a second after they last changed."""
+"""Wait after the run: counters reach the server up to a second after they change."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code: 1 where a request failed, or no server of this project answered."""
+    """Returns the exit code: 1 if a request failed or no server of this project answered."""
     try:
         report, profile = asyncio.run(measure(argv))
     except ServerError as error:

@@ -1,4 +1,4 @@
-"""What is asked of the server: the offered requests of each workload, made before the clock starts."""
+"""The requests of each workload, made before timing starts."""
 
 import dataclasses
 import itertools
@@ -15,28 +15,27 @@ import orjson
 
 DATA = Path(__file__).parent / "data"
 
-# SmolLM2's tokenizer on the questions of data/gsm8k_test_200.jsonl: 12,395 tokens in 9,278 words.
 TOKENS_PER_WORD = 1.336
+"""Measured with SmolLM2's tokenizer on the questions of data/gsm8k_test_200.jsonl: 12,395 tokens in 9,278 words."""
 
 Cut = Callable[[str, int], str]
-"""(text, num_tokens) -> the head of the text that is about that many tokens long, at least one word or token."""
+"""(text, num_tokens) -> the start of the text, about `num_tokens` tokens long, at least one word or token."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedRequest:
-    """One HTTP request.
-
-    content: {"prompt": text or ids} for /completions, or {"messages": [...]} for /chat/completions.
-    max_tokens: of each of the `num_samples` choices.
-    arrival_s: when it is due, from the start of the run; None: as soon as the concurrency allows.
-    """
+    """One HTTP request to send."""
 
     content: dict[str, object]
+    """{"prompt": text or token ids} for /completions, or {"messages": [...]} for /chat/completions."""
     num_samples: int
+    """Number of choices: `n` in the request."""
     max_tokens: int
+    """Limit for each choice."""
     temperature: float
     ignore_eos: bool
     arrival_s: float | None = None
+    """Seconds from the start of the run until it is due; None: as soon as the concurrency allows."""
 
 
 def load_jsonl(path: Path) -> list[dict[str, str]]:
@@ -45,12 +44,13 @@ def load_jsonl(path: Path) -> list[dict[str, str]]:
 
 
 def few_shot_prefix(seed: int) -> str:
-    """Eight solved questions, 998 tokens of SmolLM2, in an order that `seed` decides.
+    """Eight solved questions in an order that `seed` decides: 998 tokens with SmolLM2's tokenizer.
 
-    The order changes and not the choice: runs with different seeds are equally long, yet find no cached prefix."""
+    The questions are the same for every seed, so that runs with different seeds have equally long prompts; their order
+    differs, so that no run finds another's cached prefix."""
     shots = load_jsonl(DATA / "gsm8k_train_8_shots.jsonl")
     random.Random(seed).shuffle(shots)
-    # GSM8K marks arithmetic for a calculator, as in "48/2 = <<48/2=24>>24".
+    # Remove GSM8K's calculator annotations, as in "48/2 = <<48/2=24>>24".
     answers = [re.sub(r"<<.*?>>", "", shot["answer"]) for shot in shots]
     pairs = zip(shots, answers, strict=True)
     return "".join(f"Question: {shot['question']}\nAnswer: {answer}\n\n" for shot, answer in pairs)
@@ -65,10 +65,10 @@ def monkeys(
     separate_samples: bool,
     seed: int,
 ) -> list[OfferedRequest]:
-    """Repeated sampling: `num_samples` answers to each of `num_questions` behind one few-shot prefix.
+    """Repeated sampling: `num_samples` answers to each of `num_questions` questions after one few-shot prefix.
 
-    separate_samples: one request for each sample instead of `n` samples in one.
-    Raises ValueError for more questions than there are. Source: Large Language Monkeys, arXiv 2407.21787."""
+    separate_samples: send one request per sample instead of one request with `n` samples.
+    Raises ValueError if there are fewer questions. Source: Large Language Monkeys, arXiv 2407.21787."""
     questions = [line["question"] for line in load_jsonl(DATA / "gsm8k_test_200.jsonl")]
     if num_questions > len(questions):
         raise ValueError(f"there are {len(questions)} questions, not {num_questions}")
@@ -84,7 +84,7 @@ def monkeys(
 
 
 def capped_lognormal_mean(mu: float, sigma: float, cap: float) -> float:
-    """The mean of min(X, cap), where log X is normal with mean `mu` and deviation `sigma`."""
+    """Mean of min(X, cap), where log X is normal with mean `mu` and standard deviation `sigma`."""
     normal = NormalDist()
     z_cap = (math.log(cap) - mu) / sigma
     below = math.exp(mu + sigma**2 / 2) * normal.cdf(z_cap - sigma)
@@ -94,8 +94,8 @@ def capped_lognormal_mean(mu: float, sigma: float, cap: float) -> float:
 def lognormal_lengths(count: int, mean: float, sigma: float, cap: int, seed: int) -> list[int]:
     """`count` lengths between 1 and `cap` from a lognormal distribution whose mean after capping is `mean`.
 
-    They are its quantiles at (i + 1/2) / count, shuffled by `seed`: every seed offers the same amount of work, so that
-    runs with different seeds can be compared. Raises ValueError unless 1 <= mean < cap."""
+    The lengths are its quantiles at (i + 1/2) / count, shuffled by `seed`. Every seed thus gives the same amount of
+    work, so that runs with different seeds are comparable. Raises ValueError unless 1 <= mean < cap."""
     if not 1 <= mean < cap:
         raise ValueError(f"the mean length {mean} must be at least 1 and below the cap {cap}")
     low, high = math.log(mean) - 10 * sigma, math.log(cap) + 10 * sigma
@@ -110,20 +110,20 @@ def lognormal_lengths(count: int, mean: float, sigma: float, cap: int, seed: int
 
 
 def cut_by_words(tokens_per_word: float) -> Cut:
-    """Lengths by a fixed ratio: right on average only."""
+    """Cut by a fixed number of tokens per word: right only on average."""
     return lambda text, num_tokens: " ".join(text.split()[: max(1, round(num_tokens / tokens_per_word))])
 
 
 def cut_by_tokenizer(path: Path) -> Cut:
-    """Lengths by the served model's own tokenizer: `path` is a tokenizer.json, or a directory that has one.
+    """Cut with the served model's tokenizer. path: a tokenizer.json, or a directory that contains one.
 
-    The head that is cut off may encode to a token more or less than it was in the whole. Raises ValueError."""
+    The text that remains may encode to a token more or less than asked. Raises ValueError."""
     from tokenizers import Tokenizer
 
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises no narrower class
         raise ValueError(f"cannot read a tokenizer from {file}: {error}") from None
 
     def cut(text: str, num_tokens: int) -> str:
@@ -143,9 +143,9 @@ def sharegpt(
     cut: Cut,
     seed: int,
 ) -> list[OfferedRequest]:
-    """Unrelated requests whose prompt and output lengths vary as in chat logs, drawn independently of each other.
+    """Unrelated requests with prompt and output lengths as varied as in chat logs, independent of each other.
 
-    Each prompt begins with words of its own, so that no prefix cache helps by accident."""
+    Each prompt begins with different random words, so that no request finds a cached prefix."""
     questions = [line["question"] for line in load_jsonl(DATA / "gsm8k_test_200.jsonl")]
     words = " ".join(questions).split()
     rng = random.Random(seed)
@@ -155,7 +155,9 @@ def sharegpt(
     for num_prompt_tokens, num_output_tokens in zip(prompt_lengths, output_lengths, strict=True):
         parts = [" ".join(rng.choices(words, k=8))]
         num_words = 8
-        while num_words < num_prompt_tokens:  # a word is at least one token: enough for any tokenizer
+        while (
+            num_words < num_prompt_tokens
+        ):  # a word is at least one token, so the text is long enough for any tokenizer
             parts.append(rng.choice(questions))
             num_words += len(parts[-1].split())
         prompt = cut(" ".join(parts), num_prompt_tokens)
@@ -165,7 +167,9 @@ def sharegpt(
 
 def read_file(path: Path, temperature: float, ignore_eos: bool) -> list[OfferedRequest]:
     """Requests from JSONL: {"prompt" or "messages", "max_tokens", and optionally "n", "temperature", "ignore_eos",
-    "arrival_s"}; the arguments stand in for what a line leaves out. Raises ValueError naming file and line."""
+    "arrival_s"}.
+
+    temperature, ignore_eos: defaults for lines without these fields. Raises ValueError with file and line number."""
     requests = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
@@ -187,7 +191,7 @@ def _parse_line(line: str, temperature: float, ignore_eos: bool) -> OfferedReque
         raise ValueError("not a JSON object")
     content = {key: fields.pop(key) for key in ("prompt", "messages") if key in fields}
     if len(content) != 1:
-        raise ValueError("exactly one of prompt and messages is needed")
+        raise ValueError("exactly one of prompt and messages is required")
     prompt = content.get("prompt", "")
     if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(item) is int for item in prompt)):
         raise ValueError("prompt must be one text or one list of token ids")
@@ -210,15 +214,15 @@ def _parse_line(line: str, temperature: float, ignore_eos: bool) -> OfferedReque
 
 
 def with_poisson_arrivals(requests: list[OfferedRequest], per_second: float, seed: int) -> list[OfferedRequest]:
-    """The same requests in the same order, due at the times of a Poisson process that starts with the run."""
+    """The same requests in the same order, with arrival times of a Poisson process that starts with the run."""
     rng = random.Random(seed)
-    collector = itertools.accumulate(rng.expovariate(per_second) for _ in requests)
+    arrivals = itertools.accumulate(rng.expovariate(per_second) for _ in requests)
     return [
-        dataclasses.replace(request, arrival_s=arrival) for request, arrival in zip(requests, collector, strict=True)
+        dataclasses.replace(request, arrival_s=arrival) for request, arrival in zip(requests, arrivals, strict=True)
     ]
 
 
 def as_chat(request: OfferedRequest) -> OfferedRequest:
-    """The prompt as one user message."""
+    """The same request as a chat request with the prompt as one user message."""
     message = {"role": "user", "content": request.content["prompt"]}
     return dataclasses.replace(request, content={"messages": [message]})

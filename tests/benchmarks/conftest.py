@@ -1,4 +1,4 @@
-"""A small HTTP server with scripted answers, in a thread of the test."""
+"""A small HTTP server with scripted answers, which runs in a thread of the test process."""
 
 import asyncio
 import socket
@@ -69,7 +69,7 @@ def scripted_server() -> Iterator[ScriptedServer]:
     scripted.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
     server = uvicorn.Server(uvicorn.Config(scripted.app(), log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()  # clients may connect at once: the socket is listening already
+    thread.start()  # clients can connect already: the socket is listening
     yield scripted
     server.should_exit = True
     thread.join()

@@ -1,4 +1,4 @@
-"""The benchmark of attention: both ways to attend agree, its figures are what they say, it runs from end to end."""
+"""The attention benchmark: whole and split attention agree, figures are consistent, and it runs from end to end."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_a_group_attends_to_the_same_whole_or_split(backend: str) -> None:
+def test_whole_and_split_attention_of_a_group_agree(backend: str) -> None:
     group = attention_cases.group(backend, num_rows=5, num_prefix_tokens=64, num_suffix_tokens=20)
     for whole, split in zip(group.whole, group.split, strict=True):
         torch.testing.assert_close(whole(), split(), atol=5e-3, rtol=2**-6)
@@ -44,7 +44,7 @@ def test_decode_goes_through_all_layers_with_blocks_of_each_sequence(
     assert num_bytes == 3 * 40 * 2 * 3 * 64 * 2, "keys and values of three heads of 64, in bfloat16"
 
 
-def test_candidates_take_turns_and_the_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_are_interleaved_and_the_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     order, now = [], 0.0
     monkeypatch.setattr(attention_cases.time, "perf_counter", lambda: now)
 
@@ -54,7 +54,7 @@ def test_candidates_take_turns_and_the_first_round_does_not_count(monkeypatch: p
         now += seconds if len(order) > 3 else 50
 
     candidates = {"a": [lambda: call("a", 2)] * 2, "b": [lambda: call("b", 7)]}
-    assert attention_cases.in_turns(candidates, 3) == {"a": 2, "b": 7}
+    assert attention_cases.time_interleaved(candidates, 3) == {"a": 2, "b": 7}
     assert "".join(order) == "aab" * 4
 
 
@@ -72,13 +72,13 @@ def test_it_runs_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert decode["amount"] * decode["ms"] == pytest.approx(3 * 40 * 768 / 1e6)
     assert prefix["amount"] * prefix["ms"] == pytest.approx(4 * 5 * 64 * 9 * 64 / 1e6)
     assert len(found["shared"]) == 2 * 2 * 2
-    assert "cpu: attention of a group" in capsys.readouterr().out
+    assert "cpu: speed-up of a prefix group" in capsys.readouterr().out
     names = [text.text for text in ElementTree.parse(tmp_path / "a.svg").iter(f"{SVG}text")]
     assert {"cpu, 2 rows", "cpu, 3 rows", "torch, 2 rows", "torch, 3 rows"} <= set(names)
 
 
-def test_a_missed_limit_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_backends, "MIN_SHARE_OF_PRODUCT", 1e9)
+def test_a_missed_limit_makes_the_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_backends, "MIN_SHARE_OF_GEMM", 1e9)
     arguments = ["prefix", *SMALL, "--backends", "cpu"]
     assert attention_backends.main(arguments) == 0
     assert attention_backends.main([*arguments, "--check"]) == 1
@@ -95,8 +95,8 @@ def test_a_plot_puts_larger_values_further_up_and_right(tmp_path: Path) -> None:
     assert heights["1"] > points[1][1] > heights["2"] > points[2][1] > heights["4"]
 
 
-def test_the_kernel_of_numba_attends_as_plain_torch_does() -> None:
-    pytest.importorskip("numba", reason="numba, which only a comparison needs, is not installed")
+def test_the_numba_kernel_attends_as_plain_torch_does() -> None:
+    pytest.importorskip("numba", reason="numba, needed only for a comparison, is not installed")
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(3, 6, 16, generator=generator).bfloat16()
     keys, values = (torch.randn(10, 2, 16, 16, generator=generator).bfloat16() for _ in range(2))

@@ -42,7 +42,7 @@ def test_results_come_in_the_order_of_the_requests_with_their_tokens(scripted_se
     ]
 
 
-def test_latency_is_what_the_server_took(scripted_server: Any) -> None:
+def test_latency_is_the_servers_response_time(scripted_server: Any) -> None:
     scripted_server.latency_s = lambda body: body["max_tokens"] / 100
     results = offer(scripted_server.base_url, [offered(max_tokens=m) for m in (5, 20, 40)])
     for result, slept_s in zip(results, (0.05, 0.2, 0.4), strict=True):
@@ -61,9 +61,9 @@ def test_concurrency_is_reached_and_never_exceeded(
 
 
 def test_requests_are_sent_when_they_are_due(scripted_server: Any) -> None:
-    collector = (0.0, 0.1, 0.3)
-    results = offer(scripted_server.base_url, [offered(arrival_s=arrival) for arrival in collector])
-    for result, arrival_s in zip(results, collector, strict=True):
+    arrivals = (0.0, 0.1, 0.3)
+    results = offer(scripted_server.base_url, [offered(arrival_s=arrival) for arrival in arrivals])
+    for result, arrival_s in zip(results, arrivals, strict=True):
         assert arrival_s <= result.sent_s < arrival_s + 1
 
 
@@ -75,7 +75,7 @@ def test_latency_of_a_due_request_includes_its_wait_for_a_connection(scripted_se
     assert latencies[2] >= 0.6
 
 
-def test_body_and_headers_are_what_was_offered(scripted_server: Any) -> None:
+def test_body_and_headers_match_the_offered_requests(scripted_server: Any) -> None:
     requests = [offered(num_samples=3), as_chat(offered("hi"))]
     offer(scripted_server.base_url, requests, concurrency=1, api_key="secret", extra_body={"cache_prompt": False})
     common = {"model": "scripted", "max_tokens": 4, "temperature": 0.5, "ignore_eos": True, "cache_prompt": False}
@@ -87,7 +87,7 @@ def test_body_and_headers_are_what_was_offered(scripted_server: Any) -> None:
     assert {headers["authorization"] for headers in scripted_server.headers} == {"Bearer secret"}
 
 
-def test_failed_requests_are_told_apart_and_not_retried(scripted_server: Any) -> None:
+def test_failed_requests_are_marked_and_not_retried(scripted_server: Any) -> None:
     scripted_server.status = lambda body: 503 if body["prompt"] == "bad" else 200
     results = offer(scripted_server.base_url, [offered("good"), offered("bad"), offered("good")])
     assert [result.error is None for result in results] == [True, False, True]
@@ -124,20 +124,20 @@ def test_usage_of_one_choice_is_multiplied_only_where_asked() -> None:
     request = offered(max_tokens=4, num_samples=8)
     assert read_usage(payload(8, 32), request, usage_per_choice=False) == Usage(9, 0, 32)
     assert read_usage(payload(8, 4), request, usage_per_choice=True) == Usage(9, 0, 32)
-    with pytest.raises(BadAnswer, match=r"gives 4, expected 32 .*--usage-per-choice"):
+    with pytest.raises(BadAnswer, match=r"is 4, expected 32 .*--usage-per-choice"):
         read_usage(payload(8, 4), request, usage_per_choice=False)
 
 
 def test_fewer_tokens_are_accepted_only_where_eos_may_end_a_choice() -> None:
     ending = OfferedRequest({"prompt": "a"}, 1, 100, 0.0, ignore_eos=False)
     assert read_usage(payload(1, 40), ending, usage_per_choice=False).completion_tokens == 40
-    with pytest.raises(BadAnswer, match=r"gives 40, expected 100"):
+    with pytest.raises(BadAnswer, match=r"is 40, expected 100"):
         read_usage(payload(1, 40), offered(max_tokens=100), usage_per_choice=False)
 
 
 @pytest.mark.parametrize("answer", [b"", b"[]", b"{}", b'{"choices": [{}], "usage": null}', payload(1, None)])
 def test_answer_without_usage_is_not_counted(answer: bytes) -> None:
-    with pytest.raises(BadAnswer, match="no choices and usage"):
+    with pytest.raises(BadAnswer, match="no valid choices and usage"):
         read_usage(answer, offered(), usage_per_choice=False)
 
 

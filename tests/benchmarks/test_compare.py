@@ -4,18 +4,18 @@ from typing import Any
 
 import pytest
 
-from benchmarks.compare import main, measure_in_turns, medians, read_results, turns
+from benchmarks.compare import main, measure_alternately, medians, read_results, round_orders
 
 LOAD = ["monkeys", "--questions", "2", "--samples", "2", "--max-tokens", "3", "--warmup", "0"]
 
 
 def test_every_other_round_runs_backwards() -> None:
-    assert turns(["a", "b", "c"], 3) == [["a", "b", "c"], ["c", "b", "a"], ["a", "b", "c"]]
+    assert round_orders(["a", "b", "c"], 3) == [["a", "b", "c"], ["c", "b", "a"], ["a", "b", "c"]]
 
 
 def test_servers_get_the_same_load_in_a_round_and_another_in_the_next(scripted_server: Any, tmp_path: Path) -> None:
     servers = {"plain": scripted_server.base_url, "tagged": f"{scripted_server.base_url} --extra-body '{{\"tag\": 1}}'"}
-    summaries = measure_in_turns(servers, LOAD, num_rounds=2, first_seed=7, output_dir=tmp_path)
+    summaries = measure_alternately(servers, LOAD, num_rounds=2, first_seed=7, output_dir=tmp_path)
     assert {name: len(runs) for name, runs in summaries.items()} == {"plain": 2, "tagged": 2}
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "plain-7.json",
@@ -77,9 +77,9 @@ def test_runs_with_failures_are_not_compared(
     ("argv", "named"),
     [
         ([], "either --server or --result"),
-        (["--server", "a=http://x"], "a workload goes with --server"),
+        (["--server", "a=http://x"], "--server needs a workload"),
         (["--server", "http://x", "monkeys"], "NAME=VALUE"),
-        (["--server", "a=http://x", "--server", "a=http://y", "monkeys"], "a name of its own"),
+        (["--server", "a=http://x", "--server", "a=http://y", "monkeys"], "a different name"),
     ],
 )
 def test_wrong_argument_is_named_with_exit_code_2(

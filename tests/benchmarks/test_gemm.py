@@ -1,4 +1,4 @@
-"""The benchmark of matrix products: its limits, and that it runs."""
+"""The gemm benchmark: its limits, and that it runs."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from benchmarks.gemm import (
 
 
 def make_level(**changes: dict[int, float]) -> Level:
-    """Meets every limit by a hair, unless changed."""
+    """Figures just above every limit. changes: other figures for an implementation, such as torch_float32."""
     gflops = {
         OURS_FLOAT32: {1: 13.1, 8: 18.1, 64: 120.1, 512: 100.1},
         OURS_BFLOAT16: {1: 21.1, 8: 20.0, 64: 102.2, 512: 85.2},
@@ -36,15 +36,15 @@ def missed(level: Level) -> list[str]:
     return [check.name for check in check_level(level) if not check.is_met]
 
 
-def test_figures_that_meet_every_limit_are_met() -> None:
+def test_figures_above_every_limit_miss_none() -> None:
     assert missed(make_level()) == []
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 512])
-def test_a_slower_product_misses_the_limit_of_its_rows(rows: int) -> None:
+def test_a_slower_gemm_misses_the_limit_for_its_rows(rows: int) -> None:
     level = make_level()
     level.gflops[OURS_FLOAT32][rows] *= 0.9
-    level.gflops[OURS_BFLOAT16][rows] *= 0.9  # the same of float32's
+    level.gflops[OURS_BFLOAT16][rows] *= 0.9  # keeps the ratio to float32
     (name,) = missed(level)
     assert f" {rows} row" in name
 
@@ -58,7 +58,7 @@ def test_slower_bfloat16_weights_miss_their_own_limit(rows: int) -> None:
     assert f" {rows} row" in name
 
 
-def test_one_row_may_meet_the_bandwidth_instead_of_beating_torch() -> None:
+def test_one_row_may_reach_the_read_bandwidth_instead_of_beating_torch() -> None:
     level = make_level(torch_float32=dict.fromkeys(ROWS, 10.0) | {1: 100.0, 64: 100.0, 512: 100.0})
     assert len(missed(level)) == 1
     assert missed(dataclasses.replace(level, read=2 * 13.1 / 0.86)) == []

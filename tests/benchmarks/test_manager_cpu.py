@@ -1,4 +1,4 @@
-"""The manager's benchmark: its worker and counts are right, it runs from end to end, and a missed limit is seen."""
+"""The manager's benchmark: its worker and counts are right, it runs from end to end, and it reports missed limits."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from tokasaurus.manager.state.engine_state import LengthPredictorOptions, make_s
 
 
 def lengths_asked(load: Load, num: int) -> dict[str, int]:
-    """Of the load's first requests: what is left of their seed when the prompt is taken off."""
+    """Completion lengths of the load's first requests: the seed minus the prompt length."""
     requests = [load.next() for _ in range(num)]
     return {request.request_id: request.seed - len(request.prompt_ids) for request in requests}
 
@@ -29,7 +29,7 @@ def lengths_asked(load: Load, num: int) -> dict[str, int]:
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("init_mean", [0.01, 1.0])
 def test_completions_end_at_their_length_preempted_or_not(is_known: bool, init_mean: float) -> None:
-    """With the mean of 0.01 far too many are admitted and preemption is constant."""
+    """With an initial mean of 0.01 far too many sequences are admitted, and preemption is constant."""
 
     def make_load() -> Load:
         return Load(range(1, 60), range(1, 81), None if is_known else 80, seed=5)
@@ -55,15 +55,15 @@ def test_completions_end_at_their_length_preempted_or_not(is_known: bool, init_m
     assert (state.totals.preemptions > 0) == (init_mean == 0.01 and not is_known)
 
 
-def test_counts_are_those_of_the_requests_that_ran() -> None:
+def test_counts_equal_the_totals_of_the_requests() -> None:
     def make_load() -> Load:
         return Load(range(20, 40), range(1, 50), None, seed=1)
 
     engine = InlineEngine(engine_options(100_000, 64, 512), make_load(), 0.01)
-    engine.turn(50)
+    engine.step(50)
     middle = None
     while not engine.is_idle:
-        engine.turn(0)
+        engine.step(0)
         if engine.counts.num_finished >= 25 and middle is None:
             middle = engine.counts
     end, other = engine.counts, make_load()
@@ -75,7 +75,7 @@ def test_counts_are_those_of_the_requests_that_ran() -> None:
     assert end.num_generated_tokens == num_tokens
     assert end.num_decode_tokens == num_tokens - 50, "the first token of each is sampled by its prefill"
     assert end.num_bytes_sent > end.num_prompt_bytes_sent + 8 * end.num_decode_tokens
-    assert end.num_steps_deferred >= 50
+    assert end.num_steps >= 50
     assert end.cpu_s > 0
     assert {"receiving", "requests", "results", "admission", "steps", "sending", "updates"} <= set(end.section_s)
     assert middle is not None
@@ -85,16 +85,16 @@ def test_counts_are_those_of_the_requests_that_ran() -> None:
     assert later.section_s["steps"] == pytest.approx(end.section_s["steps"] - middle.section_s["steps"])
 
 
-def test_all_that_want_to_run_do_where_the_cache_is_large() -> None:
+def test_all_wanted_sequences_run_if_the_cache_is_large() -> None:
     occupancy = run([30], False, num_wanted=20, num_kv_tokens=100_000, num_sequences=200, seed=0, advance=int)
     assert 19 < occupancy.mean_running_warm <= 20
     assert occupancy.num_preemptions == 0
-    # Ten generations of 30 tokens; each waits three steps for the result that ends the one before.
+    # Ten times 30 tokens; a replacement starts three steps after the last token of the sequence that it replaces.
     assert 300 <= occupancy.num_steps <= 350
 
 
-def test_occupancy_is_the_same_in_every_run_and_that_of_known_lengths_is_what_the_cache_holds(monkeypatch) -> None:
-    # A stalled machine makes deferred tasks look slow, and then steps are sent before it.
+def test_occupancy_is_the_same_in_every_run_and_known_lengths_fill_the_cache(monkeypatch) -> None:
+    # A stalled machine makes a deferred task look slow; the engine would then send steps before running it.
     monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     first, second = (measure_occupancy("gsm8k", 100, 600, 3, int) for _ in range(2))
     assert first == second
@@ -102,13 +102,13 @@ def test_occupancy_is_the_same_in_every_run_and_that_of_known_lengths_is_what_th
     assert first.ratio <= first.predicted.mean_running_warm / first.known.mean_running_warm
     assert first.ratio <= first.predicted.mean_running / first.known.mean_running
     assert 0.5 < first.ratio < 1
-    # A running sequence holds its prompt of 200 and what it has sampled: E[L^2] / 2 E[L] tokens, in blocks of 16.
+    # KV tokens of a running sequence: 200 of the prompt, E[L^2] / 2 E[L] sampled so far, and half a block of 16.
     lengths = completion_lengths("gsm8k", 0)
-    held = 200 + sum(length**2 for length in lengths) / 2 / sum(lengths) + 8
-    assert 0.8 * first.num_kv_tokens / held < first.known.mean_running_warm < first.num_kv_tokens / held
+    kv_tokens = 200 + sum(length**2 for length in lengths) / 2 / sum(lengths) + 8
+    assert 0.8 * first.num_kv_tokens / kv_tokens < first.known.mean_running_warm < first.num_kv_tokens / kv_tokens
 
 
-def test_lengths_of_answers_are_one_of_each_question() -> None:
+def test_there_is_one_answer_length_per_question() -> None:
     lengths = completion_lengths("gsm8k", 0)
     assert len(lengths) == 200
     assert 20 < min(lengths) < max(lengths) < 400
@@ -120,7 +120,7 @@ def test_shares_sum_to_the_whole_and_bytes_are_few() -> None:
     assert sum(shares.sections.values()) == pytest.approx(shares.us_per_token)
     assert shares.bytes_per_row > 8
     assert shares.prompt_bytes_per_row < shares.bytes_per_row
-    assert shares.us_per_turn > shares.us_per_token
+    assert shares.us_per_step > shares.us_per_token
 
 
 def test_simulation_runs_with_as_many_sequences_as_asked() -> None:
@@ -130,7 +130,7 @@ def test_simulation_runs_with_as_many_sequences_as_asked() -> None:
     assert all(0 < timing.median_ms <= timing.slowest_ms for timing in timings)
 
 
-def test_cpu_seconds_are_those_of_all_threads() -> None:
+def test_cpu_seconds_include_all_threads() -> None:
     before = cpu_seconds(os.getpid()), time.process_time()
     end_s = time.process_time() + 0.2
     while time.process_time() < end_s:
@@ -152,7 +152,7 @@ def test_a_real_manager_is_measured_without_torch() -> None:
     assert shares[-1] == 1
 
 
-def test_only_the_variant_with_eos_is_held_to_the_cost_and_growth_is_of_the_largest_batch() -> None:
+def test_cost_limits_apply_only_to_eos_at_random_and_growth_is_of_the_largest_batch() -> None:
     def cost(num_sequences: int, is_known: bool, us_per_token: float, torch_imported: bool = False) -> ProcessCost:
         return ProcessCost(
             num_sequences,
@@ -179,10 +179,10 @@ def test_only_the_variant_with_eos_is_held_to_the_cost_and_growth_is_of_the_larg
         (16.384, True),
         (1, False),
     ]
-    assert len(check_costs(costs[:1], [])) == 3, "no headline, nothing to compare"
+    assert len(check_costs(costs[:1], [])) == 3, "no cost at 8,192 sequences and no second size to compare with"
 
 
-def test_the_exit_code_tells_of_a_missed_limit_where_it_is_asked_for(tmp_path, monkeypatch, capsys) -> None:
+def test_a_missed_limit_makes_the_exit_code_1_only_with_check(tmp_path, monkeypatch, capsys) -> None:
     path = tmp_path / "found.json"
     assert manager_cpu.main(["prefix", "--calls", "2", "--check", "--json", str(path)]) == 0
     found = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Against a server that keeps every prefix it has seen, and says what it computed; then a real one."""
+"""Runs against a fake server that caches every prefix and counts computed tokens, then against a real server."""
 
 import itertools
 import json
@@ -42,7 +42,7 @@ def logprob_after(beginning: tuple[int, ...]) -> float:
 
 @dataclass
 class KeepingServer:
-    """Computes each beginning of a prompt once for each salt."""
+    """Fake server that computes each prefix of a prompt once per cache salt."""
 
     base_url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -94,7 +94,7 @@ def run(server: KeepingServer, *more: str) -> int:
     return multiple_choice.main(["--base-url", server.base_url, *asked, *more])
 
 
-def test_all_options_are_asked_as_lm_eval_does_with_scores_kept_and_without(
+def test_all_options_are_asked_as_lm_eval_does_with_prefixes_shared_and_not(
     server: KeepingServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(server, "--check") == 0
@@ -114,26 +114,27 @@ def test_all_options_are_asked_as_lm_eval_does_with_scores_kept_and_without(
     num_asked = sum(map(len, expected))
     shown = capsys.readouterr().out.replace(",", "")
     rows = {
-        name: re.findall(r"\d+", shown.split(name)[1].split("\n")[0])[:4] for name in ("scores kept", "nothing shared")
+        name: re.findall(r"\d+", shown.split(name)[1].split("\n")[0])[:4]
+        for name in ("prefixes shared", "nothing shared")
     }
-    assert rows["scores kept"] == [str(num_asked), *[str(distinct)] * 3]
+    assert rows["prefixes shared"] == [str(num_asked), *[str(distinct)] * 3]
     assert rows["nothing shared"] == [str(num_asked), str(distinct), *[str(num_asked)] * 2]
     assert "differs by at most 0 " in shown
 
 
-def test_scores_are_those_of_the_options_alone_in_the_order_of_the_questions(server: KeepingServer) -> None:
+def test_logprobs_cover_only_the_options_in_the_order_of_the_questions(server: KeepingServer) -> None:
     questions = make_questions(3, 150, 1, words_as_tokens)
-    cost = measure("kept", Target(server.base_url, "none"), questions, 2, lambda: "salt")
+    cost = measure("shared", Target(server.base_url, "none"), questions, 2, lambda: "salt")
     expected = [
         sum(logprob_after((*question.context, *option[:end])) for end in range(len(option)))
         for question in questions
         for option in question.options
     ]
-    assert cost.scores == pytest.approx(expected)
+    assert cost.logprobs == pytest.approx(expected)
     assert choose([-3.0, -1.0, -1.0, -2.0, -0.5, -4.0, -5.0, -6.0]) == [1, 0]
 
 
-def test_contexts_are_nearly_as_long_as_asked_and_end_with_the_question_that_is_open() -> None:
+def test_contexts_are_nearly_as_long_as_asked_and_end_with_an_unanswered_question() -> None:
     questions = make_questions(30, 1000, 3, words_as_tokens)
     assert all(950 < len(question.context) <= 1000 for question in questions)
     assert len({tuple(question.context) for question in questions}) == 30
@@ -141,12 +142,14 @@ def test_contexts_are_nearly_as_long_as_asked_and_end_with_the_question_that_is_
         *answered, (start, end) = itertools.pairwise([*question_starts(question.context), len(question.context)])
         open_one = question.context[start:end]
         assert open_one[-1:] == words_as_tokens("Answer:")
-        assert all(question.context[at : at + len(open_one)] != open_one for at, _ in answered), "it is not answered"
+        assert all(question.context[at : at + len(open_one)] != open_one for at, _ in answered), (
+            "the open question is not among the answered ones"
+        )
         assert len({tuple(option) for option in question.options}) == 4
 
 
 def question_starts(context: list[int]) -> list[int]:
-    return [place for place, token_id in enumerate(context) if [token_id] == words_as_tokens("Question:")]
+    return [index for index, token_id in enumerate(context) if [token_id] == words_as_tokens("Question:")]
 
 
 @pytest.mark.parametrize("wrong", ["first known", "one missing", "one null"])
@@ -168,18 +171,18 @@ def test_counts_that_disagree_fail(server: KeepingServer) -> None:
     assert run(server) == 1
 
 
-def test_more_than_the_limit_fails_where_it_is_checked(server: KeepingServer) -> None:
+def test_a_ratio_above_the_limit_fails_with_check(server: KeepingServer) -> None:
     server.keeps = False
     assert run(server) == 0
     assert run(server, "--check") == 1
 
 
-def test_a_server_that_does_not_start_is_an_error_with_its_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_does_not_start_is_an_error_with_its_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert multiple_choice.main(["no_such_flag=3"]) == 1
     assert "no_such_flag" in capsys.readouterr().err
 
 
-def test_a_real_server_started_for_it_computes_hardly_more_than_the_distinct_tokens(
+def test_a_real_server_computes_hardly_more_than_the_distinct_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_tiny_model(tmp_path, "qwen3")

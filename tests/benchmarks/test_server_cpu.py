@@ -1,4 +1,4 @@
-"""Against a server of this project in front of an engine that echoes."""
+"""Runs against a server of this project with a fake engine that echoes prompts."""
 
 import re
 import time
@@ -24,9 +24,9 @@ def server(served_model: ServedModel) -> Iterator[LiveServer]:
 
 
 @pytest.mark.parametrize("way", server_cpu.WAYS)
-def test_all_requests_are_asked_once_and_the_servers_time_is_counted(server: LiveServer, way: str) -> None:
+def test_every_request_is_sent_once_and_the_servers_time_is_counted(server: LiveServer, way: str) -> None:
     server.engine.requests.clear()
-    before = time.process_time()  # which the server and its client share here
+    before = time.process_time()  # server and client share this process
     cost = server_cpu.measure(way, server_cpu.Target(f"{server.url}/v1", "secret"), 30)
     spent_s = time.process_time() - before
     assert (cost.way, cost.num_requests, cost.num_failed) == (way, 30, 0)
@@ -51,6 +51,6 @@ def test_answers_without_a_token_are_failures(
     assert re.search(rf"{way} .* 12 .* 5 ", capsys.readouterr().out)  # 0, 1, 3, 10, 11
 
 
-def test_without_the_key_there_is_nothing_to_measure(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_key_is_an_error(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert server_cpu.main(["--base-url", f"{server.url}/v1", "--api-key", "wrong", "--requests", "2"]) == 1
     assert "401" in capsys.readouterr().err

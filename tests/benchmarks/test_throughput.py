@@ -66,7 +66,7 @@ def test_file_load_and_chat_reach_their_routes(scripted_server: Any, tmp_path: P
     assert set(scripted_server.paths[2:]) == {"chat/completions"}
 
 
-def test_absent_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_absent_server_is_one_error_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["monkeys", "--base-url", "http://127.0.0.1:1/v1"]) == 1
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 

@@ -1,4 +1,4 @@
-"""Parts of the wall time, from counters before and after."""
+"""Parts of the wall time, from counters read before and after a run."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def test_parts_are_differences_and_add_up_to_the_wall_time() -> None:
 
 def test_a_server_that_does_not_count_phases_is_an_error() -> None:
     without = {key: value for key, value in AFTER.items() if key[1] != "attention"}
-    with pytest.raises(ServerError, match="no toka_forward_phase_seconds_total of attention"):
+    with pytest.raises(ServerError, match="no counter toka_forward_phase_seconds_total of phase attention"):
         make_profile(BEFORE, without, wall_s=10.0, client_cpu_s=0.0)
 
 

@@ -17,7 +17,7 @@ ONE_TOKEN_A_WORD = workloads.cut_by_words(1.0)
 @pytest.mark.parametrize(
     ("mean", "sigma", "cap"), [(220, 1.0, 1024), (220, 0.4, 1024), (50, 1.5, 100), (900, 1.0, 1024)]
 )
-def test_lengths_have_the_promised_mean_and_cap(mean: float, sigma: float, cap: int) -> None:
+def test_lengths_have_the_requested_mean_and_cap(mean: float, sigma: float, cap: int) -> None:
     lengths = workloads.lognormal_lengths(2000, mean, sigma, cap, seed=0)
     assert statistics.mean(lengths) == pytest.approx(mean, rel=0.01)
     assert min(lengths) >= 1
@@ -30,7 +30,7 @@ def test_lengths_below_the_cap_are_lognormal() -> None:
     np.testing.assert_allclose(np.diff(quartiles), np.diff([-1.2816, -0.6745, 0, 0.6745, 1.2816]), atol=0.02)
 
 
-def test_capped_mean_equals_that_of_many_draws() -> None:
+def test_capped_mean_equals_the_mean_of_many_draws() -> None:
     draws = np.minimum(np.random.default_rng(0).lognormal(5.0, 1.2, 400_000), 700)
     assert workloads.capped_lognormal_mean(5.0, 1.2, 700) == pytest.approx(draws.mean(), rel=0.005)
 
@@ -93,7 +93,7 @@ def test_prefix_has_eight_solved_questions_and_about_a_thousand_tokens() -> None
     prefix = workloads.few_shot_prefix(seed=0)
     assert prefix.count("Question: ") == prefix.count("\nAnswer: ") == prefix.count("\n#### ") == 8
     assert "<<" not in prefix
-    # Most tokenizers make about one token of a word, of a digit, of a mark and of a line break.
+    # Most tokenizers make about one token per word, digit, punctuation mark and line break.
     assert 900 < len(re.findall(r"[^\W\d]+|\d|[^\w\s]|\n+", prefix)) < 1100
 
 
