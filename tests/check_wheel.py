@@ -1,5 +1,6 @@
-"""What `make wheel` made, installed where there is no compiler: `make test-wheel`, since it takes a minute or two to
-compile the kernels for every instruction set.
+"""The wheel that `make wheel` builds, installed without a compiler.
+
+Run by `make test-wheel` only: compiling the kernels for every instruction set takes a minute or two.
 """
 
 import os
@@ -15,7 +16,7 @@ from tokasaurus.model.cpu.isa import INSTRUCTION_SETS, machine
 
 DIST = Path(__file__).parents[1] / "dist"
 
-# Without a compiler, in a process that sees nothing but what is installed.
+# Run without a compiler, in a process that imports only the installed package.
 USE_KERNELS = """
 import torch
 from tokasaurus.model.cpu import build
@@ -47,12 +48,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prebuilt(installed: Path) -> dict[str, Path]:
-    """By the name of what each is for."""
+    """Prebuilt libraries by instruction set, and the feature detection by architecture."""
     directory = installed / "tokasaurus" / "model" / "cpu" / "prebuilt"
     return {path.stem.rpartition("-")[0]: path for path in directory.iterdir()}
 
 
-def test_the_wheel_carries_the_kernels_for_each_architecture_that_there_is_a_compiler_for(installed: Path) -> None:
+def test_the_wheel_contains_the_kernels_for_each_architecture_with_a_compiler(installed: Path) -> None:
     machines = [name for name in ("x86_64", "aarch64") if name == machine() or shutil.which(f"{name}-linux-gnu-g++")]
     expected = {f"cpu_features_{name}" for name in machines}
     expected |= {level.name for level in INSTRUCTION_SETS if level.machine in machines}
@@ -72,7 +73,7 @@ def test_kernels_run_without_a_compiler(installed: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("readelf") is None, reason="reads ELF files by readelf")
-def test_libraries_need_the_c_library_alone(installed: Path) -> None:
+def test_libraries_need_only_the_c_library(installed: Path) -> None:
     for path in prebuilt(installed).values():
         lines = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=True).stdout.splitlines()
         needed = {line.partition("[")[2].rstrip("]") for line in lines if "(NEEDED)" in line}

@@ -3,9 +3,9 @@
 import hypothesis
 import torch
 
-# Examples may wait for a core: the time that one takes says nothing.
+# No deadline: the time of an example includes waiting for a core.
 hypothesis.settings.register_profile("toka", deadline=None)
 hypothesis.settings.load_profile("toka")
 
-# Small torch operations take a hundred times as long where their threads have to wait for a core.
+# Small torch operations take 100 times as long if their threads wait for a core.
 torch.set_num_threads(1)

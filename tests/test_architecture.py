@@ -1,4 +1,4 @@
-"""What keeps packages apart: imports point down, torch stays in the workers, modules and folders stay small.
+"""Rules for packages: imports point down, only workers load torch, modules and folders stay small.
 
 Tests mirror the package, and import helpers but no other tests."""
 
@@ -67,7 +67,7 @@ MAX_MODULES = 14  # of a folder; about 12
 
 
 def package_of(module: str, depth: int = 1) -> str:
-    """The name behind `tokasaurus.`, or further behind; "" for what lies above it."""
+    """The name at `depth` in a module's path, 1 for the name after `tokasaurus`; "" if the path is shorter."""
     return ".".join(module.split(".")[depth : depth + 1])
 
 
@@ -95,8 +95,8 @@ def check_imports_point_down(module: str, depth: int, level: dict[str, int]) -> 
     own = package_of(module, depth)
     for name in imported_modules(MODULES[module]):
         imported = package_of(name, depth)
-        is_beside = name.split(".")[:depth] == module.split(".")[:depth]
-        if is_beside and imported in level and imported != own:
+        is_sibling = name.split(".")[:depth] == module.split(".")[:depth]
+        if is_sibling and imported in level and imported != own:
             assert level[imported] > level.get(own, -1), f"{module} imports {name}"
 
 
@@ -107,7 +107,7 @@ def test_imports_point_down(module: str) -> None:
         check_imports_point_down(module, 2, levels(INNER_LAYERS[package_of(module)]))
 
 
-def test_an_import_upwards_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_upward_import_is_detected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module = "tokasaurus.manager.planning.victims"
     changed = tmp_path / "victims.py"
     changed.write_text("from tokasaurus.manager.state.engine_state import EngineState\n")
@@ -116,7 +116,7 @@ def test_an_import_upwards_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         test_imports_point_down(module)
 
 
-def test_no_modules_import_each_other() -> None:
+def test_imports_have_no_cycle() -> None:
     imports = {module: imported_modules(path) & set(MODULES) - {module} for module, path in MODULES.items()}
     while leaves := [module for module, imported in imports.items() if not imported]:
         for leaf in leaves:
@@ -126,7 +126,7 @@ def test_no_modules_import_each_other() -> None:
 
 
 def test_only_the_workers_load_torch() -> None:
-    """Checked per module, in one process: what is loaded only grows."""
+    """Checked after each module in one process, since loaded modules stay loaded."""
     modules = [module for module in MODULES if package_of(module) in WITHOUT_TORCH]
     script = (
         "import importlib, sys\n"
@@ -161,11 +161,11 @@ READABLE = [*MODULES.values(), *sorted((ROOT / "benchmarks").rglob("*.py")), *TE
 
 
 @pytest.mark.parametrize("path", READABLE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_file_can_be_read_in_one_sitting(path: Path) -> None:
+def test_a_file_has_at_most_max_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
-def test_folders_can_be_overseen() -> None:
+def test_a_folder_has_at_most_max_modules() -> None:
     folders: dict[Path, int] = {}
     for path in [*MODULES.values(), *TESTS.values()]:
         if path.name != "__init__.py":

@@ -32,11 +32,11 @@ def test_help_is_quick_and_lists_every_flag() -> None:
     assert "toka ping" in done.stdout
     assert "toka download" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert min(seconds) < 0.3  # the best of some, since others may have emptied the caches
+    assert min(seconds) < 0.3  # the best of four, since other processes may have emptied the caches
 
 
 def cpu_seconds_of_children() -> float:
-    """Of processes that have ended; other processes change it little."""
+    """CPU seconds of ended child processes; other processes change them little."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -53,7 +53,9 @@ def cpu_seconds_of_children() -> float:
         (["download", "modle=x"], "toka download: modle=x: unknown flag, did you mean model=? (--help lists all)"),
     ],
 )
-def test_wrong_word_is_one_line_and_exit_code_2(args: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_argument_gives_one_line_and_exit_code_2(
+    args: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(args) == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", line + "\n")
@@ -77,7 +79,7 @@ def test_help_and_version_print_and_succeed(
     assert all(word in out for word in words)
 
 
-def test_download_of_what_is_not_there_is_one_line(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_download_of_an_absent_model_gives_one_line(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     assert download_main([f"model={tmp_path / 'absent.gguf'}"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -150,7 +152,7 @@ def test_ping_numbers_several_answers_of_a_chat(api: HTTPServer, capsys: pytest.
     ("prompt", "line"),
     [("fail", "answered 400: prompt is too long"), ("page", "no OpenAI-compatible API")],
 )
-def test_ping_names_the_servers_complaint(
+def test_ping_shows_the_error_of_the_server(
     api: HTTPServer, prompt: str, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ping_main([f"prompt={prompt}", f"port={api.server_port}"]) == 1
@@ -171,7 +173,7 @@ def test_ping_without_a_server_is_one_line(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_ping_understands_an_ipv6_address(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody answers there, and the machine may have no IPv6: the address shows that the URL was understood."""
+    """Nothing listens there, and the machine may have no IPv6: the address shows that the URL was understood."""
     assert ping_main(["prompt=hi", "host=::1", "port=1"]) == 1
     assert "no answer from http://[::1]:1/v1: " in capsys.readouterr().err
 
@@ -186,7 +188,7 @@ def test_ping_with_an_address_or_key_that_cannot_be_sent_is_one_line(
     assert err.count("\n") == 1
 
 
-def test_ping_takes_an_empty_key_variable_for_none(api: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ping_treats_an_empty_key_variable_as_no_key(api: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKA_API_KEY", "")
     assert ping_main(["prompt=hi", f"port={api.server_port}"]) == 0
     ((_, key, _),) = api.requests  # type: ignore[attr-defined]

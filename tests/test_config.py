@@ -1,4 +1,4 @@
-"""Flags of the server: what is read, what is refused, and the one line that says why."""
+"""Server flags: values that are read, values that are refused, and the one-line reasons."""
 
 import inspect
 import pickle
@@ -82,14 +82,14 @@ def test_every_field_is_in_the_table_and_the_help_once() -> None:
         ("early_stopping_init_mean=1", "early_stopping_init_mean", 1.0),
         ("spec_allocation_std_buffer_scale=0", "spec_allocation_std_buffer_scale", 0.0),
         ("spec_allocation_target_kv_cache_utilization=0.01", "spec_allocation_target_kv_cache_utilization", 0.01),
-        # Texts stay as they were typed.
+        # Text values are kept as typed.
         ("model=meta-llama/Llama-3.2-1B", "model", "meta-llama/Llama-3.2-1B"),
         ("model=1e5", "model", "1e5"),
         ("model=T", "model", "T"),
         ("model=(a)", "model", "(a)"),
         ("model=a=b", "model", "a=b"),
         ('served_model_name="two words"', "served_model_name", "two words"),
-        # Defaults may be spelt out for what is not built.
+        # Flags that are not built accept their defaults.
         ("tp_size=1", "tp_size", 1),
         ("use_cudagraphs=T", "use_cudagraphs", True),
     ],
@@ -182,12 +182,12 @@ def test_wrong_flag_is_one_line_with_name_value_and_what_is_allowed(words: str, 
     assert "\n" not in line
 
 
-def test_init_std_stands_beside_init_mean() -> None:
+def test_init_std_is_accepted_with_init_mean() -> None:
     config = parse_server_config(["early_stopping_init_std=0.1", "early_stopping_init_mean=0.5"])
     assert (config.early_stopping_init_mean, config.early_stopping_init_std) == (0.5, 0.1)
 
 
-def test_refusal_of_several_lines_is_one_line() -> None:
+def test_refusal_of_a_value_with_several_lines_is_one_line() -> None:
     assert refusal("port=a\nb\x07") == r"port='a\nb\x07': must be a whole number from 0 to 65535"
 
 

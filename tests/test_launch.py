@@ -26,7 +26,7 @@ sys.exit(serve(parse_server_config(sys.argv[2:]), entries))
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the launcher itself looks at: a configuration, and files that exist."""
+    """The files that the launcher itself checks: a configuration; a tokenizer and weights that only exist."""
     directory = tmp_path_factory.mktemp("checkpoint") / "tiny-llama"
     directory.mkdir()
     config = {
@@ -64,23 +64,23 @@ class Launcher:
             start_new_session=True,
         )
         self.lines: list[str] = []
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            with self._news:
+            with self._changed:
                 self.lines.append(line.rstrip("\n"))
-                self._news.notify_all()
+                self._changed.notify_all()
 
     def wait_for_line(self, pattern: str) -> str:
         def matching() -> str | None:
             return next((line for line in self.lines if re.search(pattern, line)), None)
 
-        with self._news:
-            assert self._news.wait_for(matching, timeout=60), self.lines
+        with self._changed:
+            assert self._changed.wait_for(matching, timeout=60), self.lines
         line = matching()
         assert line is not None
         return line
@@ -91,7 +91,7 @@ class Launcher:
         return code
 
     def children(self) -> dict[str, int]:
-        """Process name → pid of the launcher's children, its titles alone."""
+        """Pid of each child process of the launcher that has a `toka-` title, by title."""
         pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         names = {Path(f"/proc/{pid}/comm").read_text().strip(): int(pid) for pid in pids}
         return {name: pid for name, pid in names.items() if name.startswith("toka-")}
@@ -166,7 +166,7 @@ def test_second_ctrl_c_kills_a_worker_that_will_not_end(launch) -> None:
     pids = list(launcher.children().values())
     launcher.process.send_signal(signal.SIGINT)
     launcher.wait_for_line("^stopping")
-    time.sleep(0.5)  # what follows sooner counts as the same wish
+    time.sleep(0.5)  # a signal that follows sooner counts as the same request
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.exit_code(within_s=2) == 0  # without it: grace periods of 4 s
     assert_all_end(pids, within_s=0.1)
@@ -214,7 +214,7 @@ def test_users_mistake_found_by_a_child_is_one_line_without_traceback(launch) ->
     assert not any("Traceback" in line for line in launcher.lines)
 
 
-def test_child_that_ends_unasked_ends_the_server(launch) -> None:
+def test_child_that_ends_by_itself_ends_the_server(launch) -> None:
     launcher = launch("run_worker_that_returns")
     assert launcher.exit_code(within_s=30) == 1
     assert launcher.lines[-1] == "toka: model worker (rank 0) died: exit code 0"
@@ -233,6 +233,8 @@ def test_busy_port_is_one_line(launch) -> None:
 def test_missing_model_is_one_line(launch, tmp_path: Path) -> None:
     launcher = launch("run_worker", f"model={tmp_path / 'absent.gguf'}")
     assert launcher.exit_code(within_s=30) == 1
-    (line,) = (line for line in launcher.lines if line.startswith("toka: "))  # beside those of the start's phases
+    (line,) = (
+        line for line in launcher.lines if line.startswith("toka: ")
+    )  # other lines report the phases of the start
     assert "absent.gguf" in line
     assert line == launcher.lines[-1]

@@ -1,4 +1,4 @@
-"""What `pip install .` copies is the whole package."""
+"""`pip install .` installs every file of the package."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ PACKAGE = ROOT / "tokasaurus"
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="reads TOML with the standard library")
-def test_every_file_beside_the_python_ones_is_installed() -> None:
+def test_every_file_that_is_not_python_is_installed() -> None:
     """An editable install would hide a C++ source that is left out: the kernels would silently be off."""
     import tomllib
 

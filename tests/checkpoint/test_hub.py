@@ -1,4 +1,4 @@
-"""Models of a hub: each case in a process of its own, since huggingface_hub reads its environment at import."""
+"""Models from a hub. Each case has its own process, since huggingface_hub reads its environment at import."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def test_an_unsupported_model_is_refused_before_its_weights_are_fetched(tmp_path
     assert not set(SHARDS) & set(hub.downloaded)
 
 
-def test_each_way_to_fail_is_one_line(tmp_path: Path, hub: FakeHub) -> None:
+def test_each_failure_gives_one_line(tmp_path: Path, hub: FakeHub) -> None:
     (absent,) = resolve("org/absent", tmp_path, hub.url)
     assert absent == (
         f"refused: org/absent is neither a directory here nor a repository at {hub.url} that HF_TOKEN may read"

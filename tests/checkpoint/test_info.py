@@ -77,7 +77,7 @@ def info_by_transformers(directory: Path) -> ModelInfo:
         {"dtype": "float32", "eos_token_id": [3, 7]},
     ],
 )
-def test_both_generations_of_config_mean_what_transformers_reads(
+def test_old_and_new_config_formats_are_read_as_transformers_reads_them(
     tmp_path: Path, family: str, extra: dict[str, Any]
 ) -> None:
     write(tmp_path, {"model_type": family, "eos_token_id": 2, **BASE, **extra})
@@ -94,7 +94,9 @@ def test_a_config_saved_by_transformers_is_read_back(tmp_path: Path, config_clas
     ("first", "second", "union"),
     [(2, [2, 9, 4], (2, 4, 9)), ([7], None, (7,)), (None, 3, (3,)), (None, None, ()), (0, 1, (0, 1))],
 )
-def test_eos_is_the_union_of_both_files(tmp_path: Path, first: object, second: object, union: tuple[int, ...]) -> None:
+def test_eos_ids_are_the_union_of_both_files(
+    tmp_path: Path, first: object, second: object, union: tuple[int, ...]
+) -> None:
     write(tmp_path, {"model_type": "llama", **BASE, "eos_token_id": first}, {"eos_token_id": second})
     assert read_model_info(tmp_path).eos_ids == union
 
@@ -123,7 +125,7 @@ def test_eos_is_the_union_of_both_files(tmp_path: Path, first: object, second: o
         ("llama", {"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused_by_name(
+def test_an_unsupported_setting_is_refused_by_name(
     tmp_path: Path, family: str, extra: dict[str, Any], message: str
 ) -> None:
     write(tmp_path, {"model_type": family, **BASE, **extra})

@@ -1,4 +1,4 @@
-"""Local names; see test_hub.py for repositories and test_gguf_conversion.py for GGUF files."""
+"""Resolving local names; see test_hub.py for repositories and test_gguf_conversion.py for GGUF files."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_a_directory_is_served_under_its_name(model_directory: Path, monkeypatch
     assert resolve_checkpoint(".") == checkpoint
 
 
-def test_the_tokenizer_may_lie_elsewhere(model_directory: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_may_be_in_another_directory(model_directory: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "tokenizer"
     elsewhere.mkdir()
     (model_directory / "tokenizer.json").rename(elsewhere / "tokenizer.json")
@@ -43,7 +43,7 @@ def test_missing_weights_are_an_error_before_anything_starts(model_directory: Pa
         resolve_checkpoint(str(model_directory))
 
 
-def test_a_name_that_is_nothing_is_refused(model_directory: Path) -> None:
+def test_a_name_that_is_no_directory_gguf_file_or_repository_is_refused(model_directory: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"is neither a directory nor a \.gguf file nor a Hugging Face repository id"
     ):

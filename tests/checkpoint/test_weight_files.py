@@ -1,3 +1,5 @@
+"""The safetensors files of a checkpoint directory."""
+
 import json
 from pathlib import Path
 
@@ -11,13 +13,13 @@ def write_index(directory: Path, *names: object) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_one_file_without_an_index(tmp_path: Path) -> None:
+def test_without_an_index_only_model_safetensors_is_read(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "other.safetensors").touch()
     assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
 
 
-def test_shards_of_the_index_each_once(tmp_path: Path) -> None:
+def test_each_file_in_the_index_is_listed_once(tmp_path: Path) -> None:
     for name in ("b.safetensors", "a.safetensors", "unused.safetensors"):
         (tmp_path / name).touch()
     write_index(tmp_path, "b.safetensors", "a.safetensors", "b.safetensors")
@@ -37,7 +39,7 @@ def test_absent_files_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", 3])
-def test_an_index_may_not_point_elsewhere(tmp_path: Path, name: object) -> None:
+def test_an_index_may_not_name_a_file_outside_its_directory(tmp_path: Path, name: object) -> None:
     write_index(tmp_path, name)
     with pytest.raises(CheckpointError, match="not a file name"):
         weight_files(tmp_path)

@@ -1,4 +1,4 @@
-"""What clients ask for where the answer must have a shape."""
+"""The class and the question that clients use for structured output."""
 
 from typing import Literal
 

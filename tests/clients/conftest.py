@@ -1,7 +1,7 @@
-"""A real server with the demo model, in float32, for every client.
+"""A real server with the demo model in float32, for the tests of every client.
 
-In the environment of `make test` it is started here. The environments of `make test-clients` have a client each and
-none of what the server needs: they are told where it is.
+`make test` starts it here. `make test-clients` runs the tests in environments without the server's dependencies, and
+gives them its URL in TOKA_CLIENTS_BASE_URL.
 """
 
 import json
@@ -18,7 +18,7 @@ PlainPost = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def base_url() -> Iterator[str]:
-    """Up to and including /v1."""
+    """The server's URL, ending in /v1."""
     if url := os.environ.get("TOKA_CLIENTS_BASE_URL"):
         yield url
         return
@@ -32,7 +32,7 @@ def base_url() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def model_directory() -> Path:
-    """The same weights in Hugging Face's form."""
+    """The checkpoint of the served model in Hugging Face format."""
     if directory := os.environ.get("TOKA_CLIENTS_MODEL"):
         return Path(directory)
     from tokasaurus.checkpoint import resolve_checkpoint
@@ -42,12 +42,12 @@ def model_directory() -> Path:
 
 @pytest.fixture(scope="session")
 def plain_post(base_url: str) -> PlainPost:
-    """(route behind /v1, body) -> the answer, by no client at all: what each client's answer is compared with."""
+    """(route after /v1, body) -> the answer, requested without a client library, to compare with each client's."""
 
     def post(route: str, body: dict[str, Any]) -> dict[str, Any]:
         data = json.dumps({"model": "default", **body}).encode()
-        asked = urllib.request.Request(f"{base_url}/{route}", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=120) as answer:
+        request = urllib.request.Request(f"{base_url}/{route}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
             parsed: dict[str, Any] = json.load(answer)
             return parsed
 

@@ -1,7 +1,7 @@
-"""Drives a real server with clients that have no room in the environment of the tests: `make test-clients`.
+"""Tests a real server with clients that conflict with the test environment: `make test-clients`.
 
-Makes an environment for each set of clients that agree with each other, in .venv-clients; starts one server with the
-demo model in float32; runs the clients' tests inside their environments. `make test-clients CLIENTS=lm-eval` runs some.
+Makes an environment in .venv-clients for each set of compatible clients, starts one server with the demo model in
+float32, and runs the clients' tests in their environments. `make test-clients CLIENTS=lm-eval` runs only that set.
 """
 
 import os
@@ -22,11 +22,13 @@ TEST_TOOLS = ("pytest>=8", "hypothesis>=6.100")
 
 @dataclass(frozen=True)
 class Environment:
-    """requirements: of pip. tests: the modules beside this one that are run in it."""
+    """One set of clients in a virtual environment."""
 
     name: str
     requirements: tuple[str, ...]
+    """For pip."""
     tests: tuple[str, ...]
+    """File names in this directory."""
 
     @property
     def python(self) -> Path:
@@ -39,10 +41,10 @@ ENVIRONMENTS = (
         ("langchain-openai>=1.7,<2", "instructor>=1.17,<2"),
         ("test_langchain_openai.py", "test_instructor.py"),
     ),
-    # litellm keeps openai below 3 and huggingface-hub below 2, of which the server has newer ones. Where a request has
-    # tools it imports mcp, which it does not bring.
+    # litellm requires openai < 3 and huggingface-hub < 2, and the server newer versions. For requests with tools it
+    # imports mcp, which it does not install.
     Environment("litellm", ("litellm>=1.106,<2", "mcp>=2.2,<3"), ("test_litellm.py", "test_openai.py")),
-    # transformers on the torch that the server allows.
+    # transformers with a version of torch that the server supports.
     Environment(
         "lm-eval",
         ("lm-eval[api]==0.4.13", "torch>=2.11,<2.14", "transformers>=5,<6", "accelerate"),
@@ -56,7 +58,7 @@ def say(line: str) -> None:
 
 
 def install(environment: Environment) -> None:
-    """Does nothing where the same requirements are installed already. Raises CalledProcessError."""
+    """Does nothing if the same requirements are installed already. Raises CalledProcessError if pip fails."""
     installed = DIRECTORY / environment.name / "installed"
     wanted = "\n".join((*environment.requirements, *TEST_TOOLS))
     if installed.is_file() and installed.read_text() == wanted:
@@ -69,7 +71,7 @@ def install(environment: Environment) -> None:
 
 def run_tests(environment: Environment, base_url: str, model: Path) -> bool:
     say(f"{environment.name}: {', '.join(environment.tests)}")
-    told = {"TOKA_CLIENTS_BASE_URL": base_url, "TOKA_CLIENTS_MODEL": str(model)}
+    variables = {"TOKA_CLIENTS_BASE_URL": base_url, "TOKA_CLIENTS_MODEL": str(model)}
     files = [f"tests/clients/{name}" for name in environment.tests]
     command = [
         environment.python,
@@ -83,14 +85,14 @@ def run_tests(environment: Environment, base_url: str, model: Path) -> bool:
         "no:cacheprovider",
         *files,
     ]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **told}).returncode == 0
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}).returncode == 0
 
 
 def main(names: Sequence[str]) -> int:
-    """The exit code: 1 where a client's tests failed."""
+    """The exit code: 1 if an installation or a client's tests failed, 2 if a name is unknown."""
     known = {environment.name: environment for environment in ENVIRONMENTS}
     if unknown := set(names) - set(known):
-        print(f"no such clients: {', '.join(sorted(unknown))}; there are {', '.join(known)}", file=sys.stderr)
+        print(f"no such clients: {', '.join(sorted(unknown))}; known clients: {', '.join(known)}", file=sys.stderr)
         return 2
     chosen = [known[name] for name in names or known]
     for environment in chosen:

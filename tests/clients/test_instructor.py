@@ -1,4 +1,4 @@
-"""instructor, which makes pydantic models of answers; no answer needs a second try here."""
+"""instructor, which parses answers into pydantic models. Every answer must parse at the first attempt."""
 
 import asyncio
 from typing import Any
@@ -22,7 +22,7 @@ MODES = ["JSON_SCHEMA", "TOOLS"]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_answer_is_a_model(base_url: str, mode: str) -> None:
+def test_an_answer_is_parsed_into_the_model(base_url: str, mode: str) -> None:
     client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0)
     animal = instructor.from_openai(client, mode=instructor.Mode[mode]).chat.completions.create(**ASKED)
     assert isinstance(animal, Animal)
@@ -37,13 +37,13 @@ def test_an_answer_is_a_model(base_url: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_partial_model_is_filled_as_the_stream_comes(base_url: str, mode: str) -> None:
+def test_a_streamed_partial_model_gains_fields_up_to_the_unstreamed_one(base_url: str, mode: str) -> None:
     client = instructor.from_openai(
         openai.OpenAI(base_url=base_url, api_key="none", max_retries=0), mode=instructor.Mode[mode]
     )
-    whole = client.chat.completions.create(**ASKED)
-    parts = list(client.chat.completions.create_partial(**ASKED))
-    assert parts[-1].model_dump() == whole.model_dump()
-    filled = [sum(value is not None for value in part.model_dump().values()) for part in parts]
+    unstreamed = client.chat.completions.create(**ASKED)
+    partials = list(client.chat.completions.create_partial(**ASKED))
+    assert partials[-1].model_dump() == unstreamed.model_dump()
+    filled = [sum(value is not None for value in partial.model_dump().values()) for partial in partials]
     assert filled == sorted(filled)
     assert filled[0] < 3

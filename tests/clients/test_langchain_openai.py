@@ -1,4 +1,4 @@
-"""LangChain's models of OpenAI's kind."""
+"""LangChain's chat and completion models for OpenAI's API."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def messages(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def test_invoke_is_plain_http_with_its_usage(chat: Any, plain_post: PlainPost) -> None:
+def test_invoke_equals_plain_http_with_its_usage(chat: Any, plain_post: PlainPost) -> None:
     expected = plain_post("chat/completions", {"messages": messages("What do whales eat?"), **GREEDY})
     answer = chat.invoke("What do whales eat?")
     assert answer.content == expected["choices"][0]["message"]["content"]
@@ -34,15 +34,15 @@ def test_invoke_is_plain_http_with_its_usage(chat: Any, plain_post: PlainPost) -
     )
 
 
-def test_a_conversation_is_sent_on_as_it_came(chat: Any, plain_post: PlainPost) -> None:
+def test_an_answer_can_be_sent_back_in_a_conversation(chat: Any, plain_post: PlainPost) -> None:
     question, answer = messages("Name a whale."), chat.invoke("Name a whale.")
     second = chat.invoke([*question, answer, *messages("And another?")])
-    told = [*question, {"role": "assistant", "content": answer.content}, *messages("And another?")]
-    expected = plain_post("chat/completions", {"messages": told, **GREEDY})
+    conversation = [*question, {"role": "assistant", "content": answer.content}, *messages("And another?")]
+    expected = plain_post("chat/completions", {"messages": conversation, **GREEDY})
     assert second.content == expected["choices"][0]["message"]["content"]
 
 
-def test_a_stream_adds_up_to_the_answer_and_its_usage(chat: Any) -> None:
+def test_joined_stream_chunks_equal_the_answer_and_its_usage(chat: Any) -> None:
     expected = chat.invoke("What do whales eat?")
     chunks = list(chat.stream("What do whales eat?", stream_usage=True))
     added = chunks[0]
@@ -53,12 +53,12 @@ def test_a_stream_adds_up_to_the_answer_and_its_usage(chat: Any) -> None:
     assert len([chunk for chunk in chunks if chunk.content]) > 4
 
 
-def test_a_batch_is_each_question_by_itself(chat: Any) -> None:
+def test_a_batch_answers_each_question_as_if_asked_alone(chat: Any) -> None:
     questions = [f"What is {number} + 1?" for number in range(6)]
     assert [answer.content for answer in chat.batch(questions)] == [chat.invoke(text).content for text in questions]
 
 
-def test_the_older_completions_model_is_plain_http(base_url: str, plain_post: PlainPost) -> None:
+def test_the_completions_model_equals_plain_http(base_url: str, plain_post: PlainPost) -> None:
     model = langchain_openai.OpenAI(model="default", base_url=base_url, api_key="none", max_retries=0, **GREEDY)
     prompts = ["The whale is", "Once upon"]
     expected = plain_post("completions", {"prompt": prompts, **GREEDY})
@@ -69,7 +69,7 @@ def test_the_older_completions_model_is_plain_http(base_url: str, plain_post: Pl
     assert "".join(model.stream("The whale is")) == expected["choices"][0]["text"]
 
 
-def test_what_is_too_long_is_told_apart(base_url: str) -> None:
+def test_a_too_long_request_raises_context_overflow_error(base_url: str) -> None:
     from langchain_core.exceptions import ContextOverflowError
 
     model = langchain_openai.ChatOpenAI(
@@ -80,14 +80,14 @@ def test_what_is_too_long_is_told_apart(base_url: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_structured_output_is_of_the_class_asked_for(base_url: str, method: str) -> None:
+def test_structured_output_is_parsed_into_the_requested_class(base_url: str, method: str) -> None:
     model = langchain_openai.ChatOpenAI(
         model="default", base_url=base_url, api_key="none", max_retries=0, temperature=0, max_tokens=80
     )
     assert isinstance(model.with_structured_output(Animal, method=method).invoke(QUESTION), Animal)
 
 
-def test_a_tool_is_called_and_its_result_read(base_url: str) -> None:
+def test_a_tool_is_called_and_its_result_can_be_sent_back(base_url: str) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
 
     model = langchain_openai.ChatOpenAI(

@@ -1,4 +1,4 @@
-"""litellm, whose users name the provider before the model."""
+"""litellm, where the name of a model starts with its provider."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ import pytest
 from tests.clients.animal import QUESTION, Animal
 from tests.clients.conftest import PlainPost
 
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it looks for prices on the internet
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise it downloads a list of prices
 litellm = pytest.importorskip("litellm", reason="litellm is not installed: `make test-clients` has it")
 
 MESSAGES = [{"role": "user", "content": "What do whales eat?"}]
@@ -17,54 +17,54 @@ GREEDY = {"max_tokens": 12, "temperature": 0}
 
 
 @pytest.fixture(params=["openai/default", "hosted_vllm/default"])
-def asked(request: pytest.FixtureRequest, base_url: str) -> dict[str, Any]:
+def request_fields(request: pytest.FixtureRequest, base_url: str) -> dict[str, Any]:
     return {"model": request.param, "messages": MESSAGES, "api_base": base_url, "api_key": "none", "num_retries": 0}
 
 
-def test_completion_is_that_of_plain_http(asked: dict[str, Any], plain_post: PlainPost) -> None:
+def test_completion_equals_plain_http(request_fields: dict[str, Any], plain_post: PlainPost) -> None:
     expected = plain_post("chat/completions", {"messages": MESSAGES, **GREEDY})
-    answer = litellm.completion(**asked, **GREEDY, user="me")
+    answer = litellm.completion(**request_fields, **GREEDY, user="me")
     assert answer.choices[0].message.content == expected["choices"][0]["message"]["content"]
     assert answer.choices[0].finish_reason == expected["choices"][0]["finish_reason"]
     assert answer.model.endswith(expected["model"])
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert answer.usage[name] == expected["usage"][name]
-    assert asyncio.run(litellm.acompletion(**asked, **GREEDY)).choices == answer.choices
+    assert asyncio.run(litellm.acompletion(**request_fields, **GREEDY)).choices == answer.choices
 
 
-def test_a_conversation_is_sent_on_as_it_came(asked: dict[str, Any], plain_post: PlainPost) -> None:
-    answer = litellm.completion(**asked, **GREEDY).choices[0].message
-    asked["messages"] = [*MESSAGES, answer, {"role": "user", "content": "And the others?"}]
-    second = litellm.completion(**asked, **GREEDY)
-    told = [*MESSAGES, {"role": "assistant", "content": answer.content}, asked["messages"][-1]]
-    expected = plain_post("chat/completions", {"messages": told, **GREEDY})
+def test_an_answer_can_be_sent_back_in_a_conversation(request_fields: dict[str, Any], plain_post: PlainPost) -> None:
+    answer = litellm.completion(**request_fields, **GREEDY).choices[0].message
+    request_fields["messages"] = [*MESSAGES, answer, {"role": "user", "content": "And the others?"}]
+    second = litellm.completion(**request_fields, **GREEDY)
+    conversation = [*MESSAGES, {"role": "assistant", "content": answer.content}, request_fields["messages"][-1]]
+    expected = plain_post("chat/completions", {"messages": conversation, **GREEDY})
     assert second.choices[0].message.content == expected["choices"][0]["message"]["content"]
 
 
-def test_a_stream_is_built_to_the_whole_answer(asked: dict[str, Any]) -> None:
-    whole = litellm.completion(**asked, **GREEDY)
-    chunks = list(litellm.completion(**asked, **GREEDY, stream=True, stream_options={"include_usage": True}))
+def test_joined_stream_chunks_equal_the_unstreamed_answer(request_fields: dict[str, Any]) -> None:
+    unstreamed = litellm.completion(**request_fields, **GREEDY)
+    chunks = list(litellm.completion(**request_fields, **GREEDY, stream=True, stream_options={"include_usage": True}))
     built = litellm.stream_chunk_builder(chunks, messages=MESSAGES)
-    assert built.choices[0].message.content == whole.choices[0].message.content
+    assert built.choices[0].message.content == unstreamed.choices[0].message.content
     assert built.choices[0].finish_reason == "length"
-    assert (built.usage.prompt_tokens, built.usage.completion_tokens) == (whole.usage.prompt_tokens, 12)
+    assert (built.usage.prompt_tokens, built.usage.completion_tokens) == (unstreamed.usage.prompt_tokens, 12)
     assert len(chunks) > 6
 
     async def collect() -> str:
         return "".join(
             [
                 chunk.choices[0].delta.content or ""
-                async for chunk in await litellm.acompletion(**asked, **GREEDY, stream=True)
+                async for chunk in await litellm.acompletion(**request_fields, **GREEDY, stream=True)
             ]
         )
 
-    assert asyncio.run(collect()) == whole.choices[0].message.content
+    assert asyncio.run(collect()) == unstreamed.choices[0].message.content
 
 
-def test_samples_and_log_probabilities_are_those_of_plain_http(asked: dict[str, Any], plain_post: PlainPost) -> None:
+def test_samples_and_top_logprobs_match_plain_http(request_fields: dict[str, Any], plain_post: PlainPost) -> None:
     sampled = {"n": 2, "seed": 5, "max_tokens": 6, "logprobs": True, "top_logprobs": 2, "stop": ["zzz"]}
     expected = plain_post("chat/completions", {"messages": MESSAGES, **sampled})["choices"]
-    answer = litellm.completion(**asked, **sampled)
+    answer = litellm.completion(**request_fields, **sampled)
     assert [choice.message.content for choice in answer.choices] == [
         choice["message"]["content"] for choice in expected
     ]
@@ -74,7 +74,7 @@ def test_samples_and_log_probabilities_are_those_of_plain_http(asked: dict[str, 
 
 
 @pytest.mark.parametrize("model", ["text-completion-openai/default", "hosted_vllm/default"])
-def test_text_completion_is_that_of_plain_http(model: str, base_url: str, plain_post: PlainPost) -> None:
+def test_text_completion_equals_plain_http(model: str, base_url: str, plain_post: PlainPost) -> None:
     body = {"prompt": "The whale is", "logprobs": 2, **GREEDY}
     expected = plain_post("completions", body)["choices"][0]
     answer = litellm.text_completion(model=model, api_base=base_url, api_key="none", **body)
@@ -82,29 +82,29 @@ def test_text_completion_is_that_of_plain_http(model: str, base_url: str, plain_
     assert answer.choices[0].logprobs.tokens == expected["logprobs"]["tokens"]
 
 
-def test_errors_are_mapped_to_classes_that_callers_tell_apart(asked: dict[str, Any]) -> None:
+def test_errors_raise_litellms_specific_exception_classes(request_fields: dict[str, Any]) -> None:
     with pytest.raises(litellm.BadRequestError, match="temperature") as wrong:
-        litellm.completion(**asked, temperature=9)
+        litellm.completion(**request_fields, temperature=9)
     assert wrong.value.status_code == 400
     with pytest.raises(litellm.NotFoundError):
-        litellm.completion(**asked | {"model": asked["model"].replace("default", "other")})
+        litellm.completion(**request_fields | {"model": request_fields["model"].replace("default", "other")})
     with pytest.raises(litellm.ContextWindowExceededError):
-        litellm.completion(**asked, max_tokens=100_000)
+        litellm.completion(**request_fields, max_tokens=100_000)
 
 
-def test_a_schema_is_answered_as_it_says(asked: dict[str, Any]) -> None:
-    asked["messages"] = [{"role": "user", "content": QUESTION}]
-    answer = litellm.completion(**asked, response_format=Animal, temperature=0, max_tokens=60)
+def test_an_answer_follows_its_schema(request_fields: dict[str, Any]) -> None:
+    request_fields["messages"] = [{"role": "user", "content": QUESTION}]
+    answer = litellm.completion(**request_fields, response_format=Animal, temperature=0, max_tokens=60)
     Animal.model_validate_json(answer.choices[0].message.content)
 
 
-def test_a_forced_tool_is_called_with_arguments_as_its_schema_says(base_url: str) -> None:
-    # for hosted_vllm litellm leaves out that nothing else may be in the arguments
-    asked: dict[str, Any] = {"model": "openai/default", "api_base": base_url, "api_key": "none"}
-    asked["messages"] = [{"role": "user", "content": QUESTION}]
+def test_arguments_of_a_forced_tool_call_follow_its_schema(base_url: str) -> None:
+    # For hosted_vllm litellm drops the part of the schema that forbids other arguments.
+    request_fields: dict[str, Any] = {"model": "openai/default", "api_base": base_url, "api_key": "none"}
+    request_fields["messages"] = [{"role": "user", "content": QUESTION}]
     tool = {"type": "function", "function": {"name": "Animal", "parameters": Animal.model_json_schema()}}
     forced = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
-    answer = litellm.completion(**asked, **forced, temperature=0, max_tokens=80)
+    answer = litellm.completion(**request_fields, **forced, temperature=0, max_tokens=80)
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.name == "Animal"
     Animal.model_validate_json(call.function.arguments)

@@ -1,6 +1,6 @@
-"""lm-eval against a real server, and against transformers with the same weights in float32: item by item the same.
+"""lm-eval gives the same items with a real server as with transformers and the same weights, in float32.
 
-`lm_eval --model local-completions` is run with its defaults, one request at a time and with 64 at once.
+`lm_eval --model local-completions` runs with its defaults, one request at a time and with 64 at once.
 """
 
 import importlib.util
@@ -22,17 +22,19 @@ ROOT = Path(__file__).parents[2]
 TASK_DIRECTORY = Path(__file__).parent / "lm_eval_tasks"
 TASKS = sorted(path.stem for path in TASK_DIRECTORY.glob("*.yaml"))
 TIE = 1e-3
-"""Where the two best scores differ by less, either may be chosen: float32 sums depend on the order of their terms."""
+"""If the two best logprobs differ by less, either token may be chosen: float32 sums depend on the order of terms."""
 
 Item = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """By task: its metrics, and what was logged of each document."""
+    """Results of one run of lm-eval, by task."""
 
     scores: dict[str, dict[str, float]]
+    """The values of the task's metrics."""
     items: dict[str, list[Item]]
+    """The logged sample of each document."""
 
 
 Evaluate = Callable[..., Evaluation]
@@ -40,7 +42,7 @@ Evaluate = Callable[..., Evaluation]
 
 @pytest.fixture(scope="module")
 def evaluate(tmp_path_factory: pytest.TempPathFactory) -> Evaluate:
-    # Its data come from files, its cache is its own: nothing is fetched, nothing is left.
+    # The data come from files and the cache is temporary: nothing is downloaded or left behind.
     home = tmp_path_factory.mktemp("huggingface")
     environment = {**os.environ, "HF_HOME": str(home), "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -72,7 +74,7 @@ def by_transformers(evaluate: Evaluate, model_directory: Path) -> Evaluation:
 
 
 @pytest.mark.parametrize("more", ["", ",num_concurrent=64"], ids=["one_by_one", "64_at_once"])
-def test_scores_and_items_are_those_of_transformers(
+def test_scores_and_items_match_transformers(
     more: str, evaluate: Evaluate, base_url: str, by_transformers: Evaluation, model_directory: Path
 ) -> None:
     by_toka = evaluate("local-completions", f"model=default,base_url={base_url}/completions{more}")
@@ -80,26 +82,28 @@ def test_scores_and_items_are_those_of_transformers(
     for task in TASKS:
         pairs = list(zip(by_toka.items[task], by_transformers.items[task], strict=True))
         assert len(pairs) == 24
-        parted = [ours["doc_id"] for ours, theirs in pairs if not items_agree(ours, theirs, oracle)]
-        assert len(parted) <= 1, f"{task}: ties are rare"
-        if not parted:
+        diverged = [ours["doc_id"] for ours, theirs in pairs if not items_agree(ours, theirs, oracle)]
+        assert len(diverged) <= 1, f"{task}: ties are rare"
+        if not diverged:
             assert by_toka.scores[task] == pytest.approx(by_transformers.scores[task], rel=1e-5), task
 
 
 def items_agree(ours: Item, theirs: Item, oracle: "Oracle") -> bool:
-    """False where they part at a tie. Fails where they differ otherwise."""
+    """Whether the items are equal. Asserts that they differ at ties only."""
     assert ours["arguments"] == theirs["arguments"]
     gaps = []
-    for asked, (mine,), (reference,) in zip(ours["arguments"].values(), ours["resps"], theirs["resps"], strict=True):
-        context, *more = asked.values()
-        if isinstance(reference, list):  # the log-probability of a continuation, and whether it is greedy
+    for arguments, (mine,), (reference,) in zip(
+        ours["arguments"].values(), ours["resps"], theirs["resps"], strict=True
+    ):
+        context, *more = arguments.values()
+        if isinstance(reference, list):  # the logprob of a continuation, and whether it is greedy
             assert float(mine[0]) == pytest.approx(float(reference[0]), abs=1e-3)
             if mine[1] != reference[1]:
                 gaps.append(oracle.gap_of_continuation(context, more[0]))
-        elif not more:  # the log-probability of a text
+        elif not more:  # the logprob of a text
             assert float(mine) == pytest.approx(float(reference), abs=1e-3)
         elif mine != reference:
-            gaps.append(oracle.gap_where_texts_part(context + mine, context + reference))
+            gaps.append(oracle.gap_where_texts_diverge(context + mine, context + reference))
         else:
             assert ours["filtered_resps"] == theirs["filtered_resps"]
     assert max(gaps, default=0.0) < TIE, f"{ours['resps']} is not {theirs['resps']}"
@@ -107,29 +111,29 @@ def items_agree(ours: Item, theirs: Item, oracle: "Oracle") -> bool:
 
 
 class Oracle:
-    """transformers itself, asked only where two runs differ."""
+    """Logprob gaps by transformers, computed only for items that differ between the two runs."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def gap_where_texts_part(self, first: str, second: str) -> float:
-        """Between the scores of the two best tokens after what both texts begin with."""
+    def gap_where_texts_diverge(self, first: str, second: str) -> float:
+        """The gap between the logprobs of the two best tokens after the texts' common prefix."""
         ids, others = self._encode(first), self._encode(second)
         pairs = enumerate(zip(ids, others, strict=False))
-        place = next((place for place, (left, right) in pairs if left != right), min(len(ids), len(others)))
-        best = self._scores(ids[:place])[-1].topk(2).values
+        position = next((position for position, (left, right) in pairs if left != right), min(len(ids), len(others)))
+        best = self._logprobs(ids[:position])[-1].topk(2).values
         return float(best[0] - best[1])
 
     def gap_of_continuation(self, context: str, continuation: str) -> float:
-        """The smallest between a token of the continuation and the best other one at its place."""
+        """The smallest gap between a token of the continuation and the best other token at its position."""
         start, ids = len(self._encode(context)), self._encode(context + continuation)
-        scores = self._scores(ids[:-1])[start - 1 :]
-        chosen = [float(row[token_id]) for row, token_id in zip(scores, ids[start:], strict=True)]
+        logprobs = self._logprobs(ids[:-1])[start - 1 :]
+        chosen = [float(row[token_id]) for row, token_id in zip(logprobs, ids[start:], strict=True)]
         others = [
             max(float(value) for value, other in zip(*row.topk(2), strict=True) if other != token_id)
-            for row, token_id in zip(scores, ids[start:], strict=True)
+            for row, token_id in zip(logprobs, ids[start:], strict=True)
         ]
-        return min(abs(score - other) for score, other in zip(chosen, others, strict=True))
+        return min(abs(value - other) for value, other in zip(chosen, others, strict=True))
 
     def _encode(self, text: str) -> list[int]:
         from transformers import AutoTokenizer
@@ -137,7 +141,7 @@ class Oracle:
         ids: list[int] = AutoTokenizer.from_pretrained(self._directory).encode(text, add_special_tokens=False)
         return ids
 
-    def _scores(self, ids: list[int]) -> Any:
+    def _logprobs(self, ids: list[int]) -> Any:
         """Log-probabilities [len(ids), vocabulary]."""
         import torch
         from transformers import AutoModelForCausalLM

@@ -13,7 +13,7 @@ import pydantic
 import pytest
 from openai.types.chat.chat_completion import Choice
 
-from tests.end_to_end.helpers.demo_model_texts import assert_greedy_text_and_logprobs_equal_those_of_transformers
+from tests.end_to_end.helpers.demo_model_texts import assert_greedy_text_and_logprobs_match_transformers
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
 from tests.helpers.random_schemas import random_schema
 from tokasaurus.checkpoint import resolve_checkpoint
@@ -24,18 +24,18 @@ NUM_PROMPTS = 24
 
 @pytest.fixture(scope="module")
 def toka() -> Iterator[TokaProcess]:
-    # 24 prompts of about 60 tokens against 256 tokens a step: prompts are cut, and prefill meets decode.
+    # 24 prompts of about 60 tokens, at 256 tokens per step: prompts are split, and steps mix prefill and decode.
     flags = ("dtype=float32", "kv_cache_num_tokens=20000", "max_tokens_per_forward=256", "max_seqs_per_forward=64")
     with running_toka(*flags) as process:
         yield process
         assert process.stop() == 0
 
 
-def test_greedy_text_and_logprobs_equal_those_of_transformers(toka: TokaProcess) -> None:
-    assert_greedy_text_and_logprobs_equal_those_of_transformers(toka, NUM_PROMPTS)
+def test_greedy_text_and_logprobs_match_transformers(toka: TokaProcess) -> None:
+    assert_greedy_text_and_logprobs_match_transformers(toka, NUM_PROMPTS)
 
 
-def test_a_seeded_request_gives_the_same_text_alone_and_in_a_crowd(toka: TokaProcess) -> None:
+def test_a_seeded_request_gives_the_same_text_alone_and_among_others(toka: TokaProcess) -> None:
     body = {"model": "default", "prompt": "Once upon a time", "max_tokens": 24, "temperature": 1.0, "top_p": 0.95}
 
     async def ask(client: httpx.AsyncClient, **fields: object) -> list[str]:
@@ -46,20 +46,20 @@ def test_a_seeded_request_gives_the_same_text_alone_and_in_a_crowd(toka: TokaPro
     async def ask_all() -> tuple[list[str], list[str], list[list[str]]]:
         async with httpx.AsyncClient(base_url=toka.url, timeout=120) as client:
             alone = await ask(client, seed=5, n=4)
-            crowd = [ask(client, n=2) for _ in range(12)]
-            in_crowd, *others = await asyncio.gather(ask(client, seed=5, n=4), *crowd)
-            return alone, in_crowd, others
+            other_requests = [ask(client, n=2) for _ in range(12)]
+            among_others, *others = await asyncio.gather(ask(client, seed=5, n=4), *other_requests)
+            return alone, among_others, others
 
-    alone, in_crowd, others = asyncio.run(ask_all())
-    assert in_crowd == alone
+    alone, among_others, others = asyncio.run(ask_all())
+    assert among_others == alone
     assert len(set(alone)) == 4, "samples of one request differ"
     assert len({text for texts in others for text in texts}) == 24, "unseeded requests differ"
 
 
 @pytest.mark.parametrize(("stop", "logprobs"), [(None, True), ([" the", "s a"], False), ([" and", "\n"], True)])
-def test_a_stream_is_the_answer_that_is_not_streamed(toka: TokaProcess, stop: list[str] | None, logprobs: bool) -> None:
+def test_a_streamed_answer_equals_the_unstreamed_one(toka: TokaProcess, stop: list[str] | None, logprobs: bool) -> None:
     client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0, timeout=120)
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": "default",
         "messages": [{"role": "user", "content": "Write emoji like 😀🎉 and 日本語, then explain them."}],
         "seed": 7,
@@ -69,29 +69,29 @@ def test_a_stream_is_the_answer_that_is_not_streamed(toka: TokaProcess, stop: li
         "top_logprobs": 3 if logprobs else None,
         "max_tokens": 40,
     }
-    client.chat.completions.create(**asked | {"max_tokens": 1})  # then both find the same tokens cached
-    whole = client.chat.completions.create(**asked)
-    with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+    client.chat.completions.create(**fields | {"max_tokens": 1})  # then both answers find the same tokens cached
+    unstreamed = client.chat.completions.create(**fields)
+    with client.chat.completions.stream(**fields, stream_options={"include_usage": True}) as stream:
         num_chunks = sum(event.type == "chunk" for event in stream)
-        collected = stream.current_completion_snapshot  # the final one may not end by its length
+        collected = stream.current_completion_snapshot  # get_final_completion() may reject finish_reason "length"
     assert len(collected.choices) == 2
-    for choice, expected in zip(collected.choices, whole.choices, strict=True):
+    for choice, expected in zip(collected.choices, unstreamed.choices, strict=True):
         assert choice.finish_reason == expected.finish_reason
         assert choice.message.content == expected.message.content
         assert logprobs_of(choice) == pytest.approx(logprobs_of(expected), abs=1e-4)
     assert collected.usage is not None
-    assert collected.usage == whole.usage
-    assert num_chunks > collected.usage.completion_tokens / 4, "tokens come while others are still to come"
+    assert collected.usage == unstreamed.usage
+    assert num_chunks > collected.usage.completion_tokens / 4, "tokens are sent in many chunks"
 
 
 def logprobs_of(choice: Choice) -> list[float]:
-    """Of each token, then of the three most likely at its position."""
+    """For each token: its logprob, then the logprobs of the three most likely tokens at its position."""
     entries = [] if choice.logprobs is None else choice.logprobs.content or []
     assert all(len(entry.top_logprobs) == 3 for entry in entries)
     return [value for entry in entries for value in (entry.logprob, *(other.logprob for other in entry.top_logprobs))]
 
 
-def test_penalised_and_limited_requests_give_the_same_text_alone_and_in_a_crowd(toka: TokaProcess) -> None:
+def test_penalised_and_limited_requests_give_the_same_text_alone_and_among_others(toka: TokaProcess) -> None:
     common = {"model": "default", "prompt": "The sun is", "max_tokens": 24, "seed": 7, "n": 2, "ignore_eos": True}
     bodies = [
         {**common, "top_k": 20, "min_p": 0.02},
@@ -100,8 +100,8 @@ def test_penalised_and_limited_requests_give_the_same_text_alone_and_in_a_crowd(
         {**common, "logit_bias": {"260": 8, "28": -100}},
     ]
 
-    async def ask_all(client: httpx.AsyncClient, asked: list[dict[str, object]]) -> list[list[str]]:
-        answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in asked))
+    async def ask_all(client: httpx.AsyncClient, bodies: list[dict[str, object]]) -> list[list[str]]:
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
         return [[choice["text"] for choice in answer.raise_for_status().json()["choices"]] for answer in answers]
 
     async def ask() -> tuple[list[list[str]], list[list[str]]]:
@@ -109,12 +109,12 @@ def test_penalised_and_limited_requests_give_the_same_text_alone_and_in_a_crowd(
             alone = [(await ask_all(client, [body]))[0] for body in bodies]
             return alone, await ask_all(client, bodies * 3)
 
-    alone, in_crowd = asyncio.run(ask())
-    assert in_crowd == alone * 3
+    alone, together = asyncio.run(ask())
+    assert together == alone * 3
     assert len({text for texts in alone for text in texts}) == 2 * len(bodies)
 
 
-def test_biases_stop_tokens_and_the_fewest_tokens_do_what_they_say(toka: TokaProcess) -> None:
+def test_logit_bias_stop_token_ids_and_min_tokens_take_effect(toka: TokaProcess) -> None:
     tokenizer = Tokenizer.load(resolve_checkpoint(None).tokenizer_directory)
     (the,), (dot,) = (tokenizer.encode(text, add_special_tokens=False) for text in (" the", "."))
     client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0, timeout=300)
@@ -138,8 +138,8 @@ def test_biases_stop_tokens_and_the_fewest_tokens_do_what_they_say(toka: TokaPro
     assert complete({str(the): 100}, stop=["the the"], min_tokens=2) == (" the ", "stop", 3)
 
 
-def test_random_schemas_are_followed_and_a_plain_request_beside_them_has_its_text(toka: TokaProcess) -> None:
-    """Sampled at temperature 1 from a small model, all at once; judged by an outside validator."""
+def test_random_schemas_are_followed_and_do_not_change_a_plain_request(toka: TokaProcess) -> None:
+    """All run together, sampled at temperature 1 from a small model; an independent validator checks the texts."""
     schemas = [random_schema(seed) for seed in range(30)]
     plain = {"model": "default", "prompt": "The capital of France", "max_tokens": 40, "temperature": 0}
     common = {"model": "default", "messages": [{"role": "user", "content": "Some JSON, please."}], "max_tokens": 80}
@@ -154,15 +154,15 @@ def test_random_schemas_are_followed_and_a_plain_request_beside_them_has_its_tex
     answer = httpx.post(f"{toka.url}/v1/bulk", content=content, headers=headers, timeout=120)
     results = {line["custom_id"]: line["response"] for line in map(json.loads, answer.text.splitlines())}
     assert results.pop("plain")["body"]["choices"][0]["text"] == alone
-    num_whole = 0
+    num_finished = 0
     for seed, schema in enumerate(schemas):
         assert results[str(seed)]["status_code"] == 200, results[str(seed)]
         (choice,) = results[str(seed)]["body"]["choices"]
         if choice["finish_reason"] == "stop":
             value = json.loads(choice["message"]["content"])
             assert jsonschema_rs.Draft202012Validator(schema, validate_formats=True).is_valid(value), (schema, value)
-            num_whole += 1
-    assert num_whole >= 8, "not all are cut by their limit"
+            num_finished += 1
+    assert num_finished >= 8, "not all are cut at max_tokens"
 
 
 class Country(pydantic.BaseModel):
@@ -171,7 +171,7 @@ class Country(pydantic.BaseModel):
     population: int = pydantic.Field(ge=1000, le=2_000_000_000)
 
 
-def test_openai_client_parses_answers_into_a_model(toka: TokaProcess) -> None:
+def test_openai_client_parses_answers_into_a_pydantic_model(toka: TokaProcess) -> None:
     client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0, timeout=120)
     answer = client.chat.completions.parse(
         model="default",
@@ -184,11 +184,11 @@ def test_openai_client_parses_answers_into_a_model(toka: TokaProcess) -> None:
     assert all(isinstance(choice.message.parsed, Country) for choice in answer.choices)
 
 
-def test_functions_of_random_schemas_are_called_where_they_must_be(toka: TokaProcess) -> None:
-    """Sampled at temperature 1, all at once; the last is streamed as well."""
+def test_required_calls_follow_random_parameter_schemas(toka: TokaProcess) -> None:
+    """All run together, sampled at temperature 1; the last is streamed as well."""
     schemas = [schema for schema in map(random_schema, range(40)) if schema.get("type") == "object"][4:8]
 
-    def asked(index: int) -> dict[str, Any]:
+    def make_body(index: int) -> dict[str, Any]:
         return {
             "model": "default",
             "messages": [{"role": "user", "content": "Call it, please."}],
@@ -200,38 +200,38 @@ def test_functions_of_random_schemas_are_called_where_they_must_be(toka: TokaPro
         }
 
     async def stream(client: openai.AsyncOpenAI, index: int) -> Any:
-        async with client.chat.completions.stream(**asked(index)) as chunks:
+        async with client.chat.completions.stream(**make_body(index)) as chunks:
             return await chunks.get_final_completion()
 
     async def ask_all() -> list[Any]:
         async with openai.AsyncOpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
-            whole = [client.chat.completions.create(**asked(index)) for index in range(4)]
-            return await asyncio.gather(*whole, stream(client, 3))
+            unstreamed = [client.chat.completions.create(**make_body(index)) for index in range(4)]
+            return await asyncio.gather(*unstreamed, stream(client, 3))
 
     choices = [answer.choices[0] for answer in asyncio.run(ask_all())]
     arguments = ["".join(call.function.arguments for call in choice.message.tool_calls or []) for choice in choices]
     assert (arguments[3], choices[3].finish_reason) == (arguments[4], choices[4].finish_reason)
-    num_whole = 0
+    num_finished = 0
     for choice, text, schema in zip(choices, arguments, schemas, strict=False):
         assert choice.finish_reason in ("tool_calls", "length")
         if choice.finish_reason == "tool_calls":
             value = json.loads(text)
             assert jsonschema_rs.Draft202012Validator(schema, validate_formats=True).is_valid(value), (schema, value)
-            num_whole += 1
-    assert num_whole >= 2, "not all are cut by their limit"
+            num_finished += 1
+    assert num_finished >= 2, "not all are cut at max_tokens"
 
 
-def test_a_client_that_goes_away_frees_its_blocks(toka: TokaProcess) -> None:
+def test_blocks_are_freed_when_the_client_disconnects(toka: TokaProcess) -> None:
     body = {"model": "default", "prompt": "Count:", "max_tokens": 4000, "n": 2, "ignore_eos": True}
 
-    def give_up_after_four_seconds() -> None:
+    def disconnect_after_four_seconds() -> None:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{toka.url}/v1/completions", json=body, timeout=4)
 
     with ThreadPoolExecutor() as pool:
-        leaving = pool.submit(give_up_after_four_seconds)
+        disconnecting = pool.submit(disconnect_after_four_seconds)
         wait_for(lambda: toka.gauge("toka_requests_running") == 2, timeout_s=3.5)
         assert toka.gauge("toka_kv_blocks_used") > 0
-        leaving.result()
+        disconnecting.result()
     wait_for(lambda: toka.gauge("toka_requests_running") == 0, timeout_s=10)
     assert toka.gauge("toka_kv_blocks_used") == 0

@@ -24,7 +24,7 @@ PATTERNS = [r"[a-z]{2,5}@[a-z]+\.(com|org)", r'\{"x": (true|false|[0-9]{1,3})\}'
 
 
 def greedy_tokens(oracle: PreTrainedModel, prompt: list[int], pattern: str, vocabulary: GrammarVocabulary) -> list[int]:
-    """The most likely token that a matcher of its own allows, each time, by the logits of the whole text."""
+    """The most likely allowed token at each step, from a separate matcher and the oracle's logits of the whole text."""
     matcher, token_ids = make_matcher(vocabulary, LLMatcher.grammar_from_regex(pattern)), []
     while len(token_ids) < MAX_NEW_TOKENS and not matcher.is_stopped():
         mask = np.zeros(vocabulary.num_words, np.uint32)
@@ -36,8 +36,8 @@ def greedy_tokens(oracle: PreTrainedModel, prompt: list[int], pattern: str, voca
     return token_ids
 
 
-def test_greedy_texts_are_the_most_likely_that_the_grammar_allows(tmp_path: Path) -> None:
-    """In steps of any mixture, among others without grammars, most of them preempted on the way."""
+def test_greedy_tokens_are_the_most_likely_that_the_grammar_allows(tmp_path: Path) -> None:
+    """Steps mix requests with and without grammars, and most requests are preempted."""
     oracle = save_tiny_model(tmp_path, "llama")
     model, info = load(tmp_path, packed=True)
     vocabulary = load_grammar_vocabulary(tmp_path, VOCAB_SIZE, (EOS_ID,))

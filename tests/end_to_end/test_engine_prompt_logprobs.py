@@ -1,4 +1,4 @@
-"""The manager and the worker together, in one process: log-probabilities of prompts against transformers."""
+"""The manager and the worker together, in one process: prompt logprobs against transformers."""
 
 import dataclasses
 import random
@@ -20,7 +20,7 @@ NUM_BLOCKS = 24
 
 
 def random_requests(rng: random.Random) -> list[GenerateRequest]:
-    """Prompts that begin with some of one of two texts; a third of them unscored."""
+    """Prompts that start with a prefix of one of two texts. About 30% request no prompt logprobs."""
     texts = [[rng.randrange(VOCAB_SIZE) for _ in range(120)] for _ in range(2)]
     requests = []
     for number in range(24):
@@ -40,7 +40,7 @@ def random_requests(rng: random.Random) -> list[GenerateRequest]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_prompts_that_share_blocks_have_the_scores_of_transformers(seed: int, tmp_path: Path) -> None:
+def test_prompt_logprobs_of_prompts_with_shared_blocks_match_transformers(seed: int, tmp_path: Path) -> None:
     oracle = save_tiny_model(tmp_path, "llama")
     model, info = load(tmp_path, packed=True)
     driver = EngineDriver(

@@ -1,4 +1,4 @@
-"""Repeated sampling of a few questions behind the same few shots, in float32: groups change no text."""
+"""Many samples of a few questions after the same few-shot examples, in float32: prefix groups change no text."""
 
 import itertools
 from typing import Any
@@ -13,20 +13,20 @@ from tests.end_to_end.helpers.expected_texts import (
     ask_all_at_once,
     ask_demo_model,
     assert_all_done_and_counted,
-    assert_tokens_are_the_best,
+    assert_tokens_match_oracle,
     details,
-    num_parted,
+    num_diverged,
 )
 from tests.end_to_end.helpers.toka_process import running_toka
 
 PAGE_SIZE = 16
 GROUPS = ("use_hydragen=T", "hydragen_min_group_size=2", f"hydragen_min_prefix_len={PAGE_SIZE}")
-# One prompt alone takes more than half of it; each answer is expected to end after a fiftieth of max_tokens, and
-# nothing is learnt from those that do not.
+# One prompt takes more than half of the cache. Each answer is expected to end after 1/50 of max_tokens, and the length
+# predictor never learns from finished sequences.
 SMALL = (*FLAGS, "kv_cache_num_tokens=480", "early_stopping_init_mean=0.02", "early_stopping_initial_wait=1000000")
 
 ASKED = [(0, 1, 10), (1, 1, 8), (2, 0, 6), (0, 0, 1), (1, 0, 1), (2, 1, 1)]
-"""(question, temperature, samples): greedy samples of one request are all alike."""
+"""(question, temperature, number of samples) of each request. Greedy samples of one request are identical."""
 
 
 def make_bodies() -> list[dict[str, Any]]:
@@ -52,29 +52,29 @@ def expected() -> Expected:
     return ask_demo_model(("use_hydragen=F",), make_bodies())
 
 
-def test_without_groups_the_tokens_are_those_of_transformers_and_nothing_is_shared(expected: Expected) -> None:
-    assert_tokens_are_the_best(expected, (samples[-1] for samples in expected.samples))
+def test_without_prefix_groups_tokens_match_transformers_and_none_are_shared(expected: Expected) -> None:
+    assert_tokens_match_oracle(expected, (samples[-1] for samples in expected.samples))
     assert [details(usage)["shared_tokens"] for usage in expected.usages] == [0] * len(ASKED)
     samples = list(itertools.chain(*expected.samples))
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
     assert len({sample.text for sample in samples}) > 16
 
 
-def test_groups_change_no_token(expected: Expected) -> None:
-    """Each sample decodes behind all whole blocks of its prompt, its question's included, with others."""
+def test_prefix_groups_change_no_token(expected: Expected) -> None:
+    """Samples of a request share all whole blocks of the prompt, question included, while they decode."""
     bodies = make_bodies()
     with running_toka(*LARGE, *GROUPS) as toka:
         answers = ask_all_at_once(toka, bodies)
         assert_all_done_and_counted(toka, answers)
         assert toka.gauge("toka_preemptions_total") == 0
         assert toka.stop() == 0
-    assert num_parted(expected, answers) <= 2, "ties are rare"
+    assert num_diverged(expected, answers) <= 2, "ties are rare"
     for body, answer in zip(bodies, answers, strict=True):
-        num_whole = (answer["usage"]["prompt_tokens"] - 1) // PAGE_SIZE * PAGE_SIZE
-        assert details(answer["usage"])["shared_tokens"] == body["n"] * num_whole
+        num_in_blocks = (answer["usage"]["prompt_tokens"] - 1) // PAGE_SIZE * PAGE_SIZE
+        assert details(answer["usage"])["shared_tokens"] == body["n"] * num_in_blocks
 
 
-def test_groups_change_no_token_where_preemption_is_constant(expected: Expected) -> None:
+def test_prefix_groups_change_no_token_under_constant_preemption(expected: Expected) -> None:
     bodies = make_bodies()
     with running_toka(*SMALL, *GROUPS) as toka:
         answers = ask_all_at_once(toka, bodies)
@@ -82,7 +82,7 @@ def test_groups_change_no_token_where_preemption_is_constant(expected: Expected)
         assert toka.gauge("toka_preemptions_total") >= sum(body["n"] for body in bodies) / 2
         assert toka.gauge("toka_recomputed_tokens_total") > 0
         assert toka.stop() == 0
-    assert num_parted(expected, answers) <= 2, "ties are rare"
+    assert num_diverged(expected, answers) <= 2, "ties are rare"
     for body, answer in zip(bodies, answers, strict=True):
         if body["n"] > 1:
             assert details(answer["usage"])["shared_tokens"] > body["n"] * answer["usage"]["prompt_tokens"] / 2

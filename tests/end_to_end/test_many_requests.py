@@ -1,4 +1,4 @@
-"""The demo model in its default number format, under many requests, and through the command line."""
+"""The demo model in its default dtype, under many requests and through the command line."""
 
 import asyncio
 import subprocess
@@ -22,7 +22,7 @@ def toka() -> Iterator[TokaProcess]:
         assert process.stop() == 0
 
 
-def test_256_chat_requests_over_64_connections_all_finish_and_leave_nothing(toka: TokaProcess) -> None:
+def test_256_chat_requests_over_64_connections_finish_and_free_their_blocks(toka: TokaProcess) -> None:
     blocks_at_start = toka.gauge("toka_kv_blocks_used")
     tokens_at_start = toka.gauge("toka_generation_tokens_total")
 
@@ -58,7 +58,7 @@ def test_256_chat_requests_over_64_connections_all_finish_and_leave_nothing(toka
     assert toka.gauge("toka_generation_tokens_total") == tokens_at_start + generated
 
 
-def test_bulk_lines_are_answered_and_those_of_a_caller_who_leaves_are_dropped(toka: TokaProcess) -> None:
+def test_bulk_lines_are_answered_and_are_cancelled_when_the_client_disconnects(toka: TokaProcess) -> None:
     blocks_at_start = toka.gauge("toka_kv_blocks_used")
     tokens_at_start = toka.gauge("toka_generation_tokens_total")
 
@@ -79,7 +79,7 @@ def test_bulk_lines_are_answered_and_those_of_a_caller_who_leaves_are_dropped(to
     assert {result["body"]["usage"]["completion_tokens"] for result in results.values()} == {6}
     assert toka.gauge("toka_generation_tokens_total") == tokens_at_start + 200 * 6
 
-    content = lines(1, 2).replace(b"line", b"first") + b"\n" + lines(12, 1500)  # all fit the cache
+    content = lines(1, 2).replace(b"line", b"first") + b"\n" + lines(12, 1500)  # all fit in the cache
     with httpx.stream("POST", f"{toka.url}/v1/bulk", content=content, timeout=300) as stream:
         assert orjson.loads(next(stream.iter_lines()))["custom_id"] == "first 0"
     wait_for(lambda: toka.gauge("toka_requests_running") + toka.gauge("toka_requests_waiting") == 0, 30)
@@ -95,13 +95,13 @@ def test_greedy_chat_knows_the_capital_of_germany(toka: TokaProcess) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_a_stop_string_ends_the_text_before_it(toka: TokaProcess) -> None:
+def test_a_text_ends_before_its_stop_string(toka: TokaProcess) -> None:
     client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0)
-    asked = {"model": "default", "prompt": "1, 2, 3, 4,", "temperature": 0, "max_tokens": 40}
-    whole = client.completions.create(**asked).choices[0]
-    stopped = client.completions.create(**asked, stop=[" 9"]).choices[0]
-    assert " 9" in whole.text
-    assert stopped.text == whole.text[: whole.text.index(" 9")]
+    fields = {"model": "default", "prompt": "1, 2, 3, 4,", "temperature": 0, "max_tokens": 40}
+    unstopped = client.completions.create(**fields).choices[0]
+    stopped = client.completions.create(**fields, stop=[" 9"]).choices[0]
+    assert " 9" in unstopped.text
+    assert stopped.text == unstopped.text[: unstopped.text.index(" 9")]
     assert stopped.finish_reason == "stop"
 
 

@@ -1,4 +1,4 @@
-"""What a client sees of the prefix cache, and counters that are exact after each request."""
+"""The prefix cache as a client sees it, and counters that are exact after each request."""
 
 import random
 from collections.abc import Iterator
@@ -39,33 +39,35 @@ def num_cached(answer: dict[str, Any]) -> int:
 
 def common_prefix(first: list[int], second: list[int]) -> int:
     pairs = list(zip(first, second, strict=False))
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), len(pairs))
 
 
 @pytest.mark.parametrize("num_tokens", [16, 17, 48, 65])
-def test_a_prompt_that_comes_again_is_cached_but_for_its_last_block(num_tokens: int, toka: TokaProcess) -> None:
+def test_a_repeated_prompt_is_cached_except_for_its_last_block(num_tokens: int, toka: TokaProcess) -> None:
     rng = random.Random(num_tokens)
     prompt = [rng.randrange(1000, 20000) for _ in range(num_tokens)]
-    whole = (num_tokens - 1) // PAGE_SIZE * PAGE_SIZE
+    num_in_blocks = (num_tokens - 1) // PAGE_SIZE * PAGE_SIZE
     bodies = [{}, {}, {"n": 3}, {"cache_salt": "a"}, {"cache_salt": "b", "n": 2}, {"cache_salt": "a"}, {}]
     cached = [num_cached(ask(toka, "completions", prompt=prompt, max_tokens=2, **fields)) for fields in bodies]
-    assert cached == [0, whole, whole, 0, 0, whole, whole]
+    assert cached == [0, num_in_blocks, num_in_blocks, 0, 0, num_in_blocks, num_in_blocks]
 
 
 def test_prompts_share_their_common_blocks(toka: TokaProcess) -> None:
     rng = random.Random(1)
-    asked: list[list[int]] = []
+    earlier_prompts: list[list[int]] = []
     for _ in range(12):
-        other = rng.choice(asked) if asked else []
+        other = rng.choice(earlier_prompts) if earlier_prompts else []
         prompt = other[: rng.randint(0, len(other))] + [rng.randrange(20000, 40000) for _ in range(rng.randint(1, 40))]
-        expected = max((common_prefix(prompt, before) for before in asked), default=0) // PAGE_SIZE * PAGE_SIZE
+        expected = (
+            max((common_prefix(prompt, earlier) for earlier in earlier_prompts), default=0) // PAGE_SIZE * PAGE_SIZE
+        )
         expected = min(expected, (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE)
-        # One token is sampled and its KV is never computed: the cache holds whole blocks of prompts alone.
+        # One token is sampled and its KV is never computed: the cache has only whole blocks of prompts.
         assert num_cached(ask(toka, "completions", prompt=prompt, max_tokens=1)) == expected
-        asked.append(prompt)
+        earlier_prompts.append(prompt)
 
 
-def test_the_second_turn_of_a_chat_finds_the_first_prompt_and_answer_cached(toka: TokaProcess) -> None:
+def test_the_second_request_of_a_chat_finds_the_first_prompt_and_answer_cached(toka: TokaProcess) -> None:
     tokenizer = Tokenizer.load(resolve_checkpoint(None).tokenizer_directory)
     messages = [{"role": "user", "content": "Tell me a story about a lighthouse and two cats."}]
     first = ask(toka, "chat/completions", messages=messages, max_tokens=75, temperature=0)
@@ -81,27 +83,27 @@ def test_the_second_turn_of_a_chat_finds_the_first_prompt_and_answer_cached(toka
     assert num_cached(second) > first["usage"]["prompt_tokens"]
 
 
-def test_logprobs_of_prompts_are_those_of_transformers_computed_in_parts_and_cached(toka: TokaProcess) -> None:
+def test_prompt_logprobs_match_transformers_for_split_and_cached_prompts(toka: TokaProcess) -> None:
     checkpoint = resolve_checkpoint(None)
     tokenizer = Tokenizer.load(checkpoint.tokenizer_directory)
     texts = read_questions(8)
     prompts = [tokenizer.encode(text, add_special_tokens=True) for text in (*texts[:2], " ".join(texts[2:]), "A")]
     prompts += [prompts[2][:100] + prompts[0], prompts[1][:48]]
-    assert len(prompts[2]) > 256, "more than a step takes"
-    asked = {"prompt": prompts, "cache_salt": "scores", "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
-    answers = [ask(toka, "completions", **asked, prompt_logprobs=3) for _ in range(2)]
-    # What reads the values of N blocks computes the last of their tokens again, for what follows it.
+    assert len(prompts[2]) > 256, "longer than one step"
+    fields = {"prompt": prompts, "cache_salt": "scores", "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
+    answers = [ask(toka, "completions", **fields, prompt_logprobs=3) for _ in range(2)]
+    # With N blocks of prompt logprobs cached, the last of their tokens is recomputed: its logits score the next token.
     assert num_cached(answers[1]) == sum(max(0, (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE - 1) for prompt in prompts)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=torch.float32).eval()
-    for place, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         with torch.inference_mode():
             expected = model(torch.tensor([prompt])).logits[0].log_softmax(dim=-1)
         for answer in answers:
-            assert_choice_is_right(answer["choices"][place], prompt, expected)
+            assert_choice_matches(answer["choices"][index], prompt, expected)
 
 
-def assert_choice_is_right(choice: dict[str, Any], prompt: list[int], expected: torch.Tensor) -> None:
-    """Of an echo with `logprobs` = 1 and `prompt_logprobs` = 3. expected: [tokens of the prompt, V]."""
+def assert_choice_matches(choice: dict[str, Any], prompt: list[int], expected: torch.Tensor) -> None:
+    """For an echo with `logprobs` = 1 and `prompt_logprobs` = 3. expected: logprobs [prompt tokens, V]."""
     values, tops = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
     first, *entries = choice["prompt_logprobs"]
     assert values[0] is tops[0] is first is None
@@ -114,15 +116,15 @@ def assert_choice_is_right(choice: dict[str, Any], prompt: list[int], expected: 
     assert values[1:-1] == pytest.approx(exact.tolist(), abs=1e-4)
     fewest, most = ((expected[:-1] > exact[:, None] + shift).sum(dim=1).tolist() for shift in (TIE, -TIE))
     assert all(low < one["rank"] <= high for low, one, high in zip(fewest, own, most, strict=True))
-    for entry, scores, best in zip(entries, expected, expected.topk(3).values.tolist(), strict=False):
+    for entry, row, best in zip(entries, expected, expected.topk(3).values.tolist(), strict=False):
         most_likely = sorted(entry, key=lambda token_id: entry[token_id]["rank"])[:3]
         found = [entry[token_id]["logprob"] for token_id in most_likely]
-        assert found == pytest.approx(scores[[int(token_id) for token_id in most_likely]].tolist(), abs=1e-4)
+        assert found == pytest.approx(row[[int(token_id) for token_id in most_likely]].tolist(), abs=1e-4)
         assert found == pytest.approx(best, abs=1e-4)
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 0}, {"logprobs": 2, "prompt_logprobs": 1}])
-def test_an_echo_alone_generates_nothing(toka: TokaProcess, fields: dict[str, Any]) -> None:
+def test_an_echo_with_max_tokens_0_generates_no_token(toka: TokaProcess, fields: dict[str, Any]) -> None:
     num_generated = toka.gauge("toka_generation_tokens_total")
     answer = ask(toka, "completions", prompt=["One, two,", "€"], n=2, max_tokens=0, echo=True, stop=",", **fields)
     assert [choice["text"] for choice in answer["choices"]] == ["One, two,"] * 2 + ["€"] * 2
@@ -135,11 +137,11 @@ def test_an_echo_alone_generates_nothing(toka: TokaProcess, fields: dict[str, An
     assert toka.gauge("toka_kv_blocks_used") == 0
 
 
-def test_a_streamed_echo_is_the_one_that_is_not_streamed(toka: TokaProcess) -> None:
+def test_a_streamed_echo_equals_the_unstreamed_one(toka: TokaProcess) -> None:
     body = {"model": "default", "prompt": ["Once upon a time", "A " * 300], "n": 3, "seed": 5, "max_tokens": 6}
     body |= {"echo": True, "logprobs": 1}
-    ask(toka, "completions", **body)  # then both find the same values kept
-    whole = ask(toka, "completions", **body)["choices"]
+    ask(toka, "completions", **body)  # then both find the same prompt logprobs cached
+    unstreamed = ask(toka, "completions", **body)["choices"]
     client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0, timeout=60)
     joined: dict[int, tuple[str, list[str], list[float]]] = {}
     for chunk in client.completions.create(**body, stream=True):
@@ -148,7 +150,7 @@ def test_a_streamed_echo_is_the_one_that_is_not_streamed(toka: TokaProcess) -> N
         assert choice.logprobs is not None
         tokens = tokens + (choice.logprobs.tokens or [])
         joined[choice.index] = (text + choice.text, tokens, values + (choice.logprobs.token_logprobs or []))
-    for choice in whole:
+    for choice in unstreamed:
         text, tokens, values = joined[choice["index"]]
         assert (text, tokens) == (choice["text"], choice["logprobs"]["tokens"])
         assert values[1:] == pytest.approx(choice["logprobs"]["token_logprobs"][1:], abs=1e-4)

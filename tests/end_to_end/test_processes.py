@@ -1,4 +1,4 @@
-"""Start and end of a whole `toka` with a tiny model."""
+"""Start and end of all processes of `toka` with a tiny model."""
 
 import json
 import os
@@ -26,7 +26,9 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("title", "name"), [("toka-worker", "worker"), ("toka-manager", "manager")])
-def test_a_killed_process_takes_the_server_down_and_is_named(title: str, name: str, tmp_path: Path) -> None:
+def test_killing_a_process_ends_the_server_and_logs_the_name_of_the_process(
+    title: str, name: str, tmp_path: Path
+) -> None:
     save_tiny_model(tmp_path, "qwen3")
     with running_toka(f"model={tmp_path}", *SMALL) as toka:
         children = toka.children()
@@ -38,7 +40,7 @@ def test_a_killed_process_takes_the_server_down_and_is_named(title: str, name: s
         wait_for(lambda: any(name in line and "SIGKILL" in line for line in toka.lines), 5)
 
 
-def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
+def test_all_processes_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen2")
     with running_toka(f"model={tmp_path}", *SMALL) as toka:
         children = toka.children()
@@ -47,7 +49,7 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
         wait_for(lambda: not any(is_alive(pid) for pid in children.values()), 5)
 
 
-def test_a_local_checkpoint_is_served_as_transformers_runs_it(tmp_path: Path) -> None:
+def test_a_served_local_checkpoint_matches_transformers(tmp_path: Path) -> None:
     oracle = save_tiny_model(tmp_path, "llama")
     tokenizer = Tokenizer.load(tmp_path)
     prompt = "A tiny prompt."
@@ -72,7 +74,7 @@ def test_a_local_checkpoint_is_served_as_transformers_runs_it(tmp_path: Path) ->
     assert any(line.startswith("ready:") and "tiny" in line and toka.url in line for line in toka.lines)
 
 
-def test_a_request_that_is_open_when_the_engine_dies_is_answered(tmp_path: Path) -> None:
+def test_open_requests_are_answered_with_an_error_when_the_manager_is_killed(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     with running_toka(f"model={tmp_path}", *SMALL) as toka, ThreadPoolExecutor() as pool:
         url = f"{toka.url}/v1/completions"

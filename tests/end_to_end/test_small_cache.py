@@ -1,4 +1,4 @@
-"""Servers in float32 whose KV cache is so small that sequences are preempted all the time, against a large cache."""
+"""Servers in float32 with a KV cache so small that preemption is constant, compared with a large cache."""
 
 import itertools
 import json
@@ -14,10 +14,10 @@ from tests.end_to_end.helpers.expected_texts import (
     Expected,
     ask_all_at_once,
     ask_demo_model,
-    ask_with_much_room,
+    ask_large_cache_server,
     assert_all_done_and_counted,
-    assert_tokens_are_the_best,
-    num_parted,
+    assert_tokens_match_oracle,
+    num_diverged,
 )
 from tests.end_to_end.helpers.toka_process import running_toka, wait_for
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
@@ -25,8 +25,8 @@ from tokasaurus.text.tokenizer import Tokenizer
 
 QUESTIONS = Path(__file__).parents[2] / "benchmarks" / "data" / "gsm8k_test_200.jsonl"
 
-# Each answer is expected to end after a fiftieth of max_tokens, and nothing is learnt from those that do not: far more
-# sequences are admitted than the cache can hold to their ends.
+# Each answer is expected to end after 1/50 of max_tokens, and the length predictor never learns from finished
+# sequences: far more sequences are admitted than the cache can hold until they finish.
 SMALL = (*FLAGS, "kv_cache_num_tokens=640", "early_stopping_init_mean=0.02", "early_stopping_initial_wait=1000000")
 MODES = [
     (),
@@ -36,7 +36,7 @@ MODES = [
 
 
 def make_bodies(num_bodies: int, stop: list[str]) -> list[dict[str, Any]]:
-    """Greedy and seeded, of 1 to 3 samples, with and without stop strings and log-probabilities, of many lengths."""
+    """Greedy and seeded bodies of many lengths, with 1 to 3 samples, with and without stop strings and logprobs."""
     questions = [json.loads(line)["question"] for line in QUESTIONS.read_text().splitlines()[:num_bodies]]
     bodies: list[dict[str, Any]] = []
     for number, question in enumerate(questions):
@@ -64,17 +64,17 @@ def demo() -> Expected:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    """Random weights: many more sequences in the same time."""
+    """A tiny model with random weights, which runs many more sequences in the same time."""
     directory = tmp_path_factory.mktemp("tiny")
     oracle = save_tiny_model(directory, "qwen3")
     name_every_token(directory / "tokenizer.json")
-    # Prompts have about a hundred tokens: most steps cut one, and several prompts are under way.
+    # Prompts have about a hundred tokens: most steps split one, and several are in prefill at once.
     flags = (f"model={directory}", "max_tokens_per_forward=48")
-    return ask_with_much_room(flags, Tokenizer.load(directory), oracle, make_bodies(50, ["a", "1", "(", "Q", "z"]))
+    return ask_large_cache_server(flags, Tokenizer.load(directory), oracle, make_bodies(50, ["a", "1", "(", "Q", "z"]))
 
 
 def name_every_token(path: Path) -> None:
-    """The tiny model has tokens without a text, which could not be told apart in an answer."""
+    """Gives each of the tiny model's tokens without a text a unique one, so that answers identify every token."""
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
     tokenizer.add_tokens([f"<unused {number}>" for number in range(VOCAB_SIZE - tokenizer.get_vocab_size())])
     tokenizer.save(str(path))
@@ -87,15 +87,15 @@ def expected(request: pytest.FixtureRequest) -> Expected:
 
 
 @pytest.mark.parametrize("expected", ["demo", "tiny"], indirect=True)
-def test_the_large_cache_gives_the_tokens_of_transformers_greedy_and_drawn(expected: Expected) -> None:
-    """So what the small caches are compared with is right, and so are the scores by which texts may part."""
-    assert_tokens_are_the_best(expected, itertools.chain(*expected.samples[:8]))
+def test_large_cache_tokens_match_transformers_greedy_and_sampled(expected: Expected) -> None:
+    """Checks the answers that the small caches are compared with, and the logits that define ties."""
+    assert_tokens_match_oracle(expected, itertools.chain(*expected.samples[:8]))
 
 
 @pytest.mark.parametrize(
     ("expected", "mode"), [("demo", ()), *(("tiny", mode) for mode in MODES)], indirect=["expected"]
 )
-def test_a_cache_that_is_far_too_small_changes_no_token(expected: Expected, mode: tuple[str, ...]) -> None:
+def test_constant_preemption_in_a_small_cache_changes_no_token(expected: Expected, mode: tuple[str, ...]) -> None:
     num_sequences = sum(map(len, expected.samples))
     with running_toka(*SMALL, *expected.flags, *mode) as toka:
         answers = ask_all_at_once(toka, [samples[0].body for samples in expected.samples])
@@ -103,31 +103,31 @@ def test_a_cache_that_is_far_too_small_changes_no_token(expected: Expected, mode
         assert toka.gauge("toka_preemptions_total") >= num_sequences / 3
         assert toka.gauge("toka_recomputed_tokens_total") > 0
         assert toka.stop() == 0
-    assert num_parted(expected, answers) <= 2, "ties are rare"
+    assert num_diverged(expected, answers) <= 2, "ties are rare"
 
 
 @pytest.mark.parametrize("expected", ["tiny"], indirect=True)
-def test_clients_that_go_away_change_no_token_of_those_that_share_their_blocks(expected: Expected) -> None:
+def test_disconnecting_clients_change_no_token_of_requests_sharing_their_blocks(expected: Expected) -> None:
     rng = random.Random(0)
     with running_toka(*SMALL, *expected.flags) as toka:
         bodies = [samples[0].body for samples in expected.samples]
-        # About when they are admitted: some wait still, some prefill, some decode.
-        leave_after = [max(1, place + rng.randint(-8, 0)) for place in range(len(bodies))]
-        answers = ask_all_at_once(toka, bodies, leave_after)
+        # Clients disconnect near admission: some requests are still waiting, some prefill, some decode.
+        disconnect_after = [max(1, index + rng.randint(-8, 0)) for index in range(len(bodies))]
+        answers = ask_all_at_once(toka, bodies, disconnect_after)
         wait_for(lambda: toka.gauge("toka_requests_running") + toka.gauge("toka_requests_waiting") == 0, timeout_s=5)
         assert toka.gauge("toka_kv_blocks_used") == 0
         generated = sum(answer["usage"]["completion_tokens"] for answer in answers)
-        assert toka.gauge("toka_generation_tokens_total") > generated, "some of them had begun"
+        assert toka.gauge("toka_generation_tokens_total") > generated, "some disconnected requests had generated tokens"
         assert toka.stop() == 0
-    assert num_parted(expected, answers) <= 2, "ties are rare"
+    assert num_diverged(expected, answers) <= 2, "ties are rare"
 
 
 @pytest.mark.parametrize("expected", ["demo", "tiny"], indirect=True)
-def test_the_samples_cover_what_they_should(expected: Expected) -> None:
+def test_expected_samples_cover_stop_strings_both_finish_reasons_and_sampling(expected: Expected) -> None:
     samples = list(itertools.chain(*expected.samples))
     assert len(samples) >= 36
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
-    asked = [sample for sample in samples if "stop" in sample.body]
-    assert sum(sample.finish_reason == "stop" for sample in asked) >= 3
-    assert not any(stop in sample.text for sample in asked for stop in sample.body["stop"])
+    with_stop = [sample for sample in samples if "stop" in sample.body]
+    assert sum(sample.finish_reason == "stop" for sample in with_stop) >= 3
+    assert not any(stop in sample.text for sample in with_stop for stop in sample.body["stop"])
     assert len({sample.text for sample in samples if sample.body["temperature"]}) > 12

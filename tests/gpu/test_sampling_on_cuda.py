@@ -1,4 +1,4 @@
-"""Draws under masks, and scores, on a CUDA device as on the CPU."""
+"""Masked draws and token logprobs on a CUDA device, against the CPU."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ pytestmark = [
 DEVICE = "cuda"
 
 
-def test_masked_draws_are_those_of_the_cpu() -> None:
+def test_masked_draws_equal_the_cpu() -> None:
     logits = torch.randn(100, 1003, generator=torch.Generator().manual_seed(0)) * 3
     keys = noise_keys(list(range(100)), [0] * 100, [1] * 100)
     allowed = np.random.default_rng(0).random((100, 1003)) < 0.2
@@ -33,7 +33,7 @@ def test_masked_draws_are_those_of_the_cpu() -> None:
     assert (drawn == sample(logits, rows, None).tokens).float().mean() >= 0.98
 
 
-def test_scores_are_those_of_the_cpu() -> None:
+def test_token_logprobs_equal_the_cpu() -> None:
     logits = torch.randn(150, 1003, generator=torch.Generator().manual_seed(0)) * 3
     targets = torch.arange(150)
     computed = token_logprobs_of(logits.to(DEVICE), targets.to(DEVICE), 5, None)

@@ -1,6 +1,6 @@
-"""Process entries without a model, for test_launch: they only start, wait and end as the real ones do."""
+"""Process entries without a model, for test_launch: they only start, wait and end as the real entries do."""
 
-# ruff: noqa: ARG001  # the signatures are the real ones'
+# ruff: noqa: ARG001  # the signatures match the real entries
 
 import signal
 import socket
@@ -42,7 +42,7 @@ def run_worker_that_raises(config, checkpoint, rank, inputs, outputs, status) ->
 
 
 def run_worker_with_user_error(config, checkpoint, rank, inputs, outputs, status) -> None:
-    # A full pipe that nobody reads must not keep a failing process.
+    # A full pipe without a reader must not keep a failing process alive.
     for _ in range(100):
         inputs.send(bytes(100_000))
     raise UserError("kv_cache_num_tokens=7 does not fit")

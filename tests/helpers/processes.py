@@ -1,4 +1,4 @@
-"""Processes by id: whether they run, and that they end."""
+"""Checks by process id whether processes run, and that they end."""
 
 import time
 from pathlib import Path
@@ -9,7 +9,7 @@ def is_running(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state not in "ZX"  # a zombie of a dead parent waits for init alone
+    return state not in "ZX"  # a zombie has ended; it only waits to be reaped by init
 
 
 def assert_all_end(pids: list[int], within_s: float) -> None:

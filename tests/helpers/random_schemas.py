@@ -1,4 +1,4 @@
-"""JSON schemas made up at random, of the keywords that are supported; all can be satisfied."""
+"""Random JSON schemas made of supported keywords; every schema can be satisfied."""
 
 import random
 import string
@@ -9,7 +9,7 @@ Schema = dict[str, Any]
 
 
 def random_schema(seed: int) -> Schema:
-    """An object's, so that it is what OpenAI takes. Definitions are used, and one refers to itself."""
+    """A schema for an object, as OpenAI requires, with definitions, one of which is recursive."""
     rng = random.Random(seed)
     schema = _object(rng, 3)
     schema["$defs"] = {

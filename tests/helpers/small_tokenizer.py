@@ -21,7 +21,7 @@ _CHAT_TEMPLATE = (
 
 
 def _byte_characters() -> list[str]:
-    """The character that byte-level tokenizers write for each byte; the order of GPT-2's table."""
+    """The character that byte-level tokenizers write for each byte, as in GPT-2's table."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(others)}

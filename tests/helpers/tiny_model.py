@@ -63,12 +63,12 @@ def family_config(family: str, tied: bool = False) -> PretrainedConfig:
 def save_tiny_model(
     directory: Path, family: str, tied: bool = False, max_shard_size: str = "5GB", seed: int = 0
 ) -> PreTrainedModel:
-    """Write the checkpoint and its tokenizer; the model returned is the oracle, in float32."""
+    """Writes the checkpoint and its tokenizer; returns the model in float32, to be the oracle."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(family_config(family, tied), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Norm weights of 1 and biases of 0, transformers' initial values, would hide a norm or bias left out. The
+            # Norm weights of 1 and biases of 0, transformers' initial values, would hide a missing norm or bias. The
             # matrices are larger than at initialisation, so that greedy text does not settle on one token.
             if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)

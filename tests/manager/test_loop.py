@@ -1,4 +1,4 @@
-"""The manager's process: its flags, when it sends updates, and a whole run between a server and a worker."""
+"""Tests the manager's process: its flags, when it sends updates, and a whole run with a server and a worker."""
 
 import dataclasses
 import logging
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.manager.helpers.fake_grammars import EOS_ID, LANGUAGES, NO_GRAMMAR, TOKEN_BYTES, VOCAB_SIZE
+from tests.manager.helpers.fake_grammars import EOS_ID, INVALID_GRAMMAR, LANGUAGES, TOKEN_BYTES, VOCAB_SIZE
 from tests.manager.helpers.fake_worker import FakeWorker, run_fake_worker
 from tests.manager.helpers.requests import make_request
 from tests.manager.helpers.simulation import decode_text, simulate
@@ -67,7 +67,7 @@ def options_for(limits: EngineLimits = LIMITS, **flags: object) -> EngineOptions
 
 
 def fields_of(options: EngineOptions) -> dict[str, object]:
-    """All fields, those of nested options too."""
+    """All fields, including the fields of nested options."""
     nested = {"early_stopping": options.early_stopping, "hydragen": options.hydragen}
     fields = {name: getattr(options, name) for name in EngineOptions.__slots__ if name not in nested}
     for name, inner in nested.items():
@@ -103,7 +103,7 @@ def test_every_scheduling_flag_changes_one_engine_option(flag):
         assert (default[name], changed[name]) == (before, value)
 
 
-def test_what_the_model_sets_reaches_the_engine():
+def test_limits_eos_and_special_ids_of_the_model_reach_the_engine_options():
     options = options_for()
     assert options.limits is LIMITS
     assert options.eos_ids == {1, 2}
@@ -111,7 +111,7 @@ def test_what_the_model_sets_reaches_the_engine():
     assert options.decode_text is decode_text
 
 
-def test_a_prefix_to_share_is_asked_for_in_tokens_and_measured_in_whole_blocks():
+def test_hydragen_min_prefix_len_in_tokens_is_rounded_up_to_whole_blocks():
     assert options_for(hydragen_min_prefix_len=256).hydragen == HydragenOptions(32, 64)
     for num_tokens, num_blocks in ((1, 1), (4, 1), (5, 2), (17, 5)):
         options = options_for(use_hydragen=True, hydragen_min_prefix_len=num_tokens, hydragen_min_group_size=3)
@@ -131,16 +131,16 @@ def test_a_prefix_to_share_is_asked_for_in_tokens_and_measured_in_whole_blocks()
         (None, {"hydragen_min_group_size": 2}, HydragenOptions(2, 64)),
     ],
 )
-def test_groups_are_made_where_the_worker_measured_a_benefit_or_a_flag_asks_for_them(measured, flags, expected):
+def test_hydragen_is_on_if_the_worker_measured_a_benefit_or_a_flag_asks_for_it(measured, flags, expected):
     limits = dataclasses.replace(LIMITS, hydragen=measured)
     assert options_for(limits, **flags).hydragen == expected
 
 
-def test_flags_at_their_defaults_are_the_options_at_theirs():
+def test_default_flags_give_the_default_engine_options():
     default = options_for()
     assert default.early_stopping == LengthPredictorOptions()
     for field in dataclasses.fields(EngineOptions):
-        # The default for hydragen is in tokens, so depends on the page size.
+        # The default of hydragen is in tokens, so it depends on the page size.
         if field.default is not dataclasses.MISSING and field.name != "hydragen":
             assert getattr(default, field.name) == field.default
 
@@ -153,8 +153,8 @@ TIMEOUT_S = 30.0
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Checkpoint:
-    """A tokenizer whose tokens decode as the fake worker's do. In byte-level BPE every byte has a character of its own;
-    a pre-tokenizer spells the whole characters, and the two bytes of é are Ã and ©."""
+    """A checkpoint whose tokens decode like the fake worker's. Byte-level BPE writes each byte as one character: a
+    pre-tokenizer spells whole characters, and the two bytes of é are spelled Ã and ©."""
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
     def spelled(token: bytes) -> str:
@@ -212,16 +212,16 @@ def is_idle(stats: EngineStats) -> bool:
     return busy == (0,) * 4 and stats.num_kv_blocks_total == PROCESS_LIMITS.num_kv_blocks
 
 
-def test_requests_are_answered_and_the_last_update_says_idle(checkpoint):
-    """Stop strings lie across tokens, some inside a character; some have grammars, one of which is none; one request is
-    cancelled; every rank gets every step."""
+def test_all_requests_are_answered_and_the_last_update_says_idle(checkpoint):
+    """Stop strings span tokens, and some begin inside a multi-byte character; some requests have grammars, one of them
+    invalid; one request is cancelled. Every rank receives every step."""
     stops = [(), ("ab",), ("éa", "cab"), ("é", "bcb")]
     requests = [make_request(n, 3 + 4 * n, 3, 40, stops[n % 4], n % 2 == 0, n % 3 == 0) for n in range(12)]
-    # Spells a, eos, b, eos, c: special tokens that end nothing must not hide the stop string.
+    # Generates a, eos, b, eos, c: special tokens that do not end the sequence must not hide the stop string.
     requests.append(make_request(56098, 3, 3, 30, ("abc",), ignore_eos=True))
     assert simulate(requests[-1], 0)[0][-5:] == [1, EOS_ID, 2, EOS_ID, 7]
     requests += [replace(make_request(100 + n, 5, 2, 40), grammar=LANGUAGES[n].grammar) for n in range(len(LANGUAGES))]
-    broken = replace(make_request(98, 5, 1, 40), grammar=NO_GRAMMAR)
+    broken = replace(make_request(98, 5, 1, 40), grammar=INVALID_GRAMMAR)
     num_sequences = 39 + 2 * len(LANGUAGES) + 1
     endless = make_request(99, 5, 1, 100, ignore_eos=True)
     with running_manager(checkpoint, with_worker=True) as engine:
@@ -248,7 +248,7 @@ def test_requests_are_answered_and_the_last_update_says_idle(checkpoint):
         assert stats.total_prefix_cache_hit_tokens >= num_cached > 0
         assert "unclosed group" in deltas.pop(("r98", 0)).error
         num_prompt_tokens = sum(len(request.prompt_ids) for request in requests)
-        # Counted when it starts: the one that was cancelled may have, or not.
+        # Prompts are counted at admission; the cancelled request may or may not have been admitted.
         assert stats.total_prompt_tokens in (num_prompt_tokens, num_prompt_tokens + len(endless.prompt_ids))
         assert 0 <= stats.manager_busy_fraction <= 1
         engine.requests.send(Shutdown())
@@ -256,7 +256,7 @@ def test_requests_are_answered_and_the_last_update_says_idle(checkpoint):
         while isinstance(message := engine.inputs[1].receive(TIMEOUT_S), ForwardInput):
             step_ids.append(message.step_id)
     assert step_ids == list(range(len(step_ids)))
-    assert len(step_ids) >= 40, "a step for each token of the longest"
+    assert len(step_ids) >= 40, "one step per token of the longest sequence"
     for request in requests:
         for index in range(request.num_sequences):
             token_ids, logprobs, finish_reason = simulate(request, index)
@@ -265,15 +265,16 @@ def test_requests_are_answered_and_the_last_update_says_idle(checkpoint):
             assert delta.logprobs == (logprobs if request.want_logprobs else None)
 
 
-def test_requests_sent_before_the_worker_is_ready_are_kept_and_the_last_window_is_logged(checkpoint, caplog):
-    """The manager in a thread, its worker here: a window ends after the last result, when no message wakes anyone."""
+def test_requests_sent_before_the_worker_is_ready_are_answered_and_the_last_window_is_logged(checkpoint, caplog):
+    """The manager runs in a thread, its worker here. The window ends after the last result, when no message wakes the
+    manager."""
     context = multiprocessing.get_context("spawn")
     requests, updates, inputs, outputs, status = (Channel[Any](context) for _ in range(5))
     config = ServerConfig()
     config.stats_report_seconds = 0.2
     request = make_request(1, 5, 2, 20, ignore_eos=True)
     requests.send(request)
-    assert wait([requests.reader], TIMEOUT_S), "the request is there before the worker"
+    assert wait([requests.reader], TIMEOUT_S), "the request arrives before the worker is ready"
     with caplog.at_level(logging.INFO, logger="tokasaurus.manager.loop"):
         manager = threading.Thread(
             target=run_manager, args=(config, checkpoint, requests, updates, [inputs], outputs, status), daemon=True

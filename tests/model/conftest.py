@@ -1,4 +1,4 @@
-"""Kernels on several threads, though torch has one."""
+"""The kernels use two threads, though torch has one."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tokasaurus.model.cpu.bindings import load_kernels
 
 
 @pytest.fixture(autouse=True)
-def kernels_share_their_work() -> None:
+def kernels_use_two_threads() -> None:
     kernels = load_kernels()
     if kernels is not None:
         kernels.set_num_threads(2)

@@ -1,4 +1,4 @@
-"""bfloat16 log-probabilities of fixed continuations are about as close to float32 as those of transformers."""
+"""bfloat16 logprobs of fixed continuations are about as close to float32 as bfloat16 logprobs of transformers."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def read_texts(tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
 
 
 def logprobs_of(logits: torch.Tensor, tokens: list[int]) -> np.ndarray:
-    """logits [N, V], each of the token at the same place -> [N]."""
+    """logits [N, V], one token per row -> the logprobs of the tokens, [N]."""
     return logits.double().log_softmax(dim=-1)[range(len(tokens)), tokens].numpy()
 
 
@@ -51,7 +51,7 @@ def by_transformers(model: torch.nn.Module, prompt: list[int], continuation: lis
 
 
 class LogprobModel:
-    """Our model with bfloat16 weights. kv_cache_dtype: None for what a server has by default."""
+    """Our model with bfloat16 weights. kv_cache_dtype: None for the server's default."""
 
     def __init__(self, checkpoint: Checkpoint, backend: str, kv_cache_dtype: str | None) -> None:
         info = checkpoint.info
@@ -77,7 +77,7 @@ class LogprobModel:
         return logprobs_of(torch.cat(rows), continuation)
 
     def prompt_logprobs(self, prompt: list[int], continuation: list[int]) -> np.ndarray:
-        """All of it as the tokens of one prompt."""
+        """Prompt and continuation together as one prompt."""
         tokens = prompt + continuation
         prompt_logprobs = PromptLogprobsInput(int32([0]), int32([len(tokens) - 1]), int32(tokens[1:]), 0)
         hidden, batch = self._forward(tokens, first=True, prompt_logprobs=prompt_logprobs)
@@ -95,7 +95,7 @@ class LogprobModel:
         self, tokens: list[int], first: bool, prompt_logprobs: PromptLogprobsInput | None = None
     ) -> tuple[torch.Tensor, DeviceBatch]:
         blocks = np.arange(1, MAX_TOKENS // PAGE_SIZE + 1, dtype=np.int32) if first else NOTHING
-        # Every chunk ends past a prompt of one token, so that its last token's logits are wanted.
+        # The slot's prompt has one token: every chunk ends past it, so the logits of its last token are computed.
         opened = open_greedy(1, num_prompt_tokens=1)
         changes = SlotChanges(int32([1] if first else []), opened if first else None, np.full_like(blocks, 1), blocks)
         step = ForwardInput(
@@ -115,7 +115,7 @@ def demo() -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def errors_of_transformers(demo: Checkpoint) -> tuple[list[np.ndarray], float]:
-    """Exact log-probabilities by text, and the mean error of transformers' bfloat16."""
+    """float32 logprobs of each text, and the mean error of transformers' bfloat16 logprobs."""
     texts = read_texts(Tokenizer.load(demo.tokenizer_directory))
     exact_model = AutoModelForCausalLM.from_pretrained(demo.directory, dtype=torch.float32).eval()
     exact = [by_transformers(exact_model, *text) for text in texts]

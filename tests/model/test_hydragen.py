@@ -1,4 +1,4 @@
-"""Steps with groups that share a prefix sample what the same steps sample without."""
+"""Steps with prefix groups sample the same tokens as the same steps without groups."""
 
 from pathlib import Path
 

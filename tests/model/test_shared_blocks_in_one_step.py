@@ -1,4 +1,4 @@
-"""Rows of one forward that read blocks which another row of the same forward fills."""
+"""Rows that read blocks which another row of the same forward fills."""
 
 import random
 from collections.abc import Callable
@@ -17,7 +17,7 @@ NUM_DECODED = 4
 
 @dataclass
 class Completion:
-    """A slot's prompt and how it samples, and what came of it."""
+    """A slot's prompt and sampling parameters, and the tokens that it sampled."""
 
     prompt: list[int]
     temperature: float
@@ -57,7 +57,7 @@ class Batch:
             self.run(sorted(self.completions), [])
 
     def assert_as_if_alone(self) -> None:
-        """Each sequence had the tokens and log-probabilities that it has in a KV cache and in steps of its own."""
+        """Each sequence has the tokens and logprobs that it has alone, in a KV cache and steps of its own."""
         for shared in self.completions.values():
             alone = Batch(self._new_driver)
             alone.open(shared.prompt, shared.temperature, shared.sample)
@@ -88,7 +88,7 @@ def random_tokens(rng: random.Random, count: int) -> list[int]:
 def test_samples_of_a_prompt_start_in_the_step_that_computes_it(
     num_tokens: int, new_driver: Callable[[], StepDriver]
 ) -> None:
-    """All but the first compute their last block alone, and read the others, which the first row of the step fills."""
+    """All samples but the first compute only their last block and read the others, which the first row fills."""
     prompt = random_tokens(random.Random(num_tokens), num_tokens)
     num_shared = (num_tokens - 1) // 16
     batch = Batch(new_driver)
@@ -104,7 +104,7 @@ def test_samples_of_a_prompt_start_in_the_step_that_computes_it(
 def test_samples_start_in_the_step_with_the_last_chunk_of_their_prompt(
     first_chunk: int, new_driver: Callable[[], StepDriver]
 ) -> None:
-    """Their blocks were filled by two steps, one of them their own; another sequence decodes meanwhile."""
+    """Two steps fill the shared blocks, the second in the same forward; another sequence decodes meanwhile."""
     rng = random.Random(first_chunk)
     prompt = random_tokens(rng, 78)
     batch = Batch(new_driver)
@@ -119,8 +119,8 @@ def test_samples_start_in_the_step_with_the_last_chunk_of_their_prompt(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_row_reads_blocks_of_several_rows_before_it(seed: int, new_driver: Callable[[], StepDriver]) -> None:
-    """Each prompt goes on from where a random earlier one is after some whole blocks, so that a chain of rows fills the
-    blocks that the last of them reads. Steps take the prompts in order and cut the last one anywhere."""
+    """Each prompt shares some whole blocks with a random earlier one, so that a chain of rows fills the blocks that the
+    last row reads. Steps prefill the prompts in order, and the last chunk of a step may end anywhere."""
     rng = random.Random(seed)
     batch = Batch(new_driver)
     batch.open(random_tokens(rng, rng.randint(17, 60)))

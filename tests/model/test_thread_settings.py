@@ -1,4 +1,4 @@
-"""How long OpenMP threads spin is settled before torch loads them."""
+"""How long OpenMP threads spin is set before torch loads OpenMP."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ SCRIPT = "import sys, os, tokasaurus.model; print('torch' in sys.modules, os.env
         ({"OMP_WAIT_POLICY": "passive"}, "False None"),
     ],
 )
-def test_the_users_setting_stands_and_the_default_is_short(given: dict[str, str], expected: str) -> None:
+def test_the_spin_count_is_short_unless_the_user_sets_it(given: dict[str, str], expected: str) -> None:
     inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT], env={**inherited, **given}, capture_output=True, text=True, check=True

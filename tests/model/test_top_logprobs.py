@@ -1,4 +1,4 @@
-"""Log-probabilities of the likeliest tokens, against plain torch and against transformers."""
+"""Top-k logprobs of sampled tokens, against plain torch and against transformers."""
 
 import dataclasses
 from pathlib import Path
@@ -32,7 +32,9 @@ def sample_with_top(logits: torch.Tensor, rows: list[int], count: int, kernels: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("vocab_size", "count"), [(7, 7), (1003, 1), (5001, 20), (300, 299)])
-def test_top_is_that_of_log_softmax(vocab_size: int, count: int, dtype: torch.dtype, kernels: Kernels | None) -> None:
+def test_top_logprobs_equal_log_softmax(
+    vocab_size: int, count: int, dtype: torch.dtype, kernels: Kernels | None
+) -> None:
     logits = (torch.randn(150, vocab_size, generator=torch.Generator().manual_seed(count)) * 3).to(dtype)
     rows = list(range(1, 150, 3))
     sampled = sample_with_top(logits, rows, count, kernels)
@@ -40,13 +42,13 @@ def test_top_is_that_of_log_softmax(vocab_size: int, count: int, dtype: torch.dt
     assert sampled.top_ids is not None
     assert sampled.top_logprobs is not None
     torch.testing.assert_close(sampled.top_logprobs.double(), expected.topk(count).values, atol=3e-6, rtol=1e-5)
-    # bfloat16 logits are often equal, so that values, not ids, are what is to be expected
-    own = expected.gather(1, sampled.top_ids.long())
-    torch.testing.assert_close(sampled.top_logprobs.double(), own, atol=3e-6, rtol=1e-5)
+    # bfloat16 logits are often equal, so values are compared, not ids
+    by_ids = expected.gather(1, sampled.top_ids.long())
+    torch.testing.assert_close(sampled.top_logprobs.double(), by_ids, atol=3e-6, rtol=1e-5)
     assert all(len(set(ids)) == count for ids in sampled.top_ids.tolist())
 
 
-def test_chosen_and_top_value_are_the_same_float(kernels: Kernels | None) -> None:
+def test_a_sampled_token_has_the_same_logprob_among_the_top_k(kernels: Kernels | None) -> None:
     logits = torch.randn(200, 997, generator=torch.Generator().manual_seed(3)) * 4
     sampled = sample_with_top(logits, list(range(200)), 40, kernels)
     assert sampled.logprobs is not None
@@ -59,7 +61,7 @@ def test_chosen_and_top_value_are_the_same_float(kernels: Kernels | None) -> Non
     assert torch.equal(sampled.top_logprobs[::2, 0], sampled.logprobs[::2])  # the greedy rows
 
 
-def test_of_equals_the_kernels_take_the_lowest_ids() -> None:
+def test_the_kernels_prefer_lower_ids_among_equal_logits() -> None:
     logits = torch.zeros(2, 200)
     logits[1, [150, 37, 100, 18]] = 1.0
     sampled = sample_with_top(logits, [0, 1], 3, load_kernels())
@@ -69,7 +71,7 @@ def test_of_equals_the_kernels_take_the_lowest_ids() -> None:
 
 @pytest.mark.parametrize("count", [1, 20, 900])
 @pytest.mark.parametrize("vocab_size", [900, 5000])
-def test_the_kernels_find_the_likeliest_wherever_they_lie(vocab_size: int, count: int) -> None:
+def test_the_kernels_find_the_most_likely_tokens_at_any_position(vocab_size: int, count: int) -> None:
     generator = torch.Generator().manual_seed(count)
     spread = torch.randn(vocab_size, generator=generator)
     few = torch.full((vocab_size,), -torch.inf)
@@ -85,13 +87,13 @@ def test_the_kernels_find_the_likeliest_wherever_they_lie(vocab_size: int, count
     expected = logits.sort(dim=-1, descending=True, stable=True)
     assert sampled.top_ids is not None
     assert sampled.top_logprobs is not None
-    is_there = expected.values[:, :count] > -torch.inf
-    assert torch.equal(sampled.top_ids, expected.indices[:, :count].int().where(is_there, 0))
-    assert torch.equal(sampled.top_logprobs == -torch.inf, ~is_there)
+    is_finite = expected.values[:, :count] > -torch.inf
+    assert torch.equal(sampled.top_ids, expected.indices[:, :count].int().where(is_finite, 0))
+    assert torch.equal(sampled.top_logprobs == -torch.inf, ~is_finite)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_top_in_mixed_steps_is_that_of_transformers(tmp_path: Path, backend: str) -> None:
+def test_top_logprobs_in_mixed_steps_equal_transformers(tmp_path: Path, backend: str) -> None:
     oracle = save_tiny_model(tmp_path, "llama")
     model, info = load(tmp_path, packed=backend == "cpu")
     driver = StepDriver(make_runner(model, info, backend))
@@ -115,10 +117,10 @@ def test_top_in_mixed_steps_is_that_of_transformers(tmp_path: Path, backend: str
             texts[slot].append(token)
 
 
-def test_a_slot_does_not_keep_what_its_last_sequence_asked() -> None:
+def test_a_reopened_slot_does_not_keep_num_top_logprobs() -> None:
     table = SlotTable(SlotTableSize(num_slots=3, max_blocks=4), CPU)
-    asks = dataclasses.replace(open_greedy(1, 5), num_top_logprobs=int32([3]))
-    table.apply(SlotChanges(NOTHING, asks, NOTHING, NOTHING))
+    opened = dataclasses.replace(open_greedy(1, 5), num_top_logprobs=int32([3]))
+    table.apply(SlotChanges(NOTHING, opened, NOTHING, NOTHING))
     assert table.num_top_logprobs.tolist() == [0, 3, 0]
     table.apply(SlotChanges(int32([1]), open_greedy(1, 5), NOTHING, NOTHING))
     assert table.num_top_logprobs.tolist() == [0, 0, 0]

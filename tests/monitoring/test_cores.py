@@ -22,13 +22,13 @@ from tokasaurus.monitoring.cores import available_cores, cgroup_cores
         ({"cpu.max": "nonsense"}, math.inf),
     ],
 )
-def test_time_that_a_control_group_allows(files: dict[str, str], expected: float, tmp_path: Path) -> None:
+def test_the_number_of_cores_that_a_cgroup_allows(files: dict[str, str], expected: float, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert cgroup_cores(tmp_path / "cpu.max", tmp_path / "cpu.cfs_quota_us") == expected
 
 
-def test_cores_are_counted_here() -> None:
+def test_available_cores_are_between_one_and_the_cpu_count() -> None:
     assert 1 <= available_cores() <= (os.cpu_count() or 1)
 
 
@@ -44,8 +44,8 @@ def test_a_process_pinned_to_one_core_has_one() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
 @pytest.mark.parametrize(("niceness", "expected"), [(0, 10), (15, 15)])
-def test_a_background_thread_leaves_the_cores_to_others(niceness: int, expected: int) -> None:
-    """In processes that `nice` has started or not; an ordinary user may not raise a priority again."""
+def test_a_background_thread_lowers_its_priority_to_at_least_niceness_10(niceness: int, expected: int) -> None:
+    """In processes started with `nice` or without; an ordinary user may not raise a priority again."""
     code = (
         "import os; from tokasaurus.monitoring.cores import lower_thread_priority\n"
         f"os.nice({niceness} - os.nice(0))\n"

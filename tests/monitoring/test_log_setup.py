@@ -1,11 +1,11 @@
-"""What a process's log shows at which level."""
+"""The records that a process's log shows at each level."""
 
 import subprocess
 import sys
 
 import pytest
 
-# In a process of its own, as it is used: logging is global, and other tests start uvicorn in this one.
+# Run in a process of its own: logging is global, and other tests start uvicorn in this one.
 SCRIPT = """
 import logging, sys
 from tokasaurus.config import parse_server_config

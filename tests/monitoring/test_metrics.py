@@ -36,7 +36,7 @@ def test_every_stat_of_every_replica_that_is_up_is_one_sample() -> None:
     assert len({family.documentation for family in families}) == len(families)
 
 
-def test_phases_of_forwards_are_samples_where_the_worker_counts_them() -> None:
+def test_forward_phases_are_exported_for_workers_that_measure_them() -> None:
     stats = [EngineStats(0, 0, 9, 9, 0, 0, 0), EngineStats(0, 0, 9, 9, 0, 0, 0, phase_seconds=PHASE_SECONDS)]
     families = text_string_to_metric_families(render_metrics(EngineCollector(lambda: stats)).decode())
     phases = next(family for family in families if family.name == "toka_forward_phase_seconds")
@@ -49,7 +49,7 @@ def test_phases_of_forwards_are_samples_where_the_worker_counts_them() -> None:
     ]
 
 
-def test_cpu_time_of_the_server_is_that_of_this_process() -> None:
+def test_server_cpu_time_is_the_cpu_time_of_this_process() -> None:
     started_s = time.process_time()
     families = text_string_to_metric_families(render_metrics(EngineCollector(lambda: [])).decode())
     sample = next(family for family in families if family.name == "toka_server_cpu_seconds").samples[0]

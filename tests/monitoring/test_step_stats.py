@@ -10,11 +10,11 @@ def make_stats(total_generation_tokens: int) -> EngineStats:
     return EngineStats(3, 1200, 50, 200, 0, total_generation_tokens, 2)
 
 
-def test_a_line_comes_at_the_end_of_a_window_with_the_rates_of_that_window_alone():
+def test_each_window_ends_with_a_line_of_the_rates_in_that_window():
     step_stats = StepStats(report_seconds=5.0)
     totals = StepTotals()
     assert step_stats.report(1000.0, totals, make_stats(0)) is None
-    assert step_stats.seconds_to_report(1000.0) is None, "nothing ran: nobody has to wake up"
+    assert step_stats.seconds_to_report(1000.0) is None, "nothing ran: no report is due"
     lines = []
     for second in range(1, 11):  # a step of 0.5 s every second after a pause
         totals.num_steps += 1
@@ -37,7 +37,7 @@ def test_a_line_comes_at_the_end_of_a_window_with_the_rates_of_that_window_alone
     assert step_stats.report(2030.0, totals, make_stats(300)) is None
 
 
-def test_cache_hits_sharing_and_preemptions_are_those_of_the_window():
+def test_cache_hits_sharing_and_preemptions_are_counted_per_window():
     """Per window: prompt tokens computed, read from the cache and shared, preemptions, tokens computed again, busy
     share of the manager."""
     windows = [

@@ -1,4 +1,4 @@
-"""Section timers on a clock that the test moves; busy fractions at explicit times. Nothing sleeps."""
+"""Section timers on a clock that the test advances; busy fractions at explicit times. Nothing sleeps."""
 
 import itertools
 from fractions import Fraction
@@ -105,7 +105,7 @@ def second_before(ticks: list[bool], now: int) -> Fraction:
     reads=st.sets(st.integers(0, 400)),
 )
 @settings(max_examples=1000, deadline=None)
-def test_the_fraction_read_is_that_of_the_last_completed_second(
+def test_read_returns_the_fraction_of_the_last_completed_second(
     lengths: list[int], start_second: int, reads: set[int]
 ) -> None:
     ticks = busy_ticks(lengths) + [False] * 40
@@ -113,22 +113,20 @@ def test_the_fraction_read_is_that_of_the_last_completed_second(
     borders = [0, *itertools.accumulate(lengths), len(ticks)]
     for index, (start, end) in enumerate(itertools.pairwise(borders)):
         is_busy = index % 2 == 1 and index < len(lengths)
-        # a busy stretch is told in pieces, so that it is known up to each read
-        pieces = [start, *sorted(read for read in reads if start < read < end), end]
-        for piece_start, piece_end in itertools.pairwise(pieces):
+        # report a busy period in parts, so that it is known up to each read
+        edges = [start, *sorted(read for read in reads if start < read < end), end]
+        for part_start, part_end in itertools.pairwise(edges):
             if is_busy:
-                busy.add_busy(start_second + piece_start / TICKS, start_second + piece_end / TICKS)
-            if piece_end in reads:
-                assert busy.read(start_second + piece_end / TICKS) == second_before(ticks, piece_end)
+                busy.add_busy(start_second + part_start / TICKS, start_second + part_end / TICKS)
+            if part_end in reads:
+                assert busy.read(start_second + part_end / TICKS) == second_before(ticks, part_end)
     assert busy.read(start_second + len(ticks) / TICKS) == 0
 
 
 @given(lengths=st.lists(st.integers(0, 30), max_size=12), start_second=st.integers(1, 10**6))
 @settings(max_examples=500, deadline=None)
-def test_a_sleeper_that_keeps_to_the_seconds_to_report_hears_all_and_then_sleeps_for_ever(
-    lengths: list[int], start_second: int
-) -> None:
-    """Woken by work, and otherwise only when told: it has read 0 and has the right figure at any time before that."""
+def test_reads_after_work_and_after_seconds_to_report_miss_no_change(lengths: list[int], start_second: int) -> None:
+    """The last read is right at every tick; after the end of all work it is 0, and no further read is due."""
     ticks = busy_ticks(lengths)
     busy = BusyFraction()
     last_read: Fraction | float = 0.0
@@ -158,7 +156,7 @@ def test_an_idle_process_never_has_to_wake_up() -> None:
     assert busy.seconds_to_report(99_999.0) is None
 
 
-def test_what_has_ended_unread_is_due_at_once() -> None:
+def test_a_completed_second_that_was_not_read_is_due_at_once() -> None:
     busy = BusyFraction()
     busy.add_busy(10.0, 10.25)
     assert busy.seconds_to_report(10.25) == 0.75
@@ -169,7 +167,7 @@ def test_what_has_ended_unread_is_due_at_once() -> None:
     assert busy.seconds_to_report(12.0) is None
 
 
-def test_many_short_stretches_add_up_to_one_and_never_to_more() -> None:
+def test_many_short_busy_periods_add_up_to_at_most_one() -> None:
     busy = BusyFraction()
     for number in range(10_000):
         busy.add_busy(5 + number / 9999, 5 + (number + 1) / 9999)

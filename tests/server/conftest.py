@@ -33,13 +33,13 @@ def served_model(tokenizer_directory: Path) -> ServedModel:
 
 @pytest.fixture(scope="session")
 def shared_server(served_model: ServedModel) -> Iterator[LiveServer]:
-    """One server for all tests that leave no trace: its engine echoes."""
+    """A server shared by all tests that change no state in it; its engine echoes the prompt."""
     with live_server(served_model, FakeEngine()) as server:
         yield server
 
 
 @pytest.fixture
 def server(served_model: ServedModel) -> Iterator[LiveServer]:
-    """A server of one's own: its engine may be given a script."""
+    """A server for one test, which may set the engine's script."""
     with live_server(served_model, FakeEngine()) as server:
         yield server

@@ -1,4 +1,4 @@
-"""The API key: without it every route but /health is refused, before a body is parsed or tokenized."""
+"""API key: every route except /health refuses a request without it, before parsing or tokenizing the body."""
 
 import http.client
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ UNLISTED_ROUTES = [("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/nowhere
 def ask(
     server: LiveServer, method: str, path: str, authorization: str | None, body: bytes | None = None
 ) -> tuple[http.client.HTTPResponse, bytes]:
-    """Sends a header that ends in a space, as some clients do and httpx would not."""
+    """Sends one request; http.client can send a header value that ends in a space, as some clients do; httpx cannot."""
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=20)
     headers = {} if authorization is None else {"Authorization": authorization.encode()}
     connection.request(method, path, body if method == "POST" else None, headers)
@@ -51,7 +51,7 @@ def guarded(served_model: ServedModel) -> Iterator[LiveServer]:
         "Bearer none",
     ],
 )
-def test_without_the_key_every_route_but_health_is_a_401(guarded: LiveServer, header: str | None) -> None:
+def test_every_route_except_health_returns_401_without_the_key(guarded: LiveServer, header: str | None) -> None:
     paths = guarded.http.get("/openapi.json").json()["paths"]
     listed = [(method.upper(), path) for path, methods in paths.items() for method in methods if path != "/health"]
     assert ("POST", CHAT) in listed
@@ -64,7 +64,7 @@ def test_without_the_key_every_route_but_health_is_a_401(guarded: LiveServer, he
     assert ask(guarded, "GET", "/health", header)[0].status == 200
 
 
-def test_a_request_with_the_key_is_answered(guarded: LiveServer) -> None:
+def test_server_answers_a_request_with_the_key(guarded: LiveServer) -> None:
     client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=KEY, max_retries=0)
     assert client.completions.create(model="default", prompt="hi", max_tokens=2).choices[0].text == "hi"
     guarded.engine.requests.clear()
@@ -75,6 +75,6 @@ def test_a_request_with_the_key_is_answered(guarded: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("header", ["Bearer ", "Bearer", "Bearer anything", "Basic x"])
-def test_a_server_without_a_key_accepts_any(shared_server: LiveServer, header: str) -> None:
+def test_server_without_a_key_accepts_any_authorization_header(shared_server: LiveServer, header: str) -> None:
     body = orjson.dumps(minimal_body(COMPLETIONS))
     assert ask(shared_server, "POST", COMPLETIONS, header, body)[0].status == 200

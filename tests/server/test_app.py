@@ -66,7 +66,7 @@ class ServerProcess:
             self.process.start()
 
     def wait_ready(self) -> list[PhaseDone | Ready | Failed]:
-        """What the process reported, up to its Ready."""
+        """Messages the process reported, up to and including Ready."""
         messages = [self.status.receive(30)]
         while not isinstance(messages[-1], Ready):
             messages.append(self.status.receive(30))
@@ -82,8 +82,8 @@ def server_process(tokenizer_directory: Path) -> Iterator[ServerProcess]:
     running.engine.stop()
 
 
-def test_process_reports_ready_serves_and_ends_with_0_on_sigterm(server_process: ServerProcess) -> None:
-    """One start for the whole life, since a start takes seconds."""
+def test_process_reports_ready_serves_requests_and_exits_with_0_on_sigterm(server_process: ServerProcess) -> None:
+    """One test covers the whole lifetime, since starting a process takes seconds."""
     engine = server_process.engine
     engine.script = lambda request, index: None if request.prompt_ids[0] == ord("z") else echo(request, index)
     assert isinstance(server_process.status.receive(30), PhaseDone)
@@ -111,7 +111,7 @@ def test_process_reports_ready_serves_and_ends_with_0_on_sigterm(server_process:
         assert full.status_code == 429
         stopped = time.monotonic()
         server_process.process.terminate()
-        # The request gets its time, and then an orderly error.
+        # The running request gets a grace period, then a well-formed error.
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
         assert 1.5 < time.monotonic() - stopped < 15
         assert answer.startswith(b"HTTP/1.1 503")
@@ -122,7 +122,7 @@ def test_process_reports_ready_serves_and_ends_with_0_on_sigterm(server_process:
         socket.create_connection(("127.0.0.1", int(server_process.url.rpartition(":")[2])))
 
 
-def test_sigterm_ends_the_server_even_if_a_connection_is_open_and_the_engine_dead(
+def test_sigterm_ends_the_server_with_an_open_connection_and_a_dead_engine(
     server_process: ServerProcess,
 ) -> None:
     assert isinstance(server_process.status.receive(30), PhaseDone)
@@ -133,8 +133,8 @@ def test_sigterm_ends_the_server_even_if_a_connection_is_open_and_the_engine_dea
     assert server_process.process.exitcode == 0
 
 
-def test_a_port_on_which_another_server_listened_first_is_the_users_to_mend() -> None:
-    """Two sockets may be bound to one port as long as neither listens."""
+def test_port_taken_by_another_server_raises_a_user_error() -> None:
+    """Two sockets can bind to one port as long as neither listens, so only listen() detects the conflict."""
     with socket.socket() as first, socket.socket() as second:
         for listener in (first, second):
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -149,9 +149,9 @@ def test_a_port_on_which_another_server_listened_first_is_the_users_to_mend() ->
             run_server(config, checkpoint, second, [], [], status)
 
 
-def test_the_process_may_open_as_many_connections_as_the_system_allows(tokenizer_directory: Path) -> None:
+def test_process_raises_its_file_descriptor_limit_to_the_hard_limit(tokenizer_directory: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))  # the process inherits it
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))  # the server process inherits this limit
     try:
         running = ServerProcess(tokenizer_directory)
     finally:
@@ -164,7 +164,7 @@ def test_the_process_may_open_as_many_connections_as_the_system_allows(tokenizer
         running.process.join()
 
 
-def test_an_update_that_cannot_be_read_ends_the_server_instead_of_losing_answers(server_process: ServerProcess) -> None:
+def test_unreadable_engine_update_ends_the_server_instead_of_losing_answers(server_process: ServerProcess) -> None:
     assert isinstance(server_process.status.receive(30), PhaseDone)
     with httpx.Client(base_url=server_process.url, timeout=20) as http:
         assert http.get("/health").status_code == 200

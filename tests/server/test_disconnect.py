@@ -1,3 +1,5 @@
+"""Requests of clients that disconnect are cancelled; other requests are not."""
+
 import asyncio
 import socket
 import threading
@@ -27,7 +29,7 @@ def test_closed_connection_cancels_every_request_of_its_body(server: LiveServer)
     wait_until_clean(server)
 
 
-def test_client_timeout_cancels_and_the_server_goes_on(server: LiveServer) -> None:
+def test_client_timeout_cancels_its_request_and_the_server_keeps_serving(server: LiveServer) -> None:
     server.engine.script = never
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=1, max_retries=0)
     with pytest.raises(openai.APITimeoutError):
@@ -38,7 +40,7 @@ def test_client_timeout_cancels_and_the_server_goes_on(server: LiveServer) -> No
     assert client.completions.create(model="default", prompt="ok").choices[0].text == "ok"
 
 
-def test_kept_alive_connection_is_not_taken_for_a_disconnect(server: LiveServer) -> None:
+def test_keep_alive_connection_does_not_count_as_a_disconnect(server: LiveServer) -> None:
     with httpx.Client(base_url=server.url) as http:
         for _ in range(5):
             assert http.post("/v1/completions", json={"model": "default", "prompt": "a"}).status_code == 200
@@ -46,14 +48,14 @@ def test_kept_alive_connection_is_not_taken_for_a_disconnect(server: LiveServer)
     assert server.engine.cancelled == []
 
 
-def test_client_that_leaves_in_the_middle_of_its_body_harms_nothing(server: LiveServer) -> None:
+def test_client_that_disconnects_while_sending_its_body_creates_no_request(server: LiveServer) -> None:
     with socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port)) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
     assert server.http.get("/health").status_code == 200
     assert server.engine.requests == []
 
 
-def test_work_is_awaited_to_its_end_before_client_gone() -> None:
+def test_work_finishes_its_cleanup_before_client_gone_is_raised() -> None:
     cleaned_up = threading.Event()
 
     async def work() -> None:
@@ -73,7 +75,7 @@ def test_work_is_awaited_to_its_end_before_client_gone() -> None:
 
 
 @pytest.mark.parametrize("outcome", ["result", "error"])
-def test_result_or_error_of_work_comes_through(outcome: str) -> None:
+def test_result_or_error_of_work_reaches_the_caller(outcome: str) -> None:
     async def work() -> str:
         if outcome == "error":
             raise KeyError(outcome)

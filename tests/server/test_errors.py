@@ -1,4 +1,4 @@
-"""Errors of every kind have OpenAI's shape: unknown routes and models, prompts that do not fit."""
+"""Errors have OpenAI's shape for unknown routes, unknown models and prompts that exceed the context length."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ CONTEXT = LIMITS.max_tokens_per_sequence
         ("GET", "/v1/models/%F0%9F%98%80%00", 404, "model_not_found"),
     ],
 )
-def test_errors_of_every_route_are_openai_shaped(
+def test_errors_of_every_route_have_openai_shape(
     shared_server: LiveServer, method: str, path: str, status: int, code: str | None
 ) -> None:
     response = shared_server.http.request(method, path)
@@ -34,7 +34,7 @@ def test_errors_of_every_route_are_openai_shaped(
 
 
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
-def test_wrong_model_is_a_404(shared_server: LiveServer, route: str) -> None:
+def test_unknown_model_returns_404(shared_server: LiveServer, route: str) -> None:
     response = shared_server.http.post(route, json=minimal_body(route) | {"model": "gpt-4o"})
     error = assert_openai_error(response.content)
     assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
@@ -57,7 +57,7 @@ def test_wrong_model_is_a_404(shared_server: LiveServer, route: str) -> None:
         (CHAT, {"max_tokens": 500}),
     ],
 )
-def test_what_cannot_fit_is_context_length_exceeded(
+def test_request_beyond_the_context_length_is_refused_quickly(
     shared_server: LiveServer, route: str, change: dict[str, Any]
 ) -> None:
     response = refused_quickly(shared_server, route, orjson.dumps(minimal_body(route) | change))

@@ -1,4 +1,4 @@
-"""Text while ids still come, against the decoding of all of them."""
+"""Text deltas for ids that come one after the other, against decoding all ids at once."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from tokasaurus.text.detokenizer import make_detokenizer
 from tokasaurus.text.tokenizer import Tokenizer
 
 EURO = list("€".encode())
-# Halves of characters, bytes that no UTF-8 has, words, special tokens, ids without a token.
+# Parts of characters, bytes that are never in UTF-8, words, special tokens, ids without a token.
 BYTE_LEVEL_IDS = st.lists(
     st.sampled_from([*EURO, *"é😀".encode(), 0xFF, 97, 259, 261, IM_START, IM_END, 5000]), max_size=14
 )
 
-PIECES = ["<unk>", "▁the", "t", "▁", "▁▁", *(f"<0x{byte:02X}>" for byte in EURO), "<0xFF>", "é"]
-SPECIAL_ID = len(PIECES)
-SENTENCEPIECE_IDS = st.lists(st.sampled_from([*range(len(PIECES)), SPECIAL_ID, 5000]), max_size=14)
+TOKENS = ["<unk>", "▁the", "t", "▁", "▁▁", *(f"<0x{byte:02X}>" for byte in EURO), "<0xFF>", "é"]
+SPECIAL_ID = len(TOKENS)
+SENTENCEPIECE_IDS = st.lists(st.sampled_from([*range(len(TOKENS)), SPECIAL_ID, 5000]), max_size=14)
 CUTS = st.lists(st.integers(0, 3), max_size=14)
 
 
@@ -33,9 +33,9 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """As Llama 2 has it."""
+    """As in Llama 2."""
     directory: Path = tmp_path_factory.mktemp("sentencepiece")
-    vocabulary = {piece: index for index, piece in enumerate(PIECES)}
+    vocabulary = {token: index for index, token in enumerate(TOKENS)}
     base = BaseTokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
     base.add_special_tokens([AddedToken("</s>", special=True)])
     base.decoder = decoders.Sequence(
@@ -47,7 +47,7 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def with_special_call_marks(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """As Hermes has it: what calls of tools are marked with is special."""
+    """As in Hermes models: the marks around tool calls are special tokens."""
     directory = save_small_tokenizer(tmp_path_factory.mktemp("call marks"))
     base = BaseTokenizer.from_file(str(directory / "tokenizer.json"))
     base.add_special_tokens([AddedToken(mark, special=True) for mark in ("<tool_call>", "</tool_call>")])
@@ -55,7 +55,7 @@ def with_special_call_marks(tmp_path_factory: pytest.TempPathFactory) -> Tokeniz
     return Tokenizer.load(directory)
 
 
-def test_call_marks_are_text_though_they_are_special(with_special_call_marks: Tokenizer) -> None:
+def test_special_tool_call_marks_are_decoded_as_text(with_special_call_marks: Tokenizer) -> None:
     tokenizer = with_special_call_marks
     text = "a<tool_call>hello</tool_call>€"
     token_ids = tokenizer.encode(text, add_special_tokens=False)
@@ -68,7 +68,7 @@ def test_call_marks_are_text_though_they_are_special(with_special_call_marks: To
 
 
 def cut(token_ids: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Pieces of the given lengths, then the rest one by one."""
+    """Chunks of the given lengths, then the remaining ids one by one."""
     ends = [0, *itertools.accumulate(lengths)]
     ends = [*ends, *range(ends[-1] + 1, len(token_ids) + 1)]
     return [list(token_ids[start:end]) for start, end in itertools.pairwise(ends)]
@@ -77,17 +77,17 @@ def cut(token_ids: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
 @given(BYTE_LEVEL_IDS, CUTS)
 @example([*EURO[:2], IM_END, EURO[2]], [])
 @example(EURO[:2], [1, 1])
-def test_byte_level_text_joins_to_the_whole_and_comes_as_soon_as_it_is_certain(
+def test_byte_level_deltas_join_to_the_whole_text_and_are_not_delayed(
     byte_level: Tokenizer, token_ids: list[int], lengths: list[int]
 ) -> None:
     detokenizer, text, num_read = make_detokenizer(byte_level), "", 0
     whole = byte_level.decode(token_ids)
-    for piece in cut(token_ids, lengths):
-        text += detokenizer.add(piece)
-        num_read += len(piece)
+    for chunk in cut(token_ids, lengths):
+        text += detokenizer.add(chunk)
+        num_read += len(chunk)
         so_far = byte_level.decode(token_ids[:num_read])
         assert whole.startswith(text)
-        assert text == so_far or (text == so_far[:-1] and so_far[-1] == "\ufffd"), "at most one character is held back"
+        assert text == so_far or (text == so_far[:-1] and so_far[-1] == "\ufffd"), "at most one character is buffered"
     assert text + detokenizer.finish() == whole
 
 
@@ -102,7 +102,7 @@ def test_byte_level_last_ids_can_be_given_to_finish(
     assert text + detokenizer.finish(token_ids[num_first:]) == byte_level.decode(token_ids)
 
 
-def test_nothing_of_a_character_is_shown_before_its_last_byte(byte_level: Tokenizer) -> None:
+def test_a_character_is_returned_with_its_last_byte(byte_level: Tokenizer) -> None:
     detokenizer = make_detokenizer(byte_level)
     assert [detokenizer.add([token_id]) for token_id in [97, *EURO, 97]] == ["a", "", "", "€", "a"]
     assert detokenizer.add(EURO[:1]) == ""
@@ -113,23 +113,27 @@ def test_nothing_of_a_character_is_shown_before_its_last_byte(byte_level: Tokeni
 @example([3, 1, 3, 3, 2], [])
 @example([5, 6, 7, 8, 2], [])
 @example([1, 5, SPECIAL_ID, 6, 5000, 7], [])
-def test_other_text_joins_to_the_whole(sentencepiece: Tokenizer, token_ids: list[int], lengths: list[int]) -> None:
+def test_sentencepiece_deltas_join_to_the_whole_text(
+    sentencepiece: Tokenizer, token_ids: list[int], lengths: list[int]
+) -> None:
     detokenizer, text = make_detokenizer(sentencepiece), ""
     whole = sentencepiece.decode(token_ids)
-    for piece in cut(token_ids, lengths):
-        text += detokenizer.add(piece)
+    for chunk in cut(token_ids, lengths):
+        text += detokenizer.add(chunk)
         assert whole.startswith(text)
     assert text + detokenizer.finish() == whole
 
 
 @given(SENTENCEPIECE_IDS, st.integers(0, 14))
 @example([3, 1, 5, 6, SPECIAL_ID, 7, 2], 4)
-def test_other_last_ids_can_be_given_to_finish(sentencepiece: Tokenizer, token_ids: list[int], num_first: int) -> None:
+def test_sentencepiece_last_ids_can_be_given_to_finish(
+    sentencepiece: Tokenizer, token_ids: list[int], num_first: int
+) -> None:
     detokenizer = make_detokenizer(sentencepiece)
     text = detokenizer.add(token_ids[:num_first])
     assert text + detokenizer.finish(token_ids[num_first:]) == sentencepiece.decode(token_ids)
 
 
-def test_other_text_comes_token_by_token_but_for_runs_of_bytes(sentencepiece: Tokenizer) -> None:
+def test_sentencepiece_text_comes_token_by_token_except_for_runs_of_bytes(sentencepiece: Tokenizer) -> None:
     detokenizer = make_detokenizer(sentencepiece)
     assert [detokenizer.add([token_id]) for token_id in [1, 1, 2, 5, 6, 7, 2]] == ["the", " the", "t", "", "", "", "€t"]

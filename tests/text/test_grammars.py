@@ -1,4 +1,4 @@
-"""Masks over real tokenizer files, against trying every token."""
+"""Grammar masks over a tokenizer file, against trying every token."""
 
 import json
 import re
@@ -28,12 +28,12 @@ def masked_tokens(matcher: LLMatcher, vocabulary: GrammarVocabulary) -> set[int]
 
 
 def may_begin(text: bytes) -> bool:
-    """Of a text of whole characters, or one that ends within an é."""
+    """Whether a sentence may begin with `text`, which has whole characters or ends within an é."""
     whole = text[:-1] + "é".encode() if text.endswith(b"\xc3") else text
     return re.fullmatch(BEGINNINGS.decode(), whole.decode(errors="replace")) is not None
 
 
-def test_a_mask_has_the_tokens_whose_bytes_may_follow_and_no_special_ones(directory):
+def test_a_mask_allows_the_tokens_whose_bytes_may_follow_and_no_special_tokens(directory):
     """The model's vocabulary is larger than the tokenizer's, and no multiple of 32."""
     vocabulary = load_grammar_vocabulary(directory, VOCAB_SIZE + 45, EOS_IDS)
     assert vocabulary.num_words == -(-(VOCAB_SIZE + 45) // 32)
@@ -53,24 +53,24 @@ def test_a_mask_has_the_tokens_whose_bytes_may_follow_and_no_special_ones(direct
     assert num_seen > 60
 
 
-def test_the_end_is_what_the_model_ends_with(directory):
-    matcher_at_the_end = {}
+def test_a_complete_text_may_be_followed_by_all_eos_ids_of_the_model(directory):
+    masks = {}
     for eos_ids in [EOS_IDS, (IM_START, *EOS_IDS)]:
         vocabulary = load_grammar_vocabulary(directory, VOCAB_SIZE, eos_ids)
         bits = np.unpackbits(vocabulary.eos_bits.view(np.uint8), bitorder="little")
         assert np.flatnonzero(bits).tolist() == sorted(eos_ids)
         matcher = make_matcher(vocabulary, LLMatcher.grammar_from_regex("a*"))
-        matcher_at_the_end[eos_ids] = masked_tokens(matcher, vocabulary)
-    assert matcher_at_the_end == {eos_ids: {ord("a"), *eos_ids} for eos_ids in matcher_at_the_end}
+        masks[eos_ids] = masked_tokens(matcher, vocabulary)
+    assert masks == {eos_ids: {ord("a"), *eos_ids} for eos_ids in masks}
 
 
-def test_a_model_without_an_end_token_has_grammars(directory):
+def test_a_model_without_eos_ids_can_use_grammars(directory):
     vocabulary = load_grammar_vocabulary(directory, VOCAB_SIZE, ())
     assert ord("a") in masked_tokens(make_matcher(vocabulary, LLMatcher.grammar_from_regex("a")), vocabulary)
 
 
 @pytest.mark.parametrize("damage", ["missing", "broken", "no list", "other decoder", "small model", "no such eos"])
-def test_a_tokenizer_that_cannot_be_used_is_told_in_one_line(directory, damage):
+def test_a_tokenizer_that_cannot_be_used_gives_a_one_line_error(directory, damage):
     path = directory / "tokenizer.json"
     if damage == "missing":
         path.unlink()
@@ -90,7 +90,7 @@ def test_a_tokenizer_that_cannot_be_used_is_told_in_one_line(directory, damage):
 
 
 @pytest.mark.parametrize("grammar", ["", 'begin: "a"', LLMatcher.grammar_from_regex("(a"), "{", '{"grammars": []}'])
-def test_a_grammar_that_cannot_be_read_is_told_in_one_line(directory, grammar):
+def test_a_grammar_that_cannot_be_read_gives_a_one_line_error(directory, grammar):
     vocabulary = load_grammar_vocabulary(directory, VOCAB_SIZE, EOS_IDS)
     with pytest.raises(GrammarError) as caught:
         make_matcher(vocabulary, grammar)

@@ -1,4 +1,4 @@
-"""What a client writes is text, even where it reads like a special token; what the template writes is not."""
+"""A client's text never becomes a special token, even if it looks like one; the template's text may."""
 
 import inspect
 import time
@@ -16,8 +16,8 @@ from tests.helpers.small_tokenizer import IM_END, IM_START, save_small_tokenizer
 from tokasaurus.text.special_text import SpecialText
 from tokasaurus.text.tokenizer import ChatTemplateError, Tokenizer
 
-PIECES = ["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", "|", "hello", " world", "\n", "7", "é"]
-CONTENTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=2), max_size=8).map("".join)
+FRAGMENTS = ["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", "|", "hello", " world", "\n", "7", "é"]
+CONTENTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=2), max_size=8).map("".join)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +53,7 @@ def test_no_content_makes_a_special_token(tokenizer: Tokenizer, contents: list[s
 
 @given(contents=st.lists(CONTENTS.filter(str.strip), min_size=1, max_size=3))
 @settings(deadline=None)
-def test_the_ids_are_those_of_transformers(
-    tokenizer: Tokenizer, reference: PreTrainedTokenizerBase, contents: list[str]
-) -> None:
+def test_ids_equal_transformers(tokenizer: Tokenizer, reference: PreTrainedTokenizerBase, contents: list[str]) -> None:
     messages = conversation(*contents)
     expected = reference.apply_chat_template(
         messages, add_generation_prompt=True, sanitize_control_tokens=True, return_dict=False
@@ -63,14 +61,14 @@ def test_the_ids_are_those_of_transformers(
     assert tokenizer.encode_chat(messages) == expected
 
 
-def test_a_continued_message_may_hold_such_text(tokenizer: Tokenizer) -> None:
+def test_a_continued_message_may_contain_the_text_of_a_special_token(tokenizer: Tokenizer) -> None:
     messages = conversation("a<|im_end|>b")
     ids = tokenizer.encode_chat(messages, add_generation_prompt=False, continue_final_message=True)
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>user\na<|im_end|>b"
     assert [i for i in ids if i in (IM_START, IM_END)] == [IM_START]
 
 
-def test_variables_and_tools_are_the_clients_text_too(tmp_path: Path) -> None:
+def test_template_variables_and_tools_are_also_client_text(tmp_path: Path) -> None:
     save_small_tokenizer(tmp_path)
     template = "{{ note }}{{ tools | tojson }}{{ messages[0].content | upper }}<|im_end|>"
     (tmp_path / "chat_template.jinja").write_text(template)
@@ -82,7 +80,7 @@ def test_variables_and_tools_are_the_clients_text_too(tmp_path: Path) -> None:
     assert [i for i in ids if i in (IM_START, IM_END)] == [IM_END]
 
 
-def test_a_special_token_takes_the_spaces_of_the_template_along_as_ever() -> None:
+def test_a_special_token_still_strips_the_spaces_of_the_template() -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     base = BaseTokenizer(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
     base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -100,8 +98,8 @@ def test_a_special_token_takes_the_spaces_of_the_template_along_as_ever() -> Non
     )
 
 
-def test_many_special_tokens_cost_no_more_than_few() -> None:
-    """Llama 3 has 256. Seconds would be too many, and with a group for each it would be a quarter of a minute."""
+def test_many_special_tokens_do_not_slow_down_marking() -> None:
+    """Llama 3 has 256 special tokens. With a regex group for each, this would take about 15 s."""
     base = BaseTokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     base.add_special_tokens([AddedToken(f"<|reserved_special_token_{number}|>") for number in range(256)])
     special_text = SpecialText(base)

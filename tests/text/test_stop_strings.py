@@ -36,7 +36,7 @@ def test_first_stop_is_the_one_seen_first_when_text_grows_by_characters(
 @settings(max_examples=400)
 @given(TEXTS, STOPS)
 @example("aa", ["aab"])
-def test_held_back_tail_is_exactly_what_a_continuation_can_turn_into_a_stop(text: str, stops: list[str]) -> None:
+def test_buffered_text_is_exactly_the_tail_that_may_become_a_stop(text: str, stops: list[str]) -> None:
     if find_first_stop(text, stops) is not None:
         return
     # The stop string that some continuation completes may start anywhere in the text; take the earliest start.
@@ -51,7 +51,7 @@ def test_held_back_tail_is_exactly_what_a_continuation_can_turn_into_a_stop(text
 @settings(max_examples=400)
 @given(TOKEN_IDS, STOPS, st.integers(0, 20), st.integers(0, 3))
 @example([0, SPECIAL_ID, SPECIAL_ID, SPECIAL_ID, 1], ["ab"], 4, 0)
-def test_matcher_finds_the_token_at_which_the_whole_text_first_holds_a_stop(
+def test_matcher_finds_the_token_at_which_the_whole_text_first_contains_a_stop(
     token_ids: list[int], stops: list[str], num_checked: int, minimum: int
 ) -> None:
     ends = range(1, len(token_ids) + 1)
@@ -66,7 +66,7 @@ def test_matcher_finds_the_token_at_which_the_whole_text_first_holds_a_stop(
 @given(TOKEN_IDS, STOPS, st.integers(0, 20), st.integers(0, 12), st.integers(0, 3))
 @example([0, 1, 0, 1], ["ab"], 0, 2, 0)
 @example([0, 1, 1], ["bb"], 0, 2, 0)
-def test_matcher_passes_over_stops_within_the_exempt_tokens_text(
+def test_matcher_ignores_stops_within_the_text_of_exempt_tokens(
     token_ids: list[int], stops: list[str], num_checked: int, num_exempt: int, minimum: int
 ) -> None:
     num_exempt_characters = len(decode(token_ids[:num_exempt]))
@@ -74,10 +74,10 @@ def test_matcher_passes_over_stops_within_the_exempt_tokens_text(
     for end in range(len(token_ids), num_exempt, -1):
         text = decode(token_ids[:end])
         counting = [
-            place
-            for place in range(len(text))
+            start
+            for start in range(len(text))
             for stop in stops
-            if text.startswith(stop, place) and place + len(stop) > num_exempt_characters
+            if text.startswith(stop, start) and start + len(stop) > num_exempt_characters
         ]
         expected = end if counting else expected
     if expected is not None:
@@ -88,15 +88,15 @@ def test_matcher_passes_over_stops_within_the_exempt_tokens_text(
 
 @settings(max_examples=400)
 @given(TOKEN_IDS, STOPS)
-def test_token_by_token_checks_stop_where_one_late_check_stops(token_ids: list[int], stops: list[str]) -> None:
+def test_checks_after_every_token_stop_where_one_late_check_stops(token_ids: list[int], stops: list[str]) -> None:
     matcher = StopMatcher(decode, stops, {SPECIAL_ID})
     ends = range(1, len(token_ids) + 1)
     one_by_one = next((end for end in ends if matcher.first_completion(token_ids[:end], end - 1) is not None), None)
     assert matcher.first_completion(token_ids, 0) == one_by_one
 
 
-def test_replacement_character_as_stop_is_found_in_the_text_alone() -> None:
-    # The last token alone decodes to replacement characters; after the first it ends a whole character.
+def test_replacement_character_as_stop_is_found_only_in_the_whole_text() -> None:
+    # The last token alone decodes to replacement characters; after the first token it completes a character.
     token_ids = [7, 8]
     assert "\ufffd" in decode(token_ids[1:])
     matcher = StopMatcher(decode, ["\ufffd"])
@@ -128,7 +128,7 @@ TOKEN_TEXTS = [decode([token_id]) for token_id in range(len(TOKENS))]
 @given(TOKEN_IDS, st.lists(st.text("ab é😀\ufffd", min_size=1, max_size=3), min_size=1, max_size=3))
 @example([0, 3, 4], ["é"])
 @example([7, 8], ["😀b"])
-def test_a_token_that_completes_a_stop_is_among_those_that_may(token_ids: list[int], stops: list[str]) -> None:
+def test_a_token_that_completes_a_stop_is_marked_as_possible_end(token_ids: list[int], stops: list[str]) -> None:
     stop_tokens = StopTokens(TOKEN_TEXTS)
     row = stop_tokens.row(stops)
     may_end = stop_tokens.may_end[row]

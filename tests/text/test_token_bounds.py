@@ -1,4 +1,4 @@
-"""The bound on the number of tokens against the number that the tokenizer makes."""
+"""The lower bound on a text's number of tokens against the tokenizer."""
 
 from dataclasses import dataclass
 
@@ -73,12 +73,12 @@ def test_no_text_has_fewer_tokens_than_the_bound(case: Case, text: str) -> None:
     "word",
     ["7", "\n\u03b1", "hello", "日", "한", "\u1112\u1161\u11ab", "e\u0301", "-", " ", "<|end|>", "<|end|>" + " " * 50],
 )
-def test_repetitions_of_a_word_do_not_fool_it(case: Case, word: str) -> None:
+def test_repeated_words_have_no_fewer_tokens_than_the_bound(case: Case, word: str) -> None:
     text = word * 500
     assert case.bounds.fewest_tokens(text) <= len(case.base.encode(text).ids)
 
 
-def test_it_is_as_if_all_tokens_were_like_the_longest(case: Case) -> None:
+def test_the_bound_is_at_least_the_length_divided_by_the_longest_token(case: Case) -> None:
     vocabulary = case.base.get_vocab(with_added_tokens=True)
     most_letters = max(sum(c.isascii() and c.isalnum() for c in token) for token in vocabulary)
     assert case.bounds.fewest_tokens("hello the " * 300) >= 8 * 300 / most_letters
@@ -96,7 +96,7 @@ def test_it_is_as_if_all_tokens_were_like_the_longest(case: Case) -> None:
     ],
     ids=str,
 )
-def test_tokenizers_that_may_drop_a_part_of_the_text_are_not_bounded(
+def test_the_bound_is_0_for_tokenizers_that_may_drop_text(
     pre_tokenizer: pre_tokenizers.PreTokenizer | None,
 ) -> None:
     case = make(None, AddedToken("<|end|>", special=True))

@@ -67,7 +67,7 @@ def reference_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 @given(text=st.text())
-def test_any_text_returns_from_its_ids_and_from_its_tokens_bytes(tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_is_restored_from_its_ids_and_from_its_token_bytes(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == text
     assert b"".join(tokenizer.token_bytes(token_id) for token_id in ids) == text.encode()
@@ -113,7 +113,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) ->
     assert ticks_after - ticks_before >= 5
 
 
-def test_facts_of_the_vocabulary(directory: Path, tokenizer: Tokenizer) -> None:
+def test_vocabulary_size_special_ids_and_token_bytes(directory: Path, tokenizer: Tokenizer) -> None:
     reference = reference_tokenizer(directory)
     assert tokenizer.vocab_size == len(reference)
     assert tokenizer.special_ids == {0, 1, 2}
@@ -154,7 +154,7 @@ def test_tools_variables_and_an_open_last_message_reach_the_template(tokenizer: 
         ([{"role": "user"}], "content"),
     ],
 )
-def test_messages_that_the_template_refuses_say_why(
+def test_messages_that_the_template_refuses_give_its_reason(
     tokenizer: Tokenizer, messages: list[dict[str, object]], message: str
 ) -> None:
     with pytest.raises(ChatTemplateError, match=message):
@@ -174,13 +174,13 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
         own.render_chat(MESSAGES)
 
 
-def test_a_template_in_a_file_of_its_own_is_used(tmp_path: Path) -> None:
+def test_a_template_in_a_separate_file_is_used(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     assert Tokenizer.load(tmp_path).render_chat(MESSAGES) == "hällo , 12!"
 
 
-def test_a_model_without_template_or_files_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_missing_template_and_missing_or_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ChatTemplateError, match="no chat template"):
         Tokenizer.load(write_tokenizer(tmp_path)).encode_chat(MESSAGES)
     with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
@@ -200,7 +200,7 @@ def test_sentencepiece_tokens_give_their_bytes(tmp_path: Path) -> None:
     assert [own.token_bytes(i) for i in range(1, 5)] == [b" the", b"\xe6", b" ", b"t"]
 
 
-def test_threads_get_what_one_thread_gets(directory: Path) -> None:
+def test_concurrent_threads_get_the_same_ids_as_one_thread(directory: Path) -> None:
     own = Tokenizer.load(directory)
     chats = [[{"role": "user", "content": f"hello {i} the" * (i % 7)}] for i in range(200)]
     expected = [own.encode_chat(chat) for chat in chats]
@@ -209,7 +209,7 @@ def test_threads_get_what_one_thread_gets(directory: Path) -> None:
         assert list(pool.map(fresh.encode_chat, chats)) == expected
 
 
-def test_neither_server_nor_manager_part_imports_torch(directory: Path) -> None:
+def test_tokenizer_and_token_decoder_do_not_import_torch(directory: Path) -> None:
     script = f"""
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A Hugging Face hub of one repository on localhost: what snapshot_download asks of the real one."""
+"""A Hugging Face hub with one repository on localhost: the endpoints that snapshot_download uses."""
 
 import hashlib
 import json
@@ -11,12 +11,15 @@ COMMIT = "a" * 40
 
 
 class FakeHub:
-    """url: for HF_ENDPOINT. downloaded: file names fetched by GET so far. gated: answers 403 as for gated models."""
+    """A running hub."""
 
     def __init__(self, url: str) -> None:
         self.url = url
+        """For HF_ENDPOINT."""
         self.downloaded: list[str] = []
+        """Names of files fetched by GET so far."""
         self.gated = False
+        """Whether to answer 403, as for gated models."""
 
 
 @contextmanager

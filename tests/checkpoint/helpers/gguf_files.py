@@ -63,7 +63,7 @@ def gguf_name(name: str) -> str:
 
 
 def interleave_rows(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
-    """What llama.cpp does to q and k of Llama: in each head, row i and row i + half become neighbours."""
+    """llama.cpp's order of Llama's q and k: in each head, row i and row i + half become neighbours."""
     rows = []
     for head in matrix.reshape(-1, HEAD_DIM, matrix.shape[1]):
         for i in range(HEAD_DIM // 2):
@@ -80,7 +80,7 @@ def write_gguf(
     rope_factors: NDArray[np.float32] | None = None,
     tokenizer: dict[str, Any] | None = None,
 ) -> None:
-    """kind: of the matrices; vectors are float32. fields, tokenizer: metadata beside the usual; None leaves one out."""
+    """kind: type of matrices; vectors are float32. fields, tokenizer: overrides of metadata; None omits a key."""
     writer = GGUFWriter(path, family)
     metadata = {
         f"{family}.block_count": LAYERS,

@@ -1,4 +1,4 @@
-"""Documents of the tasks beside this file, made of GSM8K's questions. lm-eval reads it, in its own environment."""
+"""Documents of the tasks in this directory, made from GSM8K's questions. lm-eval imports it in its own environment."""
 
 import itertools
 import re
@@ -9,13 +9,13 @@ NUM_OPTIONS = 4
 
 
 def with_solutions(dataset: Any) -> Any:
-    """The first documents, with `solution`, free of the marks for a calculator, and `number`, which the answer is."""
+    """The first NUM_DOCUMENTS documents, with `solution`, without calculator marks, and `number`, the final answer."""
     return _first(dataset).map(_split_answer)
 
 
 def with_options(dataset: Any) -> Any:
-    """As `with_solutions`. `options`: the number, in a place that changes, among those of the questions that follow.
-    `gold`: that place."""
+    """As `with_solutions`, with `options`, the number among the numbers of the next questions, and `gold`, its index,
+    which varies."""
     numbers = [_split_answer(document)["number"] for document in dataset]
 
     def add_options(_document: dict[str, Any], index: int) -> dict[str, Any]:

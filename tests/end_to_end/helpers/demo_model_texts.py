@@ -1,4 +1,4 @@
-"""Greedy texts of the demo model by a server and by transformers."""
+"""Compares greedy texts of the demo model: a server against transformers."""
 
 import json
 from pathlib import Path
@@ -19,14 +19,14 @@ QUESTIONS = Path(__file__).parents[3] / "benchmarks" / "data" / "gsm8k_test_200.
 
 
 TIE = 1e-3
-"""Two texts may part where the two best scores differ by less: float32 sums depend on the order of their terms."""
+"""Texts may diverge where the two best logits differ by less: float32 sums depend on the order of their terms."""
 
 
 def read_questions(num_questions: int) -> list[str]:
     return [json.loads(line)["question"] for line in QUESTIONS.read_text().splitlines()[:num_questions]]
 
 
-def assert_greedy_text_and_logprobs_equal_those_of_transformers(toka: TokaProcess, num_prompts: int) -> None:
+def assert_greedy_text_and_logprobs_match_transformers(toka: TokaProcess, num_prompts: int) -> None:
     questions = read_questions(num_prompts)
     client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0, timeout=300)
     # One request with a list of prompts puts all of them in flight together.
@@ -41,32 +41,32 @@ def assert_greedy_text_and_logprobs_equal_those_of_transformers(toka: TokaProces
     checkpoint = resolve_checkpoint(None)
     tokenizer = Tokenizer.load(checkpoint.tokenizer_directory)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=torch.float32).eval()
-    expected_ids, scores = generate(model, [tokenizer.encode(text, add_special_tokens=True) for text in questions])
-    num_parted = 0
-    for choice, ids, row in zip(answer.choices, expected_ids, scores, strict=True):
+    expected_ids, logits = generate(model, [tokenizer.encode(text, add_special_tokens=True) for text in questions])
+    num_diverged = 0
+    for choice, ids, row in zip(answer.choices, expected_ids, logits, strict=True):
         expected = [tokenizer.token_text(token_id) for token_id in ids]
         assert choice.logprobs is not None
         assert len(choice.logprobs.tokens) == NUM_TOKENS
-        agreed = next((i for i in range(NUM_TOKENS) if choice.logprobs.tokens[i] != expected[i]), NUM_TOKENS)
+        num_agreed = next((i for i in range(NUM_TOKENS) if choice.logprobs.tokens[i] != expected[i]), NUM_TOKENS)
         logprobs = row.log_softmax(dim=-1)
-        chosen = logprobs[range(agreed), ids[:agreed]].tolist()
-        assert choice.logprobs.token_logprobs[:agreed] == pytest.approx(chosen, abs=1e-4)
+        chosen = logprobs[range(num_agreed), ids[:num_agreed]].tolist()
+        assert choice.logprobs.token_logprobs[:num_agreed] == pytest.approx(chosen, abs=1e-4)
         assert choice.logprobs.top_logprobs is not None
         for value, top, best in zip(
-            choice.logprobs.token_logprobs[:agreed], choice.logprobs.top_logprobs, logprobs, strict=False
+            choice.logprobs.token_logprobs[:num_agreed], choice.logprobs.top_logprobs, logprobs, strict=False
         ):
-            assert value == max(top.values()), "greedy, and the very same float"
-            if len(top) == 2:  # else both read alike
+            assert value == max(top.values()), "the sampled token is the most likely one, with an identical float"
+            if len(top) == 2:  # otherwise both tokens have the same text
                 assert sorted(top.values(), reverse=True) == pytest.approx(best.topk(2).values.tolist(), abs=1e-4)
-        if agreed < NUM_TOKENS:
-            best = row[agreed].topk(2).values
-            assert best[0] - best[1] < TIE, f"texts part at token {agreed}, which is no tie"
-            num_parted += 1
-    assert num_parted <= 2, "ties are rare"
+        if num_agreed < NUM_TOKENS:
+            best = row[num_agreed].topk(2).values
+            assert best[0] - best[1] < TIE, f"texts diverge at token {num_agreed}, which is not a tie"
+            num_diverged += 1
+    assert num_diverged <= 2, "ties are rare"
 
 
 def generate(model: torch.nn.Module, prompts: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
-    """transformers' greedy generate for all prompts, padded on the left -> token ids, scores [prompts, tokens, V]."""
+    """transformers' greedy generate for all prompts, padded on the left -> token ids, logits [prompts, tokens, V]."""
     longest = max(map(len, prompts))
     padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
     mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])

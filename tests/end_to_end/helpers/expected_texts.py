@@ -1,4 +1,4 @@
-"""What servers with much room answer in float32, and whether another server's answers are the same but for ties."""
+"""Expected answers, from servers with a large KV cache in float32; other answers may differ from them at ties only."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ from tokasaurus.model.sampling.noise import gumbel_noise, position_keys, sequenc
 from tokasaurus.text.tokenizer import Tokenizer
 
 TIE = 1e-3
-"""Two texts may part where the two best scores differ by less: float32 sums depend on the order of their terms."""
+"""Texts may diverge where the two best logits differ by less: float32 sums depend on the order of their terms."""
 
 FLAGS = ("dtype=float32", "max_seqs_per_forward=64")
 LARGE = (*FLAGS, "kv_cache_num_tokens=20000")
@@ -26,37 +26,41 @@ LARGE = (*FLAGS, "kv_cache_num_tokens=20000")
 
 @dataclass(frozen=True)
 class Sample:
-    """One of the samples that a chat body asks for, as the server with the large cache gave it.
-
-    token_ids: without the eos.
-    """
+    """One of the samples that a chat body requests, as the server with the large cache answered it."""
 
     body: dict[str, Any]
     index: int
     text: str
     finish_reason: str
     token_ids: list[int]
+    """Without the eos."""
     logprobs: list[float]
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A model, the flags that serve it, transformers' copy of it, and for each body the samples and their usage."""
+    """A model and the expected answers to a list of bodies."""
 
     flags: tuple[str, ...]
+    """Flags of `toka` that serve the model."""
     tokenizer: Tokenizer
     oracle: PreTrainedModel
+    """The same weights in transformers."""
     samples: list[list[Sample]]
+    """The samples of each body."""
     usages: list[dict[str, Any]]
+    """The usage of each body's answer."""
 
     def token_ids(self, choice: dict[str, Any]) -> list[int]:
-        """Of a choice with log-probabilities."""
+        """Token ids of a choice that has logprobs."""
         ids = {self.tokenizer.token_bytes(token_id): token_id for token_id in range(self.tokenizer.vocab_size)}
         return [ids[bytes(token["bytes"])] for token in choice["logprobs"]["content"]]
 
-    def scores(self, sample: Sample, num_tokens: int) -> torch.Tensor:
-        """What each of the sample's first `num_tokens` tokens, and the one behind them, was the best of: float32
-        [num_tokens + 1, V], the oracle's logits, with the sample's noise where it was drawn at temperature 1."""
+    def noisy_logits(self, sample: Sample, num_tokens: int) -> torch.Tensor:
+        """float32 [num_tokens + 1, V]: the logits whose maxima are the sample's first `num_tokens` tokens and the next.
+
+        They are the oracle's logits, plus the sample's Gumbel noise at temperature 1.
+        """
         prompt_ids = self.tokenizer.encode_chat(sample.body["messages"])
         with torch.inference_mode():
             logits = self.oracle(torch.tensor([prompt_ids + sample.token_ids[:num_tokens]])).logits[0]
@@ -77,31 +81,33 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]
 
 
 def ask_all_at_once(
-    toka: TokaProcess, bodies: list[dict[str, Any]], leave_after: list[int] | None = None
+    toka: TokaProcess, bodies: list[dict[str, Any]], disconnect_after: list[int] | None = None
 ) -> list[dict[str, Any]]:
-    """The answers to `bodies`. leave_after: for each body, another client asks the same a moment before, and goes away
-    when so many answers have come."""
+    """The answers to `bodies`.
+
+    disconnect_after: for each body, another client first sends the same request, and disconnects after so many answers.
+    """
     answers: list[dict[str, Any]] = [{}] * len(bodies)
-    leaving: list[list[asyncio.Task[Any]]] = [[] for _ in range(len(bodies) + 1)]
+    disconnecting: list[list[asyncio.Task[Any]]] = [[] for _ in range(len(bodies) + 1)]
 
     async def ask_all() -> None:
         async with httpx.AsyncClient(base_url=toka.url, timeout=240) as client:
             num_answers = 0
 
-            async def ask_for(place: int) -> None:
+            async def ask_for(index: int) -> None:
                 nonlocal num_answers
-                answers[place] = await ask(client, bodies[place])
+                answers[index] = await ask(client, bodies[index])
                 num_answers += 1
-                for task in leaving[num_answers]:
+                for task in disconnecting[num_answers]:
                     task.cancel()
 
             tasks = []
-            for place, body in enumerate(bodies):
-                if leave_after is not None:
-                    leaving[leave_after[place]].append(asyncio.create_task(ask(client, body)))
-                tasks.append(asyncio.create_task(ask_for(place)))
+            for index, body in enumerate(bodies):
+                if disconnect_after is not None:
+                    disconnecting[disconnect_after[index]].append(asyncio.create_task(ask(client, body)))
+                tasks.append(asyncio.create_task(ask_for(index)))
             await asyncio.gather(*tasks)
-            await asyncio.gather(*itertools.chain(*leaving), return_exceptions=True)
+            await asyncio.gather(*itertools.chain(*disconnecting), return_exceptions=True)
 
     asyncio.run(ask_all())
     return answers
@@ -118,7 +124,7 @@ COUNTERS: dict[str, Callable[[dict[str, Any], int], int]] = {
     "toka_shared_prompt_tokens_total": lambda usage, _: details(usage)["shared_tokens"],
     "toka_recomputed_tokens_total": lambda usage, _: details(usage)["recomputed_tokens"],
 }
-"""What each counter is the sum of, from the usage of an answer with n samples of each prompt."""
+"""By how much an answer increases each counter, from its usage and n, the number of samples of each prompt."""
 
 
 def details(usage: dict[str, Any]) -> dict[str, int]:
@@ -135,10 +141,10 @@ def assert_all_done_and_counted(toka: TokaProcess, answers: list[dict[str, Any]]
     }
 
 
-def ask_with_much_room(
+def ask_large_cache_server(
     flags: tuple[str, ...], tokenizer: Tokenizer, oracle: PreTrainedModel, bodies: list[dict[str, Any]]
 ) -> Expected:
-    """What a server with `flags` and a large cache answers."""
+    """The answers of a server with `flags` and a large cache."""
     with running_toka(*LARGE, *flags) as toka:
         answers = ask_all_at_once(toka, [{**body, "logprobs": True} for body in bodies])
         assert_all_done_and_counted(toka, answers)
@@ -163,34 +169,34 @@ def ask_with_much_room(
 
 
 def ask_demo_model(flags: tuple[str, ...], bodies: list[dict[str, Any]]) -> Expected:
-    """Real weights and text."""
+    """As `ask_large_cache_server`, with the demo model: real weights and text."""
     checkpoint = resolve_checkpoint(None)
     tokenizer = Tokenizer.load(checkpoint.tokenizer_directory)
     oracle = AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=torch.float32).eval()
-    return ask_with_much_room(flags, tokenizer, oracle, bodies)
+    return ask_large_cache_server(flags, tokenizer, oracle, bodies)
 
 
-def assert_tokens_are_the_best(expected: Expected, samples: Iterable[Sample]) -> None:
-    """Each sample follows the oracle's scores, but for what comes after a tie."""
+def assert_tokens_match_oracle(expected: Expected, samples: Iterable[Sample]) -> None:
+    """Asserts that each sample's tokens have the best noisy logits, up to the first tie."""
     for sample in samples:
-        scores = expected.scores(sample, len(sample.token_ids))[:-1]
-        chosen = scores.gather(1, torch.tensor(sample.token_ids).unsqueeze(1)).squeeze(1)
-        behind = (scores.max(dim=1).values - chosen).tolist()
-        first = next((place for place, gap in enumerate(behind) if gap > 0), None)
-        assert first is None or behind[first] < TIE, f"token {first} is {behind[first]} from the best"
+        logits = expected.noisy_logits(sample, len(sample.token_ids))[:-1]
+        chosen = logits.gather(1, torch.tensor(sample.token_ids).unsqueeze(1)).squeeze(1)
+        gaps = (logits.max(dim=1).values - chosen).tolist()
+        first = next((index for index, gap in enumerate(gaps) if gap > 0), None)
+        assert first is None or gaps[first] < TIE, f"token {first} is {gaps[first]} below the best"
 
 
-def num_parted(expected: Expected, answers: list[dict[str, Any]]) -> int:
-    """Samples whose text is another than it should be."""
+def num_diverged(expected: Expected, answers: list[dict[str, Any]]) -> int:
+    """Number of samples whose text is not the expected one. Asserts that they diverge at ties only."""
     return sum(
-        has_parted(expected, sample, choice)
+        has_diverged(expected, sample, choice)
         for samples, answer in zip(expected.samples, answers, strict=True)
         for sample, choice in zip(samples, answer["choices"], strict=True)
     )
 
 
-def has_parted(expected: Expected, sample: Sample, choice: dict[str, Any]) -> bool:
-    """Whether the choice is another than the sample, which it may be after a tie alone."""
+def has_diverged(expected: Expected, sample: Sample, choice: dict[str, Any]) -> bool:
+    """Whether the choice differs from the sample. Asserts that it does so only after a tie."""
     has_same_text = (choice["message"]["content"], choice["finish_reason"]) == (sample.text, sample.finish_reason)
     if "logprobs" in sample.body:
         token_ids = expected.token_ids(choice)
@@ -205,8 +211,8 @@ def has_parted(expected: Expected, sample: Sample, choice: dict[str, Any]) -> bo
         num_agreed = sum(end <= num_same_bytes for end in itertools.accumulate(map(len, token_bytes)))
     if has_same_text:
         return False
-    best = expected.scores(sample, num_agreed)[-1].topk(2).values
-    assert best[0] - best[1] < TIE, f"texts part at token {num_agreed}, which is no tie"
+    best = expected.noisy_logits(sample, num_agreed)[-1].topk(2).values
+    assert best[0] - best[1] < TIE, f"texts diverge at token {num_agreed}, which is not a tie"
     return True
 
 

@@ -1,4 +1,4 @@
-"""A worker for the engine's driver that runs a real model in this process."""
+"""A worker for EngineDriver that runs a real model in this process."""
 
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import GenerateRequest
@@ -6,7 +6,7 @@ from tokasaurus.model.execution.runner import ModelRunner
 
 
 class Worker:
-    """As the model process answers."""
+    """Answers forward inputs as the worker process does."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

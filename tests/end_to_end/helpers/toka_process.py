@@ -1,4 +1,4 @@
-"""A real `toka`, started as a user starts it."""
+"""A real `toka` process, started as a user starts it."""
 
 import re
 import signal
@@ -41,7 +41,7 @@ class TokaProcess:
         return {title.strip(): int(pid) for pid, title in pairs if title.startswith("toka-")}
 
     def stop(self) -> int:
-        """Ask it to end -> exit code."""
+        """Sends SIGTERM; returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=_STOP_TIMEOUT_S)
 
@@ -55,13 +55,13 @@ def free_port() -> int:
 def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "not in time"
+        assert time.monotonic() < deadline, f"the condition is still false after {timeout_s} s"
         time.sleep(0.02)
 
 
 @contextmanager
 def running_toka(*flags: str) -> Iterator[TokaProcess]:
-    """Started and ready; killed at the end if the test has not stopped it."""
+    """Starts `toka` and waits until it is ready; kills it at the end if the test has not stopped it."""
     port = free_port()
     command = [sys.executable, "-m", "tokasaurus", f"port={port}", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

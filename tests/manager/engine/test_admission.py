@@ -1,4 +1,4 @@
-"""Admission against the engine itself, driven to the end without another admission, and against plain counting."""
+"""Tests admission against plain counting, and against the engine itself run to the end without further admissions."""
 
 import dataclasses
 
@@ -53,8 +53,8 @@ options_strategy = st.builds(
 )
 
 
-def can_be_started(state: EngineState) -> bool:
-    """Whether the first that waits could start now, with no block missing at any later moment."""
+def can_be_admitted(state: EngineState) -> bool:
+    """Whether the first waiting sequence could be admitted now without blocks running out in any later step."""
     state = copy_state(state)
     sequence = state.queues.take_first_waiting()
     match = state.blocks.tree.match(
@@ -62,16 +62,16 @@ def can_be_started(state: EngineState) -> bool:
     )
     node = state.blocks.tree.acquire(match)
     num_own = -(-len(sequence.prompt) // state.options.limits.page_size) - match.num_blocks
-    is_there = num_own <= state.blocks.num_available
+    is_available = num_own <= state.blocks.num_available
     state.blocks.tree.release(node)
-    if not is_there:
+    if not is_available:
         return False
     admit(state, sequence)
     return max(replay_usage(state)) <= int(state.options.target_utilization * state.blocks.num_blocks)
 
 
 def stop_halfway(shapes: list[Shape], options: EngineOptions, seed: int) -> tuple[EngineState, list[Sequence]]:
-    """An engine that runs some of the requests, and the sequences of the others, which wait."""
+    """An engine that has run some of the requests for a while, and the waiting sequences."""
     driver = make_quick_driver(options, seed)
     requests = make_requests(shapes, options.limits)
     num_first = driver.rng.randint(0, len(requests) - 1)
@@ -91,7 +91,7 @@ def stop_halfway(shapes: list[Shape], options: EngineOptions, seed: int) -> tupl
     forecast=st.sampled_from([None, EndsNext()]),
 )
 def test_no_sequence_is_preempted_when_lengths_are_known(shapes, options, seed, forecast):
-    """All sequences ignore eos, so that no forecast is for them."""
+    """All sequences ignore eos, so they reach max_new_tokens and no forecast applies to them."""
     driver = make_quick_driver(options, seed, forecast)
     requests = make_requests(shapes, options.limits)
     longest = max(len(request.prompt_ids) + request.max_new_tokens - 1 for request in requests)
@@ -115,7 +115,7 @@ def test_no_sequence_is_preempted_when_lengths_are_known(shapes, options, seed, 
 def test_admission_does_not_evict_the_cached_prompts_of_sequences_it_admits_next(
     num_blocks, max_tokens, cached, shapes
 ):
-    """With its cached prompt evicted, a sequence would start later than simulated, and one would be preempted."""
+    """If its cached prompt were evicted, a sequence would start later than simulated and another would be preempted."""
     options = make_options(num_blocks, 3, max_tokens_per_forward=max_tokens, max_seqs_per_forward=12, max_steps_ahead=1)
     driver = make_quick_driver(options)
     before = [Shape(*prompt, num_sequences=1, max_new_tokens=1) for prompt in cached]
@@ -137,8 +137,8 @@ def test_admission_does_not_evict_the_cached_prompts_of_sequences_it_admits_next
     seed=st.integers(0, 2**32),
 )
 def test_a_sequence_waits_only_if_blocks_would_run_out(shapes, options, num_ahead, batch, seed):
-    """Looked at where it can be exact: with two steps at most with the worker, it is known when blocks come back; and
-    when admission has nothing more to admit, the first that waits is simulated by itself."""
+    """An exact check: with at most two steps in flight it is known when blocks become free, and once admission has
+    stopped, the first waiting sequence is simulated on its own."""
     options = dataclasses.replace(options, max_steps_ahead=num_ahead, onboard_batch_size=batch, prefill_multiple=None)
     driver = make_quick_driver(options, seed)
     state = driver.state
@@ -154,7 +154,7 @@ def test_a_sequence_waits_only_if_blocks_would_run_out(shapes, options, num_ahea
             num_waiting = state.queues.num_waiting
             admit_waiting(state)
         if num_waiting and state.free_slots and driver.rng.random() < 0.2:
-            assert not can_be_started(state)
+            assert not can_be_admitted(state)
         while len(driver.queue) < num_ahead and (message := next_step(state)) is not None:
             driver.send(message)
     assert state.totals.preemptions == 0
@@ -168,7 +168,7 @@ def test_a_sequence_waits_only_if_blocks_would_run_out(shapes, options, num_ahea
     batch=st.integers(1, 9),
     most=st.sampled_from([1, 3, 100]),
 )
-def test_as_many_are_admitted_at_once_as_fit_one_by_one(shapes, options, seed, batch, most):
+def test_a_batch_admits_as_many_sequences_as_fit_one_by_one(shapes, options, seed, batch, most):
     state, waiting = stop_halfway(shapes, options, seed)
     page_size, num_blocks = options.limits.page_size, options.limits.num_kv_blocks
     candidates, kv_forecast = describe(state, waiting), forecast_kv(state, None)
@@ -182,9 +182,9 @@ def test_as_many_are_admitted_at_once_as_fit_one_by_one(shapes, options, seed, b
 
 @settings(max_examples=300)
 @given(shapes=shapes_strategy, options=options_strategy, seed=st.integers(0, 2**32))
-def test_candidates_are_simulated_as_they_will_be_once_they_run(shapes, options, seed):
-    """The curve of the running sequences and that of the candidates together are the curve after their admission; or
-    above it, where several candidates use one node of the tree to different depths."""
+def test_simulated_candidates_equal_the_forecast_after_their_admission(shapes, options, seed):
+    """The sum of the curves of running sequences and candidates equals the curve after the candidates' admission; it
+    is higher if several candidates use one node of the tree to different depths."""
     options = dataclasses.replace(options, limits=EngineLimits(500, options.limits.page_size, 80))
     state, waiting = stop_halfway(shapes, options, seed)
     page_size, steps = options.limits.page_size, np.arange(400)
@@ -207,8 +207,8 @@ def test_candidates_are_simulated_as_they_will_be_once_they_run(shapes, options,
 
 @settings(max_examples=200)
 @given(shapes=shapes_strategy, options=options_strategy, seed=st.integers(0, 2**32))
-def test_sequences_admitted_together_compute_what_was_described(shapes, options, seed):
-    """Even in a cache so full that their blocks evict others."""
+def test_admitted_sequences_compute_as_many_tokens_as_described(shapes, options, seed):
+    """This holds even if allocating their blocks evicts cached blocks."""
     state, waiting = stop_halfway(shapes, options, seed)
     candidates = describe(state, waiting)
     curve, page_size = forecast_kv(state, None).curve, options.limits.page_size
@@ -223,15 +223,15 @@ def test_sequences_admitted_together_compute_what_was_described(shapes, options,
 
 
 def num_to_compute(state: EngineState, sequences: list[Sequence]) -> list[int]:
-    """Prompt tokens of running sequences."""
+    """Prompt tokens that each running sequence has to compute."""
     slots, arrays = [sequence.slot for sequence in sequences], state.slots
     return (arrays.num_prefill_tokens[slots] - arrays.first_positions[slots]).tolist()
 
 
 @pytest.mark.parametrize(("num_first", "num_second", "expected"), [(16, 24, [16, 16, 9, 13]), (17, 24, [17, 17, 9, 9])])
-def test_candidates_reuse_prompt_logprobs_of_candidates_before_them(num_first, num_second, expected):
-    """Each of two prompts twice, first with fewer top-k logprobs. The last block of a prompt of 16 tokens is for
-    those that are longer, not for the same again."""
+def test_candidates_reuse_prompt_logprobs_of_earlier_candidates(num_first, num_second, expected):
+    """Two prompts, each of them twice, first with fewer top-k logprobs. The last block of a prompt of 16 tokens is
+    reused only by longer prompts, not by the same prompt."""
     state = make_quick_driver(make_options(100, 4, max_seqs_per_forward=8)).state
     shapes = [Shape(0, num_tokens, 0, 1, 9, prompt_top=top) for num_tokens in (num_first, num_second) for top in (1, 2)]
     for request in make_requests(shapes, state.options.limits):
@@ -243,8 +243,8 @@ def test_candidates_reuse_prompt_logprobs_of_candidates_before_them(num_first, n
     assert simulated == num_to_compute(state, waiting) == expected
 
 
-def test_prompt_logprobs_are_computed_again_behind_a_sample_that_was_preempted_later():
-    """Then the sequence that computes them is not the first of its samples."""
+def test_prompt_logprobs_are_recomputed_if_another_sample_is_admitted_first():
+    """Another sample, preempted later, is readmitted before the sample that computes the prompt logprobs."""
     state = make_quick_driver(make_options(100, 4, max_seqs_per_forward=8)).state
     for request in make_requests([Shape(0, 30, 0, 2, 9, prompt_top=1)], state.options.limits):
         add_request(state, request)

@@ -1,4 +1,4 @@
-"""When deferred tasks run, on a clock that the test sets."""
+"""Tests when deferred tasks run, on a clock that the test controls."""
 
 import itertools
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from tokasaurus.messages.forward import ForwardInput
 
 STEP_SECONDS = 0.01
 NUM_AHEAD = 4
-"""Steps of 10 ms that the manager keeps with the worker."""
+"""Steps of 10 ms that the manager keeps in flight."""
 
 
 def make_task(seconds: float, max_steps_deferred: int = 5, num_steps_deferred: int = 0) -> DeferredTask:
@@ -39,7 +39,7 @@ def test_a_task_is_deferred_when_it_might_take_half_of_the_time_left(mode, num_s
     assert may_run(make_task(seconds, 5, num_steps_deferred), seconds_left, mode) is expected
 
 
-def test_the_time_of_a_task_is_an_average_over_some_of_its_last_runs():
+def test_the_seconds_of_a_task_are_a_moving_average_of_its_runs():
     task = make_task(0.0, num_steps_deferred=3)
     for _ in range(30):
         task.note_run(0.1)
@@ -50,9 +50,10 @@ def test_the_time_of_a_task_is_an_average_over_some_of_its_last_runs():
 
 
 class SteppedDriver(EngineDriver):
-    """Its clock moves only when a test moves it; `events` are those of the last step.
+    """A driver whose clock moves only when a test moves it.
 
-    Its tasks: "slow", which has work at all times and seems to take `slow_seconds`, and those of every engine.
+    Besides every engine's tasks it has the task "slow", which always has work and seems to take `slow_seconds`.
+    events: ("send" or "run", steps in the queue) of the last step; "run" is a run of "slow".
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, mode: str | None, slow_seconds: float) -> None:
@@ -89,29 +90,29 @@ class SteppedDriver(EngineDriver):
         (None, 0.001, 0),
     ],
 )
-def test_a_long_task_runs_after_the_step_is_sent_and_at_the_latest_after_max_steps_deferred(
+def test_a_long_task_runs_after_the_step_is_sent_and_within_max_steps_deferred(
     monkeypatch, mode, slow_seconds, num_steps_deferred
 ):
     driver = SteppedDriver(monkeypatch, mode, slow_seconds)
     driver.events_of_step(make_request(1, 5, 4, 60, ignore_eos=True))
-    engine = [driver.events_of_step() for _ in range(37)]
-    for events in engine:
-        assert events.count(("send", NUM_AHEAD)) == 1, "one step is done, one is sent"
+    events_per_step = [driver.events_of_step() for _ in range(37)]
+    for events in events_per_step:
+        assert events.count(("send", NUM_AHEAD)) == 1, "one result arrives, one step is sent"
         if slow_seconds > NUM_AHEAD * STEP_SECONDS:
             assert ("run", NUM_AHEAD - 1) not in events, "the step is sent first"
-    did_run = ["run" in dict(events) for events in engine]
+    did_run = ["run" in dict(events) for events in events_per_step]
     gaps = [len(list(group)) for ran, group in itertools.groupby(did_run) if not ran]
     if num_steps_deferred:
         assert set(gaps[1:-1]) == {num_steps_deferred}
         assert max(gaps) == num_steps_deferred
-        assert did_run.count(True) == len(gaps) + did_run[0] - (not did_run[-1]), "and then at once"
+        assert did_run.count(True) == len(gaps) + did_run[0] - (not did_run[-1]), "an overdue task runs at once"
     else:
         assert not gaps
 
 
 @pytest.mark.parametrize("mode", ["always", "deferred", None])
 def test_no_task_is_deferred_when_no_step_could_be_sent_without_it(monkeypatch, mode):
-    """An idle engine admits a request in the step in which it comes, however long admission seems to take."""
+    """An idle engine admits a request in the step in which it arrives, however long admission seems to take."""
     driver = SteppedDriver(monkeypatch, mode, 0.0)
     for task in driver.engine.tasks:
         task.seconds = 60.0
@@ -122,7 +123,7 @@ def test_no_task_is_deferred_when_no_step_could_be_sent_without_it(monkeypatch, 
 
 
 def test_a_task_is_deferred_when_the_running_step_is_nearly_done(monkeypatch):
-    """The time left shrinks while the worker computes, though the queue is as long as before."""
+    """The time left decreases while the worker computes, although the queue length stays the same."""
     driver = SteppedDriver(monkeypatch, None, 0.012)
     driver.events_of_step(make_request(1, 5, 4, 60, ignore_eos=True))
     for seconds_since_result, expected in [(0.0, True), (0.015, True), (0.017, False)]:

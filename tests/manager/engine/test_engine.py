@@ -1,4 +1,4 @@
-"""The whole manager against a worker that checks every message, and against token-by-token simulation."""
+"""Tests the whole engine against a worker that checks every message and against a token-by-token simulation."""
 
 import random
 
@@ -30,7 +30,7 @@ def check_run(
     cancel_share: float,
     forecast: Forecast | None = None,
 ) -> EngineDriver:
-    """Drive random requests to their end, some of them cancelled, and compare all that comes out."""
+    """Run random requests to the end, cancel some of them, and check every delta and the final stats."""
     rng = random.Random(seed)
     driver = EngineDriver(options, forecast=forecast, rng=rng)
     requests = make_requests(shapes, options.limits)
@@ -52,7 +52,7 @@ def check_run(
     else:
         assert stats.total_generation_tokens == num_returned
         assert stats.total_prompt_tokens == sum(len(request.prompt_ids) for request in requests)
-        # Also tokens found when a sequence preempted during its prefill starts again, which its own count leaves out.
+        # The total includes tokens found at readmission after a preemption in prefill; num_cached_tokens does not.
         num_asked = sum(len(request.prompt_ids) * request.num_sequences for request in requests)
         assert stats.total_prefix_cache_hit_tokens == num_asked - sum(d.num_computed_tokens for d in driver.deltas)
     for reader, writer in driver.worker.read_from:
@@ -71,7 +71,7 @@ def check_run(
     seed=st.integers(0, 2**32),
     cancel_share=st.sampled_from([0.0, 0.3]),
 )
-def test_every_sequence_equals_its_simulation_and_nothing_is_left(shapes, options, seed, cancel_share):
+def test_every_sequence_equals_its_simulation_and_leaves_no_state(shapes, options, seed, cancel_share):
     check_run(shapes, options, seed, cancel_share)
 
 
@@ -96,19 +96,19 @@ def test_every_sequence_equals_its_simulation_under_constant_preemption():
     assert num_groups > 500
 
 
-def shares_with_one_to_come(driver: EngineDriver, sequence: Sequence) -> bool:
-    """Whether it is half-way through blocks that the prompt of another request will begin with."""
+def prefills_shared_blocks(driver: EngineDriver, sequence: Sequence) -> bool:
+    """Whether it is still prefilling blocks with which the prompt of another admitted request begins."""
     others = [other for other in driver.running() if other.request is not sequence.request and not other.is_open]
-    is_half_way = sequence.phase is Phase.PREFILL and sequence.is_open
-    return is_half_way and any(other.node is sequence.node for other in others)
+    is_prefilling = sequence.phase is Phase.PREFILL and sequence.is_open
+    return is_prefilling and any(other.node is sequence.node for other in others)
 
 
 def is_in_situation(driver: EngineDriver, sequence: Sequence, situation: str) -> bool:
     is_new = sequence.num_cached_tokens is None
     return {
         "waiting": sequence.phase is Phase.WAITING and is_new,
-        "admitted and unknown to the worker": sequence.phase is Phase.PREFILL and is_new,
-        "half-way through what others share": shares_with_one_to_come(driver, sequence),
+        "admitted and not yet sent": sequence.phase is Phase.PREFILL and is_new,
+        "prefilling blocks that others share": prefills_shared_blocks(driver, sequence),
         "decoding": sequence.phase is Phase.DECODE,
         "waiting for its last results": sequence.phase is Phase.DRAINING,
         "preempted": sequence.phase is Phase.WAITING and not is_new,
@@ -117,8 +117,8 @@ def is_in_situation(driver: EngineDriver, sequence: Sequence, situation: str) ->
 
 SITUATIONS = [
     "waiting",
-    "admitted and unknown to the worker",
-    "half-way through what others share",
+    "admitted and not yet sent",
+    "prefilling blocks that others share",
     "decoding",
     "waiting for its last results",
     "preempted",
@@ -126,7 +126,7 @@ SITUATIONS = [
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_a_request_cancelled_in_any_situation_changes_no_other(situation):
+def test_cancelling_a_request_in_any_situation_changes_no_other_request(situation):
     num_cancelled = 0
     for seed in range(60):
         rng = random.Random(seed)
@@ -141,10 +141,10 @@ def test_a_request_cancelled_in_any_situation_changes_no_other(situation):
         unsent, cancelled = list(requests), set()
         while unsent or driver.queue:
             driver.step([unsent.pop(0) for _ in range(rng.randint(0, 3)) if unsent], rng.randint(0, 2))
-            sequences = [sequence for siblings in driver.state.unfinished.values() for sequence in siblings]
-            there = [sequence for sequence in sequences if is_in_situation(driver, sequence, situation)]
-            if there and not cancelled and rng.random() < 0.5:
-                request_id = rng.choice(there).request.request_id
+            sequences = [sequence for samples in driver.state.unfinished.values() for sequence in samples]
+            eligible = [sequence for sequence in sequences if is_in_situation(driver, sequence, situation)]
+            if eligible and not cancelled and rng.random() < 0.5:
+                request_id = rng.choice(eligible).request.request_id
                 cancelled.add(request_id)
                 driver.step([CancelRequest(request_id), CancelRequest("never seen"), CancelRequest(request_id)])
                 assert request_id not in driver.state.unfinished
@@ -160,7 +160,7 @@ def test_a_request_cancelled_in_any_situation_changes_no_other(situation):
 
 
 @pytest.mark.parametrize("step_seconds", [0.0001, 0.01])
-def test_look_ahead_changes_no_token(step_seconds):
+def test_sending_steps_ahead_changes_no_token(step_seconds):
     requests = [make_request(n, 3 + 5 * n, 3, 20, ("abc",) if n % 2 else ()) for n in range(6)]
     results = []
     for max_steps_ahead in (1, 8):
@@ -177,11 +177,11 @@ def test_look_ahead_changes_no_token(step_seconds):
 
 
 @pytest.mark.parametrize("steps_before", range(12))
-def test_a_cancelled_request_frees_its_slots_and_blocks_in_the_same_turn(steps_before):
+def test_a_cancelled_request_frees_its_slots_and_blocks_in_the_same_step(steps_before):
     kept = make_request(1, 30, 1, 16, ignore_eos=True)
-    gone = make_request(2, 30, 2, 12, ignore_eos=True)
+    cancelled = make_request(2, 30, 2, 12, ignore_eos=True)
     driver = EngineDriver(make_options(30))
-    driver.step([kept, gone])
+    driver.step([kept, cancelled])
     for _ in range(steps_before):
         driver.step([], 1)
     driver.step([CancelRequest("r2")])
@@ -195,8 +195,8 @@ def test_a_cancelled_request_frees_its_slots_and_blocks_in_the_same_turn(steps_b
     driver.assert_nothing_is_left()
 
 
-def test_all_prompts_and_decodes_share_the_steps():
-    """A long prompt does not stop the others from decoding, and takes no more steps than its tokens need."""
+def test_prefill_and_decode_share_every_step():
+    """A long prefill does not stop other sequences from decoding, and takes no more steps than its tokens need."""
     driver = EngineDriver(make_options(60, max_tokens_per_forward=10, max_steps_ahead=1))
     short = make_request(1, 4, 1, 30, ignore_eos=True)
     long = make_request(2, 90, 1, 1, ignore_eos=True)
@@ -204,17 +204,17 @@ def test_all_prompts_and_decodes_share_the_steps():
     driver.step([long], 1)
     while not all(sequence.is_open for sequence in driver.running()):
         driver.step([], 1)
-    first, second = (sequence for siblings in driver.state.unfinished.values() for sequence in siblings)
+    first, second = (sequence for samples in driver.state.unfinished.values() for sequence in samples)
     num_before = len(sampled_tokens(driver.state, first))
-    num_steps_deferred = 0
+    num_steps = 0
     while second.phase is not Phase.FINISHED:
         driver.step([], 1)
-        num_steps_deferred += 1
-    assert num_steps_deferred == 10, "90 prompt tokens, 9 in each step beside the one that decodes"
-    assert len(sampled_tokens(driver.state, first)) == num_before + num_steps_deferred
+        num_steps += 1
+    assert num_steps == 10, "90 prompt tokens: 9 in each step beside one decode token"
+    assert len(sampled_tokens(driver.state, first)) == num_before + num_steps
 
 
-def test_a_stop_at_the_last_allowed_token_is_a_stop():
+def test_a_stop_at_the_last_allowed_token_has_finish_reason_stop():
     for number in range(200):
         request = make_request(number, max_new_tokens=64)
         token_ids, _, finish_reason = simulate(request, 0)

@@ -1,4 +1,4 @@
-"""Sequences with grammars among others: what they come to, how they end, and which of them wait."""
+"""Tests sequences with grammars among others: their tokens, how they end, and which of them wait."""
 
 import random
 from dataclasses import replace
@@ -31,11 +31,11 @@ shapes_strategy = st.lists(
 
 
 def test_every_sequence_equals_its_simulation_and_follows_its_grammar(monkeypatch):
-    """Half of the grammars are taken for slow."""
+    """Half of the grammars are treated as slow."""
     num_preemptions = num_texts = 0
-    chance = random.Random(0)
+    duration_rng = random.Random(0)
     monkeypatch.setattr(
-        grammar_matcher.MatcherThreads, "_try", lambda *_: chance.random() * 2 * grammar_matcher.SLOW_SECONDS
+        grammar_matcher.MatcherThreads, "_try", lambda *_: duration_rng.random() * 2 * grammar_matcher.SLOW_SECONDS
     )
 
     @settings(max_examples=100)
@@ -84,7 +84,7 @@ def test_every_sequence_equals_its_simulation_and_follows_its_grammar(monkeypatc
     assert num_texts > 50
 
 
-def test_sequences_without_grammars_run_ahead_of_those_with_grammars():
+def test_sequences_without_grammars_run_more_steps_ahead_than_those_with_grammars():
     driver = make_driver()
     plain, other = make_request(1, 6, 3, 60, ignore_eos=True), grammar_request(2, ANYTHING, 3, 60)
     driver.step([plain, other])
@@ -92,7 +92,7 @@ def test_sequences_without_grammars_run_ahead_of_those_with_grammars():
     for _ in range(40):
         driver.step([], 1)
         rows.append([len(message.slots) for message in driver.queue])
-    assert all(len(in_queue) == 4 for in_queue in rows), "always as many steps ahead as without grammars"
+    assert all(len(in_queue) == 4 for in_queue in rows), "as many steps ahead as without grammars"
     sizes = [in_queue[-1] for in_queue in rows[8:]]
     assert {sum(sizes[first : first + 4]) for first in range(28)} == {4 * 3 + 3}
     num_plain, num_other = (
@@ -100,11 +100,11 @@ def test_sequences_without_grammars_run_ahead_of_those_with_grammars():
         for request_id in ("r1", "r2")
     )
     assert min(num_plain) >= 36
-    assert 9 <= min(num_other) <= max(num_other) <= 11, "one token for each four steps that are in the queue"
+    assert 9 <= min(num_other) <= max(num_other) <= 11, "one token in four steps, the number in the queue"
 
 
-def test_sequences_with_grammars_alone_decode_together_and_only_when_tokens_are_known():
-    """However they come in: each step has all of them, and there is none until the last one's tokens are back."""
+def test_a_batch_of_only_grammars_decodes_together_once_all_tokens_are_known():
+    """Requests arrive in different steps; still each step has all sequences and is sent once all tokens are known."""
     driver = make_driver()
     driver.step([grammar_request(1, ANYTHING, 3, 60)])
     driver.step([], 1)
@@ -114,12 +114,12 @@ def test_sequences_with_grammars_alone_decode_together_and_only_when_tokens_are_
     for _ in range(20):
         assert [len(message.slots) for message in driver.queue] == [7]
         driver.step([], 0)
-        assert len(driver.queue) == 1, "nothing is sent without the tokens"
+        assert len(driver.queue) == 1, "no step is sent without the tokens of the last one"
         driver.step([], 1)
 
 
 class StallingDriver(EngineDriver):
-    """The thread for slow jobs can be stopped."""
+    """A driver whose thread for slow jobs can be stalled."""
 
     is_stalled = False
 
@@ -128,11 +128,11 @@ class StallingDriver(EngineDriver):
             super()._run_jobs(jobs)
 
 
-def test_no_sequence_waits_for_a_slow_grammar_of_another(monkeypatch):
-    compile_quickly = grammar_matcher.MatcherThreads.compile
+def test_a_slow_grammar_delays_only_its_own_sequences(monkeypatch):
+    original_compile = grammar_matcher.MatcherThreads.compile
 
     def compile_grammar(threads, grammar):
-        compiled_grammar = compile_quickly(threads, grammar)
+        compiled_grammar = original_compile(threads, grammar)
         compiled_grammar.is_slow = grammar == MANY_STATES.grammar
         return compiled_grammar
 
@@ -161,7 +161,7 @@ def test_no_sequence_waits_for_a_slow_grammar_of_another(monkeypatch):
     assert len(driver.deltas) == 5
 
 
-def test_shared_tokens_are_counted_for_all_members_of_a_group_that_decodes_alternately():
+def test_shared_tokens_count_for_all_members_of_a_group_that_decodes_alternately():
     requests = [make_request(1, 40, 2, 30, ignore_eos=True), replace(grammar_request(1, ANYTHING, 4), request_id="r2")]
     requests[1] = replace(requests[1], prompt_ids=requests[0].prompt_ids)
     driver = CountingDriver(

@@ -1,4 +1,4 @@
-"""The simulated future of the running sequences against the engine itself, step by step until all have ended."""
+"""Tests the KV forecast of the running sequences against the engine itself, run step by step until all have ended."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -28,7 +28,7 @@ shapes_strategy = st.lists(
     max_steps_ahead=st.sampled_from([1, 2, 3, 8]),
     prefill_multiple=st.sampled_from([None, None, 1, 4]),
 )
-def test_the_curve_is_what_a_replay_uses(
+def test_the_forecast_curve_equals_a_replay_of_every_step(
     shapes, seed, page_size, max_tokens, max_seqs, max_steps_ahead, prefill_multiple
 ):
     options = make_options(
@@ -48,13 +48,17 @@ def test_the_curve_is_what_a_replay_uses(
         if rng.random() < 0.9:
             continue
         usage = replay_usage(driver.state)
-        num_hold = max_steps_ahead - 1
-        curve = forecast_kv(driver.state, driver.state.prefill_rate).curve.at(np.arange(len(usage) + num_hold)).tolist()
-        assert curve[num_hold + 1 :] == [*usage, *[0] * num_hold][num_hold + 1 :]
+        num_steps_until_freed = max_steps_ahead - 1
+        curve = (
+            forecast_kv(driver.state, driver.state.prefill_rate)
+            .curve.at(np.arange(len(usage) + num_steps_until_freed))
+            .tolist()
+        )
+        assert curve[num_steps_until_freed + 1 :] == [*usage, *[0] * num_steps_until_freed][num_steps_until_freed + 1 :]
         assert max(usage) <= options.limits.num_kv_blocks
         if any(sequence.phase is Phase.DRAINING for sequence in driver.running()):
-            # Which of the steps that are sent was the last of a sequence is not known: as late as it may be.
+            # The forecast does not know in which step in flight a sequence ended, and assumes the latest possible.
             assert all(simulated >= used for simulated, used in zip(curve, usage, strict=False))
         else:
-            assert curve == [*usage, *[0] * num_hold]
+            assert curve == [*usage, *[0] * num_steps_until_freed]
     driver.assert_nothing_is_left()

@@ -1,4 +1,4 @@
-"""When the forecast of completion lengths is made, and from what."""
+"""Tests when the forecast of completion lengths is updated, and from which sequences."""
 
 import random
 
@@ -20,7 +20,7 @@ from tokasaurus.manager.state.engine_state import LengthPredictorOptions, make_s
     initial_wait=st.integers(0, 50),
     buffer_size=st.sampled_from([1, 50, 128, 1000]),
 )
-def test_a_forecast_is_old_when_one_in_64_of_what_it_would_be_made_from_is_new(ends, initial_wait, buffer_size):
+def test_a_forecast_is_old_once_a_64th_of_the_remembered_ends_is_new(ends, initial_wait, buffer_size):
     early = LengthPredictorOptions(buffer_size=buffer_size, initial_wait=initial_wait)
     state = make_state(make_options(early_stopping=early))
     num_ended = num_known = 0
@@ -42,8 +42,8 @@ def test_a_forecast_is_old_when_one_in_64_of_what_it_would_be_made_from_is_new(e
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), buffer_size=st.sampled_from([4, 100]), num_buckets=st.sampled_from([3, 1000]))
-def test_the_forecast_is_made_from_those_that_may_stop(seed, buffer_size, num_buckets):
-    """Sequences that end by their length alone say nothing of the lengths of the others, running or ended."""
+def test_the_forecast_uses_only_sequences_that_may_stop_early(seed, buffer_size, num_buckets):
+    """Sequences that can only end at max_new_tokens are left out, whether running or ended."""
     rng = random.Random(seed)
     early = LengthPredictorOptions(buffer_size=buffer_size, num_prediction_buckets=num_buckets, initial_wait=10**6)
     driver = EngineDriver(
@@ -58,7 +58,7 @@ def test_the_forecast_is_made_from_those_that_may_stop(seed, buffer_size, num_bu
     driver.step(requests)
     lengths = CompletionLengths(buffer_size)
     for _ in range(rng.randint(5, 40)):
-        # What a stop string ends is noted with the results of the next step.
+        # A sequence that a stop string ends is recorded with the results of the next step.
         deltas = [delta for delta in driver.step([], rng.randint(0, 2)) if delta.request_id in may_stop]
         driver.step()
         if deltas:
@@ -83,7 +83,7 @@ def test_the_forecast_is_made_from_those_that_may_stop(seed, buffer_size, num_bu
 
 
 @pytest.mark.parametrize("initial_wait", [1, 6])
-def test_nothing_is_predicted_before_enough_have_ended(initial_wait):
+def test_no_forecast_exists_before_initial_wait_sequences_have_ended(initial_wait):
     early = LengthPredictorOptions(initial_wait=initial_wait)
     driver = EngineDriver(make_options(60, early_stopping=early, deferred_tasks="always"))
     requests = make_requests([Shape(0, 5, 2, 1, 8, ignore_eos=False)] * 8, driver.options.limits)
@@ -93,7 +93,7 @@ def test_nothing_is_predicted_before_enough_have_ended(initial_wait):
         driver.run_until_idle()
 
 
-def test_a_first_guess_is_used_until_enough_have_ended():
+def test_a_prior_forecast_is_used_until_initial_wait_sequences_have_ended():
     early = LengthPredictorOptions(init_mean=0.3, init_std=0.4, std_buffer_scale=0.5)
     state = make_state(make_options(early_stopping=early))
     assert state.forecast is not None

@@ -1,4 +1,4 @@
-"""What sequences find in the prefix cache, against a list of all texts that are in it."""
+"""Tests which blocks sequences find in the prefix tree, against a list of all cached texts."""
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +30,7 @@ class Texts:
         self.texts: list[tuple[str, list[int]]] = []
 
     def num_cached(self, request: GenerateRequest) -> int:
-        """Tokens of the prompt that need not be computed: whole blocks, and never the last token's."""
+        """Prompt tokens that need not be computed: whole blocks, never including the last token."""
         prompt, most = request.prompt_ids.tolist(), 0
         for salt, text in self.texts:
             for end in range(PAGE_SIZE, len(prompt), PAGE_SIZE):
@@ -44,8 +44,8 @@ class Texts:
 
 @settings(max_examples=200)
 @given(shapes=shapes_strategy, max_tokens=st.integers(1, 40))
-def test_a_request_finds_all_prompts_and_completions_before_it(shapes, max_tokens):
-    """One request after the other, in a pool where nothing is ever evicted."""
+def test_a_request_reuses_all_earlier_prompts_and_completions(shapes, max_tokens):
+    """Requests come one after the other; nothing is ever evicted."""
     driver = EngineDriver(make_options(1000, PAGE_SIZE, max_tokens_per_forward=max_tokens))
     texts, expected = Texts(), {}
     requests = make_requests(shapes, make_options(20, PAGE_SIZE).limits)
@@ -64,8 +64,8 @@ def test_a_request_finds_all_prompts_and_completions_before_it(shapes, max_token
 
 @settings(max_examples=200)
 @given(shapes=shapes_strategy, max_tokens=st.integers(24, 40))
-def test_requests_share_from_the_first_block_although_none_is_computed_yet(shapes, max_tokens):
-    """All at once: the first of those that share a block computes it, whoever of them it is."""
+def test_simultaneous_requests_share_blocks_that_are_not_computed_yet(shapes, max_tokens):
+    """Requests arrive at once; of the sequences that share a block, the first one computes it."""
     driver = EngineDriver(make_options(1000, PAGE_SIZE, max_tokens_per_forward=max_tokens, max_seqs_per_forward=24))
     texts, expected = Texts(), {}
     requests = make_requests(shapes, make_options(20, PAGE_SIZE).limits)
@@ -81,29 +81,29 @@ def test_requests_share_from_the_first_block_although_none_is_computed_yet(shape
 
 
 @pytest.mark.parametrize("num_steps", range(1, 7))
-def test_blocks_that_a_cancelled_request_should_have_computed_are_computed(num_steps):
-    """Prompts of 41, 42 and 43 tokens in steps of 6: what was sent to the worker in whole blocks stays, and the first
-    of the two others computes what is missing for both."""
+def test_another_request_computes_the_blocks_missing_after_a_cancel(num_steps):
+    """Prompts of 41, 42 and 43 tokens in steps of 6 tokens: whole blocks that were sent to the worker stay cached, and
+    the first of the other two requests computes the remaining ones for both."""
     options = make_options(60, PAGE_SIZE, max_tokens_per_forward=6, max_seqs_per_forward=6, max_steps_ahead=1)
     driver = EngineDriver(options)
-    gone, other, last = make_requests([Shape(0, 40, 1 + number, 1, 3) for number in range(3)], options.limits)
-    driver.step([gone, other, last])
+    cancelled, other, last = make_requests([Shape(0, 40, 1 + number, 1, 3) for number in range(3)], options.limits)
+    driver.step([cancelled, other, last])
     for _ in range(num_steps - 1):
         driver.step([], 1)
     assert [sequence.phase for sequence in driver.running()] == [Phase.PREFILL] * 3
-    driver.step([CancelRequest(gone.request_id)])
+    driver.step([CancelRequest(cancelled.request_id)])
     assert_each_block_has_one_owner(driver.state)
     driver.run_until_idle()
     starts = driver.worker.first_positions
     assert (starts[1, 0], starts[2, 0]) == (6 * num_steps // PAGE_SIZE * PAGE_SIZE, 40)
-    assert_equals_simulation(driver.deltas, [gone, other, last])
+    assert_equals_simulation(driver.deltas, [cancelled, other, last])
     assert [delta.request_id for delta in driver.deltas] == ["r1", "r2"]
     driver.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [2, 3, 4, 5, 9])
-def test_a_salt_separates_completions_too(num_prompt_tokens):
-    """The same conversation goes on under three salts, one of which is that of its beginning."""
+def test_cache_salts_separate_cached_completions(num_prompt_tokens):
+    """A conversation continues under three salts, one of them its original salt."""
     driver = EngineDriver(make_options(100, PAGE_SIZE))
     begin = Shape(0, num_prompt_tokens, 0, 1, 12, cache_salt="x")
     follow = [Shape(-number, 100, 1, 1, 1, cache_salt=salt) for number, salt in enumerate(["", "y", "x"], 1)]

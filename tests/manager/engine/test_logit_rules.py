@@ -1,4 +1,4 @@
-"""What the worker is told of biases, penalties and tokens that may not come yet."""
+"""Tests the logit biases, penalties and forbidden tokens that the worker is sent."""
 
 import dataclasses
 
@@ -38,15 +38,15 @@ def by_seed(opened: SlotOpens) -> dict[int, tuple[int, tuple[float, ...], list[t
     assert len(rules.bias_ids) == len(rules.bias_values) == len(rules.bias_ends) == ends[-1]
     biases = list(zip(rules.bias_ids.tolist(), rules.bias_values.tolist(), rules.bias_ends.tolist(), strict=True))
     for row, slot in enumerate(rules.slots):
-        place = opened.slots.tolist().index(slot)
-        seed = int(opened.seeds[place])
-        penalties = opened.sampling[place].item()[-3:]
+        index = opened.slots.tolist().index(slot)
+        seed = int(opened.seeds[index])
+        penalties = opened.sampling[index].item()[-3:]
         own = biases[ends[row] - rules.bias_counts[row] : ends[row]]
         found[seed] = (int(rules.num_request_tokens[row]), penalties, own)
     return found
 
 
-def test_only_sequences_that_ask_have_rules_and_limits_reach_each_row():
+def test_only_sequences_with_logit_rules_send_them_and_all_send_sampling_params():
     requests = [
         make_request(0),
         change(make_request(1), presence_penalty=0.5, frequency_penalty=-1, repetition_penalty=1.5),
@@ -69,7 +69,7 @@ def test_only_sequences_that_ask_have_rules_and_limits_reach_each_row():
     assert sent == {request.seed: request.sampling for request in requests}
 
 
-def test_a_request_without_rules_sends_none():
+def test_a_request_without_logit_rules_sends_none():
     driver = EngineDriver()
     driver.step([make_request(1)])
     opened = driver.queue[0].changes.opened
@@ -77,7 +77,7 @@ def test_a_request_without_rules_sends_none():
     assert opened.rules is None
 
 
-def test_a_preempted_sequence_still_counts_from_the_end_of_its_own_prompt():
+def test_after_preemption_penalties_still_count_from_the_end_of_the_request_prompt():
     driver = EngineDriver()
     driver.step([change(make_request(1, 6, max_new_tokens=20, ignore_eos=True), presence_penalty=1.0)])
     driver.step([], 2)

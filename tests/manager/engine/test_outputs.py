@@ -1,4 +1,4 @@
-"""What becomes of results: which texts are decoded, which tokens count, and which deltas are sent when."""
+"""Tests how results are applied: which texts are decoded, which tokens count, and when deltas are sent."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from tokasaurus.text.stop_strings import StopTokens
 
 
 def run_counting_texts(stop_strings: tuple[str, ...], mode: str, stop_tokens: StopTokens | None) -> int:
-    """How many texts are decoded for one sequence of 60 tokens that completes none of `stop_strings`."""
+    """Number of texts decoded for one sequence of 60 tokens that contains none of `stop_strings`."""
     decoded: list[int] = []
 
     def decode(token_ids: Sequence[int]) -> str:
@@ -36,7 +36,7 @@ def run_counting_texts(stop_strings: tuple[str, ...], mode: str, stop_tokens: St
     return len(decoded)
 
 
-def test_texts_are_decoded_only_where_a_stop_string_may_have_ended():
+def test_text_is_decoded_only_after_tokens_that_may_end_a_stop_string():
     stop_strings = ("gggg",)
     may_end = [
         token_id for token_id in simulate(make_request(4, 5, 1, 60, (), True), 0)[0] if token_id in (4, 5, 6, 11)
@@ -48,14 +48,14 @@ def test_texts_are_decoded_only_where_a_stop_string_may_have_ended():
 
 
 @pytest.mark.parametrize("mode", ["always", "deferred"])
-def test_tokens_behind_a_stop_string_or_of_a_cancelled_request_count_nowhere(mode):
-    """Steps are sent ahead, so the worker samples more than is kept."""
+def test_tokens_sampled_after_a_stop_string_or_a_cancel_are_not_counted(mode):
+    """Steps are sent ahead, so the worker samples more tokens than are kept."""
     requests = [make_request(n, 5, 2, 60, ("ab", "c"), want_logprobs=True) for n in range(4)]
-    gone = make_request(9, 5, 1, 60, ignore_eos=True)
+    cancelled = make_request(9, 5, 1, 60, ignore_eos=True)
     driver = EngineDriver(
         make_options(200, max_seqs_per_forward=9, deferred_tasks=mode, stop_tokens=STOP_TOKENS), (0.01,)
     )
-    driver.step([*requests, gone])
+    driver.step([*requests, cancelled])
     for _ in range(5):
         driver.step([], 1)
     (sequence,) = driver.state.unfinished["r9"]
@@ -70,7 +70,7 @@ def test_tokens_behind_a_stop_string_or_of_a_cancelled_request_count_nowhere(mod
     assert driver.state.stats().total_generation_tokens == num_kept + num_before
 
 
-def test_recompiles_of_every_step_are_counted():
+def test_recompiles_are_summed_over_all_steps():
     driver = EngineDriver()
     driver.step([make_request(1)])
     for step, num_recompiles in zip(list(driver.state.steps_in_flight), (2, 1), strict=True):
@@ -80,7 +80,7 @@ def test_recompiles_of_every_step_are_counted():
 
 
 @pytest.mark.parametrize(("step_id", "num_tokens"), [(1, 1), (0, 2)])
-def test_a_result_of_another_step_or_of_other_rows_is_an_error(step_id, num_tokens):
+def test_a_result_with_the_wrong_step_id_or_row_count_fails_an_assertion(step_id, num_tokens):
     driver = EngineDriver()
     driver.step([make_request(1)])
     with pytest.raises(AssertionError):
@@ -100,7 +100,7 @@ SHAPES = random_shape(
     st.sampled_from(["always", "deferred"]),
     st.integers(0, 1000),
 )
-def test_joined_deltas_are_the_whole_sequence_despite_deferred_tasks_and_preemption(shapes, mode, seed):
+def test_joined_deltas_equal_the_whole_sequence_despite_deferred_tasks_and_preemption(shapes, mode, seed):
     options = make_options(20, deferred_tasks=mode, stop_tokens=STOP_TOKENS if seed % 2 else None)
     requests = make_requests([shape for shape, _ in shapes], options.limits)
     requests = [
@@ -120,17 +120,17 @@ def test_joined_deltas_are_the_whole_sequence_despite_deferred_tasks_and_preempt
     assert not driver.state.streaming
 
 
-def test_streams_continue_after_preemption_where_they_were():
+def test_streams_resume_after_preemption_where_they_stopped():
     driver = EngineDriver(make_options(12, deferred_tasks="always"), forecast=EndsNext())
     requests = [streamed(make_request(n, 5, 2, 30, ("zz",) * (n % 2), True, n % 3 == 0)) for n in range(4)]
     driver.run(requests)
     assert driver.state.stats().total_preemptions > 4
-    assert len(driver.deltas) > 4 * 2 * 15, "most tokens come one by one"
+    assert len(driver.deltas) > 4 * 2 * 15, "most deltas have one token"
     assert_equals_simulation(join(driver.deltas), requests)
 
 
 @pytest.mark.parametrize("stop_strings", [(), ("never",)])
-def test_each_result_is_sent_in_the_step_in_which_it_comes(stop_strings):
+def test_each_token_is_streamed_in_the_step_in_which_its_result_arrives(stop_strings):
     request = streamed(make_request(3, 5, 2, 20, stop_strings, ignore_eos=True, want_logprobs=True))
     driver = EngineDriver(make_options(40, deferred_tasks="always", stop_tokens=STOP_TOKENS), (0.01,))
     driver.step([request])
@@ -144,8 +144,8 @@ def test_each_result_is_sent_in_the_step_in_which_it_comes(stop_strings):
     assert not driver.queue
 
 
-def test_no_token_is_sent_that_may_follow_a_stop_string():
-    """The search for stop strings is deferred, so tokens are known before it is known that they count."""
+def test_tokens_that_may_follow_a_stop_string_are_not_streamed():
+    """The stop string search is deferred, so tokens are known before it is known whether they are kept."""
     requests = [streamed(make_request(n, 5, 1, 60, ("ab", "c", "dd"), ignore_eos=True)) for n in range(8)]
     driver = EngineDriver(
         make_options(200, max_seqs_per_forward=8, deferred_tasks="deferred", stop_tokens=STOP_TOKENS), (0.01,)
@@ -161,7 +161,7 @@ def test_no_token_is_sent_that_may_follow_a_stop_string():
     assert_equals_simulation(join(driver.deltas), requests)
 
 
-def test_a_stream_that_is_cancelled_sends_no_more():
+def test_a_cancelled_stream_sends_no_more_deltas():
     requests = [streamed(make_request(n, 5, 1, 60, ignore_eos=True)) for n in range(2)]
     driver = EngineDriver(make_options(200, deferred_tasks="always"), (0.01,))
     driver.step(requests)

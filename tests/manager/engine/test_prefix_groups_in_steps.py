@@ -1,4 +1,4 @@
-"""Which sequences decode in a prefix group, from one step to the next."""
+"""Tests which sequences decode in a prefix group, step by step."""
 
 import random
 from collections.abc import Iterable
@@ -22,16 +22,16 @@ from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
 
 Members = set[tuple[int, int]]
-"""(slot, number of the admission): a sequence from one admission to its preemption or end."""
+"""{(slot, admission number)}: each identifies a sequence from one admission until its preemption or end."""
 
 
-def groups_by_hand(state: EngineState, options: HydragenOptions) -> list[tuple[Members, int]]:
-    """Members of each group, and blocks that they share: children before their parents, who take those left over."""
+def expected_groups(state: EngineState, options: HydragenOptions) -> list[tuple[Members, int]]:
+    """Members of each group and the blocks they share. Children come first; parents group the remaining sequences."""
     decoding = [state.sequences[slot] for slot in state.queues.decoding().tolist()]
     groups: list[tuple[Members, int]] = []
 
     def visit(node: PrefixNode) -> Members:
-        """Those at the node and below it that are in no group."""
+        """Forms groups at and below the node; returns its sequences that are in no group."""
         slots = [sequence.slot for sequence in decoding if sequence is not None and sequence.node is node]
         left = {identity(state, slot) for slot in slots}
         for child in node.children.values():
@@ -50,7 +50,9 @@ def identity(state: EngineState, slot: int) -> tuple[int, int]:
 
 
 class GroupingDriver(EngineDriver):
-    """Compares the groups of every step, `num_checked` in all, with those by hand when groups were last found."""
+    """Compares the groups of every step with a recursive search made when groups were last found.
+
+    num_checked: groups compared so far."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,7 +65,7 @@ class GroupingDriver(EngineDriver):
         self.regroup(state)
         options = self.options.hydragen
         assert options is not None
-        self.found = groups_by_hand(state, options)
+        self.found = expected_groups(state, options)
 
     def send(self, message: ForwardInput) -> None:
         super().send(message)
@@ -78,7 +80,7 @@ class GroupingDriver(EngineDriver):
         self.num_checked += len(groups)
 
 
-def test_every_step_has_the_last_groups_without_the_sequences_that_left():
+def test_every_step_uses_the_last_groups_minus_the_sequences_that_left():
     num_checked = num_preemptions = 0
 
     @settings(max_examples=150)
@@ -106,7 +108,7 @@ def test_every_step_has_the_last_groups_without_the_sequences_that_left():
 
 FEW_SHOTS = list(range(12))
 QUESTIONS = [[3, 4, 5, 6, 7, 8], [4, 4, 4, 4, 4, 4]]
-"""Blocks have 4 tokens: all prompts share 3 blocks, those of one question share 4."""
+"""Blocks have 4 tokens: all prompts share 3 blocks, and prompts with the same question share 4."""
 
 
 def ask(number: int, question: int, num_tokens: int) -> GenerateRequest:
@@ -116,7 +118,7 @@ def ask(number: int, question: int, num_tokens: int) -> GenerateRequest:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stands still: no work seems to take time, so grouping is done before a step is sent, where it may be."""
+    """Stops the clock: no work seems to take time, so grouping runs before a step is sent unless the mode defers it."""
     monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: 0.0))
 
 
@@ -135,9 +137,9 @@ def make_driver(
 
 
 def groups_of_steps(driver: EngineDriver) -> list[tuple[list[tuple[set[int], int]], int]]:
-    """For how many steps in a row each grouping stayed: the numbers of the requests, and the blocks, of each group.
+    """(groups, number of consecutive steps with these groups), in order. A group: (request numbers, shared blocks).
 
-    Slots are given in order, so a request's number is its slot as long as none is preempted."""
+    Slots are allocated in order, so a request's number is its slot until a preemption."""
     runs: list[tuple[list[tuple[set[int], int]], int]] = []
     for groups in driver.worker.grouped:
         named = sorted(((set(slots), count) for slots, count in groups), key=lambda group: min(group[0]))
@@ -157,13 +159,13 @@ def run_all(driver: EngineDriver, requests: Iterable[GenerateRequest]) -> None:
     driver.assert_nothing_is_left()
 
 
-FOUR = [ask(1, 0, 40), ask(2, 0, 20), ask(3, 1, 30), ask(4, 1, 12)]
+FOUR_REQUESTS = [ask(1, 0, 40), ask(2, 0, 20), ask(3, 1, 30), ask(4, 1, 12)]
 
 
-def test_the_rest_of_two_groups_forms_one_group_by_the_prefix_that_all_share():
-    """The prompts and the first step behind them are sent together; no sequence is in a group alone."""
+def test_the_last_sequences_of_two_groups_form_one_group_over_their_common_prefix():
+    """The prefill and the first decode step are sent together, without groups; groups have at least two sequences."""
     driver = make_driver()
-    run_all(driver, FOUR)
+    run_all(driver, FOUR_REQUESTS)
     assert groups_of_steps(driver) == [
         ([], 2),
         ([({1, 2}, 4), ({3, 4}, 4)], 10),
@@ -183,9 +185,9 @@ def test_the_rest_of_two_groups_forms_one_group_by_the_prefix_that_all_share():
         (5, 1, [([], 40)]),
     ],
 )
-def test_groups_are_as_large_and_prefixes_as_long_as_they_have_to_be(min_group_size, min_blocks, expected):
+def test_groups_have_at_least_min_group_size_sequences_and_min_blocks_blocks(min_group_size, min_blocks, expected):
     driver = make_driver(min_group_size=min_group_size, min_blocks=min_blocks)
-    run_all(driver, FOUR)
+    run_all(driver, FOUR_REQUESTS)
     assert groups_of_steps(driver) == expected
 
 
@@ -207,14 +209,14 @@ def test_a_later_request_joins_the_group_of_its_question():
     ]
 
 
-def test_a_cancelled_request_is_in_no_group_from_the_next_step_on():
+def test_a_cancelled_request_leaves_its_group_in_the_next_step():
     driver = make_driver()
-    driver.step(FOUR)
+    driver.step(FOUR_REQUESTS)
     for _ in range(5):
         driver.step([], 1)
     driver.step([CancelRequest("r1")], 1)
     driver.run_until_idle(1)
-    assert_equals_simulation(driver.deltas, FOUR)
+    assert_equals_simulation(driver.deltas, FOUR_REQUESTS)
     assert [groups for groups, _ in groups_of_steps(driver)] == [
         [],
         [({1, 2}, 4), ({3, 4}, 4)],
@@ -224,16 +226,16 @@ def test_a_cancelled_request_is_in_no_group_from_the_next_step_on():
     ]
 
 
-def test_a_preempted_sequence_leaves_its_group_and_joins_it_again():
-    """Of all that it has to compute again, the others share the question alone."""
+def test_a_preempted_sequence_leaves_its_group_and_rejoins_it():
+    """Of the tokens that it recomputes, the other sequences share only the prompt, so the group has the same prefix."""
     driver = make_driver()
-    driver.step(FOUR)
+    driver.step(FOUR_REQUESTS)
     for _ in range(5):
         driver.step([], 1)
     (sequence,) = driver.state.unfinished["r2"]
     preempt(driver.state, sequence)
     driver.run_until_idle(1)
-    assert_equals_simulation(driver.deltas, FOUR)
+    assert_equals_simulation(driver.deltas, FOUR_REQUESTS)
     assert [groups for groups, _ in groups_of_steps(driver)] == [
         [],
         [({1, 2}, 4), ({3, 4}, 4)],
@@ -246,9 +248,9 @@ def test_a_preempted_sequence_leaves_its_group_and_joins_it_again():
 
 
 def test_while_grouping_is_deferred_new_sequences_decode_alone_and_groups_shrink():
-    """It is deferred for eight steps."""
+    """Grouping is deferred for eight steps."""
     driver = make_driver("deferred")
-    run_all(driver, FOUR)
+    run_all(driver, FOUR_REQUESTS)
     assert groups_of_steps(driver) == [
         ([], 2 + 8),
         ([({1, 2}, 4), ({3, 4}, 4)], 2),
@@ -259,7 +261,7 @@ def test_while_grouping_is_deferred_new_sequences_decode_alone_and_groups_shrink
     ]
 
 
-def test_without_the_option_no_sequence_is_in_a_group():
+def test_without_hydragen_options_no_sequence_is_in_a_group():
     driver = EngineDriver(make_options(100, max_seqs_per_forward=8))
-    run_all(driver, FOUR)
+    run_all(driver, FOUR_REQUESTS)
     assert groups_of_steps(driver) == [([], len(driver.worker.grouped))]

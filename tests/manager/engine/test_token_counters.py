@@ -1,4 +1,4 @@
-"""What is counted of each sequence and in total, against what the worker was really sent."""
+"""Tests the token counts of each sequence and in total against what the worker was sent."""
 
 import random
 from dataclasses import asdict, replace
@@ -42,12 +42,12 @@ def run_and_check(shapes, options: EngineOptions, seed: int, cancel_share: float
     seed=st.integers(0, 2**32),
     cancel_share=st.sampled_from([0.0, 0.3]),
 )
-def test_counts_are_what_the_worker_was_sent(shapes, options, seed, cancel_share):
+def test_token_counts_equal_what_the_worker_was_sent(shapes, options, seed, cancel_share):
     run_and_check(shapes, options, seed, cancel_share)
 
 
-def test_counts_are_what_the_worker_was_sent_under_constant_preemption():
-    seen = TokenCounts()
+def test_token_counts_equal_what_the_worker_was_sent_under_constant_preemption():
+    sums = TokenCounts()
 
     @settings(max_examples=200)
     @given(
@@ -57,17 +57,17 @@ def test_counts_are_what_the_worker_was_sent_under_constant_preemption():
         cancel_share=st.sampled_from([0.0, 0.3]),
     )
     def check(shapes, options, seed, cancel_share):
-        nonlocal seen
+        nonlocal sums
         driver = run_and_check(shapes, options, seed, cancel_share, EndsNext())
-        seen = total([seen, driver.state.totals.tokens])
+        sums = total([sums, driver.state.totals.tokens])
 
     check()
-    assert min(asdict(seen).values()) > 1000
+    assert min(asdict(sums).values()) > 1000
 
 
-def test_samples_of_one_prompt_read_and_share_what_the_first_computed():
-    """23 prompt tokens in blocks of 4: the first sample computes all, the others read 5 blocks of them. All decode in
-    one group, whose prefix is these 5 blocks."""
+def test_samples_of_one_prompt_read_and_share_the_blocks_the_first_sample_computed():
+    """23 prompt tokens in blocks of 4: the first sample computes all, the others read 5 blocks. All decode in one group
+    whose prefix is these 5 blocks."""
     options = make_options(60, max_seqs_per_forward=8, max_tokens_per_forward=100, hydragen=HydragenOptions(2, 1))
     driver = CountingDriver(options)
     driver.step([make_request(1, 23, 3, 12, ignore_eos=True)])
@@ -77,7 +77,7 @@ def test_samples_of_one_prompt_read_and_share_what_the_first_computed():
 
 
 @pytest.mark.parametrize(
-    ("num_steps_deferred", "counts"),
+    ("num_steps", "counts"),
     [
         (0, TokenCounts(asked=0)),
         (1, TokenCounts(asked=30, computed=10)),
@@ -85,23 +85,23 @@ def test_samples_of_one_prompt_read_and_share_what_the_first_computed():
         (9, TokenCounts(asked=30, computed=30)),
     ],
 )
-def test_what_a_cancelled_request_computed_is_counted(num_steps_deferred, counts):
-    """Prompts of 30 tokens in steps of 10, one in flight at a time."""
+def test_tokens_computed_for_a_cancelled_request_are_counted(num_steps, counts):
+    """The prompt of 30 tokens takes steps of 10 tokens, one step in flight at a time."""
     driver = CountingDriver(make_options(60, max_tokens_per_forward=10, max_steps_ahead=1), (0.01,))
     request = make_request(1, 30, 1, 20, ignore_eos=True)
-    if num_steps_deferred == 0:
+    if num_steps == 0:
         driver.step([request, CancelRequest("r1")])
     else:
         driver.step([request])
-        for _ in range(num_steps_deferred - 1):
+        for _ in range(num_steps - 1):
             driver.step([], 1)
         driver.step([CancelRequest("r1")])
     driver.run_until_idle()
-    assert check_counts(driver) == counts if num_steps_deferred else driver.state.totals.tokens == counts
+    assert check_counts(driver) == counts if num_steps else driver.state.totals.tokens == counts
 
 
-def test_what_a_decode_step_in_flight_had_computed_is_computed_again():
-    """Of a prompt of 7 tokens and one decode step, whose results are lost, one block of 4 is kept."""
+def test_preemption_recomputes_tokens_of_a_decode_step_in_flight():
+    """Prompt of 7 tokens and one decode step, whose result is lost: one block of 4 tokens stays cached."""
     driver = CountingDriver(make_options(60, max_tokens_per_forward=10, max_steps_ahead=2))
     driver.step([make_request(1, 7, 1, 20, ignore_eos=True)])
     (sequence,) = driver.running()
@@ -111,9 +111,9 @@ def test_what_a_decode_step_in_flight_had_computed_is_computed_again():
     assert check_counts(driver) == TokenCounts(asked=7, computed=7, recomputed=4)
 
 
-def test_a_sequence_preempted_twice_during_prefill_counts_all_it_computed():
-    """A prompt of 7 tokens in steps of 2: it loses the result of the first decode step, comes back for one step, and
-    again. Each time it keeps one block of 4."""
+def test_a_sequence_preempted_twice_counts_every_recomputed_token():
+    """Prompt of 7 tokens in steps of 2. The first preemption loses the result of the first decode step; the second
+    comes one step after readmission. Each time one block of 4 tokens stays cached."""
     driver = CountingDriver(make_options(60, max_tokens_per_forward=2, max_steps_ahead=2))
     driver.step([make_request(1, 7, 1, 20, ignore_eos=True)])
     (sequence,) = driver.running()
@@ -122,13 +122,13 @@ def test_a_sequence_preempted_twice_during_prefill_counts_all_it_computed():
             driver.step([], 1)
         preempt(driver.state, sequence)
     driver.run_until_idle()
-    assert driver.worker.stays[1, 0] == [[0, 8], [4, 6], [4, 26]]
+    assert driver.worker.computed_ranges[1, 0] == [[0, 8], [4, 6], [4, 26]]
     assert check_counts(driver) == TokenCounts(asked=7, computed=7, recomputed=2 + 4)
 
 
-def test_a_sequence_preempted_during_prefill_reads_what_others_cached_meanwhile():
-    """A prompt of 26 tokens begins with the 6 and the answer of one that still decodes: it reads one block of 4,
-    computes a chunk of 9, and is preempted. When it comes back the other has left 6 blocks."""
+def test_a_sequence_preempted_in_prefill_reads_blocks_that_others_cached_meanwhile():
+    """A prompt of 26 tokens: the 6 prompt tokens and the first 20 completion tokens of a sequence that still decodes.
+    It reads one block of 4, computes a chunk of 9 and is preempted. At readmission the other has cached 6 blocks."""
     driver = CountingDriver(make_options(60, max_tokens_per_forward=10, max_steps_ahead=1), (0.01,))
     before = make_request(1, 6, 1, 40, ignore_eos=True)
     prompt_ids = np.array([*before.prompt_ids.tolist(), *simulate(before, 0)[0][:20]], np.int32)
@@ -143,6 +143,6 @@ def test_a_sequence_preempted_during_prefill_reads_what_others_cached_meanwhile(
     driver.step([CancelRequest("r1")])
     driver.run_until_idle()
     check_counts(driver)
-    assert driver.worker.stays[2, 0] == [[4, 13], [24, 30]]
+    assert driver.worker.computed_ranges[2, 0] == [[4, 13], [24, 30]]
     assert sequence.counts == TokenCounts(asked=26, cached=4 + 11, computed=9 + 2)
-    assert [delta.num_cached_tokens for delta in driver.deltas] == [4], "as it was when it first started"
+    assert [delta.num_cached_tokens for delta in driver.deltas] == [4], "as at its first admission"

@@ -1,4 +1,4 @@
-"""Which sequence owns each block and each slot, counted one by one."""
+"""Checks which sequence owns each block and each slot, one by one."""
 
 from collections import Counter
 
@@ -8,11 +8,11 @@ from tokasaurus.manager.state.sequence import Phase, Sequence
 
 
 def block_table(state: EngineState, sequence: Sequence) -> list[int]:
-    """All blocks of a running sequence, in the order of its tokens."""
-    num_blocks, rest = divmod(int(state.slots.num_covered_tokens[sequence.slot]), state.options.limits.page_size)
-    assert rest == 0
+    """All blocks of a running sequence, in token order."""
+    num_blocks, remainder = divmod(int(state.slots.num_covered_tokens[sequence.slot]), state.options.limits.page_size)
+    assert remainder == 0
     table = state.slots.block_tables[sequence.slot].tolist()
-    assert not any(table[num_blocks:]), "nothing but padding behind the blocks"
+    assert not any(table[num_blocks:]), "only padding may follow the blocks"
     return table[:num_blocks]
 
 
@@ -27,7 +27,7 @@ def tree_nodes(state: EngineState) -> list[PrefixNode]:
 
 
 def path_of(state: EngineState, sequence: Sequence) -> list[PrefixNode]:
-    """The nodes that a running sequence uses, from the root (left out) to its deepest one."""
+    """The nodes that a running sequence uses, from the root (excluded) to its deepest node."""
     node, path = sequence.node, []
     assert node is not None
     while node is not state.blocks.tree.root:
@@ -37,8 +37,8 @@ def path_of(state: EngineState, sequence: Sequence) -> list[PrefixNode]:
 
 
 def assert_each_block_has_one_owner(state: EngineState) -> None:
-    """Every block is free, or in the tree, or in the own part of one sequence; what is counted of them is right; and
-    every slot is free or runs one sequence."""
+    """Every block is free, in the tree, or owned by exactly one sequence; the block counters are right; and every
+    slot is free or runs exactly one sequence."""
     blocks, tree = state.blocks, state.blocks.tree
     running = [sequence for sequence in state.sequences if sequence is not None]
     nodes = tree_nodes(state)
@@ -94,6 +94,8 @@ def _assert_each_sequence_is_in_one_queue(state: EngineState, running: list[Sequ
             assert sequence.phase in (Phase.DECODE, Phase.DRAINING)
         elif sequence.has_grammar:
             num_read = len(sequence.grammar_matcher.token_ids)
-            assert num_read == slots.num_known_tokens[slot] - slots.num_prompt_tokens[slot], "all that is known"
+            assert num_read == slots.num_known_tokens[slot] - slots.num_prompt_tokens[slot], (
+                "must read all known tokens"
+            )
             assert sequence.phase is Phase.PREFILL or slots.num_known_tokens[slot] == slots.num_kv_tokens[slot] + 1
     assert state.num_with_grammars == sum(sequence.has_grammar for sequence in running)

@@ -28,11 +28,11 @@ from tokasaurus.text.grammars import GrammarVocabulary
 QUICK_STEP_SECONDS = 0.001
 
 NEVER_LEARNS = LengthPredictorOptions(learns=False, init_mean=0.01)
-"""A sequence is expected to end with its first tokens, and to use all it may once it has not."""
+"""Predicts that a sequence ends with its first tokens, and that it reaches max_new_tokens if it did not."""
 
 
 class EndsNext:
-    """The forecast that every sequence ends with its next token: far too many are admitted, preemption is constant."""
+    """A forecast that every sequence ends with its next token: it admits far too many, so preemption is constant."""
 
     def expected(
         self, num_generated: NDArray[np.int64], max_new_tokens: NDArray[np.int64], _ranks: NDArray[np.int64]
@@ -41,7 +41,7 @@ class EndsNext:
 
 
 def make_options(num_blocks: int = 20, page_size: int = 4, **changed: Any) -> EngineOptions:
-    """A small engine; all lengths are expected to be the longest allowed."""
+    """Options of a small engine, which expects every sequence to reach max_new_tokens."""
     values: dict[str, Any] = {
         "limits": EngineLimits(num_blocks, page_size, num_blocks * page_size),
         "max_tokens_per_forward": 16,
@@ -58,24 +58,24 @@ def make_options(num_blocks: int = 20, page_size: int = 4, **changed: Any) -> En
 
 @dataclass
 class EngineDriver:
-    """One `step` at a time: the worker computes some of the steps that it was sent, then the engine takes the results.
-
-    step_seconds: what the worker says that a step took, one of these at random.
-    forecast: used throughout, instead of the one that `options` ask for.
-    vocabulary: of grammars; None if requests have none.
-    jobs: waiting jobs of the grammar manager's two threads; a step runs some, each with probability job_rate.
-    deltas: of all steps. most_in_flight: most steps that the worker had at once.
-    """
+    """Runs one `step` at a time: the worker computes some of the steps sent to it, then the engine gets the results."""
 
     options: EngineOptions = field(default_factory=make_options)
     step_seconds: tuple[float, ...] = (0.002, 0.01, 0.1)
+    """Durations that the worker reports for a step; one of them is chosen at random."""
     forecast: Forecast | None = None
+    """Used throughout, in place of the forecast that `options` configure."""
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     queue: deque[ForwardInput] = field(default_factory=deque)
+    """Steps sent to the worker and not yet computed."""
     deltas: list[SequenceDelta] = field(default_factory=list)
+    """Deltas of all steps."""
     most_in_flight: int = 0
+    """The largest number of steps that the worker had at once."""
     vocabulary: GrammarVocabulary | None = None
+    """Vocabulary of grammars; None if no request has a grammar."""
     jobs: tuple[deque[Job], deque[Job]] = field(default_factory=lambda: (deque(), deque()))
+    """Waiting jobs of the grammar manager's two threads; a step runs some, each with probability job_rate."""
 
     def __post_init__(self) -> None:
         options = self.options
@@ -123,12 +123,12 @@ class EngineDriver:
     def run_until_idle(self, most_results: int = 3) -> None:
         while self.queue or any(self.jobs):
             self.step([], self.rng.randint(1, most_results))
-        assert self.state.queues.num_waiting == 0, "nothing is sent although sequences wait"
+        assert self.state.queues.num_waiting == 0, "sequences wait but no step was sent"
 
     def run(self, requests: Iterable[GenerateRequest], cancelled: Iterable[str] = (), check_share: float = 0.1) -> None:
-        """Send `requests` in order at random steps; cancel those with ids in `cancelled` later, some of them twice.
+        """Send `requests` in order at random steps; later cancel the ids in `cancelled`, some of them twice.
 
-        check_share: share of the steps after which the owners of all blocks are checked."""
+        check_share: fraction of the steps after which the owners of all blocks are checked."""
         unsent, to_cancel, cancelled = deque(requests), [], set(cancelled)
         while unsent or self.queue or to_cancel or any(self.jobs) or self.state.queues.num_waiting:
             messages: list[GenerateRequest | CancelRequest] = []
@@ -147,8 +147,8 @@ class EngineDriver:
         return [sequence for sequence in self.state.sequences if sequence is not None]
 
     def assert_nothing_is_left(self) -> None:
-        """After all work: no trace of a sequence, every slot free, what is cached is what the worker has there, and
-        every block to be had."""
+        """After all work: no sequence has left state, every slot is free, the worker's memory has the tokens that the
+        prefix tree caches, and every block can be allocated."""
         assert not self.step()
         state, num_slots = self.state, self.options.num_slots
         stats = state.stats()
@@ -179,7 +179,7 @@ class EngineDriver:
 
 
 def make_quick_driver(options: EngineOptions, seed: int = 0, forecast: Forecast | None = None) -> EngineDriver:
-    """An engine that knows that its steps are so short that as many as allowed are sent ahead."""
+    """An engine whose measured step time is so short that it sends max_steps_ahead steps ahead."""
     driver = EngineDriver(options, (QUICK_STEP_SECONDS,), forecast, random.Random(seed))
     driver.state.step_seconds = QUICK_STEP_SECONDS
     return driver

@@ -1,8 +1,8 @@
-"""Grammars over the fake worker's tokens, each beside its language as Python's regular expressions say it: what may be
-the beginning of a text, and what is a whole one.
+"""Grammars over the fake worker's tokens. Each comes with two Python regular expressions: for prefixes of its texts and
+for whole texts.
 
-Where the next bytes are certain and have several spellings in tokens, llguidance allows the tokenizer's alone; these
-languages have no such place.
+If the next bytes are certain and several token sequences spell them, llguidance allows only the tokenizer's own; these
+grammars never get there.
 """
 
 import json
@@ -23,11 +23,14 @@ VOCAB_SIZE = len(TOKEN_BYTES)
 
 @dataclass(frozen=True)
 class Language:
-    """Where a pattern has groups, the second may not be longer than the first, and is as long in a whole text."""
+    """A grammar and its language. If a pattern has groups, the second may not be longer than the first, and in a whole
+    text both have the same length."""
 
     grammar: str
     beginnings: bytes
+    """Pattern of all prefixes of texts."""
     texts: bytes
+    """Pattern of whole texts."""
 
     def may_begin(self, text: bytes) -> bool:
         found = re.fullmatch(self.beginnings, text)
@@ -56,8 +59,8 @@ LANGUAGES = [
     Language(LLMatcher.grammar_from_lark('start: "f" start "g" | "a"'), b"f*|(f*)a(g*)", b"(f*)a(g*)"),
 ]
 BY_GRAMMAR = {language.grammar: language for language in LANGUAGES}
-NO_GRAMMAR = LLMatcher.grammar_from_regex("(a")
-"""Which a server would have refused."""
+INVALID_GRAMMAR = LLMatcher.grammar_from_regex("(a")
+"""Not a valid grammar; a server would have rejected it."""
 
 
 def fake_vocabulary() -> GrammarVocabulary:
@@ -66,19 +69,19 @@ def fake_vocabulary() -> GrammarVocabulary:
         tokens = (b"<eos>", *TOKEN_BYTES[1:])
 
         def __call__(self, text: str) -> list[int]:
-            """What llguidance asks for where the next bytes are certain: the longest token first."""
+            """llguidance calls this if the next bytes are certain. Greedy: the longest token first."""
             return self.tokenize(text.encode())
 
         def tokenize(self, text: bytes) -> list[int]:
             longest = max((token for token in TOKEN_BYTES if token and text.startswith(token)), key=len)
-            rest = text[len(longest) :]
-            return [TOKEN_BYTES.index(longest), *(self.tokenize(rest) if rest else [])]
+            remaining = text[len(longest) :]
+            return [TOKEN_BYTES.index(longest), *(self.tokenize(remaining) if remaining else [])]
 
     return GrammarVocabulary(LLTokenizer(TokenizerWrapper(Tokens())), 1, np.array([1 << EOS_ID], np.uint32))
 
 
 def allowed_tokens(grammar: str, token_ids: list[int], avoids_eos: bool) -> set[int]:
-    """That may come after `token_ids`, of which none is eos."""
+    """Tokens that may follow `token_ids`, none of which is eos."""
     language = BY_GRAMMAR[grammar]
     text = b"".join(TOKEN_BYTES[token_id] for token_id in token_ids)
     allowed = {token for token in range(1, VOCAB_SIZE) if language.may_begin(text + TOKEN_BYTES[token])}
@@ -88,7 +91,7 @@ def allowed_tokens(grammar: str, token_ids: list[int], avoids_eos: bool) -> set[
 
 
 def read_masks(message: ForwardInput) -> dict[int, set[int]]:
-    """The tokens that may be drawn, by row of those that sample."""
+    """The allowed tokens, by index among the rows that sample."""
     if message.masks is None:
         return {}
     rows, bits = message.masks.rows, message.masks.bits
@@ -103,7 +106,7 @@ def read_masks(message: ForwardInput) -> dict[int, set[int]]:
 
 
 def assert_is_allowed(allowed: set[int] | None, request: GenerateRequest, context: list[int]) -> None:
-    """A mask is the one for all that has been generated so far."""
+    """The mask equals the grammar's tokens after everything generated so far."""
     assert (allowed is not None) == (request.grammar != "" and request.max_new_tokens > 0)
     if allowed is not None:
         generated = context[len(request.prompt_ids) :]

@@ -1,7 +1,7 @@
-"""Prompt logprobs of a worker without a model, and checks that they arrive unchanged.
+"""Fake prompt logprobs for a worker without a model, and checks that they arrive unchanged.
 
-All of it comes from a hash of the tokens before. To it is added less than 1, another fraction in each row of each step:
-so it shows which values come from one computation.
+Each logprob is a whole number from a hash of the preceding tokens, minus a fraction below 1 that differs in each row of
+each step: the fraction shows which values come from one computation.
 """
 
 import zlib
@@ -17,7 +17,7 @@ from tokasaurus.messages.generation import PromptLogprobs
 
 
 def context_hashes(token_ids: list[int]) -> list[int]:
-    """Of the first token, the first two, and so on."""
+    """The hash of the first token, of the first two tokens, and so on."""
     hashes, value = [], 0
     for token_id in token_ids:
         value = zlib.crc32(b"%d " % token_id, value)
@@ -26,7 +26,7 @@ def context_hashes(token_ids: list[int]) -> list[int]:
 
 
 def fake_logprob(context_hash: int, token_id: int) -> tuple[int, int]:
-    """The log-probability, a whole number, and rank of a token behind a context."""
+    """The log-probability (a whole number) and rank of a token that follows a context."""
     num_more_likely = (token_id - context_hash) % VOCAB_SIZE
     return -(context_hash % 1000) - num_more_likely, 1 + num_more_likely
 
@@ -36,7 +36,7 @@ def most_likely(context_hash: int, count: int) -> list[int]:
 
 
 class FakePromptLogprobs:
-    """Of one step. Reads PromptLogprobsInput strictly, and answers."""
+    """Checks the PromptLogprobsInput of one step strictly, and answers it."""
 
     def __init__(self, message: ForwardInput) -> None:
         self._serial = 17 * message.step_id
@@ -69,10 +69,10 @@ class FakePromptLogprobs:
             self._num_top = prompt_logprobs.num_top
 
     def add(self, row: int, context: list[int], num_tokens: int, ends_prompt: bool) -> int | None:
-        """Compute the prompt logprobs of `row`, if they are asked for.
+        """Compute the prompt logprobs of `row`, if they are requested.
 
-        context: the tokens of its slot; the last `num_tokens` are of this step. Returns the last target, which follows
-        the context; None if the context is the whole prompt, or if nothing is asked."""
+        context: all tokens of its slot; this step computes the last `num_tokens` of them. Returns the last target, the
+        token that follows the context; None if the context is the whole prompt or nothing is requested."""
         targets = self._targets.pop(row, None)
         if targets is None:
             return None
@@ -103,7 +103,7 @@ class FakePromptLogprobs:
 
 
 def zero_prompt_logprobs(step: StepInFlight) -> PromptLogprobsOutput | None:
-    """An answer that says nothing, where one is due."""
+    """An answer of zeros to the step's prompt logprobs request; None if it has none."""
     if not step.logprob_chunks:
         return None
     num, num_top = (
@@ -115,7 +115,7 @@ def zero_prompt_logprobs(step: StepInFlight) -> PromptLogprobsOutput | None:
 
 
 def assert_prompt_logprobs_are_true(found: PromptLogprobs, prompt_ids: list[int], num_top: int, start: int = 0) -> None:
-    """Of the tokens of a prompt, those from `start` on."""
+    """`found` are the prompt logprobs of `prompt_ids[start:]`, with `num_top` top-k logprobs."""
     assert len(found.logprobs) == len(found.ranks) == len(prompt_ids) - start
     assert (found.top is None) == (num_top == 0)
     hashes = context_hashes(prompt_ids)
@@ -138,8 +138,9 @@ def assert_prompt_logprobs_are_true(found: PromptLogprobs, prompt_ids: list[int]
 
 
 def assert_stored_logprobs_are_true(state: EngineState, store: PromptLogprobStore) -> None:
-    """When all results are back: of every block in the prefix tree that has prompt logprobs. No such block follows
-    one with fewer top-k logprobs."""
+    """The stored prompt logprobs of every block in the prefix tree are right, once all results have arrived.
+
+    No block has more top-k logprobs than the block before it."""
     page_size = state.options.limits.page_size
     for node in tree_nodes(state):
         path = [node]

@@ -1,8 +1,8 @@
 """A worker without a model, strict about the contract of ForwardInput.
 
-It keeps token ids in paged memory where a model keeps keys and values, and draws each token from a hash of everything
-that it reads back through the block table. A block given to two sequences, a table that is too short, a chunk that is
-skipped or sent twice: each trips an assertion or changes the tokens.
+It stores token ids in paged memory, where a model stores keys and values, and draws each token from a hash of all
+tokens that it reads back through the block table. A block given to two sequences, a block table that is too short, or a
+chunk that is skipped or sent twice trips an assertion or changes the tokens.
 """
 
 import itertools
@@ -29,8 +29,8 @@ class FakeSlot:
     want_logprobs: bool
     num_top: int
     first_write: int
-    next_target: int | None = None  # the last prompt logprob's token: it must come next
-    forbidden: dict[int, int] = field(default_factory=dict)  # token -> while there are fewer tokens than this
+    next_target: int | None = None  # target of the last prompt logprob: it must be the next token
+    forbidden: dict[int, int] = field(default_factory=dict)  # token -> forbidden while the context is shorter than this
     last_token: int | None = None
     has_run: bool = False
     block_table: list[int] = field(default_factory=list)
@@ -42,16 +42,7 @@ class FakeSlot:
 
 
 class FakeWorker:
-    """Computes one ForwardInput at a time.
-
-    opened: (seed, sample index) of each opening of a slot, in order. start_positions: where prefill began at each.
-    first_positions: that of the first opening of (seed, sample index). num_sampled: tokens drawn for it.
-    stays: of each (seed, sample index), for each opening of a slot the [first, end) of the positions that it ran.
-    grouped: of each step, the (slots, blocks of the prefix) of each group. longest_prefixes: most blocks of a prefix
-    that (seed, sample index) attended to in a group.
-    read_from: (seed of a sequence that started behind cached tokens, seed of one whose tokens they were).
-    requests: by seed, those whose masks are to be compared with what their grammars allow.
-    """
+    """Computes one ForwardInput at a time. The key of a sequence is (seed, sample index)."""
 
     def __init__(self, limits: EngineLimits, max_tokens_per_forward: int, max_seqs_per_forward: int) -> None:
         self.limits = limits
@@ -60,16 +51,26 @@ class FakeWorker:
         self.memory = np.full((limits.num_kv_blocks + 1, limits.page_size), -1)
         self.slots: dict[int, FakeSlot] = {}
         self.opened: list[tuple[int, int]] = []
+        """Key of each opening of a slot, in order."""
         self.start_positions: list[int] = []
+        """Position at which prefill began, for each entry of `opened`."""
         self.first_positions: dict[tuple[int, int], int] = {}
+        """The start position of each sequence's first opening."""
         self.writers: dict[int, int] = {}
+        """Seed of the sequence that last wrote each block."""
         self.read_from: set[tuple[int, int]] = set()
+        """(seed of a sequence that started after cached tokens, seed of the sequence that computed them)."""
         self.num_sampled: dict[tuple[int, int], int] = {}
-        self.stays: dict[tuple[int, int], list[list[int]]] = {}
+        """Tokens drawn for each sequence."""
+        self.computed_ranges: dict[tuple[int, int], list[list[int]]] = {}
+        """Of each sequence: the positions [start, end) computed in each opening of a slot."""
         self.longest_prefixes: dict[tuple[int, int], int] = {}
+        """Of each sequence: the most blocks of a prefix that it attended to in a group."""
         self.grouped: list[list[tuple[list[int], int]]] = []
+        """Of each step: (slots, blocks of the shared prefix) of each group."""
         self.num_steps = 0
         self.requests: dict[int, GenerateRequest] = {}
+        """By seed: requests whose masks are compared with their grammars."""
 
     def forward(self, message: ForwardInput, forward_seconds: float = 0.01) -> ForwardOutput:
         assert message.step_id == self.num_steps
@@ -91,7 +92,7 @@ class FakeWorker:
             slot = self.slots[slot_id]
             if row < message.num_decode:
                 assert num_tokens == 1
-                assert slot.last_token is not None, "decodes before its first token"
+                assert slot.last_token is not None, "decode before the first token"
                 tokens = [slot.last_token]
             else:
                 assert num_tokens >= 1
@@ -116,7 +117,7 @@ class FakeWorker:
             counts.append(slot.num_top)
             assert slot.want_logprobs or not slot.num_top
             self.num_sampled[slot.key] = self.num_sampled.get(slot.key, 0) + 1
-        assert not masks, "a mask for no row"
+        assert not masks, "a mask without a row"
         return ForwardOutput(
             message.step_id,
             np.array(token_ids, np.int32),
@@ -136,7 +137,7 @@ class FakeWorker:
             for row, slot_id in enumerate(opens.slots.tolist()):
                 assert 1 <= slot_id <= self.max_seqs
                 assert slot_id not in self.slots, f"slot {slot_id} opened twice"
-                assert slot_id in message.slots, "opened before it runs"
+                assert slot_id in message.slots, "opened in a step in which it does not run"
                 slot = FakeSlot(
                     int(opens.num_prompt_tokens[row]),
                     int(opens.first_positions[row]),
@@ -151,7 +152,7 @@ class FakeWorker:
                 self.opened.append(slot.key)
                 self.start_positions.append(slot.position)
                 self.first_positions.setdefault(slot.key, slot.position)
-                self.stays.setdefault(slot.key, []).append([slot.position, slot.position])
+                self.computed_ranges.setdefault(slot.key, []).append([slot.position, slot.position])
             if opens.rules is not None:
                 self._note_forbidden(opens.rules)
         appended: dict[int, list[int]] = {}
@@ -161,7 +162,9 @@ class FakeWorker:
         copied: dict[int, tuple[int, int]] = {}
         if changes.copies is not None:
             assert changes.opened is not None
-            assert set(changes.copies.slots.tolist()) <= set(changes.opened.slots.tolist()), "only as a slot opens"
+            assert set(changes.copies.slots.tolist()) <= set(changes.opened.slots.tolist()), (
+                "a block table is copied into a slot that does not open"
+            )
             columns = (changes.copies.slots, changes.copies.source_slots, changes.copies.num_blocks)
             for slot_id, source_id, num_blocks in zip(*(column.tolist() for column in columns), strict=True):
                 copied[slot_id] = source_id, num_blocks
@@ -169,7 +172,7 @@ class FakeWorker:
             self.slots[slot_id].block_table += blocks
         for slot_id, (source_id, num_blocks) in copied.items():
             source = self.slots[source_id].block_table[:num_blocks]
-            assert len(source) == num_blocks, "a table is copied that is shorter"
+            assert len(source) == num_blocks, "the source block table is shorter than the copy"
             self.slots[slot_id].block_table[:0] = source
         for slot_id in {*appended, *copied}:
             table = self.slots[slot_id].block_table
@@ -196,23 +199,23 @@ class FakeWorker:
             prefix = self.slots[slot_ids[0]].block_table[:count]
             for slot_id in slot_ids:
                 slot = self.slots[slot_id]
-                assert slot.block_table[:count] == prefix, "a group of rows that do not share its prefix"
-                assert slot.position >= count * self.limits.page_size, "a row has nothing behind the prefix"
+                assert slot.block_table[:count] == prefix, "the rows of a group do not share its prefix"
+                assert slot.position >= count * self.limits.page_size, "a row has no token after the prefix"
                 self.longest_prefixes[slot.key] = max(count, self.longest_prefixes.get(slot.key, 0))
         return groups
 
     def _write(self, slot: FakeSlot, tokens: list[int]) -> list[int]:
-        """All tokens of the slot, these ones included, as the memory has them."""
+        """Write `tokens`; return all tokens of the slot, read back from memory."""
         page_size = self.limits.page_size
         end = slot.position + len(tokens)
         num_covered = max(end, slot.num_prompt_tokens)
-        assert len(slot.block_table) == -(-num_covered // page_size), "the table covers the step's tokens and no more"
+        assert len(slot.block_table) == -(-num_covered // page_size), "the block table must cover exactly its tokens"
         first = max(slot.position, slot.first_write)
         written = set(slot.block_table[first // page_size : -(-end // page_size)])
         for other in self.slots.values():
-            # Who shares a block reads it: it has not run before the one that writes the block is done.
+            # A sequence that shares a block reads it, so it must not run before the block is written.
             if other is not slot and other.has_run:
-                assert not written & set(other.block_table), "a block is written that another sequence reads"
+                assert not written & set(other.block_table), "writes a block that another sequence reads"
         if not slot.has_run:
             cached = slot.block_table[: slot.first_write // page_size]
             self.read_from.update((slot.seed, self.writers[block]) for block in cached)
@@ -222,13 +225,13 @@ class FakeWorker:
             kv_index = slot.block_table[position // page_size], position % page_size
             if position >= slot.first_write:
                 self.memory[kv_index] = token
-            assert self.memory[kv_index] == token, "what is not written is not there"
-        slot.position = self.stays[slot.key][-1][1] = end
+            assert self.memory[kv_index] == token, "a position that is not written must already have its token"
+        slot.position = self.computed_ranges[slot.key][-1][1] = end
         return self.memory[slot.block_table].reshape(-1)[:end].tolist()
 
 
 def top_of_rows(token_ids: list[int], logprobs: list[float], counts: list[int]) -> TopOfRows | None:
-    """Of the rows that ask for any, as many for each as one of them asks for."""
+    """Top-k logprobs of the rows that ask for any; each row gets as many as the row that asks for the most."""
     rows = np.flatnonzero(counts)
     if not len(rows):
         return None

@@ -1,4 +1,4 @@
-"""What the engine really does from some moment on, step by step, when nobody else is admitted."""
+"""Replays the engine from a given state, step by step, without another admission."""
 
 import copy
 from collections import deque
@@ -15,8 +15,8 @@ from tokasaurus.messages.forward import ForwardOutput
 
 
 def copy_state(state: EngineState) -> EngineState:
-    """A copy for trying out; what never changes is shared with it."""
-    sequences = [sequence for siblings in state.unfinished.values() for sequence in siblings]
+    """A copy to run ahead on; it shares the objects that never change."""
+    sequences = [sequence for samples in state.unfinished.values() for sequence in samples]
     constant = [
         state.options,
         state.grammars,
@@ -27,15 +27,15 @@ def copy_state(state: EngineState) -> EngineState:
 
 
 def replay_usage(state: EngineState) -> list[int]:
-    """Blocks in use now and after each further step, until the last sequence has ended and its blocks are back.
+    """Blocks in use now and after each further step, until the last sequence has ended and its blocks are free.
 
-    Sequences end by their length alone. Each result comes as late as it may: before the step that would be one too many
-    with the worker. Ends early, with a number that no pool has, where blocks are missing.
+    Sequences end only at max_new_tokens. Each result arrives as late as possible: before the step that would exceed
+    max_steps_ahead. If blocks run out, the list ends early with a number larger than the pool.
     """
     state = copy_state(state)
     seconds, num_ahead = state.step_seconds, state.options.max_steps_ahead
     assert seconds is not None
-    planned = deque(range(1 - len(state.steps_in_flight), 1))  # the newest of those that are sent is step 0
+    planned = deque(range(1 - len(state.steps_in_flight), 1))  # the newest step sent is step 0
     used = [state.blocks.num_used]
     while state.num_running:
         step = len(used)

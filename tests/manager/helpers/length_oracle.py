@@ -1,4 +1,4 @@
-"""Completion lengths counted token by token and sequence by sequence, for tests of the length predictor."""
+"""A slow oracle for the length predictor: counts completion lengths token by token, sequence by sequence."""
 
 from math import ceil, exp, inf, log, sqrt
 from typing import NamedTuple
@@ -15,13 +15,15 @@ from tokasaurus.manager.planning.length_predictor import (
     fit_forecast,
 )
 
-Batch = tuple[int, list[tuple[int, bool]]]  # step, and of each that ended in it (tokens, stopped by itself)
+Batch = tuple[int, list[tuple[int, bool]]]  # step, and (tokens, stopped by itself) of each sequence that ended in it
 
 ends = st.tuples(st.integers(1, 24), st.booleans())
-batches = st.lists(st.tuples(st.integers(0, 6), st.lists(ends, max_size=5)), max_size=8)  # steps since the one before
+batches = st.lists(
+    st.tuples(st.integers(0, 6), st.lists(ends, max_size=5)), max_size=8
+)  # steps since the previous batch
 
 
-def at_steps(gaps: list[tuple[int, list[tuple[int, bool]]]]) -> list[Batch]:
+def with_step_numbers(gaps: list[tuple[int, list[tuple[int, bool]]]]) -> list[Batch]:
     step, result = 0, []
     for gap, ended in gaps:
         step += gap
@@ -43,7 +45,7 @@ def ints(*values: int) -> Ints:
 def chances_to_end(
     history: list[Batch], buffer_size: int, running: list[int], step: int, num_buckets: int
 ) -> list[float]:
-    """Token by token and sequence by sequence: the chance that token 1, 2, ... is the last if it is sampled."""
+    """The probability that token 1, 2, ... is the last one, given that it is sampled."""
     everything = [(num, stopped, at) for at, ended in history for num, stopped in ended]
     remembered = everything[-buffer_size:]
     forgotten = everything[:-buffer_size]
@@ -60,8 +62,8 @@ def chances_to_end(
     return [chances[(token - 1) // width] for token in range(1, longest + 1)]
 
 
-class ByHand:
-    """What `chances` mean for sequences that have come as far as `num_generated`, length by length."""
+class LengthOracle:
+    """The length distribution that `chances` give for sequences with `num_generated` tokens, length by length."""
 
     def __init__(self, chances: list[float], num_generated: int) -> None:
         hazards = [0.0]
@@ -73,20 +75,20 @@ class ByHand:
         self.hazards = [hazard - hazards[min(num_generated, self.longest)] for hazard in hazards]
 
     def share_longer(self, length: int) -> float:
-        """The share that exceed `length`, which is not below num_generated; nobody is known to end past the longest."""
+        """Share of sequences longer than `length` (>= num_generated). No end is known past the longest length."""
         return exp(-self.hazards[min(length, self.longest)])
 
     def least_length(self, hazard: float) -> float:
-        """The least that at most a share exp(-hazard) of them exceed; infinite where nobody is known to end so late."""
+        """The smallest length that at most a share exp(-hazard) exceed; infinite if no end is known that late."""
         lengths = range(self.have + 1, self.longest + 1)
         return next((length for length in lengths if self.hazards[length] >= hazard), inf)
 
     def mean(self, max_new_tokens: int) -> float:
-        """Mean length, if nobody gets beyond max_new_tokens."""
+        """Mean length, if no sequence exceeds max_new_tokens."""
         return self.have + sum(self.share_longer(length) for length in range(self.have, max_new_tokens))
 
     def std(self) -> float:
-        """Standard deviation of the length, if nobody gets beyond the longest seen."""
+        """Standard deviation of the length, if no sequence exceeds the longest length seen."""
         chances = {max(self.have, self.longest): self.share_longer(self.longest - 1) if self.have < self.longest else 1}
         for length in range(self.have + 1, self.longest):
             chances[length] = self.share_longer(length - 1) - self.share_longer(length)
@@ -95,7 +97,7 @@ class ByHand:
 
 
 class Situation(NamedTuple):
-    """Ends and running sequences, as the forecast is made from them and as they are counted by hand."""
+    """One set of ended and running sequences: the input of fit_forecast, and `chances` as counted by the oracle."""
 
     lengths: CompletionLengths
     running: list[int]
@@ -109,7 +111,7 @@ class Situation(NamedTuple):
 
 @st.composite
 def situations(draw: st.DrawFn) -> Situation:
-    history, buffer_size = at_steps(draw(batches)), draw(st.integers(1, 15))
+    history, buffer_size = with_step_numbers(draw(batches)), draw(st.integers(1, 15))
     running, num_buckets = draw(st.lists(st.integers(0, 30), max_size=6)), draw(st.integers(1, 40))
     step = (history[-1][0] if history else 0) + draw(st.integers(0, 5))
     chances = chances_to_end(history, buffer_size, running, step, num_buckets)

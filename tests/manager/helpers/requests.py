@@ -1,4 +1,4 @@
-"""Requests for the engine: one by number, or many of random shapes."""
+"""Makes requests for the engine: one from its number, or many from random shapes."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -39,16 +39,15 @@ def make_request(
 
 @dataclass(frozen=True)
 class Shape:
-    """What a random request is made of.
-
-    prefix: its prompt begins with `num_shared` tokens of one of a few long texts; or, if negative, with the prompt and
-    the completion of the request so many before it, cut to that length, as the next message of a conversation does.
-    prompt_top: number of top-k prompt logprobs, None for no prompt logprobs.
-    """
+    """The parameters of a random request. Fields without a docstring are GenerateRequest's."""
 
     prefix: int
+    """Which text the prompt begins with: one of a few long texts; or, if negative, the prompt and completion of an
+    earlier request (-1: the previous one), as in the next message of a conversation."""
     num_shared: int
+    """Number of tokens of that text that the prompt begins with, at most."""
     num_fresh: int
+    """Random tokens that follow them."""
     num_sequences: int
     max_new_tokens: int
     stop_strings: tuple[str, ...] = ()
@@ -58,11 +57,12 @@ class Shape:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     prompt_top: int | None = None
+    """Number of top-k prompt logprobs; None for no prompt logprobs."""
     grammar: str = ""
 
 
 def make_requests(shapes: Iterable[Shape], limits: EngineLimits) -> list[GenerateRequest]:
-    """r0, r1, ... with seeds 0, 1, ...; prompts are cut to what fits."""
+    """r0, r1, ... with seeds 0, 1, ...; prompts are cut to max_tokens_per_sequence - max_new_tokens."""
     requests: list[GenerateRequest] = []
     for number, shape in enumerate(shapes):
         if shape.prefix < 0 and requests:
@@ -98,7 +98,7 @@ def make_requests(shapes: Iterable[Shape], limits: EngineLimits) -> list[Generat
 
 
 def sequence_keys(requests: Iterable[GenerateRequest]) -> list[tuple[int, int]]:
-    """(seed, sample index) of every sequence, in order of arrival: how the fake worker names them."""
+    """(seed, sample index) of every sequence in order of arrival: the fake worker's key for a sequence."""
     return [(request.seed, index) for request in requests for index in range(request.num_sequences)]
 
 

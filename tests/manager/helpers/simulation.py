@@ -1,4 +1,4 @@
-"""The slow truth about what sequences come to, token by token and without batches, blocks or steps."""
+"""A slow oracle for what each sequence generates: token by token, without batches, blocks or steps."""
 
 import dataclasses
 import zlib
@@ -12,7 +12,7 @@ from tokasaurus.messages.generation import FinishReason, GenerateRequest, Sequen
 
 
 def decode_text(token_ids: list[int]) -> str:
-    """Tokens of several characters, and characters of several tokens; eos has no text."""
+    """Text of the fake vocabulary: tokens have several characters, characters several tokens, and eos has no text."""
     return b"".join(TOKEN_BYTES[token_id] for token_id in token_ids).decode("utf-8", "replace")
 
 
@@ -23,8 +23,9 @@ def draw(
     forbidden: Container[int] = (),
     allowed: Collection[int] = range(VOCAB_SIZE),
 ) -> tuple[int, float]:
-    """The token that follows `context`, and its pretended log-probability. One in 48 is eos. One of those allowed,
-    even where all of them are forbidden."""
+    """Returns the token that follows `context` and its fake log-probability. One token in 48 is eos.
+
+    If every allowed token is forbidden, an allowed one is drawn nevertheless."""
     if all(token_id in forbidden for token_id in allowed):
         forbidden = ()
     number = zlib.crc32(np.array([seed, sample_index, *context], np.uint64).tobytes())
@@ -37,7 +38,7 @@ def draw(
 
 
 def most_likely(token_ids: list[int], logprobs: list[float], count: int) -> TopLogprobs:
-    """The pretended most likely tokens at each position; the first of them is the token drawn."""
+    """The fake top-k logprobs at each position; the most likely token is the drawn one."""
     shape = len(token_ids), 1
     ids = (np.array(token_ids, np.int32).reshape(shape) + np.arange(count, dtype=np.int32)) % VOCAB_SIZE
     values = np.array(logprobs, np.float32).reshape(shape) - np.arange(count, dtype=np.float32)
@@ -45,22 +46,22 @@ def most_likely(token_ids: list[int], logprobs: list[float], count: int) -> TopL
 
 
 def simulate(request: GenerateRequest, index: int) -> tuple[list[int], list[float], FinishReason]:
-    """What one sequence must come to, token by token and without batches, blocks or steps."""
+    """Token ids, logprobs and finish reason that one sequence must have."""
     token_ids: list[int] = []
     logprobs: list[float] = []
     if request.max_new_tokens == 0:
         return token_ids, logprobs, "length"
     while True:
         context = [*request.prompt_ids.tolist(), *token_ids]
-        enders = {*request.stop_token_ids, *([] if request.ignore_eos else [EOS_ID])}
-        forbidden = enders if len(token_ids) < request.min_tokens else ()
+        ending_ids = {*request.stop_token_ids, *([] if request.ignore_eos else [EOS_ID])}
+        forbidden = ending_ids if len(token_ids) < request.min_tokens else ()
         grammar, allowed = request.grammar, set(range(VOCAB_SIZE))
         if grammar:
             allowed = allowed_tokens(grammar, token_ids, request.ignore_eos)
         token_id, logprob = draw(context, request.seed, index, forbidden, allowed)
         token_ids.append(token_id)
         logprobs.append(logprob)
-        if token_id in enders or (grammar and token_id == EOS_ID):
+        if token_id in ending_ids or (grammar and token_id == EOS_ID):
             return token_ids, logprobs, "stop"
         text, exempt_text = decode_text(token_ids), decode_text(token_ids[: request.min_tokens])
         occurrences = [(start, stop) for stop in request.stop_strings for start in range(len(text))]
@@ -73,7 +74,7 @@ def simulate(request: GenerateRequest, index: int) -> tuple[list[int], list[floa
 
 
 def assert_equals_simulation(deltas: list[SequenceDelta], requests: list[GenerateRequest]) -> None:
-    """`deltas` are the true ones of distinct sequences of `requests`."""
+    """Every delta is the complete, correct result of a different sequence of `requests`."""
     by_id = {request.request_id: request for request in requests}
     assert len({(delta.request_id, delta.sequence_index) for delta in deltas}) == len(deltas)
     for delta in deltas:
@@ -89,14 +90,14 @@ def assert_equals_simulation(deltas: list[SequenceDelta], requests: list[Generat
 
 
 def join(deltas: Iterable[SequenceDelta]) -> list[SequenceDelta]:
-    """One delta per sequence, as if none had been streamed. Nothing may follow a last delta."""
+    """Merges streamed deltas into one per sequence. No delta may follow a last one."""
     joined: dict[tuple[str, int], SequenceDelta] = {}
     for delta in deltas:
         before = joined.get((delta.request_id, delta.sequence_index))
         if before is not None:
-            assert before.finish_reason is None, "a delta after the last"
+            assert before.finish_reason is None, "a delta after the last one"
             logprobs = None if delta.logprobs is None else [*(before.logprobs or []), *delta.logprobs]
-            assert delta.prompt_logprobs is None, "not on the first delta"
+            assert delta.prompt_logprobs is None, "prompt logprobs after the first delta"
             delta = dataclasses.replace(
                 delta,
                 token_ids=before.token_ids + delta.token_ids,

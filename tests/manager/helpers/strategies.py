@@ -1,4 +1,4 @@
-"""Random requests and engine options for hypothesis, shared by tests of the engine."""
+"""Hypothesis strategies for random requests and engine options, shared by the engine's tests."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ CACHE_SALTS = ["", "", "", "x"]
 
 
 def random_shape(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Shape]:
-    """Random shapes. fields: strategies for fields that differ from the defaults below, or from Shape's defaults."""
+    """Random shapes. fields: strategies that replace the defaults below or Shape's own defaults."""
     defaults = {
         "prefix": st.integers(-2, 1),
         "num_shared": st.integers(0, 24),
@@ -67,7 +67,7 @@ options_strategy = st.builds(
     **varied_options,
 )
 
-# Many long sequences in few blocks: with a forecast of EndsNext, preemption is constant.
+# Many long sequences in few blocks: with EndsNext as the forecast, preemption is constant.
 crowding_shapes_strategy = st.lists(
     random_shape(
         num_sequences=st.integers(2, 4),

@@ -1,4 +1,4 @@
-"""What is counted of each sequence and in total, against what the worker was really sent."""
+"""Token counts of each sequence and in total, counted again from what the worker was sent."""
 
 from dataclasses import asdict, dataclass, field
 
@@ -7,25 +7,25 @@ from tests.manager.helpers.fake_worker import FakeWorker
 from tokasaurus.manager.state.sequence import Sequence, TokenCounts
 
 
-def key_of(sequence: Sequence) -> tuple[int, int]:
+def sequence_key(sequence: Sequence) -> tuple[int, int]:
     return sequence.request.seed, sequence.index
 
 
-def counts_by_hand(worker: FakeWorker, sequence: Sequence) -> TokenCounts:
-    """Position by position, through all stays of the sequence at the worker."""
+def recount(worker: FakeWorker, sequence: Sequence) -> TokenCounts:
+    """Counts position by position, through every range of positions that the worker computed for the sequence."""
     counts = TokenCounts()
     num_prompt_tokens = len(sequence.request.prompt_ids)
-    had: set[int] = set()
-    for start, end in worker.stays.get(key_of(sequence), []):
+    computed_before: set[int] = set()
+    for start, end in worker.computed_ranges.get(sequence_key(sequence), []):
         counts.asked = num_prompt_tokens
         for position in range(end):
-            if position >= start and position in had:
+            if position >= start and position in computed_before:
                 counts.recomputed += 1
-            elif position not in had and position < num_prompt_tokens:
+            elif position not in computed_before and position < num_prompt_tokens:
                 counts.cached += position < start
                 counts.computed += position >= start
-            had.add(position)
-    longest = worker.longest_prefixes.get(key_of(sequence), 0) * worker.limits.page_size
+            computed_before.add(position)
+    longest = worker.longest_prefixes.get(sequence_key(sequence), 0) * worker.limits.page_size
     counts.shared = min(longest, num_prompt_tokens)
     return counts
 
@@ -36,14 +36,15 @@ def total(counts: list[TokenCounts]) -> TokenCounts:
 
 @dataclass
 class CountingDriver(EngineDriver):
-    """sequences: all that were not cancelled in the step in which they came."""
+    """After every step, compares the total counts with the sum over all sequences."""
 
     sequences: dict[Sequence, None] = field(default_factory=dict)
+    """All sequences so far, except those cancelled in the step in which they arrived."""
 
     def step(self, messages=(), num_results=0):
         deltas = super().step(messages, num_results)
-        for siblings in self.state.unfinished.values():
-            self.sequences.update(siblings)
+        for samples in self.state.unfinished.values():
+            self.sequences.update(samples)
         totals, summed = asdict(self.state.totals.tokens), asdict(total([one.counts for one in self.sequences]))
         running = [one for one in self.running() if one.is_open]
         slots = [one.slot for one in running]
@@ -55,8 +56,8 @@ class CountingDriver(EngineDriver):
 
 
 def check_counts(driver: CountingDriver) -> TokenCounts:
-    """When all is done. Gives the totals."""
-    expected = {sequence: counts_by_hand(driver.worker, sequence) for sequence in driver.sequences}
+    """Checks the counts of every sequence and delta after all work; returns the totals."""
+    expected = {sequence: recount(driver.worker, sequence) for sequence in driver.sequences}
     assert {sequence: sequence.counts for sequence in driver.sequences} == expected
     totals = driver.state.totals.tokens
     assert totals == total(list(expected.values()))

@@ -1,4 +1,4 @@
-"""The allocator against lists of who has each block."""
+"""Tests the allocator against plain lists of the blocks of each sequence."""
 
 import random
 from dataclasses import dataclass
@@ -16,16 +16,18 @@ PAGE = 2
 
 @dataclass(eq=False)
 class Running:
-    """A sequence. path: the blocks it shares, down to `node`; the blocks behind them are its own."""
+    """A running sequence."""
 
     tokens: bytes
     node: PrefixNode
     path: list[int]
+    """Blocks in the tree, down to `node`."""
     own: list[int]
+    """Blocks after the path, owned by this sequence alone."""
 
 
 class Pool:
-    """An allocator, and what is known of it from outside: the stack of free ids, the sequences, and the rest."""
+    """An allocator and a model of it: the stack of free blocks and the running sequences; other blocks are cached."""
 
     def __init__(self, num_blocks: int) -> None:
         self.allocator = BlockAllocator(num_blocks, PAGE)
@@ -41,18 +43,18 @@ class Pool:
     def allocate(self, num_blocks: int) -> list[int]:
         cached = self.cached()
         self.allocator.is_computed[:] = True
-        taken = self.allocator.allocate(num_blocks)
-        assert taken.dtype == np.int32
-        assert not self.allocator.is_computed[taken].any()
+        allocated = self.allocator.allocate(num_blocks)
+        assert allocated.dtype == np.int32
+        assert not self.allocator.is_computed[allocated].any()
         assert self.allocator.is_computed.sum() == self.allocator.num_blocks + 1 - num_blocks
         num_from_free = min(num_blocks, len(self.free))
-        assert taken[:num_from_free].tolist() == [self.free.pop() for _ in range(num_from_free)]
-        evicted = taken[num_from_free:].tolist()
+        assert allocated[:num_from_free].tolist() == [self.free.pop() for _ in range(num_from_free)]
+        evicted = allocated[num_from_free:].tolist()
         assert len(set(evicted)) == num_blocks - num_from_free
         assert set(evicted) <= cached
-        return taken.tolist()
+        return allocated.tolist()
 
-    def free_again(self, blocks: list[int]) -> None:
+    def free_blocks(self, blocks: list[int]) -> None:
         self.allocator.free(np.array(blocks, np.int32))
         self.free += reversed(blocks)
 
@@ -81,14 +83,14 @@ class Pool:
     def finish(self, sequence: Running) -> None:
         self.running.remove(sequence)
         self.allocator.tree.release(sequence.node)
-        self.free_again(sequence.own)
+        self.free_blocks(sequence.own)
 
     def cancel(self, sequence: Running) -> None:
         self.finish(sequence)
         is_computed = np.zeros(self.allocator.num_blocks + 1, np.bool_)
         removed = self.allocator.tree.trim(sequence.node, is_computed).tolist()
         assert set(removed) <= set(sequence.path) - self.used()
-        self.free_again(removed)
+        self.free_blocks(removed)
 
     def check(self) -> None:
         allocator, used = self.allocator, self.used()
@@ -115,7 +117,7 @@ ACTIONS = ("start", "start", "start", "share", "share", "finish", "cancel")
     num_blocks=st.integers(1, 25),
     actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 9999)), min_size=20, max_size=40),
 )
-def test_every_block_is_free_or_owned_or_cached_and_the_pool_is_whole_afterwards(num_blocks, actions):
+def test_every_block_is_free_owned_or_cached_and_all_can_be_allocated_at_the_end(num_blocks, actions):
     pool = Pool(num_blocks)
     for action, choice in actions:
         rng = random.Random(choice)
@@ -138,7 +140,7 @@ def test_every_block_is_free_or_owned_or_cached_and_the_pool_is_whole_afterwards
     assert pool.allocator.tree.num_blocks == 0
 
 
-def test_new_memory_is_as_described():
+def test_a_new_allocator_has_nothing_computed_and_allocates_blocks_from_1():
     allocator = BlockAllocator(3, PAGE)
     assert (allocator.tokens.shape, allocator.tokens.dtype) == ((4, PAGE), np.int32)
     assert allocator.is_computed.tolist() == [False] * 4
@@ -146,17 +148,17 @@ def test_new_memory_is_as_described():
     assert allocator.allocate(3).tolist() == [1, 2, 3]
 
 
-def test_our_own_mistakes_are_caught():
+def test_allocating_too_much_or_freeing_twice_fails_an_assertion():
     allocator = BlockAllocator(3, PAGE)
-    taken = allocator.allocate(2)
+    allocated = allocator.allocate(2)
     with pytest.raises(AssertionError, match="2 blocks asked, 1 available"):
         allocator.allocate(2)
     with pytest.raises(AssertionError, match="block 0 freed twice"):
         allocator.free(np.array([0], np.int32))
     with pytest.raises(AssertionError, match="block 2 freed twice"):
         BlockAllocator(3, PAGE).free(np.array([2], np.int32))
-    allocator.free(taken[:1])
+    allocator.free(allocated[:1])
     with pytest.raises(AssertionError, match="block 1 freed twice"):
-        allocator.free(taken)
+        allocator.free(allocated)
     with pytest.raises(AssertionError, match="block 2 freed twice"):
-        allocator.free(taken[[1, 1]])
+        allocator.free(allocated[[1, 1]])

@@ -1,4 +1,4 @@
-"""The radix tree against a trie of single blocks that knows the users of each."""
+"""Tests the radix tree against a trie of single blocks, each with the set of sequences that use it."""
 
 import itertools
 import random
@@ -17,15 +17,17 @@ SALTS = (b"", b"tenant")
 
 @dataclass
 class TrieBlock:
-    """One block, under its salt and all tokens up to its end. users: sequences; last_used: when the last one left."""
+    """One block; its key in the trie is its salt and all tokens up to its end."""
 
     block: int
     users: set[int] = field(default_factory=set)
+    """Numbers of the sequences that use it."""
     last_used: int = 0
+    """Tick of the release by its last user."""
 
 
 class Trie:
-    """What PrefixTree promises, block by block."""
+    """The contract of PrefixTree, block by block."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[bytes, tuple[int, ...]], TrieBlock] = {}
@@ -73,17 +75,19 @@ def as_bytes(tokens: list[int]) -> bytes:
 
 @dataclass
 class User:
-    """A sequence that holds `node`, whose path is the first `num_held` of its blocks."""
+    """A sequence that uses the tree."""
 
     number: int
     salt: bytes
     tokens: list[int]
     node: PrefixNode
-    num_held: int = 0
+    """Its deepest node."""
+    num_acquired: int = 0
+    """Blocks on the path to `node`: the sequence's first blocks."""
 
 
-class Both:
-    """A tree and a trie that see the same operations; each compares what the two answer."""
+class TreeAndTrie:
+    """Applies each operation to a tree and to a trie and compares their answers."""
 
     def __init__(self) -> None:
         self.tree, self.trie = PrefixTree(PAGE), Trie()
@@ -93,10 +97,10 @@ class Both:
         self.is_computed = np.zeros(2000, np.bool_)
 
     def match(self, user: User, max_blocks: int | None = None) -> PrefixMatch:
-        rest = as_bytes(user.tokens[user.num_held * PAGE :])
-        match = self.tree.match(rest, user.salt, max_blocks, user.node)
+        suffix = as_bytes(user.tokens[user.num_acquired * PAGE :])
+        match = self.tree.match(suffix, user.salt, max_blocks, user.node)
         path = self.trie.path(user.salt, user.tokens)
-        limit = len(path) if max_blocks is None else max(user.num_held, max_blocks)
+        limit = len(path) if max_blocks is None else max(user.num_acquired, max_blocks)
         expected = [block.block for block in path][:limit]
         assert match.num_blocks == len(expected)
         assert self.tree.blocks_on_path(match).tolist() == expected
@@ -104,7 +108,7 @@ class Both:
 
     def acquire(self, user: User, match: PrefixMatch) -> None:
         user.node = self.tree.acquire(match, None if user.node is self.tree.root else user.node)
-        user.num_held = match.num_blocks
+        user.num_acquired = match.num_blocks
         for block in self.trie.path(user.salt, user.tokens)[: match.num_blocks]:
             block.users.add(user.number)
 
@@ -112,18 +116,18 @@ class Both:
         return User(next(self.next_user), salt, tokens, self.tree.root)
 
     def insert(self, user: User, num_blocks: int) -> None:
-        first, last = user.num_held * PAGE, (user.num_held + num_blocks) * PAGE
+        first, last = user.num_acquired * PAGE, (user.num_acquired + num_blocks) * PAGE
         blocks = np.array([next(self.next_block) for _ in range(num_blocks)], np.int32)
         node = self.tree.insert(user.node, as_bytes(user.tokens[first:last]), blocks, user.salt)
         blocks_in_trie = blocks.tolist()
         blocks[:] = -1  # the caller may write to its array afterwards
-        if len(self.trie.path(user.salt, user.tokens)) > user.num_held:
+        if len(self.trie.path(user.salt, user.tokens)) > user.num_acquired:
             assert node is user.node
             return
-        for place, block in enumerate(blocks_in_trie):
-            end = first + (place + 1) * PAGE
+        for index, block in enumerate(blocks_in_trie):
+            end = first + (index + 1) * PAGE
             self.trie.blocks[user.salt, tuple(user.tokens[:end])] = TrieBlock(block, {user.number})
-        user.node, user.num_held = node, user.num_held + num_blocks
+        user.node, user.num_acquired = node, user.num_acquired + num_blocks
 
     def release(self, user: User) -> None:
         self.tree.release(user.node)
@@ -132,14 +136,14 @@ class Both:
     def trim(self, user: User) -> None:
         removed = self.tree.trim(user.node, self.is_computed)
         computed = set(np.flatnonzero(self.is_computed).tolist())
-        expected = self.trie.trim(user.salt, user.tokens[: user.num_held * PAGE], computed)
+        expected = self.trie.trim(user.salt, user.tokens[: user.num_acquired * PAGE], computed)
         assert sorted(removed.tolist()) == sorted(expected)
 
     def evict(self, num_blocks: int) -> None:
         assert sorted(self.tree.evict(num_blocks).tolist()) == sorted(self.trie.evict(num_blocks))
 
     def check(self) -> None:
-        """The tree holds the blocks of the trie, and its counters and arrays agree with them."""
+        """The tree contains the blocks of the trie, and its counters and arrays agree with them."""
         tree, found, indices = self.tree, {}, set()
         nodes = [(child, tree.root, b"", 0) for child in tree.root.children.values()]
         for node, parent, before, begin in nodes:
@@ -152,8 +156,8 @@ class Both:
             indices.add(node.index)
             salt = node.key[: -PAGE * 4] if parent is tree.root else b""
             path = before + salt + node.tokens
-            for place, block in enumerate(node.blocks.tolist()):
-                end = len(path) - (len(node.blocks) - 1 - place) * PAGE * 4
+            for index, block in enumerate(node.blocks.tolist()):
+                end = len(path) - (len(node.blocks) - 1 - index) * PAGE * 4
                 found[path[:end]] = (block, node.num_sequences)
             nodes += [(child, node, path, node.end_block) for child in node.children.values()]
         blocks = self.trie.blocks
@@ -165,13 +169,13 @@ class Both:
         assert (tree.parents[0], tree.end_blocks[0]) == (0, 0)
         assert tree.num_sequences[0] > len(self.users)
         for user in self.users:
-            assert user.node.end_block == user.num_held
+            assert user.node.end_block == user.num_acquired
 
 
 OPERATIONS = ("start", "start", "start two", "extend", "insert", "release", "release", "cancel", "evict")
 
 
-def apply(both: Both, operation: str, choice: int) -> None:
+def apply(both: TreeAndTrie, operation: str, choice: int) -> None:
     rng = random.Random(choice)
     users = both.users
     if operation.startswith("start"):
@@ -179,17 +183,17 @@ def apply(both: Both, operation: str, choice: int) -> None:
         for _ in range(2 if operation == "start two" else 1):
             user = both.start(rng.choice(SALTS), rng.choices((0, 1), weights=(4, 1), k=rng.randrange(16)))
             new.append((user, both.match(user, rng.choice((None, rng.randrange(7))))))
-        for user, match in new:  # the second match is held after the first may have split its nodes
+        for user, match in new:  # acquiring the first match may split nodes of the second
             both.acquire(user, match)
             users.append(user)
     elif operation == "evict":
         both.evict(rng.randint(0, both.tree.num_unused_blocks))
     elif users:
         user = users[rng.randrange(len(users))]
-        num_left = len(user.tokens) // PAGE - user.num_held
+        num_left = len(user.tokens) // PAGE - user.num_acquired
         if operation == "extend":
             user.tokens += rng.choices((0, 1), k=rng.randrange(5))
-            both.acquire(user, both.match(user, rng.choice((None, user.num_held + rng.randrange(-1, 3)))))
+            both.acquire(user, both.match(user, rng.choice((None, user.num_acquired + rng.randrange(-1, 3)))))
         elif operation == "insert" and num_left:
             both.insert(user, rng.randint(1, num_left))
             both.is_computed[user.node.blocks] = rng.choices((True, False), k=len(user.node.blocks))
@@ -202,8 +206,8 @@ def apply(both: Both, operation: str, choice: int) -> None:
 
 @settings(max_examples=600)
 @given(operations=st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 9999)), min_size=25, max_size=50))
-def test_every_operation_does_what_it_does_to_a_trie_of_single_blocks(operations):
-    both = Both()
+def test_every_operation_agrees_with_a_trie_of_single_blocks(operations):
+    both = TreeAndTrie()
     for operation, choice in operations:
         apply(both, operation, choice)
         both.check()
@@ -211,7 +215,7 @@ def test_every_operation_does_what_it_does_to_a_trie_of_single_blocks(operations
         both.release(user)
     both.users.clear()
     both.check()
-    while both.tree.num_blocks:  # one by one, so that the whole order is compared
+    while both.tree.num_blocks:  # one block at a time, to compare the whole eviction order
         both.evict(1)
     both.check()
     assert not both.tree.root.children
@@ -227,12 +231,12 @@ def test_match_is_the_longest_whole_block_prefix_of_the_same_salt(prompts, asked
     tree, ids, cached = PrefixTree(PAGE), itertools.count(1), {}
     for salt, tokens in prompts:
         node = tree.acquire(tree.match(as_bytes(tokens), salt))
-        rest = tokens[node.end_block * PAGE : len(tokens) // PAGE * PAGE]
-        blocks = [next(ids) for _ in range(len(rest) // PAGE)]
+        suffix = tokens[node.end_block * PAGE : len(tokens) // PAGE * PAGE]
+        blocks = [next(ids) for _ in range(len(suffix) // PAGE)]
         if blocks:
-            for place, block in enumerate(blocks):
-                cached[salt, tuple(tokens[: (node.end_block + place + 1) * PAGE])] = block
-            tree.insert(node, as_bytes(rest), np.array(blocks), salt)
+            for index, block in enumerate(blocks):
+                cached[salt, tuple(tokens[: (node.end_block + index + 1) * PAGE])] = block
+            tree.insert(node, as_bytes(suffix), np.array(blocks), salt)
     salt, tokens = asked
     keys = [(salt, tuple(tokens[:end])) for end in range(PAGE, len(tokens) + 1, PAGE)]
     expected = [cached[key] for key in itertools.takewhile(cached.__contains__, keys)][:max_blocks]
@@ -241,7 +245,7 @@ def test_match_is_the_longest_whole_block_prefix_of_the_same_salt(prompts, asked
     assert match.num_blocks == len(expected)
 
 
-def test_a_split_leaves_the_deepest_node_of_a_sequence_its_own():
+def test_a_split_keeps_the_deepest_node_of_a_running_sequence():
     tree = PrefixTree(PAGE)
     long = tree.insert(tree.root, as_bytes([1, 2, 3, 4, 5, 6, 7, 8]), np.array([5, 6, 7, 8]))
     short = tree.acquire(tree.match(as_bytes([1, 2, 3, 4, 0, 0])))
@@ -258,7 +262,7 @@ def test_a_split_leaves_the_deepest_node_of_a_sequence_its_own():
     assert tree.num_unused_blocks == 4
 
 
-def test_many_uses_of_one_prefix_cost_no_memory():
+def test_using_one_prefix_many_times_does_not_grow_the_queue_of_unused_leaves():
     tree = PrefixTree(PAGE)
     tree.release(tree.insert(tree.root, as_bytes([1, 2]), np.array([1])))
     for _ in range(1000):
@@ -267,7 +271,7 @@ def test_many_uses_of_one_prefix_cost_no_memory():
     assert tree.evict(1).tolist() == [1]
 
 
-def test_nodes_that_come_and_go_use_the_same_places():
+def test_new_nodes_reuse_the_indices_of_evicted_nodes():
     tree = PrefixTree(PAGE)
     for first in range(1000):
         tree.release(tree.insert(tree.root, as_bytes([first, 0]), np.array([1])))
@@ -275,7 +279,7 @@ def test_nodes_that_come_and_go_use_the_same_places():
     assert len(tree.parents) == len(tree.end_blocks) == len(tree.num_sequences) == 2
 
 
-def test_our_own_mistakes_are_caught():
+def test_misuse_of_the_tree_fails_an_assertion():
     tree = PrefixTree(PAGE)
     node = tree.insert(tree.root, as_bytes([1, 2, 3, 4]), np.array([1, 2]))
     tree.insert(tree.root, as_bytes([5, 6]), np.array([3]))

@@ -1,4 +1,4 @@
-"""Prompt log-probabilities: true, whatever becomes of their sequence, and never computed where they are cached."""
+"""Prompt logprobs are right, whatever happens to their sequence, and are not computed again where they are cached."""
 
 import dataclasses
 import os
@@ -45,8 +45,8 @@ crowding_shapes_strategy = st.lists(
 )
 
 
-def test_prompt_logprobs_are_right_whatever_is_preempted_cancelled_or_streamed():
-    num_returns = num_early_returns = 0
+def test_prompt_logprobs_are_right_under_preemption_cancelling_and_streaming():
+    num_preempted = num_preempted_in_prefill = 0
 
     @settings(max_examples=120, deadline=None)
     @given(
@@ -60,7 +60,7 @@ def test_prompt_logprobs_are_right_whatever_is_preempted_cancelled_or_streamed()
         seed=st.integers(0, 1000),
     )
     def check(shapes, num_blocks, page_size, max_tokens, steps_ahead, mode, cancel_share, seed):
-        nonlocal num_returns, num_early_returns
+        nonlocal num_preempted, num_preempted_in_prefill
         options = make_options(
             num_blocks,
             page_size,
@@ -89,17 +89,19 @@ def test_prompt_logprobs_are_right_whatever_is_preempted_cancelled_or_streamed()
         driver.assert_nothing_is_left()
         for request in requests:
             if request.want_prompt_logprobs:
-                last_ends = [end for _, end in driver.worker.stays.get((request.seed, 0), [])[:-1]]
-                num_returns += len(last_ends)
-                num_early_returns += sum(end <= len(request.prompt_ids) for end in last_ends)
+                ends_of_preempted_runs = [
+                    end for _, end in driver.worker.computed_ranges.get((request.seed, 0), [])[:-1]
+                ]
+                num_preempted += len(ends_of_preempted_runs)
+                num_preempted_in_prefill += sum(end <= len(request.prompt_ids) for end in ends_of_preempted_runs)
 
     check()
-    assert num_returns > 20
-    assert num_early_returns > 3
+    assert num_preempted > 20
+    assert num_preempted_in_prefill > 3
 
 
 class Texts:
-    """All cached texts, and the texts with prompt logprobs, each with its number of top-k logprobs."""
+    """All cached texts, and the texts with prompt logprobs, each with its number of top-k logprobs: an oracle."""
 
     def __init__(self) -> None:
         self.cached: list[list[int]] = []
@@ -108,7 +110,7 @@ class Texts:
     def add_prompt(self, request: GenerateRequest) -> None:
         prompt = request.prompt_ids.tolist()
         if request.want_prompt_logprobs:
-            # The block of the last token is the prompt's own: where another has it already, it is not kept.
+            # The last token's block is the sequence's own: if it is cached already, its logprobs are dropped.
             is_kept = not any(text[: len(prompt)] == prompt for text in self.cached)
             self.with_logprobs.append((prompt if is_kept else prompt[:-1], request.num_top_prompt_logprobs))
         self.cached.append(prompt)
@@ -137,10 +139,8 @@ class Texts:
     max_tokens=st.integers(16, 40),
     is_at_once=st.booleans(),
 )
-def test_prompt_logprobs_are_computed_from_the_last_position_before_the_first_block_without_them(
-    shapes, max_tokens, is_at_once
-):
-    """One request after the other, or all at once, in a pool where nothing is ever evicted."""
+def test_prefill_starts_one_position_before_the_first_block_without_prompt_logprobs(shapes, max_tokens, is_at_once):
+    """Requests come one after the other or all at once; nothing is ever evicted."""
     driver = EngineDriver(make_options(1000, PAGE_SIZE, max_tokens_per_forward=max_tokens, max_seqs_per_forward=16))
     requests = make_requests(shapes, make_options(20, PAGE_SIZE).limits)
     texts, expected = Texts(), {}
@@ -164,7 +164,7 @@ def test_prompt_logprobs_are_computed_from_the_last_position_before_the_first_bl
 
 
 def multiple_choice(num_contexts: int, num_context_tokens: int, num_options: int) -> list[GenerateRequest]:
-    """As lm-eval asks: each option behind its context, one token is generated."""
+    """Requests like lm-eval's: a context followed by one of its options, and at most one generated token."""
     requests = []
     for number in range(num_contexts * num_options):
         context = np.random.default_rng([number // num_options, 3]).integers(0, VOCAB_SIZE, num_context_tokens)
@@ -175,8 +175,8 @@ def multiple_choice(num_contexts: int, num_context_tokens: int, num_options: int
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 64])
-def test_the_options_of_one_context_compute_it_once(at_once):
-    """All but the first compute the context's last position again, and what of it is not in a whole block."""
+def test_multiple_choice_options_compute_their_shared_context_once(at_once):
+    """Options after the first recompute the last position of the context's whole blocks, and its partial block."""
     num_contexts, num_context_tokens, page_size = 6, 250, 16
     requests = multiple_choice(num_contexts, num_context_tokens, 4)
     options = make_options(400, page_size, max_tokens_per_forward=100, max_seqs_per_forward=32)
@@ -194,17 +194,17 @@ def test_the_options_of_one_context_compute_it_once(at_once):
     assert_equals_simulation(driver.deltas, requests)
 
 
-@pytest.mark.parametrize("num_steps_deferred", range(0, 21, 2))
+@pytest.mark.parametrize("num_steps", range(0, 21, 2))
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_preempted_prompt_continues_where_its_prompt_logprobs_end(num_steps_deferred, is_streamed):
-    """Preempted while it prefills in chunks of 10, it computes the missing ones; while it decodes, it has all."""
+def test_a_preempted_prefill_resumes_where_its_prompt_logprobs_end(num_steps, is_streamed):
+    """Preempted during prefill, in chunks of 10, it computes the missing prompt logprobs; during decode it has all."""
     request = with_prompt_logprobs(make_request(1, 45, 2, 30, ignore_eos=True, want_logprobs=True), 2)
     request = dataclasses.replace(request, is_streamed=is_streamed)
     driver = EngineDriver(
         make_options(60, max_tokens_per_forward=10, max_steps_ahead=2, deferred_tasks="always"), (0.01,)
     )
     driver.step([request])
-    for _ in range(num_steps_deferred):
+    for _ in range(num_steps):
         driver.step([], 1)
     state = driver.state
     sequence = next(iter(state.unfinished["r1"]))
@@ -217,13 +217,13 @@ def test_a_preempted_prompt_continues_where_its_prompt_logprobs_end(num_steps_de
     start = min(num_kv_tokens, num_known - 1) // 4 * 4
     if not had_logprobs:
         start = max(0, min(44, num_kv_tokens) // 4 * 4 - 1)
-    assert [first for first, _ in driver.worker.stays[1, 0]] == [0, start]
+    assert [first for first, _ in driver.worker.computed_ranges[1, 0]] == [0, start]
     driver.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("num_steps", range(1, 7))
-def test_prompt_logprobs_that_a_cancelled_request_should_have_computed_are_computed(num_steps):
-    """A plain prompt has cached all KV. Of three requests for prompt logprobs, the first is cancelled in prefill."""
+def test_another_request_computes_the_prompt_logprobs_missing_after_a_cancel(num_steps):
+    """All KV is cached by a request without prompt logprobs. The first of three with them is cancelled in prefill."""
     options = make_options(60, PAGE_SIZE, max_tokens_per_forward=6, max_seqs_per_forward=6, max_steps_ahead=1)
     plain, *with_logprobs = make_requests([Shape(0, 40, 1 + number, 1, 3) for number in range(4)], options.limits)
     with_logprobs = [with_prompt_logprobs(request) for request in with_logprobs]
@@ -244,7 +244,7 @@ def test_prompt_logprobs_that_a_cancelled_request_should_have_computed_are_compu
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("stop_strings", [(), ("a",)])
-def test_a_request_for_no_tokens_gets_none(is_streamed, stop_strings):
+def test_max_new_tokens_0_returns_no_tokens_and_records_no_length(is_streamed, stop_strings):
     driver = EngineDriver(make_options(40, deferred_tasks="always", early_stopping=LengthPredictorOptions()))
     request = make_request(1, 21, 3, 0, stop_strings, want_logprobs=True)
     request = dataclasses.replace(
@@ -257,12 +257,12 @@ def test_a_request_for_no_tokens_gets_none(is_streamed, stop_strings):
     assert_equals_simulation(driver.deltas, [request])
     assert driver.state.stats().total_generation_tokens == 0
     assert driver.state.lengths is not None
-    assert driver.state.lengths.num_recorded == 0, "it says nothing of completions"
+    assert driver.state.lengths.num_recorded == 0, "a request for no tokens records no completion length"
     driver.assert_nothing_is_left()
 
 
-def test_asking_for_more_top_logprobs_touches_no_memory_of_a_large_pool():
-    """No memory is touched for them, as zeroing or copying would: it would take seconds."""
+def test_widening_the_top_logprobs_of_a_large_pool_touches_no_memory():
+    """Zeroing or copying the pool's memory would take seconds."""
 
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""Simulated block usage against a replay of every step."""
+"""Tests simulated block usage against a replay of every step."""
 
 from itertools import pairwise
 
@@ -21,9 +21,9 @@ SEQUENCES = st.lists(
 SHARED = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20), st.integers(0, 30)), max_size=4)
 
 Sequences = list[tuple[int, int, int]]
-"""Of each sequence: tokens now, steps before it decodes, decode steps."""
+"""Per sequence: (tokens now, steps before it decodes, decode steps)."""
 SharedRuns = list[tuple[int, int, int]]
-"""Of each shared run: blocks, first step, steps after the first."""
+"""Per run of shared blocks: (blocks, first step, steps after the first)."""
 
 
 def make_loads(sequences: Sequences) -> SequenceLoads:
@@ -40,7 +40,7 @@ def simulate(sequences: Sequences, runs: SharedRuns, page_size: int, release_del
 
 
 def replay(sequences: Sequences, runs: SharedRuns, page_size: int, release_delay: int) -> list[int]:
-    """Blocks in use after 0, 1, 2, ... steps, each sequence kept as its own count of tokens; ends with a zero."""
+    """Blocks in use after 0, 1, 2, ... steps, from each sequence's token count; the last entry is zero."""
     num_tokens = [tokens for tokens, _, _ in sequences]
     usage = []
     while not usage or usage[-1] > 0 or len(usage) < 120:
@@ -75,7 +75,7 @@ def test_usage_equals_a_replay_of_every_step(sequences, runs, page_size, release
 
 @settings(max_examples=500)
 @given(SEQUENCES, SHARED, PAGE_SIZES, st.integers(0, 9))
-def test_breakpoints_rise_and_hold_every_step_before_usage_falls(sequences, runs, page_size, release_delay):
+def test_breakpoints_increase_and_include_every_step_before_usage_falls(sequences, runs, page_size, release_delay):
     expected = replay(sequences, runs, page_size, release_delay)
 
     steps = simulate(sequences, runs, page_size, release_delay).steps.tolist()
@@ -87,11 +87,11 @@ def test_breakpoints_rise_and_hold_every_step_before_usage_falls(sequences, runs
 
 @settings(max_examples=600)
 @given(SEQUENCES, SEQUENCES, SHARED, SHARED, PAGE_SIZES, st.integers(0, 9))
-def test_two_curves_fit_exactly_where_their_largest_sum_does(
+def test_two_curves_fit_together_exactly_if_the_peak_of_their_sum_fits(
     base, extra, base_runs, extra_runs, page_size, release_delay
 ):
     replays = replay(base, base_runs, page_size, release_delay), replay(extra, extra_runs, page_size, release_delay)
-    # Each replay ends with zeros, so that the shorter one may end first.
+    # Both replays end with zeros, so they may differ in length.
     peak = max([sum(pair) for pair in zip(*replays, strict=False)] + replays[0] + replays[1])
     base_curve = simulate(base, base_runs, page_size, release_delay)
     extra_curve = simulate(extra, extra_runs, page_size, release_delay)
@@ -102,7 +102,7 @@ def test_two_curves_fit_exactly_where_their_largest_sum_does(
     assert not fits_together(extra_curve, base_curve, peak - 1)
 
 
-def test_thousands_of_sequences_over_thousands_of_steps_equal_their_closed_form():
+def test_thousands_of_sequences_over_thousands_of_steps_equal_a_closed_form():
     random = np.random.default_rng(0)
     loads = SequenceLoads(
         random.integers(0, 4000, 3000), random.integers(0, 300, 3000) // 100 * 50, random.integers(0, 3000, 3000)

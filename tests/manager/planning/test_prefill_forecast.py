@@ -1,4 +1,4 @@
-"""The step in which each prompt is done, against a scheduler that goes through every step."""
+"""Tests the step in which each prefill ends against a scheduler that runs every step."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -11,9 +11,9 @@ DECODING = st.lists(st.tuples(st.sampled_from([0, 0, 0, 1, 5]), st.integers(0, 2
 PROMPTS = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 12)), max_size=8)
 
 Decoding = list[tuple[int, int]]
-"""Of each running sequence: steps before it decodes, decode steps."""
+"""Per running sequence: (steps before it decodes, decode steps)."""
 Prompts = list[tuple[int, int]]
-"""Of each prompt: tokens left to compute, decode steps afterwards."""
+"""Per prompt: (tokens left to compute, decode steps afterwards)."""
 
 
 def make_loads(decoding: Decoding) -> SequenceLoads:
@@ -27,7 +27,7 @@ def as_arrays(prompts: Prompts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def run_every_step(decoding: Decoding, prompts: Prompts, max_tokens: int, prefill_rate: int | None) -> list[int]:
-    """The step in which each prompt's last token is computed, by a scheduler that deals out tokens one by one."""
+    """The step that computes each prompt's last token, from a scheduler that assigns tokens one by one."""
     left = [num_left for num_left, _ in prompts]
     done: dict[int, int] = {}
     step = 0
@@ -48,7 +48,7 @@ def run_every_step(decoding: Decoding, prompts: Prompts, max_tokens: int, prefil
 
 @settings(max_examples=600)
 @given(DECODING, PROMPTS, st.integers(1, 40), st.none() | st.integers(1, 20))
-def test_prompts_are_done_when_a_step_by_step_scheduler_has_computed_them(decoding, prompts, max_tokens, prefill_rate):
+def test_prefill_ends_in_the_same_step_as_in_a_step_by_step_scheduler(decoding, prompts, max_tokens, prefill_rate):
     forecast = forecast_prefill(*as_arrays(prompts), count_decoding(make_loads(decoding)), max_tokens, prefill_rate)
 
     assert forecast.start_steps.tolist() == run_every_step(decoding, prompts, max_tokens, prefill_rate)
@@ -56,13 +56,13 @@ def test_prompts_are_done_when_a_step_by_step_scheduler_has_computed_them(decodi
 
 @settings(max_examples=500)
 @given(DECODING, st.lists(PROMPTS, min_size=2, max_size=4), st.integers(1, 40), st.none() | st.integers(1, 20))
-def test_a_forecast_continued_equals_one_of_all_prompts(decoding, batches, max_tokens, prefill_rate):
+def test_an_extended_forecast_equals_one_made_for_all_prompts(decoding, batches, max_tokens, prefill_rate):
     every = run_every_step(decoding, [prompt for batch in batches for prompt in batch], max_tokens, prefill_rate)
     forecast = forecast_prefill(*as_arrays(batches[0]), count_decoding(make_loads(decoding)), max_tokens, prefill_rate)
 
     continued = forecast.start_steps.tolist()
     for batch in batches[1:]:
-        tried = forecast.extend(*as_arrays([(7, 3), *batch]))  # a candidate that is tried and dropped leaves no trace
+        tried = forecast.extend(*as_arrays([(7, 3), *batch]))  # a candidate that is tried and dropped changes nothing
         forecast = forecast.extend(*as_arrays(batch))
         continued += forecast.start_steps.tolist()
         assert len(tried.start_steps) == len(batch) + 1
@@ -84,7 +84,7 @@ def test_decode_counts_equal_a_count_in_every_step(decoding):
     assert counts.steps.tolist() == sorted(counts.steps.tolist())
 
 
-def test_steps_full_of_decoding_are_passed_over_at_once():
+def test_steps_without_room_for_prefill_are_skipped_at_once():
     counts = count_decoding(SequenceLoads(np.zeros(2, np.int64), np.zeros(2, np.int64), np.array([9, 10**6])))
 
     forecast = forecast_prefill(np.array([3, 1]), np.array([5, 5]), counts, max_tokens=1, prefill_rate=None)

@@ -1,4 +1,4 @@
-"""Shared blocks against sets of blocks: one block is one node of its own, held by a set of sequences."""
+"""Tests shared blocks against plain sets of blocks."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,20 @@ from tokasaurus.manager.planning.kv_simulation import SequenceLoads, simulate_kv
 from tokasaurus.manager.planning.shared_blocks import SharedBlocks, find_shared_blocks
 
 Block = tuple[int, int]
-"""A block of the tree: the node it lies in, and its place there."""
+"""A block of the tree: its node, and its index within the node."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A random tree with the sequences that hang at its nodes, and the arrays that describe it."""
+    """A prefix tree, node 0 its root, and the running sequences."""
 
     parents: list[int]
     lengths: list[int]
+    """Blocks of each node."""
     node_of_sequence: list[int]
+    """Deepest node of each sequence."""
     end_steps: list[int]
+    """Step in which each sequence ends."""
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root to `node`, without the root."""
@@ -32,15 +35,15 @@ class Tree:
 
     def blocks_of(self, sequence: int) -> list[Block]:
         nodes = self.path(self.node_of_sequence[sequence])
-        return [(node, place) for node in nodes for place in range(self.lengths[node])]
+        return [(node, index) for node in nodes for index in range(self.lengths[node])]
 
-    def holders(self, node: int) -> list[int]:
+    def users(self, node: int) -> list[int]:
         return [number for number, deepest in enumerate(self.node_of_sequence) if node in self.path(deepest)]
 
     def find(self) -> SharedBlocks:
         indices = range(len(self.parents))
         end_blocks = [sum(self.lengths[node] for node in self.path(index)) for index in indices]
-        num_sequences = [len(self.holders(index)) if index else 1_000_000 for index in indices]
+        num_sequences = [len(self.users(index)) if index else 1_000_000 for index in indices]
         return find_shared_blocks(
             np.array(self.node_of_sequence, np.int32),
             np.array(self.end_steps, np.int64),
@@ -52,15 +55,15 @@ class Tree:
 
 @st.composite
 def trees(draw: st.DrawFn) -> Tree:
-    """Up to 12 nodes, as a chain or bushy, in an order of indices that says nothing about their depth."""
+    """Trees of up to 12 nodes, chains or bushy. The order of the indices is random, independent of depth."""
     size = draw(st.integers(1, 12))
     parents = [0] + [
         draw(st.integers(max(0, node - draw(st.sampled_from([1, 12]))), node - 1)) for node in range(1, size)
     ]
-    places = [0, *draw(st.permutations(range(1, size)))]
+    new_indices = [0, *draw(st.permutations(range(1, size)))]
     shuffled = [0] * size
     for node, parent in enumerate(parents):
-        shuffled[places[node]] = places[parent]
+        shuffled[new_indices[node]] = new_indices[parent]
     lengths = [0] + [draw(st.integers(1, 3)) for _ in range(1, size)]
     sequences = draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, 30)), max_size=8))
     return Tree(shuffled, lengths, [node for node, _ in sequences], [end for _, end in sequences])
@@ -68,13 +71,13 @@ def trees(draw: st.DrawFn) -> Tree:
 
 @settings(max_examples=500)
 @given(trees())
-def test_shared_blocks_equal_those_in_two_paths(tree):
+def test_shared_blocks_equal_the_blocks_on_at_least_two_paths(tree):
     paths = [set(tree.blocks_of(number)) for number in range(len(tree.node_of_sequence))]
     others = [set().union(*paths[:number], *paths[number + 1 :]) for number in range(len(paths))]
     last_steps = [
-        max((tree.end_steps[held] for held in tree.holders(node)), default=-1) for node in range(len(tree.parents))
+        max((tree.end_steps[user] for user in tree.users(node)), default=-1) for node in range(len(tree.parents))
     ]
-    nodes = [node for node in range(1, len(tree.parents)) if len(tree.holders(node)) >= 2]
+    nodes = [node for node in range(1, len(tree.parents)) if len(tree.users(node)) >= 2]
 
     shared = tree.find()
 
@@ -88,8 +91,8 @@ def test_shared_blocks_equal_those_in_two_paths(tree):
 
 @settings(max_examples=500)
 @given(trees(), st.sampled_from([1, 4, 7, 16]), st.integers(0, 5), st.data())
-def test_own_and_shared_blocks_together_equal_sets_of_blocks(tree, page_size, release_delay, data):
-    """Each sequence holds the blocks of its path, and behind them blocks that it fills by decoding."""
+def test_own_plus_shared_blocks_equal_a_count_of_distinct_blocks(tree, page_size, release_delay, data):
+    """Each sequence uses the blocks of its path, followed by blocks of its own that it fills by decoding."""
     num_sequences = len(tree.node_of_sequence)
     tails = [data.draw(st.integers(0, 20)) for _ in range(num_sequences)]
     starts = [min(data.draw(st.sampled_from([0, 0, 3])), end) for end in tree.end_steps]
@@ -100,11 +103,11 @@ def test_own_and_shared_blocks_together_equal_sets_of_blocks(tree, page_size, re
             if now <= end + release_delay:
                 num_tokens = tails[number] + sum(1 for step in range(1, now + 1) if starts[number] < step <= end)
                 in_use |= {("tree", *block) for block in tree.blocks_of(number)}
-                in_use |= {("tail", number, place // page_size) for place in range(num_tokens)}
+                in_use |= {("tail", number, position // page_size) for position in range(num_tokens)}
         expected.append(len(in_use))
 
-    held = Tree(tree.parents, tree.lengths, tree.node_of_sequence, [end + release_delay for end in tree.end_steps])
-    shared = held.find()
+    delayed = Tree(tree.parents, tree.lengths, tree.node_of_sequence, [end + release_delay for end in tree.end_steps])
+    shared = delayed.find()
     num_path_blocks = np.array([len(tree.blocks_of(number)) for number in range(num_sequences)], np.int64)
     num_tokens = (num_path_blocks - shared.num_shared_blocks) * page_size + np.array(tails, np.int64)
     start_steps = np.array(starts, np.int64)
@@ -115,7 +118,7 @@ def test_own_and_shared_blocks_together_equal_sets_of_blocks(tree, page_size, re
     assert curve.peak == max(expected)
 
 
-def test_deep_chains_are_climbed_to_the_end():
+def test_sharing_is_found_along_a_chain_of_1000_nodes():
     depth = 1000
     tree = Tree([0, *range(depth)], [0] + [1] * depth, [depth, depth // 2, 700], [5, 9, 7])
 

@@ -1,4 +1,4 @@
-"""Shares of a step and the number of steps ahead, against slow and obvious versions."""
+"""Tests the tokens of a step, the prefill rate and the steps ahead against slow and obvious versions."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ from tokasaurus.manager.planning.step_budget import (
 
 
 @given(prompts=st.lists(st.integers(1, 12), max_size=6), budget=st.integers(-3, 40))
-def test_the_tokens_of_a_step_are_dealt_out_one_by_one(prompts, budget):
+def test_split_prefill_gives_the_budget_to_prompts_in_order_and_reads_no_further(prompts, budget):
     tokens = [number for number, num_tokens in enumerate(prompts) for _ in range(num_tokens)]
-    dealt = list(Counter(tokens[: max(0, budget)]).values())
+    expected = list(Counter(tokens[: max(0, budget)]).values())
     num_read = 0
 
     def read() -> Iterator[int]:
@@ -29,16 +29,16 @@ def test_the_tokens_of_a_step_are_dealt_out_one_by_one(prompts, budget):
             num_read += 1
             yield num_tokens
 
-    assert split_prefill(read(), budget) == dealt
-    assert num_read <= len(dealt) + (sum(dealt) < budget), "thousands may wait behind those that get a share"
+    assert split_prefill(read(), budget) == expected
+    assert num_read <= len(expected) + (sum(expected) < budget), "reads no prompt beyond the budget: thousands may wait"
 
 
 @given(
     sequences=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 50)), min_size=1, max_size=8),
     multiple=st.integers(1, 20),
 )
-def test_the_rate_is_the_lowest_that_replaces_what_ends(sequences, multiple):
-    """In as many steps as all sequences decode together, each of N that decode at once ends N times over."""
+def test_prefill_rate_is_the_lowest_multiple_that_replaces_ending_sequences(sequences, multiple):
+    """If N sequences decode at once, then in as many steps as all of them need in total, each ends N times."""
     prefill_tokens, decode_steps = (np.array(column) for column in zip(*sequences, strict=True))
     num_tokens_needed = len(sequences) * sum(num_tokens for num_tokens, _ in sequences)
     num_steps = max(1, sum(steps for _, steps in sequences))
@@ -48,8 +48,8 @@ def test_the_rate_is_the_lowest_that_replaces_what_ends(sequences, multiple):
     assert prefill_rate(prefill_tokens, decode_steps, multiple) == expected
 
 
-def test_a_batch_fed_at_its_rate_keeps_its_size():
-    """Step by step: 20 sequences in all phases of 50 decode steps, whose prompts of 30 tokens come at the rate."""
+def test_a_batch_keeps_its_size_if_prompts_prefill_at_the_rate():
+    """20 sequences start evenly spread over their 50 decode steps; prompts of 30 tokens prefill at the rate."""
     num_left = [1 + 50 * number // 20 for number in range(20)]
     num_ready, sizes = 0, []
     rate = prefill_rate(np.full(20, 30), np.full(20, 50), 1)
@@ -74,7 +74,7 @@ def test_steps_ahead_are_the_fewest_that_keep_the_worker_busy(step_seconds, max_
     assert num_steps_to_keep_in_flight(step_seconds, max_steps_ahead) == min(expected, max_steps_ahead)
 
 
-def test_the_average_starts_at_the_first_step_and_follows_a_change():
+def test_average_step_seconds_starts_at_the_first_step_and_follows_a_change():
     average = average_step_seconds(None, 0.1)
     assert average == 0.1
     for _ in range(10):

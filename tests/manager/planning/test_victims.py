@@ -1,4 +1,4 @@
-"""Which sequences are preempted, against sorting and counting by hand; and how they continue."""
+"""Tests which sequences are preempted, against plain sorting and counting, and how they continue."""
 
 import random
 from collections import Counter
@@ -21,8 +21,10 @@ from tokasaurus.manager.planning.victims import choose_victims
 from tokasaurus.manager.state.sequence import Phase, Sequence
 
 
-def victims_by_hand(costs: list[tuple[int, int, int]], num_short: int) -> list[int]:
-    """costs: (tokens lost, blocks freed, order of admission) of each. Indices of those to preempt, the newest first."""
+def expected_victims(costs: list[tuple[int, int, int]], num_short: int) -> list[int]:
+    """Indices of the sequences to preempt, newest first.
+
+    costs: (tokens lost, blocks freed, order of admission) of each sequence."""
     victims: list[int] = []
     for index in sorted(range(len(costs)), key=lambda index: (costs[index][0], -costs[index][2])):
         if sum(costs[victim][1] for victim in victims) < num_short and costs[index][1] > 0:
@@ -36,37 +38,37 @@ def victims_by_hand(costs: list[tuple[int, int, int]], num_short: int) -> list[i
     order=st.permutations(range(10)),
     num_short=st.integers(1, 12),
 )
-def test_the_cheapest_are_chosen_and_no_more_than_needed(costs, order, num_short):
+def test_choose_victims_picks_the_cheapest_and_no_more_than_needed(costs, order, num_short):
     costs = [(lost, freed, order[index]) for index, (lost, freed) in enumerate(costs)]
     columns = np.array(costs, np.int64).reshape(-1, 3).T
-    assert choose_victims(*columns, num_short).tolist() == victims_by_hand(costs, num_short)
+    assert choose_victims(*columns, num_short).tolist() == expected_victims(costs, num_short)
 
 
 def needs_block(driver: EngineDriver, sequence: Sequence) -> bool:
-    """Whether the next step of a sequence begins a block that it does not have."""
+    """Whether the next step of a sequence needs a block that it does not have."""
     num_kv_tokens = int(driver.state.slots.num_kv_tokens[sequence.slot])
     num_covered = driver.options.limits.page_size * len(block_table(driver.state, sequence))
     return sequence.phase is Phase.DECODE and num_kv_tokens == num_covered
 
 
-def cost_by_hand(driver: EngineDriver, sequence: Sequence) -> tuple[int, int, int]:
-    """What is lost and what is won when a sequence is preempted, from the block tables of all."""
+def expected_cost(driver: EngineDriver, sequence: Sequence) -> tuple[int, int, int]:
+    """(tokens lost, blocks freed, order of admission) if a sequence is preempted, from all block tables."""
     slots, page_size = driver.state.slots, driver.options.limits.page_size
     num_users = Counter(block for other in driver.running() for block in block_table(driver.state, other))
     alone = [index for index, block in enumerate(block_table(driver.state, sequence)) if num_users[block] == 1]
     positions = range(int(slots.num_kv_tokens[sequence.slot]) if sequence.is_open else 0)
     num_lost = sum(position // page_size in alone for position in positions)
-    num_won = 0 if sequence.phase is Phase.DRAINING else len(alone) + needs_block(driver, sequence)
-    return num_lost, num_won, int(slots.admitted_at[sequence.slot])
+    num_freed = 0 if sequence.phase is Phase.DRAINING else len(alone) + needs_block(driver, sequence)
+    return num_lost, num_freed, int(slots.admitted_at[sequence.slot])
 
 
-def num_short_by_hand(driver: EngineDriver) -> int:
+def expected_num_short(driver: EngineDriver) -> int:
     running = driver.running()
     used = {block for sequence in running for block in block_table(driver.state, sequence)}
     return sum(needs_block(driver, sequence) for sequence in running) - (driver.state.blocks.num_blocks - len(used))
 
 
-def test_the_cheapest_sequences_are_preempted_and_wait_in_front_of_all():
+def test_the_cheapest_sequences_are_preempted_and_then_wait_first_in_line():
     num_checked = 0
 
     @settings(max_examples=120)
@@ -95,16 +97,18 @@ def test_the_cheapest_sequences_are_preempted_and_wait_in_front_of_all():
                 if driver.queue:
                     apply_output(state, driver.worker.forward(driver.queue.popleft()))
             admit_waiting(state)
-            num_short = num_short_by_hand(driver)
+            num_short = expected_num_short(driver)
             if num_short > 0:
                 running, waiting = driver.running(), state.queues.first_waiting(100)
-                indices = victims_by_hand([cost_by_hand(driver, sequence) for sequence in running], num_short)
+                indices = expected_victims([expected_cost(driver, sequence) for sequence in running], num_short)
                 num_before = state.totals.preemptions
                 make_room(state)
                 victims = [running[index] for index in reversed(indices)]
-                assert state.queues.first_waiting(100) == [*victims, *waiting], "in the order of their admission"
+                assert state.queues.first_waiting(100) == [*victims, *waiting], (
+                    "victims wait first, in the order of their admission"
+                )
                 assert state.totals.preemptions == num_before + len(victims)
-                assert num_short_by_hand(driver) <= 0
+                assert expected_num_short(driver) <= 0
                 assert_each_block_has_one_owner(state)
                 num_checked += 1
             message = next_step(state)
@@ -119,13 +123,13 @@ def test_the_cheapest_sequences_are_preempted_and_wait_in_front_of_all():
     assert num_checked > 100
 
 
-@pytest.mark.parametrize("num_steps_deferred", range(0, 28, 3))
-def test_a_preempted_sequence_finds_its_tokens_in_the_cache(num_steps_deferred):
-    """Preempted while it prefills in chunks of 10, and while it decodes: whole blocks that it computed are read."""
+@pytest.mark.parametrize("num_steps", range(0, 28, 3))
+def test_a_readmitted_sequence_reads_its_blocks_from_the_prefix_tree(num_steps):
+    """It is preempted during prefill, in chunks of 10, or decode; then it reads every whole block that it computed."""
     request = make_request(1, 45, 1, 30, ignore_eos=True, want_logprobs=True)
     driver = EngineDriver(make_options(40, max_tokens_per_forward=10), (0.01,))
     driver.step([request])
-    for _ in range(num_steps_deferred):
+    for _ in range(num_steps):
         driver.step([], 1)
     (sequence,) = driver.running()
     state = driver.state
@@ -139,15 +143,15 @@ def test_a_preempted_sequence_finds_its_tokens_in_the_cache(num_steps_deferred):
     driver.run_until_idle()
     assert driver.worker.start_positions == [0, start]
     assert_equals_simulation(driver.deltas, [request])
-    assert [delta.num_cached_tokens for delta in driver.deltas] == [0], "as it was when it first started"
+    assert [delta.num_cached_tokens for delta in driver.deltas] == [0], "as at its first admission"
     stats = state.stats()
     assert (stats.total_preemptions, stats.total_recomputed_tokens) == (1, num_kv_tokens - start)
     assert stats.total_generation_tokens == 30
     assert (stats.total_prompt_tokens, stats.total_prefix_cache_hit_tokens) == (45, 0)
 
 
-def test_little_is_computed_twice_where_preemption_is_constant():
-    """All samples of one prompt at once: few blocks belong to one sample alone, and most are still cached later."""
+def test_constant_preemption_recomputes_few_tokens():
+    """All samples have one prompt: few blocks belong to a single sample, and most are still cached at readmission."""
     driver = EngineDriver(
         make_options(30, max_tokens_per_forward=60, max_seqs_per_forward=16, early_stopping=NEVER_LEARNS),
         (0.01,),
@@ -159,6 +163,6 @@ def test_little_is_computed_twice_where_preemption_is_constant():
     assert_equals_simulation(driver.deltas, [request])
     stats = driver.state.stats()
     assert stats.total_preemptions > 10
-    num_returns = len(driver.worker.opened) - len(set(driver.worker.opened))
-    assert num_returns > 10
-    assert stats.total_recomputed_tokens < 8 * num_returns, "two blocks at most, of ten to eighteen"
+    num_readmissions = len(driver.worker.opened) - len(set(driver.worker.opened))
+    assert num_readmissions > 10
+    assert stats.total_recomputed_tokens < 8 * num_readmissions, "at most two blocks each, of ten to eighteen"

@@ -1,4 +1,4 @@
-"""The threads in which grammars run."""
+"""Tests the threads in which grammars run."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ thread.close(60)
 """
 
 
-def test_nesting_that_the_server_lets_through_is_far_from_overflowing_a_stack():
-    """It checks grammars on a stack of 2 MB, on which this one crashes the process."""
+def test_nesting_deeper_than_the_server_allows_does_not_overflow_a_job_threads_stack():
+    """The server validates grammars on a stack of 2 MB; this grammar crashes a process with such a stack."""
     done = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "['', '', '']\n"), done.stderr

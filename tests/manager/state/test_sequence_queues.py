@@ -1,4 +1,4 @@
-"""The queues against plain lists."""
+"""Tests the queues against plain lists."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -26,7 +26,7 @@ def make_sequence(number: int) -> Sequence:
 
 @settings(max_examples=300)
 @given(operations_strategy)
-def test_queues_are_lists(operations):
+def test_queues_behave_like_plain_lists(operations):
     slots = SlotArrays(NUM_SLOTS, 4)
     queues = SequenceQueues(slots)
     waiting: list[Sequence] = []

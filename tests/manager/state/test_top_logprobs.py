@@ -1,4 +1,4 @@
-"""Likeliest tokens come with the tokens of their position, whatever becomes of their sequence."""
+"""Top-k logprobs arrive with the tokens they belong to, whatever happens to their sequence."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ SHAPES = random_shape(
 )
 
 
-def joined_top(deltas: list[SequenceDelta]) -> TopLogprobs | None:
+def joined_top_logprobs(deltas: list[SequenceDelta]) -> TopLogprobs | None:
     parts = [delta.top for delta in deltas if delta.top is not None]
     if not parts:
         return None
@@ -34,7 +34,7 @@ def joined_top(deltas: list[SequenceDelta]) -> TopLogprobs | None:
     st.sampled_from(["always", "deferred"]),
     st.integers(0, 1000),
 )
-def test_each_token_has_its_top_logprobs_streamed_or_not_and_preempted_or_not(shapes, mode, seed):
+def test_each_token_has_its_top_logprobs_despite_streaming_and_preemption(shapes, mode, seed):
     options = make_options(20, deferred_tasks=mode)
     requests = [
         dataclasses.replace(request, is_streamed=is_streamed, num_top_logprobs=num_top)
@@ -48,7 +48,7 @@ def test_each_token_has_its_top_logprobs_streamed_or_not_and_preempted_or_not(sh
     for request in requests:
         for index in range(request.num_sequences):
             own = [d for d in driver.deltas if (d.request_id, d.sequence_index) == (request.request_id, index)]
-            top = joined_top(own)
+            top = joined_top_logprobs(own)
             token_ids, logprobs, _ = simulate(request, index)
             if request.num_top_logprobs == 0:
                 assert top is None

@@ -1,4 +1,4 @@
-"""The batched backends against the reference, which takes one row at a time, and the reference against a formula."""
+"""The batched backends against the reference, which computes one row at a time; the reference against torch."""
 
 from dataclasses import replace
 
@@ -49,8 +49,8 @@ def test_ragged_batches_equal_the_reference(name: str, problem: tuple[KVShape, l
     [[Segment(1, 3000)], [Segment(70, 1500), Segment(1, 16)], [Segment(1, 2500), *[Segment(2, 40)] * 30]],
     ids=["one row", "a chunk", "many and one"],
 )
-def test_long_contexts_shared_out_to_threads_equal_the_reference(segments: list[Segment], causal: bool) -> None:
-    """So long that the CPU kernel cuts them into pieces, for its threads, and merges those."""
+def test_long_contexts_split_among_threads_equal_the_reference(segments: list[Segment], causal: bool) -> None:
+    """Long enough for the CPU kernel to split them into partitions for its threads and merge the results."""
     shape = KVShape(1, 6, 2, 64, 16, torch.float32, CPU)
     result = attend_all("cpu", shape, segments, causal, layer=0, seed=5)
     expected = attend_all("reference", shape, segments, causal, layer=0, seed=5)
@@ -58,7 +58,7 @@ def test_long_contexts_shared_out_to_threads_equal_the_reference(segments: list[
 
 
 @pytest.mark.parametrize("name", ["cpu", "torch"])
-def test_bfloat16_stays_as_close_to_float32_as_its_rounding_allows(name: str) -> None:
+def test_bfloat16_error_is_within_its_rounding(name: str) -> None:
     segments = [Segment(1, 600), Segment(1, 33), Segment(70, 200)]
     outputs = {}
     for dtype in (torch.bfloat16, torch.float32):
@@ -79,7 +79,7 @@ def test_a_float16_cache_beside_float32_activations_equals_the_reference(name: s
 
 @pytest.mark.parametrize("name", ["cpu", "torch", "reference"])
 def test_a_float16_cache_rounds_as_torch_does_and_stays_finite(name: str) -> None:
-    """A row that sees one token's value only, and so returns it."""
+    """A row that attends to one token returns the value of that token."""
     shape = KVShape(1, 1, 1, 64, 16, torch.float16, CPU, activation_dtype=torch.float32)
     backend = make_backend(name, shape, load_kernels())
     backend.allocate(2)
@@ -99,8 +99,8 @@ def test_the_reference_is_scaled_dot_product_attention() -> None:
     backend.allocate(4)
     key, value = torch.randn(40, 2, 16), torch.randn(40, 2, 16)
     table = [3, 1, 2]
-    places = torch.tensor([table[t // 16] * 16 + t % 16 for t in range(40)])
-    backend.plan(PagedLayout(places, ()))
+    kv_indices = torch.tensor([table[t // 16] * 16 + t % 16 for t in range(40)])
+    backend.plan(PagedLayout(kv_indices, ()))
     backend.write(key, value, 0)
     query = torch.randn(40, 4, 16)
     output, _ = backend.attend(query, 0, make_part([Segment(40, 40)], [table], 0, causal=True))
@@ -112,7 +112,7 @@ def test_the_reference_is_scaled_dot_product_attention() -> None:
 
 @pytest.mark.parametrize("name", ["cpu", "torch", "reference"])
 def test_parts_merged_by_their_lse_equal_attention_over_both(name: str) -> None:
-    """A segment's blocks cut in two, the first half as a prefix that every row sees whole."""
+    """A segment's blocks are split in two: a prefix that every row sees whole, and a causal rest."""
     shape = KVShape(1, 6, 3, 32, 16, torch.float32, CPU)
     backend = make_backend(name, shape, load_kernels())
     backend.allocate(9)
@@ -152,7 +152,7 @@ def test_two_parts_of_one_layout_may_have_the_same_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu", "torch", "reference"])
-def test_a_partial_part_keeps_its_output_in_float32(name: str) -> None:
+def test_the_output_of_a_partial_part_is_float32(name: str) -> None:
     shape = KVShape(1, 2, 1, 16, 16, torch.bfloat16, CPU)
     backend = make_backend(name, shape, load_kernels())
     backend.allocate(3)
@@ -176,8 +176,8 @@ def test_a_named_backend_that_cannot_serve_the_model_is_refused() -> None:
         make_backend("cpu", KVShape(1, 2, 1, 16, 16, torch.float32, CPU), None)
 
 
-def test_small_bounds_on_memory_cut_batches_and_rows_but_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefill of 90 rows is cut into pieces, and decodes are gathered a few at a time."""
+def test_small_memory_bounds_split_batches_and_rows_without_changing_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill of 90 rows is split into chunks, and decode rows are gathered a few at a time."""
     shape = KVShape(2, 6, 3, 32, 16, torch.float32, CPU)
     segments = [Segment(90, 150), *(Segment(1, length) for length in (400, 390, 380, 30, 20))]
     expected = attend_all("reference", shape, segments, True, layer=1, seed=4)

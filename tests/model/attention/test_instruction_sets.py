@@ -1,5 +1,5 @@
-"""The kernels for each instruction set of this machine but the best: they agree with the reference, in attention by
-itself and in whole layers."""
+"""The kernels for each instruction set of this machine except the best equal the reference, in attention alone and in
+whole layers."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     if request.param not in [level.cpu_isa for level in supported]:
         pytest.skip("this processor does not have it")
     if request.param == supported[0].cpu_isa:
-        pytest.skip("the best, which all other tests use")
+        pytest.skip("all other tests use the best")
     loaded = load_kernels(request.param)
     assert loaded is not None
     loaded.set_num_threads(2)
@@ -47,7 +47,7 @@ def test_kernels_for_other_processors_equal_the_reference(
     shape = KVShape(1, 9, 3, head_dim, 16, dtype, CPU)
     output, lse = attend_all("cpu", shape, SEGMENTS, causal, layer=0, seed=6, kernels=kernels)
     expected, expected_lse = attend_all("reference", shape, SEGMENTS, causal, layer=0, seed=6)
-    # Without dot products of bfloat16, all is computed in float32: only the output is rounded.
+    # Without bfloat16 dot products, everything is computed in float32 and only the output is rounded.
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-5, "rtol": 2**-7}
     torch.testing.assert_close(output, expected, **tolerance)
     torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
@@ -55,5 +55,5 @@ def test_kernels_for_other_processors_equal_the_reference(
 
 @pytest.mark.parametrize("case", NAMED_CASES[2:])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_for_other_processors_equal_those_of_torch(kernels: Kernels, dtype: torch.dtype, case: Case) -> None:
+def test_layers_for_other_processors_equal_torch_layers(kernels: Kernels, dtype: torch.dtype, case: Case) -> None:
     check_stage(dataclasses.replace(case, dtype=dtype), DecoderOptions(qk_norm=True), kernels)

@@ -1,4 +1,4 @@
-"""Attention of rows in groups that share a prefix, against the reference where every row attends alone."""
+"""Attention with rows in prefix groups, against the reference without groups."""
 
 import dataclasses
 from contextlib import nullcontext
@@ -17,7 +17,7 @@ from tokasaurus.model.execution.device_batch import build_batch
 
 
 def attend(name: str, case: Case, grouped: bool) -> tuple[torch.Tensor, PagedLayout]:
-    """-> [T, H, D] with padding, by the layout that is made of the case's step."""
+    """-> output [T, H, D] with padding, and the layout built from the case's step."""
     made = CaseStep(case)
     backend = make_backend(name, case.shape, load_kernels())
     backend.allocate(made.num_blocks)
@@ -30,14 +30,14 @@ def attend(name: str, case: Case, grouped: bool) -> tuple[torch.Tensor, PagedLay
 
 
 def num_read(layout: PagedLayout) -> int:
-    """Tokens of KV that attention reads for the segments of a layout."""
+    """KV tokens that attention reads for the segments of a layout."""
     parts = layout.parts if layout.prefix is None else (layout.prefix, *layout.parts)
     return sum(int(part.kv_lengths.sum()) for part in parts)
 
 
 def check_grouped_attention(name: str, case: Case) -> None:
     with one_thread():
-        expected, alone = attend("reference", case, grouped=False)
+        expected, ungrouped = attend("reference", case, grouped=False)
     with nullcontext() if name == "cpu" else one_thread():
         output, layout = attend(name, case, grouped=True)
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
@@ -45,18 +45,18 @@ def check_grouped_attention(name: str, case: Case) -> None:
     num_saved = sum(
         (len(group.members) - 1) * count for group, count in zip(case.groups, num_prefix_tokens, strict=True)
     )
-    assert num_read(alone) - num_read(layout) == num_saved, "each prefix is read once for its group"
+    assert num_read(ungrouped) - num_read(layout) == num_saved, "each prefix is read once for its group"
 
 
 @settings(max_examples=60)
 @given(case=cases([16, 1, 5, 32]))
-def test_rows_in_groups_attend_to_the_same_as_alone_by_the_reference(case: Case) -> None:
+def test_grouped_attention_by_the_reference_equals_ungrouped_attention(case: Case) -> None:
     check_grouped_attention("reference", case)
 
 
 @settings(max_examples=80)
 @given(case=cases([16, 1, 5, 32]))
-def test_rows_in_groups_attend_to_the_same_as_alone_by_torch(case: Case) -> None:
+def test_grouped_attention_by_torch_equals_ungrouped_attention(case: Case) -> None:
     check_grouped_attention("torch", case)
 
 
@@ -68,12 +68,12 @@ def test_rows_in_groups_attend_to_the_same_as_alone_by_the_kernels(case: Case) -
 
 @pytest.mark.parametrize("name", ["reference", "torch", "cpu"])
 @pytest.mark.parametrize("case", NAMED_CASES)
-def test_groups_at_the_borders_attend_to_the_same_as_alone(name: str, case: Case) -> None:
+def test_grouped_attention_of_named_cases_equals_ungrouped_attention(name: str, case: Case) -> None:
     check_grouped_attention(name, case)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_bfloat16_in_groups_is_as_close_to_float32_as_alone(grouped: bool) -> None:
+def test_bfloat16_error_is_bounded_with_and_without_groups(grouped: bool) -> None:
     case = dataclasses.replace(NAMED_CASES[3], num_kv_heads=3, heads_per_kv_head=3, head_dim=64)
     expected, _ = attend("reference", case, grouped=False)
     output, _ = attend("cpu", dataclasses.replace(case, dtype=torch.bfloat16), grouped)

@@ -1,4 +1,4 @@
-"""Merging two parts, by torch and by the kernel, against attention over made-up scores and values in float64."""
+"""Merging two parts, by torch and by the kernel, against float64 attention over random scores and values."""
 
 from collections.abc import Callable
 
@@ -45,20 +45,20 @@ def test_merged_parts_equal_attention_over_both(
     first, second = (attend(*part) for part in zip(scores, values, strict=True))
     expected, _ = attend(torch.cat(scores, dim=-1), torch.cat(values))
     merged = merge_by(name)(first, second, torch.float32)
-    # Beside a part whose lse is 1e4, float32 keeps three decimals of it.
+    # At an lse of 1e4, float32 keeps three decimals.
     atol = 2e-6 * max(1.0, *map(abs, offsets))
     torch.testing.assert_close(merged, expected, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["torch", "kernel"])
-def test_a_part_of_which_a_row_sees_nothing_adds_nothing(name: str) -> None:
+def test_a_part_that_a_row_does_not_see_adds_nothing(name: str) -> None:
     output = torch.randn(2, 3, 16)
     seen, unseen = torch.randn(2, 3), torch.full((2, 3), -torch.inf)
     merge = merge_by(name)
-    left_over = torch.full_like(output, 7.0)
-    torch.testing.assert_close(merge((output, seen), (left_over, unseen), torch.float32), output, atol=0, rtol=0)
-    torch.testing.assert_close(merge((left_over, unseen), (output, seen), torch.float32), output, atol=0, rtol=0)
-    nothing = merge((left_over, unseen), (output, unseen), torch.float32)
+    unused = torch.full_like(output, 7.0)
+    torch.testing.assert_close(merge((output, seen), (unused, unseen), torch.float32), output, atol=0, rtol=0)
+    torch.testing.assert_close(merge((unused, unseen), (output, seen), torch.float32), output, atol=0, rtol=0)
+    nothing = merge((unused, unseen), (output, unseen), torch.float32)
     torch.testing.assert_close(nothing, torch.zeros_like(output), atol=0, rtol=0)
 
 

@@ -1,4 +1,4 @@
-"""Where the libraries of the kernels come from, and what happens where there are none."""
+"""How the kernel libraries are found, built and loaded, and what is used without them."""
 
 import ctypes
 import logging
@@ -46,7 +46,7 @@ def failing_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def counting_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Compiles as usual; a file with a line for each of its calls."""
+    """A compiler that logs its calls -> the log, one line per call."""
     calls, compiler = tmp_path / "calls", tmp_path / "counting"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec g++ "$@"\n')
     compiler.chmod(0o755)
@@ -84,19 +84,19 @@ def test_without_a_compiler_one_line_warns_and_plain_torch_is_used(caplog: pytes
 
 
 @pytest.mark.usefixtures("nothing_loaded", "failing_compiler")
-def test_a_compiler_that_fails_is_one_line_of_warning_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_compiler_gives_a_one_line_warning_with_its_error(caplog: pytest.LogCaptureFixture) -> None:
     assert load_kernels() is None
     assert_one_warning(caplog, "error: bad luck")
 
 
 @pytest.mark.usefixtures("nothing_loaded", "no_compiler")
-def test_an_instruction_set_that_is_asked_for_is_never_replaced_by_plain_torch() -> None:
+def test_a_requested_instruction_set_is_never_replaced_by_plain_torch() -> None:
     with pytest.raises(UserError, match=r"^cpu_isa=avx2: .*no C\+\+ compiler found"):
         load_kernels("avx2")
 
 
 @pytest.mark.usefixtures("nothing_loaded")
-def test_plain_torch_builds_nothing_and_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_plain_torch_builds_nothing_and_logs_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert load_kernels("torch") is None
     assert not list(tmp_path.iterdir())
     assert not caplog.records
@@ -115,19 +115,19 @@ def test_a_library_is_built_once_and_then_found(tmp_path: Path, counting_compile
 
 
 @pytest.mark.usefixtures("nothing_loaded")
-def test_changed_sources_are_built_anew(tmp_path: Path) -> None:
+def test_changed_sources_are_built_again(tmp_path: Path) -> None:
     assert [call(find_or_build(tiny_library(tmp_path / "sources", answer))) for answer in (5, 6)] == [5, 6]
 
 
 @pytest.mark.usefixtures("nothing_loaded")
-def test_only_the_functions_that_python_calls_are_seen_from_outside(tmp_path: Path) -> None:
+def test_a_library_exports_only_the_functions_that_python_calls(tmp_path: Path) -> None:
     path = find_or_build(tiny_library(tmp_path / "sources", 5))
     with pytest.raises(AttributeError):
         ctypes.CDLL(str(path))._Z6answerv  # noqa: B018
 
 
 @pytest.mark.usefixtures("nothing_loaded")
-def test_a_library_that_the_package_carries_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prebuilt_library_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = tiny_library(tmp_path / "sources", 5)
     monkeypatch.setattr(build, "PREBUILT", tmp_path)
     built = find_or_build(tiny)
@@ -135,12 +135,12 @@ def test_a_library_that_the_package_carries_needs_no_compiler(tmp_path: Path, mo
     monkeypatch.setenv("PATH", "")
     assert is_there(tiny)
     assert find_or_build(tiny).parent == tmp_path
-    with pytest.raises(LibraryUnavailable):  # it is of other sources
+    with pytest.raises(LibraryUnavailable):  # built from other sources
         find_or_build(tiny_library(tmp_path / "sources", 6))
 
 
 @pytest.mark.usefixtures("nothing_loaded")
-def test_a_library_that_this_system_cannot_load_is_built_instead(
+def test_a_prebuilt_library_that_cannot_be_loaded_is_built_instead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = tiny_library(tmp_path / "sources", 5)

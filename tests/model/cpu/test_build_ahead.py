@@ -1,4 +1,4 @@
-"""The build of the kernels beside the fetching of the model, by the real launcher's means."""
+"""Building the kernels in the background, while the launcher fetches the model."""
 
 import os
 import subprocess
@@ -16,7 +16,8 @@ from tokasaurus.model.cpu.isa import choose_set, machine
 
 LACKING = {"x86_64": "neon", "aarch64": "avx2"}
 
-# Compiles what tells of the processor, and empty files in place of the kernels: these take half a minute.
+# Compiles the CPU feature detection and links as usual, but runs {kernels} in place of compiling the kernels, which
+# takes half a minute.
 QUICK = """\
 #!/bin/sh
 case "$*" in
@@ -52,7 +53,9 @@ def wait_until(happened, within_s: float = 30) -> None:
 
 
 @pytest.mark.usefixtures("empty_cache")
-def test_missing_kernels_are_built_meanwhile_and_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kernels_are_built_in_the_background_and_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_compiler(tmp_path / "quick", 'exec g++ -x c++ -c /dev/null "$@"', monkeypatch)
     config, lines = parse_server_config(["device=cpu"]), []
     for _ in range(2):
@@ -62,7 +65,7 @@ def test_missing_kernels_are_built_meanwhile_and_only_once(tmp_path: Path, monke
 
 
 @pytest.mark.usefixtures("empty_cache")
-def test_a_build_that_is_not_done_ends_with_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_build_ends_with_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = tmp_path / "pids"
     use_compiler(tmp_path / "slow", f"echo $$ >> {pids}; exec sleep 60", monkeypatch)
     with kernels_built_ahead(parse_server_config(["device=cpu"]), lambda _line: None):
@@ -73,12 +76,12 @@ def test_a_build_that_is_not_done_ends_with_the_launcher(tmp_path: Path, monkeyp
 
 @pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize("word", ["cpu_isa=torch", "device=cuda"])
-def test_nothing_is_built_that_is_not_used(word: str, tmp_path: Path) -> None:
+def test_kernels_that_are_not_used_are_not_built(word: str, tmp_path: Path) -> None:
     with kernels_built_ahead(parse_server_config([word]), pytest.fail):
         assert not (tmp_path / "cache").exists()
 
 
-def test_a_set_that_the_processor_lacks_is_refused_in_one_line() -> None:
+def test_an_instruction_set_that_the_processor_lacks_is_refused_in_one_line() -> None:
     lacking = LACKING[machine()]
     command = [sys.executable, "-m", "tokasaurus", f"cpu_isa={lacking}", "device=cpu", "port=0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)

@@ -79,13 +79,13 @@ def test_models_give_the_same_tokens_by_kernels_and_by_torch(choice: GemmChoice,
 
 @pytest.fixture
 def info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelInfo:
-    """Of a tiny model, so that timing its gemms takes little time."""
+    """Info of a tiny model, whose gemms take little time to measure."""
     monkeypatch.setattr(gemm_choice, "_ALL_BYTES", 1 << 18)
     save_tiny_model(tmp_path / "model", "qwen2")
     return load(tmp_path / "model")[1]
 
 
-def test_the_choice_is_measured_once_and_kept(info: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_is_measured_once_and_cached(info: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = load_kernels()
     assert kernels is not None
     first = choose_gemm(kernels, info, torch.bfloat16)
@@ -104,13 +104,13 @@ def test_the_choice_is_measured_once_and_kept(info: ModelInfo, monkeypatch: pyte
             choose_gemm(kernels, other_model, torch.bfloat16)
         with pytest.raises(AssertionError, match="in the cache"):
             choose_gemm(kernels, info, torch.float32)
-        # A library from a wheel: all levels lie in one directory.
+        # A library from a wheel: all instruction sets are in one directory.
         patch.setattr(kernels, "path", kernels.path.with_name("other.so"))
         with pytest.raises(AssertionError, match="in the cache"):
             choose_gemm(kernels, info, torch.bfloat16)
 
 
-def test_a_broken_file_or_no_place_to_write_only_means_another_measurement(
+def test_a_broken_or_unwritable_cache_only_causes_another_measurement(
     info: ModelInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = load_kernels()
@@ -123,7 +123,7 @@ def test_a_broken_file_or_no_place_to_write_only_means_another_measurement(
     assert choose_gemm(kernels, info, torch.float32).few_speedup > 0
 
 
-def test_torch_must_be_clearly_faster_and_with_weights_in_one_layout_for_all_rows() -> None:
+def test_torch_gemms_are_chosen_only_if_clearly_faster() -> None:
     assert GemmChoice(0.9, 0.9).always_kernels
     assert GemmChoice(0.8, 0.8).always_torch
     assert not GemmChoice(0.8, 2.0).uses_kernels(1)
@@ -131,7 +131,7 @@ def test_torch_must_be_clearly_faster_and_with_weights_in_one_layout_for_all_row
     assert GemmChoice(0.8, 0.8, may_mix=False).always_torch
 
 
-def test_the_line_for_the_user_names_each_winner() -> None:
+def test_the_description_names_the_faster_gemm_for_few_and_many_rows() -> None:
     assert GemmChoice(2.0, 0.5).describe() == (
         "few rows by kernels (2.00 x torch), from 32 rows on by torch (2.00 x kernels)"
     )

@@ -1,4 +1,4 @@
-"""Machine code of the innermost loops: a sum that does not stay in a register costs most of the speed."""
+"""Machine code of the innermost gemm loops: a sum that is not kept in a register costs most of the speed."""
 
 import re
 import shutil
@@ -18,7 +18,7 @@ STACK_OPERAND = re.compile(r"\(%r[sb]p[,)]")
 
 
 def innermost_loops(assembly: str) -> list[list[str]]:
-    """Instructions from the target of each jump backwards to that jump, where no other loop is inside."""
+    """Instructions of each loop without an inner loop, from the target of its backward jump to the jump."""
     lines = assembly.splitlines()
     labels = {match[1]: number for number, line in enumerate(lines) if (match := LABEL.match(line))}
     loops = []
@@ -33,7 +33,7 @@ def innermost_loops(assembly: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("level", X86_SETS, ids=lambda level: level.name)
-def test_sums_of_gemms_stay_in_registers(level: InstructionSet, tmp_path: Path) -> None:
+def test_gemm_sums_stay_in_registers(level: InstructionSet, tmp_path: Path) -> None:
     if shutil.which("g++") is None or machine() != "x86_64" or sys.platform != "linux":
         pytest.skip("needs g++ for x86_64, and its assembly as it is on Linux")
     source = tmp_path / "tile.cpp"

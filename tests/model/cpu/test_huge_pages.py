@@ -1,4 +1,4 @@
-"""Memory of huge pages: tensors in it, and touching it in the background."""
+"""Memory in huge pages: tensors in it, and touching it in the background."""
 
 import ctypes
 import mmap
@@ -13,8 +13,9 @@ from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.cpu.huge_pages import HugePageTensors, touch_in_background
 
 
-def test_tensors_are_apart_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "_CHUNK_BYTES", 1000)  # so that some begin a chunk, and one is more than it
+def test_tensors_do_not_overlap_and_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Small, so that some tensors begin a chunk and one is larger than a chunk.
+    monkeypatch.setattr(huge_pages, "_CHUNK_BYTES", 1000)
     memory = HugePageTensors()
     shapes: list[tuple[int, ...]] = [(3, 5), (1,), (0,), (7, 11, 2), (40, 40), (2, 2), (15, 16)]
     dtypes = [torch.float32, torch.bfloat16, torch.int64]
@@ -28,7 +29,7 @@ def test_tensors_are_apart_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_is_reserved_at_once_and_there_when_it_is_touched() -> None:
+def test_memory_is_allocated_at_once_and_becomes_resident_when_touched() -> None:
     num_bytes = 96 << 20
     before = reset_peak()
     memory = huge_pages.allocate(num_bytes).view(3, -1)
@@ -39,7 +40,7 @@ def test_memory_is_reserved_at_once_and_there_when_it_is_touched() -> None:
     assert not memory.any()
 
 
-def test_what_is_written_while_memory_is_touched_survives() -> None:
+def test_touching_does_not_overwrite_concurrent_writes() -> None:
     memory = huge_pages.allocate(64 << 20).view(4, -1)
     expected = torch.randint(256, memory.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     threads = touch_in_background(memory, load_kernels(), num_threads=3)
@@ -49,20 +50,20 @@ def test_what_is_written_while_memory_is_touched_survives() -> None:
     assert torch.equal(memory, expected)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks the system which pages are there")
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the system which pages are resident")
 def test_the_beginning_of_every_area_is_touched_before_the_rest_of_any() -> None:
-    """Of 3 areas of 4 chunks, threads that are told that 9 chunks are done do the last of each area."""
+    """With 3 areas of 4 chunks, of which 9 chunks are already claimed, the last chunk of each area is touched."""
     area_bytes = 8 << 20
     memory = mmap.mmap(-1, 3 * area_bytes)  # in small pages
     memory.madvise(mmap.MADV_NOHUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    num_taken = ctypes.c_int64(9)
+    num_claimed = ctypes.c_int64(9)
     load_kernels().library.toka_touch(
-        ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(3), ctypes.c_int64(area_bytes), ctypes.byref(num_taken)
+        ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(3), ctypes.c_int64(area_bytes), ctypes.byref(num_claimed)
     )
     num_pages = len(tensor) // mmap.PAGESIZE
-    is_there = (ctypes.c_ubyte * num_pages)()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(len(tensor)), is_there) == 0
-    areas = torch.tensor(list(is_there)).view(3, 4, -1)
+    is_resident = (ctypes.c_ubyte * num_pages)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(len(tensor)), is_resident) == 0
+    areas = torch.tensor(list(is_resident)).view(3, 4, -1)
     assert not areas[:, :3].any()
     assert areas[:, 3].all()

@@ -27,16 +27,14 @@ PROCESSORS = [
 
 
 @pytest.mark.parametrize(("machine_name", "features", "expected"), PROCESSORS)
-def test_a_processor_has_the_sets_whose_features_it_has_all(
+def test_a_set_is_supported_if_the_processor_has_all_its_features(
     machine_name: str, features: str, expected: list[str]
 ) -> None:
     assert [level.name for level in supported_sets(machine_name, features.split())] == expected
 
 
 @pytest.mark.parametrize(("machine_name", "features", "names"), PROCESSORS)
-def test_the_best_set_is_chosen_or_the_one_that_is_asked_for(
-    machine_name: str, features: str, names: list[str]
-) -> None:
+def test_the_best_set_is_chosen_unless_another_is_requested(machine_name: str, features: str, names: list[str]) -> None:
     supported = supported_sets(machine_name, features.split())
     best = choose_set(None, supported)
     assert (None if best is None else best.name) == (names[0] if names else None)
@@ -52,12 +50,12 @@ def test_the_best_set_is_chosen_or_the_one_that_is_asked_for(
                 choose_set(cpu_isa, supported)
 
 
-def test_the_flag_has_all_sets() -> None:
+def test_the_flag_allows_all_sets() -> None:
     assert {*SERVER_FLAGS.flags["cpu_isa"].choices} == {*(level.cpu_isa for level in INSTRUCTION_SETS), PLAIN_TORCH}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own list is compared")
-def test_the_sets_of_this_machine_are_those_that_the_operating_system_tells_of() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
+def test_the_sets_of_this_machine_match_the_features_in_proc_cpuinfo() -> None:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     found = next(line for line in lines if line.startswith(("flags", "Features"))).split(":")[1].split()
     names = {"bmi1": "bmi", "abm": "lzcnt", "avx512_bf16": "avx512bf16", "asimd": "neon"}

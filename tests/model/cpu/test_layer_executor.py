@@ -1,4 +1,4 @@
-"""All layers in one call of the kernels, against the same layers by torch over the reference backend."""
+"""All layers in one call of the kernels, against the same layers by torch with the reference backend."""
 
 import dataclasses
 
@@ -15,18 +15,18 @@ from tokasaurus.model.decoder.decoder import DecoderOptions
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [DecoderOptions(), DecoderOptions(qkv_bias=True), DecoderOptions(qk_norm=True)])
 @pytest.mark.parametrize("case", NAMED_CASES)
-def test_layers_of_the_kernels_equal_those_of_torch(case: Case, options: DecoderOptions, dtype: torch.dtype) -> None:
+def test_layers_of_the_kernels_equal_torch_layers(case: Case, options: DecoderOptions, dtype: torch.dtype) -> None:
     check_stage(dataclasses.replace(case, dtype=dtype), options)
 
 
 @settings(max_examples=40)
 @given(case=cases([16, 32]))
-def test_layers_of_the_kernels_equal_those_of_torch_on_random_steps(case: Case) -> None:
+def test_layers_of_the_kernels_equal_torch_layers_on_random_steps(case: Case) -> None:
     check_stage(case, DecoderOptions(qk_norm=True))
 
 
 @pytest.mark.parametrize("head_dim", [16, 48, 128])
 @pytest.mark.parametrize("num_tokens", [1, 2, 150, 700])
-def test_a_prompt_without_groups(num_tokens: int, head_dim: int) -> None:
+def test_layers_of_the_kernels_equal_torch_layers_on_one_prompt(num_tokens: int, head_dim: int) -> None:
     prompt = Case(16, 0, (Group(1, ((1, 0),)),), (), (Other(0, 0, num_tokens),), head_dim=head_dim)
     check_stage(prompt, DecoderOptions())

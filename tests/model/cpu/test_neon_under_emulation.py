@@ -30,7 +30,7 @@ def built(library: Library) -> Path:
 
 
 def run_on(processor: str, source: Path, library: Library, directory: Path) -> subprocess.CompletedProcess[str]:
-    """The program `source`, linked to the library."""
+    """Compile the program `source`, link it to the library and run it in the emulator."""
     path, program = built(library), directory / "program"
     flags = [*library.compiler_flags, "-std=c++17", "-O1", "-Wno-psabi", *build.INCLUDE_FLAGS]
     command = [COMPILER, *flags, str(source), str(path), f"-Wl,-rpath,{path.parent}", "-o", str(program)]

@@ -18,8 +18,8 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.usefixtures("num_threads")
-def test_all_of_the_work_is_done_when_a_call_returns() -> None:
-    """Small loops, one right after the other, on data that the next call changes."""
+def test_all_work_is_done_when_a_call_returns() -> None:
+    """Small loops in quick succession, on data that is overwritten right after each call."""
     linear, norm = Linear(64, 256, bias=False, dtype=torch.float32), make_norm(64, torch.float32)
     fill(linear)
     weight = linear.weight.double()
@@ -32,7 +32,7 @@ def test_all_of_the_work_is_done_when_a_call_returns() -> None:
 
 
 @pytest.mark.usefixtures("num_threads")
-def test_a_call_waits_for_a_thread_that_is_still_at_work() -> None:
+def test_a_call_waits_for_threads_that_are_still_computing() -> None:
     """Nine long work items: with two threads or more, some are still computing when the last item is claimed."""
     linear = Linear(512, 9 * 32, bias=False, dtype=torch.float32)
     fill(linear)

@@ -35,7 +35,7 @@ FLAGS = ["dtype=float32", "kv_cache_num_tokens=1000", "max_tokens_per_forward=64
 
 @pytest.fixture(autouse=True)
 def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In this process; what is on disk may stay, as it does from one start to the next."""
+    """Forget compiled functions in this process; the cache on disk stays, as between two starts of a server."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache_directory() / "inductor"))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     torch.compiler.reset()
@@ -66,7 +66,7 @@ def test_one_compilation_for_all_layers_gives_the_tokens_of_transformers(
 ) -> None:
     oracle = save_tiny_model(tmp_path, family, tied=family == "llama")
     runner, compiler = compiled_runner(tmp_path, backend)
-    assert compiler.num_compilations == 2, "what is before attention, and what is behind it"
+    assert compiler.num_compilations == 2, "one function before attention and one after it"
     rng = random.Random(FAMILIES.index(family))
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 16, 33, 90]))] for _ in range(5)]
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -79,8 +79,8 @@ def test_one_compilation_for_all_layers_gives_the_tokens_of_transformers(
 
 
 def run_steps_of_every_kind(runner: ModelRunner) -> list[dict[int, tuple[int, float | None]]]:
-    """Groups; prompts of every length up to 70, of the model's own sizes, and of the most tokens that a step may have;
-    then rows that decode, one to fourteen of them, with a prompt beside them. -> what each step sampled."""
+    """Prefix groups; prompts of every length up to 70, of the model's own sizes, and of the most tokens of a step; then
+    up to fifteen decode rows, with a prompt beside them or alone. -> the tokens that each step sampled."""
     samples = Samples(StepDriver(runner), 16, seed=1)
     samples.run(4, grouped=True)
     assert samples.num_grouped
@@ -115,7 +115,7 @@ def test_no_step_of_any_shape_is_compiled_after_warm_up(backend: str, tmp_path: 
             assert logprob == pytest.approx(expected[slot][1], abs=1e-4)
 
 
-def test_sizes_that_are_not_marked_are_compiled_again_and_that_is_noticed(
+def test_sizes_that_are_not_marked_dynamic_cause_recompiles_that_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch._dynamo.decorators.mark_unbacked", lambda *_, **__: None)
@@ -135,7 +135,7 @@ def test_a_recompile_is_logged_and_sent_with_its_step(tmp_path: Path, caplog: py
     outputs: Channel[ForwardOutput | Ready] = Channel(context)
     for message in (single_token(LIMITS), single_token(LIMITS), EndOfInputs()):
         inputs.send(message)
-    torch.set_num_threads(2)  # of which compiled code has a fixed number
+    torch.set_num_threads(2)  # compiled code has a fixed number of threads
     run_steps(runner, inputs, outputs, steps_behind=0)
     answers = [outputs.receive(timeout_s=60) for _ in range(2)]
     assert [answer.num_recompiles for answer in answers] == [2, 0]
@@ -162,7 +162,7 @@ def test_a_worker_compiles_before_it_is_ready(tmp_path: Path) -> None:
         ('[ "$1" = --version ] && echo g++ || { echo "x.h:1: error: no Python.h" >&2; exit 1; }', "error: no Python.h"),
     ],
 )
-def test_where_nothing_can_be_compiled_the_worker_says_so_in_one_line(
+def test_without_a_working_compiler_the_worker_gives_a_one_line_error(
     script: str, message: str, tmp_path: Path
 ) -> None:
     compiler = tmp_path / "bad-g++"

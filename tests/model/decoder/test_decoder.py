@@ -35,13 +35,13 @@ def test_tied_embeddings_serve_as_the_lm_head(backend: str, tmp_path: Path) -> N
 def test_an_embedding_is_packed_only_where_it_is_the_lm_head_too(
     tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that only embeds is read by rows, which lie apart in packed weights."""
+    """An embedding that is not the LM head is read by rows, which are not contiguous in packed weights."""
     packed: list[torch.nn.Module] = []
     monkeypatch.setattr(Linear, "pack", lambda linear, *_, **__: packed.append(linear))
     save_tiny_model(tmp_path, "llama", tied=tied)
     model, _ = load(tmp_path)
     model.pack(None)
-    # Of each of the 3 layers: queries, keys and values; attention's output; gate and up; down.
+    # 4 in each of the 3 layers (QKV, attention output, gate and up, down), and the LM head.
     assert len(packed) == 3 * 4 + 1
     assert any(module is model.embedding for module in packed) == tied
 
@@ -53,7 +53,7 @@ def test_weights_come_from_a_sharded_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_family_is_added_by_two_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/adding_a_model.md says, with Mistral for an example."""
+    """As docs/adding_a_model.md describes, with Mistral as the example."""
     oracle = save_tiny_model(tmp_path, "mistral")
     monkeypatch.setitem(info.FAMILIES, "mistral", info.FamilyConfig("MistralForCausalLM", ("sliding_window",)))
     monkeypatch.setitem(registry.FAMILIES, "mistral", DecoderOptions())
@@ -126,7 +126,7 @@ def test_two_tensor_parallel_processes_equal_one(family: str, tmp_path: Path) ->
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_tensor_shards_put_together_equal_the_whole(tmp_path: Path) -> None:
+def test_concatenated_tensor_shards_equal_the_whole(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen2")
     whole, _ = load(tmp_path)
     shards = [load(tmp_path, Mesh(tp_rank=rank, tp_size=2))[0] for rank in range(2)]
@@ -136,8 +136,8 @@ def test_tensor_shards_put_together_equal_the_whole(tmp_path: Path) -> None:
         parts = [shard.layers[index] for shard in shards]
         # The fused rows of a shard are its own queries, keys and values: 2 of 4 heads, 1 of 2 KV heads, 16 each.
         for name in ("weight", "bias"):
-            pieces = [getattr(part.attention.qkv, name).split([32, 16, 16]) for part in parts]
-            rebuilt = torch.cat([piece for triple in zip(*pieces, strict=True) for piece in triple])
+            projections = [getattr(part.attention.qkv, name).split([32, 16, 16]) for part in parts]
+            rebuilt = torch.cat([shard for shards_of_one in zip(*projections, strict=True) for shard in shards_of_one])
             assert torch.equal(rebuilt, getattr(layer.attention.qkv, name))
         out = torch.cat([part.attention.out.weight for part in parts], dim=1)
         assert torch.equal(out, layer.attention.out.weight)

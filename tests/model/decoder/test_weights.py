@@ -1,4 +1,4 @@
-"""Checkpoints that do not fit the model end in an error that names the tensor."""
+"""A checkpoint that does not fit the model raises an error that names the tensor."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_a_tensor_that_does_not_fit_is_named(
         load(tmp_path)
 
 
-def test_old_rotary_tables_and_a_stored_tied_head_are_passed_over(tmp_path: Path) -> None:
+def test_old_rotary_tables_and_a_stored_tied_head_are_ignored(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama", tied=True)
     surplus = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),

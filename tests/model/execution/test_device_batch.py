@@ -1,4 +1,4 @@
-"""The counts that batches are padded to."""
+"""The row counts to which batches are padded."""
 
 import random
 from pathlib import Path
@@ -22,11 +22,11 @@ def test_padding_adds_at_most_a_sixteenth_and_leaves_few_counts() -> None:
     for count, result in enumerate(padded):
         assert count <= result <= count + count / 16
         assert padded_count(result) == result
-    # 16 exact ones, then 16 to each of the 9 doublings up to 8,192; and 0.
+    # 0, 16 exact counts, then 16 for each of the 9 doublings up to 8,192.
     assert len(set(padded)) == 161
 
 
-def test_matrix_products_see_padded_counts_alone(tmp_path: Path) -> None:
+def test_gemms_have_only_padded_row_counts(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     model, info = load(tmp_path)
     counts: set[int] = set()
@@ -34,20 +34,18 @@ def test_matrix_products_see_padded_counts_alone(tmp_path: Path) -> None:
         linear.register_forward_hook(lambda _module, inputs, _output: counts.add(inputs[0].shape[0]))
     driver = StepDriver(make_runner(model, info, "torch", num_blocks=600), num_blocks=600)
     rng = random.Random(0)
-    asked: set[int] = set()
+    prompt_lengths: set[int] = set()
     for slot in range(1, 21):
         prompt = [1] * rng.randint(17, 400)
         driver.open(slot, prompt, num_prompt_top=1 if slot % 2 else None)
-        asked.add(len(prompt))
+        prompt_lengths.add(len(prompt))
         driver.run([], [(slot, len(prompt))])
         driver.run(list(range(1, slot + 1)), [])
     assert counts <= {padded_count(count) for count in range(1, 401)}
-    assert not asked <= counts, "most prompts are no padded count"
+    assert not prompt_lengths <= counts, "most prompt lengths are not padded counts"
 
 
-def test_forwards_of_the_kernels_have_the_tokens_asked_for_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forwards_of_the_kernels_are_not_padded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model(tmp_path, "llama")
     model, info = load(tmp_path)
     model.pack(load_kernels())

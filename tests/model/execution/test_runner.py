@@ -1,4 +1,4 @@
-"""Slots that end and begin between steps, and steps that sample nothing."""
+"""Slots that are closed and opened between steps, and steps that sample nothing."""
 
 import random
 from pathlib import Path
@@ -22,7 +22,7 @@ from tokasaurus.model.parallel.mesh import Mesh
 
 
 def load_runner(directory: Path, dtype: torch.dtype) -> ModelRunner:
-    """With the attention backend and the weights' layout that the server would choose."""
+    """A runner with the attention backend and the weight layout that the server would choose."""
     info = read_model_info(directory)
     model = build_decoder(info, Mesh(), dtype)
     model.materialize(CPU, info.context_length)
@@ -32,7 +32,7 @@ def load_runner(directory: Path, dtype: torch.dtype) -> ModelRunner:
 
 
 class OneSlot:
-    """Runs slot 1 alone, message by message, as the test spells them out."""
+    """Runs slot 1 alone, with messages that the test writes out."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -45,7 +45,7 @@ class OneSlot:
         closes: bool = False,
         temperature: float = 0.0,
     ) -> StepResult:
-        """opens: (prompt tokens, first position) of a slot opened by the same message, which may close it first."""
+        """opens: (prompt tokens, first position): the message opens the slot. closes: it closes the slot first."""
         opened = None if opens is None else open_slot(*opens, temperature)
         changes = SlotChanges(int32([1] if closes else []), opened, int32([1] * len(blocks)), int32(blocks))
         return self._runner.run(ForwardInput(1, int32([1]), int32([len(tokens)]), 0, int32(tokens), changes))
@@ -73,9 +73,9 @@ def random_prompt() -> list[int]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_sequence_put_back_goes_on_with_the_same_tokens(temperature: float, tmp_path: Path) -> None:
-    """Its slot is closed and opened by one message, its first two blocks are still cached, and its prompt now ends with
-    four tokens that it had sampled."""
+def test_a_preempted_sequence_continues_with_the_same_tokens(temperature: float, tmp_path: Path) -> None:
+    """One message closes and opens its slot; its first two blocks are still cached, and its prompt now ends with four
+    tokens that it sampled before."""
     oracle = save_tiny_model(tmp_path, "llama")
     slot = OneSlot(load_runner(tmp_path, torch.float32))
     prompt = random_prompt()
@@ -92,7 +92,7 @@ def test_a_sequence_put_back_goes_on_with_the_same_tokens(temperature: float, tm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_step_that_ends_no_prompt_samples_nothing(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_step_that_completes_no_prompt_samples_nothing(dtype: torch.dtype, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     prompt = random_prompt()
     slot = OneSlot(load_runner(tmp_path, dtype))

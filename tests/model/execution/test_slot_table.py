@@ -39,11 +39,11 @@ def test_block_tables_equal_lists_kept_by_hand(seed: int) -> None:
         opened = rng.sample(free, rng.randint(0, len(free)))
         positions = [rng.randint(0, 30) for _ in opened]
         by_hand.update({slot: [] for slot in opened})
-        # A slot that opens gets the blocks of its whole prompt, a running one what it grew by.
+        # An opened slot gets the blocks of its whole prompt, a running one its new blocks.
         slots = [slot for slot in opened for _ in range(rng.randint(0, 30))]
         slots += [slot for slot in by_hand for _ in range(rng.randint(0, 3)) if len(by_hand[slot]) < 36]
         rng.shuffle(slots)
-        # Slots share blocks, so an id comes up again, in other tables and at other places.
+        # Slots share blocks, so an id may be in several tables, at different positions.
         blocks = [rng.randint(1, 50) for _ in slots]
         for slot, block in zip(slots, blocks, strict=True):
             by_hand[slot].append(block)

@@ -1,4 +1,4 @@
-"""Greedy tokens of a model's directory in mixed batches, and those of transformers."""
+"""Greedy decoding of a saved model: by our runner in mixed batches, and by transformers token by token."""
 
 import random
 from pathlib import Path
@@ -20,7 +20,7 @@ from tokasaurus.model.parallel.mesh import Mesh
 def load(
     directory: Path, mesh: Mesh | None = None, device: torch.device = CPU, packed: bool = False
 ) -> tuple[Decoder, ModelInfo]:
-    """packed: for the kernels, as the server does; otherwise plain torch computes all but attention."""
+    """packed: pack weights for the kernels, as the server does; otherwise torch computes all but attention."""
     model_info = read_model_info(directory)
     model = build_decoder(model_info, mesh or Mesh(), torch.float32)
     model.materialize(device, model_info.context_length)
@@ -31,21 +31,21 @@ def load(
 
 
 def oracle_greedy(oracle: PreTrainedModel, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
-    """Each token from a whole forward of everything before it."""
+    """-> tokens and their logprobs, each from a forward of all tokens before it."""
     ids = list(prompt)
     logprobs = []
     for _ in range(num_tokens):
         with torch.no_grad():
-            scores = oracle(torch.tensor([ids])).logits[0, -1].log_softmax(dim=-1)
-        ids.append(int(scores.argmax()))
-        logprobs.append(float(scores.max()))
+            next_logprobs = oracle(torch.tensor([ids])).logits[0, -1].log_softmax(dim=-1)
+        ids.append(int(next_logprobs.argmax()))
+        logprobs.append(float(next_logprobs.max()))
     return ids[len(prompt) :], logprobs
 
 
 def greedy_in_a_mixed_batch(
     driver: StepDriver, prompts: list[list[int]], num_tokens: int, rng: random.Random
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """All prompts at once: chunks of random sizes while others decode."""
+    """-> tokens and logprobs by prompt. Prompts are prefilled in chunks of random sizes while others decode."""
     slots = list(range(1, len(prompts) + 1))
     tokens: dict[int, list[int]] = {slot: [] for slot in slots}
     logprobs: dict[int, list[float]] = {slot: [] for slot in slots}

@@ -1,7 +1,7 @@
-"""How much memory the largest forwards of a checkpoint take, on Linux.
+"""Measure the memory of a checkpoint's largest forwards, on Linux.
 
-`python -m tests.model.helpers.largest_forward DIRECTORY DTYPE` prints as JSON what is reserved for them, and the most
-that they added to this process, in bytes.
+`python -m tests.model.helpers.largest_forward DIRECTORY DTYPE` prints JSON: the bytes reserved for these
+forwards, and by how many bytes they raise the peak memory of this process.
 """
 
 import json
@@ -46,7 +46,7 @@ def main(directory: Path, dtype: torch.dtype) -> None:
     model.pack(load_kernels())
     runner = make_runner(model, info, "cpu", PAGE_SIZE, num_blocks=600, num_slots=limits.max_seqs, dtype=dtype)
     memory = largest_forward(info, limits, PAGE_SIZE, model.activation_dtype.itemsize, NUM_THREADS, NUM_TOP)
-    warm_up_small(runner, limits, PAGE_SIZE)  # loads the code of all that follows
+    warm_up_small(runner, limits, PAGE_SIZE)  # loads the code that the measured forwards run
     before = reset_peak()
     reserve(memory, model, limits)
     reserved = peak() - before
@@ -59,7 +59,7 @@ def main(directory: Path, dtype: torch.dtype) -> None:
 
 
 def largest_steps(limits: ForwardLimits) -> list[ForwardInput]:
-    """With a mask for every row that samples; all rows in one group; and all that wait for a context's end."""
+    """Steps with a mask for every sampling row, all rows in one prefix group, or all rows at the end of a context."""
     widest, last_tokens = widest_prefill(limits), longest_last_tokens(limits)
     num_rows = len(widest.slots)
     groups = PrefixGroups(np.array([num_rows], np.int32), np.array([limits.context_length // PAGE_SIZE - 1], np.int32))

@@ -1,4 +1,4 @@
-"""A pipeline stage of random layers, by the kernels and by torch over the reference backend."""
+"""A pipeline stage with random weights, computed by the kernels and by torch with the reference backend."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ MIDDLE = Mesh(pp_rank=1, pp_size=3)
 
 
 def make_stage(case: Case, options: DecoderOptions, kernels: Kernels | None) -> Decoder:
-    """The same random weights, packed for `kernels` or not."""
+    """A stage with seeded random weights. kernels: pack the weights for these; None: do not pack."""
     info = ModelInfo(
         family="llama",
         num_layers=NUM_LAYERS * MIDDLE.pp_size,
@@ -56,7 +56,7 @@ def make_stage(case: Case, options: DecoderOptions, kernels: Kernels | None) -> 
 
 
 def run_stage(case: Case, options: DecoderOptions, kernels: Kernels, by_kernels: bool, grouped: bool) -> torch.Tensor:
-    """-> hidden states of the case's step without padding."""
+    """-> hidden states [T, HIDDEN_SIZE] of the case's step, without padding."""
     made = CaseStep(case)
     step = made.step if grouped else dataclasses.replace(made.step, groups=None)
     shape = dataclasses.replace(case.shape, num_layers=NUM_LAYERS)
@@ -74,7 +74,7 @@ def run_stage(case: Case, options: DecoderOptions, kernels: Kernels, by_kernels:
 
 
 def check_stage(case: Case, options: DecoderOptions, kernels: Kernels | None = None) -> None:
-    """The kernels' layers equal torch's. kernels: default is the best for this machine."""
+    """Compare the kernels' layers with torch's. kernels: default is this machine's best instruction set."""
     kernels = kernels or load_kernels()
     assert kernels is not None, "the tests need a C++ compiler"
     with one_thread(), torch.inference_mode():

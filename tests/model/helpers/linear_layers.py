@@ -1,4 +1,4 @@
-"""Random layers and rows for tests of matrix products, and how exact results must be."""
+"""Random layers and input rows for gemm tests, and the tolerance of results."""
 
 import torch
 
@@ -9,7 +9,8 @@ from tokasaurus.model.decoder.layers.norm import RMSNorm
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-# Of the largest magnitude in the result, or of 1: the rounding of one bfloat16, and of a sum in float32.
+# Largest error relative to the largest expected magnitude, which counts as at least 1: the rounding of a float32 sum,
+# or of one bfloat16.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-8}
 
 
@@ -20,7 +21,7 @@ def layer_kernels() -> LayerKernels:
 
 
 def activation_dtype(weight_dtype: torch.dtype) -> torch.dtype:
-    """What the kernels of this machine take and give beside such weights."""
+    """Type of the kernels' inputs and outputs on this machine, with weights of `weight_dtype`."""
     return layer_kernels().activation_dtype(weight_dtype)
 
 

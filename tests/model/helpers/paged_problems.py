@@ -1,4 +1,4 @@
-"""Segments over scattered blocks of a cache filled at random, the same for every backend."""
+"""Attention over segments with scattered blocks in a KV cache of random values, the same for every backend."""
 
 from dataclasses import dataclass
 
@@ -32,36 +32,36 @@ def make_part(segments: list[Segment], tables: list[list[int]], first_row: int, 
 
 
 def scattered_tables(segments: list[Segment], page_size: int, seed: int) -> tuple[list[list[int]], int]:
-    """Disjoint blocks in random order for each segment -> tables, number of blocks with the padding block."""
+    """Disjoint blocks in random order for each segment -> block tables, number of blocks including padding."""
     counts = [-(-segment.kv_length // page_size) for segment in segments]
     order = (torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)) + 1).tolist()
-    tables, taken = [], 0
+    tables, num_used = [], 0
     for count in counts:
-        tables.append(order[taken : taken + count])
-        taken += count
+        tables.append(order[num_used : num_used + count])
+        num_used += count
     return tables, sum(counts) + 1
 
 
 def fill(backend: AttentionBackend, shape: KVShape, segments: list[Segment], tables: list[list[int]]) -> None:
-    """The same random keys and values, by seed, in every token of every segment and layer."""
+    """Write seeded random keys and values for every token of every segment, in every layer."""
     generator = torch.Generator().manual_seed(0)
     for layer in range(shape.num_layers):
         for segment, table in zip(segments, tables, strict=True):
             page_size, tokens = shape.page_size, range(segment.kv_length)
-            places = [table[token // page_size] * page_size + token % page_size for token in tokens]
+            kv_indices = [table[token // page_size] * page_size + token % page_size for token in tokens]
             size = (segment.kv_length, shape.num_kv_heads, shape.head_dim)
             key, value = (torch.randn(size, generator=generator).to(shape.query_dtype) for _ in range(2))
-            backend.plan(PagedLayout(torch.tensor(places), ()))
+            backend.plan(PagedLayout(torch.tensor(kv_indices), ()))
             backend.write(key, value, layer)
 
 
-def spoil(backend: AttentionBackend, shape: KVShape, num_blocks: int) -> None:
-    """What earlier sequences left in the blocks, and the padding block: read by mistake, it would outweigh the rest."""
+def fill_with_outliers(backend: AttentionBackend, shape: KVShape, num_blocks: int) -> None:
+    """Fill all blocks, padding included, with large values: one read by mistake would dominate the result."""
     num_tokens = num_blocks * shape.page_size
-    left = torch.full((num_tokens, shape.num_kv_heads, shape.head_dim), 100.0, dtype=shape.query_dtype)
+    outliers = torch.full((num_tokens, shape.num_kv_heads, shape.head_dim), 100.0, dtype=shape.query_dtype)
     backend.plan(PagedLayout(torch.arange(num_tokens), ()))
     for layer in range(shape.num_layers):
-        backend.write(left, left, layer)
+        backend.write(outliers, outliers, layer)
 
 
 def attend_all(
@@ -73,11 +73,11 @@ def attend_all(
     seed: int,
     kernels: Kernels | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse of one part over random keys and values, by seed. kernels: None for those of this machine."""
+    """Output and lse of one part over seeded random keys and values. kernels: None for those of this machine."""
     backend = make_backend(name, shape, load_kernels() if kernels is None else kernels)
     tables, num_blocks = scattered_tables(segments, shape.page_size, seed)
     backend.allocate(num_blocks)
-    spoil(backend, shape, num_blocks)
+    fill_with_outliers(backend, shape, num_blocks)
     fill(backend, shape, segments, tables)
     part = make_part(segments, tables, first_row=0, causal=causal)
     backend.plan(PagedLayout(torch.zeros(0, dtype=torch.int64), (part,)))

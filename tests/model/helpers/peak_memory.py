@@ -1,17 +1,17 @@
-"""The memory that this process has and had at most, on Linux."""
+"""Resident memory of this process and its peak, on Linux."""
 
 import re
 from pathlib import Path
 
 
 def reset_peak() -> int:
-    """-> bytes resident now."""
+    """Restart the peak at the current value -> bytes resident now."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
 
 def peak() -> int:
-    """The most bytes resident since `reset_peak`."""
+    """Largest number of resident bytes since `reset_peak`."""
     return _status("VmHWM")
 
 

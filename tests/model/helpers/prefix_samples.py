@@ -1,4 +1,4 @@
-"""Samples of questions that share a prefix, decoded side by side with groups and without."""
+"""Samples of questions that share a prefix, decoded together with prefix groups or without."""
 
 import itertools
 import random
@@ -8,40 +8,40 @@ from tests.model.helpers.steps import StepDriver
 
 
 class Samples:
-    """Samples of some questions behind a few shots, which come one after the other and decode side by side. Steps cut
-    prompts anywhere.
-
-    sampled: (token, log-probability) pairs by slot. num_grouped: rows that decoded in groups, over all steps."""
+    """Samples of questions that share few-shot examples. Questions arrive one at a time and decode together; prefill
+    chunks end anywhere in a prompt."""
 
     def __init__(self, driver: StepDriver, page_size: int, seed: int) -> None:
         self._driver, self._page_size, self._rng = driver, page_size, random.Random(seed)
-        # What is asked is the same whether or not rows are grouped; so is when and in which chunks.
+        # Groups have a random generator of their own: prompts, arrivals and chunks are the same without groups.
         self._grouping = random.Random(seed)
         self._few_shots = self._tokens(self._rng.randint(page_size, 70))
         self._questions: list[list[int]] = []
         self.sampled: dict[int, list[tuple[int, float | None]]] = {}
+        """(token, logprob) pairs by slot."""
         self.num_grouped = 0
+        """Rows that decoded in groups, over all steps."""
 
     def run(self, num_tokens: int, grouped: bool) -> None:
-        """All samples have that many tokens in the end."""
-        to_come = [3, 1, 4, 2, 3]
-        while to_come or any(len(pairs) < num_tokens for pairs in self.sampled.values()):
-            if to_come and (not self.sampled or self._rng.random() < 0.2):
-                self._open(to_come.pop())
+        """Run steps until every sample has `num_tokens` tokens."""
+        sample_counts = [3, 1, 4, 2, 3]
+        while sample_counts or any(len(pairs) < num_tokens for pairs in self.sampled.values()):
+            if sample_counts and (not self.sampled or self._rng.random() < 0.2):
+                self._open(sample_counts.pop())
             prefilling = [slot for slot in self.sampled if self._driver.remaining(slot)]
             decode = [slot for slot, pairs in self.sampled.items() if pairs and len(pairs) < num_tokens]
             prefill = []
             for slot in prefilling[: self._rng.randint(0 if decode else 1, len(prefilling))] if prefilling else []:
                 prefill.append((slot, self._rng.randint(1, self._driver.remaining(slot))))
                 if prefill[-1][1] < self._driver.remaining(slot):
-                    break  # the samples behind it read what it computes
+                    break  # later samples read what the rest of this prompt computes
             decode, groups = self._in_groups(decode) if grouped else (decode, None)
             if decode or prefill:
                 for slot, pair in self._driver.run(decode, prefill, groups).items():
                     self.sampled[slot].append(pair)
 
     def _open(self, num_samples: int) -> None:
-        """Samples of one more question: the first computes it, the others all that fills no block."""
+        """Open the samples of one more question: the first computes the prompt, the others only its last block."""
         prompt = self._few_shots + self._tokens(self._rng.choice([1, 20, 2 * self._page_size]))
         if self._rng.random() < 0.5:
             prompt = prompt[: len(prompt) // self._page_size * self._page_size]
@@ -57,7 +57,7 @@ class Samples:
         self._questions.append(list(range(first, first + num_samples)))
 
     def _in_groups(self, decode: list[int]) -> tuple[list[int], list[tuple[int, int]] | None]:
-        """Groups of some of `decode`: of each question, or of several together; and the order in which they stand."""
+        """-> the slots of `decode` in group order, and groups of some of them: samples of one question or several."""
         members: list[list[int]] = [[]]
         for question in self._questions:
             if self._grouping.random() < 0.5:
@@ -70,7 +70,7 @@ class Samples:
         grouped = list(itertools.chain(*(slots for slots, _ in used)))
         self.num_grouped += len(grouped)
         others = [slot for slot in decode if slot not in grouped]
-        # Of some groups the prefix is longer than it is said to be.
+        # Some groups use one block less than their members share.
         groups = [(len(slots), self._grouping.choice([count, max(1, count - 1)])) for slots, count in used]
         return grouped + others, groups
 

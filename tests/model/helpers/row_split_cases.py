@@ -1,4 +1,4 @@
-"""Steps with rows in groups that share a prefix, named ones and random ones."""
+"""Steps with rows in prefix groups: named cases and random ones."""
 
 import dataclasses
 import itertools
@@ -19,31 +19,34 @@ from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 
 @dataclass(frozen=True)
 class Group:
-    """Rows behind `num_blocks` blocks of their own, which lie behind the blocks that all groups share.
-
-    members: for each row, the tokens behind the prefix of its group, the one at hand included; and for how many of
-    their whole blocks it has those of the row before, at most: a longer prefix, which the group does not use.
-    """
+    """Decode rows that share a prefix: the blocks common to all groups, then blocks of this group."""
 
     num_blocks: int
+    """Prefix blocks of this group, after the common ones."""
     members: tuple[tuple[int, int], ...]
+    """For each row: its tokens after the prefix, including the current one; and how many whole blocks after the prefix
+    it shares with the row before, at most. The group does not use this longer prefix."""
 
 
 @dataclass(frozen=True)
 class Other:
-    """A row in no group: `num_cached` tokens behind the prefix of a group, then `num_tokens` of this step."""
+    """A row in no group, whose context starts with the prefix of a group."""
 
     group: int
+    """Index of the group."""
     num_cached: int
+    """Cached tokens after the prefix."""
     num_tokens: int
+    """Tokens of this step."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """num_common: blocks that all groups share. decode, prefill: the rows behind those in groups."""
+    """The rows of a step: grouped decode rows, other decode rows, then prefill rows."""
 
     page_size: int
     num_common: int
+    """Blocks that all groups share."""
     groups: tuple[Group, ...]
     decode: tuple[Other, ...] = ()
     prefill: tuple[Other, ...] = ()
@@ -61,8 +64,8 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn, page_sizes: list[int]) -> Case:
     page_size, num_common = draw(st.sampled_from(page_sizes)), draw(st.integers(0, 4))
-    behind = st.one_of(st.sampled_from([1, 2, page_size, page_size + 1, 2 * page_size]), st.integers(1, 90))
-    members = st.lists(st.tuples(behind, st.sampled_from([0, 0, 1, 3])), min_size=1, max_size=14)
+    num_after = st.one_of(st.sampled_from([1, 2, page_size, page_size + 1, 2 * page_size]), st.integers(1, 90))
+    members = st.lists(st.tuples(num_after, st.sampled_from([0, 0, 1, 3])), min_size=1, max_size=14)
     fewest = 0 if num_common else 1
     group = st.builds(Group, st.integers(fewest, 9), members.map(tuple))
     groups = tuple(draw(st.lists(group, min_size=1, max_size=4)))
@@ -81,8 +84,8 @@ def cases(draw: st.DrawFn, page_sizes: list[int]) -> Case:
 
 
 class CaseStep:
-    """The step of a case, the state of its slots before it, and what the KV cache holds: keys and values at the tokens
-    that the step may read, and at all other places what would outweigh them."""
+    """A case's step, the state of its slots before the step, and the contents of the KV cache: random keys and values
+    at the kv indices that the step may read, and large values at all others, which would dominate a wrong read."""
 
     def __init__(self, case: Case) -> None:
         self._page_size = case.page_size
@@ -122,20 +125,20 @@ class CaseStep:
         generator = torch.Generator().manual_seed(0)
         self.key, self.value = (torch.randn(size, generator=generator).to(case.dtype) for _ in range(2))
         self.key[~is_read] = self.value[~is_read] = 100.0
-        # Rows apart, as the fused product of queries, keys and values leaves them.
+        # Strided rows, as the fused gemm for queries, keys and values writes them.
         fused = torch.randn(1000, case.shape.num_heads + 2, case.head_dim, generator=generator).to(case.dtype)
         self.query = fused[:, : case.shape.num_heads]
 
     def _make_rows(self, case: Case) -> list[tuple[list[int], int, int]]:
-        """Of each row: its block table, tokens before this step, tokens of this step."""
+        """For each row: block table, cached tokens, tokens of this step."""
         rows: list[tuple[list[int], int, int]] = []
         common = self._new_blocks(case.num_common)
         prefixes = [common + self._new_blocks(group.num_blocks) for group in case.groups]
         for prefix, group in zip(prefixes, case.groups, strict=True):
             num_prefix_tokens = len(prefix) * case.page_size
             before, num_whole = prefix, len(prefix)
-            for num_behind, most_shared in group.members:
-                cached = num_prefix_tokens + num_behind - 1
+            for num_after, most_shared in group.members:
+                cached = num_prefix_tokens + num_after - 1
                 num_same = min(len(prefix) + most_shared, num_whole, cached // case.page_size)
                 before = self._extended(before[:num_same], cached + 1)
                 num_whole = cached // case.page_size
@@ -159,7 +162,7 @@ def _scattered(rows: list[tuple[list[int], int, int]]) -> list[tuple[list[int], 
     return [([order[block] for block in table], cached, count) for table, cached, count in rows]
 
 
-LONG = tuple((num_behind, 0) for num_behind in (300, 1, 17, 16, 40))
+LONG = tuple((num_after, 0) for num_after in (300, 1, 17, 16, 40))
 
 
 ONE_TOKEN_EACH = Group(3, ((1, 0),) * 20)
@@ -171,5 +174,6 @@ NAMED_CASES = [
     Case(16, 0, (Group(1, ((16, 0), (17, 0))),), (), (Other(0, 0, 40),)),
     Case(16, 2, (Group(0, ((5, 0),)), Group(7, ((33, 2),) * 9), ONE_TOKEN_EACH), (Other(1, 40, 1),), (Other(1, 0, 9),)),
 ]
-"""A group of everything, of very different lengths; rows at a block border; a row alone beside the next prompt; groups
-of which one has the prefix of all, nested prefixes, and others that share their blocks."""
+"""In order: one group whose rows have very different lengths; rows right after a block border; rows around a block
+border beside a prompt; three groups, one with only the common prefix and one with nested prefixes, and rows in no group
+that share a group's blocks."""

@@ -1,4 +1,4 @@
-"""Biases and penalties of slots, and the contexts that they count."""
+"""Biases and penalties of slots, and the contexts whose tokens penalties count."""
 
 import dataclasses
 
@@ -19,13 +19,15 @@ ALWAYS = np.iinfo(np.int32).max
 
 @dataclasses.dataclass
 class Rule:
-    """biases: (token, value, end) each."""
+    """Penalties and biases of one slot."""
 
     num_request_tokens: int = 1
+    """Tokens of the request at the start of the context; the tokens after them are generated."""
     presence: float = 0.0
     frequency: float = 0.0
     repetition: float = 1.0
     biases: tuple[tuple[int, float, int], ...] = ()
+    """(token, value, end) each; a bias applies while the context has fewer than `end` tokens."""
 
     @property
     def penalties(self) -> dict[str, float]:
@@ -48,7 +50,7 @@ def make_rules(by_slot: dict[int, Rule]) -> LogitRules:
 
 
 class Contexts:
-    """The slots' tokens in scattered blocks, each slot's beginning with `shared` ones of the first's."""
+    """The slots' context tokens in scattered blocks, the first `num_shared_blocks` shared with the first slot."""
 
     def __init__(self, contexts: dict[int, list[int]], num_slots: int, num_shared_blocks: int = 0) -> None:
         self.rules = SlotRules(num_slots, CPU)
@@ -57,15 +59,15 @@ class Contexts:
         self.tables = np.zeros((num_slots, 40), np.int32)
         free = np.random.default_rng(0).permutation(np.arange(1, 3000)).tolist()
         self.rules.allocate(3000 * PAGE_SIZE)
-        self.rules.tokens.fill_(3)  # what is not of the context must not count
+        self.rules.tokens.fill_(3)  # tokens outside the contexts, which must not count
         first = min(contexts)
         for slot, context in contexts.items():
             for position, token in enumerate(context):
-                place = position // PAGE_SIZE
+                block_index = position // PAGE_SIZE
                 if position % PAGE_SIZE == 0:
-                    is_shared = slot != first and place < num_shared_blocks
-                    self.tables[slot, place] = self.tables[first, place] if is_shared else free.pop()
-                self.rules.tokens[self.tables[slot, place] * PAGE_SIZE + position % PAGE_SIZE] = token
+                    is_shared = slot != first and block_index < num_shared_blocks
+                    self.tables[slot, block_index] = self.tables[first, block_index] if is_shared else free.pop()
+                self.rules.tokens[self.tables[slot, block_index] * PAGE_SIZE + position % PAGE_SIZE] = token
 
     def open(self, slots: list[int], by_slot: dict[int, Rule]) -> None:
         """by_slot: the rules of some of the slots."""

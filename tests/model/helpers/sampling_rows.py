@@ -1,4 +1,4 @@
-"""Rows to be sampled, and what their draws are compared with."""
+"""Rows and masks to sample with, and the distributions that draws are compared with."""
 
 import dataclasses
 
@@ -25,9 +25,9 @@ def noise_keys(seeds: list[int], samples: list[int], positions: list[int]) -> to
 def make_rows(
     temperatures: list[float], top_ps: list[float], keys: torch.Tensor, top_k: int = 0, min_p: float = 0.0
 ) -> SamplingRows:
-    """top_k, min_p: of all rows."""
+    """top_k, min_p: the same for all rows."""
     values = zip(temperatures, top_ps, strict=True)
-    params = np.array([SamplingParams(*own, top_k, min_p) for own in values], SAMPLING_DTYPE)
+    params = np.array([SamplingParams(*row, top_k, min_p) for row in values], SAMPLING_DTYPE)
     return SamplingRows(params, params_to_device(params, CPU), keys, any_logprobs=True)
 
 
@@ -47,18 +47,18 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
 LOGITS = [2.0, 1.5, 0.3, 0.0, -1.0, -2.5, 1.0]
 
 
-def inside_by_hand(logits: np.ndarray, top_p: float, top_k: int, min_p: float) -> np.ndarray:
-    """What is left of float64 [V] probabilities after min_p, top_k and top_p, one after the other; bool [V]."""
-    left = np.exp(logits - logits.max())
-    left[left < min_p] = 0
+def inside_limits(logits: np.ndarray, top_p: float, top_k: int, min_p: float) -> np.ndarray:
+    """logits float64 [V] -> bool [V]: the tokens inside min_p, top_k and top_p, applied in this order."""
+    kept = np.exp(logits - logits.max())
+    kept[kept < min_p] = 0
     if top_k:
-        left[left < np.sort(left)[::-1][min(top_k, len(left)) - 1]] = 0
-    left /= left.sum()
-    order = np.argsort(-left, kind="stable")
-    before = np.cumsum(left[order]) - left[order]
+        kept[kept < np.sort(kept)[::-1][min(top_k, len(kept)) - 1]] = 0
+    kept /= kept.sum()
+    order = np.argsort(-kept, kind="stable")
+    before = np.cumsum(kept[order]) - kept[order]
     if top_p < 1:
-        left[left < left[order][before < top_p][-1]] = 0
-    return left > 0
+        kept[kept < kept[order][before < top_p][-1]] = 0
+    return kept > 0
 
 
 def make_masks(allowed: dict[int, np.ndarray]) -> TokenMasks:

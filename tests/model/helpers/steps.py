@@ -1,4 +1,4 @@
-"""Drive a model runner as the manager would, for tests: one object hands out slots and blocks and builds steps."""
+"""Drive a model runner as the manager does: open slots, allocate blocks and build steps."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ def make_runner(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Small torch operations take a hundred times as long where their threads have to wait for a core."""
+    """Limit torch to one thread: small operations take 100 times as long if their threads wait for a core."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -57,7 +57,7 @@ def one_thread() -> Iterator[None]:
 
 
 def open_greedy(slot: int, num_prompt_tokens: int) -> SlotOpens:
-    """One slot, from its first position, without log-probabilities."""
+    """One greedy slot, from its first position, without logprobs."""
     return SlotOpens(
         slots=int32([slot]),
         num_prompt_tokens=int32([num_prompt_tokens]),
@@ -70,8 +70,8 @@ def open_greedy(slot: int, num_prompt_tokens: int) -> SlotOpens:
 
 
 class StepDriver:
-    """Opens slots with scattered blocks, all those of the prompt at once, and runs steps of any mix of decode rows and
-    prefill chunks."""
+    """Opens slots, allocates scattered blocks (all blocks of a prompt at once), and runs steps with any mix of decode
+    rows and prefill chunks."""
 
     def __init__(self, runner: ModelRunner, page_size: int = 16, num_blocks: int = 200, seed: int = 0) -> None:
         self.runner = runner
@@ -102,20 +102,20 @@ class StepDriver:
         rules: LogitRules | None = None,
         num_top: int = 0,
         num_prompt_top: int | None = None,
-        num_again: int = 0,
+        num_recomputed: int = 0,
         **params: float,
     ) -> None:
-        """params: further fields of SamplingParams.
-        shares: (other slot, blocks): the first blocks of that slot are this one's too, and it starts behind them.
-        num_top: so many of its likeliest tokens are in `top` after each step that samples for it.
-        num_prompt_top: None, or its prompt's tokens are scored, with so many of the likeliest, and those of each step
-        are in `scores` after it.
-        num_again: of the tokens of the shared blocks, the last ones that it computes once more.
-        rules: of this slot; such slots first run in steps of their own."""
+        """shares: (other slot, blocks): this slot shares the first blocks of the other and starts after them.
+        rules: logit rules of this slot; a step may open at most one slot that has rules.
+        num_top: number of top-k logprobs in `top` after each step that samples for this slot.
+        num_prompt_top: number of top-k logprobs for each prompt token, in `logprobs_by_slot` after each step that
+        computes some of them; None: no prompt logprobs.
+        num_recomputed: number of tokens at the end of the shared blocks that this slot computes again.
+        params: further fields of SamplingParams."""
         other, num_shared = (slot, 0) if shares is None else shares
         table = [] if shares is None else self._tables[other][:num_shared]
         assert len(table) == num_shared
-        self._prompts[slot], self._done[slot] = prompt, num_shared * self._page_size - num_again
+        self._prompts[slot], self._done[slot] = prompt, num_shared * self._page_size - num_recomputed
         self._first_writes[slot] = num_shared * self._page_size
         self._num_prompt_top[slot] = num_prompt_top
         self._tables[slot], self._num_sent[slot] = table, 0
@@ -132,8 +132,8 @@ class StepDriver:
     def run(
         self, decode: list[int], prefill: list[tuple[int, int]], groups: list[tuple[int, int]] | None = None
     ) -> dict[int, tuple[int, float | None]]:
-        """decode: slots. prefill: (slot, tokens). groups: (slots, blocks that they share) of each group; its slots are
-        the next of `decode`. -> the sampled (token, log-probability) by slot."""
+        """decode: slots. prefill: (slot, tokens) of each chunk. groups: (number of slots, shared blocks) of each group;
+        groups cover the first slots of `decode` in order. -> the sampled (token, logprob) by slot."""
         prompt_ids: list[int] = []
         block_slots: list[int] = []
         blocks: list[int] = []
@@ -176,10 +176,10 @@ class StepDriver:
         return _by_slot(result, sampled)
 
     def num_shared_blocks(self, slots: list[int]) -> int:
-        """Whole blocks with which the tables of `slots` begin and behind which each of them has a token to decode."""
+        """Number of leading full blocks that all `slots` share; the next token of each slot comes after them."""
         tables = [self._tables[slot][: self._done[slot] // self._page_size] for slot in slots]
-        same = itertools.takewhile(lambda blocks: len(set(blocks)) == 1, zip(*tables, strict=False))
-        return sum(1 for _ in same)
+        shared = itertools.takewhile(lambda blocks: len(set(blocks)) == 1, zip(*tables, strict=False))
+        return sum(1 for _ in shared)
 
     def _extend_table(self, slot: int, num_tokens: int) -> None:
         table = self._tables[slot]
@@ -189,7 +189,7 @@ class StepDriver:
     def _prompt_logprobs_input(
         self, num_decode: int, prefill: list[tuple[int, int]]
     ) -> tuple[list[int], PromptLogprobsInput | None]:
-        """The slots of which tokens are scored, and these."""
+        """-> the slots that compute prompt logprobs in this step, and the worker's input for them."""
         slots, rows, counts, target_ids = [], [], [], []
         for row, (slot, num_tokens) in enumerate(prefill, start=num_decode):
             if self._num_prompt_top[slot] is None:
@@ -205,7 +205,7 @@ class StepDriver:
         return slots, PromptLogprobsInput(int32(rows), int32(counts), int32(target_ids), num_top)
 
     def _opened(self, running: list[int]) -> SlotOpens | None:
-        """Those of the slots to open that run for the first time."""
+        """Open the slots of `running` that run for the first time; None if there is none."""
         slots = [slot for slot in self._to_open if slot in running]
         self._to_open = [slot for slot in self._to_open if slot not in running]
         if not slots:
@@ -229,11 +229,13 @@ class StepDriver:
 
 @dataclass(frozen=True)
 class PromptLogprob:
-    """Of one token of a prompt. top: (token, log-probability), falling."""
+    """Log-probability of one prompt token."""
 
     logprob: float
     rank: int
+    """1 for the most likely token."""
     top: list[tuple[int, float]]
+    """The most likely tokens: (token, logprob), most likely first."""
 
 
 def int32(values: Sequence[int]) -> np.ndarray:

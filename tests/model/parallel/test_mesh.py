@@ -1,4 +1,4 @@
-"""How layers, heads and rows are dealt to ranks, against the definitions counted out one by one."""
+"""How layers, heads and rows are divided among ranks, against the definitions applied one by one."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_a_rank_holds_exactly_the_kv_heads_that_its_query_heads_read(
         group = num_heads // num_kv_heads
         needed = sorted({head // group for head in range(start, start + length)})
         assert list(range(kv_start, kv_start + kv_length)) == needed
-        # Grouped attention takes the i-th of the rank's query heads to its KV head number i // (length / kv_length).
+        # Grouped attention maps query head i of the rank to KV head i // (length / kv_length) of the rank.
         for index in range(length):
             assert kv_start + index // (length // kv_length) == (start + index) // group
 

@@ -23,7 +23,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels | None:
 
 
 def change_by_hand(logits: list[float], rule: Rule, context: list[int]) -> list[float]:
-    """One token at a time, as vLLM's documentation has it."""
+    """The changed logits, computed one token at a time as vLLM's documentation defines them."""
     changed = []
     generated = context[rule.num_request_tokens :]
     for token, logit in enumerate(logits):
@@ -38,10 +38,10 @@ def change_by_hand(logits: list[float], rule: Rule, context: list[int]) -> list[
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(5))
-def test_logits_are_changed_as_by_hand_and_logprobs_are_of_the_plain_ones(
+def test_logits_are_changed_as_by_hand_and_logprobs_are_from_unchanged_logits(
     seed: int, dtype: torch.dtype, kernels: Kernels | None
 ) -> None:
-    """Greedy, so that the token is the largest changed logit: over many rows, every change shows."""
+    """Greedy, so that the token has the largest changed logit; over many rows, every change shows."""
     rng = random.Random(seed)
     num_rows, vocab_size = 150, 30
     shared = [rng.randrange(vocab_size) for _ in range(8)]
@@ -108,7 +108,7 @@ def test_draws_follow_the_softmax_of_the_changed_logits(
     weights = np.exp(np.array(change_by_hand(logits, rule, context)) / temperature)
     drawn = weights > 0
     assert counts[~drawn].sum() == 0
-    # 6 degrees of freedom: above 27.9 once in 10,000 honest runs.
+    # 6 degrees of freedom: above 27.9 in one of 10,000 correct runs.
     assert chi_square(counts[drawn], weights[drawn] / weights.sum()) < 27.9
 
 
@@ -119,13 +119,13 @@ def test_a_slot_has_the_rules_it_was_last_opened_with() -> None:
     state.rules.close(int32([1, 3]))
     state.open([3, 4], {4: Rule(biases=((5, 1.0, ALWAYS), (6, 1.0, 3)))})
     state.open([1, 5], {})
-    state.open([6], {6: Rule(biases=((5, 1.0, 6),))})  # has as many tokens as it ends at
+    state.open([6], {6: Rule(biases=((5, 1.0, 6),))})  # not active: the context already has 6 tokens
     assert rules_by_slot(state) == {4: (0, 1)}
     assert state.select([2, 5]) is None
 
 
 def rules_by_slot(state: Contexts) -> dict[int, tuple[int, int]]:
-    """(tokens that penalties look at, biases) of the slots whose rules act."""
+    """(number of tokens that penalties read, number of biases) of the slots with active rules."""
     slots = sorted(state.num_tokens)
     ruled = state.select(slots)
     assert ruled is not None
@@ -142,10 +142,10 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_tokens_are_the_same_alone_in_a_crowd_and_put_back(backend: str, tmp_path: Path) -> None:
-    """And those of transformers where it is greedy. Alone: one chunk, then decoding. In a crowd: chunks amid others,
-    the prefix read from another slot's blocks. Put back: opened anew, with what it had generated as part of its prompt,
-    behind blocks that are cached."""
+def test_tokens_are_the_same_alone_in_a_batch_and_after_preemption(backend: str, tmp_path: Path) -> None:
+    """The greedy sequence also equals transformers. Alone: one chunk, then decode steps. In a batch: chunks beside
+    other rows, with the prefix read from another slot's blocks. After preemption: opened again behind cached blocks,
+    with its generated tokens as part of its prompt."""
     oracle = save_tiny_model(tmp_path, "llama")
     model, info = load(tmp_path)
     if backend == "cpu":
@@ -176,20 +176,20 @@ def test_tokens_are_the_same_alone_in_a_crowd_and_put_back(backend: str, tmp_pat
         assert alone[1] == expected[0, prompt.shape[1] :].tolist()
 
         driver = StepDriver(make_runner(model, info, backend, num_slots=40), num_blocks=200, seed=5)
-        crowd: dict[int, list[int]] = {}
+        batched: dict[int, list[int]] = {}
         for slot in (9, 1, 2, 3, 4):
             prompt = prompts[max(0, slot - 1) % 4]
             options = OPTIONS[slot - 1] if slot < 9 else {"temperature": 1.0}
             open_ruled(driver, slot, prompt, len(prompt), options, shares=None if slot == 9 else (9, 3))
             while driver.remaining(slot):
                 chunk = min(driver.remaining(slot), 13)
-                for sampled, (token, _) in driver.run(sorted(crowd), [(slot, chunk)]).items():
-                    crowd.setdefault(sampled, []).append(token)
-        while min(map(len, crowd.values())) < 11:
-            for slot, (token, _) in driver.run(sorted(crowd), []).items():
-                crowd[slot].append(token)
+                for sampled, (token, _) in driver.run(sorted(batched), [(slot, chunk)]).items():
+                    batched.setdefault(sampled, []).append(token)
+        while min(map(len, batched.values())) < 11:
+            for slot, (token, _) in driver.run(sorted(batched), []).items():
+                batched[slot].append(token)
         for slot in (1, 2, 3, 4):
-            before = crowd[slot][:11]
+            before = batched[slot][:11]
             assert before == alone[slot - 1][:11]
             prompt = prompts[slot - 1]
             open_ruled(driver, slot + 20, prompt + before, len(prompt), OPTIONS[slot - 1], shares=(slot, 3))

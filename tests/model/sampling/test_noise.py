@@ -1,4 +1,4 @@
-"""The noise against the distribution that it should have."""
+"""Gumbel noise against its distribution."""
 
 import numpy as np
 import pytest

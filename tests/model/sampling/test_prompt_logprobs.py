@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts' tokens, against plain torch and against transformers."""
+"""Prompt logprobs against plain torch and against transformers."""
 
 import multiprocessing
 import random
@@ -36,7 +36,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels | None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("vocab_size", "num_top"), [(7, 7), (1003, 0), (5001, 20), (300, 299), (64, 1)])
-def test_scores_are_those_of_a_plain_sort(
+def test_logprobs_and_ranks_equal_a_plain_sort(
     vocab_size: int, num_top: int, dtype: torch.dtype, kernels: Kernels | None
 ) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
@@ -45,11 +45,12 @@ def test_scores_are_those_of_a_plain_sort(
     targets[::3] = logits[::3].argmax(dim=-1)
     computed = token_logprobs_of(logits, targets, num_top, kernels)
     expected = logits.double().log_softmax(dim=-1)
-    own = expected.gather(1, targets.unsqueeze(1))
-    torch.testing.assert_close(computed.logprobs.double(), own.squeeze(1), atol=3e-6, rtol=1e-5)
-    # bfloat16 logits are often equal: none of them is before another
+    target_logprobs = expected.gather(1, targets.unsqueeze(1))
+    torch.testing.assert_close(computed.logprobs.double(), target_logprobs.squeeze(1), atol=3e-6, rtol=1e-5)
+    # bfloat16 logits are often equal, and equal logits have the same rank
     ordered = expected.sort(dim=-1, descending=True).values
-    assert computed.ranks.tolist() == [1 + row.index(value) for row, value in zip(ordered.tolist(), own, strict=True)]
+    ranks = [1 + row.index(value) for row, value in zip(ordered.tolist(), target_logprobs, strict=True)]
+    assert computed.ranks.tolist() == ranks
     torch.testing.assert_close(computed.top_logprobs.double(), ordered[:, :num_top], atol=3e-6, rtol=1e-5)
     by_ids = expected.gather(1, computed.top_ids.long())
     torch.testing.assert_close(computed.top_logprobs.double(), by_ids, atol=3e-6, rtol=1e-5)
@@ -59,7 +60,7 @@ def test_scores_are_those_of_a_plain_sort(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_prompts_token_scores_as_if_it_were_drawn(dtype: torch.dtype, kernels: Kernels | None) -> None:
+def test_a_prompt_token_has_the_same_logprob_as_a_drawn_token(dtype: torch.dtype, kernels: Kernels | None) -> None:
     logits = (torch.randn(50, 3000, generator=torch.Generator().manual_seed(2)) * 5).to(dtype)
     drawn = sample(logits, make_rows([1.0] * 50, [1.0] * 50, noise_keys([1] * 50, [0] * 50, list(range(50)))), kernels)
     assert drawn.logprobs is not None
@@ -67,7 +68,7 @@ def test_a_prompts_token_scores_as_if_it_were_drawn(dtype: torch.dtype, kernels:
     torch.testing.assert_close(computed.logprobs, drawn.logprobs, atol=0, rtol=2e-7)
 
 
-def test_a_row_that_is_no_number_harms_no_other(kernels: Kernels | None) -> None:
+def test_a_row_with_nans_does_not_affect_other_rows(kernels: Kernels | None) -> None:
     logits = torch.randn(3, 300)
     logits[1, 100:] = torch.nan
     computed = token_logprobs_of(logits, torch.tensor([5, 6, 7]), 4, kernels)
@@ -79,7 +80,7 @@ def test_a_row_that_is_no_number_harms_no_other(kernels: Kernels | None) -> None
 def assert_logprobs_of(
     computed: list[PromptLogprob], oracle: PreTrainedModel, prompt: list[int], first: int, num_top: int
 ) -> None:
-    """Those of prompt[first:], by transformers."""
+    """Compare the logprobs of prompt[first:] with transformers."""
     with torch.inference_mode():
         expected = oracle(torch.tensor([prompt])).logits[0].log_softmax(dim=-1)
     assert len(computed) == len(prompt) - first
@@ -87,9 +88,9 @@ def assert_logprobs_of(
         row, target = expected[position - 1], prompt[position]
         assert entry.logprob == pytest.approx(float(row[target]), abs=1e-4)
         assert int((row > row[target] + 1e-4).sum()) < entry.rank <= 1 + int((row > row[target] - 1e-4).sum())
-        likeliest = row.topk(num_top)
-        assert [token for token, _ in entry.top[:num_top]] == likeliest.indices.tolist()
-        assert [value for _, value in entry.top[:num_top]] == pytest.approx(likeliest.values.tolist(), abs=1e-4)
+        most_likely = row.topk(num_top)
+        assert [token for token, _ in entry.top[:num_top]] == most_likely.indices.tolist()
+        assert [value for _, value in entry.top[:num_top]] == pytest.approx(most_likely.values.tolist(), abs=1e-4)
 
 
 def random_tokens(rng: random.Random, count: int) -> list[int]:
@@ -108,16 +109,16 @@ def oracle(tmp_path: Path) -> PreTrainedModel:
 
 @pytest.fixture
 def new_driver(backend: str, oracle: PreTrainedModel, tmp_path: Path) -> Callable[[], StepDriver]:  # noqa: ARG001
-    """Of the oracle's weights."""
+    """Makes drivers of a runner with the oracle's weights."""
     model, info = load(tmp_path, packed=backend == "cpu")
     return lambda: StepDriver(make_runner(model, info, backend))
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_chunks_in_mixed_steps_have_the_scores_of_transformers(
+def test_chunks_in_mixed_steps_have_the_logprobs_of_transformers(
     seed: int, new_driver: Callable[[], StepDriver], oracle: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others decode or prefill unscored meanwhile, and few rows pass the head at once."""
+    """Other rows decode, or prefill without logprobs, meanwhile; at most 16 rows pass the LM head at once."""
     for module in (prompt_logprobs, device_batch):
         monkeypatch.setattr(module, "LOGPROBS_AT_ONCE", 16)
     rng = random.Random(seed)
@@ -140,28 +141,28 @@ def test_chunks_in_mixed_steps_have_the_scores_of_transformers(
 
 
 @pytest.mark.parametrize("num_shared", [1, 3])
-@pytest.mark.parametrize("num_again", [1, 16])
-def test_behind_a_cached_prefix_its_last_tokens_are_computed_again(
-    num_again: int, num_shared: int, new_driver: Callable[[], StepDriver], oracle: PreTrainedModel
+@pytest.mark.parametrize("num_recomputed", [1, 16])
+def test_the_last_tokens_of_a_cached_prefix_are_recomputed_for_logprobs(
+    num_recomputed: int, num_shared: int, new_driver: Callable[[], StepDriver], oracle: PreTrainedModel
 ) -> None:
-    """By several slots in one step, which all have the padding block for what they do not write."""
-    rng = random.Random(num_again)
+    """Several slots do so in one step; KV that they must not write goes to the padding block."""
+    rng = random.Random(num_recomputed)
     prefix = random_tokens(rng, 16 * num_shared)
     driver = new_driver()
     driver.open(1, [*prefix, 1])
     driver.run([], [(1, len(prefix) + 1)])
     prompts = {slot: prefix + random_tokens(rng, rng.randint(1, 40)) for slot in range(2, 6)}
     for slot, prompt in prompts.items():
-        driver.open(slot, prompt, shares=(1, num_shared), num_prompt_top=2, num_again=num_again)
+        driver.open(slot, prompt, shares=(1, num_shared), num_prompt_top=2, num_recomputed=num_recomputed)
     driver.run([1], [(slot, driver.remaining(slot)) for slot in prompts])
     for slot, prompt in prompts.items():
-        assert_logprobs_of(driver.logprobs_by_slot[slot], oracle, prompt, len(prefix) - num_again + 1, 2)
+        assert_logprobs_of(driver.logprobs_by_slot[slot], oracle, prompt, len(prefix) - num_recomputed + 1, 2)
     texts = {slot: list(prompt) for slot, prompt in prompts.items()}
     for slot, (token, _) in driver.run(sorted(prompts), []).items():
         assert oracle_greedy(oracle, texts[slot], 2)[0][1] == token
 
 
-def test_blocks_that_another_row_of_the_step_fills_are_scored_in_it(
+def test_blocks_filled_by_another_row_give_logprobs_in_the_same_step(
     new_driver: Callable[[], StepDriver], oracle: PreTrainedModel
 ) -> None:
     rng = random.Random(3)
@@ -169,14 +170,14 @@ def test_blocks_that_another_row_of_the_step_fills_are_scored_in_it(
     longer = prompt[:48] + random_tokens(rng, 9)
     driver = new_driver()
     driver.open(1, prompt)
-    driver.open(2, longer, shares=(1, 3), num_prompt_top=1, num_again=48)
+    driver.open(2, longer, shares=(1, 3), num_prompt_top=1, num_recomputed=48)
     driver.run([], [(1, 60), (2, 57)])
     assert_logprobs_of(driver.logprobs_by_slot[2], oracle, longer, 1, 1)
 
 
-def test_what_is_computed_again_writes_neither_keys_and_values_nor_tokens(new_driver: Callable[[], StepDriver]) -> None:
-    """Its tokens are others than those that the blocks hold, which a row that reads them would notice; by its keys
-    and values, or by the penalties."""
+def test_recomputed_tokens_write_neither_kv_nor_context_tokens(new_driver: Callable[[], StepDriver]) -> None:
+    """The recomputed tokens differ from the tokens in the blocks, so a write would change the samples of the row that
+    reads the blocks, by its attention or its penalties."""
     rng = random.Random(4)
     prompt, others = random_tokens(rng, 40), random_tokens(rng, 33)
     tokens = []
@@ -186,14 +187,14 @@ def test_what_is_computed_again_writes_neither_keys_and_values_nor_tokens(new_dr
         driver.open(1, list(prompt), rules=make_rules({1: rule}), **rule.penalties)
         driver.run([], [(1, 40)])
         if is_disturbed:
-            driver.open(2, others, shares=(1, 2), num_prompt_top=0, num_again=32)
+            driver.open(2, others, shares=(1, 2), num_prompt_top=0, num_recomputed=32)
             driver.run([], [(2, 20)])
             driver.run([], [(2, 13)])
         tokens.append([driver.run([1], [])[1] for _ in range(5)])
     assert tokens[0] == tokens[1]
 
 
-def test_scores_leave_with_their_step(new_driver: Callable[[], StepDriver]) -> None:
+def test_prompt_logprobs_are_sent_with_the_output_of_their_step(new_driver: Callable[[], StepDriver]) -> None:
     driver = new_driver()
     context = multiprocessing.get_context("spawn")
     inputs: Channel[ForwardInput | EndOfInputs] = Channel(context)
@@ -211,8 +212,8 @@ def test_scores_leave_with_their_step(new_driver: Callable[[], StepDriver]) -> N
     assert plain.prompt_logprobs is None
 
 
-def test_a_long_prompt_is_scored_in_little_memory(tmp_path: Path) -> None:
-    """All its logits at once would take 1.6 GB."""
+def test_logprobs_of_a_long_prompt_take_little_memory(tmp_path: Path) -> None:
+    """All logits of the prompt at once would take 1.6 GB."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(
         vocab_size=50_000, num_hidden_layers=1, max_position_embeddings=8192, tie_word_embeddings=True, **sizes
@@ -222,7 +223,7 @@ def test_a_long_prompt_is_scored_in_little_memory(tmp_path: Path) -> None:
     model, info = load(tmp_path, packed=True)
     driver = StepDriver(make_runner(model, info, "cpu", num_blocks=600), num_blocks=600)
     prompt = np.random.default_rng(0).integers(0, 50_000, 8192).tolist()
-    for slot, length in ((1, 600), (2, 8192)):  # the first, as a warm-up, takes what is kept
+    for slot, length in ((1, 600), (2, 8192)):  # the first is a warm-up: it allocates the buffers that are kept
         driver.open(slot, prompt[:length], num_prompt_top=20)
         before = reset_peak()
         driver.run([], [(slot, length)])

@@ -6,7 +6,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.model.helpers.sampling_rows import LOGITS, chi_square, inside_by_hand, make_rows, noise_keys, with_params
+from tests.model.helpers.sampling_rows import LOGITS, chi_square, inside_limits, make_rows, noise_keys, with_params
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.sampling.noise import gumbel_noise
 from tokasaurus.model.sampling.params import columns_of
@@ -50,9 +50,9 @@ NO_TOP_K, NO_MIN_P = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_draws_follow_the_softmax_at_the_temperature(temperature: float, kernels: Kernels | None) -> None:
-    scores = np.array(LOGITS) / temperature
-    probabilities = np.exp(scores) / np.exp(scores).sum()
-    # 6 degrees of freedom: above 27.9 once in 10,000 honest runs.
+    logits = np.array(LOGITS) / temperature
+    probabilities = np.exp(logits) / np.exp(logits).sum()
+    # 6 degrees of freedom: above 27.9 in one of 10,000 correct runs.
     assert chi_square(count_draws(LOGITS, temperature, 1.0, kernels), probabilities) < 27.9
 
 
@@ -63,31 +63,29 @@ def test_draws_follow_the_softmax_at_the_temperature(temperature: float, kernels
         (0.8, 0, 0.0, 3),
         (1.0, 4, 0.0, 4),
         (1.0, 1000, 0.0, 7),
-        (1.0, 0, 0.15, 4),  # a sixth of the likeliest's is 0.07
-        (0.6, 2, 0.0, 1),  # 0.42 of 0.68 is 0.62: more than asked
+        (1.0, 0, 0.15, 4),  # 0.15 of the largest, 0.42, is 0.063
+        (0.6, 2, 0.0, 1),  # top_k leaves 0.68; 0.42 of it is 0.62, more than top_p
         (0.7, 2, 0.0, 2),
-        (0.9, 5, 0.15, 3),  # of 0.92, that min_p leaves, 0.84 is 0.91
+        (0.9, 5, 0.15, 3),  # min_p leaves 0.92; 0.84 of it is 0.91, more than top_p
         (0.8, 0, 0.001, 3),
     ],
 )
-def test_draws_under_limits_follow_the_renormalised_rest(
+def test_draws_under_limits_follow_the_renormalised_softmax(
     top_p: float, top_k: int, min_p: float, num_inside: int, kernels: Kernels | None
 ) -> None:
     probabilities = np.exp(LOGITS) / np.exp(LOGITS).sum()
     inside = np.argsort(-probabilities)[:num_inside]
     counts = count_draws(LOGITS, 1.0, top_p, kernels, top_k, min_p)
     assert counts.sum() == counts[inside].sum()
-    # Up to 6 degrees of freedom: above 27.9 once in 10,000 honest runs.
+    # Up to 6 degrees of freedom: above 27.9 in one of 10,000 correct runs.
     assert chi_square(counts[inside], probabilities[inside] / probabilities[inside].sum()) < 27.9
 
 
 @pytest.mark.parametrize("vocab_size", [5, 16, 50, 5000])
 @pytest.mark.parametrize("seed", range(6))
-def test_only_tokens_inside_all_limits_are_drawn_and_all_of_them_are(
-    seed: int, vocab_size: int, kernels: Kernels | None
-) -> None:
-    """Tokens outside have logits near those inside: each noise is tried on the whole row, with what is outside, and
-    what wins must be what wins among those inside."""
+def test_the_draw_is_the_best_token_inside_all_limits(seed: int, vocab_size: int, kernels: Kernels | None) -> None:
+    """Tokens outside have logits close to the logits inside: with the same noise, the draw must be the token with
+    the largest noisy logit among the tokens inside."""
     rng = np.random.default_rng(seed)
     num_rows = 80
     # Few values, so that many tie at the borders.
@@ -99,10 +97,11 @@ def test_only_tokens_inside_all_limits_are_drawn_and_all_of_them_are(
     rows = with_params(make_rows([1.0] * num_rows, top_ps.tolist(), keys), top_k=top_ks, min_p=min_ps)
     tokens, _, *_ = sample(torch.tensor(logits, dtype=torch.float32), rows, kernels)
     limits = zip(logits, top_ps, top_ks, min_ps, strict=True)
-    inside = np.stack([inside_by_hand(*row) for row in limits])
-    scores = np.where(inside, logits + gumbel_noise(keys, vocab_size).numpy(), -np.inf)
+    inside = np.stack([inside_limits(*row) for row in limits])
+    noisy_logits = np.where(inside, logits + gumbel_noise(keys, vocab_size).numpy(), -np.inf)
     assert (inside.sum(axis=1) < vocab_size).mean() > 0.4
-    assert (tokens.numpy() == scores.argmax(axis=1)).mean() >= 0.98  # sums of many may cross top_p one token apart
+    # Sums of many probabilities may cross top_p one token apart.
+    assert (tokens.numpy() == noisy_logits.argmax(axis=1)).mean() >= 0.98
 
 
 @pytest.mark.parametrize(("position", "token"), [(213, 31642), (264, 41734)])
@@ -118,23 +117,23 @@ def test_the_only_token_that_top_p_leaves_is_drawn_whatever_its_noise(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    scores=st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=40),
+    logits=st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=40),
     top_p=st.floats(1 / 64, 1.0, width=32),
 )
-def test_top_p_keeps_the_fewest_likely_tokens_that_reach_it(scores: list[float], top_p: float) -> None:
-    probabilities = torch.tensor(scores).softmax(dim=-1)
-    excluded = outside_limits(torch.tensor([scores]), columns_of(make_rows([1.0], [top_p], NO_KEYS).device_params))[0]
+def test_top_p_keeps_the_fewest_most_likely_tokens_that_reach_it(logits: list[float], top_p: float) -> None:
+    probabilities = torch.tensor(logits).softmax(dim=-1)
+    excluded = outside_limits(torch.tensor([logits]), columns_of(make_rows([1.0], [top_p], NO_KEYS).device_params))[0]
     kept = probabilities[~excluded]
     assert kept.sum() >= min(top_p, 1) - 1e-5
     assert excluded.sum() == 0 or probabilities[excluded].max() < kept.min()
-    # Without the least likely of the kept (and its equals) it would not be reached.
+    # Without the least likely kept token, and its equals, top_p would not be reached.
     assert kept[kept > kept.min()].sum() < top_p + 1e-5
 
 
 def test_top_p_reaches_past_the_candidates_of_a_flat_distribution() -> None:
-    scores = torch.linspace(0, 0.01, 5000).unsqueeze(0)
-    excluded = outside_limits(scores, columns_of(make_rows([1.0], [0.9], NO_KEYS).device_params))[0]
-    ordered = scores[0].softmax(dim=-1).sort(descending=True).values
+    logits = torch.linspace(0, 0.01, 5000).unsqueeze(0)
+    excluded = outside_limits(logits, columns_of(make_rows([1.0], [0.9], NO_KEYS).device_params))[0]
+    ordered = logits[0].softmax(dim=-1).sort(descending=True).values
     expected = int((ordered.cumsum(0) < 0.9).sum()) + 1
     assert abs(int((~excluded).sum()) - expected) <= 1
 
@@ -183,25 +182,26 @@ def test_kernels_draw_the_tokens_that_torch_draws(vocab_size: int, top_p: float,
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 5.0])
-def test_no_token_that_the_kernel_passes_over_would_have_won(spread: float) -> None:
-    """It computes the noise only where a bound of it could win: in a flat distribution that is put to the test."""
+def test_the_kernel_skips_no_token_that_would_have_won(spread: float) -> None:
+    """It computes the noise only where an upper bound of it could win, which a flat distribution tests most."""
     logits = torch.randn(100, 50_000) * spread
     keys = noise_keys(list(range(100)), [0] * 100, [8] * 100)
     tokens, _, *_ = sample(logits, make_rows([1.0] * 100, [1.0] * 100, keys), load_kernels())
-    scores = logits + gumbel_noise(keys, 50_000)
-    torch.testing.assert_close(scores.gather(1, tokens.unsqueeze(1)), scores.amax(dim=1, keepdim=True))
+    noisy_logits = logits + gumbel_noise(keys, 50_000)
+    drawn = noisy_logits.gather(1, tokens.unsqueeze(1))
+    torch.testing.assert_close(drawn, noisy_logits.amax(dim=1, keepdim=True))
 
 
 @settings(max_examples=60)
 @given(
-    scores=st.lists(st.integers(-40, 40), min_size=1, max_size=40, unique=True),
+    logit_tenths=st.lists(st.integers(-40, 40), min_size=1, max_size=40, unique=True),
     top_p=st.floats(1 / 64, 1.0, width=32),
     by_kernels=st.booleans(),
 )
-def test_only_tokens_inside_top_p_are_drawn_and_the_last_of_them_is(
-    scores: list[int], top_p: float, by_kernels: bool
+def test_only_tokens_inside_top_p_are_drawn_including_the_least_likely(
+    logit_tenths: list[int], top_p: float, by_kernels: bool
 ) -> None:
-    logits = np.array(scores) / 10
+    logits = np.array(logit_tenths) / 10
     probabilities = np.exp(logits) / np.exp(logits).sum()
     order = np.argsort(-probabilities)
     before = np.cumsum(probabilities[order]) - probabilities[order]
@@ -221,7 +221,7 @@ def test_only_tokens_inside_top_p_are_drawn_and_the_last_of_them_is(
 def test_tokens_as_likely_as_the_last_one_inside_top_p_are_inside(kernels: Kernels | None) -> None:
     logits = torch.zeros(2000, 300)
     logits[:, :10] = 1.0
-    # Ten tokens hold 0.086 together; what is left is equal, so that all or nothing of it is inside.
+    # Ten tokens have probability 0.086 together; the others are equal, so all of them or none are inside.
     keys = noise_keys(list(range(2000)), [0] * 2000, [1] * 2000)
     few, _, *_ = sample(logits, make_rows([1.0] * 2000, [0.05] * 2000, keys), kernels)
     everything, _, *_ = sample(logits, make_rows([1.0] * 2000, [0.2] * 2000, keys), kernels)
@@ -229,7 +229,7 @@ def test_tokens_as_likely_as_the_last_one_inside_top_p_are_inside(kernels: Kerne
     assert len(set(everything.tolist())) > 250
 
 
-def test_a_row_that_is_no_number_harms_no_other(kernels: Kernels | None) -> None:
+def test_a_row_of_nans_does_not_affect_other_rows(kernels: Kernels | None) -> None:
     logits = torch.randn(3, 100)
     logits[1] = torch.nan
     keys = noise_keys([1, 2, 3], [0, 0, 0], [1, 1, 1])
@@ -240,7 +240,7 @@ def test_a_row_that_is_no_number_harms_no_other(kernels: Kernels | None) -> None
     assert 0 <= int(tokens[1]) < 100
 
 
-def test_a_row_is_drawn_alike_whatever_else_is_in_the_batch(kernels: Kernels | None) -> None:
+def test_the_draw_of_a_row_does_not_depend_on_other_rows(kernels: Kernels | None) -> None:
     logits = torch.randn(130, 3000)
     keys = noise_keys(list(range(130)), [0] * 130, [4] * 130)
     together, _, *_ = sample(logits, make_rows([1.0] * 130, [1.0] * 130, keys), kernels)

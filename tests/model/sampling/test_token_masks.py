@@ -1,4 +1,4 @@
-"""Draws from the tokens that a mask leaves, against the plain distribution of these tokens."""
+"""Draws under token masks, against the plain distribution of the allowed tokens."""
 
 import dataclasses
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
 from tests.model.helpers.sampling_rows import (
     LOGITS,
     chi_square,
-    inside_by_hand,
+    inside_limits,
     make_masks,
     make_rows,
     noise_keys,
@@ -34,7 +34,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels | None:
 
 
 def rules_of_rows(num_rows: int, biases: dict[int, tuple[tuple[int, float], ...]]) -> RuledRows:
-    """Biases, (token, value) each, of some rows."""
+    """biases: (token, value) pairs of some rows."""
     rules = {row: Rule(biases=tuple((*bias, ALWAYS) for bias in own)) for row, own in biases.items()}
     contexts = Contexts({row: [1] for row in range(num_rows)}, num_rows)
     contexts.open(list(range(num_rows)), rules)
@@ -51,15 +51,15 @@ def sampled_rows(num_rows: int, temperature: float = 1.0, seed: int = 1) -> Samp
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k", "min_p"), [(0.7, 1.0, 0, 0.0), (1.0, 0.8, 0, 0.0), (1.0, 1.0, 2, 0.0)]
 )
-def test_draws_follow_the_softmax_of_what_is_allowed(
+def test_draws_follow_the_softmax_of_the_allowed_tokens(
     temperature: float, top_p: float, top_k: int, min_p: float, kernels: Kernels | None
 ) -> None:
-    """Limits count what the mask leaves: the likeliest token is not among it."""
+    """Limits apply to the allowed tokens: the mask forbids the most likely token."""
     num_draws = 20_000
     allowed = np.array([0, 1, 1, 0, 1, 1, 0], np.bool_)
-    scores = np.where(allowed, np.array(LOGITS) / temperature, -np.inf)
-    inside = inside_by_hand(scores, top_p, top_k, min_p)
-    probabilities = np.where(inside, np.exp(scores), 0)
+    adjusted_logits = np.where(allowed, np.array(LOGITS) / temperature, -np.inf)
+    inside = inside_limits(adjusted_logits, top_p, top_k, min_p)
+    probabilities = np.where(inside, np.exp(adjusted_logits), 0)
     probabilities /= probabilities.sum()
     keys = noise_keys([7] * num_draws, [0] * num_draws, list(range(num_draws)))
     rows = make_rows([temperature] * num_draws, [top_p] * num_draws, keys, top_k, min_p)
@@ -68,15 +68,15 @@ def test_draws_follow_the_softmax_of_what_is_allowed(
     counts = np.bincount(tokens.numpy(), minlength=len(LOGITS))
     assert 2 <= inside.sum() < 5
     assert counts.sum() == counts[inside].sum()
-    # Up to 3 degrees of freedom: above 21.1 once in 10,000 honest runs.
+    # Up to 3 degrees of freedom: above 21.1 in one of 10,000 correct runs.
     assert chi_square(counts[inside], probabilities[inside]) < 21.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [3, 64, 1003])
-@pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
-def test_with_every_sampling_feature_on_the_winner_is_that_of_the_tokens_left(
-    share: float, vocab_size: int, dtype: torch.dtype, kernels: Kernels | None
+@pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
+def test_with_every_sampling_feature_the_draw_is_the_best_allowed_token(
+    fraction: float, vocab_size: int, dtype: torch.dtype, kernels: Kernels | None
 ) -> None:
     rng = np.random.default_rng(vocab_size)
     num_rows = 150
@@ -84,7 +84,7 @@ def test_with_every_sampling_feature_on_the_winner_is_that_of_the_tokens_left(
     temperatures = rng.choice([0.0, 0.5, 1.5], num_rows)
     top_ps, top_ks, min_ps = (rng.choice(values, num_rows) for values in ([1.0, 0.9], [0, 5], [0.0, 0.02]))
     masked = rng.random(num_rows) < 0.8
-    allowed = rng.random((num_rows, vocab_size)) < share
+    allowed = rng.random((num_rows, vocab_size)) < fraction
     allowed[np.arange(num_rows), rng.integers(0, vocab_size, num_rows)] = True
     biases = {
         int(row): tuple((int(token), float(rng.normal() * 5)) for token in rng.integers(0, vocab_size, 3))
@@ -105,15 +105,15 @@ def test_with_every_sampling_feature_on_the_winner_is_that_of_the_tokens_left(
     noise = gumbel_noise(keys, vocab_size).double().numpy()
     winners = []
     for row in range(num_rows):
-        scores = logits[row].double().numpy()
+        adjusted_logits = logits[row].double().numpy()
         for token, value in biases.get(row, ()):
-            scores[token] += value
-        scores[~allowed[row]] = -np.inf
+            adjusted_logits[token] += value
+        adjusted_logits[~allowed[row]] = -np.inf
         if temperatures[row] > 0:
-            scores /= temperatures[row]
-            scores[~inside_by_hand(scores, top_ps[row], top_ks[row], min_ps[row])] = -np.inf
-            scores += noise[row]
-        winners.append(scores.argmax())
+            adjusted_logits /= temperatures[row]
+            adjusted_logits[~inside_limits(adjusted_logits, top_ps[row], top_ks[row], min_ps[row])] = -np.inf
+            adjusted_logits += noise[row]
+        winners.append(adjusted_logits.argmax())
     assert (tokens == winners).mean() >= 0.97  # near ties, and sums that may cross top_p one token apart
     plain = logits.double().log_softmax(dim=-1)
     assert sampled.logprobs is not None
@@ -123,7 +123,7 @@ def test_with_every_sampling_feature_on_the_winner_is_that_of_the_tokens_left(
     torch.testing.assert_close(sampled.top_logprobs.double(), plain[::2].topk(3).values, atol=1e-5, rtol=1e-5)
 
 
-def test_a_draw_that_the_mask_allows_is_the_draw_without_it(kernels: Kernels | None) -> None:
+def test_a_mask_that_allows_the_unmasked_draw_does_not_change_it(kernels: Kernels | None) -> None:
     logits = torch.randn(100, 2500, generator=torch.Generator().manual_seed(0))
     free = sample(logits, sampled_rows(100), kernels).tokens.numpy()
     allowed = np.random.default_rng(0).random((100, 2500)) < 0.3
@@ -138,7 +138,7 @@ def test_a_draw_that_the_mask_allows_is_the_draw_without_it(kernels: Kernels | N
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
 @pytest.mark.parametrize("bias", [None, -100.0, -np.inf])
-def test_the_only_token_left_is_drawn_whatever_its_bias(
+def test_the_only_allowed_token_is_drawn_whatever_its_bias(
     bias: float | None, top_p: float, temperature: float, kernels: Kernels | None
 ) -> None:
     vocab_size, only = 203, list(range(203))
@@ -155,7 +155,7 @@ def test_the_only_token_left_is_drawn_whatever_its_bias(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_of_several_tokens_left_one_without_a_bias_that_forbids_it_is_drawn(
+def test_an_allowed_token_is_preferred_to_allowed_tokens_with_a_bias_of_minus_infinity(
     temperature: float, kernels: Kernels | None
 ) -> None:
     allowed = np.zeros(100, np.bool_)
@@ -171,7 +171,9 @@ def test_of_several_tokens_left_one_without_a_bias_that_forbids_it_is_drawn(
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_no_number_keeps_to_its_mask(value: float, temperature: float, kernels: Kernels | None) -> None:
+def test_a_row_of_nans_or_infinities_draws_an_allowed_token(
+    value: float, temperature: float, kernels: Kernels | None
+) -> None:
     allowed = np.zeros(100, np.bool_)
     allowed[[50, 99]] = True
     rows = dataclasses.replace(sampled_rows(3, temperature), masks=make_masks({1: allowed}))
@@ -184,8 +186,8 @@ def test_a_row_that_is_no_number_keeps_to_its_mask(value: float, temperature: fl
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_masks_are_of_the_rows_that_sample(backend: str, tmp_path: Path) -> None:
-    """Of a step with a row in the middle that does not: slot 2 is amid its prompt."""
+def test_masks_apply_to_the_rows_that_sample(backend: str, tmp_path: Path) -> None:
+    """The middle row of the step does not sample: slot 2 is in the middle of its prompt."""
     save_tiny_model(tmp_path, "llama")
     model, info = load(tmp_path, packed=backend == "cpu")
     runner = make_runner(model, info, backend)

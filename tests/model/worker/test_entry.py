@@ -72,7 +72,7 @@ def test_a_worker_reports_its_phases_then_answers_every_step_in_order_and_ends(t
         ),
     ],
 )
-def test_what_the_worker_cannot_do_is_one_line(flags: list[str], message: str, tmp_path: Path) -> None:
+def test_a_flag_that_the_worker_cannot_satisfy_is_a_user_error(flags: list[str], message: str, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen2")
     config = parse_server_config([*FLAGS, "kv_cache_num_tokens=100", *flags])
     with pytest.raises(UserError, match=message):

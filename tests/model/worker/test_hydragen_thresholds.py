@@ -1,4 +1,4 @@
-"""Thresholds found by trying, on backends whose times are known and on the real ones."""
+"""Measured Hydragen thresholds, on a backend with known costs and on the real backends."""
 
 from types import SimpleNamespace
 
@@ -19,8 +19,10 @@ PLENTY = 5000
 
 
 class TimedBackend:
-    """Advances a clock by what a device would take that reads a segment's tokens once and multiplies them with each of
-    its rows; per_part: for each part, and for putting two together."""
+    """Advances a clock by the time of a device that reads each token of a segment once and multiplies it with each row
+    of the segment.
+
+    read: seconds per token. multiply: seconds per token and row. per_part: seconds per part, and per merge of two."""
 
     def __init__(self, read: float, multiply: float, per_part: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self._costs = (read, multiply, per_part)
@@ -31,7 +33,7 @@ class TimedBackend:
         rows = [row for part in layout.parts for row in range(part.first_row, part.first_row + part.num_rows)]
         assert rows == list(range(len(rows)))
         for part in (*layout.parts, layout.prefix):
-            assert part is None or int(part.block_table.min()) >= 1, "no block is that of padding"
+            assert part is None or int(part.block_table.min()) >= 1, "block 0 is for padding"
 
     def write(self, key: Tensor, value: Tensor, _layer_index: int) -> None:
         assert key.shape == value.shape == (key.shape[0], SHAPE.num_kv_heads, SHAPE.head_dim)
@@ -54,12 +56,12 @@ class TimedBackend:
         (1.0, 0.0, 0.0, HydragenThresholds(16, 64)),
         (1.0, 1.0, 0.0, HydragenThresholds(2, 64)),  # 65536 / g + 69632: 102400 in pairs, 71680 at 32
         (1.0, 0.2, 0.0, HydragenThresholds(8, 64)),  # 65536 / g + 15565: 23757 at 8, 17613 at 32
-        (1.0, 1.0, 2000.0, HydragenThresholds(2, 256)),  # in pairs at 128 22384, alone 22480; at 256 34672 and 38864
-        (0.0, 1.0, 0.0, None),  # nothing is gained
+        (1.0, 1.0, 2000.0, HydragenThresholds(2, 256)),  # pairs: 22384 at 128, 34672 at 256; alone: 22480, 38864
+        (0.0, 1.0, 0.0, None),  # groups save nothing
         (1.0, 1.0, 1e6, None),
     ],
 )
-def test_thresholds_are_those_from_which_a_known_device_gains(
+def test_thresholds_are_the_sizes_from_which_groups_save_time(
     read: float,
     multiply: float,
     per_part: float,
@@ -70,27 +72,27 @@ def test_thresholds_are_those_from_which_a_known_device_gains(
     assert measure_thresholds(backend, SHAPE, PLENTY, max_rows=1000) == expected
 
 
-def test_groups_are_no_larger_than_a_forward_and_no_larger_than_the_cache_holds(
+def test_measured_groups_fit_in_a_forward_and_in_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = TimedBackend(1.0, 0.0, 0.0, monkeypatch)
     assert measure_thresholds(backend, SHAPE, PLENTY, max_rows=20) == HydragenThresholds(16, 64)
-    # Eight rows, 16 blocks of a prefix for each pair and 2 of its own for each; 256 * 8 / g + 256: 768 at 4, 512 at 8.
+    # Eight rows: 16 prefix blocks for each pair, 2 own blocks for each row. 256 * 8 / g + 256: 768 at 4, 512 at 8.
     assert measure_thresholds(backend, SHAPE, 8 * 16 // 2 + 2 * 8, max_rows=1000) == HydragenThresholds(4, 64)
     assert measure_thresholds(backend, SHAPE, 19, max_rows=1000) == DEFAULT_HYDRAGEN
     assert measure_thresholds(backend, SHAPE, PLENTY, max_rows=1) == DEFAULT_HYDRAGEN
 
 
 @pytest.mark.parametrize("name", ["cpu", "torch"])
-def test_the_real_backends_can_be_tried(name: str) -> None:
+def test_thresholds_can_be_measured_on_the_real_backends(name: str) -> None:
     backend = make_backend(name, SHAPE, load_kernels())
     backend.allocate(1201)
     found = measure_thresholds(backend, SHAPE, 1200, max_rows=64)
     assert found is None or (2 <= found.min_group_size <= 32 and 64 <= found.min_prefix_len <= 1024)
 
 
-def test_a_bad_moment_does_not_make_it_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it lasts, groups take as long as another process lets them."""
+def test_a_slow_period_during_measurement_does_not_disable_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """During the slow period, another process delays the attention of groups."""
     backend = TimedBackend(1.0, 1.0, 0.0, monkeypatch)
     attend, num_calls = backend.attend, 0
 

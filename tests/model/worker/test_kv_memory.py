@@ -16,12 +16,12 @@ GIB = 1024**3
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(16, 1), (17, 2), (4096, 256)])
-def test_a_size_that_is_asked_for_holds_at_least_as_many_tokens(num_tokens: int, num_blocks: int) -> None:
+def test_a_requested_size_is_rounded_up_to_whole_blocks(num_tokens: int, num_blocks: int) -> None:
     plan = plan_fixed(num_tokens, page_size=16, bytes_per_block=1000, available_bytes=(num_blocks + 1) * 1000)
     assert plan.num_blocks == num_blocks
 
 
-def test_a_size_that_memory_cannot_hold_is_refused_with_the_largest_that_it_can() -> None:
+def test_a_size_that_does_not_fit_is_refused_with_the_largest_size_that_fits() -> None:
     with pytest.raises(UserError, match=r"kv_cache_num_tokens=200: .* at most 144$"):
         plan_fixed(200, page_size=16, bytes_per_block=1000, available_bytes=10_500)
     assert plan_fixed(144, page_size=16, bytes_per_block=1000, available_bytes=10_500).num_blocks == 9
@@ -30,13 +30,13 @@ def test_a_size_that_memory_cannot_hold_is_refused_with_the_largest_that_it_can(
 def test_the_automatic_size_is_the_share_of_memory_less_the_padding_block() -> None:
     plan = plan_auto(16 * GIB, "of memory available", 0.25, num_replicas=2, page_size=16, bytes_per_block=2**20)
     assert plan.num_blocks == 2 * GIB // 2**20 - 1
-    # The arithmetic shown to the user is that of the result.
+    # The arithmetic shown to the user gives the result.
     assert re.search(
         r"16 GiB .* x 0.25 / 2 replicas / 1 MiB a block = 2,047 blocks of 16 = 32,752 tokens", plan.arithmetic
     )
 
 
-def test_memory_for_not_even_one_block_is_refused() -> None:
+def test_memory_for_less_than_one_block_is_refused() -> None:
     with pytest.raises(UserError, match="kv_cache_num_tokens"):
         plan_auto(GIB, "of memory available", 0.25, 1, page_size=16, bytes_per_block=GIB)
 
@@ -53,11 +53,11 @@ def write_files(root: Path, files: dict[str, str]) -> None:
 
 
 def is_available_on_the_machine(num_bytes: int) -> bool:
-    """Other processes take and free some between two looks."""
+    """About equal, since other processes allocate and free memory between two measurements."""
     return math.isclose(num_bytes, psutil.virtual_memory().available, rel_tol=0.1, abs_tol=GIB)
 
 
-def test_without_control_groups_the_machine_decides(tmp_path: Path) -> None:
+def test_without_cgroups_the_memory_of_the_machine_is_available(tmp_path: Path) -> None:
     assert is_available_on_the_machine(available_cpu_bytes(tmp_path))
 
 
@@ -79,7 +79,7 @@ def test_without_control_groups_the_machine_decides(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_control_group_leaves_its_limit_less_what_is_used_beside_the_page_cache(
+def test_a_cgroup_makes_available_its_limit_minus_usage_outside_the_page_cache(
     entry: str, directory: str, limit: str, usage: str, prefix: str, tmp_path: Path
 ) -> None:
     write_files(
@@ -96,7 +96,7 @@ def test_a_control_group_leaves_its_limit_less_what_is_used_beside_the_page_cach
     assert is_available_on_the_machine(available_cpu_bytes(tmp_path))
 
 
-def test_a_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
+def test_a_cgroup_over_its_limit_makes_nothing_available(tmp_path: Path) -> None:
     group = "sys/fs/cgroup"
     files = {"proc/self/cgroup": "0::/\n", f"{group}/memory.max": "100\n", f"{group}/memory.current": "300\n"}
     write_files(tmp_path, {**files, f"{group}/memory.stat": "inactive_file 50\n"})

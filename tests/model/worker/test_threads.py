@@ -1,4 +1,4 @@
-"""Threads of a worker, by the cores that it may use."""
+"""Number of threads of a worker, by the cores that it may use."""
 
 import os
 import subprocess
@@ -34,7 +34,9 @@ def test_threads_of_a_worker(num_cores: int, most: int, num_workers: int, expect
 @pytest.mark.parametrize(
     ("environment", "expected"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, min(2, os.cpu_count() or 1))]
 )
-def test_a_process_pinned_to_one_core_computes_on_it_alone(environment: dict[str, str], expected: int) -> None:
+def test_a_process_pinned_to_one_core_has_one_thread_or_omp_num_threads(
+    environment: dict[str, str], expected: int
+) -> None:
     script = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
         "from tokasaurus.model.worker.threads import set_worker_threads; print(set_worker_threads(1))"
@@ -46,7 +48,7 @@ def test_a_process_pinned_to_one_core_computes_on_it_alone(environment: dict[str
     assert result.stdout.strip() == str(expected)
 
 
-def test_kernels_take_the_threads_of_torch_and_give_them_back() -> None:
+def test_torch_has_one_thread_while_the_kernels_have_its_threads() -> None:
     kernels = load_kernels()
     assert kernels is not None
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""The steps of the warm-up reach the limits of a forward and keep them."""
+"""Warm-up steps reach the limits of a forward and do not exceed them."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize("limits", LIMITS)
-def test_the_widest_steps_have_all_rows_and_all_tokens_that_fit(limits: ForwardLimits) -> None:
+def test_the_widest_steps_have_as_many_rows_and_tokens_as_fit(limits: ForwardLimits) -> None:
     step = widest_prefill(limits)
     num_rows = min(limits.max_seqs, limits.max_tokens)
     assert len(step.slots) == len(set(step.slots.tolist())) == num_rows
@@ -50,7 +50,7 @@ def test_the_longest_steps_end_where_the_context_ends(limits: ForwardLimits) -> 
 
 
 @pytest.mark.parametrize("limits", LIMITS)
-def test_a_runner_takes_every_step_of_the_warm_up(limits: ForwardLimits, tmp_path: Path) -> None:
+def test_a_runner_runs_every_warm_up_step(limits: ForwardLimits, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     model, info = load(tmp_path)
     runner = make_runner(model, info, "torch", num_blocks=1, num_slots=limits.max_seqs)

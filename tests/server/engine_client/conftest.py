@@ -1,4 +1,4 @@
-"""A scripted engine, started by the test."""
+"""A scripted engine; the test starts it."""
 
 from collections.abc import Iterator
 

@@ -1,3 +1,5 @@
+"""EngineClient against scripted engines: results, cancellation, load balancing and limits."""
+
 import asyncio
 
 import pytest
@@ -9,7 +11,7 @@ from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
 from tokasaurus.server.engine_client.client import EngineClient, _PendingRequest
 
 
-def test_sequences_come_back_by_request_and_index(engine: FakeEngine) -> None:
+def test_results_are_ordered_by_request_and_sequence_index(engine: FakeEngine) -> None:
     engine.script = lambda request, index: Reply(
         [*request.prompt_ids.tolist(), index], [-1.0] * (len(request.prompt_ids) + 1), "length", index
     )
@@ -28,7 +30,7 @@ def test_sequences_come_back_by_request_and_index(engine: FakeEngine) -> None:
     run_with([engine], use)
 
 
-def test_many_callers_each_get_their_own(engine: FakeEngine) -> None:
+def test_concurrent_callers_each_get_their_own_result(engine: FakeEngine) -> None:
     async def use(client: EngineClient) -> None:
         requests = [make_request(f"r{number}", [number, number + 1]) for number in range(300)]
         results = await asyncio.gather(*(client.generate([request]) for request in requests))
@@ -37,8 +39,8 @@ def test_many_callers_each_get_their_own(engine: FakeEngine) -> None:
     run_with([engine], use)
 
 
-def test_an_update_larger_than_the_pipe_comes_whole(engine: FakeEngine) -> None:
-    """Linux gives a pipe 64 KiB: the rest of a message is written while its beginning is read."""
+def test_update_larger_than_the_pipe_buffer_arrives_complete(engine: FakeEngine) -> None:
+    """A Linux pipe buffers 64 KiB, so the reader must drain a larger message while it is being written."""
     token_ids = list(range(200_000))
     engine.script = lambda request, _index: Reply(token_ids) if request.request_id == "long" else echo(request, 0)
 
@@ -51,7 +53,7 @@ def test_an_update_larger_than_the_pipe_comes_whole(engine: FakeEngine) -> None:
     run_with([engine], use)
 
 
-def test_cancelled_caller_cancels_what_is_unfinished_and_nothing_else(engine: FakeEngine) -> None:
+def test_cancelled_caller_cancels_only_its_unfinished_requests(engine: FakeEngine) -> None:
     engine.script = lambda request, index: None if request.request_id == "hangs" else echo(request, index)
 
     async def use(client: EngineClient) -> None:
@@ -71,7 +73,7 @@ def test_cancelled_caller_cancels_what_is_unfinished_and_nothing_else(engine: Fa
     assert engine.cancelled == ["hangs"]
 
 
-def test_answer_that_crosses_its_cancellation_is_ignored(engine: FakeEngine) -> None:
+def test_answer_that_arrives_after_its_cancellation_is_ignored(engine: FakeEngine) -> None:
     engine.script = lambda _request, _index: None
 
     async def use(client: EngineClient) -> None:
@@ -79,7 +81,7 @@ def test_answer_that_crosses_its_cancellation_is_ignored(engine: FakeEngine) -> 
         await until(engine, lambda engine: len(engine.requests) == 1)
         call.cancel()
         await asyncio.wait([call])
-        engine._answer(make_request("late", [1]))  # no delta, for it is scripted to hang
+        engine._answer(make_request("late", [1]))  # sends no delta, since the script returns None
         engine.script = echo
         engine._answer(make_request("late", [1]))
         assert (await client.generate([make_request("next", [5])]))[0][0].token_ids == [5]
@@ -87,7 +89,7 @@ def test_answer_that_crosses_its_cancellation_is_ignored(engine: FakeEngine) -> 
     run_with([engine], use)
 
 
-def test_stats_count_an_answer_as_soon_as_it_is_there(engine: FakeEngine) -> None:
+def test_stats_include_an_answer_as_soon_as_it_is_returned(engine: FakeEngine) -> None:
     async def use(client: EngineClient) -> None:
         assert client.stats == [EngineStats(0, 0, 0, engine.limits.num_kv_blocks, 0, 0, 0)]
         for number in range(1, 20):
@@ -125,7 +127,7 @@ def test_requests_go_to_the_replica_with_the_fewest_unfinished_sequences() -> No
             engine.stop()
 
 
-def test_limits_are_unknown_until_every_replica_is_up_and_then_the_tightest() -> None:
+def test_limits_are_none_until_every_replica_is_ready_then_the_smallest() -> None:
     limits = [EngineLimits(64, 16, 900), EngineLimits(32, 16, 500)]
     engines = [FakeEngine(limits=one) for one in limits]
     num_ready = 0
@@ -143,7 +145,7 @@ def test_limits_are_unknown_until_every_replica_is_up_and_then_the_tightest() ->
             for number, engine in enumerate(engines):
                 assert (client.limits, num_ready) == (None, 0)
                 engine.update_channel.send(Ready("manager", limits[number]))
-                while client.stats[number] is None:  # noqa: ASYNC110 - nothing to wait for
+                while client.stats[number] is None:  # noqa: ASYNC110 - the client signals no event for this
                     await asyncio.sleep(0.005)
             assert client.limits == limits[1]
             assert num_ready == 1
@@ -151,7 +153,7 @@ def test_limits_are_unknown_until_every_replica_is_up_and_then_the_tightest() ->
     asyncio.run(main())
 
 
-def test_deltas_of_one_sequence_add_up() -> None:
+def test_deltas_of_one_sequence_are_concatenated() -> None:
     async def main() -> None:
         engine = FakeEngine()
         client = EngineClient([engine.request_channel], [engine.update_channel])
@@ -164,6 +166,6 @@ def test_deltas_of_one_sequence_add_up() -> None:
         assert (sequence.token_ids, sequence.logprobs) == ([1, 2, 5], [-1.0, -2.0, -5.0])
         assert (sequence.finish_reason, sequence.num_cached_tokens) == ("stop", 3)
         counts = (sequence.num_computed_tokens, sequence.num_recomputed_tokens, sequence.num_shared_tokens)
-        assert counts == (4, 5, 6), "as the last delta has them"
+        assert counts == (4, 5, 6), "the last delta has the totals"
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Streams of deltas against answers that are awaited whole."""
+"""Streams of deltas, compared with the answers that `generate` returns."""
 
 import asyncio
 import dataclasses
@@ -18,7 +18,7 @@ def streamed(request: GenerateRequest) -> GenerateRequest:
 
 
 def count_up(request: GenerateRequest, index: int) -> Reply:
-    """Some tokens from the prompt's first on; each further sample has 100 more."""
+    """100 consecutive ids starting at the prompt's first token; each further sample has 100 more."""
     first = int(request.prompt_ids[0])
     token_ids = list(range(first, first + 100 * (index + 1)))
     return Reply(token_ids, [-float(token_id) for token_id in token_ids], "length", index, 5, 6, 7)
@@ -27,14 +27,14 @@ def count_up(request: GenerateRequest, index: int) -> Reply:
 async def follow(
     client: EngineClient, requests: list[GenerateRequest], pause_s: float = 0.0
 ) -> list[list[FinishedSequence]]:
-    """As `generate`, from what is read every `pause_s`."""
+    """Same result as `generate`, built from the deltas of a stream that is read every `pause_s` seconds."""
     sequences = [[FinishedSequence() for _ in range(request.num_sequences)] for request in requests]
     with client.stream(requests) as collector:
         while deltas := await collector.read():
             for request_index, delta in deltas:
                 sequences[request_index][delta.sequence_index].append(delta)
             keys = [(request_index, delta.sequence_index) for request_index, delta in deltas]
-            assert len(set(keys)) == len(keys), "one delta of each sequence"
+            assert len(set(keys)) == len(keys), "at most one delta per sequence in each read"
             await asyncio.sleep(pause_s)
         assert await collector.read() == []
     return sequences
@@ -42,7 +42,9 @@ async def follow(
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.02])
 @pytest.mark.parametrize("delta_size", [1, 7, 1000])
-def test_deltas_of_a_stream_add_up_to_the_whole_answer(engine: FakeEngine, delta_size: int, pause_s: float) -> None:
+def test_deltas_of_a_stream_add_up_to_the_result_of_generate(
+    engine: FakeEngine, delta_size: int, pause_s: float
+) -> None:
     engine.script = count_up
     engine.delta_size = delta_size
 
@@ -55,7 +57,7 @@ def test_deltas_of_a_stream_add_up_to_the_whole_answer(engine: FakeEngine, delta
     assert engine.cancelled == []
 
 
-def test_many_streams_and_whole_answers_each_get_their_own_tokens(engine: FakeEngine) -> None:
+def test_concurrent_stream_and_generate_calls_each_get_their_own_tokens(engine: FakeEngine) -> None:
     engine.script = count_up
 
     async def use(client: EngineClient) -> None:
@@ -72,7 +74,7 @@ def test_many_streams_and_whole_answers_each_get_their_own_tokens(engine: FakeEn
     run_with([engine], use)
 
 
-def test_leaving_a_stream_cancels_its_unfinished_requests_alone(engine: FakeEngine) -> None:
+def test_leaving_a_stream_cancels_only_its_unfinished_requests(engine: FakeEngine) -> None:
     def script(request: GenerateRequest, index: int) -> Reply:
         return Reply([1, 2], finish_reason=None if request.request_id == "endless" and index == 1 else "stop")
 
@@ -92,7 +94,7 @@ def test_leaving_a_stream_cancels_its_unfinished_requests_alone(engine: FakeEngi
     assert engine.cancelled == ["endless"]
 
 
-def test_a_stream_cancelled_while_it_waits_cancels_its_request(engine: FakeEngine) -> None:
+def test_cancelling_a_task_that_reads_a_stream_cancels_its_request(engine: FakeEngine) -> None:
     engine.script = lambda _request, _index: None
 
     async def use(client: EngineClient) -> None:
@@ -106,7 +108,7 @@ def test_a_stream_cancelled_while_it_waits_cancels_its_request(engine: FakeEngin
     run_with([engine], use)
 
 
-def test_a_slow_reader_of_a_stream_gets_prompt_logprobs_once(engine: FakeEngine) -> None:
+def test_slow_reader_of_a_stream_gets_prompt_logprobs_once(engine: FakeEngine) -> None:
     engine.delta_size, engine.pause_s = 2, 0.01
     request = dataclasses.replace(
         make_request("a", [5, 6, 7, 8, 9], 2), is_streamed=True, want_prompt_logprobs=True, num_top_prompt_logprobs=2
@@ -116,11 +118,11 @@ def test_a_slow_reader_of_a_stream_gets_prompt_logprobs_once(engine: FakeEngine)
     async def use(client: EngineClient) -> None:
         with client.stream([request]) as collector:
             await until(engine, lambda engine: len(engine.requests) == 1)
-            await asyncio.sleep(0.1)  # all of it has come by then
+            await asyncio.sleep(0.1)  # every delta has arrived by then
             found.extend(delta.prompt_logprobs for _, delta in await collector.read())
 
     run_with([engine], use)
-    (computed,) = [part for part in found if part is not None]
+    (computed,) = [logprobs for logprobs in found if logprobs is not None]
     expected = prompt_logprobs(request)
     assert computed.ranks.tolist() == expected.ranks.tolist()
     assert len(found) == 2

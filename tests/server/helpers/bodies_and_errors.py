@@ -1,4 +1,4 @@
-"""Small bodies for the routes that generate, and checks of error answers."""
+"""Small bodies for the generation routes, and checks of error responses."""
 
 import json
 import time
@@ -29,7 +29,7 @@ def assert_openai_error(content: bytes) -> dict[str, Any]:
 
 def check_refused(server: LiveServer, route: str, body: dict[str, Any], param: str) -> None:
     num_requests = len(server.engine.requests)
-    response = refused_quickly(server, route, json.dumps(body))  # orjson writes no integer beyond 64 bits
+    response = refused_quickly(server, route, json.dumps(body))  # orjson cannot write integers above 64 bits
     error = assert_openai_error(response.content)
     assert response.status_code == 400, error
     assert error["param"] == param, error
@@ -39,7 +39,7 @@ def check_refused(server: LiveServer, route: str, body: dict[str, Any], param: s
 
 
 def refused_quickly(server: LiveServer, route: str, content: str | bytes) -> httpx.Response:
-    """Within 50 ms, or the best of a few, since the machine may be busy."""
+    """Asserts a response within 50 ms in one of 15 attempts, since the machine may be busy."""
     seconds = []
     for _ in range(15):
         started = time.perf_counter()

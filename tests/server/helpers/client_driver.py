@@ -27,7 +27,7 @@ def make_request(request_id: str, prompt_ids: list[int], num_sequences: int = 1)
 
 
 def run_with(engines: list[FakeEngine], use: Callable[[EngineClient], Awaitable[None]]) -> None:
-    """`use` a client on an event loop as the server has it; afterwards nothing may be left in it."""
+    """Runs `use(client)` on uvloop, as the server does, then asserts that the client has no pending state."""
     ready = asyncio.Event()
     client = EngineClient(
         [engine.request_channel for engine in engines], [engine.update_channel for engine in engines], ready.set

@@ -1,4 +1,4 @@
-"""Logprobs of echoed prompts, expected and found."""
+"""Logprob entries of echoed prompts: the expected entries, and the entries of an answer."""
 
 import dataclasses
 from typing import Any
@@ -28,24 +28,25 @@ def say_hello(request: GenerateRequest, _index: int) -> Reply:
 
 
 def expected_entries(request: GenerateRequest, num_top: int, tokenizer: Tokenizer) -> list[tuple[Any, ...]]:
-    """Text, log-probability and likeliest tokens of each token of a prompt, from what the engine says of it."""
+    """(text, logprob, top-k logprobs by text) of each prompt token, from the fake engine's prompt logprobs."""
     computed = prompt_logprobs(dataclasses.replace(request, num_top_prompt_logprobs=num_top))
     entries: list[tuple[Any, ...]] = []
-    for place, token_id in enumerate(request.prompt_ids.tolist()):
-        if place == 0:
+    for position, token_id in enumerate(request.prompt_ids.tolist()):
+        if position == 0:
             entries.append((tokenizer.token_text(token_id), None, None))
             continue
         top: dict[str, float] | None = None
         if num_top:
             assert computed.top is not None
             pairs = list(
-                zip(computed.top.token_ids[place].tolist(), computed.top.logprobs[place].tolist(), strict=True)
+                zip(computed.top.token_ids[position].tolist(), computed.top.logprobs[position].tolist(), strict=True)
             )
-            pairs.append((token_id, float(computed.logprobs[place])))
+            pairs.append((token_id, float(computed.logprobs[position])))
             top = {}
-            for other_id, value in sorted(pairs, key=lambda pair: pair[1]):  # the likeliest of those alike comes last
+            # Ascending: of tokens with the same text, the most likely is kept.
+            for other_id, value in sorted(pairs, key=lambda pair: pair[1]):
                 top[tokenizer.token_text(other_id)] = value
-        entries.append((tokenizer.token_text(token_id), float(computed.logprobs[place]), top))
+        entries.append((tokenizer.token_text(token_id), float(computed.logprobs[position]), top))
     return entries
 
 

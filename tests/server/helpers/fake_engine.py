@@ -1,4 +1,4 @@
-"""A scripted engine: speaks the manager's messages over real channels and computes nothing."""
+"""A scripted engine: exchanges the manager's messages over real channels and computes nothing."""
 
 import multiprocessing
 import threading
@@ -23,11 +23,12 @@ from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready, Shut
 
 @dataclass(frozen=True)
 class Reply:
-    """One sequence as the engine returns it. finish_reason None: it falls silent after these tokens."""
+    """One sequence as the engine returns it."""
 
     token_ids: list[int]
     logprobs: list[float] | None = None
     finish_reason: FinishReason | None = "stop"
+    """None: the sequence stays unfinished after these tokens."""
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
     num_recomputed_tokens: int = 0
@@ -36,14 +37,14 @@ class Reply:
     error: str = ""
 
 
-# The reply for one sequence of a request; None: no answer, ever.
+# The reply for one sequence of a request; None: the sequence is never answered.
 Script = Callable[[GenerateRequest, int], Reply | None]
 
 LIMITS = EngineLimits(num_kv_blocks=64, page_size=16, max_tokens_per_sequence=512)
 
 
 def echo(request: GenerateRequest, _sequence_index: int) -> Reply:
-    """The prompt again, cut at max_new_tokens, each token with log-probability -0.5, -1.0, -1.5, ..."""
+    """The prompt's first max_new_tokens tokens, with logprobs -0.5, -1.0, -1.5, ..."""
     token_ids = request.prompt_ids.tolist()[: request.max_new_tokens]
     logprobs = [-0.5 * (position + 1) for position in range(len(token_ids))] if request.want_logprobs else None
     return Reply(token_ids, logprobs, "length")
@@ -69,19 +70,23 @@ def prompt_logprobs(request: GenerateRequest) -> PromptLogprobs:
 
 @dataclass
 class FakeEngine:
-    """Runs in a thread between `start` and `stop`. `script` may be replaced at any time.
+    """Runs in a thread between `start` and `stop`.
 
-    requests, cancelled: what came in, in order. Wait with `wait_until`.
-    Every sequence of a request is answered in one update, whose stats count it; of one that is streamed, in an update
-    for each `delta_size` tokens, `pause_s` apart.
+    One update answers all sequences of a request, and its stats count them. A streamed request is answered in several
+    updates.
     """
 
     script: Script = echo
+    """May be replaced at any time."""
     limits: EngineLimits = LIMITS
     requests: list[GenerateRequest] = field(default_factory=list, repr=False)
+    """Requests received, in order. Wait for them with `wait_until`."""
     cancelled: list[str] = field(default_factory=list)
+    """Ids of cancelled requests, in order of arrival."""
     delta_size: int = 1
+    """Tokens of each sequence per update of a streamed request."""
     pause_s: float = 0.0
+    """Seconds between the updates of a streamed request."""
 
     def __post_init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -100,7 +105,7 @@ class FakeEngine:
             self._thread.join(timeout=10)
 
     def wait_until(self, condition: Callable[["FakeEngine"], bool], timeout_s: float = 10.0) -> None:
-        """Raises TimeoutError."""
+        """Blocks until `condition` is true. Raises TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: condition(self), timeout_s):
                 raise TimeoutError(f"requests: {self.requests}, cancelled: {self.cancelled}")
@@ -114,8 +119,9 @@ class FakeEngine:
                 else:
                     self.cancelled.append(message.request_id)
                 self._changed.notify_all()
+            # Answered only after it is in `requests`, where a test looks it up when the client has its answer.
             if isinstance(message, GenerateRequest):
-                self._answer(message)  # who has the answer finds the request noted
+                self._answer(message)
 
     def _answer(self, request: GenerateRequest) -> None:
         replies = [self.script(request, index) for index in range(request.num_sequences)]
@@ -149,11 +155,12 @@ class FakeEngine:
             num_updates = max((max(1, -(-len(delta.token_ids) // self.delta_size)) for delta in deltas), default=0)
         for number in range(num_updates):
             time.sleep(self.pause_s if number > 0 else 0)
-            now = [self._part(delta, number) for delta in deltas] if request.is_streamed else deltas
-            # last first: the order in which sequences finish is nobody's promise
-            self.update_channel.send(EngineUpdate([delta for delta in now[::-1] if delta is not None], self.stats))
+            updated = [self._cut_delta(delta, number) for delta in deltas] if request.is_streamed else deltas
+            # Reversed: sequences may finish in any order.
+            self.update_channel.send(EngineUpdate([delta for delta in updated[::-1] if delta is not None], self.stats))
 
-    def _part(self, delta: SequenceDelta, number: int) -> SequenceDelta | None:
+    def _cut_delta(self, delta: SequenceDelta, number: int) -> SequenceDelta | None:
+        """The tokens of update `number`; None when an earlier update had the last ones."""
         start, end = number * self.delta_size, (number + 1) * self.delta_size
         if number > 0 and start >= len(delta.token_ids):
             return None

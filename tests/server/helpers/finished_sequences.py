@@ -1,4 +1,4 @@
-"""Finished sequences, whole and cut into deltas, and the chunks made from them."""
+"""Finished sequences, their deltas, and the stream events made from them."""
 
 import itertools
 import random
@@ -33,7 +33,7 @@ def make_request(
 
 
 def parse(events: bytes) -> list[dict[str, Any]]:
-    """Events that are well formed, one after the other."""
+    """Parses server-sent events, after asserting that each is well formed."""
     assert events.endswith(b"\n\n") or not events
     lines = events.split(b"\n\n")[:-1]
     assert all(line.startswith(b"data: ") and b"\n" not in line for line in lines)
@@ -55,9 +55,9 @@ def cut_into_deltas(sequence: FinishedSequence, index: int, rng: random.Random) 
             num_computed_tokens=3,
             num_recomputed_tokens=0,
             num_shared_tokens=0,
-            prompt_logprobs=sequence.prompt_logprobs if place == 0 else None,
+            prompt_logprobs=sequence.prompt_logprobs if number == 0 else None,
         )
-        for place, (start, end) in enumerate(itertools.pairwise([0, *inner, num_tokens]))
+        for number, (start, end) in enumerate(itertools.pairwise([0, *inner, num_tokens]))
     ]
 
 
@@ -67,7 +67,7 @@ def finished(token_ids: list[int], finish_reason: FinishReason) -> FinishedSeque
 
 
 def interleaved(rows: list[list[FinishedSequence]], rng: random.Random) -> list[list[tuple[int, SequenceDelta]]]:
-    """All deltas, each sequence's in order, in groups as they may be read together."""
+    """(row index, delta) of all sequences, in groups that are read together; each sequence's deltas stay in order."""
     queues = [
         [(request_index, delta) for delta in cut_into_deltas(sequence, index, rng)]
         for request_index, row in enumerate(rows)

@@ -1,4 +1,4 @@
-"""The script of a fake engine that follows grammars: it draws at random from what they allow."""
+"""A script for a fake engine that follows grammars: it samples at random from the allowed tokens."""
 
 import random
 from pathlib import Path
@@ -14,7 +14,7 @@ _CLOSING = tuple(b'"}]')
 
 
 def follow_grammars(tokenizer_directory: Path) -> Script:
-    """Requests without a grammar are echoed. Eos, and what closes something, is drawn more often than the rest."""
+    """A script that echoes requests without a grammar. Eos and closing characters are sampled more often."""
     tokenizer = load_grammar_vocabulary(tokenizer_directory, VOCAB_SIZE, EOS_IDS).tokenizer
 
     def reply(request: GenerateRequest, index: int) -> Reply:

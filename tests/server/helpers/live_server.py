@@ -27,7 +27,7 @@ class LiveServer:
 
 @contextmanager
 def http_server(app: FastAPI) -> Iterator[str]:
-    """Runs uvicorn in a thread; gives the base URL."""
+    """Runs uvicorn in a thread; yields the base URL."""
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=1))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -69,12 +69,12 @@ def live_server(
 def wait_until_ready(http: httpx.Client) -> None:
     deadline = time.monotonic() + 10
     while http.get("/ready").status_code != 200:
-        assert time.monotonic() < deadline, "never ready"
+        assert time.monotonic() < deadline, "the server is not ready after 10 s"
         time.sleep(0.01)
 
 
 def wait_until_clean(server: LiveServer) -> None:
     deadline = time.monotonic() + 10
     while server.client.num_pending_requests > 0:
-        assert time.monotonic() < deadline, "state left behind"
+        assert time.monotonic() < deadline, "requests are still pending after 10 s"
         time.sleep(0.01)

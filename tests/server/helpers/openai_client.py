@@ -1,4 +1,4 @@
-"""OpenAI's client, and checks that answers have exactly its types."""
+"""OpenAI's client, and checks that answers match its types exactly."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ OUR_FIELDS = {"PromptTokensDetails": {"computed_tokens", "shared_tokens", "recom
 
 
 def assert_exactly_openai_shaped(content: bytes, model: type[pydantic.BaseModel]) -> None:
-    """No wrong type, no field that OpenAI does not have and that is not one of ours, at any depth."""
+    """Asserts at any depth that each field has OpenAI's type, and that fields unknown to OpenAI are in OUR_FIELDS."""
     assert_no_extra_fields(model.model_validate_json(content, strict=True))
 
 

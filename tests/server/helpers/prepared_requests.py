@@ -1,4 +1,4 @@
-"""Bodies prepared for the engine."""
+"""Request bodies prepared for the engine."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Answers with tools, of a fake engine through the real OpenAI client: whole, and the same streamed."""
+"""Answers with tool calls from a fake engine, read by the real OpenAI client unstreamed and streamed."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ LIMITS = EngineLimits(num_kv_blocks=512, page_size=16, max_tokens_per_sequence=4
 
 def tool_server(template: str, model: ServedModel, directory: Path) -> Any:
     if template != "no template":
-        templates = {"hermes": HERMES_TEMPLATE, "llama3": LLAMA3_TEMPLATE, "own way": OWN_WAY_TEMPLATE}
+        templates = {"hermes": HERMES_TEMPLATE, "llama3": LLAMA3_TEMPLATE, "unknown format": OWN_WAY_TEMPLATE}
         tokenizer = Tokenizer.load(save_tokenizer_with(templates[template], directory))
         support = find_tool_support(tokenizer, None)
         model = dataclasses.replace(model, tokenizer=tokenizer, find_tools=lambda: support)
@@ -48,11 +48,11 @@ def tool_server(template: str, model: ServedModel, directory: Path) -> Any:
 
 
 def say(*texts: str, finish_reason: FinishReason = "stop") -> Script:
-    """Each sample says its text, a byte to a token."""
+    """Sample i of a request answers texts[i], with one token per byte."""
 
     def script(request: GenerateRequest, index: int) -> Reply:
         token_ids = [*texts[index].encode(), *([IM_END] if finish_reason == "stop" else [])]
-        logprobs = [-float(place) for place in range(len(token_ids))] if request.want_logprobs else None
+        logprobs = [-float(position) for position in range(len(token_ids))] if request.want_logprobs else None
         return Reply(token_ids, logprobs, finish_reason)
 
     return script
@@ -72,7 +72,7 @@ def without_ids(choice: Choice) -> dict[str, Any]:
 
 
 def ask(server: LiveServer, **fields: Any) -> ChatCompletion:
-    """The answer, after a stream of the same has been found to be the same."""
+    """The unstreamed answer, after asserting that streams with small and large deltas join to the same choices."""
     fields = {"model": "default", "messages": QUESTION, "tools": TOOLS} | fields
     client = sync_client(server)
     raw = client.chat.completions.with_raw_response.create(**fields)
@@ -89,14 +89,14 @@ def ask(server: LiveServer, **fields: Any) -> ChatCompletion:
 
 
 def joined(chunks: list[ChatCompletionChunk], index: int) -> dict[str, Any]:
-    """A choice put together as OpenAI's guide says, its calls without their ids."""
+    """A choice joined from its chunks as OpenAI's guide describes, without the call ids."""
     message: dict[str, Any] = {"content": None, "refusal": None, "role": None, "tool_calls": None}
     message |= {"annotations": None, "audio": None, "function_call": None}
     logprobs: list[Any] | None = None
     finish_reason = None
     ids = set()
     for choice in (choice for chunk in chunks for choice in chunk.choices if choice.index == index):
-        assert finish_reason is None, "a chunk after the last"
+        assert finish_reason is None, "a chunk follows the one with the finish_reason"
         finish_reason = choice.finish_reason
         message["role"] = message["role"] or choice.delta.role
         if choice.delta.content is not None:

@@ -1,4 +1,4 @@
-"""Chat templates that show tools and calls, each in the manner of a family of models, for the small tokenizer."""
+"""Chat templates for the small tokenizer that show tools and calls, each in the format of a model family."""
 
 import json
 from pathlib import Path
@@ -42,11 +42,11 @@ LLAMA3_TEMPLATE = """
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
 
-# Shows tools, and writes calls as nobody else does.
+# Shows tools, and writes calls in a format of its own.
 OWN_WAY_TEMPLATE = HERMES_TEMPLATE.replace('{"name": "', "<function=")
 
 
-# As Hermes has it: a template of its own for tools, beside one that knows neither them nor calls.
+# As in Hermes: a separate template for tools, beside a default that shows neither tools nor calls.
 _PLAIN = "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}{% endfor %}"
 TWO_TEMPLATES = [{"name": "default", "template": _PLAIN}, {"name": "tool_use", "template": HERMES_TEMPLATE}]
 

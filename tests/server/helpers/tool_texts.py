@@ -1,4 +1,4 @@
-"""Texts in which the parser of tool calls finds calls, or almost."""
+"""Function names and text fragments: joined, the fragments form tool calls, or almost do."""
 
 NAMES = frozenset({"f", "get_weather"})
 

@@ -1,4 +1,4 @@
-"""A sequence that ends with an error fails the whole answer with status 400: no part is shown as finished."""
+"""A sequence that ends with an error fails the whole answer with status 400; no choice is reported as finished."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ GRAMMARS: list[tuple[str, dict[str, Any], str]] = [
 def fail_one(_request: GenerateRequest, index: int) -> Reply:
     if index == 1:
         return Reply([65, 66, 67], None, "stop", error="too much work")
-    return Reply([65, 66], None, None)  # still at work
+    return Reply([65, 66], None, None)  # not finished
 
 
 @pytest.mark.parametrize(("route", "grammar", "param"), GRAMMARS)
@@ -39,10 +39,10 @@ def test_a_failed_sequence_is_a_400_naming_its_grammar(
     events = server.http.post(route, json=body | {"stream": True}).text.strip().split("\n\n")
     assert assert_openai_error(events[-1].removeprefix("data: ").encode()) == error
     assert not any('"finish_reason":"stop"' in event for event in events)
-    server.engine.wait_until(lambda engine: len(engine.cancelled) == 2)  # what was left of each request
+    server.engine.wait_until(lambda engine: len(engine.cancelled) == 2)  # both requests had an unfinished sequence
 
 
-def test_a_bulk_line_whose_sequence_failed_has_the_error_as_its_result(server: LiveServer) -> None:
+def test_a_bulk_line_with_a_failed_sequence_has_the_error_as_its_result(server: LiveServer) -> None:
     server.engine.script = lambda request, index: fail_one(request, index + 1)
     body = minimal_body(COMPLETIONS) | {"guided_regex": "a*"}
     line = {"custom_id": "x", "url": COMPLETIONS, "body": body}

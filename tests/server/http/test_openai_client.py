@@ -1,4 +1,4 @@
-"""The real OpenAI client, sync and async, against a real HTTP server; answers validated against its own types."""
+"""The real OpenAI client, sync and async, against a real HTTP server; the client's types validate the answers."""
 
 import asyncio
 import importlib.metadata
@@ -47,8 +47,8 @@ def test_completion(server: LiveServer) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 24, 29)
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 2
-    ours = {"computed_tokens": 4 * 2, "shared_tokens": 4 * 400, "recomputed_tokens": 4 * 30}
-    assert answer.usage.prompt_tokens_details.model_extra == ours
+    our_fields = {"computed_tokens": 4 * 2, "shared_tokens": 4 * 400, "recomputed_tokens": 4 * 30}
+    assert answer.usage.prompt_tokens_details.model_extra == our_fields
 
 
 def test_chat_completion(server: LiveServer) -> None:
@@ -80,7 +80,7 @@ def test_chat_completion(server: LiveServer) -> None:
     assert answer.usage.completion_tokens == 12
 
 
-def test_without_logprobs_there_are_none(server: LiveServer) -> None:
+def test_logprobs_are_none_unless_requested(server: LiveServer) -> None:
     server.engine.script = say_hello
     client = sync_client(server)
     assert client.completions.create(model="default", prompt="a").choices[0].logprobs is None
@@ -102,7 +102,7 @@ def test_async_client_with_many_requests_at_once(shared_server: LiveServer) -> N
     assert shared_server.client.num_pending_requests == 0
 
 
-def test_large_bodies_and_prompts_take_the_same_way(shared_server: LiveServer) -> None:
+def test_5000_prompts_in_one_body_are_answered_in_order(shared_server: LiveServer) -> None:
     prompts = [f"hello world {number}" for number in range(5000)]
     answer = sync_client(shared_server).completions.create(model="default", prompt=prompts, max_tokens=60)
     assert [choice.text for choice in answer.choices] == prompts
@@ -119,7 +119,7 @@ def test_models(shared_server: LiveServer) -> None:
         client.models.retrieve("org/other")
 
 
-def test_errors_are_the_clients_exceptions_with_param_and_code(shared_server: LiveServer) -> None:
+def test_errors_raise_the_clients_exceptions_with_param_and_code(shared_server: LiveServer) -> None:
     client = sync_client(shared_server)
     with pytest.raises(openai.BadRequestError) as wrong:
         client.completions.create(model="default", prompt="a", temperature=9)
@@ -133,7 +133,7 @@ def test_errors_are_the_clients_exceptions_with_param_and_code(shared_server: Li
 
 
 def test_internal_error_is_a_500_without_details(served_model: ServedModel, server: LiveServer) -> None:
-    # the engine breaks its promise to return log-probabilities
+    # The engine leaves out the logprobs that the request asked for.
     server.engine.script = lambda _request, _index: Reply([1, 2], None)
     response = server.http.post("/v1/completions", json={"model": "default", "prompt": "a", "logprobs": 0})
     assert response.status_code == 500
@@ -144,7 +144,7 @@ def test_internal_error_is_a_500_without_details(served_model: ServedModel, serv
     assert served_model.name not in error["message"]
 
 
-def test_generation_waits_for_the_engine_with_503(served_model: ServedModel) -> None:
+def test_generation_answers_503_until_the_engine_is_ready(served_model: ServedModel) -> None:
     engine = FakeEngine()
     body = {"model": "default", "prompt": "hello"}
     with live_server(served_model, engine, start_engine=False) as server:
@@ -154,21 +154,21 @@ def test_generation_waits_for_the_engine_with_503(served_model: ServedModel) -> 
         for response in (server.http.get("/ready"), server.http.post("/v1/completions", json=body)):
             assert response.status_code == 503
             assert response.json()["error"]["code"] == "engine_not_ready"
-        assert samples(server.http) == {}
+        assert metric_values(server.http) == {}
         engine.start()
         wait_until_ready(server.http)
         assert server.http.post("/v1/completions", json=body).status_code == 200
 
 
-def samples(http: httpx.Client) -> dict[str, float]:
-    """All but those that measure time."""
+def metric_values(http: httpx.Client) -> dict[str, float]:
+    """Metric values by name, without the metrics that measure time."""
     lines = [line for line in http.get("/metrics").text.splitlines() if not line.startswith("#")]
     values = {line.split()[0].removesuffix('{replica="0"}'): float(line.split()[1]) for line in lines}
     return {name: value for name, value in values.items() if not name.endswith("_seconds_total")}
 
 
-def test_metrics_are_exact_once_an_answer_is_out(server: LiveServer) -> None:
-    at_start = samples(server.http)
+def test_metrics_are_exact_as_soon_as_an_answer_arrives(server: LiveServer) -> None:
+    at_start = metric_values(server.http)
     assert {name: value for name, value in at_start.items() if value} == {"toka_kv_blocks_total": 64}
     server.engine.script = lambda request, index: replace(echo(request, index), num_cached_tokens=index)
     server.engine.stats = replace(
@@ -183,11 +183,11 @@ def test_metrics_are_exact_once_an_answer_is_out(server: LiveServer) -> None:
             "toka_generation_tokens_total": 6 * number,
             "toka_prefix_cache_hit_tokens_total": (0 + 1 + 2) * number,
         }
-        assert samples(server.http) == at_start | counted
+        assert metric_values(server.http) == at_start | counted
 
 
-def test_cached_tokens_are_what_the_engine_read_for_the_first_sample(server: LiveServer) -> None:
-    """Each sample read one block more than the one before; the answer counts what no sample computed."""
+def test_cached_tokens_count_the_sample_with_the_fewest_for_each_prompt(server: LiveServer) -> None:
+    """cached_tokens sums each prompt's smallest count: its two samples find 48 and 32 tokens cached."""
     server.engine.script = lambda request, index: replace(echo(request, index), num_cached_tokens=16 * (3 - index))
     client = sync_client(server)
     for answer in (
@@ -199,7 +199,7 @@ def test_cached_tokens_are_what_the_engine_read_for_the_first_sample(server: Liv
         assert answer.usage.prompt_tokens_details.cached_tokens == 32 * len(answer.choices) // 2
 
 
-def test_the_cache_salt_reaches_the_engine(server: LiveServer) -> None:
+def test_cache_salt_reaches_the_engine(server: LiveServer) -> None:
     client = sync_client(server)
     salt: dict[str, object] = {"cache_salt": "tenant 1"}
     client.completions.create(model="default", prompt=["a", "b"], extra_body=salt)
@@ -208,5 +208,5 @@ def test_the_cache_salt_reaches_the_engine(server: LiveServer) -> None:
     assert [request.cache_salt for request in server.engine.requests] == ["tenant 1"] * 3 + [""]
 
 
-def test_version_is_the_packages(shared_server: LiveServer) -> None:
+def test_version_equals_the_installed_package_version(shared_server: LiveServer) -> None:
     assert shared_server.http.get("/version").json() == {"version": importlib.metadata.version("tokasaurus")}

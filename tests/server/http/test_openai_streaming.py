@@ -1,4 +1,4 @@
-"""Streams read by the real OpenAI client, sync and async, against the answers that it gets without streaming."""
+"""Streams read by the real OpenAI client, sync and async, compared with its unstreamed answers."""
 
 import asyncio
 from collections.abc import Iterable
@@ -19,13 +19,13 @@ from tokasaurus.server.served_model import ServedModel
 HELLO: list[Any] = [{"role": "user", "content": "hi"}]
 
 
-def fall_silent(_request: GenerateRequest, index: int) -> Reply:
-    """A sequence that never ends."""
+def never_finish(_request: GenerateRequest, index: int) -> Reply:
+    """Two tokens of a sequence that never finishes."""
     return Reply([259, ord("0") + index], [-0.5, -0.5], finish_reason=None)
 
 
 def events_of(http: httpx.Client, path: str, body: dict[str, Any]) -> list[str]:
-    """What follows "data: " in each event."""
+    """The data of each server-sent event."""
     response = http.post(path, json={"model": "default", "stream": True, **body})
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -47,14 +47,16 @@ def joined_texts(chunks: Iterable[Completion]) -> dict[int, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("stop", [None, ["lo €", "1"]])
-def test_chunks_of_a_completion_stream_add_up_to_the_answer(server: LiveServer, stop: list[str] | None) -> None:
+def test_joined_chunks_of_a_completion_stream_equal_the_unstreamed_answer(
+    server: LiveServer, stop: list[str] | None
+) -> None:
     server.engine.script = say_hello
     client = sync_client(server)
-    asked: dict[str, Any] = {"model": "default", "prompt": ["abc", "de"], "n": 2, "stop": stop}
-    whole = client.completions.create(**asked)
-    *chunks, last = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
-    assert joined_texts(chunks) == {choice.index: (choice.text, choice.finish_reason) for choice in whole.choices}
-    assert (last.choices, last.usage) == ([], whole.usage)
+    fields: dict[str, Any] = {"model": "default", "prompt": ["abc", "de"], "n": 2, "stop": stop}
+    unstreamed = client.completions.create(**fields)
+    *chunks, last = client.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+    assert joined_texts(chunks) == {choice.index: (choice.text, choice.finish_reason) for choice in unstreamed.choices}
+    assert (last.choices, last.usage) == ([], unstreamed.usage)
     for chunk in chunks:
         assert (chunk.object, chunk.model, chunk.id) == ("text_completion", "org/small", last.id)
         assert len(chunk.choices) == 1
@@ -64,29 +66,27 @@ def test_chunks_of_a_completion_stream_add_up_to_the_answer(server: LiveServer, 
     assert server.engine.cancelled == []
 
 
-def test_chat_stream_collected_by_the_client_is_the_whole_answer(server: LiveServer) -> None:
+def test_chat_stream_collected_by_the_client_equals_the_unstreamed_answer(server: LiveServer) -> None:
     server.engine.script = say_hello
     client = sync_client(server)
-    asked: dict[str, Any] = {"model": "default", "messages": HELLO, "n": 3, "logprobs": True}
-    whole = client.chat.completions.create(**asked)
-    with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+    fields: dict[str, Any] = {"model": "default", "messages": HELLO, "n": 3, "logprobs": True}
+    unstreamed = client.chat.completions.create(**fields)
+    with client.chat.completions.stream(**fields, stream_options={"include_usage": True}) as stream:
         kinds = [event.type for event in stream]
         collected = stream.get_final_completion()
     assert kinds.count("content.done") == 3
-    for choice, expected in zip(collected.choices, whole.choices, strict=True):
+    for choice, expected in zip(collected.choices, unstreamed.choices, strict=True):
         assert choice.index == expected.index
         assert choice.finish_reason == expected.finish_reason
         assert choice.message.content == expected.message.content
         assert choice.message.role == "assistant"
         assert choice.logprobs == expected.logprobs
-    assert collected.usage == whole.usage
+    assert collected.usage == unstreamed.usage
 
 
 @pytest.mark.parametrize("options", [{}, {"include_usage": True}, {"continuous_usage_stats": True}])
 @pytest.mark.parametrize("logprobs", [False, True])
-def test_every_event_has_exactly_the_shape_of_openais(
-    server: LiveServer, options: dict[str, bool], logprobs: bool
-) -> None:
+def test_every_event_has_exactly_openais_fields(server: LiveServer, options: dict[str, bool], logprobs: bool) -> None:
     server.engine.script = say_hello
     chat = {"messages": HELLO, "logprobs": logprobs, "stream_options": options}
     completion = {"prompt": "a", "logprobs": 0 if logprobs else None, "stream_options": options}
@@ -97,13 +97,13 @@ def test_every_event_has_exactly_the_shape_of_openais(
     *events, done = events_of(server.http, "/v1/completions", completion)
     assert done == "[DONE]"
     for event in events:
-        # The type of a whole answer serves for chunks too, and so has no null for what is not known yet.
+        # The client's type for chunks is the one for whole answers, where finish_reason cannot be null.
         assert_no_extra_fields(
             Completion.model_validate_json(event.replace('"finish_reason":null', '"finish_reason":"stop"'))
         )
 
 
-def test_many_streams_at_once_each_get_their_own(shared_server: LiveServer) -> None:
+def test_each_of_100_concurrent_streams_gets_its_own_text(shared_server: LiveServer) -> None:
     async def ask(client: openai.AsyncOpenAI, number: int) -> str:
         stream = await client.chat.completions.create(
             model="default", messages=[{"role": "user", "content": f"hello {number}"}], max_tokens=64, stream=True
@@ -114,13 +114,13 @@ def test_many_streams_at_once_each_get_their_own(shared_server: LiveServer) -> N
         async with openai.AsyncOpenAI(base_url=f"{shared_server.url}/v1", api_key="none", max_retries=0) as client:
             return await asyncio.gather(*(ask(client, number) for number in range(100)))
 
-    # The engine echoes the prompt, whose special tokens are no text.
+    # The engine echoes the prompt; its special tokens have no text.
     assert asyncio.run(main()) == [f"user\nhello {number}\nassistant\n" for number in range(100)]
     wait_until_clean(shared_server)
 
 
-def test_text_is_there_while_the_engine_is_still_at_work(server: LiveServer) -> None:
-    server.engine.script = fall_silent
+def test_text_is_streamed_before_the_sequences_finish(server: LiveServer) -> None:
+    server.engine.script = never_finish
     stream = iter(sync_client(server).completions.create(model="default", prompt="a", n=2, stream=True))
     texts = {0: "", 1: ""}
     while texts != {0: "hello0", 1: "hello1"}:
@@ -130,8 +130,8 @@ def test_text_is_there_while_the_engine_is_still_at_work(server: LiveServer) -> 
     assert server.client.num_pending_requests == 1
 
 
-def test_a_client_that_leaves_amid_its_stream_cancels(server: LiveServer) -> None:
-    server.engine.script = fall_silent
+def test_disconnecting_during_a_stream_cancels_its_requests(server: LiveServer) -> None:
+    server.engine.script = never_finish
     stream = sync_client(server).completions.create(model="default", prompt=["a", "b"], stream=True)
     next(iter(stream))
     assert server.engine.cancelled == []
@@ -141,7 +141,7 @@ def test_a_client_that_leaves_amid_its_stream_cancels(server: LiveServer) -> Non
     wait_until_clean(server)
 
 
-def test_a_client_that_leaves_before_anything_came_cancels(server: LiveServer) -> None:
+def test_disconnecting_before_the_first_event_cancels_the_request(server: LiveServer) -> None:
     server.engine.script = lambda _request, _index: None
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=1, max_retries=0)
     with pytest.raises(openai.APITimeoutError):
@@ -150,8 +150,8 @@ def test_a_client_that_leaves_before_anything_came_cancels(server: LiveServer) -
     wait_until_clean(server)
 
 
-def test_a_failure_amid_a_stream_is_an_event_and_the_clients_exception(server: LiveServer) -> None:
-    # The engine has promised a log-probability for each token.
+def test_a_failure_during_a_stream_is_sent_as_an_event_and_raises_in_the_client(server: LiveServer) -> None:
+    # Six tokens with three logprobs: the server fails at the fourth token.
     server.engine.script = lambda _request, _index: Reply(list(b"abcdef"), [-1.0] * 3)
     server.engine.pause_s = 0.1
     stream = sync_client(server).completions.create(model="default", prompt="a", logprobs=0, stream=True)
@@ -165,12 +165,12 @@ def test_a_failure_amid_a_stream_is_an_event_and_the_clients_exception(server: L
     response = server.http.post(
         "/v1/completions", json={"model": "default", "prompt": "a", "logprobs": 0, "stream": True}
     )
-    assert response.status_code == 500, "nothing of the stream was sent yet"
+    assert response.status_code == 500, "the failure precedes the first event"
     assert response.json()["error"]["type"] == "server_error"
 
 
-def test_a_stream_that_the_end_of_the_server_cuts_off_says_so(served_model: ServedModel) -> None:
-    engine = FakeEngine(script=fall_silent)
+def test_a_stream_cut_off_by_server_shutdown_ends_with_an_error_event(served_model: ServedModel) -> None:
+    engine = FakeEngine(script=never_finish)
     with httpx.Client(timeout=20) as http:
         with live_server(served_model, engine) as server:
             body = {"model": "default", "prompt": "a", "stream": True}
@@ -198,7 +198,7 @@ def test_a_stream_that_the_end_of_the_server_cuts_off_says_so(served_model: Serv
         ({"stream": True, "max_tokens": 100_000}, "max_tokens"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused_with_a_status(
+def test_an_invalid_stream_request_is_a_400_naming_the_field(
     shared_server: LiveServer, fields: dict[str, Any], param: str
 ) -> None:
     for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": HELLO})):

@@ -19,7 +19,7 @@ HELLO: list[Any] = [{"role": "user", "content": "hello world"}]
 
 
 def expected_field(request: GenerateRequest, num_top: int, model: ServedModel) -> list[dict[str, Any] | None]:
-    """From what the engine says of a prompt, where a token's log-probability tells its rank."""
+    """The field, built from the fake engine's prompt logprobs, where the token of rank r has logprob -r / 2."""
     field: list[dict[str, Any] | None] = [None]
     computed = prompt_logprobs(dataclasses.replace(request, num_top_prompt_logprobs=num_top))
     for position in range(1, len(request.prompt_ids)):
@@ -42,7 +42,9 @@ def expected_field(request: GenerateRequest, num_top: int, model: ServedModel) -
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 4])
-def test_completions_have_it_in_every_choice(server: LiveServer, served_model: ServedModel, num_top: int) -> None:
+def test_completions_have_prompt_logprobs_in_every_choice(
+    server: LiveServer, served_model: ServedModel, num_top: int
+) -> None:
     server.engine.script = say_hello
     body = {"model": "default", "prompt": ["hello world", "a"], "n": 2, "prompt_logprobs": num_top}
     answer = server.http.post("/v1/completions", json=body).json()
@@ -58,7 +60,7 @@ def test_completions_have_it_in_every_choice(server: LiveServer, served_model: S
     assert {tuple(choice["prompt_token_ids"]) for choice in answer["choices"][2:]} == {(97,)}
 
 
-def test_chat_has_it_beside_the_choices(server: LiveServer, served_model: ServedModel) -> None:
+def test_chat_has_prompt_logprobs_beside_the_choices(server: LiveServer, served_model: ServedModel) -> None:
     server.engine.script = say_hello
     client = sync_client(server)
     for extra in ({"prompt_logprobs": 2}, {"prompt_logprobs": 2, "return_token_ids": True}):
@@ -71,7 +73,7 @@ def test_chat_has_it_beside_the_choices(server: LiveServer, served_model: Served
 
 
 @pytest.mark.parametrize(("logprobs", "num_top"), [(1, 4), (4, 1), (0, 0), (3, 0), (0, 3)])
-def test_beside_an_echo_each_has_the_number_it_asked_for(
+def test_echoed_logprobs_and_prompt_logprobs_each_have_their_requested_top_k(
     server: LiveServer, served_model: ServedModel, logprobs: int, num_top: int
 ) -> None:
     server.engine.script = say_hello
@@ -87,7 +89,7 @@ def test_beside_an_echo_each_has_the_number_it_asked_for(
 
 
 def test_a_prompt_token_among_the_most_likely_keeps_its_own_rank(served_model: ServedModel) -> None:
-    """Where two are as likely, it may stand behind the other."""
+    """The prompt token may be listed after an equally likely token."""
     top = TopLogprobs(np.array([[0, 0], [98, 97]], np.int32), np.array([[np.nan] * 2, [-0.5, -0.5]], np.float32))
     computed = PromptLogprobs(np.array([np.nan, -0.5], np.float32), np.array([0, 1], np.int32), top)
     first, second = build_prompt_logprobs(np.array([5, 97], np.int32), computed, 2, served_model.tokenizer)
@@ -96,14 +98,14 @@ def test_a_prompt_token_among_the_most_likely_keeps_its_own_rank(served_model: S
     assert {key: (entry.rank, entry.decoded_token) for key, entry in second.items()} == {"97": (1, "a"), "98": (1, "b")}
 
 
-def test_it_is_refused_by_name_in_streams_and_where_the_flag_forbids_it(served_model: ServedModel) -> None:
+def test_prompt_logprobs_are_refused_in_streams_and_when_the_flag_forbids_logprobs(served_model: ServedModel) -> None:
     with live_server(dataclasses.replace(served_model, allow_logprobs=False), FakeEngine(say_hello)) as server:
         client = sync_client(server)
-        asks: list[tuple[str, dict[str, Any]]] = [
+        cases: list[tuple[str, dict[str, Any]]] = [
             ("prompt_logprobs", {"extra_body": {"prompt_logprobs": 0}}),
             ("prompt_logprobs", {"extra_body": {"prompt_logprobs": 0}, "stream": True}),
         ]
-        for param, fields in asks:
+        for param, fields in cases:
             with pytest.raises(openai.BadRequestError) as refused:
                 client.completions.create(model="default", prompt="a", **fields)
             assert refused.value.param == param

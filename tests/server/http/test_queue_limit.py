@@ -19,7 +19,7 @@ from tokasaurus.server.served_model import ServedModel
 
 @pytest.fixture
 def busy(served_model: ServedModel) -> Iterator[LiveServer]:
-    """Its engine says that two sequences run, and answers no further request; two requests may wait."""
+    """A server whose engine reports two running sequences and answers no further request. Two requests may wait."""
     with live_server(served_model, FakeEngine(), max_queued_requests=2) as server:
         server.engine.stats = replace(server.engine.stats, num_running=2)
         assert server.http.post(COMPLETIONS, json=minimal_body(COMPLETIONS)).status_code == 200
@@ -28,7 +28,7 @@ def busy(served_model: ServedModel) -> Iterator[LiveServer]:
 
 
 def leave_open(server: LiveServer, **fields: object) -> socket.socket:
-    """A request that has reached the engine, and stays open until the socket is closed."""
+    """Sends a request and waits until it reaches the engine. It stays open until the socket is closed."""
     num_requests = len(server.engine.requests)
     connection = socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port))
     content = orjson.dumps(minimal_body(COMPLETIONS) | fields)
@@ -39,7 +39,7 @@ def leave_open(server: LiveServer, **fields: object) -> socket.socket:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_requests_beyond_the_limit_are_refused_until_one_is_gone(busy: LiveServer, stream: bool) -> None:
+def test_requests_beyond_the_limit_are_refused_until_one_is_cancelled(busy: LiveServer, stream: bool) -> None:
     with ExitStack() as stack:
         running = [stack.enter_context(leave_open(busy)), stack.enter_context(leave_open(busy, stream=stream))]
         waiting = [stack.enter_context(leave_open(busy, n=3)), stack.enter_context(leave_open(busy, stream=stream))]
@@ -61,8 +61,8 @@ def test_requests_beyond_the_limit_are_refused_until_one_is_gone(busy: LiveServe
         assert busy.http.post(COMPLETIONS, json=minimal_body(COMPLETIONS)).status_code == 429
 
 
-def test_many_at_once_are_counted_when_they_are_submitted(served_model: ServedModel) -> None:
-    """All of them find the queue empty when they come: they are refused after they have been tokenized."""
+def test_concurrent_requests_are_counted_when_they_are_submitted(served_model: ServedModel) -> None:
+    """All 40 requests find the queue empty on arrival, so 35 are refused only after tokenization."""
     with live_server(served_model, FakeEngine(), max_queued_requests=5) as server:
         server.engine.script = lambda _request, _index: None
         content = orjson.dumps(minimal_body(COMPLETIONS))

@@ -1,4 +1,4 @@
-"""Fields that are wrong, and what the client is told: never a 500, always the field."""
+"""Bodies with a wrong field are refused with a 400 that names the field, never a 500."""
 
 import json
 from typing import Any
@@ -53,7 +53,7 @@ BOTH_ROUTES_REFUSE: list[tuple[str, object]] = [
     ("cache_salt", ["x"]),
     ("cache_salt", {"x": "y"}),
     ("cache_salt", "s" * 1025),
-    ("cache_salt", "é" * 513),  # of two bytes each
+    ("cache_salt", "é" * 513),  # two bytes each
     ("model", MISSING),
     ("model", None),
     ("model", 3),

@@ -1,4 +1,4 @@
-"""Bodies whose tools, or messages with calls, are wrong, and what the client is told: always the field."""
+"""Bodies with wrong tools, or wrong calls in messages, are refused with a 400 that names the field."""
 
 import functools
 import json
@@ -132,9 +132,7 @@ def test_wrong_tools_are_a_400_naming_the_field(shared_server: LiveServer, chang
 
 
 @pytest.mark.parametrize("fields", [{}, {"tool_choice": "required"}, {"response_format": {"type": "json_object"}}])
-def test_of_several_tools_the_one_with_the_wrong_schema_is_named(
-    shared_server: LiveServer, fields: dict[str, Any]
-) -> None:
+def test_the_error_names_the_tool_with_the_wrong_schema(shared_server: LiveServer, fields: dict[str, Any]) -> None:
     wrong = {"name": "g", "parameters": {"not": {}}, "strict": True}
     tools = [TOOL, {"type": "function", "function": wrong}]
     response = shared_server.http.post(CHAT, json=minimal_body(CHAT) | {"tools": tools} | fields)

@@ -1,4 +1,4 @@
-"""Grammars over HTTP: what each field asks for is what the engine is told, and what an outside validator finds."""
+"""Structured output over HTTP: the engine follows each field's grammar, and independent validators accept the text."""
 
 import json
 import os
@@ -66,7 +66,7 @@ FIELDS: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
 
 
 @pytest.fixture(scope="module")
-def obedient(served_model: ServedModel, tokenizer_directory: Path) -> Iterator[LiveServer]:
+def grammar_server(served_model: ServedModel, tokenizer_directory: Path) -> Iterator[LiveServer]:
     """A server whose engine follows grammars."""
     with live_server(served_model, FakeEngine(script=follow_grammars(tokenizer_directory))) as server:
         yield server
@@ -80,46 +80,48 @@ def texts_of(answer: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("fields", "is_right"), FIELDS)
+@pytest.mark.parametrize(("fields", "is_valid"), FIELDS)
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
-def test_every_field_shapes_the_text(
-    obedient: LiveServer, route: str, fields: dict[str, Any], is_right: Callable[[str], bool]
+def test_every_field_constrains_the_text(
+    grammar_server: LiveServer, route: str, fields: dict[str, Any], is_valid: Callable[[str], bool]
 ) -> None:
     body = minimal_body(route) | {"max_tokens": 200, "n": 3, "seed": 1} | fields
-    response = obedient.http.post(route, json=body)
+    response = grammar_server.http.post(route, json=body)
     assert response.status_code == 200, response.text
     texts = texts_of(response.json())
     assert len(texts) == 3
-    assert all(is_right(text) for text, finish_reason in texts if finish_reason == "stop"), texts
+    assert all(is_valid(text) for text, finish_reason in texts if finish_reason == "stop"), texts
     assert sum(finish_reason == "stop" for _, finish_reason in texts) >= 2
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_random_schemas_are_followed_as_an_outside_validator_reads_them(obedient: LiveServer, seed: int) -> None:
+def test_texts_for_random_schemas_pass_an_independent_validator(grammar_server: LiveServer, seed: int) -> None:
     schema = random_schema(seed)
     validator = jsonschema_rs.Draft202012Validator(schema, validate_formats=True)
     body = minimal_body(CHAT) | {"max_tokens": 300, "n": 8, "seed": seed}
     body["response_format"] = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
-    answer = obedient.http.post(CHAT, json=body).json()
-    whole = [text for text, finish_reason in texts_of(answer) if finish_reason == "stop"]
-    assert len(whole) >= 2, schema
-    for text in whole:
+    answer = grammar_server.http.post(CHAT, json=body).json()
+    finished_texts = [text for text, finish_reason in texts_of(answer) if finish_reason == "stop"]
+    assert len(finished_texts) >= 2, schema
+    for text in finished_texts:
         assert validator.is_valid(json.loads(text)), (schema, text)
 
 
-def test_stream_bulk_and_logprobs_have_the_same_text(obedient: LiveServer) -> None:
+def test_streamed_bulk_and_logprobs_answers_have_the_same_text(grammar_server: LiveServer) -> None:
     body = minimal_body(CHAT) | {"max_tokens": 100, "n": 2, "seed": 5, "response_format": FORMAT}
-    expected = [text for text, _ in texts_of(obedient.http.post(CHAT, json=body).json())]
-    answer = obedient.http.post(CHAT, json=body | {"logprobs": True}).json()
+    expected = [text for text, _ in texts_of(grammar_server.http.post(CHAT, json=body).json())]
+    answer = grammar_server.http.post(CHAT, json=body | {"logprobs": True}).json()
     assert [text for text, _ in texts_of(answer)] == expected
     assert (
         b"".join(bytes(token["bytes"]) for token in answer["choices"][0]["logprobs"]["content"]).decode() == expected[0]
     )
     line = {"custom_id": "1", "url": CHAT, "body": body}
-    bulk = obedient.http.post("/v1/bulk", content=orjson.dumps(line), headers={"content-type": "application/x-ndjson"})
+    bulk = grammar_server.http.post(
+        "/v1/bulk", content=orjson.dumps(line), headers={"content-type": "application/x-ndjson"}
+    )
     assert [text for text, _ in texts_of(bulk.json()["response"]["body"])] == expected
     streamed = ["", ""]
-    for chunk in client_of(obedient).chat.completions.create(**body, stream=True):
+    for chunk in client_of(grammar_server).chat.completions.create(**body, stream=True):
         for choice in chunk.choices:
             streamed[choice.index] += choice.delta.content or ""
     assert streamed == expected
@@ -145,8 +147,8 @@ class Bicycle(pydantic.BaseModel):
     spare: Wheel | None
 
 
-def test_openai_client_parses_into_a_pydantic_model(obedient: LiveServer) -> None:
-    completions = client_of(obedient).chat.completions
+def test_openai_client_parses_into_a_pydantic_model(grammar_server: LiveServer) -> None:
+    completions = client_of(grammar_server).chat.completions
     messages: list[Any] = [{"role": "user", "content": "A bicycle, please."}]
     answer = completions.parse(model="default", messages=messages, response_format=Bicycle, max_tokens=300, seed=3)
     bicycle = answer.choices[0].message.parsed
@@ -160,21 +162,23 @@ def test_openai_client_parses_into_a_pydantic_model(obedient: LiveServer) -> Non
 
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_schema_that_cannot_be_followed_is_a_400(obedient: LiveServer, route: str, stream: bool) -> None:
+def test_an_unsupported_schema_or_invalid_regex_is_a_400_naming_the_field(
+    grammar_server: LiveServer, route: str, stream: bool
+) -> None:
     body = minimal_body(route) | {"stream": stream}
-    num_requests = len(obedient.engine.requests)
+    num_requests = len(grammar_server.engine.requests)
     for fields, param in [
         ({"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}}, "structured_outputs.json"),
         ({"guided_regex": "(a"}, "guided_regex"),
     ]:
-        response = obedient.http.post(route, json=body | fields)
+        response = grammar_server.http.post(route, json=body | fields)
         assert response.status_code == 400
         assert assert_openai_error(response.content)["param"] == param
-    assert len(obedient.engine.requests) == num_requests
+    assert len(grammar_server.engine.requests) == num_requests
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked up there")
-def test_the_process_that_compiles_ends_with_the_server(served_model: ServedModel) -> None:
+@pytest.mark.skipif(not Path("/proc").exists(), reason="the test reads /proc")
+def test_the_process_that_compiles_grammars_ends_with_the_server(served_model: ServedModel) -> None:
     before = grammar_processes()
     with live_server(served_model, FakeEngine()) as server:
         assert server.http.post(CHAT, json=minimal_body(CHAT) | {"guided_regex": "a"}).status_code == 200
@@ -184,7 +188,7 @@ def test_the_process_that_compiles_ends_with_the_server(served_model: ServedMode
 
 
 def grammar_processes() -> set[str]:
-    """Those that this process has started."""
+    """Ids of the grammar processes that this process started."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(FileNotFoundError, ProcessLookupError):

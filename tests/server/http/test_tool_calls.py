@@ -1,4 +1,4 @@
-"""Tools through the real OpenAI client, whole and streamed, sync and async."""
+"""Tool calls through the real OpenAI client, unstreamed and streamed, sync and async."""
 
 import asyncio
 import itertools
@@ -32,7 +32,7 @@ def called(answer: ChatCompletion, index: int = 0) -> list[tuple[str, Any]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
 
 
-def test_an_answer_with_calls(server: LiveServer) -> None:
+def test_each_choice_has_its_content_and_tool_calls(server: LiveServer) -> None:
     calls = ("get_weather", {"city": "Köln"}), ("get_time", {})
     server.engine.script = say(write_calls(server, *calls), "Let me see.\n" + write_calls(server, calls[1]), "No.", "")
     answer = ask(server, n=4, logprobs=True)
@@ -43,15 +43,15 @@ def test_an_answer_with_calls(server: LiveServer) -> None:
     assert len(set(ids)) == 3
 
 
-def test_special_tokens_around_a_call_are_no_text(server: LiveServer) -> None:
-    """As Llama writes <|python_tag|> before it."""
+def test_special_tokens_around_a_call_are_not_content(server: LiveServer) -> None:
+    """Llama writes the special token <|python_tag|> before a call."""
     text = write_calls(server, ("get_time", {}))
     server.engine.script = lambda _request, _index: Reply([IM_START, *text.encode(), IM_START, IM_END])
     answer = ask(server)
     assert (answer.choices[0].message.content, called(answer)) == (None, [("get_time", {})])
 
 
-def test_only_strict_tools_have_a_grammar_where_the_model_chooses(server: LiveServer) -> None:
+def test_only_strict_tools_have_a_grammar_with_tool_choice_auto(server: LiveServer) -> None:
     server.engine.script = say("No.")
     for tools, is_strict in ((TOOLS, True), (TOOLS[1:], False)):
         ask(server, tools=tools)
@@ -59,9 +59,7 @@ def test_only_strict_tools_have_a_grammar_where_the_model_chooses(server: LiveSe
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_required_calls_come_whatever_the_model_would_say(
-    server: LiveServer, tokenizer_directory: Path, parallel: bool
-) -> None:
+def test_tool_choice_required_forces_valid_calls(server: LiveServer, tokenizer_directory: Path, parallel: bool) -> None:
     server.engine.script = follow_grammars(tokenizer_directory)
     answer = ask(server, n=8, seed=3, tool_choice="required", parallel_tool_calls=parallel, max_tokens=600)
     names = []
@@ -77,7 +75,7 @@ def test_required_calls_come_whatever_the_model_would_say(
 
 
 @pytest.mark.parametrize("is_allowed_list", [False, True])
-def test_the_function_that_is_named_is_called(
+def test_only_the_named_function_is_called(
     server: LiveServer, tokenizer_directory: Path, is_allowed_list: bool
 ) -> None:
     server.engine.script = follow_grammars(tokenizer_directory)
@@ -85,13 +83,13 @@ def test_the_function_that_is_named_is_called(
     allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
     answer = ask(server, n=4, seed=4, tool_choice=allowed if is_allowed_list else named, max_tokens=600)
     for index, choice in enumerate(answer.choices):
-        # OpenAI's: no reason to stop is the model's where the client has chosen
+        # As in OpenAI's API: a call of the function named by tool_choice finishes with "stop".
         assert choice.finish_reason == ("tool_calls" if is_allowed_list else "stop")
         assert {name for name, _ in called(answer, index)} == {"get_weather"}
         assert is_allowed_list or len(called(answer, index)) == 1
 
 
-def test_the_answer_is_json_or_calls_where_both_are_asked_for(server: LiveServer, tokenizer_directory: Path) -> None:
+def test_an_answer_is_json_or_calls_when_both_are_requested(server: LiveServer, tokenizer_directory: Path) -> None:
     class Answer(pydantic.BaseModel):
         is_warm: bool
 
@@ -113,19 +111,19 @@ def test_the_answer_is_json_or_calls_where_both_are_asked_for(server: LiveServer
         for choice in parsed:
             assert (choice.message.parsed is None) == bool(choice.message.tool_calls)
         assert len({choice.finish_reason for choice in parsed}) == 2
-    # what is forced is no content
+    # An answer with forced calls has no content to parse.
     (choice,) = client.chat.completions.parse(**fields, response_format=Answer, tool_choice="required").choices
     assert choice.message.parsed is None
     assert choice.message.tool_calls
 
 
-def test_a_forced_call_that_is_cut_short_says_so(server: LiveServer, tokenizer_directory: Path) -> None:
+def test_a_truncated_forced_call_has_finish_reason_length(server: LiveServer, tokenizer_directory: Path) -> None:
     server.engine.script = follow_grammars(tokenizer_directory)
     answer = ask(server, tool_choice="required", seed=1, max_tokens=12)
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_an_answer_that_is_cut_short_is_no_call_to_be_run(server: LiveServer) -> None:
+def test_a_truncated_call_has_finish_reason_length_and_partial_arguments(server: LiveServer) -> None:
     text = write_calls(server, ("get_weather", {"city": "Köln"}))
     cut = text.index("Köln") + 2
     server.engine.script = say(text[:cut], finish_reason="length")
@@ -139,14 +137,14 @@ def test_an_answer_that_is_cut_short_is_no_call_to_be_run(server: LiveServer) ->
     assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("length", text[:8], None)
 
 
-def test_what_is_no_call_stays_content(server: LiveServer) -> None:
+def test_text_that_is_not_a_valid_call_stays_content(server: LiveServer) -> None:
     text = "Sure:\n " + write_calls(server, ("unknown", {"city": "Köln"})) + ' {"name": "get_time"} '
     server.engine.script = say(text)
     (choice,) = ask(server).choices
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
 
 
-def test_a_stop_string_ends_a_call_too(server: LiveServer) -> None:
+def test_a_stop_string_ends_a_call(server: LiveServer) -> None:
     server.engine.script = say(write_calls(server, ("get_weather", {"city": "Köln", "days": 3})))
     (choice,) = ask(server, stop='", "d').choices
     assert choice.finish_reason == "tool_calls"
@@ -156,7 +154,9 @@ def test_a_stop_string_ends_a_call_too(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": []}, {"tools": [], "tool_choice": "auto"}])
-def test_without_tools_nothing_is_a_call_and_the_prompt_has_none(server: LiveServer, fields: dict[str, Any]) -> None:
+def test_without_tools_calls_stay_content_and_the_prompt_shows_no_tools(
+    server: LiveServer, fields: dict[str, Any]
+) -> None:
     text = write_calls(server, ("get_weather", {"city": "Köln"}))
     server.engine.script = say(text)
     (choice,) = ask(server, **fields).choices
@@ -166,7 +166,7 @@ def test_without_tools_nothing_is_a_call_and_the_prompt_has_none(server: LiveSer
     assert with_tools == server.engine.requests[-1].prompt_ids.tolist()
 
 
-def test_allowed_tools_are_those_that_can_be_called(server: LiveServer) -> None:
+def test_only_allowed_tools_can_be_called(server: LiveServer) -> None:
     server.engine.script = say(write_calls(server, ("get_weather", {"city": "Köln"}), ("get_time", {})))
     choice: Any = {
         "type": "allowed_tools",
@@ -180,7 +180,7 @@ def test_allowed_tools_are_those_that_can_be_called(server: LiveServer) -> None:
     assert prompt == server.engine.requests[-1].prompt_ids.tolist(), "the prompt has all tools"
 
 
-def test_one_call_where_they_may_not_be_parallel(server: LiveServer) -> None:
+def test_parallel_tool_calls_false_returns_one_call(server: LiveServer) -> None:
     server.engine.script = say(write_calls(server, ("get_time", {}), ("get_weather", {"city": "Köln"})))
     assert called(ask(server, parallel_tool_calls=False)) == [("get_time", {})]
 
@@ -201,8 +201,8 @@ def test_pydantic_tools_are_parsed(server: LiveServer) -> None:
     assert call.function.parsed_arguments == GetWeather(city="Köln", days=3)
 
 
-def test_a_conversation_goes_on_with_what_the_answer_was(server: LiveServer, served_model: ServedModel) -> None:
-    """The async client's messages are sent back as they came, with the results."""
+def test_an_answer_with_a_call_can_be_sent_back_with_its_result(server: LiveServer, served_model: ServedModel) -> None:
+    """The async client sends the answer's message back unchanged, with the tool's result."""
     server.engine.script = say("Let me see.\n" + write_calls(server, ("get_weather", {"city": "Köln", "days": 3})))
 
     async def talk() -> None:
@@ -222,7 +222,7 @@ def test_a_conversation_goes_on_with_what_the_answer_was(server: LiveServer, ser
     assert positions == sorted(positions)
 
 
-def test_deltas_come_while_the_engine_is_at_work(server: LiveServer) -> None:
+def test_tool_call_fragments_are_streamed_before_the_sequence_finishes(server: LiveServer) -> None:
     text = "Hm. " + write_calls(server, ("get_weather", {"city": "Köln"}))
     cut = text.index("öln")
     server.engine.script = lambda _request, _index: Reply([*text[:cut].encode()], finish_reason=None)
@@ -258,7 +258,7 @@ def test_token_ids_are_sent_while_their_text_is_buffered(server: LiveServer) -> 
 
 
 def test_tools_of_an_unknown_format_are_refused(served_model: ServedModel, tmp_path: Path) -> None:
-    with tool_server("own way", served_model, tmp_path) as live:
+    with tool_server("unknown format", served_model, tmp_path) as live:
         client = sync_client(live)
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(model="default", messages=QUESTION, tools=TOOLS)

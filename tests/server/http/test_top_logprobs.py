@@ -1,4 +1,4 @@
-"""Top-k logprobs, and token ids and packed numbers, as the OpenAI client sees them."""
+"""Top-k logprobs, token ids and packed arrays, as the OpenAI client receives them."""
 
 import base64
 import dataclasses
@@ -27,11 +27,11 @@ CHOSEN = np.array([-0.1, -2.3, -0.7, -0.9, -1.1, -0.3], np.float32).tolist()
 
 
 def top_of(token_ids: list[int], logprobs: list[float], count: int) -> TopLogprobs:
-    """A less likely token than the first is chosen at the odd places."""
+    """The top `count` logprobs at each position. At odd positions another token than the sampled one is most likely."""
     ids = np.array(
-        [[65 + place if place % 2 else token, *range(97, 97 + count)] for place, token in enumerate(token_ids)]
+        [[65 + position if position % 2 else token, *range(97, 97 + count)] for position, token in enumerate(token_ids)]
     )
-    values = np.array([[-0.05 if place % 2 else value] for place, value in enumerate(logprobs)], np.float32)
+    values = np.array([[-0.05 if position % 2 else value] for position, value in enumerate(logprobs)], np.float32)
     values = values - np.arange(count + 1, dtype=np.float32)
     return TopLogprobs(ids[:, :count].astype(np.int32), values[:, :count])
 
@@ -43,7 +43,7 @@ def say_hello(request: GenerateRequest, _index: int) -> Reply:
     return Reply(TOKENS, CHOSEN, top=top_of(TOKENS, CHOSEN, count) if count else None)
 
 
-def test_completion_has_the_top_and_the_chosen_token(server: LiveServer) -> None:
+def test_completion_logprobs_have_the_top_k_and_the_sampled_token(server: LiveServer) -> None:
     server.engine.script = say_hello
     raw = sync_client(server).completions.with_raw_response.create(model="default", prompt="a", logprobs=2)
     assert_exactly_openai_shaped(raw.content, Completion)
@@ -65,7 +65,7 @@ def test_completion_has_the_top_and_the_chosen_token(server: LiveServer) -> None
     assert server.engine.requests[0].num_top_logprobs == 2
 
 
-def test_chat_has_the_top_with_bytes(server: LiveServer) -> None:
+def test_chat_logprobs_have_the_top_k_with_bytes(server: LiveServer) -> None:
     server.engine.script = say_hello
     raw = sync_client(server).chat.completions.with_raw_response.create(
         model="default", messages=HELLO, logprobs=True, top_logprobs=2
@@ -83,7 +83,7 @@ def test_chat_has_the_top_with_bytes(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("stop", [None, "€"])
-def test_streams_have_the_top_of_the_whole_answers(server: LiveServer, stop: str | None) -> None:
+def test_streams_have_the_same_top_k_logprobs_as_unstreamed_answers(server: LiveServer, stop: str | None) -> None:
     server.engine.script = say_hello
     client = sync_client(server)
     chat: dict[str, Any] = {"messages": HELLO, "logprobs": True, "top_logprobs": 3, "stop": stop, "n": 2}
@@ -93,30 +93,30 @@ def test_streams_have_the_top_of_the_whole_answers(server: LiveServer, stop: str
     for choice, expected_choice in zip(collected.choices, whole_chat.choices, strict=True):
         assert choice.logprobs == expected_choice.logprobs
     completion: dict[str, Any] = {"prompt": "a", "logprobs": 3, "stop": stop}
-    (whole,) = client.completions.create(model="default", **completion).choices
-    assert whole.logprobs is not None
+    (unstreamed,) = client.completions.create(model="default", **completion).choices
+    assert unstreamed.logprobs is not None
     joined: list[dict[str, float]] = []
     for chunk in client.completions.create(model="default", stream=True, **completion):
         logprobs = chunk.choices[0].logprobs
         assert logprobs is not None
         assert logprobs.top_logprobs is not None
         joined += logprobs.top_logprobs
-    assert joined == whole.logprobs.top_logprobs
+    assert joined == unstreamed.logprobs.top_logprobs
     assert len(joined) == (5 if stop is None else 2)
 
 
-def test_what_comes_in_parts_adds_up() -> None:
+def test_a_sequence_joins_the_top_k_logprobs_of_its_deltas() -> None:
     whole, sequence = top_of(TOKENS, CHOSEN, 2), FinishedSequence()
     assert sequence.top is None
     for start, end in ((0, 1), (1, 4), (4, 6)):
-        part = TopLogprobs(whole.token_ids[start:end], whole.logprobs[start:end])
-        sequence.append(SequenceDelta("r", 0, TOKENS[start:end], CHOSEN[start:end], None, 0, 0, 0, 0, part))
+        delta_top = TopLogprobs(whole.token_ids[start:end], whole.logprobs[start:end])
+        sequence.append(SequenceDelta("r", 0, TOKENS[start:end], CHOSEN[start:end], None, 0, 0, 0, 0, delta_top))
     assert sequence.top is not None
     assert sequence.top.token_ids.tolist() == whole.token_ids.tolist()
     assert sequence.top.logprobs.tolist() == whole.logprobs.tolist()
 
 
-def test_of_tokens_with_the_same_text_the_most_likely_counts(served_model: ServedModel) -> None:
+def test_top_logprobs_keep_the_most_likely_of_tokens_with_the_same_text(served_model: ServedModel) -> None:
     tokens = [
         TokenLogprob(0xE2, -3.0, 0, [(0xFF, -0.5), (97, -1.0), (0xE3, -2.0)]),
         TokenLogprob(0xFF, -0.5, 0, [(0xFF, -0.5), (0xE2, -3.0)]),
@@ -131,7 +131,7 @@ def unpack(texts: list[str], dtype: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_fingerprint_holds_ids_and_packed_logprobs_of_all_sampled_tokens(server: LiveServer, count: int) -> None:
+def test_fingerprint_has_ids_and_packed_logprobs_of_all_sampled_tokens(server: LiveServer, count: int) -> None:
     server.engine.script = say_hello
     client = sync_client(server)
     extra = {"logprobs_in_fingerprint": True}
@@ -153,7 +153,7 @@ def test_fingerprint_holds_ids_and_packed_logprobs_of_all_sampled_tokens(server:
             assert (ids, values) == (None, None)
 
 
-def test_fingerprint_without_logprobs_holds_ids_alone(server: LiveServer) -> None:
+def test_fingerprint_without_logprobs_has_only_ids(server: LiveServer) -> None:
     server.engine.script = say_hello
     answer = sync_client(server).completions.create(
         model="default", prompt="a", extra_body={"logprobs_in_fingerprint": True}
@@ -168,12 +168,12 @@ def test_fingerprint_without_logprobs_holds_ids_alone(server: LiveServer) -> Non
 
 def chunks_of(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     response = http.post(path, json={"model": "default", "stream": True, "return_token_ids": True, **body})
-    events = response.text.split("\n\n")[:-2]  # the last are [DONE] and nothing
+    events = response.text.split("\n\n")[:-2]  # without [DONE] and the empty text after it
     return [orjson.loads(event.removeprefix("data: ")) for event in events]
 
 
 @pytest.mark.parametrize("stop", [None, "lo1"])
-def test_token_ids_of_completions(server: LiveServer, stop: str | None) -> None:
+def test_completions_return_token_ids_unstreamed_and_streamed(server: LiveServer, stop: str | None) -> None:
     server.engine.script = say_hello
     body = {"prompt": ["ab", "c"], "n": 2, "stop": stop}
     answer = sync_client(server).completions.create(
@@ -191,7 +191,7 @@ def test_token_ids_of_completions(server: LiveServer, stop: str | None) -> None:
     assert [joined[index] for index in range(4)] == expected
 
 
-def test_token_ids_of_chats(server: LiveServer) -> None:
+def test_chats_return_token_ids_unstreamed_and_streamed(server: LiveServer) -> None:
     server.engine.script = say_hello
     answer = sync_client(server).chat.completions.create(
         model="default", messages=HELLO, n=2, extra_body={"return_token_ids": True}
@@ -208,7 +208,7 @@ def test_token_ids_of_chats(server: LiveServer) -> None:
     assert joined == {0: TOKENS, 1: TOKENS}
 
 
-def test_the_flag_bounds_what_may_be_asked(served_model: ServedModel) -> None:
+def test_the_flag_limits_the_number_of_requested_top_logprobs(served_model: ServedModel) -> None:
     with live_server(dataclasses.replace(served_model, max_top_logprobs=2), FakeEngine(say_hello)) as server:
         client = sync_client(server)
         assert client.completions.create(model="default", prompt="a", logprobs=2).choices[0].logprobs is not None

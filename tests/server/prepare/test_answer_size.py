@@ -1,4 +1,4 @@
-"""The limit of prompt values in one answer, which repeats them n times."""
+"""Limit on the number of prompt values in one answer, which repeats them for each of its n choices."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from tokasaurus.server.served_model import ServedModel
         ({"return_token_ids": True, "logprobs": 5}, 1, "return_token_ids"),
     ],
 )
-def test_n_times_the_prompt_values_in_an_answer_is_bounded(
+def test_prompt_values_times_n_in_one_answer_are_limited(
     monkeypatch: pytest.MonkeyPatch,
     served_model: ServedModel,
     fields: dict[str, object],
@@ -32,7 +32,7 @@ def test_n_times_the_prompt_values_in_an_answer_is_bounded(
     assert param in error.value.message
 
 
-def test_ids_in_the_first_chunks_of_a_chat_are_bounded(
+def test_prompt_token_ids_in_the_first_chunks_of_a_chat_stream_are_limited(
     monkeypatch: pytest.MonkeyPatch, served_model: ServedModel
 ) -> None:
     num_tokens = len(prompts_of(chat(served_model))[0])

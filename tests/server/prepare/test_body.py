@@ -1,4 +1,4 @@
-"""What `prepare` returns is final: its requests contain the validated grammar."""
+"""Prepared requests are ready for the engine: they contain the validated grammar."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +36,7 @@ def prepare(model: ServedModel, **fields: Any) -> Prepared:
 
 
 @pytest.mark.parametrize("fields", [COMPLETION, CHAT])
-def test_all_requests_contain_the_validated_grammar(served_model: ServedModel, fields: dict[str, Any]) -> None:
+def test_every_request_contains_the_validated_grammar(served_model: ServedModel, fields: dict[str, Any]) -> None:
     prepared = prepare(served_model, guided_regex="[ab]+", **fields)
     assert prepared.grammar_param == "guided_regex"
     assert len(prepared.requests) == len(fields.get("prompt", "1"))
@@ -44,14 +44,14 @@ def test_all_requests_contain_the_validated_grammar(served_model: ServedModel, f
 
 
 @pytest.mark.parametrize("fields", [COMPLETION, CHAT])
-def test_requests_without_a_grammar_name_no_field(served_model: ServedModel, fields: dict[str, Any]) -> None:
+def test_requests_without_a_grammar_have_no_grammar_param(served_model: ServedModel, fields: dict[str, Any]) -> None:
     prepared = prepare(served_model, **fields)
     assert prepared.grammar_param is None
     assert not any(request.grammar for request in prepared.requests)
 
 
 @pytest.mark.parametrize("fields", [COMPLETION, CHAT])
-def test_an_invalid_grammar_is_refused_by_its_field(served_model: ServedModel, fields: dict[str, Any]) -> None:
+def test_refusal_of_an_invalid_grammar_names_its_field(served_model: ServedModel, fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as error:
         prepare(served_model, guided_regex="(?=a)b", **fields)
     assert error.value.param == "guided_regex"

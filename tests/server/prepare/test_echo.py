@@ -1,4 +1,4 @@
-"""Prompts that are echoed before their completions, as the OpenAI client sees them."""
+"""Prompts echoed before their completions, as the OpenAI client receives them."""
 
 import dataclasses
 import random
@@ -35,11 +35,11 @@ def texts_of(answer: Completion) -> list[tuple[int, str]]:
     return [(choice.index, choice.text) for choice in answer.choices]
 
 
-def test_the_prompt_comes_before_every_completion(server: LiveServer, client: openai.OpenAI) -> None:
+def test_prompt_precedes_every_completion(server: LiveServer, client: openai.OpenAI) -> None:
     plain = client.completions.create(model="default", prompt=["a b", "<|im_end|>"], n=2, stop="o")
     answer = client.completions.create(model="default", prompt=["o b", "<|im_end|>"], n=2, stop="o", echo=True)
     assert texts_of(answer) == [(0, "o bhell"), (1, "o bhell"), (2, "<|im_end|>hell"), (3, "<|im_end|>hell")]
-    assert answer.usage == plain.usage, "what is echoed was not generated"
+    assert answer.usage == plain.usage, "echoed tokens are not completion tokens"
     assert {choice.logprobs for choice in answer.choices} == {None}
     assert {request.want_prompt_logprobs for request in server.engine.requests} == {False}
     ids = client.completions.create(model="default", prompt=[[104, 259], [IM_START, 0xE2, 97]], echo=True)
@@ -47,7 +47,7 @@ def test_the_prompt_comes_before_every_completion(server: LiveServer, client: op
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5])
-def test_entries_of_the_prompt_come_before_those_of_the_completion(
+def test_logprobs_entries_of_the_prompt_precede_the_entries_of_the_completion(
     server: LiveServer, client: openai.OpenAI, served_model: ServedModel, num_top: int
 ) -> None:
     prompts = ["hello world, hello €uro", "x"]
@@ -70,8 +70,8 @@ def test_entries_of_the_prompt_come_before_those_of_the_completion(
         assert (choice.logprobs.top_logprobs is None) == (num_top == 0)
 
 
-def test_a_token_that_is_the_likeliest_has_exactly_the_largest_value(client: openai.OpenAI) -> None:
-    """As lm-eval tells whether a continuation is greedy, at every split of the prompt into context and continuation."""
+def test_logprob_of_the_most_likely_token_equals_the_largest_top_logprob(client: openai.OpenAI) -> None:
+    """lm-eval uses this to tell whether a continuation is greedy, wherever it splits context and continuation."""
     token_ids = [104, 101, 97, 98, 259, 120, 121, 122, 0xE2, 0xE3]
     (choice,) = client.completions.create(
         model="default", prompt=[token_ids], max_tokens=1, logprobs=1, echo=True, temperature=0, seed=1234
@@ -84,13 +84,11 @@ def test_a_token_that_is_the_likeliest_has_exactly_the_largest_value(client: ope
     assert [value is None for value in logprobs.token_logprobs] == [True] + [False] * len(token_ids)
     pairs = zip(logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True)
     is_greedy = [value == max(top.values()) for value, top in pairs]
-    assert is_greedy == [1 + place % 7 == 1 for place in range(1, len(token_ids))] + [True]
+    assert is_greedy == [1 + position % 7 == 1 for position in range(1, len(token_ids))] + [True]
 
 
 @pytest.mark.parametrize("stop_token_ids", [[], [65]])
-def test_the_token_that_ends_the_text_has_an_entry(
-    server: LiveServer, client: openai.OpenAI, stop_token_ids: list[int]
-) -> None:
+def test_stop_token_has_a_logprobs_entry(server: LiveServer, client: openai.OpenAI, stop_token_ids: list[int]) -> None:
     end = stop_token_ids[0] if stop_token_ids else IM_END
     server.engine.script = lambda _request, _index: Reply([end], [-0.125])
     asked: dict[str, Any] = {"model": "default", "prompt": "ab", "max_tokens": 1, "logprobs": 0}
@@ -105,7 +103,7 @@ def test_the_token_that_ends_the_text_has_an_entry(
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 2])
-def test_no_token_need_be_generated(
+def test_echo_with_zero_max_tokens_returns_only_the_prompt(
     server: LiveServer, client: openai.OpenAI, served_model: ServedModel, logprobs: int | None
 ) -> None:
     asked: dict[str, Any] = {"model": "default", "prompt": ["a" * LIMITS.max_tokens_per_sequence, "b"], "max_tokens": 0}
@@ -127,7 +125,7 @@ def test_no_token_need_be_generated(
     assert refused.value.param == "max_tokens"
 
 
-def test_the_fingerprint_has_the_completion_and_the_choices_the_prompt(
+def test_fingerprint_has_the_completion_ids_and_choices_have_the_prompt_entries(
     server: LiveServer, client: openai.OpenAI, served_model: ServedModel
 ) -> None:
     answer = client.completions.create(
@@ -139,8 +137,8 @@ def test_the_fingerprint_has_the_completion_and_the_choices_the_prompt(
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
-def test_a_stream_begins_with_the_prompt_of_each_choice(client: openai.OpenAI, logprobs: int | None) -> None:
-    """The engine sends the sequences that have no log-probabilities of the prompt before the one that has."""
+def test_first_chunk_of_each_streamed_choice_is_the_prompt(client: openai.OpenAI, logprobs: int | None) -> None:
+    """The engine sends the sequences without prompt logprobs before the one sequence with them."""
     asked: dict[str, Any] = {"model": "default", "prompt": ["hello world", "€"], "n": 3, "logprobs": logprobs}
     whole = client.completions.create(**asked, echo=True)
     chunks: dict[int, list[CompletionChoice]] = {}
@@ -163,12 +161,12 @@ PARTS = ["a", "hello w", "é", "€uro", "😀", "<|im_end|>", "<|im_start|>", "
 
 @given(st.lists(st.sampled_from(PARTS), min_size=1, max_size=8))
 @settings(max_examples=200, deadline=None)
-def test_each_token_begins_where_its_text_is(served_model: ServedModel, parts: list[str]) -> None:
-    """Oracle: the bytes before each token, of which all but those of a character that is not complete are text."""
+def test_offset_of_each_token_is_where_its_text_begins(served_model: ServedModel, parts: list[str]) -> None:
+    """Oracle: decode the bytes before each token, ignoring an incomplete character at the end."""
     text, tokenizer = "".join(parts), served_model.tokenizer
     token_ids = tokenizer.encode(text, add_special_tokens=True)
-    pieces = [tokenizer.token_bytes(token_id) for token_id in token_ids]
-    expected = [len(b"".join(pieces[:place]).decode(errors="ignore")) for place in range(len(pieces))]
+    bytes_of_tokens = [tokenizer.token_bytes(token_id) for token_id in token_ids]
+    expected = [len(b"".join(bytes_of_tokens[:index]).decode(errors="ignore")) for index in range(len(bytes_of_tokens))]
     for prompt in (text, token_ids):
         echo = make_echo(prompt, token_ids, tokenizer, wants_offsets=True)
         assert (echo.text, echo.offsets) == (text, expected)
@@ -176,7 +174,7 @@ def test_each_token_begins_where_its_text_is(served_model: ServedModel, parts: l
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_any_ids_are_echoed_as_they_read(served_model: ServedModel, seed: int) -> None:
+def test_echo_of_token_ids_is_their_decoded_bytes(served_model: ServedModel, seed: int) -> None:
     rng = random.Random(seed)
     token_ids = [rng.choice([rng.randrange(VOCAB_SIZE), *"€😀".encode()]) for _ in range(20)]
     echo = make_echo(token_ids, token_ids, served_model.tokenizer, wants_offsets=True)
@@ -188,28 +186,28 @@ def test_any_ids_are_echoed_as_they_read(served_model: ServedModel, seed: int) -
             assert echo.text[offset:end].lstrip("\ufffd") == token_bytes.decode()
 
 
-AROUND_A_TEXT = processors.TemplateProcessing(
+ADD_START_AND_END_TOKENS = processors.TemplateProcessing(
     single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", IM_START), ("<|im_end|>", IM_END)]
 )
 
 
 @pytest.fixture(scope="module")
 def normalizing(tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Composes characters, as Qwen's does, and puts tokens around each text."""
+    """Tokenizer that applies NFC, as Qwen's does, and adds a token before and after each text."""
     base = BaseTokenizer.from_file(str(tokenizer_directory / "tokenizer.json"))
     base.normalizer = normalizers.NFC()
-    base.post_processor = AROUND_A_TEXT
+    base.post_processor = ADD_START_AND_END_TOKENS
     directory = tmp_path_factory.mktemp("normalizing")
     base.save(str(directory / "tokenizer.json"))
     return Tokenizer.load(directory)
 
 
-def test_white_space_belongs_to_its_token_though_the_tokenizer_says_otherwise(
+def test_offsets_include_leading_whitespace_though_the_tokenizer_trims_it(
     tokenizer_directory: Path, tmp_path: Path
 ) -> None:
-    """As Llama 3's does."""
+    """Llama 3's tokenizer trims the whitespace from the offsets it reports."""
     base = BaseTokenizer.from_file(str(tokenizer_directory / "tokenizer.json"))
-    base.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), AROUND_A_TEXT])
+    base.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), ADD_START_AND_END_TOKENS])
     base.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.load(tmp_path)
     text = "hello world <|im_end|> €"
@@ -222,18 +220,20 @@ def test_white_space_belongs_to_its_token_though_the_tokenizer_says_otherwise(
 @pytest.mark.parametrize(
     "text", ["plain", "e\u0301te\u0301 here", "<|im_start|>a", "nin\u0303o <|im_end|> e\u0301", "é"]
 )
-def test_text_is_echoed_as_it_came_whatever_the_tokenizer_makes_of_it(normalizing: Tokenizer, text: str) -> None:
+def test_text_is_echoed_unchanged_even_if_the_tokenizer_normalizes_it(normalizing: Tokenizer, text: str) -> None:
     token_ids = normalizing.encode(text, add_special_tokens=True)
     echo = make_echo(text, token_ids, normalizing, wants_offsets=True)
     assert echo.text == text
     assert (echo.offsets[0], echo.offsets[-1]) == (0, len(text))
     for start, end, token_id in zip(echo.offsets, echo.offsets[1:], token_ids, strict=False):
-        if start < end:  # else it is but a part of a character, or not in the text
+        if start < end:  # an empty span is part of a character, or a token that is not in the text
             shown = unicodedata.normalize("NFC", text[start:end])
             assert shown.encode().endswith(normalizing.token_bytes(token_id))
 
 
-def test_ids_get_no_token_put_before_them(served_model: ServedModel, normalizing: Tokenizer) -> None:
+def test_no_special_tokens_are_added_to_a_prompt_of_token_ids(
+    served_model: ServedModel, normalizing: Tokenizer
+) -> None:
     model = dataclasses.replace(served_model, tokenizer=normalizing)
     with live_server(model, FakeEngine(say_hello)) as server:
         client = sync_client(server)

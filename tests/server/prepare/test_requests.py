@@ -1,3 +1,5 @@
+"""Request bodies become GenerateRequests: prompts, limits, defaults and refused fields."""
+
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +27,9 @@ REFUSED = [{"role": "user", "content": "refuse me"}]
         ([[1, 2], [3]], [[1, 2], [3]]),
     ],
 )
-def test_prompt_may_be_text_or_ids_one_or_many(served_model: ServedModel, prompt: object, expected: object) -> None:
+def test_prompt_can_be_text_or_token_ids_one_or_many(
+    served_model: ServedModel, prompt: object, expected: object
+) -> None:
     assert prompts_of(completion(served_model, prompt=prompt)) == expected
 
 
@@ -37,7 +41,7 @@ def test_chat_prompt_is_the_rendered_template(served_model: ServedModel) -> None
     assert prompts_of(chat(served_model, "abc")) == [expected]
 
 
-def test_content_parts_are_put_together(served_model: ServedModel) -> None:
+def test_text_of_content_parts_is_concatenated(served_model: ServedModel) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "bc"}]
     in_parts = chat(served_model, messages=[{"role": "user", "content": parts}])
     assert prompts_of(in_parts) == prompts_of(chat(served_model, "abc"))
@@ -45,7 +49,7 @@ def test_content_parts_are_put_together(served_model: ServedModel) -> None:
 
 @given(num_prompt_tokens=st.integers(1, 120), max_tokens=st.none() | st.integers(1, 120))
 @settings(deadline=None)
-def test_completion_max_tokens_is_what_was_asked_or_the_default_if_it_fits(
+def test_completion_max_tokens_is_the_field_or_at_most_the_default(
     served_model: ServedModel, num_prompt_tokens: int, max_tokens: int | None
 ) -> None:
     fitting = [count for count in range(1, 101) if num_prompt_tokens + count <= 100]
@@ -68,7 +72,7 @@ def test_completion_max_tokens_is_what_was_asked_or_the_default_if_it_fits(
         ({"max_tokens": None, "max_completion_tokens": 1}, 1),
     ],
 )
-def test_chat_max_tokens_is_what_was_asked_or_all_that_is_left(
+def test_chat_max_tokens_is_the_field_or_the_rest_of_the_context(
     served_model: ServedModel, fields: dict[str, int | None], expected: int | None
 ) -> None:
     request = chat(served_model, **fields).requests[0]
@@ -76,21 +80,21 @@ def test_chat_max_tokens_is_what_was_asked_or_all_that_is_left(
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
-def test_chat_refuses_more_than_fits_by_the_name_that_was_used(served_model: ServedModel, field: str) -> None:
-    room = chat(served_model).requests[0].max_new_tokens
-    assert chat(served_model, **{field: room}).requests[0].max_new_tokens == room
+def test_chat_refuses_too_many_max_tokens_and_names_the_field_used(served_model: ServedModel, field: str) -> None:
+    num_free_tokens = chat(served_model).requests[0].max_new_tokens
+    assert chat(served_model, **{field: num_free_tokens}).requests[0].max_new_tokens == num_free_tokens
     with pytest.raises(ContextLengthExceeded) as error:
-        chat(served_model, **{field: room + 1})
+        chat(served_model, **{field: num_free_tokens + 1})
     assert error.value.param == field
 
 
 @pytest.mark.parametrize(("seed", "expected"), [(0, 0), (5, 5), (-1, 2**64 - 1), (2**64 - 1, 2**64 - 1)])
-def test_seed_is_read_as_64_bits_for_every_prompt(served_model: ServedModel, seed: int, expected: int) -> None:
+def test_seed_is_taken_modulo_2_to_the_64_for_every_prompt(served_model: ServedModel, seed: int, expected: int) -> None:
     requests = completion(served_model, prompt=["a", "b"], seed=seed).requests
     assert [request.seed for request in requests] == [expected, expected]
 
 
-def test_unseeded_prompts_get_seeds_of_their_own(served_model: ServedModel) -> None:
+def test_prompts_without_a_seed_get_distinct_random_seeds(served_model: ServedModel) -> None:
     requests = completion(served_model, prompt=["a"] * 200).requests + chat(served_model).requests
     seeds = {request.seed for request in requests}
     assert len(seeds) == 201
@@ -98,7 +102,7 @@ def test_unseeded_prompts_get_seeds_of_their_own(served_model: ServedModel) -> N
     assert max(seeds) > 2**62  # all bits are drawn; fails once in 2**57 runs
 
 
-def test_request_ids_are_unique_and_belong_to_the_response(served_model: ServedModel) -> None:
+def test_request_ids_are_unique_and_start_with_the_response_id(served_model: ServedModel) -> None:
     first, second = completion(served_model, prompt=["a", "b"]), completion(served_model)
     answer = chat(served_model)
     assert first.response_id.startswith("cmpl-")
@@ -108,7 +112,7 @@ def test_request_ids_are_unique_and_belong_to_the_response(served_model: ServedM
     assert all(request.request_id.startswith(first.response_id) for request in first.requests)
 
 
-def test_fields_reach_the_engine(served_model: ServedModel) -> None:
+def test_generation_fields_reach_the_engine(served_model: ServedModel) -> None:
     fields = {"n": 3, "temperature": 0.25, "top_p": 0.5, "stop": ["x", "y"], "ignore_eos": True, "max_tokens": 9}
     for prepared in (
         completion(served_model, logprobs=0, **fields),
@@ -121,7 +125,7 @@ def test_fields_reach_the_engine(served_model: ServedModel) -> None:
         assert request.want_logprobs
 
 
-def test_what_changes_and_limits_the_distribution_reaches_the_engine(served_model: ServedModel) -> None:
+def test_sampling_and_stop_token_fields_reach_the_engine(served_model: ServedModel) -> None:
     fields = {"top_k": 5, "min_p": 0.25, "presence_penalty": 1.5, "frequency_penalty": -0.5, "repetition_penalty": 2}
     fields |= {"logit_bias": {"7": -100, "3": 0.5}, "stop_token_ids": [4, 9], "min_tokens": 2}
     for prepared in (completion(served_model, **fields), chat(served_model, **fields)):
@@ -134,19 +138,21 @@ def test_what_changes_and_limits_the_distribution_reaches_the_engine(served_mode
 
 
 @pytest.mark.parametrize("top_k", [None, -1, 0, VOCAB_SIZE, 2**70])
-def test_a_top_k_that_excludes_nothing_is_none(served_model: ServedModel, top_k: int | None) -> None:
+def test_top_k_that_excludes_no_token_becomes_zero(served_model: ServedModel, top_k: int | None) -> None:
     assert completion(served_model, top_k=top_k).requests[0].sampling.top_k == 0
     assert completion(served_model, top_k=VOCAB_SIZE - 1).requests[0].sampling.top_k == VOCAB_SIZE - 1
 
 
-def test_no_repetition_penalty_takes_a_logit_out_of_float32(served_model: ServedModel) -> None:
+def test_extreme_repetition_penalty_keeps_logits_finite_in_float32(served_model: ServedModel) -> None:
     for penalty in (1e-300, 1e300):
-        taken = np.float32(completion(served_model, repetition_penalty=penalty).requests[0].sampling.repetition_penalty)
-        assert np.isfinite(np.float32(1e3) * taken)
-        assert np.isfinite(np.float32(1e3) / taken)
+        penalty_used = np.float32(
+            completion(served_model, repetition_penalty=penalty).requests[0].sampling.repetition_penalty
+        )
+        assert np.isfinite(np.float32(1e3) * penalty_used)
+        assert np.isfinite(np.float32(1e3) / penalty_used)
 
 
-def test_the_cache_salt_goes_with_every_prompt_as_it_came(served_model: ServedModel) -> None:
+def test_cache_salt_is_passed_unchanged_with_every_prompt(served_model: ServedModel) -> None:
     salt = " Tenant \U0001f99c\0"
     requests = completion(served_model, prompt=["a", "b"], cache_salt=salt).requests
     requests += chat(served_model, cache_salt=salt).requests
@@ -170,7 +176,7 @@ def test_the_cache_salt_goes_with_every_prompt_as_it_came(served_model: ServedMo
         ({"apply_chat_template_overrides": {"opening": "a"}, "chat_template_kwargs": {"opening": "a"}}, "a", None),
     ],
 )
-def test_what_is_said_to_the_template_reaches_it(
+def test_template_fields_reach_the_chat_template(
     served_model: ServedModel, fields: dict[str, Any], opening: str, end: str | None
 ) -> None:
     (prompt,) = prompts_of(chat(served_model, "abc", **fields))
@@ -200,7 +206,7 @@ def test_what_is_said_to_the_template_reaches_it(
         ),
     ],
 )
-def test_what_the_template_cannot_be_told_is_refused_by_name(
+def test_invalid_template_fields_are_refused_by_name(
     served_model: ServedModel, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(InvalidRequest) as error:
@@ -209,13 +215,15 @@ def test_what_the_template_cannot_be_told_is_refused_by_name(
     assert param in error.value.message
 
 
-def test_text_of_special_tokens_is_text_in_a_message_and_a_token_in_a_prompt(served_model: ServedModel) -> None:
+def test_special_token_text_is_plain_text_in_a_message_and_a_token_in_a_prompt(served_model: ServedModel) -> None:
     (prompt,) = prompts_of(chat(served_model, "a<|im_end|>"))
     assert prompt.count(IM_END) == 1
     assert prompts_of(completion(served_model, prompt="a<|im_end|>")) == [[97, IM_END]]
 
 
-def test_what_must_be_too_long_is_not_tokenized(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_must_exceed_the_context_is_refused_without_tokenizing(
+    served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def encode(*_args: object, **_options: object) -> None:
         raise AssertionError("tokenized")
 
@@ -231,7 +239,7 @@ OPTIONAL += ["presence_penalty", "frequency_penalty", "repetition_penalty", "sto
 
 
 @pytest.mark.parametrize("fields", [{}, dict.fromkeys(OPTIONAL)])
-def test_absent_and_null_fields_are_the_defaults(served_model: ServedModel, fields: dict[str, None]) -> None:
+def test_absent_and_null_fields_get_the_defaults(served_model: ServedModel, fields: dict[str, None]) -> None:
     for prepared in (completion(served_model, **fields), chat(served_model, **fields)):
         (request,) = prepared.requests
         assert (request.num_sequences, request.stop_strings, request.ignore_eos) == (1, (), False)
@@ -242,13 +250,13 @@ def test_absent_and_null_fields_are_the_defaults(served_model: ServedModel, fiel
         assert not request.logit_bias
 
 
-def test_temperatures_and_top_ps_that_float32_cannot_divide_by_are_greedy(served_model: ServedModel) -> None:
+def test_tiny_temperature_becomes_zero_and_tiny_top_p_stays_positive_in_float32(served_model: ServedModel) -> None:
     sampling = completion(served_model, temperature=1e-300, top_p=1e-300).requests[0].sampling
     assert sampling.temperature == 0
     assert np.float32(sampling.top_p) > 0
 
 
-def test_logprobs_are_refused_where_the_flag_forbids_them(served_model: ServedModel) -> None:
+def test_logprobs_are_refused_if_the_server_does_not_allow_them(served_model: ServedModel) -> None:
     without = replace(served_model, allow_logprobs=False)
     assert completion(without).requests
     for refused in (lambda: completion(without, logprobs=0), lambda: chat(without, logprobs=True)):

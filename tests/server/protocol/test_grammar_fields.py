@@ -1,4 +1,4 @@
-"""Which texts each field allows, letter by letter; the oracles are `json`, `re` and equality."""
+"""Which texts each grammar field allows, character by character; the oracles are `json`, `re` and equality."""
 
 import json
 import random
@@ -30,15 +30,15 @@ def tokenizer(tokenizer_directory: Path) -> LLTokenizer:
 
 
 def allows(tokenizer: LLTokenizer, field: Any, value: object, text: str) -> bool:
-    """Whether the whole text is allowed, and may end there."""
+    """Whether the grammar accepts the whole text and allows it to end there."""
     source = TypeAdapter(field).validate_python(value)
     assert isinstance(source, GrammarSource)
     matcher = LLMatcher(tokenizer, compile_grammar(tokenizer, source.format, source.text), log_level=0)
-    content = list(text.encode())  # the tokens 0 to 255 are the bytes
+    content = list(text.encode())  # token ids 0 to 255 are the bytes
     return matcher.try_consume_tokens(content) == len(content) and matcher.is_accepting()
 
 
-def test_whitespace_of_json_is_bounded(tokenizer: LLTokenizer) -> None:
+def test_json_whitespace_is_bounded(tokenizer: LLTokenizer) -> None:
     json_object = {"type": "json_object"}
     value = {"a": [1, {"b": None}], "c": "x  y"}
     for text in (
@@ -56,7 +56,7 @@ def test_whitespace_of_json_is_bounded(tokenizer: LLTokenizer) -> None:
     assert not allows(tokenizer, StructuredOutputs, compact, '{"a": 1}')
 
 
-def test_no_property_comes_twice_under_another_spelling(tokenizer: LLTokenizer) -> None:
+def test_property_cannot_be_repeated_with_an_escaped_spelling(tokenizer: LLTokenizer) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     assert allows(tokenizer, GuidedJson, schema, '{"a":1,"b":"x"}')
     assert not allows(tokenizer, GuidedJson, schema, '{"a":1,"a":"x"}')
@@ -71,7 +71,7 @@ def test_any_constant_can_be_written(tokenizer: LLTokenizer, value: object) -> N
         assert not allows(tokenizer, GuidedJson, schema, "6")
 
 
-def test_choices_are_texts_not_patterns(tokenizer: LLTokenizer) -> None:
+def test_choices_are_literal_texts_not_patterns(tokenizer: LLTokenizer) -> None:
     rng = random.Random(0)
     alphabet = "ab.*+?()[]{}|^$\\/-&#~\"' \n\t<>é€😀\x00\x85\u2028"
     for _ in range(40):
@@ -97,7 +97,7 @@ def test_choices_are_texts_not_patterns(tokenizer: LLTokenizer) -> None:
         ("a", "ab"),
     ],
 )
-def test_a_regular_expression_matches_the_whole_text(tokenizer: LLTokenizer, pattern: str, text: str) -> None:
+def test_regular_expression_must_match_the_whole_text(tokenizer: LLTokenizer, pattern: str, text: str) -> None:
     assert allows(tokenizer, GuidedRegex, pattern, text) == (re.fullmatch(pattern, text) is not None)
 
 
@@ -117,7 +117,7 @@ WS: /[ \\t\\n]/
 
 
 @pytest.mark.parametrize("grammar", [GBNF, LARK])
-def test_grammars_may_be_gbnf_or_lark(tokenizer: LLTokenizer, grammar: str) -> None:
+def test_grammar_can_be_gbnf_or_lark(tokenizer: LLTokenizer, grammar: str) -> None:
     for text in ("[a]", "[abc, -12,3]", "[-123,\nx]"):
         assert allows(tokenizer, GuidedGrammar, grammar, text), text
         assert allows(tokenizer, StructuredOutputs, {"grammar": grammar}, text), text
@@ -135,5 +135,5 @@ def test_grammars_may_be_gbnf_or_lark(tokenizer: LLTokenizer, grammar: str) -> N
         (r'root ::= "\x41\n"', "A\n"),
     ],
 )
-def test_escapes_of_gbnf(tokenizer: LLTokenizer, grammar: str, text: str) -> None:
+def test_gbnf_escapes_match_the_characters_they_stand_for(tokenizer: LLTokenizer, grammar: str, text: str) -> None:
     assert allows(tokenizer, GuidedGrammar, grammar, text)

@@ -1,3 +1,5 @@
+"""Text offsets of completion tokens, compared with decoding the bytes before each token."""
+
 import codecs
 import random
 
@@ -15,14 +17,16 @@ def token_offsets(token_ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def bytes_before(token_ids: list[int], model: ServedModel) -> list[bytes]:
-    """The bytes of the text in front of each token."""
+    """Bytes of the text before each token; special tokens have none."""
     special_ids = model.tokenizer.special_ids
-    pieces = [b"" if token_id in special_ids else model.tokenizer.token_bytes(token_id) for token_id in token_ids]
-    return [b"".join(pieces[:position]) for position in range(len(pieces))]
+    bytes_of_tokens = [
+        b"" if token_id in special_ids else model.tokenizer.token_bytes(token_id) for token_id in token_ids
+    ]
+    return [b"".join(bytes_of_tokens[:position]) for position in range(len(bytes_of_tokens))]
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_offset_is_the_number_of_whole_characters_before_a_token(served_model: ServedModel, seed: int) -> None:
+def test_offset_is_the_number_of_complete_characters_before_the_token(served_model: ServedModel, seed: int) -> None:
     rng = random.Random(seed)
     text = "".join(rng.choice("aé€😀hello w") for _ in range(12))
     ids = served_model.tokenizer.encode(text, add_special_tokens=False)
@@ -32,7 +36,7 @@ def test_offset_is_the_number_of_whole_characters_before_a_token(served_model: S
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_offsets_fit_the_decoded_text_even_of_broken_utf8(served_model: ServedModel, seed: int) -> None:
+def test_offsets_match_the_decoded_text_even_for_broken_utf8(served_model: ServedModel, seed: int) -> None:
     rng = random.Random(seed)
     ids = [rng.choice([rng.randrange(VOCAB_SIZE), *"€😀".encode()]) for _ in range(20)]
     text = served_model.tokenizer.decode(ids)

@@ -1,4 +1,4 @@
-"""The chunks of a stream, put together, against the answer that is not streamed."""
+"""Joined chunks of a stream, compared with the answer that is not streamed."""
 
 import dataclasses
 import random
@@ -33,7 +33,7 @@ def join_completion(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     for chunk in chunks:
         (choice,) = chunk["choices"]
         whole = joined.setdefault(choice["index"], {"text": "", "logprobs": None, "finish_reason": None})
-        assert whole["finish_reason"] is None, "a chunk after the last"
+        assert whole["finish_reason"] is None, "a chunk after the last one"
         whole["text"] += choice["text"]
         whole["finish_reason"] = choice["finish_reason"]
         for name, values in (choice["logprobs"] or {}).items():
@@ -54,7 +54,7 @@ def join_chat(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
             joined[choice["index"]] = {"content": "", "logprobs": None, "finish_reason": None}
             continue
         whole = joined[choice["index"]]
-        assert whole["finish_reason"] is None, "a chunk after the last"
+        assert whole["finish_reason"] is None, "a chunk after the last one"
         whole["content"] += choice["delta"]["content"]
         whole["finish_reason"] = choice["finish_reason"]
         if choice["logprobs"] is not None:
@@ -76,7 +76,7 @@ def join_chat(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 @example([([HELLO, 0xE2, 0x82], False)] * 4, ("\ufffd",), True, False, StreamOptions(), 0, False, 0)
 @example([([*b"hello h", IM_START], True)] * 4, ("hello hello",), True, False, StreamOptions(), 0, True, 1)
 @example([([HELLO, 0xE2, HELLO, HELLO], True)] * 4, ("lo", "\ufffd"), True, False, StreamOptions(), 2, True, 2)
-def test_joined_chunks_are_the_whole_answer(
+def test_joined_chunks_equal_the_whole_answer(
     served_model: ServedModel,
     sequences: list[tuple[list[int], bool]],
     stop: tuple[str, ...],
@@ -87,12 +87,12 @@ def test_joined_chunks_are_the_whole_answer(
     echoes: bool,
     seed: int,
 ) -> None:
-    """Two prompts of two samples each, echoed or not, or a chat of four."""
+    """A completion of two prompts with two samples each, echoed or not, and a chat with four samples."""
     results = [
         finished([*token_ids, IM_END], "stop") if ends else finished(token_ids or [HELLO], "length")
         for token_ids, ends in sequences
     ]
-    # The engine gives a sequence no fewer, so that the least here is one token before the eos.
+    # The engine generates at least min_tokens before the eos, so the shortest sequence without its eos is the limit.
     min_tokens = min(min_tokens, *(len(sequence.token_ids) - 1 for sequence in results))
     request = dataclasses.replace(
         make_request(3, stop, ignore_eos, want_logprobs, num_sequences=2), min_tokens=max(0, min_tokens)
@@ -116,7 +116,7 @@ def test_joined_chunks_are_the_whole_answer(
     for index, joined in join_completion(chunks).items():
         choice = expected.pop(index)
         if choice["logprobs"] is not None and not choice["logprobs"]["tokens"]:
-            joined["logprobs"] = joined["logprobs"] or choice["logprobs"]  # none to be put together
+            joined["logprobs"] = joined["logprobs"] or choice["logprobs"]  # no chunk had logprobs entries to join
         assert joined == {name: choice[name] for name in ("text", "logprobs", "finish_reason")}
     assert not expected
 
@@ -141,7 +141,7 @@ def test_joined_chunks_are_the_whole_answer(
 def run(
     stream: AnswerStream, rows: list[list[FinishedSequence]], seed: int, options: StreamOptions, usage: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """The chunks that have a choice; what is said of usage, and the end, are checked."""
+    """Returns the chunks that have a choice, after checking usage and the end of the stream."""
     chunks = [chunk for group in interleaved(rows, random.Random(seed)) for chunk in parse(stream.events(group))]
     end = stream.end()
     assert end.endswith(b"data: [DONE]\n\n")
@@ -162,27 +162,27 @@ def run(
 
 
 @pytest.mark.parametrize(("stream_type", "firsts"), [(CompletionStream, "TTFTF"), (ChatStream, "TFFFF")])
-def test_it_is_foreseen_which_deltas_bring_prompts(
+def test_shows_prompts_predicts_which_events_contain_prompts(
     served_model: ServedModel, stream_type: type[AnswerStream], firsts: str
 ) -> None:
-    """Which may be long, and are not written on the event loop."""
+    """Prompts may be long, so such events are serialised outside the event loop."""
     prepared = Prepared("cmpl-1", [make_request(num_sequences=3)], return_token_ids=True)
     stream = stream_type(prepared, served_model, StreamOptions())
     for index, is_first in zip((0, 1, 0, 2, 1), firsts, strict=True):
         delta = (0, SequenceDelta("r", index, [HELLO], None, None, 0, 0, 0, 0))
-        foreseen = stream.shows_prompts([delta])
+        predicted = stream.shows_prompts([delta])
         events = stream.events([delta])
-        assert foreseen == (b'"prompt_token_ids":[' in events) == (is_first == "T")
+        assert predicted == (b'"prompt_token_ids":[' in events) == (is_first == "T")
 
 
-def test_a_stop_string_within_the_fewest_tokens_is_shown_as_it_comes(served_model: ServedModel) -> None:
+def test_stop_string_within_min_tokens_is_streamed_as_text(served_model: ServedModel) -> None:
     request = dataclasses.replace(make_request(3, ("hello",)), min_tokens=3)
     token_ids = [HELLO, ord("h"), HELLO, HELLO]
-    assert one_by_one(served_model, request, token_ids) == ["hello", "", "hhello", ""]
+    assert text_after_each_token(served_model, request, token_ids) == ["hello", "", "hhello", ""]
 
 
-def one_by_one(model: ServedModel, request: GenerateRequest, token_ids: list[int]) -> list[str]:
-    """The text that each token brings; the last ends by its length."""
+def text_after_each_token(model: ServedModel, request: GenerateRequest, token_ids: list[int]) -> list[str]:
+    """The text streamed after each token; the last token finishes with reason `length`."""
     stream = CompletionStream(Prepared("cmpl-1", [request]), model, StreamOptions())
     texts = []
     for position, token_id in enumerate(token_ids):
@@ -203,7 +203,7 @@ def one_by_one(model: ServedModel, request: GenerateRequest, token_ids: list[int
         (("€",), [HELLO, *"€".encode(), HELLO], ["hello", "", "", "", ""]),
     ],
 )
-def test_text_comes_as_soon_as_it_can_be_no_part_of_a_stop_string(
+def test_text_is_buffered_only_while_it_may_be_part_of_a_stop_string(
     served_model: ServedModel, stop: tuple[str, ...], token_ids: list[int], texts: list[str]
 ) -> None:
-    assert one_by_one(served_model, make_request(3, stop), token_ids) == texts
+    assert text_after_each_token(served_model, make_request(3, stop), token_ids) == texts

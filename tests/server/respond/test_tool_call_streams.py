@@ -1,4 +1,4 @@
-"""Streams with calls of tools, cut anywhere, against the whole answer."""
+"""Streams with tool calls, cut into random chunks, compared with the whole answer."""
 
 import random
 
@@ -29,7 +29,7 @@ from tokasaurus.server.tools.parser import CallRules
     st.booleans(),
     st.integers(0, 1000),
 )
-def test_a_stream_cut_anywhere_is_the_answer(
+def test_joined_chunks_equal_the_whole_answer_wherever_the_stream_is_cut(
     served_model: ServedModel,
     format_: ToolCallFormat,
     fragments: list[list[str]],
@@ -38,7 +38,7 @@ def test_a_stream_cut_anywhere_is_the_answer(
     parallel: bool,
     seed: int,
 ) -> None:
-    texts = ["".join(some) for some in fragments]
+    texts = ["".join(fragments_of_text) for fragments_of_text in fragments]
     results = [finished([*f"{text}é".encode(), IM_END], "stop") for text in texts]
     request = make_request(3, stop, want_logprobs=want_logprobs, num_sequences=2)
     prepared = Prepared("chatcmpl-1", [request], calls=CallRules(format_, NAMES, parallel))
@@ -51,5 +51,5 @@ def test_a_stream_cut_anywhere_is_the_answer(
     for choice in whole.choices:
         found, expected = joined(chunks, choice.index), without_ids(choice)
         if want_logprobs and not expected["logprobs"]["content"]:
-            found["logprobs"] = expected["logprobs"]  # nothing to be put together
+            found["logprobs"] = expected["logprobs"]  # no chunk had logprobs entries to join
         assert found == expected

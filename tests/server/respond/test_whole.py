@@ -1,3 +1,5 @@
+"""Answers that are not streamed: text, logprobs, finish reasons and usage."""
+
 import random
 from dataclasses import replace
 
@@ -16,7 +18,7 @@ from tokasaurus.server.protocol.usage import PromptTokensDetails
 from tokasaurus.server.respond.whole import build_chat_completion, build_completion, build_usage, write_answer
 from tokasaurus.server.served_model import ServedModel
 
-HELLO, SPACE_WORLD = 259, 261  # "hello", " wo"
+HELLO, SPACE_WO = 259, 261  # "hello", " wo"
 
 
 def finished(
@@ -32,9 +34,9 @@ def only_choice(model: ServedModel, sequence: FinishedSequence, request: Generat
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_a_final_stop_token_is_not_text(served_model: ServedModel, ignore_eos: bool) -> None:
+def test_final_stop_token_is_left_out_of_the_text(served_model: ServedModel, ignore_eos: bool) -> None:
     request = replace(make_request(want_logprobs=True, ignore_eos=ignore_eos), stop_token_ids=(7, HELLO))
-    choice = only_choice(served_model, finished([HELLO, SPACE_WORLD, HELLO]), request)
+    choice = only_choice(served_model, finished([HELLO, SPACE_WO, HELLO]), request)
     assert (choice.text, choice.finish_reason) == ("hello wo", "stop")
     assert choice.logprobs is not None
     assert choice.logprobs.tokens == ["hello", " wo"]
@@ -43,7 +45,7 @@ def test_a_final_stop_token_is_not_text(served_model: ServedModel, ignore_eos: b
 @pytest.mark.parametrize(
     ("min_tokens", "text"), [(0, ""), (1, "hello"), (2, "hello"), (3, "hellohellox"), (4, "hellohellox")]
 )
-def test_stop_strings_within_the_text_of_the_first_tokens_do_not_cut_it(
+def test_stop_strings_within_the_first_min_tokens_do_not_cut_the_text(
     served_model: ServedModel, min_tokens: int, text: str
 ) -> None:
     hell, o, x = 258, 111, 120
@@ -53,7 +55,7 @@ def test_stop_strings_within_the_text_of_the_first_tokens_do_not_cut_it(
     assert (choice.text, choice.finish_reason) == (text, "length" if min_tokens > 2 else "stop")
 
 
-def test_final_eos_is_not_text_unless_ignored(served_model: ServedModel) -> None:
+def test_final_eos_is_left_out_of_the_logprobs_unless_ignored(served_model: ServedModel) -> None:
     ids = [HELLO, IM_END, HELLO, IM_END]
     choice = only_choice(served_model, finished(ids), make_request(want_logprobs=True))
     assert (choice.text, choice.finish_reason) == ("hellohello", "stop")
@@ -66,7 +68,7 @@ def test_final_eos_is_not_text_unless_ignored(served_model: ServedModel) -> None
     assert choice.logprobs.tokens == ["hello", "<|im_end|>", "hello", "<|im_end|>"]
 
 
-def test_nothing_but_eos_is_an_empty_text(served_model: ServedModel) -> None:
+def test_sequence_of_only_eos_has_empty_text_and_logprobs(served_model: ServedModel) -> None:
     choice = only_choice(served_model, finished([IM_END]), make_request(want_logprobs=True))
     assert choice.text == ""
     assert choice.logprobs is not None
@@ -87,7 +89,7 @@ def test_nothing_but_eos_is_an_empty_text(served_model: ServedModel) -> None:
 def test_text_and_logprobs_end_before_the_stop_string(
     served_model: ServedModel, stop: tuple[str, ...], text: str, tokens: list[str]
 ) -> None:
-    sequence = finished([HELLO, SPACE_WORLD, ord("!")], "length")
+    sequence = finished([HELLO, SPACE_WO, ord("!")], "length")
     choice = only_choice(served_model, sequence, make_request(stop=stop, want_logprobs=True))
     assert choice.text == text
     assert choice.finish_reason == ("length" if stop == ("zzz",) else "stop")
@@ -97,8 +99,8 @@ def test_text_and_logprobs_end_before_the_stop_string(
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_logprob_entries_cover_the_returned_text(served_model: ServedModel, seed: int) -> None:
-    """Oracle: decode every beginning of the sequence, and keep the tokens of the shortest that holds the text."""
+def test_logprobs_entries_cover_the_returned_text(served_model: ServedModel, seed: int) -> None:
+    """Oracle: decode every prefix of the sequence; keep the tokens of the shortest one that contains the text."""
     rng = random.Random(seed)
     ids = [rng.choice([104, 101, 108, 111, 32, 119, 256, 257, 258, 259, 260, 261]) for _ in range(12)]
     stop = rng.choice(["lo", "o w", "he", "ll", "w"])
@@ -147,8 +149,8 @@ def test_usage_counts_prompts_once_and_completions_with_eos(served_model: Served
     )
 )
 @settings(max_examples=300, deadline=None)
-def test_cached_tokens_are_the_prompt_tokens_that_no_sequence_computed(prompts: list[tuple[int, list[int]]]) -> None:
-    """Oracle: mark each token of a prompt that one of its sequences computes, from where its own cached ones end."""
+def test_cached_tokens_are_the_prompt_tokens_no_sequence_computed(prompts: list[tuple[int, list[int]]]) -> None:
+    """Oracle: mark the prompt tokens each sequence computes, which begin after its cached tokens."""
     expected = 0
     for num_tokens, cached_by_sequence in prompts:
         computed = [False] * num_tokens
@@ -163,7 +165,7 @@ def test_cached_tokens_are_the_prompt_tokens_that_no_sequence_computed(prompts: 
     assert usage.prompt_tokens == sum(num_tokens for num_tokens, _ in prompts)
 
 
-def test_what_was_done_for_the_prompts_is_summed_over_all_sequences(served_model: ServedModel) -> None:
+def test_prompt_token_details_are_summed_over_all_sequences(served_model: ServedModel) -> None:
     prepared = Prepared("cmpl-1", [make_request(5, num_sequences=2), make_request(7)])
     results = [
         [FinishedSequence([1], None, "stop", 0, 5, 0, 1), FinishedSequence([1], None, "stop", 4, 1, 20, 4)],
@@ -175,7 +177,7 @@ def test_what_was_done_for_the_prompts_is_summed_over_all_sequences(served_model
         )
 
 
-def test_chat_choice_holds_the_same_text_and_logprobs_as_bytes(served_model: ServedModel) -> None:
+def test_chat_choice_has_the_text_and_the_bytes_of_each_token(served_model: ServedModel) -> None:
     euro = list("€".encode())
     sequence = finished([IM_START, HELLO, *euro, IM_END])
     request = make_request(want_logprobs=True)
@@ -191,10 +193,12 @@ def test_chat_choice_holds_the_same_text_and_logprobs_as_bytes(served_model: Ser
 
 
 @pytest.mark.parametrize("return_token_ids", [False, True])
-def test_what_is_written_choice_by_choice_reads_as_the_whole(served_model: ServedModel, return_token_ids: bool) -> None:
+def test_serialising_choice_by_choice_equals_serialising_the_whole_answer(
+    served_model: ServedModel, return_token_ids: bool
+) -> None:
     request = make_request(want_logprobs=True, num_sequences=2)
     prepared = Prepared("cmpl-1", [request], return_token_ids=return_token_ids)
-    results = [[finished([HELLO, SPACE_WORLD]), finished([HELLO], "length")]]
+    results = [[finished([HELLO, SPACE_WO]), finished([HELLO], "length")]]
     for build in (build_completion, build_chat_completion):
         answer = build(prepared, results, served_model)
         assert write_answer(answer) == orjson.dumps(answer)

@@ -1,4 +1,4 @@
-"""POST /v1/bulk against the routes that its lines name."""
+"""POST /v1/bulk, compared with the routes that its lines name."""
 
 import socket
 import time
@@ -25,7 +25,7 @@ def line_of(custom_id: object, body: object, url: object = COMPLETIONS, **fields
 
 
 def ask(server: LiveServer, content: bytes) -> list[dict[str, Any]]:
-    """The results, each of the right shape."""
+    """The results, after checking the shape of each."""
     answer = server.http.post(BULK, content=content)
     assert (answer.status_code, answer.headers["content-type"]) == (200, "application/x-ndjson")
     results = [orjson.loads(line) for line in answer.content.splitlines()]
@@ -49,7 +49,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {}),
     (COMPLETIONS, {"prompt": ["hello world", "é"], "n": 2, "logprobs": 0}),
     (COMPLETIONS, {"prompt": "x" * 400, "max_tokens": 30, "stop": "xxxx"}),
-    (COMPLETIONS, {"prompt": [list(b"x") * 400] * 100}),  # a line that is read outside the event loop
+    (COMPLETIONS, {"prompt": [list(b"x") * 400] * 100}),  # long enough to be parsed outside the event loop
     (COMPLETIONS, {"model": "nobody"}),
     (COMPLETIONS, {"max_tokens": 10_000}),
     (COMPLETIONS, {"n": 0}),
@@ -65,7 +65,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_a_line_is_answered_as_its_route_answers(shared_server: LiveServer) -> None:
+def test_each_line_gets_the_same_answer_as_from_its_route(shared_server: LiveServer) -> None:
     bodies = [(url, minimal_body(url) | fields) for url, fields in REQUESTS]
     content = b"".join(line_of(str(number), body, url) for number, (url, body) in enumerate(bodies))
     results = {int(result["custom_id"]): result["response"] for result in ask(shared_server, content)}
@@ -90,7 +90,7 @@ BAD_LINES: list[tuple[bytes, object, str | None]] = [
     (line_of(7, GOOD), None, "custom_id"),
     (line_of("", GOOD), "", "custom_id"),
     (line_of("i" * 513, GOOD), "i" * 512, "custom_id"),
-    (line_of("first", GOOD), "first", "custom_id"),  # the second of that name
+    (line_of("first", GOOD), "first", "custom_id"),  # a repeated custom_id
     (line_of("x", GOOD, "/v1/embeddings"), "x", "url"),
     (line_of("x", GOOD, None), "x", "url"),
     (line_of("x", GOOD, method="GET"), "x", "method"),
@@ -104,7 +104,7 @@ BAD_LINES: list[tuple[bytes, object, str | None]] = [
 
 
 @pytest.mark.parametrize(("bad_line", "custom_id", "param"), BAD_LINES)
-def test_a_bad_line_has_an_error_and_the_others_are_answered(
+def test_invalid_line_gets_an_error_and_the_others_are_answered(
     shared_server: LiveServer, bad_line: bytes, custom_id: object, param: str | None
 ) -> None:
     num_requests = len(shared_server.engine.requests)
@@ -118,7 +118,7 @@ def test_a_bad_line_has_an_error_and_the_others_are_answered(
     shared_server.engine.wait_until(lambda engine: len(engine.requests) == num_requests + 2)
 
 
-def test_a_line_may_have_max_request_bytes_and_no_more(served_model: ServedModel) -> None:
+def test_line_is_limited_to_max_request_bytes(served_model: ServedModel) -> None:
     with live_server(served_model, FakeEngine(), max_request_bytes=1000) as server:
         padded = line_of("long", GOOD).rstrip().ljust(1000)
         content = line_of("a", GOOD) + padded + b"\n" + padded.replace(b"long", b"longer") + b"\n" + line_of("b", GOOD)
@@ -136,7 +136,7 @@ def test_a_line_may_have_max_request_bytes_and_no_more(served_model: ServedModel
         assert {result["response"]["status_code"] for result in ask(server, many)} == {200}
 
 
-def test_an_empty_body_has_no_results(shared_server: LiveServer) -> None:
+def test_empty_body_has_no_results(shared_server: LiveServer) -> None:
     assert ask(shared_server, b"") == ask(shared_server, b"\n \r\n") == []
 
 
@@ -150,14 +150,14 @@ def test_an_empty_body_has_no_results(shared_server: LiveServer) -> None:
         ("text/plain", 415),
     ],
 )
-def test_bodies_say_that_they_are_lines(shared_server: LiveServer, media_type: str, status: int) -> None:
+def test_only_json_media_types_are_accepted(shared_server: LiveServer, media_type: str, status: int) -> None:
     answer = shared_server.http.post(BULK, content=line_of("a", GOOD), headers={"Content-Type": media_type})
     assert answer.status_code == status
     if status == 415:
         assert assert_openai_error(answer.content)["code"] == "unsupported_media_type"
 
 
-def test_without_the_key_or_an_engine_nothing_is_read(served_model: ServedModel) -> None:
+def test_bulk_is_refused_without_the_key_or_before_the_engine_is_ready(served_model: ServedModel) -> None:
     with live_server(served_model, FakeEngine(), api_key="secret") as server:
         assert len(ask(server, line_of("a", GOOD))) == 1
         refused = server.http.post(BULK, content=line_of("a", GOOD), headers={"Authorization": "Bearer wrong"})
@@ -167,9 +167,7 @@ def test_without_the_key_or_an_engine_nothing_is_read(served_model: ServedModel)
         assert (refused.status_code, assert_openai_error(refused.content)["code"]) == (503, "engine_not_ready")
 
 
-def test_an_internal_error_is_the_result_of_one_line(
-    shared_server: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_internal_error_affects_only_its_own_line(shared_server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> object:
         raise KeyError("a secret prompt")
 
@@ -183,7 +181,7 @@ def test_an_internal_error_is_the_result_of_one_line(
     assert b"secret" not in orjson.dumps(results)
 
 
-def test_a_queue_with_a_limit_makes_lines_wait(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_wait_while_the_queue_is_full(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk_lines, "QUEUE_RETRY_S", 0.05)
     with live_server(served_model, FakeEngine(), max_queued_requests=2) as server:
         results = ask(server, b"".join(line_of(str(number), GOOD) for number in range(200)))
@@ -191,7 +189,7 @@ def test_a_queue_with_a_limit_makes_lines_wait(served_model: ServedModel, monkey
 
 
 class Caller:
-    """Sends a body in chunks and reads the answer's lines meanwhile."""
+    """Sends a body in chunks and reads result lines while sending."""
 
     def __init__(self, server: LiveServer, header: str = "Accept: */*") -> None:
         self._socket = socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port))
@@ -204,7 +202,7 @@ class Caller:
         self._socket.sendall(b"%x\r\n%b\r\n" % (len(content), content))
 
     def next_results(self, count: int) -> list[str]:
-        """The custom_ids of so many results."""
+        """The custom_ids of the next `count` results."""
         results: list[str] = []
         while len(results) < count:
             line = self.answer.readline()
@@ -225,7 +223,7 @@ def caller(server: LiveServer) -> Iterator[Caller]:
     caller.close()
 
 
-def test_results_come_while_the_body_is_still_being_sent(caller: Caller) -> None:
+def test_results_arrive_while_the_body_is_still_being_sent(caller: Caller) -> None:
     line = line_of("one", GOOD)
     caller.send(line[:20])
     caller.send(line[20:])
@@ -239,7 +237,7 @@ def test_results_come_while_the_body_is_still_being_sent(caller: Caller) -> None
         assert line
 
 
-def test_a_caller_that_expects_100_continue_gets_it(server: LiveServer) -> None:
+def test_caller_that_expects_100_continue_gets_it(server: LiveServer) -> None:
     caller = Caller(server, "Expect: 100-continue")
     assert caller.answer.readline() == b"HTTP/1.1 100 Continue\r\n"
     caller.send(line_of("one", GOOD))
@@ -248,9 +246,7 @@ def test_a_caller_that_expects_100_continue_gets_it(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("has_sent_all", [True, False])
-def test_a_caller_that_disconnects_cancels_unanswered_lines(
-    server: LiveServer, caller: Caller, has_sent_all: bool
-) -> None:
+def test_disconnecting_caller_cancels_unanswered_lines(server: LiveServer, caller: Caller, has_sent_all: bool) -> None:
     def slow_if_odd(request: GenerateRequest, index: int) -> Reply | None:
         return echo(request, index) if request.max_new_tokens % 2 == 0 else never(request, index)
 

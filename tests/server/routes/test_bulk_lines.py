@@ -1,4 +1,4 @@
-"""Lines and results without HTTP: whatever the pieces, each line gets one result, and no more than so many run."""
+"""Bulk lines without HTTP: each line gets one result wherever the body is cut; the lines in flight are limited."""
 
 import asyncio
 import itertools
@@ -15,7 +15,7 @@ from tokasaurus.server.errors import QueueFull, ServerStopping
 from tokasaurus.server.routes import bulk_lines
 from tokasaurus.server.routes.bulk_lines import BulkRun, IncomingBody, Line, LineSplitter
 
-Pieces = list[bytes]
+Chunks = list[bytes]
 
 
 @given(
@@ -24,13 +24,13 @@ Pieces = list[bytes]
     max_bytes=st.none() | st.integers(0, 10),
     ends_in_newline=st.booleans(),
 )
-def test_lines_are_those_of_the_whole_however_it_is_cut(
+def test_split_lines_do_not_depend_on_chunk_boundaries(
     lines: list[bytes], cuts: list[int], max_bytes: int | None, ends_in_newline: bool
 ) -> None:
     text = b"\n".join(lines) + b"\n" * ends_in_newline
     whole = text.split(b"\n") if text else []
     if whole and whole[-1] == b"":
-        whole.pop()  # behind the last end there is no line
+        whole.pop()  # no line follows the last newline
     splitter = LineSplitter(max_bytes)
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     found: list[bytes | None] = []
@@ -40,24 +40,24 @@ def test_lines_are_those_of_the_whole_however_it_is_cut(
     assert found == [line if max_bytes is None or len(line) <= max_bytes else None for line in whole]
 
 
-def messages_of(pieces: Pieces) -> Callable[[], Awaitable[Message]]:
-    """An ASGI `receive` whose client stays."""
-    left = iter(pieces)
+def messages_of(chunks: Chunks) -> Callable[[], Awaitable[Message]]:
+    """An ASGI `receive` whose client never disconnects."""
+    remaining = iter(chunks)
 
     async def receive() -> Message:
         await asyncio.sleep(0)
-        piece = next(left, None)
-        if piece is None:
+        chunk = next(remaining, None)
+        if chunk is None:
             await asyncio.Event().wait()
-        return {"type": "http.request", "body": piece, "more_body": piece != b""}
+        return {"type": "http.request", "body": chunk, "more_body": chunk != b""}
 
     return receive
 
 
 async def run_lines(
-    run: BulkRun, pieces: Pieces, write: Callable[[bytes], Awaitable[None]], body: IncomingBody | None = None
+    run: BulkRun, chunks: Chunks, write: Callable[[bytes], Awaitable[None]], body: IncomingBody | None = None
 ) -> None:
-    body = IncomingBody(messages_of([*pieces, b""])) if body is None else body
+    body = IncomingBody(messages_of([*chunks, b""])) if body is None else body
 
     async def receive_all() -> None:
         while True:
@@ -71,7 +71,7 @@ async def run_lines(
 
 
 class Answers:
-    """Answers a line, its custom_id, after a random number of turns."""
+    """Answers each line, which is its custom_id, after a random number of event loop iterations."""
 
     def __init__(self, seed: int = 0) -> None:
         self.num_running = self.most_running = self.num_started = 0
@@ -100,25 +100,25 @@ class Answers:
         self.written += content.splitlines()
 
     def results(self) -> dict[str, int]:
-        """Status by custom_id, of which there are no two alike."""
+        """Status by custom_id; asserts that no custom_id repeats."""
         results = [orjson.loads(line) for line in self.written]
         assert len({result["custom_id"] for result in results}) == len(results)
         return {result["custom_id"]: result["response"]["status_code"] for result in results}
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_line_has_one_result_and_the_bound_is_reached_and_kept(
+def test_every_line_gets_one_result_and_max_lines_in_flight_is_the_peak(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bulk_lines, "MAX_LINES_IN_FLIGHT", 7)
     monkeypatch.setattr(bulk_lines, "MAX_UNREAD_BYTES", 50)
     text = b"".join(b"line %d\n" % number for number in range(300))
     borders = sorted(random.Random(seed).sample(range(len(text)), 40))
-    pieces = [text[start:end] for start, end in zip([0, *borders], [*borders, len(text)], strict=True)]
+    chunks = [text[start:end] for start, end in zip([0, *borders], [*borders, len(text)], strict=True)]
 
     async def go() -> Answers:
         answers = Answers(seed)
-        await run_lines(BulkRun(answers.read_line, None), [piece for piece in pieces if piece], answers.write)
+        await run_lines(BulkRun(answers.read_line, None), [chunk for chunk in chunks if chunk], answers.write)
         return answers
 
     answers = asyncio.run(go())
@@ -126,7 +126,7 @@ def test_every_line_has_one_result_and_the_bound_is_reached_and_kept(
     assert answers.most_running == 7
 
 
-def test_reading_stops_while_so_many_lines_are_unanswered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_stops_while_max_lines_in_flight_are_unanswered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk_lines, "MAX_LINES_IN_FLIGHT", 3)
     monkeypatch.setattr(bulk_lines, "MAX_UNREAD_BYTES", 100)
 
@@ -145,7 +145,8 @@ def test_reading_stops_while_so_many_lines_are_unanswered(monkeypatch: pytest.Mo
         running = asyncio.ensure_future(run_lines(BulkRun(answers.read_line, None), [], answers.write, body))
         await asyncio.sleep(0.1)
         assert answers.num_started == 3
-        assert 3 <= num_read <= 3 + 1 + 100 // 5 + 2  # those that run, one that waits, what is read ahead, and a piece
+        # Running lines, a waiting line, buffered 5-byte lines, and up to 2 more chunks.
+        assert 3 <= num_read <= 3 + 1 + 100 // 5 + 2
         answers.gate.set()
         await running
         assert len(answers.results()) == 1000
@@ -153,12 +154,12 @@ def test_reading_stops_while_so_many_lines_are_unanswered(monkeypatch: pytest.Mo
     asyncio.run(go())
 
 
-def test_a_client_that_reads_only_when_it_has_sent_all_gets_all() -> None:
+def test_client_that_reads_only_after_sending_everything_gets_every_result() -> None:
     async def go() -> None:
         answers = Answers()
         is_sent = asyncio.Event()
-        pieces = [b"%d\n" % number for number in range(20_000)] + [b""]
-        receive = messages_of(pieces)
+        chunks = [b"%d\n" % number for number in range(20_000)] + [b""]
+        receive = messages_of(chunks)
 
         async def until_sent() -> Message:
             message = await receive()
@@ -176,29 +177,29 @@ def test_a_client_that_reads_only_when_it_has_sent_all_gets_all() -> None:
     asyncio.run(go())
 
 
-def test_reading_stops_while_too_much_is_unsent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_stops_while_too_many_result_bytes_are_unsent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk_lines, "MAX_UNSENT_BYTES", 5_000)
 
     async def go() -> None:
         answers = Answers()
-        takes = asyncio.Event()
+        client_reads = asyncio.Event()
 
         async def write(content: bytes) -> None:
-            await takes.wait()
+            await client_reads.wait()
             await answers.write(content)
 
-        pieces = [b"%d\n" % number for number in range(2000)]
-        running = asyncio.ensure_future(run_lines(BulkRun(answers.read_line, None), pieces, write))
+        chunks = [b"%d\n" % number for number in range(2000)]
+        running = asyncio.ensure_future(run_lines(BulkRun(answers.read_line, None), chunks, write))
         await asyncio.sleep(0.3)
-        assert 20 <= answers.num_started <= 100  # a result has some 150 bytes
-        takes.set()
+        assert 20 <= answers.num_started <= 100  # a result has about 150 bytes
+        client_reads.set()
         await running
         assert len(answers.results()) == 2000
 
     asyncio.run(go())
 
 
-def test_leaving_cancels_what_runs_and_the_rest_can_still_be_told() -> None:
+def test_cancelling_the_run_stops_its_lines_and_unanswered_lines_can_get_errors() -> None:
     async def go() -> None:
         answers = Answers()
         run = BulkRun(answers.read_line, None)
@@ -218,8 +219,8 @@ def test_leaving_cancels_what_runs_and_the_rest_can_still_be_told() -> None:
     asyncio.run(go())
 
 
-def test_a_line_that_meets_a_full_queue_waits_and_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without waiting for the clock where other lines finish."""
+def test_line_refused_by_a_full_queue_is_retried_and_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is retried when another line finishes, not only after QUEUE_RETRY_S."""
     monkeypatch.setattr(bulk_lines, "QUEUE_RETRY_S", 0.2)
 
     async def go() -> None:
@@ -236,10 +237,10 @@ def test_a_line_that_meets_a_full_queue_waits_and_is_answered(monkeypatch: pytes
             return Line(line.custom_id, answer)
 
         started = asyncio.get_running_loop().time()
-        pieces = [b"%d\n" % number for number in range(1000)]
-        await run_lines(BulkRun(read_line, None), pieces, answers.write)
+        chunks = [b"%d\n" % number for number in range(1000)]
+        await run_lines(BulkRun(read_line, None), chunks, answers.write)
         assert answers.results() == {str(number): 200 for number in range(1000)}
         assert answers.most_running == 4
-        assert asyncio.get_running_loop().time() - started < 5  # 250 times the clock would take 50
+        assert asyncio.get_running_loop().time() - started < 5  # 250 waits of QUEUE_RETRY_S would take 50 s
 
     asyncio.run(go())

@@ -1,4 +1,4 @@
-"""Which bodies are read: their size, media type and JSON. What is refused is refused at once."""
+"""Limits on request bodies: size, media type and JSON. Refusals are immediate."""
 
 import socket
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def limited(served_model: ServedModel) -> Iterator[LiveServer]:
     ],
 )
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
-def test_a_body_that_is_no_json_object_of_known_fields_is_a_400(
+def test_body_that_is_not_a_json_object_of_known_fields_returns_400(
     shared_server: LiveServer, route: str, content: bytes
 ) -> None:
     response = refused_quickly(shared_server, route, content)
@@ -62,7 +62,7 @@ def padded_body(num_bytes: int) -> bytes:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_may_have_max_request_bytes_and_no_more(limited: LiveServer, chunked: bool) -> None:
+def test_body_is_limited_to_max_request_bytes(limited: LiveServer, chunked: bool) -> None:
     def post(num_bytes: int) -> tuple[int, bytes]:
         content = padded_body(num_bytes)
         chunks = (content[start : start + 1000] for start in range(0, num_bytes, 1000))
@@ -78,7 +78,7 @@ def test_a_body_may_have_max_request_bytes_and_no_more(limited: LiveServer, chun
     limited.engine.requests.clear()
 
 
-def test_the_client_is_told_of_a_body_of_many_megabytes(limited: LiveServer) -> None:
+def test_openai_client_gets_413_for_a_body_of_many_megabytes(limited: LiveServer) -> None:
     client = openai.OpenAI(base_url=f"{limited.url}/v1", api_key="none", max_retries=0)
     with pytest.raises(openai.APIStatusError) as refused:
         client.completions.create(model="default", prompt="a" * 20_000_000)
@@ -86,8 +86,8 @@ def test_the_client_is_told_of_a_body_of_many_megabytes(limited: LiveServer) -> 
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_that_is_too_large_is_answered_before_all_of_it_has_come(limited: LiveServer, chunked: bool) -> None:
-    """And the connection closed, or the rest would have to be read."""
+def test_too_large_body_is_refused_before_all_of_it_arrives(limited: LiveServer, chunked: bool) -> None:
+    """The server then closes the connection; otherwise it would have to read the rest of the body."""
     with socket.create_connection((urlsplit(limited.url).hostname, urlsplit(limited.url).port)) as connection:
         connection.settimeout(5)
         length = "Transfer-Encoding: chunked" if chunked else "Content-Length: 10000000000"

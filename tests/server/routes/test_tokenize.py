@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info, as vLLM's clients and lm-eval call them."""
+"""/tokenize, /detokenize and /tokenizer_info, called the way vLLM's clients and lm-eval call them."""
 
 from typing import Any
 
@@ -21,7 +21,9 @@ def post(server: LiveServer, path: str, **body: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fields", [{}, {"model": "default"}, {"add_special_tokens": False}])
-def test_a_prompts_ids(shared_server: LiveServer, served_model: ServedModel, fields: dict[str, Any]) -> None:
+def test_tokenize_returns_the_prompt_ids_and_detokenize_returns_the_prompt(
+    shared_server: LiveServer, served_model: ServedModel, fields: dict[str, Any]
+) -> None:
     text = "hello world<|im_end|>é"
     answer = post(shared_server, "/tokenize", prompt=text, **fields)
     ids = served_model.tokenizer.encode(text, add_special_tokens=False)
@@ -32,16 +34,16 @@ def test_a_prompts_ids(shared_server: LiveServer, served_model: ServedModel, fie
         "token_strs": None,
     }
     assert post(shared_server, "/detokenize", tokens=ids) == {"prompt": text}
-    spelt = post(shared_server, "/tokenize", prompt="hello world", return_token_strs=True)["token_strs"]
-    assert spelt == ["hello", "Ġwo", "rld"]
+    token_strs = post(shared_server, "/tokenize", prompt="hello world", return_token_strs=True)["token_strs"]
+    assert token_strs == ["hello", "Ġwo", "rld"]
 
 
-def test_the_empty_prompt_has_no_tokens(shared_server: LiveServer) -> None:
+def test_empty_prompt_has_no_tokens(shared_server: LiveServer) -> None:
     assert post(shared_server, "/tokenize", prompt="")["tokens"] == []
     assert post(shared_server, "/detokenize", tokens=[]) == {"prompt": ""}
 
 
-def test_messages_go_through_the_template(shared_server: LiveServer) -> None:
+def test_messages_are_rendered_with_the_chat_template(shared_server: LiveServer) -> None:
     def text(**fields: Any) -> str:
         ids = post(shared_server, "/tokenize", messages=HI, **fields)["tokens"]
         return post(shared_server, "/detokenize", tokens=ids)["prompt"]
@@ -53,7 +55,7 @@ def test_messages_go_through_the_template(shared_server: LiveServer) -> None:
     assert [i for i in ids if i >= IM_START] == [IM_START, IM_END, IM_START]
 
 
-def test_messages_with_tools_are_those_of_a_chat(server: LiveServer) -> None:
+def test_messages_with_tools_get_the_same_ids_as_a_chat_completion(server: LiveServer) -> None:
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [*HI, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "x", "content": "1"}]
     asked = {"messages": messages, "tools": [TOOL]}
@@ -94,7 +96,7 @@ def test_tokenizer_info_names_the_end_token_and_the_template(shared_server: Live
         ("/detokenize", {"tokens": [2**62]}, "tokens"),
     ],
 )
-def test_wrong_bodies_are_a_400_naming_the_field(
+def test_invalid_body_returns_400_and_names_the_field(
     shared_server: LiveServer, path: str, body: dict[str, Any], param: str
 ) -> None:
     response = shared_server.http.post(path, json=body)
@@ -104,12 +106,12 @@ def test_wrong_bodies_are_a_400_naming_the_field(
 
 
 @pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})])
-def test_another_model_is_a_404(shared_server: LiveServer, path: str, body: dict[str, Any]) -> None:
+def test_unknown_model_returns_404(shared_server: LiveServer, path: str, body: dict[str, Any]) -> None:
     response = shared_server.http.post(path, json=body | {"model": "other"})
     assert (response.status_code, assert_openai_error(response.content)["code"]) == (404, "model_not_found")
 
 
-def test_tokenize_needs_the_engines_limits_and_the_others_do_not(served_model: ServedModel) -> None:
+def test_only_tokenize_requires_a_ready_engine(served_model: ServedModel) -> None:
     with live_server(served_model, FakeEngine(), start_engine=False) as server:
         assert server.http.post("/tokenize", json={"prompt": "a"}).status_code == 503
         assert server.http.post("/detokenize", json={"tokens": [97]}).status_code == 200

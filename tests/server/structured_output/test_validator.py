@@ -1,4 +1,4 @@
-"""What the grammar checker lets through, what it refuses and how soon. Its child processes are real."""
+"""Which grammars GrammarChecker accepts and refuses, and within what time. Its child processes are real."""
 
 import asyncio
 import subprocess
@@ -21,7 +21,7 @@ from tokasaurus.server.structured_output.validator import GrammarChecker
 
 Result = TypeVar("Result")
 
-DEEP_REFERENCES = {  # an object within an object …, 20,000 deep: more than a stack holds
+DEEP_REFERENCES = {  # objects nested through 10,000 references: overflows the compiler's stack
     "$ref": "#/$defs/d0",
     "$defs": {
         **{
@@ -31,7 +31,7 @@ DEEP_REFERENCES = {  # an object within an object …, 20,000 deep: more than a 
         "d10000": {"type": "string"},
     },
 }
-SLOW_REGEX = "a*" * 40_000  # half a minute
+SLOW_REGEX = "a*" * 40_000  # takes half a minute to compile
 
 
 def source(format: GrammarFormat, text: str | dict, param: str = "field") -> GrammarSource:
@@ -89,7 +89,7 @@ REFUSED = [
     ({"type": "integer", "minimum": 5, "maximum": 2}, "minimum"),
     ({"anyOf": [False]}, "false"),
     ({"type": "object", "properties": {f"name_{i}": {"type": "string"} for i in range(1000)}}, "too much work"),
-    ({"not": {}, "x-guidance": {"lenient": True}}, "not"),  # a warning is no less
+    ({"not": {}, "x-guidance": {"lenient": True}}, "not"),  # a compiler warning counts as an error
 ]
 REFUSED_TEXTS: list[tuple[GrammarFormat, str, str]] = [
     ("regex", "(a", "unclosed"),
@@ -111,7 +111,7 @@ REFUSED_TEXTS: list[tuple[GrammarFormat, str, str]] = [
 ]
 
 
-def test_what_cannot_be_followed_is_refused_and_named(served_model: ServedModel) -> None:
+def test_unsupported_or_invalid_grammar_is_refused_and_the_message_names_the_cause(served_model: ServedModel) -> None:
     async def check_all(checker: GrammarChecker) -> None:
         for schema, named in REFUSED:
             assert named in await refusal(checker, source("json_schema", schema)), schema
@@ -123,19 +123,19 @@ def test_what_cannot_be_followed_is_refused_and_named(served_model: ServedModel)
     run(served_model, check_all)
 
 
-def test_bombs_are_refused_within_the_limit_and_hold_up_nothing(served_model: ServedModel) -> None:
-    """Neither the event loop nor other grammars, though one crashes its process and one has to be killed."""
+def test_oversized_grammars_are_refused_in_time_and_block_nothing(served_model: ServedModel) -> None:
+    """They block neither the event loop nor other grammars, though one crashes its process and one must be killed."""
 
-    async def check_bombs(checker: GrammarChecker) -> None:
+    async def check_oversized(checker: GrammarChecker) -> None:
         good = source("regex", "a+")
         await checker.check(source("regex", "warm up"))
         started = time.monotonic()
-        bombs = [
+        oversized = [
             source("json_schema", DEEP_REFERENCES),
             source("regex", SLOW_REGEX),
             source("regex", "a" * (validator.MAX_GRAMMAR_CHARS + 1)),
         ]
-        refusals = [asyncio.create_task(refusal(checker, bomb)) for bomb in bombs]
+        refusals = [asyncio.create_task(refusal(checker, grammar)) for grammar in oversized]
         longest_pause_s = 0.0
         await checker.check(good)
         assert not refusals[1].done()
@@ -147,16 +147,16 @@ def test_bombs_are_refused_within_the_limit_and_hold_up_nothing(served_model: Se
         assert "too deeply" in messages[0]
         assert "longer than 1.5 s" in messages[1]
         assert "at most" in messages[2]
-        assert time.monotonic() - started < 1.5 + 3  # the two take turns with others' work on this machine
+        assert time.monotonic() - started < 1.5 + 3  # slack for other load on the machine
         assert longest_pause_s < 0.3
-        await checker.check(source("regex", "b+"))  # still at work
+        await checker.check(source("regex", "b+"))  # the checker still works
         assert len(checker._processes) <= validator.MAX_PROCESSES
 
-    run(served_model, check_bombs, time_limit_s=1.5)
+    run(served_model, check_oversized, time_limit_s=1.5)
 
 
-def test_a_grammar_is_compiled_once(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether many ask at the same time or later, and though the first who asked is gone."""
+def test_each_grammar_is_compiled_once(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when many requests check it concurrently or later, and when the first one is cancelled."""
     asked: list[bytes] = []
     ask = validator._ask
 
@@ -180,7 +180,7 @@ def test_a_grammar_is_compiled_once(served_model: ServedModel, monkeypatch: pyte
     run(served_model, check_often)
 
 
-def test_a_grammar_whose_askers_have_left_before_its_turn_takes_none(
+def test_grammar_is_not_compiled_if_all_its_requests_are_cancelled_first(
     served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -196,22 +196,22 @@ def test_a_grammar_whose_askers_have_left_before_its_turn_takes_none(
 
     monkeypatch.setattr(validator, "_ask", waiting)
 
-    async def leave(checker: GrammarChecker) -> None:
+    async def cancel_some(checker: GrammarChecker) -> None:
         def start(*texts: str) -> list[asyncio.Task[str]]:
             return [asyncio.create_task(checker.check(source("regex", text))) for text in texts]
 
-        staying = start("a", "b")
+        remaining = start("a", "b")
         await all_busy.wait()
-        leaving, staying = start("c", "d", "e"), staying + start("d", "f")
+        cancelled, remaining = start("c", "d", "e"), remaining + start("d", "f")
         await asyncio.sleep(0)
-        for task in leaving:
+        for task in cancelled:
             task.cancel()
         gate.set()
-        await asyncio.gather(*staying)
+        await asyncio.gather(*remaining)
         assert sorted(asked) == ["a", "b", "d", "f"]
         assert not checker._num_waiting
 
-    run(served_model, leave)
+    run(served_model, cancel_some)
 
 
 def test_cache_is_bounded_by_count_and_by_bytes(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_cache_is_bounded_by_count_and_by_bytes(served_model: ServedModel, monke
     async def fill(checker: GrammarChecker) -> None:
         for index in (0, 1, 2, 0, 3):
             await checker.check(source("regex", f"a{index}"))
-        assert [text for _, text in checker._known] == ["a2", "a0", "a3"]  # the least recently used is gone
+        assert [text for _, text in checker._known] == ["a2", "a0", "a3"]  # the least recently used was evicted
         await checker.check(source("regex", "b" * 5000))
         await checker.check(source("regex", "c" * 5000))
         assert [text[0] for _, text in checker._known] == ["c"]
@@ -230,11 +230,11 @@ def test_cache_is_bounded_by_count_and_by_bytes(served_model: ServedModel, monke
     run(served_model, fill)
 
 
-def test_a_process_that_was_killed_is_replaced_and_none_is_left_behind(served_model: ServedModel) -> None:
+def test_killed_process_is_replaced_and_close_leaves_no_process(served_model: ServedModel) -> None:
     pids: list[int] = []
 
     async def kill_one(checker: GrammarChecker) -> None:
-        assert not checker._processes, "the first starts with the first grammar"
+        assert not checker._processes, "the first process starts with the first grammar"
         await checker.check(source("regex", "a"))
         (process,) = checker._processes
         pids.append(process.pid)
@@ -248,7 +248,7 @@ def test_a_process_that_was_killed_is_replaced_and_none_is_left_behind(served_mo
     assert not any(is_alive(pid) for pid in pids)
 
 
-def test_a_tokenizer_that_grammars_cannot_read_is_no_fault_of_the_server(
+def test_grammar_is_refused_if_the_tokenizer_does_not_support_grammars(
     served_model: ServedModel, tmp_path: Path
 ) -> None:
     async def ask(checker: GrammarChecker) -> None:
@@ -279,8 +279,10 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process ends when it has compiled, or by its timer")
-def test_a_process_dies_with_its_server_amid_a_grammar(tokenizer_directory: Path) -> None:
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="on other systems an orphan ends only after compiling or at its own time limit"
+)
+def test_process_dies_with_its_server_while_compiling(tokenizer_directory: Path) -> None:
     server = subprocess.Popen([sys.executable, "-c", ORPHAN, tokenizer_directory], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     pid = int(server.stdout.readline())
@@ -295,6 +297,6 @@ def test_a_process_dies_with_its_server_amid_a_grammar(tokenizer_directory: Path
 
 def is_alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"  # nobody may have waited for it
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"  # a zombie: dead, not yet reaped
     except FileNotFoundError:
         return False

@@ -1,4 +1,4 @@
-"""Grammars of calls: what they allow the reader of calls reads, and nothing else is a call."""
+"""Grammars for tool calls: CallReader parses every text they allow, and only valid calls are allowed."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ TOOLS = [
 ALL = frozenset(PARAMETERS)
 
 
-def is_right(name: str, arguments: str) -> bool:
+def is_valid_call(name: str, arguments: str) -> bool:
     if name == "stop":
         return arguments == "{}"
     schema = {**(PARAMETERS[name] or {}), "type": "object"}
@@ -54,14 +54,14 @@ def is_right(name: str, arguments: str) -> bool:
 
 def read(text: str, rules: CallRules) -> tuple[str, list[tuple[str, str]]]:
     reader = CallReader(rules)
-    pieces = [*reader.add(text), *reader.finish()]
-    calls = [(piece.name or "", piece.arguments) for piece in pieces if isinstance(piece, CallFragment)]
-    return "".join(piece for piece in pieces if isinstance(piece, str)), calls
+    parts = [*reader.add(text), *reader.finish()]
+    calls = [(part.name or "", part.arguments) for part in parts if isinstance(part, CallFragment)]
+    return "".join(part for part in parts if isinstance(part, str)), calls
 
 
 @pytest.mark.parametrize("names", [ALL, {"go"}, {"stop", "say"}])
 @pytest.mark.parametrize("format_", FORMATS.values())
-def test_whatever_is_drawn_from_a_forced_grammar_are_calls_that_are_right(
+def test_random_text_of_a_forced_grammar_contains_only_valid_calls(
     format_: ToolCallFormat, names: set[str], tokenizer_directory: Path
 ) -> None:
     tokenizer = Tokenizer.load(tokenizer_directory)
@@ -81,7 +81,7 @@ def test_whatever_is_drawn_from_a_forced_grammar_are_calls_that_are_right(
             content, calls = read(tokenizer.decode(reply.token_ids), rules)
             assert content == ""
             is_whole = reply.finish_reason == "stop"
-            assert all(is_right(*call) for call in (calls if is_whole else calls[:-1])), calls
+            assert all(is_valid_call(*call) for call in (calls if is_whole else calls[:-1])), calls
             assert calls or not is_whole
             assert parallel or len(calls) <= 1
             seen.update(name for name, _ in calls)
@@ -90,35 +90,46 @@ def test_whatever_is_drawn_from_a_forced_grammar_are_calls_that_are_right(
     assert max(lengths) > 1
 
 
-THOUGHTS = ("<think>", "</think>")
+THINKING_TAGS = ("<think>", "</think>")
 
 
 @pytest.fixture(
     scope="module",
-    params=[("spelt", ()), ("spelt", THOUGHTS), ("token", ()), ("token", THOUGHTS), ("special token", THOUGHTS)],
+    params=[
+        ("text", ()),
+        ("text", THINKING_TAGS),
+        ("token", ()),
+        ("token", THINKING_TAGS),
+        ("special token", THINKING_TAGS),
+    ],
 )
-def marks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, LLTokenizer]:
-    """Tokenizers that have the marks of Hermes, and those of thoughts, in each of the ways that there are."""
-    kind, thoughts = request.param
+def tokenizer_and_compiler(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, LLTokenizer]:
+    """Tokenizers with the Hermes tags and the thinking tags as plain text, as added tokens or as special tokens."""
+    kind, thinking_tags = request.param
     directory = save_small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     base = BaseTokenizer.from_file(str(directory / "tokenizer.json"))
-    base.add_tokens([AddedToken(mark, special=False) for mark in thoughts])
-    marks = [AddedToken(mark, special=kind == "special token") for mark in ("<tool_call>", "</tool_call>")]
+    base.add_tokens([AddedToken(tag, special=False) for tag in thinking_tags])
+    tags = [AddedToken(tag, special=kind == "special token") for tag in ("<tool_call>", "</tool_call>")]
     if kind == "token":
-        base.add_tokens(marks)
+        base.add_tokens(tags)
     elif kind == "special token":
-        base.add_special_tokens(marks)
+        base.add_special_tokens(tags)
     base.save(str(directory / "tokenizer.json"))
     tokenizer = Tokenizer.load(directory)
-    assert ("<tool_call>" in tokenizer.added_tokens) == (kind != "spelt")
+    assert ("<tool_call>" in tokenizer.added_tokens) == (kind != "text")
     return tokenizer, load_grammar_vocabulary(directory, tokenizer.vocab_size, [IM_END]).tokenizer
 
 
 def matcher_of(
-    write: Callable[..., Any], format_: ToolCallFormat, marks: tuple[Tokenizer, LLTokenizer], parallel: bool = True
+    write: Callable[..., Any],
+    format_: ToolCallFormat,
+    tokenizer_and_compiler: tuple[Tokenizer, LLTokenizer],
+    parallel: bool = True,
 ) -> Callable[[str], bool]:
-    """Whether a text is one of the grammar's."""
-    tokenizer, compiler = marks
+    """Returns a function that tells whether the grammar accepts a whole text."""
+    tokenizer, compiler = tokenizer_and_compiler
     source = write(TOOLS, CallRules(format_, ALL, parallel), tokenizer.added_tokens)
     grammar = compile_grammar(compiler, source.format, source.text)
 
@@ -136,10 +147,10 @@ WRONG = [("go", {"to": {"x": "5"}}), ("go", {}), ("stop", {"a": 1})]
 
 
 @pytest.mark.parametrize("format_", FORMATS.values())
-def test_calls_as_the_model_is_taught_to_write_them_may_be_forced(
-    format_: ToolCallFormat, marks: tuple[Tokenizer, LLTokenizer]
+def test_forced_grammar_accepts_exactly_the_calls_in_the_models_format(
+    format_: ToolCallFormat, tokenizer_and_compiler: tuple[Tokenizer, LLTokenizer]
 ) -> None:
-    matches = matcher_of(write_forced_calls, format_, marks)
+    matches = matcher_of(write_forced_calls, format_, tokenizer_and_compiler)
     for calls in ([GO], [("stop", {})], [GO, ("say", {"a": ["b"]}), GO]):
         text = format_.separator.join(format_.write(name, arguments) for name, arguments in calls)
         assert matches(text)
@@ -150,17 +161,17 @@ def test_calls_as_the_model_is_taught_to_write_them_may_be_forced(
     assert not matches("")
     say = format_.write("say", {"a": 1})
     assert matches(say)
-    assert not matches(say.replace('"a": 1', '"a": 1, "\\u0061": 2')), "the same name, spelt otherwise"
-    assert not matcher_of(write_forced_calls, format_, marks, parallel=False)(
+    assert not matches(say.replace('"a": 1', '"a": 1, "\\u0061": 2')), "the same name, escaped"
+    assert not matcher_of(write_forced_calls, format_, tokenizer_and_compiler, parallel=False)(
         format_.separator.join([format_.write(*GO)] * 2)
     )
 
 
 @pytest.mark.parametrize("format_", FORMATS.values())
-def test_calls_among_free_text_are_right_where_the_tool_is_strict(
-    format_: ToolCallFormat, marks: tuple[Tokenizer, LLTokenizer]
+def test_free_grammar_accepts_text_and_only_valid_calls_of_strict_tools(
+    format_: ToolCallFormat, tokenizer_and_compiler: tuple[Tokenizer, LLTokenizer]
 ) -> None:
-    matches = matcher_of(write_free_calls, format_, marks)
+    matches = matcher_of(write_free_calls, format_, tokenizer_and_compiler)
     go, say = format_.write(*GO), format_.write("say", {"a": 1})
     for text in ("", "Sure {5} é.", go, f"Sure.\n{go}", f"{go}{format_.separator}{say} bye", '{"name": "Ann"}'):
         assert matches(text), text
@@ -171,14 +182,14 @@ def test_calls_among_free_text_are_right_where_the_tool_is_strict(
     if format_ is HERMES:
         assert not matches("<tool_call>")
         assert not matches(format_.write("unknown", {}))
-    one = matcher_of(write_free_calls, format_, marks, parallel=False)
-    assert one(f"Sure.\n{go}")
-    assert one(f"<think>hm</think>{go}")
-    assert one("<think>hm</think> Sure.")
-    assert not one(f"{go} bye")
+    allows_one_call = matcher_of(write_free_calls, format_, tokenizer_and_compiler, parallel=False)
+    assert allows_one_call(f"Sure.\n{go}")
+    assert allows_one_call(f"<think>hm</think>{go}")
+    assert allows_one_call("<think>hm</think> Sure.")
+    assert not allows_one_call(f"{go} bye")
 
 
-def test_calls_may_stand_in_place_of_json(marks: tuple[Tokenizer, LLTokenizer]) -> None:
+def test_grammar_accepts_either_calls_or_json(tokenizer_and_compiler: tuple[Tokenizer, LLTokenizer]) -> None:
     content = GrammarSource("json_schema", json.dumps(POINT), "response_format")
 
     def write(*asked: Any) -> GrammarSource:
@@ -186,17 +197,17 @@ def test_calls_may_stand_in_place_of_json(marks: tuple[Tokenizer, LLTokenizer]) 
         assert source.param == "response_format"
         return source
 
-    matches = matcher_of(write, HERMES, marks)
+    matches = matcher_of(write, HERMES, tokenizer_and_compiler)
     go = HERMES.write(*GO)
     for text in ('{"x": 5}', go, f"{go}\n{HERMES.write('say', {})}"):
         assert matches(text), text
     for text in ("", '{"x": "5"}', f'{{"x": 5}}\n{go}', f"Sure.\n{go}", *(HERMES.write(*call) for call in WRONG)):
         assert not matches(text), text
     with pytest.raises(Unsupported):
-        matcher_of(write, LLAMA3, marks)
+        matcher_of(write, LLAMA3, tokenizer_and_compiler)
 
 
-def test_arguments_that_can_be_no_object_are_refused() -> None:
+def test_tool_parameters_that_are_not_an_object_schema_are_refused() -> None:
     tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}})
     with pytest.raises(InvalidRequest) as refused:
         write_forced_calls([TOOLS[0], tool], CallRules(LLAMA3, frozenset({"go", "f"})), ())

@@ -1,4 +1,4 @@
-"""The scanner against json.loads."""
+"""JsonScanner, compared with json.loads."""
 
 import json
 from typing import Any, NoReturn
@@ -37,7 +37,7 @@ def accepts(text: str) -> bool:
 @settings(max_examples=300, deadline=None)
 @given(OBJECTS, st.sampled_from([(", ", ": "), (",", ":"), (" ,  ", " :")]), st.booleans(), EDITS)
 @example({"a": "b"}, (", ", ": "), True, [(4, "u")])
-def test_what_is_an_object_is_what_json_says(
+def test_scanner_accepts_exactly_the_objects_json_accepts(
     value: dict[str, Any], separators: tuple[str, str], is_ascii: bool, edits: list[tuple[int, str]]
 ) -> None:
     text = json.dumps(value, separators=separators, ensure_ascii=is_ascii)
@@ -55,19 +55,19 @@ def test_what_is_an_object_is_what_json_says(
         *('{"a": 1,}', '{"a": [1,]}', '{"a": [}', '{"a": "\\x"}', '{"a": "\\u12g4"}', '{"a": "b\n"}', '{"a\n": 1}'),
     ],
 )
-def test_what_json_refuses_is_refused(text: str) -> None:
+def test_scanner_refuses_texts_that_json_refuses(text: str) -> None:
     assert not is_object(text)
     assert not accepts(text)
 
 
-def test_line_ends_in_strings_of_inner_values_are_let_through() -> None:
+def test_unescaped_newlines_are_accepted_in_strings_of_nested_objects() -> None:
     text = '{"arguments": {"code": "a\n\tb"}}'
     assert accepts(text)
     assert not is_object(text)
     assert json.loads(text, strict=False) == {"arguments": {"code": "a\n\tb"}}
 
 
-def test_depth_and_open_strings_are_known_at_each_character() -> None:
+def test_scanner_tracks_depth_and_strings_at_each_character() -> None:
     scanner = JsonScanner()
     seen = []
     for character in '{"a\\"": [{}, "["]}':

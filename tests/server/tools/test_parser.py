@@ -1,4 +1,4 @@
-"""Calls of tools in the text of answers: what they are, and that no cut of the text changes it."""
+"""Tool calls parsed from answer text; the result does not depend on how the text is cut into chunks."""
 
 import json
 import random
@@ -16,27 +16,27 @@ Calls = list[tuple[str, str]]
 
 
 def read(text: str, format_: ToolCallFormat, rng: random.Random | None = None, parallel: bool = True) -> Any:
-    """(content, calls); in random pieces, or whole."""
+    """Returns (content, calls); the reader gets the text whole, or in random chunks if `rng` is given."""
     reader = CallReader(CallRules(format_, NAMES, parallel))
-    pieces: list[str | CallFragment] = []
+    parts: list[str | CallFragment] = []
     position = 0
     while position < len(text):
         end = len(text) if rng is None else position + rng.choice([1, 1, 2, 3, 9])
-        pieces += reader.add(text[position:end])
+        parts += reader.add(text[position:end])
         position = end
-    pieces += reader.finish()
+    parts += reader.finish()
     calls: list[tuple[str, list[str]]] = []
-    for piece in pieces:
-        if isinstance(piece, CallFragment):
-            assert (piece.name is not None) == (piece.index == len(calls)), "each begins once, in order"
-            if piece.name is not None:
-                calls.append((piece.name, []))
-            calls[piece.index][1].append(piece.arguments)
+    for part in parts:
+        if isinstance(part, CallFragment):
+            assert (part.name is not None) == (part.index == len(calls)), "each call begins once, in order"
+            if part.name is not None:
+                calls.append((part.name, []))
+            calls[part.index][1].append(part.arguments)
         else:
-            assert piece
+            assert part
     assert reader.num_calls == len(calls)
-    content = "".join(piece for piece in pieces if isinstance(piece, str))
-    return content, [(name, "".join(parts)) for name, parts in calls]
+    content = "".join(part for part in parts if isinstance(part, str))
+    return content, [(name, "".join(arguments)) for name, arguments in calls]
 
 
 CONTENT = st.sampled_from(["", "Sure.", "two lines\nof text", "<think>\nhm, <tool\n</think>", "a < b } [1]", "€;"])
@@ -60,7 +60,7 @@ SPACES = st.sampled_from(["", "\n", " ", "\n\n"])
     CONTENT,
     st.integers(0, 10**6),
 )
-def test_what_was_written_is_read(
+def test_reader_parses_the_calls_that_the_format_writes(
     format_: ToolCallFormat,
     before: str,
     calls: list[tuple[str, dict[str, Any], str, bool]],
@@ -88,13 +88,15 @@ FRAGMENTS += ['<tool_call>{"name": "f", "arguments": {', '{"name": "f", "paramet
 @given(st.sampled_from(list(FORMATS.values())), st.lists(st.sampled_from(FRAGMENTS), max_size=14), st.booleans())
 @example(HERMES, ['<tool_call>{"name": "f", "arguments": {', "}", "}", "<tool", "<tool_call>"], True)
 @example(LLAMA3, ['{"name": "f", "parameters": {"a"', ":", "}", "}"], True)
-def test_no_cut_changes_what_is_read(format_: ToolCallFormat, fragments: list[str], parallel: bool) -> None:
+def test_result_does_not_depend_on_chunk_boundaries(
+    format_: ToolCallFormat, fragments: list[str], parallel: bool
+) -> None:
     text = "".join(fragments)
     whole = read(text, format_, parallel=parallel)
     for seed in range(4):
         assert read(text, format_, random.Random(seed), parallel) == whole
     if not whole[1]:
-        assert whole[0] == text, "nothing is lost"
+        assert whole[0] == text, "no text is lost"
     assert parallel or len(whole[1]) <= 1
 
 
@@ -118,14 +120,14 @@ def test_no_cut_changes_what_is_read(format_: ToolCallFormat, fragments: list[st
         " \n ",
     ],
 )
-def test_what_is_no_call_is_content_as_it_was_written(text: str) -> None:
+def test_invalid_calls_are_returned_unchanged_as_content(text: str) -> None:
     assert read(text, HERMES) == (text, [])
 
 
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
-        # several, with or without what should stand between them
+        # several calls, with or without the separator
         (
             '{"name": "f", "parameters": {}}; {"name": "f", "parameters": {"a": 1}}',
             "",
@@ -134,18 +136,18 @@ def test_what_is_no_call_is_content_as_it_was_written(text: str) -> None:
         ('{"name": "f", "parameters": {}}\n{"name": "f", "arguments": {}};\n', "", [("f", "{}"), ("f", "{}")]),
         ('{"name": "f", "parameters": {}}; and so on', "; and so on", [("f", "{}")]),
         ('Well: {"type": "function", "name": "f", "parameters": {}}', "Well:", [("f", "{}")]),
-        # an object within one that is no call is none
+        # a call nested in an object that is not a call is not a call
         ('{"x": {"name": "f", "parameters": {}}}', '{"x": {"name": "f", "parameters": {}}}', []),
         ('{"x": 1, "y": [{"name": "f", "parameters": {}}]}', '{"x": 1, "y": [{"name": "f", "parameters": {}}]}', []),
         ('{ {"name": "f", "parameters": {}}', "{", [("f", "{}")]),
-        # cut short, as by max_tokens
+        # truncated, as by max_tokens
         ('{"name": "f", "parameters": {"a": [1, "b', "", [("f", '{"a": [1, "b')]),
-        # broken: nothing tells where they end
+        # broken arguments: no end tag says where they end
         ('{"name": "f", "parameters": {"a": tru e}} x', "", [("f", '{"a": tru e}} x')]),
         ('{"name": "f", "parameters": {}', "", [("f", "{}")]),
     ],
 )
-def test_calls_of_llama(text: str, content: str, calls: Calls) -> None:
+def test_llama_calls_are_parsed(text: str, content: str, calls: Calls) -> None:
     assert read(text, LLAMA3) == (content, calls)
 
 
@@ -159,12 +161,12 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
         (f"one\n{CALL}\ntwo", "one\ntwo", [("f", '{"a": 1}')]),
         (f"<tool_call> {CALL}", "<tool_call>", [("f", '{"a": 1}')]),
         (f"<tool_call>\nno\n</tool_call>{CALL}", "<tool_call>\nno\n</tool_call>", [("f", '{"a": 1}')]),
-        # a string that is not closed ends with its line
+        # an unclosed string ends at the end of its line
         (f'<tool_call>{{"name": "f\n{CALL}', '<tool_call>{"name": "f', [("f", '{"a": 1}')]),
-        # broken arguments go on to the mark of the end
+        # broken arguments extend to the end tag
         ('<tool_call>{"name": "f", "arguments": {a}}</tool_call>ok', "ok", [("f", "{a}}")]),
         ('<tool_call>{"name": "f", "arguments": {a}}</tool_', "", [("f", "{a}}</tool_")]),
-        # what should stand behind the arguments may be missing, in part or altogether
+        # the closing brace and tag after the arguments may be missing, in part or completely
         ('<tool_call>{"name": "f", "arguments": {}</tool_call>ok', "ok", [("f", "{}")]),
         ('<tool_call>{"name": "f", "arguments": {}}\n</tool', "", [("f", "{}")]),
         (f'<tool_call>{{"name": "f", "arguments": {{}}}}\n{CALL}', "", [("f", "{}"), ("f", '{"a": 1}')]),
@@ -172,18 +174,18 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
         ('<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>', "", [("f", '{"a": "x\ny"}')]),
     ],
 )
-def test_calls_of_hermes(text: str, content: str, calls: Calls) -> None:
+def test_hermes_calls_are_parsed(text: str, content: str, calls: Calls) -> None:
     assert read(text, HERMES) == (content, calls)
 
 
-def test_where_one_call_is_allowed_the_answer_ends_with_it() -> None:
+def test_answer_ends_after_the_first_call_if_parallel_calls_are_not_allowed() -> None:
     assert read(f"Hm. {CALL}\n{CALL} more", HERMES, parallel=False) == ("Hm.", [("f", '{"a": 1}')])
     broken = '<tool_call>{"name": "f", "arguments": {a}}</tool_call>'
     assert read(f"{broken}\n{CALL} more", HERMES, parallel=False) == ("", [("f", "{a}}")])
 
 
 @pytest.mark.parametrize(
-    ("format_", "pieces", "shown"),
+    ("format_", "chunks", "shown"),
     [
         (HERMES, ["Hi <", "tool", "s> <tool_call", ">"], ["Hi", "", " <tools>", ""]),
         (
@@ -195,21 +197,21 @@ def test_where_one_call_is_allowed_the_answer_ends_with_it() -> None:
         (LLAMA3, ['{"parameters": {"a": 1}, ', '"name": "f', '"}'], ["", "", 'f{"a": 1}']),
     ],
 )
-def test_nothing_is_held_longer_than_it_may_be_part_of_a_call(
-    format_: ToolCallFormat, pieces: list[str], shown: list[str]
+def test_text_is_buffered_only_while_it_may_be_part_of_a_call(
+    format_: ToolCallFormat, chunks: list[str], shown: list[str]
 ) -> None:
     reader = CallReader(CallRules(format_, NAMES))
     seen = [
         "".join(
-            found if isinstance(found, str) else (found.name or "") + found.arguments for found in reader.add(piece)
+            found if isinstance(found, str) else (found.name or "") + found.arguments for found in reader.add(chunk)
         )
-        for piece in pieces
+        for chunk in chunks
     ]
     assert seen == shown
 
 
-def test_reading_takes_time_in_proportion_to_the_text() -> None:
-    """Texts that look like calls at every turn; counted in characters read, since the machine may be busy."""
+def test_parsing_takes_time_linear_in_the_text_length() -> None:
+    """Texts that repeatedly look like calls. Counts characters read instead of time, which depends on machine load."""
     for text in ('{"arguments": ' * 4000, "{" * 20_000, '<tool_call>{"name": "f' * 2000, '{"name": "f", ' * 3000):
         for format_ in FORMATS.values():
             reader = CallReader(CallRules(format_, NAMES))

@@ -1,4 +1,4 @@
-"""What the model is told of tools and calls, through templates of several kinds."""
+"""How tools and tool calls appear in the prompt, with several kinds of chat template."""
 
 import dataclasses
 import json
@@ -80,9 +80,7 @@ def load(template: Any, directory: Path) -> Tokenizer:
         (None, NO_TOOLS_IN_TEMPLATE),
     ],
 )
-def test_the_format_is_that_of_the_template_unless_it_is_given(
-    template: Any, support: ToolSupport, tmp_path: Path
-) -> None:
+def test_format_is_detected_from_the_template_unless_given(template: Any, support: ToolSupport, tmp_path: Path) -> None:
     tokenizer = load(template, tmp_path)
     assert find_tool_support(tokenizer, None) == support
     for name, format_ in FORMATS.items():
@@ -91,7 +89,7 @@ def test_the_format_is_that_of_the_template_unless_it_is_given(
 
 
 def render(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
-    """The prompt as ids make it, special tokens by their names in brackets."""
+    """The prompt's token ids decoded, with special tokens as [start] and [end]."""
     support = find_tool_support(tokenizer, None)
     shown_messages, shown_tools = template_input(*parse(messages, tools), support)
     ids = tokenizer.encode_chat(shown_messages, tools=shown_tools)
@@ -105,7 +103,7 @@ def render(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[dic
     return text
 
 
-def test_a_template_that_knows_tools_gets_them_and_special_text_stays_text(tmp_path: Path) -> None:
+def test_template_with_tools_renders_them_and_special_token_text_stays_text(tmp_path: Path) -> None:
     tools = [json.dumps(tool, ensure_ascii=False) for tool in (SHOWN_WEATHER, SHOWN_TIME)]
     assert render(load(HERMES_TEMPLATE, tmp_path), CONVERSATION, [WEATHER, TIME]) == (
         f"[start]system\n{tools[0]}\n{tools[1]}\n[end]\n[start]user\nWarm there?[end]\n"
@@ -115,14 +113,14 @@ def test_a_template_that_knows_tools_gets_them_and_special_text_stays_text(tmp_p
     )
 
 
-def test_calls_are_shown_though_the_template_for_tools_is_another(tmp_path: Path) -> None:
+def test_calls_are_rendered_without_tools_if_the_tool_template_is_separate(tmp_path: Path) -> None:
     tokenizer = load(TWO_TEMPLATES, tmp_path)
     assert "<tool_call>" in render(tokenizer, CONVERSATION, [])
     assert "<tool_response>" in render(tokenizer, CONVERSATION, [])
     assert render(tokenizer, CONVERSATION[:1], []) == "[start]user\nWarm there?"
 
 
-def test_a_template_of_llamas(tmp_path: Path) -> None:
+def test_llama_template_renders_tools_calls_and_results(tmp_path: Path) -> None:
     tools = json.dumps([SHOWN_WEATHER], ensure_ascii=False, indent=4)
     assert render(load(LLAMA3_TEMPLATE, tmp_path), CONVERSATION, [WEATHER]) == (
         f'[start]user\n{tools}Warm there?[end][start]assistant\n{{"name": "get_weather", "parameters": '
@@ -131,7 +129,7 @@ def test_a_template_of_llamas(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
-def test_a_template_without_tools_is_told_of_them_in_text(system: str | None, tmp_path: Path) -> None:
+def test_template_without_tools_gets_tools_calls_and_results_as_text(system: str | None, tmp_path: Path) -> None:
     tokenizer = load(None, tmp_path)
     result = {"role": "tool", "tool_call_id": "c1", "content": "calm"}
     opening = [] if system is None else [{"role": "system", "content": system}]
@@ -153,7 +151,7 @@ def test_a_template_without_tools_is_told_of_them_in_text(system: str | None, tm
     ]
 
 
-def test_without_tools_and_calls_templates_are_given_what_they_always_were() -> None:
+def test_messages_without_tools_and_calls_reach_the_template_unchanged() -> None:
     messages, _ = parse([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], [])
     expected = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     for support in (NO_TOOLS_IN_TEMPLATE, ToolSupport(HERMES, in_template=True)):
@@ -164,14 +162,14 @@ def test_without_tools_and_calls_templates_are_given_what_they_always_were() -> 
     ("arguments", "value"),
     [("", {}), (" ", {}), ("{}", {}), ('{"n": 123456789012345678901}', {"n": 123456789012345678901})],
 )
-def test_arguments_are_objects_for_the_template(arguments: str, value: dict[str, Any]) -> None:
+def test_template_gets_call_arguments_as_objects(arguments: str, value: dict[str, Any]) -> None:
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages, _ = parse([{"role": "assistant", "content": None, "tool_calls": [call]}], [])
     ((message,), _) = template_input(messages, [], ToolSupport(HERMES, in_template=True))
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": value}
 
 
-def test_a_result_must_be_of_an_earlier_call() -> None:
+def test_tool_result_must_match_an_earlier_call() -> None:
     messages, _ = parse([*CONVERSATION, CONVERSATION[2] | {"tool_call_id": "c2"}], [])
     with pytest.raises(InvalidRequest) as refused:
         template_input(messages, [], NO_TOOLS_IN_TEMPLATE)

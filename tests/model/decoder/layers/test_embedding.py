@@ -14,7 +14,7 @@ from tokasaurus.model.parallel.mesh import Mesh
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [0, 1, 500])
-def test_a_packed_embedding_gives_the_rows_of_its_weight_and_still_multiplies(
+def test_a_packed_embedding_returns_rows_of_its_weight_and_computes_logits(
     num_tokens: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     save_tiny_model(tmp_path, "llama", tied=True)

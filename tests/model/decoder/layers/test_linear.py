@@ -1,4 +1,4 @@
-"""Matrix products with weights packed for the CPU, and without, against the plain formula in double precision."""
+"""Gemms with weights packed for the CPU or not, against the plain formula in double precision."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tokasaurus.model.decoder.layers.linear import GatedLinear, Linear, OutputSh
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 63, 200])
 @pytest.mark.parametrize("keep_weight", [False, True])
-def test_a_product_packed_for_onednn_is_that_of_the_weight(num_rows: int, keep_weight: bool) -> None:
+def test_a_gemm_packed_for_onednn_equals_the_formula(num_rows: int, keep_weight: bool) -> None:
     linear = Linear(48, 80, bias=True, dtype=torch.bfloat16)
     fill(linear)
     weight = linear.weight.detach().clone()
@@ -29,7 +29,7 @@ def test_a_product_packed_for_onednn_is_that_of_the_weight(num_rows: int, keep_w
     assert not keep_weight or torch.equal(linear.weight, weight)
 
 
-def test_where_the_processor_has_no_bfloat16_onednn_packs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_packs_nothing_if_the_processor_has_no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("needs the cpu support")
 
@@ -51,7 +51,7 @@ def test_where_the_processor_has_no_bfloat16_onednn_packs_nothing(monkeypatch: p
     out_size=st.integers(1, 140),
     bias=st.booleans(),
 )
-def test_a_product_by_the_kernels_is_that_of_the_weight(
+def test_a_gemm_by_the_kernels_equals_the_formula(
     dtype: torch.dtype, num_rows: int, half_in_size: int, out_size: int, bias: bool
 ) -> None:
     linear = Linear(2 * half_in_size, out_size, bias, dtype)
@@ -63,7 +63,7 @@ def test_a_product_by_the_kernels_is_that_of_the_weight(
     assert_close(linear(x), expected)
 
 
-def test_rows_of_a_wider_tensor_are_multiplied_where_they_lie() -> None:
+def test_strided_rows_of_a_wider_tensor_are_multiplied() -> None:
     linear = Linear(32, 64, bias=False, dtype=torch.bfloat16)
     fill(linear)
     wide = random_rows(7, 100, activation_dtype(torch.bfloat16))
@@ -72,7 +72,7 @@ def test_rows_of_a_wider_tensor_are_multiplied_where_they_lie() -> None:
     assert_close(linear(wide[:, 10:42]), expected)
 
 
-def test_the_blocks_of_very_many_rows_are_all_multiplied() -> None:
+def test_all_row_blocks_of_a_large_gemm_are_multiplied() -> None:
     linear = Linear(1024, 40, bias=False, dtype=torch.bfloat16)
     fill(linear)
     x = random_rows(
@@ -85,7 +85,7 @@ def test_the_blocks_of_very_many_rows_are_all_multiplied() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 70])
-def test_a_normed_product_equals_the_product_of_the_normed_rows(num_rows: int, dtype: torch.dtype) -> None:
+def test_a_gemm_with_a_fused_norm_equals_the_gemm_of_normed_rows(num_rows: int, dtype: torch.dtype) -> None:
     linear, norm = Linear(72, 48, bias=False, dtype=dtype), make_norm(72, dtype)
     fill(linear)
     x = random_rows(num_rows, 72, activation_dtype(dtype))
@@ -101,7 +101,7 @@ def test_a_normed_product_equals_the_product_of_the_normed_rows(num_rows: int, d
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [16, 96, 100])
 @pytest.mark.parametrize("num_rows", [1, 30])
-def test_a_gated_product_equals_that_of_torch(num_rows: int, size: int, dtype: torch.dtype) -> None:
+def test_a_gated_gemm_equals_torch(num_rows: int, size: int, dtype: torch.dtype) -> None:
     gate, up = (OutputShard(name, size, 0, size) for name in ("gate", "up"))
     linear, norm = GatedLinear(64, gate, up, dtype), make_norm(64, dtype)
     fill(linear)
@@ -118,7 +118,7 @@ def test_a_gated_product_equals_that_of_torch(num_rows: int, size: int, dtype: t
         assert_close(packed, expected)
         assert_close(plain, expected)
     else:
-        # Both round the gate, the up, and what the gate becomes: where a sum rounds alike, the results are equal.
+        # Both round the gate, the up and silu(gate): where the sums round alike, the results are equal.
         assert (packed == plain).float().mean() > 0.97
         assert float((packed.double() - expected).abs().max()) < 3 * 2**-8 * float(expected.abs().max())
 
@@ -134,8 +134,8 @@ def test_silu_of_the_largest_gates_is_finite_and_right() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_gives_the_same_bits_among_any_number_of_rows(dtype: torch.dtype) -> None:
-    """As many as one tile has, and around those from which bfloat16 weights are widened once for all tiles."""
+def test_the_result_of_a_row_does_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
+    """Row counts around one tile, and around the count from which bfloat16 weights are widened once for all tiles."""
     linear = Linear(72, 40, bias=True, dtype=dtype)
     fill(linear)
     linear.pack(layer_kernels())
