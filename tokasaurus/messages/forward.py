@@ -112,6 +112,16 @@ class PromptLogprobsOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class NonfiniteTokens:
+    """The A slots for which a step computed a hidden state or logits that are NaN or infinite."""
+
+    slots: NDArray[np.int32]
+    """int32 [A], ascending."""
+    positions: NDArray[np.int32]
+    """int32 [A], the first such position of each slot. The KV cache has zeros from there on."""
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardOutput:
     """The R tokens sampled in one step, in the order of the sampling rows."""
 
@@ -130,3 +140,5 @@ class ForwardOutput:
     """None if no row wants top-k logprobs."""
     prompt_logprobs: PromptLogprobsOutput | None = None
     """Prompt logprobs; None if no row needs them."""
+    nonfinite: NonfiniteTokens | None = None
+    """None if every number is finite. The sampled tokens of these slots have no meaning."""

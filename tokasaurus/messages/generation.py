@@ -11,6 +11,10 @@ from tokasaurus.messages.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length"]
 
+ErrorCode = Literal["grammar_too_complex", "numerical_error"]
+"""Why the engine aborts a sequence. grammar_too_complex: its grammar is invalid or exceeds a work limit.
+numerical_error: the model computed NaN or infinity for it."""
+
 MAX_STOP_TOKEN_IDS = 16
 """Most stop token ids of one request."""
 
@@ -117,8 +121,9 @@ class SequenceDelta:
     prompt_logprobs: PromptLogprobs | None = None
     """On the first delta of a request's sequence 0 if wanted, else None."""
     error: str = ""
-    """One line on the last delta of an aborted sequence, whose grammar is invalid or exceeds a work limit; its
-    finish_reason then has no meaning. "" on all other deltas."""
+    """One line on the last delta of an aborted sequence; its finish_reason then has no meaning. "" on other deltas."""
+    error_code: ErrorCode = "grammar_too_complex"
+    """The kind of `error`, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,8 @@ class EngineStats:
     """Compilations of the model after warm-up, each of which delayed a step."""
     total_forward_seconds: float = 0.0
     """Seconds that the worker was busy with steps."""
+    total_nonfinite_rows: int = 0
+    """Sequences of steps for which the model computed NaN or infinity."""
     phase_seconds: tuple[float, ...] = ()
     """Seconds of the forwards in each of FORWARD_PHASES; empty if the worker does not count them."""
     manager_cpu_seconds: float = field(default=0.0, compare=False)

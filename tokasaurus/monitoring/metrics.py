@@ -91,6 +91,11 @@ _COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
         lambda stats: stats.total_recompiles,
     ),
     (
+        "toka_nonfinite_rows",
+        "Sequences of steps for which the model computed NaN or infinity; each request fails with numerical_error.",
+        lambda stats: stats.total_nonfinite_rows,
+    ),
+    (
         "toka_forward_seconds",
         "Seconds that the model worker was busy with steps.",
         lambda stats: stats.total_forward_seconds,

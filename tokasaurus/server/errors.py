@@ -74,6 +74,14 @@ class GrammarTooComplex(InvalidRequest):
     code = "grammar_too_complex"
 
 
+class NumericalError(ApiError):
+    """The model computed NaN or infinity for the request."""
+
+    status = 500
+    type = "server_error"
+    code = "numerical_error"
+
+
 class ModelNotFound(InvalidRequest):
     status = 404
     code = "model_not_found"

@@ -156,12 +156,15 @@ def keep_prompt_logprobs(state: EngineState, sequence: Sequence) -> None:
         sequence.needs_prompt_logprobs = False
 
 
-def release(state: EngineState, sequence: Sequence) -> None:
-    """End a sequence in any phase: its slot and blocks are freed at once, and the state no longer refers to it."""
+def release(state: EngineState, sequence: Sequence, keep_kv: bool = True) -> None:
+    """End a sequence in any phase: its slot and blocks are freed at once, and the state no longer refers to it.
+
+    keep_kv: its computed blocks enter the prefix tree.
+    """
     if sequence.phase is Phase.WAITING:
         state.queues.drop_waiting(sequence)
     else:
-        _free_slot_and_blocks(state, sequence)
+        _free_slot_and_blocks(state, sequence, keep_kv)
         sequence.phase = Phase.FINISHED
     samples = state.unfinished[sequence.request.request_id]
     del samples[sequence]
@@ -188,14 +191,15 @@ def preempt(state: EngineState, sequence: Sequence) -> None:
     state.totals.preemptions += 1
 
 
-def _free_slot_and_blocks(state: EngineState, sequence: Sequence) -> None:
+def _free_slot_and_blocks(state: EngineState, sequence: Sequence, keep_kv: bool = True) -> None:
     """Free the slot and blocks of a running sequence; whole blocks of computed tokens stay in the prefix tree."""
     slots, slot = state.slots, sequence.slot
     if sequence.is_open:
         count_leaving(state, sequence)
     if sequence.phase is Phase.PREFILL:
         del state.queues.prefilling[sequence]
-        _free_prefill(state, sequence)
+    if sequence.phase is Phase.PREFILL or not keep_kv:
+        _free_uncomputed(state, sequence)
     else:
         _free_computed(state, sequence)
     slots.block_tables[slot, : slots.num_covered_tokens[slot] // state.options.limits.page_size] = 0
@@ -218,8 +222,8 @@ def _free_slot_and_blocks(state: EngineState, sequence: Sequence) -> None:
     sequence.is_open = sequence.table_is_sent = False
 
 
-def _free_prefill(state: EngineState, sequence: Sequence) -> None:
-    """Free the blocks of a sequence in prefill, and remove tree blocks that no sequence will compute now."""
+def _free_uncomputed(state: EngineState, sequence: Sequence) -> None:
+    """Free a sequence's own blocks, and remove tree blocks that are not computed and that no sequence will compute."""
     blocks, tree = state.blocks, state.blocks.tree
     assert sequence.node is not None
     blocks.free(_own_blocks(state, sequence))

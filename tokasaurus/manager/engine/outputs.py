@@ -8,9 +8,11 @@ from tokasaurus.manager.engine.lifecycle import keep_prompt_logprobs, release, s
 from tokasaurus.manager.planning.step_budget import average_step_seconds
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import Phase, Sequence
-from tokasaurus.messages.forward import ForwardOutput, TopOfRows
-from tokasaurus.messages.generation import FinishReason, SequenceDelta
+from tokasaurus.messages.forward import ForwardOutput, NonfiniteTokens, TopOfRows
+from tokasaurus.messages.generation import ErrorCode, FinishReason, SequenceDelta
 from tokasaurus.text.stop_strings import StopMatcher
+
+NUMERICAL_ERROR = "the model computed numbers for this request that are not finite (NaN or infinity)"
 
 MOST_SPECIAL_TOKENS = 16
 """Most special tokens among the last tokens of a completion. With more, all of it is read for stop strings."""
@@ -36,6 +38,8 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
         assert state.blocks.prompt_logprobs is not None
         assert output.prompt_logprobs is not None, f"step {step.step_id}: no prompt logprobs"
         state.blocks.prompt_logprobs.note(step.logprob_chunks, output.prompt_logprobs)
+    if output.nonfinite is not None:
+        _end_nonfinite(state, step.step_id, output.nonfinite)
     slots, token_ids, logprobs = step.sampled, output.token_ids, output.logprobs
     is_valid = state.slots.opened_at[slots] <= step.step_id
     if output.top is not None:
@@ -207,6 +211,29 @@ def _finish(
     state.deltas.append(_delta(sequence, token_ids[sequence.num_streamed_tokens :], logprobs, reason, error))
 
 
+def _end_nonfinite(state: EngineState, step_id: int, found: NonfiniteTokens) -> None:
+    """End the sequences that step `step_id` ran in the slots of `found`, and those that share their first such block.
+
+    A sequence that shares the block has the same tokens up to its end, so its own numbers would not be finite either.
+    The blocks do not stay in the prefix tree, because the worker stored zeros in them.
+    """
+    arrays, page_size = state.slots, state.options.limits.page_size
+    for slot, position in zip(found.slots.tolist(), found.positions.tolist(), strict=True):
+        if arrays.opened_at[slot] > step_id:
+            continue  # the sequence has left its slot since
+        state.totals.nonfinite_rows += 1
+        index = position // page_size
+        shares_block = arrays.block_tables[:, index] == arrays.block_tables[slot, index]
+        for user in np.flatnonzero(arrays.is_running & shares_block).tolist():
+            sequence = state.sequences[user]
+            assert sequence is not None
+            state.blocks.is_computed[arrays.block_tables[user, index : sequence.num_tree_blocks]] = False
+            release(state, sequence, keep_kv=False)
+            sequence.num_cached_tokens = sequence.num_cached_tokens or 0
+            logprobs: list[float] | None = [] if sequence.request.want_logprobs else None
+            state.deltas.append(_delta(sequence, [], logprobs, "stop", NUMERICAL_ERROR, "numerical_error"))
+
+
 def stream_new_tokens(state: EngineState) -> None:
     """Add deltas for the running sequences that are streamed and have new tokens.
 
@@ -247,6 +274,7 @@ def _delta(
     logprobs: list[float] | None,
     reason: FinishReason | None,
     error: str = "",
+    error_code: ErrorCode = "grammar_too_complex",
 ) -> SequenceDelta:
     """Delta with the next tokens of a sequence, after the tokens that are in deltas already."""
     assert sequence.num_cached_tokens is not None
@@ -265,4 +293,5 @@ def _delta(
         top=None if sequence.kept_top is None else sequence.kept_top.part(start, start + len(token_ids)),
         prompt_logprobs=prompt_logprobs,
         error=error,
+        error_code=error_code,
     )

@@ -63,12 +63,20 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(info.hidden_size, info.norm_eps, dtype)
         self.mlp = GatedMLP(info, mesh, dtype)
 
-    def before_attention(self, hidden: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [T, E] -> query [T, H, D], key and value [T, K, D], rotated."""
-        return self.attention.project(hidden, self.attention_norm, cos_sin)
+    def before_attention(self, hidden: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """hidden [T, E] -> query [T, H, D], key and value [T, K, D], rotated; and hidden for after_attention.
+
+        The KV cache stays finite, because attention multiplies values of tokens that a row does not see by 0: tokens
+        whose key or value is not finite get zeros for both. Their hidden state becomes NaN and stays so to the end.
+        """
+        query, key, value = self.attention.project(hidden, self.attention_norm, cos_sin)
+        is_finite = (key.abs().amax((1, 2)) < torch.inf) & (value.abs().amax((1, 2)) < torch.inf)
+        per_head = is_finite[:, None, None]
+        key, value = torch.where(per_head, key, 0), torch.where(per_head, value, 0)
+        return query, key, value, torch.where(is_finite[:, None], hidden, torch.nan)
 
     def after_attention(self, attended: Tensor, hidden: Tensor) -> Tensor:
-        """attended [T, H, D], hidden [T, E] as passed to before_attention -> hidden [T, E] for the next layer."""
+        """attended [T, H, D], hidden [T, E] from before_attention -> hidden [T, E] for the next layer."""
         attention_out: Tensor = self.attention.out(attended.flatten(1))
         hidden = hidden + attention_out
         fed: Tensor = self.mlp(hidden, self.mlp_norm)

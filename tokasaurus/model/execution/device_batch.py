@@ -46,6 +46,12 @@ class DeviceBatch:
     want_logprobs: NDArray[np.bool_]
     """bool [N], on the host."""
 
+    token_slots: NDArray[np.int32]
+    """int32 [T without padding], each token's slot; on the host."""
+
+    token_positions: NDArray[np.int64]
+    """int64 [T without padding], on the host."""
+
     prompt_logprobs: PromptLogprobTargets | None = None
     """Prompt tokens whose logprobs are computed; None if there are none."""
 
@@ -131,6 +137,8 @@ def build_batch(
         layout=PagedLayout(all_kv_indices, parts, prefix),
         sampling=sampling,
         want_logprobs=want_logprobs,
+        token_slots=step.slots[token_rows],
+        token_positions=token_positions,
         prompt_logprobs=prompt_logprobs,
     )
 

@@ -23,7 +23,7 @@ class ModuleExecutor:
     def run(self, hidden: Tensor, cos_sin: Tensor, layout: PagedLayout) -> Tensor:
         model = self._model
         for layer in model.decoder_layers():
-            query, key, value = model.before_attention(layer, hidden, cos_sin)
+            query, key, value, hidden = model.before_attention(layer, hidden, cos_sin)
             attended = layer.attention.attend(query, key, value, self._backend, layout)
             hidden = model.after_attention(layer, attended, hidden)
         return hidden

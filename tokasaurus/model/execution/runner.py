@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.messages.forward import ForwardInput, PromptLogprobsOutput, TopOfRows
+from tokasaurus.messages.forward import ForwardInput, NonfiniteTokens, PromptLogprobsOutput, TopOfRows
 from tokasaurus.model.attention.backend import AttentionBackend
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.decoder.compile import Compiler
@@ -35,6 +35,15 @@ class StepResult:
     want_logprobs: NDArray[np.bool_]
     """bool [R], rows that asked for logprobs."""
 
+    is_finite: Tensor
+    """bool [T], whether a token's hidden state, and the logits computed from it, if any, are finite."""
+
+    token_slots: NDArray[np.int32]
+    """int32 [T]."""
+
+    token_positions: NDArray[np.int64]
+    """int64 [T]."""
+
     arrived: torch.cuda.Event | None
     """Recorded after the copies on an asynchronous device; None if the tensors are already on the host."""
 
@@ -55,6 +64,16 @@ class StepResult:
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.token_ids.numpy()
+
+    def host_nonfinite(self) -> NonfiniteTokens | None:
+        """Tokens that are not finite; None if all are. Waits for this step."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        tokens = np.flatnonzero(~self.is_finite.numpy())
+        if not len(tokens):
+            return None
+        slots, first = np.unique(self.token_slots[tokens], return_index=True)
+        return NonfiniteTokens(slots, self.token_positions[tokens][first].astype(np.int32))
 
     def host_logprobs(self) -> NDArray[np.float32] | None:
         """float32 [R], NaN for rows that did not ask; None if no row asked. Waits for this step."""
@@ -125,21 +144,21 @@ class ModelRunner:
         batch = build_batch(step, self._slots, self._page_size, self._device, not self.always_on_kernels)
         self._backend.plan(batch.layout)
         hidden = self._model(batch.token_ids, None, batch.positions, self._executor, batch.layout)
+        is_finite = torch.linalg.vector_norm(hidden[: len(batch.token_slots)], torch.inf, dim=-1) < torch.inf
         sampled = self._sample(hidden, batch)
-        self._slots.last_tokens[batch.sampled_slots] = sampled.tokens
-        host_tokens = _copy_to_host(sampled.tokens.int())
+        is_finite[batch.logit_rows[: batch.num_sampled]] &= sampled.tokens >= 0
+        tokens = sampled.tokens.clamp(min=0)  # later steps may embed it before the manager ends the sequence
+        self._slots.last_tokens[batch.sampled_slots] = tokens
+        host_tokens = _copy_to_host(tokens.int())
         host_logprobs = None if sampled.logprobs is None else _copy_to_host(sampled.logprobs)
         top = None
         if batch.sampling.top is not None and sampled.top_ids is not None and sampled.top_logprobs is not None:
             top = batch.sampling.top.rows, _copy_to_host(sampled.top_ids), _copy_to_host(sampled.top_logprobs)
         prompt_logprobs = None
         if batch.prompt_logprobs is not None:
-            prompt_logprobs = TokenLogprobs(
-                *map(
-                    _copy_to_host,
-                    compute_prompt_logprobs(hidden, batch.prompt_logprobs, self._model.logits, self._kernels),
-                )
-            )
+            computed = compute_prompt_logprobs(hidden, batch.prompt_logprobs, self._model.logits, self._kernels)
+            is_finite[batch.prompt_logprobs.rows[: len(computed.logprobs)]] &= torch.isfinite(computed.logprobs)
+            prompt_logprobs = TokenLogprobs(*map(_copy_to_host, computed))
         arrived = None
         if self._device.type == "cuda":
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -149,6 +168,9 @@ class ModelRunner:
             host_tokens,
             host_logprobs,
             batch.want_logprobs,
+            _copy_to_host(is_finite),
+            batch.token_slots,
+            batch.token_positions,
             arrived,
             self._new_recompiles(),
             () if self._kernels is None else self._kernels.phase_seconds(),

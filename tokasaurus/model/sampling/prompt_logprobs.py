@@ -71,7 +71,7 @@ def compute_prompt_logprobs(
 
 
 def fill_token_logprobs(logits: Tensor, target_ids: Tensor, result: TokenLogprobs, kernels: Kernels | None) -> None:
-    """Fill `scores` from logits [Q, V] and target_ids int32 [Q]. kernels: do the same on the CPU, faster."""
+    """Fill `result` from logits [Q, V] and target_ids int32 [Q]. kernels: do the same on the CPU, faster."""
     if kernels is not None and logits.device.type == "cpu" and logits.dtype in ACTIVATION_DTYPES:
         kernels.fill_token_logprobs(logits, target_ids, *result)
         return

@@ -70,7 +70,7 @@ class Sampled(NamedTuple):
     """
 
     tokens: Tensor
-    """int64 [R]."""
+    """int64 [R]; -1 for rows with a logit that is NaN or positive infinity. Their other results have no meaning."""
 
     logprobs: Tensor | None = None
     """float32 [R], of the tokens; None if no row wants logprobs."""
@@ -90,11 +90,12 @@ def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -> Sampl
         return _sample_by_kernels(logits, rows, kernels)
     any_sampled = bool((rows.params["temperature"] > 0).any())
     is_plain = not any_sampled and rows.rules is None and masks is None
-    tokens = logits.argmax(dim=-1) if is_plain else _draw(logits, rows, any_sampled)
+    drawn = logits.argmax(dim=-1) if is_plain else _draw(logits, rows, any_sampled)
+    tokens = torch.where(logits.amax(dim=-1) < torch.inf, drawn, -1)  # amax is NaN if a logit is
     if not rows.any_logprobs:
         return Sampled(tokens)
     normalizers = _normalizers(logits)
-    chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1).float()
+    chosen = logits.gather(1, drawn.unsqueeze(1)).squeeze(1).float()
     top = () if rows.top is None else _top_logprobs(logits, rows.top, normalizers)
     return Sampled(tokens, chosen - normalizers, *top)
 

@@ -44,6 +44,7 @@ def run_steps(
                     result.phase_seconds,
                     result.host_top(),
                     result.host_prompt_logprobs(),
+                    result.host_nonfinite(),
                 )
             )
 

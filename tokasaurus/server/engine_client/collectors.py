@@ -10,7 +10,11 @@ from tokasaurus.messages.generation import FinishReason, GenerateRequest, Prompt
 
 
 class SequenceAborted(Exception):
-    """The engine aborted a sequence because it could not apply its grammar. The message is the reason, in one line."""
+    """The engine aborted a sequence. The message is the reason, in one line."""
+
+    def __init__(self, delta: SequenceDelta) -> None:
+        super().__init__(delta.error)
+        self.code = delta.error_code
 
 
 def _join(parts: Sequence[TopLogprobs]) -> TopLogprobs:
@@ -75,7 +79,7 @@ class Results:
     def add(self, request_index: int, delta: SequenceDelta) -> None:
         self.sequences[request_index][delta.sequence_index].append(delta)
         if delta.error and not self.finished.done():
-            self.finished.set_exception(SequenceAborted(delta.error))
+            self.finished.set_exception(SequenceAborted(delta))
         if delta.finish_reason is not None:
             self._num_unfinished -= 1
             if self._num_unfinished == 0 and not self.finished.done():
@@ -121,7 +125,7 @@ class StreamCollector:
         deltas = [(request_index, delta) for (request_index, _), delta in self._unread.items()]
         for _, delta in deltas:
             if delta.error:
-                raise SequenceAborted(delta.error)
+                raise SequenceAborted(delta)
         self._unread = {}
         self._num_unread_last_deltas -= sum(delta.finish_reason is not None for _, delta in deltas)
         return deltas

@@ -10,7 +10,7 @@ from fastapi import Request, Response
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.server.disconnect import run_while_connected
 from tokasaurus.server.engine_client.collectors import FinishedSequence, SequenceAborted
-from tokasaurus.server.errors import GrammarTooComplex, InvalidRequest
+from tokasaurus.server.errors import GrammarTooComplex, InvalidRequest, NumericalError
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.chat import ChatCompletion
@@ -64,7 +64,7 @@ async def generate_answer(
 ) -> bytes:
     """The whole response as JSON. If the caller is cancelled, so is the request in the engine. Raises ApiError."""
     prepared = await _prepare(state, body, prepare)
-    with _blaming_grammar(prepared):
+    with _raising_api_errors(prepared):
         results = await state.engine.generate(prepared.requests)
     return await state.in_text_thread(lambda: write_answer(build(prepared, results, state.model)))
 
@@ -84,19 +84,21 @@ def _checked_limits(state: ServerState, body: SamplingFields) -> EngineLimits:
 
 
 @contextmanager
-def _blaming_grammar(prepared: Prepared) -> Iterator[None]:
-    """Turns SequenceAborted into GrammarTooComplex for the request field that contained the grammar."""
+def _raising_api_errors(prepared: Prepared) -> Iterator[None]:
+    """Turns SequenceAborted into NumericalError, or GrammarTooComplex for the field that contained the grammar."""
     try:
         yield
     except SequenceAborted as error:
+        if error.code == "numerical_error":
+            raise NumericalError(str(error)) from None
         param = prepared.grammar_param
-        assert param is not None, "only a sequence with a grammar is aborted"
+        assert param is not None, "the sequence has a grammar"
         raise GrammarTooComplex(f"{param}: {error}", param) from None
 
 
 async def _events(state: ServerState, prepared: Prepared, answer: AnswerStream) -> AsyncGenerator[bytes, None]:
     """The events of a stream. If closed before its end, the requests are cancelled in the engine."""
-    with _blaming_grammar(prepared), state.engine.stream(prepared.requests) as collector:
+    with _raising_api_errors(prepared), state.engine.stream(prepared.requests) as collector:
         while deltas := await collector.read():
             for start in range(0, len(deltas), MAX_DELTAS_AT_ONCE):
                 part = deltas[start : start + MAX_DELTAS_AT_ONCE]

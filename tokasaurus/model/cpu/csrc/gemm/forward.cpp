@@ -3,6 +3,9 @@
 
 #include "gemm/forward.h"
 
+#include <algorithm>
+#include <cmath>
+
 #include "attention/attention_layout.h"
 #include "attention/kv_write.h"
 #include "gemm/rms_norm.h"
@@ -30,11 +33,25 @@ void apply_rotary(Element* head, int64_t head_dim, const float* cos_sin) {
   }
 }
 
+template <typename Element>
+bool all_finite(const Element* numbers, int64_t count) {
+  Ints finite = ~Ints{};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) finite &= is_finite(load(numbers + i));
+  bool is_all = -sum(finite) == kLanes;
+  for (; i < count; ++i) is_all &= std::isfinite(to_float(numbers[i]));
+  return is_all;
+}
+
 // Applies the norms and the rotary embedding to queries and keys, and stores keys and values, for all rows that are not
-// padding. heads [num_rows, query, key and value heads, head_dim]; cos_sin [num_rows, head_dim].
+// padding. heads [num_rows, query, key and value heads, head_dim]; cos_sin [num_rows, head_dim]; hidden [num_rows,
+// hidden_size].
+//
+// The cache stays finite, because attention multiplies values of tokens that a row does not see by 0: a row whose keys
+// or values are not finite stores zeros. Its hidden state becomes NaN and stays so, which ends its sequence.
 template <typename Stored, typename Element>
 void rotate_and_store_heads(const PackedLayer& layer, const CacheLayer<Stored>& cache, const int64_t* kv_indices,
-                            int64_t num_rows, const float* cos_sin, Element* heads) {
+                            int64_t num_rows, const float* cos_sin, Element* heads, Element* hidden) {
   constexpr int64_t kRows = 16;  // a thread claims so many at a time
   constexpr int64_t kAhead = 2;  // how many rows ahead cache memory is prefetched
   const PhaseTimer timer(kHeads);
@@ -48,7 +65,13 @@ void rotate_and_store_heads(const PackedLayer& layer, const CacheLayer<Stored>& 
       if (norm != nullptr) rms_norm(head, norm, float(layer.eps), head_dim, head);
       apply_rotary(head, head_dim, cos_sin + row * head_dim);
     }
-    cache.write(kv_indices[row], own + layer.num_query_heads * head_dim, own + num_rotated * head_dim);
+    Element* keys = own + layer.num_query_heads * head_dim;
+    const int64_t num_stored = 2 * layer.num_kv_heads * head_dim;
+    if (!all_finite(keys, num_stored)) {
+      std::fill(keys, keys + num_stored, Element{});
+      from_float(hidden + row * layer.out.out_size, NAN);
+    }
+    cache.write(kv_indices[row], keys, own + num_rotated * head_dim);
   });
 }
 
@@ -82,7 +105,7 @@ void run_layers(const PackedLayer* layers, int64_t num_layers, const PagedForwar
     multiply<Weight>({layer.qkv, hidden, hidden_size, num_rows, nullptr, heads}, layer.attention_norm, layer.eps);
     // Store every row's keys and values before any row attends: a row may read blocks that another row of this forward
     // fills.
-    rotate_and_store_heads(layer, cache, forward.kv_indices, attention.num_rows(), cos_sin, heads);
+    rotate_and_store_heads(layer, cache, forward.kv_indices, attention.num_rows(), cos_sin, heads, hidden);
     attention.run(index);
     multiply<Weight>({layer.out, attended, query_size, num_rows, hidden, hidden}, nullptr, 0);
     multiply<Weight>({layer.gate_up, hidden, hidden_size, num_rows, nullptr, inner}, layer.mlp_norm, layer.eps);

@@ -49,7 +49,7 @@ static inline Floats gumbel_upper_bound(UInts token_ids, uint32_t first_key, uin
 }
 
 struct SampledToken {
-  int64_t token;
+  int64_t token;  // -1 if a logit is NaN or positive infinity
   float largest;  // largest logit * scale of the row
 };
 
@@ -65,12 +65,14 @@ SampledToken draw(const Element* row, int64_t vocab_size, float scale, const int
   Floats best = broadcast(-INFINITY), largest = best;
   Ints best_token = {};
   float best_so_far = -INFINITY;
+  Ints below_infinity = ~Ints{};  // false for NaN
   for (int64_t first = 0; first < vocab_size; first += kLanes * kVectors) {
     Floats values[kVectors];
     Ints tokens[kVectors];
     for (int i = 0; i < kVectors; ++i) {
       tokens[i] = lanes + int32_t(first + kLanes * i);
       values[i] = load_row(row, first + kLanes * i, vocab_size) * scale;
+      below_infinity &= values[i] < INFINITY;
     }
     const Floats chunk_max = max(max(values[0], values[1]), max(values[2], values[3]));
     largest = max(largest, chunk_max);
@@ -97,7 +99,8 @@ SampledToken draw(const Element* row, int64_t vocab_size, float scale, const int
   for (int lane = 1; lane < kLanes; ++lane)
     if (best[lane] > best[winner] || (best[lane] == best[winner] && best_token[lane] < best_token[winner]))
       winner = lane;
-  return {best_token[winner], max(largest)};
+  const bool is_numerical = -sum(below_infinity) == kLanes;
+  return {is_numerical ? best_token[winner] : -1, max(largest)};
 }
 
 // The largest of `values` such that all values not below it sum to at least `target`. A quickselect, which reorders
@@ -144,16 +147,17 @@ float kth_largest_lower_bound(const std::vector<float>& values, int64_t k) {
 }
 
 // masked [vocab_size] = logit * scale, or -inf for tokens that the limits exclude: by min_p, then by top_k, then by
-// top_p of the remaining tokens. Returns the largest logit * scale. Sources: arXiv 2407.01082 (min_p), 1904.09751
+// top_p of the remaining tokens. Returns the most probable token. Sources: arXiv 2407.01082 (min_p), 1904.09751
 // (top_p).
 template <typename Element>
-float apply_limits(const Element* row, int64_t vocab_size, float scale, const SamplingParams& params,
-                   std::vector<float>& masked) {
+SampledToken apply_limits(const Element* row, int64_t vocab_size, float scale, const SamplingParams& params,
+                          std::vector<float>& masked) {
   static thread_local std::vector<float> candidates;
   masked.resize((vocab_size + kLanes - 1) / kLanes * kLanes);
   candidates.resize(masked.size());
-  const float largest = draw(row, vocab_size, scale, nullptr).largest;
-  double total = sum_exp(row, vocab_size, scale, largest, masked.data());
+  const SampledToken best = draw(row, vocab_size, scale, nullptr);
+  if (best.token < 0) return best;
+  double total = sum_exp(row, vocab_size, scale, best.largest, masked.data());
   const bool by_top_p_alone = params.top_k <= 0 && params.min_p <= 0;
   // With top_p alone, tokens below this cannot sum to the probability that top_p excludes, even if the whole vocabulary
   // were below it.
@@ -178,14 +182,13 @@ float apply_limits(const Element* row, int64_t vocab_size, float scale, const Sa
   }
   if (params.top_p < 1) {
     if (!by_top_p_alone) total = std::accumulate(candidates.begin(), candidates.end(), 0.0);
-    // Empty if all logits are NaN.
-    smallest = candidates.empty() ? 0 : top_p_threshold(candidates, params.top_p * total);
+    smallest = top_p_threshold(candidates, params.top_p * total);
   }
   for (int64_t token = 0; token < vocab_size; token += kLanes) {
     const Floats inside = load_row(row, token, vocab_size) * scale;
     store(masked.data() + token, load(masked.data() + token) < smallest ? broadcast(-INFINITY) : inside);
   }
-  return largest;
+  return best;
 }
 
 // The result's `largest` is the largest of the row's logits, not scaled.
@@ -196,8 +199,8 @@ SampledToken sample_row(const Element* row, int64_t vocab_size, const SamplingPa
   const float scale = 1 / params.temperature;
   SampledToken sampled;
   if (params.top_p < 1 || params.top_k > 0 || params.min_p > 0) {
-    sampled.largest = apply_limits(row, vocab_size, scale, params, masked);
-    sampled.token = draw(masked.data(), vocab_size, 1, keys).token;
+    sampled = apply_limits(row, vocab_size, scale, params, masked);
+    if (sampled.token >= 0) sampled.token = draw(masked.data(), vocab_size, 1, keys).token;
   } else {
     sampled = draw(row, vocab_size, scale, keys);
   }
@@ -247,12 +250,13 @@ void sample(const Element* logits, const SamplingInputs& inputs, int64_t* tokens
         else
           mask_logits(mask, row, vocab_size, allowed);
         sampled = sample_row(allowed.data(), vocab_size, params, keys);
-        if (!allows(mask, sampled.token)) sampled.token = first_allowed(mask);
+        if (sampled.token >= 0 && !allows(mask, sampled.token)) sampled.token = first_allowed(mask);
       }
       if (logprobs != nullptr) sampled.largest = draw(row, vocab_size, 1, nullptr).largest;
     }
     tokens[index] = sampled.token;
-    if (logprobs != nullptr) {
+    if (logprobs != nullptr) logprobs[index] = NAN;
+    if (logprobs != nullptr && sampled.token >= 0) {
       const float log_sum = std::log(sum_exp(row, vocab_size, 1, sampled.largest, nullptr));
       logprobs[index] = to_float(row[sampled.token]) - sampled.largest - log_sum;
       const int64_t top_index = top == nullptr ? -1 : top->index_of_row[index];
@@ -274,7 +278,7 @@ TOKA_STRUCT_SIZE(TopLogprobs)
 
 // logits [num_rows, vocab_size]; params [num_rows]; noise_keys [num_rows, 2]; rules and masks, or null -> tokens
 // [num_rows] and, if not null, logprobs [num_rows] and top, both before rules, masks, temperature and limits. top needs
-// logprobs.
+// logprobs. Rows with a logit that is NaN or positive infinity get token -1 and logprob NaN; their top is not written.
 TOKA_EXPORT void toka_sample(int64_t logits_type, const void* logits, int64_t num_rows, int64_t vocab_size,
                              const SamplingParams* params, const int64_t* noise_keys, const LogitRules* rules,
                              const TokenMasks* masks, int64_t* tokens, float* logprobs, const TopLogprobs* top) {

@@ -13,7 +13,7 @@
 namespace {
 
 struct RowMax {
-  float largest;
+  float largest;  // NaN if a logit is NaN or positive infinity
   int64_t num_larger;
 };
 
@@ -21,13 +21,14 @@ struct RowMax {
 template <typename Element>
 RowMax find_row_max(const Element* row, int64_t vocab_size, float value) {
   Floats largest = broadcast(-INFINITY);
-  Ints num_larger = {};
+  Ints num_larger = {}, below_infinity = ~Ints{};
   for (int64_t first = 0; first < vocab_size; first += kLanes) {
     const Floats here = load_row(row, first, vocab_size);
     largest = max(largest, here);
     num_larger -= here > value;  // true is -1
+    below_infinity &= here < INFINITY;
   }
-  return {max(largest), sum(num_larger)};
+  return {-sum(below_infinity) == kLanes ? max(largest) : NAN, sum(num_larger)};
 }
 
 template <typename Element>

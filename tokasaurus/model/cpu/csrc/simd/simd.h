@@ -195,6 +195,9 @@ static TOKA_INLINE float sum(Floats x) {
   return lanes[0];
 }
 
+// Of each lane: neither NaN nor infinity.
+static TOKA_INLINE Ints is_finite(Floats x) { return ((Ints)x & 0x7FFFFFFF) < 0x7F800000; }
+
 // b if one is NaN.
 static TOKA_INLINE float max(float a, float b) { return a > b ? a : b; }
 
