@@ -23,4 +23,5 @@ class Worker:
             forward_seconds,
             top=result.host_top(),
             prompt_logprobs=result.host_prompt_logprobs(),
+            nonfinite=result.host_nonfinite(),
         )

@@ -229,15 +229,32 @@ def test_tokens_as_likely_as_the_last_one_inside_top_p_are_inside(kernels: Kerne
     assert len(set(everything.tolist())) > 250
 
 
-def test_a_row_of_nans_does_not_affect_other_rows(kernels: Kernels | None) -> None:
+@pytest.mark.parametrize("top_p", [0.5, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf])
+@pytest.mark.parametrize("token", [slice(None), 0, 57, 99])
+def test_a_row_with_nan_or_infinity_has_no_token_and_does_not_affect_other_rows(
+    token: slice | int, value: float, temperature: float, top_p: float, kernels: Kernels | None
+) -> None:
+    """One such logit suffices, wherever it is: also in the last of 100, which do not fill a vector."""
     logits = torch.randn(3, 100)
-    logits[1] = torch.nan
+    logits[1, token] = value
     keys = noise_keys([1, 2, 3], [0, 0, 0], [1, 1, 1])
-    tokens, _, *_ = sample(logits, make_rows([1.0] * 3, [0.5] * 3, keys), kernels)
+    tokens, logprobs, *_ = sample(logits, make_rows([temperature] * 3, [top_p] * 3, keys), kernels)
+    assert tokens[1] == -1
+    assert logprobs is not None
+    assert not torch.isfinite(logprobs[1])
     for row in (0, 2):
-        alone, _, *_ = sample(logits[row : row + 1], make_rows([1.0], [0.5], keys[row : row + 1]), kernels)
-        assert alone.tolist() == tokens[row : row + 1].tolist()
-    assert 0 <= int(tokens[1]) < 100
+        alone = make_rows([temperature], [top_p], keys[row : row + 1])
+        assert torch.equal(sample(logits[row : row + 1], alone, kernels).tokens, tokens[row : row + 1])
+
+
+def test_minus_infinity_is_the_logit_of_a_token_that_is_never_drawn(kernels: Kernels | None) -> None:
+    logits = torch.full((200, 100), -torch.inf)
+    logits[:, 30:40] = torch.randn(10)
+    keys = noise_keys(list(range(200)), [0] * 200, [1] * 200)
+    tokens = sample(logits, make_rows([1.0] * 200, [1.0] * 200, keys), kernels).tokens
+    assert set(tokens.tolist()) <= set(range(30, 40))
 
 
 def test_the_draw_of_a_row_does_not_depend_on_other_rows(kernels: Kernels | None) -> None:

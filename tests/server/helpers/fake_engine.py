@@ -12,6 +12,7 @@ from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.generation import (
     CancelRequest,
     EngineUpdate,
+    ErrorCode,
     FinishReason,
     GenerateRequest,
     PromptLogprobs,
@@ -35,6 +36,7 @@ class Reply:
     num_shared_tokens: int = 0
     top: TopLogprobs | None = None
     error: str = ""
+    error_code: ErrorCode = "grammar_too_complex"
 
 
 # The reply for one sequence of a request; None: the sequence is never answered.
@@ -138,6 +140,7 @@ class FakeEngine:
                 num_shared_tokens=reply.num_shared_tokens,
                 top=reply.top,
                 error=reply.error,
+                error_code=reply.error_code,
                 prompt_logprobs=prompt_logprobs(request) if request.want_prompt_logprobs and index == 0 else None,
             )
             for index, reply in enumerate(replies)

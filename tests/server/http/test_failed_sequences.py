@@ -42,6 +42,27 @@ def test_a_failed_sequence_is_a_400_naming_its_grammar(
     server.engine.wait_until(lambda engine: len(engine.cancelled) == 2)  # both requests had an unfinished sequence
 
 
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_a_sequence_whose_numbers_are_not_finite_is_a_500(server: LiveServer, route: str) -> None:
+    reply = Reply([65, 66, 67], None, "stop", error="NaN for this request", error_code="numerical_error")
+    server.engine.script = lambda _request, _index: reply
+    body = minimal_body(route)
+    response = server.http.post(route, json=body)
+    error = assert_openai_error(response.content)
+    assert response.status_code == 500
+    assert error == {
+        "type": "server_error",
+        "param": None,
+        "code": "numerical_error",
+        "message": "NaN for this request",
+    }
+    events = server.http.post(route, json=body | {"stream": True}).text.strip().split("\n\n")
+    assert assert_openai_error(events[-1].removeprefix("data: ").encode()) == error
+    line = {"custom_id": "x", "url": route, "body": body}
+    result = orjson.loads(server.http.post("/v1/bulk", content=orjson.dumps(line)).content)
+    assert (result["response"]["status_code"], result["error"]["code"]) == (500, "numerical_error")
+
+
 def test_a_bulk_line_with_a_failed_sequence_has_the_error_as_its_result(server: LiveServer) -> None:
     server.engine.script = lambda request, index: fail_one(request, index + 1)
     body = minimal_body(COMPLETIONS) | {"guided_regex": "a*"}
