@@ -139,34 +139,34 @@ def _draw(logits: Tensor, rows: SamplingRows, any_sampled: bool) -> Tensor:
     for chunk in _chunks(logits.shape[0]):
         params = columns_of(rows.device_params[chunk])
         temperatures = params["temperature"].unsqueeze(1)
-        scores = logits[chunk].to(torch.float32, copy=True)
+        adjusted = logits[chunk].to(torch.float32, copy=True)
         if rows.rules is not None:
-            change_logits(scores, rows.rules, params, chunk.start)
-        masked = None if rows.masks is None else masked_rows(rows.masks, scores, chunk.start)
+            change_logits(adjusted, rows.rules, params, chunk.start)
+        masked = None if rows.masks is None else masked_rows(rows.masks, adjusted, chunk.start)
         if masked is not None:
-            masked.forbid(scores)
-        scores /= torch.where(temperatures > 0, temperatures, 1)
-        _mask_outside(scores, rows.params[chunk], rows.device_params[chunk])
+            masked.forbid(adjusted)
+        adjusted /= torch.where(temperatures > 0, temperatures, 1)
+        _mask_outside(adjusted, rows.params[chunk], rows.device_params[chunk])
         if any_sampled:
-            scores += gumbel_noise(rows.noise_keys[chunk], logits.shape[1]).masked_fill_(temperatures == 0, 0)
-        tokens[chunk] = scores.argmax(dim=-1)
+            adjusted += gumbel_noise(rows.noise_keys[chunk], logits.shape[1]).masked_fill_(temperatures == 0, 0)
+        tokens[chunk] = adjusted.argmax(dim=-1)
         if masked is not None:
             masked.correct(tokens[chunk])
     return tokens
 
 
-def _mask_outside(scores: Tensor, params: NDArray[np.void], device_params: Tensor) -> None:
-    """Set scores [r, V] to -inf for the tokens that the limits of the r rows exclude; greedy rows have no limits.
+def _mask_outside(adjusted: Tensor, params: NDArray[np.void], device_params: Tensor) -> None:
+    """Set adjusted logits [r, V] to -inf for tokens that the limits of the r rows exclude; greedy rows have no limits.
 
-    Precondition: scores are already divided by the temperatures.
+    Precondition: they are already divided by the temperatures.
     """
     is_limited = (params["top_p"] < 1) | (params["top_k"] > 0) | (params["min_p"] > 0)
     limited = np.flatnonzero(is_limited & (params["temperature"] > 0))
     if len(limited):
-        indices = torch.from_numpy(limited).to(scores.device)
-        some = scores[indices]
+        indices = torch.from_numpy(limited).to(adjusted.device)
+        some = adjusted[indices]
         outside = outside_limits(some, columns_of(device_params[indices]))
-        scores[indices] = some.masked_fill_(outside, -torch.inf)
+        adjusted[indices] = some.masked_fill_(outside, -torch.inf)
 
 
 def _normalizers(logits: Tensor) -> Tensor:
@@ -183,15 +183,15 @@ def _top_logprobs(logits: Tensor, top: TopRows, normalizers: Tensor) -> tuple[Te
     return ids, values - normalizers[rows].unsqueeze(1)
 
 
-def outside_limits(scores: Tensor, params: ParamColumns) -> Tensor:
+def outside_limits(adjusted: Tensor, params: ParamColumns) -> Tensor:
     """Whether the limits exclude each token: min_p, then top_k, then top_p, each applied to the tokens that remain.
 
     The order is vLLM's. The token that crosses top_p is kept, and so are all tokens as likely as the last one kept.
-    scores: float32 [R, V], params: [R] -> bool [R, V].
+    adjusted: logits divided by the temperatures, float32 [R, V]; params: [R] -> bool [R, V].
     Sources: arXiv 1904.09751 (top_p), 2407.01082 (min_p).
     """
-    probabilities = scores.softmax(dim=-1)
-    vocab_size = scores.shape[1]
+    probabilities = adjusted.softmax(dim=-1)
+    vocab_size = adjusted.shape[1]
     ordered = probabilities.topk(min(_MOST_CANDIDATES, vocab_size), dim=-1).values
     smallest = _smallest_inside(ordered, params, is_whole=ordered.shape[1] == vocab_size)
     if smallest is None:

@@ -9,7 +9,7 @@
 struct PackedWeights {
   int64_t weight_type;  // an ElementType, not float16
   int64_t in_size, out_size;
-  int64_t is_gated;    // a panel holds the gates of kPanel / 2 outputs, then their ups; out_size counts outputs
+  int64_t is_gated;    // a panel has the gates of kPanel / 2 outputs, then their ups; out_size counts outputs
   const void* panels;  // see gemm_tile.h; padded with outputs of zeros to whole panels
   const float* bias;   // float32 [panels * kPanel] in the order of the panels, or null
 
