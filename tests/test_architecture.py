@@ -26,7 +26,7 @@ OWN_FOLDERS = {"helpers", "benchmarks", "clients", "clients/lm_eval_tasks", "end
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["ping", "download", "cluster"],
+    ["ping", "download"],
     ["launch"],
     ["process_group"],
     ["child_process"],
@@ -39,7 +39,7 @@ LAYERS = [
 INNER_LAYERS = {
     "server": [
         ["app"],
-        ["routes"],
+        ["routes", "http_server"],
         ["state", "openapi", "disconnect", "respond"],
         ["api_key", "prepare"],
         ["structured_output", "engine_client"],

@@ -83,6 +83,7 @@ class ServerConfig(Config):
     data_dir: str | None = None
     max_queued_requests: int | None = None
     max_request_bytes: int | None = None
+    drain_seconds: int = 30
 
     def finalize(self) -> None:
         """Raises FlagError for a value of the wrong type, out of range, or not implemented yet."""
@@ -264,6 +265,7 @@ SERVER_FLAGS = FlagTable(
                 none_means="no limit",
             ),
             "max_request_bytes": _count("maximum size of a request body, in bytes", none_means="no limit"),
+            "drain_seconds": _count("time for open requests to finish after the first stop signal", minimum=0),
         },
     },
     aliases={"kv_cache_size_num_tokens": "kv_cache_num_tokens"},

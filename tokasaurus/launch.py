@@ -1,5 +1,6 @@
 """Start, monitor and stop the server, managers and model workers; none outlives this process."""
 
+import os
 import signal
 import socket
 import sys
@@ -11,10 +12,10 @@ from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint
 from tokasaurus.child_process import ChildProcess
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import Channel, wait
-from tokasaurus.messages.lifecycle import EngineLimits, Failed, PhaseDone, Ready, Shutdown, UserError
+from tokasaurus.messages.lifecycle import STOP_AT_ONCE, EngineLimits, Failed, PhaseDone, Ready, Shutdown, UserError
 from tokasaurus.model.cpu.build_ahead import kernels_built_ahead
 from tokasaurus.monitoring.log_setup import setup_logging
-from tokasaurus.process_group import DEATH_S, Child, ProcessGroup, StopSignals
+from tokasaurus.process_group import DEATH_S, STOP_NUMBERS, Child, ProcessGroup, StopSignals
 
 if TYPE_CHECKING:  # these import NumPy, which would delay the start of the other processes
     from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
@@ -35,13 +36,17 @@ class Entries:
 
 
 def serve(config: ServerConfig, entries: Entries | None = None) -> int:
-    """Serve until Ctrl-C, SIGTERM, or the death of a process; returns the exit code. Call from the main thread.
+    """Serve until a stop signal or the death of a process; returns the exit code. Call from the main thread.
 
     0: stopped on request. 1: start failed or a process failed; one line on stderr says why.
     """
     startup = _Startup()
     setup_logging(config, "launcher")
-    old_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    old_handlers = {
+        number: signal.signal(number, signal.default_int_handler)
+        for number in STOP_NUMBERS
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         with kernels_built_ahead(config, startup.show_progress):
             return _serve(config, Entries() if entries is None else entries, startup)
@@ -51,7 +56,8 @@ def serve(config: ServerConfig, entries: Entries | None = None) -> int:
         _print(f"toka: {error}")
         return 1
     finally:
-        signal.signal(signal.SIGTERM, old_handler)
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
 
 
 def _serve(config: ServerConfig, entries: Entries, startup: "_Startup") -> int:
@@ -66,14 +72,14 @@ def _serve(config: ServerConfig, entries: Entries, startup: "_Startup") -> int:
             listener.close()  # only the server's copy may stay open: clients must not wait for a dead server
             failure = _watch(group, engine.server, stop_signals, startup)
             if failure is not None:
-                engine.server.process.terminate()  # first, so that open requests get an answer instead of a reset
+                _stop_at_once(engine.server)  # first, so that open requests get an answer instead of a reset
                 group.join([engine.server], SERVER_GRACE_S, stop_signals)
                 group.terminate(stop_signals)
                 _print(f"toka: {failure}")  # last, after the final log lines of the other processes
                 return 1
-            _print("stopping; Ctrl-C again kills")
+            _print(f"stopping: open requests may take {config.drain_seconds} s to finish; Ctrl-C again kills")
             if startup.is_ready:
-                _end_in_order(group, engine, stop_signals)
+                _end_in_order(group, engine, stop_signals, config.drain_seconds)
             group.terminate(stop_signals)
             _print("stopped")
             return 0
@@ -237,10 +243,29 @@ def _watch(group: ProcessGroup, server: Child, stop_signals: StopSignals, startu
             return dead[0].describe_death()
 
 
-def _end_in_order(group: ProcessGroup, engine: _Engine, stop_signals: StopSignals) -> None:
-    """Stop the server first, then each manager, which stops its workers."""
+def _stop_at_once(server: Child) -> None:
+    """Let the server answer its open requests with an error and exit."""
+    if server.process.is_alive() and server.process.pid is not None:
+        os.kill(server.process.pid, STOP_AT_ONCE)
+
+
+def _drain(group: ProcessGroup, engine: _Engine, stop_signals: StopSignals, drain_s: float) -> None:
+    """Let the server finish its open requests and exit. If the engine dies meanwhile, they cannot finish."""
     engine.server.process.terminate()
-    group.join([engine.server], SERVER_GRACE_S, stop_signals)
+    deadline = time.monotonic() + drain_s + SERVER_GRACE_S
+    server, others = engine.server.process.sentinel, [child.process.sentinel for child in engine.managers_and_workers]
+    while engine.server.process.is_alive() and (seconds := deadline - time.monotonic()) > 0:
+        ready = wait([stop_signals.reader, server, *others], seconds)
+        if stop_signals.take():
+            group.kill()
+        if any(other in ready for other in others):
+            _stop_at_once(engine.server)
+            others = []
+
+
+def _end_in_order(group: ProcessGroup, engine: _Engine, stop_signals: StopSignals, drain_s: float) -> None:
+    """Stop the server first, then each manager, which stops its workers."""
+    _drain(group, engine, stop_signals, drain_s)
     for replica in engine.replicas:
         replica.requests.send(Shutdown())
     group.join(engine.managers_and_workers, ENGINE_GRACE_S, stop_signals)

@@ -24,11 +24,14 @@ TERMINATE_GRACE_S = 1.0
 # A dying process's sentinel is ready shortly before its exit code; this is the longest wait for the code.
 DEATH_S = 1.0
 # `timeout` and some supervisors signal the process and then its group: both count as one signal.
-SAME_WISH_S = 0.3
+SAME_SIGNAL_S = 0.3
+
+STOP_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that stop the server. SIGHUP only if it is not ignored already, as nohup has it."""
 
 
 class StopSignals:
-    """While entered, SIGINT and SIGTERM only make `reader` readable. Main thread only."""
+    """While entered, the signals `STOP_NUMBERS` only make `reader` readable. Main thread only."""
 
     def __enter__(self) -> StopSignals:
         self._last_signal_s = -math.inf
@@ -37,7 +40,9 @@ class StopSignals:
         os.set_blocking(self._writer, False)
         self._old_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._old_handlers = {
-            number: signal.signal(number, self._only_wake_up) for number in (signal.SIGINT, signal.SIGTERM)
+            number: signal.signal(number, self._only_wake_up)
+            for number in STOP_NUMBERS
+            if signal.getsignal(number) is not signal.SIG_IGN
         }
         return self
 
@@ -49,13 +54,13 @@ class StopSignals:
         os.close(self._writer)
 
     def take(self) -> set[int]:
-        """Numbers of the signals since the last call, ignoring any within `SAME_WISH_S` of the previous ones."""
+        """Numbers of the signals since the last call, ignoring any within `SAME_SIGNAL_S` of the previous ones."""
         try:
             numbers = set(os.read(self.reader, 4096))
         except BlockingIOError:
             return set()
         now_s = time.monotonic()
-        if now_s - self._last_signal_s < SAME_WISH_S:
+        if now_s - self._last_signal_s < SAME_SIGNAL_S:
             return set()
         self._last_signal_s = now_s
         return numbers
@@ -136,12 +141,12 @@ class ProcessGroup:
         self.kill()
 
     def join(self, children: Sequence[Child], timeout_s: float, stop_signals: StopSignals) -> None:
-        """Wait at most `timeout_s` seconds for `children` to end; Ctrl-C kills the whole group."""
+        """Wait at most `timeout_s` seconds for `children` to end; another stop signal kills the whole group."""
         deadline = time.monotonic() + timeout_s
         left = {child.process.sentinel: child for child in children if child.process.is_alive()}
         while left and (seconds := deadline - time.monotonic()) > 0:
             for ready in wait([stop_signals.reader, *left], seconds):
-                if ready == stop_signals.reader and signal.SIGINT in stop_signals.take():
+                if ready == stop_signals.reader and stop_signals.take():
                     self.kill()
                 if isinstance(ready, int) and ready in left:
                     left.pop(ready).process.join(DEATH_S)

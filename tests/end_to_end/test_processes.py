@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -91,3 +92,38 @@ def test_open_requests_are_answered_with_an_error_when_the_manager_is_killed(tmp
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "server_stopping"
         assert toka.process.wait(timeout=15) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_open_requests_finish_after_a_stop_signal_and_new_ones_are_refused(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    save_tiny_model(tmp_path, "llama")
+    with running_toka(f"model={tmp_path}", *SMALL, "drain_seconds=60") as toka, ThreadPoolExecutor() as pool:
+        url = f"{toka.url}/v1/completions"
+        body = {"model": "default", "prompt": "A", "n": 60, "max_tokens": 400, "ignore_eos": True}
+        request = pool.submit(httpx.post, url, json=body, timeout=60)
+        wait_for(lambda: toka.gauge("toka_requests_running") > 0, timeout_s=10)
+        toka.process.send_signal(number)
+        wait_for(lambda: httpx.get(f"{toka.url}/ready").status_code == 503, timeout_s=5)
+        assert httpx.get(f"{toka.url}/health").status_code == 200
+        started = time.monotonic()
+        refused = httpx.post(url, json=body)
+        assert time.monotonic() - started < 0.2
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_stopping")
+        assert int(refused.headers["Retry-After"]) > 0
+        assert not request.done()
+        choices = request.result().json()["choices"]
+        assert [choice["finish_reason"] for choice in choices] == ["length"] * 60
+        assert toka.process.wait(timeout=10) == 0
+
+
+def test_requests_still_open_after_draining_end_with_an_error(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    with running_toka(f"model={tmp_path}", *SMALL, "drain_seconds=1") as toka, ThreadPoolExecutor() as pool:
+        body = {"model": "default", "prompt": "A", "n": 2000, "max_tokens": 400, "ignore_eos": True}
+        request = pool.submit(httpx.post, f"{toka.url}/v1/completions", json=body, timeout=60)
+        wait_for(lambda: toka.gauge("toka_requests_running") > 0, timeout_s=10)
+        assert toka.stop() == 0
+        answer = request.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_stopping")

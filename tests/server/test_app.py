@@ -49,6 +49,7 @@ class ServerProcess:
         config.api_key = KEY
         config.max_request_bytes = 10_000
         config.max_queued_requests = 1
+        config.drain_seconds = 1
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -1,5 +1,6 @@
 """Messages about the start, state and end of processes."""
 
+import signal
 from dataclasses import dataclass, field
 
 
@@ -103,11 +104,15 @@ class EngineStats:
     total_forward_seconds: float = 0.0
     """Seconds that the worker was busy with steps."""
     total_nonfinite_rows: int = 0
-    """Sequences of steps for which the model computed NaN or infinity."""
+    """Rows of steps for which the model computed NaN or infinity."""
     phase_seconds: tuple[float, ...] = ()
     """Seconds of the forwards in each of FORWARD_PHASES; empty if the worker does not count them."""
     manager_cpu_seconds: float = field(default=0.0, compare=False)
     """CPU time of the manager process; ignored when snapshots are compared."""
+
+
+STOP_AT_ONCE = signal.SIGUSR1
+"""Signal with which the launcher stops the server process without draining."""
 
 
 class UserError(Exception):

@@ -6,13 +6,12 @@ import functools
 import hashlib
 import importlib.metadata
 import resource
-import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -26,6 +25,7 @@ from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.server.api_key import ApiKeyMiddleware
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import add_error_handlers
+from tokasaurus.server.http_server import HttpServer
 from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.routes import bulk, chat, completions, health, metrics, models, tokenize
 from tokasaurus.server.served_model import ServedModel
@@ -37,7 +37,7 @@ from tokasaurus.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
 
-# How long open requests may continue after SIGTERM.
+# How long the requests that are open after draining have to end with an error.
 GRACE_S = 2
 # Longer than common clients keep idle connections in their pools: closing a connection just as the client sends a
 # request would give it an error.
@@ -57,7 +57,7 @@ def run_server(
     """Entry of the server process: serve on the bound `listener` until SIGTERM. Call from the main thread.
 
     requests, updates: one channel per replica. Sends Ready("server") to `status` when every replica is up; until then
-    generation routes answer 503. After SIGTERM, open requests get `GRACE_S` seconds. Raises UserError.
+    generation routes answer 503. SIGTERM drains (see `HttpServer`). Raises UserError.
     """
     try:
         listener.listen(LISTEN_BACKLOG)  # from now on clients wait instead of being refused
@@ -90,8 +90,9 @@ def run_server(
         on_broken=stop_broken,
         max_queued_requests=config.max_queued_requests,
     )
+    app = create_app(model, engine, config.api_key, config.max_request_bytes)
     http_config = uvicorn.Config(
-        create_app(model, engine, config.api_key, config.max_request_bytes),
+        app,
         loop="uvloop",
         http="httptools",
         ws="none",
@@ -104,7 +105,7 @@ def run_server(
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
     )
-    http_server = _HttpServer(http_config)
+    http_server = HttpServer(http_config, app.state.server, config.drain_seconds)
     # In the background: it takes longer than everything else here, and completions do not need it.
     threading.Thread(target=load_chat_template, name="chat template", daemon=True).start()
     try:
@@ -174,11 +175,3 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
         max_top_logprobs=config.max_topk_logprobs,
         find_tools=functools.cache(lambda: find_tool_support(tokenizer, config.tool_call_format)),
     )
-
-
-class _HttpServer(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle only SIGTERM, as a graceful shutdown: uvicorn would re-raise it at the end and also handle Ctrl-C."""
-        signal.signal(signal.SIGTERM, self.handle_exit)
-        yield

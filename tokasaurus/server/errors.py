@@ -126,6 +126,7 @@ class ServerStopping(ApiError):
     status = 503
     type = "service_unavailable"
     code = "server_stopping"
+    headers: Mapping[str, str] = {"Retry-After": "5"}
 
 
 class ClientGone(Exception):

@@ -10,7 +10,7 @@ from fastapi import Request
 
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.server.engine_client.client import EngineClient
-from tokasaurus.server.errors import EngineNotReady
+from tokasaurus.server.errors import EngineNotReady, ServerStopping
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.structured_output.validator import GrammarChecker
 
@@ -18,7 +18,7 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ServerState:
     """State shared by all routes of one server."""
 
@@ -29,9 +29,13 @@ class ServerState:
     """For work on text and token ids that would block the event loop; the tokenizer releases the GIL."""
     max_request_bytes: int | None
     """Largest request body, in bytes; None: no limit."""
+    is_draining: bool = False
+    """The server is stopping: open requests continue, new ones are refused."""
 
     def ready_limits(self) -> EngineLimits:
-        """Raises EngineNotReady until the engine is up."""
+        """Raises EngineNotReady until the engine is up, ServerStopping once the server drains."""
+        if self.is_draining:
+            raise ServerStopping("the server is stopping and accepts no new work")
         limits = self.engine.limits
         if limits is None:
             raise EngineNotReady("the model is still loading")

@@ -19,7 +19,7 @@ async def health() -> JSONResponse:
 
 @router.get("/ready", responses=error_responses(503))
 async def ready(request: Request) -> JSONResponse:
-    """The engine accepts requests; 503 until then."""
+    """The engine accepts requests; 503 until then, and from a stop signal on."""
     state_of(request).ready_limits()
     return JSONResponse({"status": "ready"})
 
