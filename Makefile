@@ -49,6 +49,7 @@ bench-manager: .venv/installed-dev
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP_FILES)
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -113,12 +113,12 @@ class PromptLogprobsOutput:
 
 @dataclass(frozen=True, slots=True)
 class NonfiniteTokens:
-    """The A slots for which a step computed a hidden state or logits that are NaN or infinite."""
+    """The first token of each of A slots for which a step computed a hidden state or logits with NaN or infinity."""
 
-    slots: NDArray[np.int32]
-    """int32 [A], ascending."""
     positions: NDArray[np.int32]
-    """int32 [A], the first such position of each slot. The KV cache has zeros from there on."""
+    """int32 [A]."""
+    blocks: NDArray[np.int32]
+    """int32 [A], the block of each position. The KV cache has zeros for such tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,4 +141,4 @@ class ForwardOutput:
     prompt_logprobs: PromptLogprobsOutput | None = None
     """Prompt logprobs; None if no row needs them."""
     nonfinite: NonfiniteTokens | None = None
-    """None if every number is finite. The sampled tokens of these slots have no meaning."""
+    """None if every number is finite. The sampled tokens of these slots are 0."""

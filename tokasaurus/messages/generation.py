@@ -31,7 +31,7 @@ class GenerateRequest:
     """At least 1, counting the eos token; 0 if only the prompt logprobs are wanted."""
     sampling: SamplingParams
     seed: int
-    """Of the sampling noise: unsigned 64 bits; the server draws one if the client gave none."""
+    """Seed of the sampling noise, unsigned 64 bits; random if the client gave none."""
     stop_strings: tuple[str, ...]
     """Generation ends at the token whose text completes one of these."""
     ignore_eos: bool
@@ -122,8 +122,8 @@ class SequenceDelta:
     """On the first delta of a request's sequence 0 if wanted, else None."""
     error: str = ""
     """One line on the last delta of an aborted sequence; its finish_reason then has no meaning. "" on other deltas."""
-    error_code: ErrorCode = "grammar_too_complex"
-    """The kind of `error`, if there is one."""
+    error_code: ErrorCode | None = None
+    """The kind of `error`; None without one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 class LogitRules:
     """Changes to the logits before sampling, for A of the opened slots, with B biases in all.
 
-    Every slot with a penalty is one of the A. Biases apply before penalties. Log-probabilities are those of the
-    unchanged logits.
+    Every slot with a penalty is one of the A. Biases apply before penalties. Log-probabilities are
+    computed from the unchanged logits.
     """
 
     slots: NDArray[np.int32]

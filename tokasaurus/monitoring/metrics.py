@@ -92,7 +92,7 @@ _COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
     ),
     (
         "toka_nonfinite_rows",
-        "Sequences of steps for which the model computed NaN or infinity; each request fails with numerical_error.",
+        "Rows of steps for which the model computed NaN or infinity; their requests fail with numerical_error.",
         lambda stats: stats.total_nonfinite_rows,
     ),
     (

@@ -36,7 +36,7 @@ class Reply:
     num_shared_tokens: int = 0
     top: TopLogprobs | None = None
     error: str = ""
-    error_code: ErrorCode = "grammar_too_complex"
+    error_code: ErrorCode | None = None
 
 
 # The reply for one sequence of a request; None: the sequence is never answered.

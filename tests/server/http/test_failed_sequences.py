@@ -21,7 +21,7 @@ GRAMMARS: list[tuple[str, dict[str, Any], str]] = [
 
 def fail_one(_request: GenerateRequest, index: int) -> Reply:
     if index == 1:
-        return Reply([65, 66, 67], None, "stop", error="too much work")
+        return Reply([65, 66, 67], None, "stop", error="too much work", error_code="grammar_too_complex")
     return Reply([65, 66], None, None)  # not finished
 
 

@@ -46,7 +46,7 @@ class Engine:
             DeferredTask("stop strings", lambda state: state.has_uncounted, check_stop_strings, max_steps_deferred=8),
             DeferredTask("streams", lambda state: bool(state.streaming), stream_new_tokens, max_steps_deferred=4),
             DeferredTask("grouping", _groups_are_old, regroup, max_steps_deferred=8),
-            DeferredTask("KV forecast", forecast_is_old, update_forecast, max_steps_deferred=16),
+            DeferredTask("length predictor", forecast_is_old, update_forecast, max_steps_deferred=16),
         ]
 
     def step(

@@ -66,8 +66,13 @@ def start_step(state: EngineState, ready: NDArray[np.int64], chunks: list[int]) 
         prompt_logprobs=build_prompt_logprobs_input(logprob_chunks),
         masks=build_masks(state, sampled) if state.num_with_grammars else None,
     )
+    num_rows, num_prefill_tokens, num_allocations = (
+        len(message.slots),
+        len(message.prompt_ids),
+        state.blocks.num_allocations,
+    )
     state.steps_in_flight.append(
-        StepInFlight(step_id, sampled, len(message.slots), len(message.prompt_ids), logprob_chunks)
+        StepInFlight(step_id, sampled, num_rows, num_prefill_tokens, logprob_chunks, num_allocations)
     )
     _sort_by_phase(state, decode, done)
     state.slots_to_close = []

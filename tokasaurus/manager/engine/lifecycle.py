@@ -18,7 +18,8 @@ from tokasaurus.manager.state.slot_arrays import NEVER
 def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = None) -> None:
     """Waiting -> prefill: gets a slot, shares every block of its longest cached prefix, and owns blocks for the rest.
 
-    cached: node on the path of that prefix, already acquired for the sequence; the prompt is matched from its end on.
+    cached: node on the path of that prefix, already acquired for the sequence; the prompt is matched from
+    its end on, which finds blocks that sequences admitted since have added. Default: the root.
 
     The whole blocks of its prompt enter the tree at once, before they are computed. This is safe because prompts are
     computed in the order of admission, so a sequence that shares these blocks is sent later (see `find_starts`).
@@ -27,10 +28,10 @@ def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = No
     slots, blocks, page_size = state.slots, state.blocks, state.options.limits.page_size
     tree, prompt = blocks.tree, sequence.prompt
     num_tokens = len(prompt)
-    # The last token is always computed, for its logits, so its block is never shared.
     cached = tree.root if cached is None else cached
     block_bytes = 4 * page_size
     rest_bytes = prompt.token_bytes[cached.end_block * block_bytes :]
+    # The last token is always computed, for its logits, so its block is never shared.
     match = tree.match(rest_bytes, sequence.salt, (num_tokens - 1) // page_size, start=cached)
     shared = tree.blocks_on_path(match)
     node = tree.acquire(match, current=cached)

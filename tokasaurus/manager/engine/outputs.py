@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from tokasaurus.manager.engine.grammar_scheduling import note_tokens
 from tokasaurus.manager.engine.lifecycle import keep_prompt_logprobs, release, sampled_logprobs, sampled_tokens
 from tokasaurus.manager.planning.step_budget import average_step_seconds
-from tokasaurus.manager.state.engine_state import EngineState
+from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.forward import ForwardOutput, NonfiniteTokens, TopOfRows
 from tokasaurus.messages.generation import ErrorCode, FinishReason, SequenceDelta
@@ -39,7 +39,7 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
         assert output.prompt_logprobs is not None, f"step {step.step_id}: no prompt logprobs"
         state.blocks.prompt_logprobs.note(step.logprob_chunks, output.prompt_logprobs)
     if output.nonfinite is not None:
-        _end_nonfinite(state, step.step_id, output.nonfinite)
+        _end_nonfinite(state, step, output.nonfinite)
     slots, token_ids, logprobs = step.sampled, output.token_ids, output.logprobs
     is_valid = state.slots.opened_at[slots] <= step.step_id
     if output.top is not None:
@@ -191,13 +191,16 @@ def abort(state: EngineState, sequence: Sequence, error: str) -> None:
     release(state, sequence)
     sequence.num_cached_tokens = 0
     logprobs: list[float] | None = [] if sequence.request.want_logprobs else None
-    state.deltas.append(_delta(sequence, [], logprobs, "stop", error))
+    state.deltas.append(_delta(sequence, [], logprobs, "stop", error, "grammar_too_complex"))
 
 
 def _finish(
     state: EngineState, sequence: Sequence, token_ids: list[int], reason: FinishReason, error: str = ""
 ) -> None:
-    """Release a running sequence and add its last delta. token_ids: its completion, a prefix of its sampled tokens."""
+    """Release a running sequence and add its last delta.
+
+    token_ids: its completion, a prefix of its sampled tokens. error: why its grammar cannot be followed, or "".
+    """
     if sequence.stop_matcher is not None:
         state.totals.generation_tokens += len(token_ids) - int(state.slots.num_counted_tokens[sequence.slot])
     logprobs = None
@@ -208,30 +211,31 @@ def _finish(
         state.ended.append((len(token_ids), reason == "stop"))
     keep_prompt_logprobs(state, sequence)
     release(state, sequence)
-    state.deltas.append(_delta(sequence, token_ids[sequence.num_streamed_tokens :], logprobs, reason, error))
+    error_code: ErrorCode | None = "grammar_too_complex" if error else None
+    new_ids = token_ids[sequence.num_streamed_tokens :]
+    state.deltas.append(_delta(sequence, new_ids, logprobs, reason, error, error_code))
 
 
-def _end_nonfinite(state: EngineState, step_id: int, found: NonfiniteTokens) -> None:
-    """End the sequences that step `step_id` ran in the slots of `found`, and those that share their first such block.
+def _end_nonfinite(state: EngineState, step: StepInFlight, found: NonfiniteTokens) -> None:
+    """End the sequences that use the blocks of these tokens, and remove the blocks from the prefix tree.
 
-    A sequence that shares the block has the same tokens up to its end, so its own numbers would not be finite either.
-    The blocks do not stay in the prefix tree, because the worker stored zeros in them.
+    A sequence that uses such a block has the same tokens up to its end, so its own numbers would not be finite either.
+    The sequence that computed it may have left since, and its block may have been allocated again.
     """
-    arrays, page_size = state.slots, state.options.limits.page_size
-    for slot, position in zip(found.slots.tolist(), found.positions.tolist(), strict=True):
-        if arrays.opened_at[slot] > step_id:
-            continue  # the sequence has left its slot since
+    arrays, blocks, page_size = state.slots, state.blocks, state.options.limits.page_size
+    for position, block in zip(found.positions.tolist(), found.blocks.tolist(), strict=True):
+        if blocks.allocated_in[block] > step.num_allocations:
+            continue
         state.totals.nonfinite_rows += 1
-        index = position // page_size
-        shares_block = arrays.block_tables[:, index] == arrays.block_tables[slot, index]
-        for user in np.flatnonzero(arrays.is_running & shares_block).tolist():
-            sequence = state.sequences[user]
+        uses_block = arrays.is_running & (arrays.block_tables[:, position // page_size] == block)
+        for slot in np.flatnonzero(uses_block).tolist():
+            sequence = state.sequences[slot]
             assert sequence is not None
-            state.blocks.is_computed[arrays.block_tables[user, index : sequence.num_tree_blocks]] = False
             release(state, sequence, keep_kv=False)
             sequence.num_cached_tokens = sequence.num_cached_tokens or 0
             logprobs: list[float] | None = [] if sequence.request.want_logprobs else None
             state.deltas.append(_delta(sequence, [], logprobs, "stop", NUMERICAL_ERROR, "numerical_error"))
+        blocks.free(blocks.tree.discard(block))
 
 
 def stream_new_tokens(state: EngineState) -> None:
@@ -274,7 +278,7 @@ def _delta(
     logprobs: list[float] | None,
     reason: FinishReason | None,
     error: str = "",
-    error_code: ErrorCode = "grammar_too_complex",
+    error_code: ErrorCode | None = None,
 ) -> SequenceDelta:
     """Delta with the next tokens of a sequence, after the tokens that are in deltas already."""
     assert sequence.num_cached_tokens is not None

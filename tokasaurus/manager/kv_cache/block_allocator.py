@@ -22,6 +22,10 @@ class BlockAllocator:
         self.is_computed = np.zeros(num_blocks + 1, np.bool_)
         """[num_blocks + 1], whether steps that fill the whole block are sent, written by the block's owner; False when
         the block is allocated."""
+        self.num_allocations = 0
+        """Calls of `allocate`."""
+        self.allocated_in = np.zeros(num_blocks + 1, np.int64)
+        """[num_blocks + 1], the value of `num_allocations` after the call that returned each block last."""
         self.prompt_logprobs: PromptLogprobStore | None = None
         """Prompt logprobs; None until a request asks for them."""
         self._free = np.arange(num_blocks, 0, -1, dtype=np.int32)  # a stack: its first num_free entries are free
@@ -52,6 +56,8 @@ class BlockAllocator:
         if len(allocated) < num_blocks:
             allocated = np.concatenate([allocated, self.tree.evict(num_blocks - len(allocated))])
         self.is_computed[allocated] = False
+        self.num_allocations += 1
+        self.allocated_in[allocated] = self.num_allocations
         if self.prompt_logprobs is not None:
             self.prompt_logprobs.forget(allocated)
         return allocated

@@ -241,6 +241,25 @@ class PrefixTree:
             node = node.parent  # not a leaf, unless nothing was kept
         return np.concatenate(parts)
 
+    def discard(self, block: int) -> NDArray[np.int32]:
+        """Remove `block` and all blocks after it, and return them, int32; none if it is not in the tree.
+
+        Reads the whole tree. Precondition: no sequence uses the block.
+        """
+        nodes = list(self.root.children.values())
+        for node in nodes:  # grows while it is read: parents before children
+            nodes += node.children.values()
+        found = next((node for node in nodes if block in node.blocks), None)
+        if found is None:
+            return np.empty(0, np.int32)
+        assert found.num_sequences == 0, "a sequence uses the block"
+        below = [found]
+        for node in below:
+            below += node.children.values()
+        removed = [self._shorten(node, 0) for node in below[:0:-1]]
+        kept = int(np.flatnonzero(found.blocks == block)[0])
+        return np.concatenate([*removed, self._shorten(found, kept)])
+
     def _is_unused_leaf(self, node: PrefixNode, since: int) -> bool:
         return node.last_used == since and node.num_sequences == 0 and not node.children and node.index >= 0
 

@@ -101,6 +101,8 @@ class StepInFlight:
     num_prefill_tokens: int
     logprob_chunks: list[PromptLogprobChunk]
     """Prompt tokens whose logprobs this step computes, in row order."""
+    num_allocations: int
+    """The block allocator's count when the step was sent."""
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ MOST_GRAMMAR_CHARS = 16 << 20
 
 
 class JobThread:
-    """A lane whose jobs run in a thread of its own."""
+    """Runs jobs one at a time, in order, in a thread of its own."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
@@ -114,9 +114,9 @@ class Grammars:
 
     def close(self, timeout_s: float) -> None:
         """End the threads; later jobs do not run. timeout_s: for each thread."""
-        for lane in (self._submit_slow, self._submit_quick):
-            if isinstance(lane, JobThread):
-                lane.close(timeout_s)
+        for submit in (self._submit_slow, self._submit_quick):
+            if isinstance(submit, JobThread):
+                submit.close(timeout_s)
 
     @property
     def has_finished(self) -> bool:

@@ -112,7 +112,6 @@ class Decoder(nn.Module):
     def __init__(self, info: ModelInfo, options: DecoderOptions, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
         self._info = info
-        self._options = options
         self._mesh = mesh
         self._dtype = dtype
         self._rotary: RotaryTable | None = None
@@ -138,7 +137,6 @@ class Decoder(nn.Module):
     def materialize(self, device: torch.device, num_positions: int) -> None:
         """Allocate uninitialised parameters on `device`, and the rotary table for num_positions positions."""
         allocate_parameters(self, device)
-        self._device = device
         self._rotary = RotaryTable(self._info.rope, self._info.head_dim, num_positions, device)
 
     def pack(

@@ -52,6 +52,9 @@ class DeviceBatch:
     token_positions: NDArray[np.int64]
     """int64 [T without padding], on the host."""
 
+    token_blocks: NDArray[np.int32]
+    """int32 [T without padding], the block of each token's position; on the host."""
+
     prompt_logprobs: PromptLogprobTargets | None = None
     """Prompt tokens whose logprobs are computed; None if there are none."""
 
@@ -86,7 +89,8 @@ def build_batch(
 
     token_rows = np.repeat(np.arange(len(step.slots)), step.num_tokens)
     token_positions = np.arange(starts[-1]) - starts[token_rows] + first_positions[token_rows]
-    blocks = slots.block_tables[step.slots[token_rows], token_positions // page_size]
+    token_blocks = slots.block_tables[step.slots[token_rows], token_positions // page_size]
+    blocks = token_blocks.copy()
     # Recomputed KV goes to the padding block: other slots may be reading the blocks that contain it already.
     blocks[token_positions < slots.first_writes[step.slots][token_rows]] = 0
     kv_indices = blocks.astype(np.int64) * page_size + token_positions % page_size
@@ -139,6 +143,7 @@ def build_batch(
         want_logprobs=want_logprobs,
         token_slots=step.slots[token_rows],
         token_positions=token_positions,
+        token_blocks=token_blocks,
         prompt_logprobs=prompt_logprobs,
     )
 

@@ -30,7 +30,7 @@ class ModuleExecutor:
 
 
 class KernelExecutor:
-    """Calls the CPU kernels once for all layers, or the modules for as many tokens as they are faster for."""
+    """Runs all layers in one call of the CPU kernels, or module by module for token counts where that is faster."""
 
     def __init__(self, layers: PackedLayers, backend: CpuBackend, choice: GemmChoice, modules: ModuleExecutor) -> None:
         self._layers = layers

@@ -44,6 +44,9 @@ class StepResult:
     token_positions: NDArray[np.int64]
     """int64 [T]."""
 
+    token_blocks: NDArray[np.int32]
+    """int32 [T]."""
+
     arrived: torch.cuda.Event | None
     """Recorded after the copies on an asynchronous device; None if the tensors are already on the host."""
 
@@ -72,8 +75,8 @@ class StepResult:
         tokens = np.flatnonzero(~self.is_finite.numpy())
         if not len(tokens):
             return None
-        slots, first = np.unique(self.token_slots[tokens], return_index=True)
-        return NonfiniteTokens(slots, self.token_positions[tokens][first].astype(np.int32))
+        first = tokens[np.unique(self.token_slots[tokens], return_index=True)[1]]
+        return NonfiniteTokens(self.token_positions[first].astype(np.int32), self.token_blocks[first].astype(np.int32))
 
     def host_logprobs(self) -> NDArray[np.float32] | None:
         """float32 [R], NaN for rows that did not ask; None if no row asked. Waits for this step."""
@@ -134,7 +137,7 @@ class ModelRunner:
 
     @property
     def always_on_kernels(self) -> bool:
-        """Whether the CPU kernels run all layers of every forward. They need no padding, and memory of known size."""
+        """Whether the CPU kernels run all layers of every forward: no padding, and a known bound of its memory."""
         return self._executor.always_on_kernels
 
     @torch.inference_mode()
@@ -171,6 +174,7 @@ class ModelRunner:
             _copy_to_host(is_finite),
             batch.token_slots,
             batch.token_positions,
+            batch.token_blocks,
             arrived,
             self._new_recompiles(),
             () if self._kernels is None else self._kernels.phase_seconds(),

@@ -1,4 +1,4 @@
-"""Many requests over one connection: lines start as they arrive, results are sent as they finish. No HTTP here."""
+"""Many requests over one connection: lines start as they arrive, results are sent as they finish."""
 
 import asyncio
 import logging

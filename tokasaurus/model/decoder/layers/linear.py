@@ -44,7 +44,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_size, dtype=dtype), requires_grad=False) if bias else None
         self.packed: PackedWeights | None = None
         self._choice = ALWAYS_KERNELS
-        self._torch_product: Callable[[Tensor], Tensor] | None = None
+        self._torch_gemm: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """norm: applied to x first."""
@@ -73,15 +73,15 @@ class Linear(nn.Module):
         if self.packed is None or not choice.always_kernels:
             dtype = weight.dtype if kernels is None else kernels.activation_dtype(weight.dtype)
             bias = None if self.bias is None else self.bias.data.to(dtype)
-            self._torch_product = torch_gemm(weight.to(dtype), bias)
+            self._torch_gemm = torch_gemm(weight.to(dtype), bias)
         if self.packed is not None or not keep_weight:
             self.weight.data = weight.new_empty(0)
 
     def _multiply_by_torch(self, x: Tensor) -> Tensor:
-        if self._torch_product is None:
+        if self._torch_gemm is None:
             bias = None if self.bias is None else self.bias.to(x.dtype)
             return functional.linear(x, self.weight.to(x.dtype), bias)
-        return self._torch_product(x)
+        return self._torch_gemm(x)
 
     def _pack(self, kernels: LayerKernels) -> PackedWeights:
         return PackedWeights(kernels, self.weight.data, self.bias)
