@@ -164,7 +164,9 @@ class ChatLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class AssistantMessage:
-    content: str
+    """content: null if the answer was cut before the first of the calls that it had to make."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
 
