@@ -173,6 +173,7 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
         allow_logprobs=config.enable_chosen_logprobs,
         max_top_logprobs=config.max_topk_logprobs,
         find_tools=functools.cache(lambda: find_tool_support(tokenizer, config.tool_call_format)),
+        model_flag=config.model,
     )
 
 
