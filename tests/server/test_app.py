@@ -45,6 +45,7 @@ class ServerProcess:
         self.status: Channel[PhaseDone | Ready | Failed] = Channel(context)
         checkpoint = Checkpoint("org/small", tokenizer_directory, tokenizer_directory, INFO)
         config = ServerConfig()
+        config.model = "models/small.gguf"
         config.served_model_name = "nickname"
         config.api_key = KEY
         config.max_request_bytes = 10_000
@@ -96,7 +97,12 @@ def test_process_reports_ready_serves_requests_and_exits_with_0_on_sigterm(serve
         engine.start()
         assert server_process.wait_ready()[-1] == Ready("server")
         assert http.get("/ready").status_code == 200
-        assert http.get("/v1/models").json()["data"][0]["id"] == "nickname"
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["nickname"]
+        for name, status in (("models/small.gguf", 200), ("small", 404), ("org/small", 404)):
+            answer = http.post("/v1/completions", json={"model": name, "prompt": "hello", "max_tokens": 9})
+            assert answer.status_code == status
+            assert status == 404 or answer.json()["model"] == "nickname"
+            assert http.get(f"/v1/models/{name}").status_code == status
         body = {"model": "nickname", "prompt": "hello", "max_tokens": 9}
         assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "hello"
         chat = {"model": "default", "messages": [{"role": "user", "content": "hi"}]}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.messages.channel import Channel
@@ -27,6 +28,7 @@ from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import add_error_handlers
 from tokasaurus.server.http_server import HttpServer
 from tokasaurus.server.openapi import DescribedApp
+from tokasaurus.server.request_id import RequestIdMiddleware
 from tokasaurus.server.routes import bulk, chat, completions, health, metrics, models, tokenize
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
@@ -128,7 +130,7 @@ def _allow_many_connections() -> None:
 
 def create_app(
     model: ServedModel, engine: EngineClient, api_key: str | None = None, max_request_bytes: int | None = None
-) -> FastAPI:
+) -> ASGIApp:
     """The whole HTTP interface. During the app's lifespan, `engine` receives on the running event loop.
 
     api_key: the key clients must send; None: no key. max_request_bytes: largest request body; None: no limit.
@@ -155,7 +157,8 @@ def create_app(
         app.add_middleware(ApiKeyMiddleware, api_key=api_key)
     for routes in (completions, chat, bulk, models, tokenize, health, metrics):
         app.include_router(routes.router)
-    return app
+    # Not by add_middleware: the answer to an internal error would lack the id.
+    return RequestIdMiddleware(app)
 
 
 def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedModel:
@@ -174,4 +177,5 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
         allow_logprobs=config.enable_chosen_logprobs,
         max_top_logprobs=config.max_topk_logprobs,
         find_tools=functools.cache(lambda: find_tool_support(tokenizer, config.tool_call_format)),
+        model_flag=config.model,
     )

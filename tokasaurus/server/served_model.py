@@ -30,12 +30,14 @@ class ServedModel:
     """The flag max_topk_logprobs."""
     find_tools: Callable[[], ToolSupport] = lambda: NO_TOOLS_IN_TEMPLATE
     """Returns `tools`; the first call may load the chat template."""
+    model_flag: str | None = None
+    """The flag model= as given, a path or repository id; also accepted as the model's name. None: not given."""
 
     @property
     def tools(self) -> ToolSupport:
         return self.find_tools()
 
     def check_name(self, name: str) -> None:
-        """Raises ModelNotFound unless `name` is the served model's name or its alias."""
-        if name not in (self.name, DEFAULT_ALIAS):
+        """Raises ModelNotFound unless `name` is the served model's name or another that is accepted for it."""
+        if name not in (self.name, DEFAULT_ALIAS, self.model_flag):
             raise ModelNotFound(name)

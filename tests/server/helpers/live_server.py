@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import httpx
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from tests.server.helpers.fake_engine import FakeEngine
 from tokasaurus.server.app import create_app
@@ -26,7 +26,7 @@ class LiveServer:
 
 
 @contextmanager
-def http_server(app: FastAPI) -> Iterator[str]:
+def http_server(app: ASGIApp) -> Iterator[str]:
     """Runs uvicorn in a thread; yields the base URL."""
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=1))
     with socket.socket() as listener:

@@ -56,6 +56,11 @@ NEUTRAL_COMPLETIONS: dict[str, list[object]] = {
     "logprobs": [None, 0, 1, 20],
 }
 NEUTRAL_CHAT: dict[str, list[object]] = {
+    "messages": [
+        [{"role": role, "content": "a", "name": name}]
+        for role in ("system", "developer", "user", "assistant")
+        for name in (None, "Ann", "a" * 64)
+    ],
     "tools": [None, []],
     "tool_choice": ["none", None],
     "logprobs": [True, False, None],

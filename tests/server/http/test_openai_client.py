@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+import json
 from dataclasses import replace
 
 import httpx
@@ -115,8 +116,25 @@ def test_models(shared_server: LiveServer) -> None:
         assert client.models.retrieve(name) == listed
     assert (listed.id, listed.object, listed.created) == ("org/small", "model", 1_700_000_000)
     assert_no_extra_fields(listed)
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("org/other")
+    for name in ("org/other", "None", "null"):
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve(name)
+
+
+@pytest.mark.parametrize("given", ["/models/small", "./models/small", "org/base"])
+def test_the_value_of_the_flag_model_is_accepted_as_the_models_name(served_model: ServedModel, given: str) -> None:
+    with live_server(replace(served_model, model_flag=given), FakeEngine()) as server:
+        client = sync_client(server)
+        assert [model.id for model in client.models.list()] == ["org/small"]
+        answer = client.completions.create(model=given, prompt="hello")
+        assert (answer.model, answer.choices[0].text) == ("org/small", "hello")
+        chunks = client.chat.completions.create(model=given, messages=[{"role": "user", "content": "a"}], stream=True)
+        assert {chunk.model for chunk in chunks} == {"org/small"}
+        assert server.http.post("/tokenize", json={"model": given, "prompt": "a"}).status_code == 200
+        line = {"custom_id": "1", "url": "/v1/completions", "body": {"model": given, "prompt": "hello"}}
+        assert server.http.post("/v1/bulk", content=json.dumps(line)).json()["error"] is None
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model=f"{given}/", prompt="hello")
 
 
 def test_errors_raise_the_clients_exceptions_with_param_and_code(shared_server: LiveServer) -> None:

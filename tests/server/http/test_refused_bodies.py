@@ -206,7 +206,22 @@ ONE_ROUTE_REFUSES: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": "a", "mood": "x"}]}, "messages[0].mood"),
-    (CHAT, {"messages": [{"role": "user", "content": "a", "name": "Ann"}]}, "messages[0].name"),
+    (CHAT, {"messages": [{"role": "user", "content": "a", "name": 5}]}, "messages[0].name"),
+    *(
+        (CHAT, {"messages": [{"role": role, "content": "a", "name": name}]}, "messages[0].name")
+        for role, name in (
+            ("user", ""),
+            ("system", "Ann Lee"),
+            ("developer", "Ann\n"),
+            ("assistant", "Ann\u00a0"),
+            ("user", "<Ann"),
+            ("user", "Ann>"),
+            ("user", "a|b"),
+            ("user", "a/b"),
+            ("user", "a\\b"),
+            ("user", "a" * 65),
+        )
+    ),
     (CHAT, {"messages": [{"role": "user", "content": "refuse me"}]}, "messages"),
     (CHAT, {"logprobs": 1}, "logprobs"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),

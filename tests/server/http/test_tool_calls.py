@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +118,44 @@ def test_an_answer_is_json_or_calls_when_both_are_requested(server: LiveServer, 
     assert choice.message.tool_calls
 
 
-def test_a_truncated_forced_call_has_finish_reason_length(server: LiveServer, tokenizer_directory: Path) -> None:
-    server.engine.script = follow_grammars(tokenizer_directory)
-    answer = ask(server, tool_choice="required", seed=1, max_tokens=12)
-    assert answer.choices[0].finish_reason == "length"
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_forced_calls_that_are_cut_keep_their_complete_calls_and_have_no_content(
+    server: LiveServer, choice: Any
+) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [("get_time", {}), ("get_weather", {"city": "Köln"})]
+    if choice is NAMED:
+        del calls[0]
+    text = write_calls(server, *calls)
+    expected = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+    ends = [text.index(arguments + "}") + len(arguments) for _, arguments in expected]
+    server.engine.script = say(*(text[:length] for length in range(1, len(text) + 1)), finish_reason="length")
+    answer = ask(server, tool_choice=choice, n=len(text), logprobs=True)
+    for length, cut in enumerate(answer.choices, 1):
+        assert (cut.message.content, cut.finish_reason) == (None, "length")
+        found: Any = cut.message.tool_calls or []
+        num_complete = sum(end <= length for end in ends)
+        assert num_complete <= len(found) <= num_complete + 1
+        for number, call in enumerate(found):
+            name, arguments = expected[number]
+            assert call.function.name == name
+            if number < num_complete:
+                assert call.function.arguments == arguments
+            else:
+                assert arguments.startswith(call.function.arguments)
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_answers_that_follow_the_grammar_of_forced_calls_have_no_content_wherever_they_are_cut(
+    server: LiveServer, tokenizer_directory: Path, choice: Any
+) -> None:
+    follow = follow_grammars(tokenizer_directory)
+    server.engine.script = lambda request, index: follow(replace(request, max_new_tokens=index + 1), index)
+    answer = ask(server, tool_choice=choice, n=100, seed=5)
+    assert [cut.message.content for cut in answer.choices] == [None] * 100
+    assert {cut.finish_reason for cut in answer.choices[:20]} == {"length"}
 
 
 def test_a_truncated_call_has_finish_reason_length_and_partial_arguments(server: LiveServer) -> None:

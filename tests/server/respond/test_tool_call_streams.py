@@ -27,6 +27,7 @@ from tokasaurus.server.tools.parser import CallRules
     st.sampled_from([(), ("x",), ("}}",), ("l_call>\n",), ('": {', "name")]),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
     st.integers(0, 1000),
 )
 def test_joined_chunks_equal_the_whole_answer_wherever_the_stream_is_cut(
@@ -36,15 +37,17 @@ def test_joined_chunks_equal_the_whole_answer_wherever_the_stream_is_cut(
     stop: tuple[str, ...],
     want_logprobs: bool,
     parallel: bool,
+    is_forced: bool,
     seed: int,
 ) -> None:
     texts = ["".join(fragments_of_text) for fragments_of_text in fragments]
     results = [finished([*f"{text}é".encode(), IM_END], "stop") for text in texts]
     request = make_request(3, stop, want_logprobs=want_logprobs, num_sequences=2)
-    prepared = Prepared("chatcmpl-1", [request], calls=CallRules(format_, NAMES, parallel))
+    prepared = Prepared("chatcmpl-1", [request], calls=CallRules(format_, NAMES, parallel, is_forced=is_forced))
     whole = ChatCompletion.model_validate_json(
         orjson.dumps(build_chat_completion(prepared, [results], served_model)), strict=True
     )
+    assert not is_forced or all(choice.message.content is None for choice in whole.choices)
     stream = ChatStream(prepared, served_model, StreamOptions())
     groups = interleaved([results], random.Random(seed))
     chunks = [ChatCompletionChunk.model_validate(chunk) for group in groups for chunk in parse(stream.events(group))]

@@ -158,6 +158,33 @@ def test_messages_without_tools_and_calls_reach_the_template_unchanged() -> None
         assert template_input(messages, [], support) == (expected, None)
 
 
+@pytest.mark.parametrize("support", [NO_TOOLS_IN_TEMPLATE, ToolSupport(HERMES, in_template=True)])
+def test_names_of_participants_reach_the_template(support: ToolSupport) -> None:
+    roles = ("system", "developer", "user", "assistant")
+    names = ("Ann", "a" * 64, "Jürgen-2", None)
+    messages, tools = parse(
+        [{"role": role, "content": "a", "name": name} for role in roles for name in names], [WEATHER]
+    )
+    shown, _ = template_input(messages, tools, support)
+    assert [message.get("name") for message in shown] == [*names] * len(roles)
+    assert all(("name" in message) == (message.get("name") is not None) for message in shown)
+
+
+def test_a_template_shows_the_names_of_participants(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role + ':' + (m.name or '-') + ':' + m.content + ';' }}{% endfor %}"
+    tokenizer = load(template, tmp_path)
+    messages = [{"role": "user", "content": "hi", "name": "Ann"}, {"role": "assistant", "content": "a"}]
+    assert render(tokenizer, messages, []) == "user:Ann:hi;assistant:-:a;"
+
+
+def test_the_name_of_a_tool_is_not_that_of_the_user_message_which_shows_its_result() -> None:
+    messages, _ = parse([*CONVERSATION[:2], CONVERSATION[2] | {"name": "get weather"}], [])
+    shown, _ = template_input(messages, [], NO_TOOLS_IN_TEMPLATE)
+    assert (shown[2]["role"], "name" in shown[2]) == ("user", False)
+    shown, _ = template_input(messages, [], ToolSupport(HERMES, in_template=True))
+    assert shown[2]["name"] == "get weather"
+
+
 @pytest.mark.parametrize(
     ("arguments", "value"),
     [("", {}), (" ", {}), ("{}", {}), ('{"n": 123456789012345678901}', {"n": 123456789012345678901})],

@@ -48,17 +48,18 @@ def resolve_tools(body: ChatCompletionRequest, model: ServedModel, content: Gram
         names if choice.names is None else frozenset(choice.names),
         parallel=body.parallel_tool_calls and choice.mode != "named",
         is_named=choice.mode == "named",
+        is_forced=choice.mode in ("required", "named"),
     )
-    return ToolUse(body.tools, rules, _grammar(body.tools, rules, choice, model, content))
+    return ToolUse(body.tools, rules, _grammar(body.tools, rules, model, content))
 
 
 def _grammar(
-    tools: Sequence[Tool], rules: CallRules, choice: ToolChoice, model: ServedModel, content: GrammarSource | None
+    tools: Sequence[Tool], rules: CallRules, model: ServedModel, content: GrammarSource | None
 ) -> GrammarSource | None:
     if content is not None and content.format != "json_schema":
         raise Unsupported(f"{content.param} can be used with tools only if tool_choice is none", content.param)
     added_tokens = {text: id_ for text, id_ in model.tokenizer.added_tokens.items() if id_ < model.vocab_size}
-    if choice.mode in ("required", "named"):
+    if rules.is_forced:
         return write_forced_calls(tools, rules, added_tokens)  # the answer has no content to constrain
     if content is not None:
         return write_calls_or_json(tools, rules, added_tokens, content)

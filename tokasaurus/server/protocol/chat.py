@@ -1,5 +1,6 @@
 """Bodies of /v1/chat/completions, as OpenAI's reference documents them."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -48,6 +49,7 @@ Content = Annotated[
     PlainValidator(_parse_content),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}, {"type": "null"}]}),
 ]
+_PARTICIPANT = re.compile(r"[^\s<|\\/>]{1,64}")  # OpenAI's rule for names of participants
 _ROLES = ["system", "developer", "user", "assistant", "tool"]
 
 
@@ -67,7 +69,7 @@ class ChatMessage(StrictObject):
     """One message. Accepts every field of an assistant message in a response: clients send those back unchanged.
 
     tool_call_id: the call that a tool message answers; only in tool messages.
-    name: the tool's name; only in tool messages.
+    name: the participant's name, for the chat template; in tool messages, the tool's name.
     parsed, provider_specific_fields: added by OpenAI's client and litellm; no effect.
     """
 
@@ -103,8 +105,8 @@ class ChatMessage(StrictObject):
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str | None, info: ValidationInfo) -> str | None:
-        if name is not None and info.data.get("role") != "tool":
-            raise PydanticCustomError("not_implemented", "is not implemented beyond tools")
+        if name is not None and info.data.get("role") != "tool" and not _PARTICIPANT.fullmatch(name):
+            raise value_error("must be 1 to 64 characters, without white space and without < | \\ / >")
         return name
 
 
@@ -164,7 +166,9 @@ class ChatLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class AssistantMessage:
-    content: str
+    """content: null if the answer was cut before the first of the calls that it had to make."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
 

@@ -20,7 +20,7 @@ async def list_models(request: Request) -> Response:
 # a path, since names such as org/name contain slashes
 @router.get("/v1/models/{name:path}", responses={200: {"model": ModelObject}, **error_responses(404)})
 async def retrieve_model(request: Request, name: str) -> Response:
-    """The model with this name; "default" is an alias of the served model."""
+    """The model with this name; "default" and the flag model= are other names of the served model."""
     model = state_of(request).model
     model.check_name(name)
     return _json(_model_object(model))

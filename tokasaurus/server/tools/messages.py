@@ -26,7 +26,7 @@ def build_message(
     output = [*reader.add(text), *reader.finish()]
     content = "".join(item for item in output if isinstance(item, str))
     if reader.num_calls == 0:
-        return AssistantMessage(content), finish_reason
+        return AssistantMessage(None if rules.is_forced else content), finish_reason
     names: list[str] = []
     arguments: list[list[str]] = []
     for item in output:
@@ -63,9 +63,9 @@ class CallStream:
             else:
                 deltas += _call_deltas(item)
         if is_last and not deltas:
-            # an answer without calls has content, even if it is empty
-            has_nothing = self._reader.num_calls == 0 and not self._has_content
-            deltas.append(ContentDelta("") if has_nothing else EmptyDelta())
+            # an answer without calls has content, even if it is empty, unless its calls were forced
+            needs_content = self._reader.num_calls == 0 and not self._has_content and not self._rules.is_forced
+            deltas.append(ContentDelta("") if needs_content else EmptyDelta())
         return deltas
 
     def finish_reason(self, finish_reason: FinishReason) -> ChatFinishReason:

@@ -27,6 +27,9 @@ class CallRules:
     """Whether an answer may contain more than one call."""
     is_named: bool = False
     """Whether the client chose the function, by tool_choice."""
+    is_forced: bool = False
+    """Whether a grammar allows nothing but calls. Text outside of calls is then the mark-up of a call that was cut, or
+    lies between two calls: it is dropped, since the answer has no content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class CallReader:
         """Number of calls begun so far."""
         self._names = rules.names
         self._parallel = rules.parallel
+        self._is_forced = rules.is_forced
         self._start, self._end = rules.format.start_mark, rules.format.end_mark
         self._ignored = rules.format.ignored
         self._state = _State.CONTENT
@@ -253,7 +257,7 @@ class CallReader:
         return buffered
 
     def _show(self, content: str) -> None:
-        if content:
+        if content and not self._is_forced:
             if self._arguments:
                 self._flush()
             self._content.append(content)

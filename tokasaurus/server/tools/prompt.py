@@ -88,6 +88,8 @@ def _write_messages(messages: Sequence[ChatMessage], format_: ToolCallFormat) ->
             written[-1]["content"] += f"\n{content}"
         else:
             written.append({"role": "user" if is_result else message.role, "content": content})
+            if message.name is not None and not is_result:
+                written[-1]["name"] = message.name
         was_result = is_result
     return written
 

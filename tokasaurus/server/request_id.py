@@ -1,0 +1,36 @@
+"""The header X-Request-Id of every answer, by which a client and the logs of a proxy can name one request."""
+
+import re
+import uuid
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_HEADER = "x-request-id"
+_VALID = re.compile("[ -~]{1,200}")
+
+
+class RequestIdMiddleware:
+    """Adds the client's own X-Request-Id to the answer if it is valid, else a fresh one.
+
+    An id is valid if it has 1 to 200 characters, all printable ASCII. Must be outside of all other middleware, since
+    these answer errors themselves.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(_HEADER, "")
+        request_id = given if _VALID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        header = (_HEADER.encode(), request_id.encode())
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
