@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.log_setup import setup_logging
+from tokasaurus.monitoring.log_writer import log_writer
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
@@ -92,6 +93,7 @@ def _fail(child: ChildProcess, status: StatusChannel, args: Iterable[Any], messa
         for channel in arg if isinstance(arg, list) else [arg]:
             if isinstance(channel, Channel) and channel is not status:
                 channel.abandon()
+    log_writer().flush_lines()  # the launcher's answer to Failed may be SIGKILL
     status.send(Failed(child.label, message))
     sys.exit(1)
 

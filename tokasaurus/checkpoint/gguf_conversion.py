@@ -72,7 +72,8 @@ class _OutputTensor:
 
 
 def convert_gguf(path: Path, on_phase: Callable[[str], None]) -> Path:
-    """The file's converted directory in the cache; written on first use, and again if the file has changed.
+    """The file's converted directory in the cache; written on first use, and again if the file has changed or the
+    directory is damaged.
 
     Raises CheckpointError if the file is missing, malformed or not supported.
     """
@@ -82,9 +83,12 @@ def convert_gguf(path: Path, on_phase: Callable[[str], None]) -> Path:
     identity = f"{CONVERSION_VERSION} {path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     destination = cache_directory() / "converted" / f"{path.stem}-{key}"
-    if not destination.is_dir():
+
+    def convert(directory: Path) -> None:
         on_phase(f"converting {path.name} (once)")
-    return build_once(destination, lambda directory: write_hf_directory(path, directory))
+        write_hf_directory(path, directory)
+
+    return build_once(destination, convert)
 
 
 def write_hf_directory(path: Path, directory: Path) -> None:

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from tokasaurus.messages.forward import FORWARD_PHASES
 from tokasaurus.messages.lifecycle import EngineStats
+from tokasaurus.monitoring.log_writer import log_writer
 
 __all__ = ["CONTENT_TYPE_LATEST", "EngineCollector", "render_metrics"]
 
@@ -140,6 +141,11 @@ class EngineCollector(Collector):
         yield phases
         yield CounterMetricFamily(
             "toka_server_cpu_seconds", "CPU time of the server process, in seconds.", value=time.process_time()
+        )
+        yield CounterMetricFamily(
+            "toka_log_records_dropped",
+            "Log records of the server process dropped because nobody read its stderr.",
+            value=log_writer().num_dropped,
         )
 
 

@@ -92,9 +92,8 @@ def run_server(
         on_broken=stop_broken,
         max_queued_requests=config.max_queued_requests,
     )
-    app = create_app(model, engine, config.api_key, config.max_request_bytes)
     http_config = uvicorn.Config(
-        app,
+        create_app(model, engine, config.api_key, config.max_request_bytes),
         loop="uvloop",
         http="httptools",
         ws="none",
@@ -107,7 +106,7 @@ def run_server(
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
     )
-    http_server = HttpServer(http_config, app.state.server, config.drain_seconds)
+    http_server = HttpServer(http_config, engine, config.drain_seconds)
     # In the background: it takes longer than everything else here, and completions do not need it.
     threading.Thread(target=load_chat_template, name="chat template", daemon=True).start()
     try:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import uvicorn
 
 from tokasaurus.messages.lifecycle import STOP_AT_ONCE
-from tokasaurus.server.state import ServerState
+from tokasaurus.server.engine_client.client import EngineClient
 
 
 class HttpServer(uvicorn.Server):
@@ -17,9 +17,9 @@ class HttpServer(uvicorn.Server):
     Requests still open after `drain_seconds`, or when STOP_AT_ONCE arrives, end with an error.
     """
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, drain_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, engine: EngineClient, drain_seconds: float) -> None:
         super().__init__(config)
-        self._state = state
+        self._engine = engine
         self._drain_seconds = drain_seconds
         self._drains_until_s: float | None = None
 
@@ -32,7 +32,7 @@ class HttpServer(uvicorn.Server):
 
     def drain(self) -> None:
         """Refuse new work from now on, and exit soon."""
-        self._state.is_draining = True
+        self._engine.is_draining = True
         if self._drains_until_s is None:
             self._drains_until_s = time.monotonic() + self._drain_seconds
 

@@ -18,7 +18,7 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ServerState:
     """State shared by all routes of one server."""
 
@@ -29,12 +29,10 @@ class ServerState:
     """For work on text and token ids that would block the event loop; the tokenizer releases the GIL."""
     max_request_bytes: int | None
     """Largest request body, in bytes; None: no limit."""
-    is_draining: bool = False
-    """The server is stopping: open requests continue, new ones are refused."""
 
     def ready_limits(self) -> EngineLimits:
         """Raises EngineNotReady until the engine is up, ServerStopping once the server drains."""
-        if self.is_draining:
+        if self.engine.is_draining:
             raise ServerStopping("the server is stopping and accepts no new work")
         limits = self.engine.limits
         if limits is None:

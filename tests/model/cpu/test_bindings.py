@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.damage import DAMAGE
 from tests.model.helpers.steps import CPU
 from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.model.attention.backend import KVShape
@@ -117,6 +118,33 @@ def test_a_library_is_built_once_and_then_found(tmp_path: Path, counting_compile
 @pytest.mark.usefixtures("nothing_loaded")
 def test_changed_sources_are_built_again(tmp_path: Path) -> None:
     assert [call(find_or_build(tiny_library(tmp_path / "sources", answer))) for answer in (5, 6)] == [5, 6]
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_library_is_built_again_before_it_is_loaded(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny = tiny_library(tmp_path / "sources", 5)
+    path = find_or_build(tiny)  # not loaded yet: this process would keep the loaded file
+    DAMAGE[kind](path)
+    assert not is_there(tiny)
+    assert str(path) in caplog.text
+    assert find_or_build(tiny) == path
+    assert is_there(tiny)
+    assert call(path) == 5
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_the_remains_of_a_killed_build_are_harmless(tmp_path: Path) -> None:
+    tiny = tiny_library(tmp_path / "sources", 5)
+    path = find_or_build(tiny)
+    unfinished = path.parent.with_name(f".{path.parent.name}.unfinished")
+    unfinished.mkdir()
+    (unfinished / path.name).write_text("half")
+    path.unlink()
+    assert call(find_or_build(tiny)) == 5
+    assert not unfinished.exists()
 
 
 @pytest.mark.usefixtures("nothing_loaded")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.damage import DAMAGE
 from tests.helpers.tiny_model import save_tiny_model
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.linear_layers import (
@@ -110,15 +111,25 @@ def test_the_choice_is_measured_once_and_cached(info: ModelInfo, monkeypatch: py
             choose_gemm(kernels, info, torch.bfloat16)
 
 
-def test_a_broken_or_unwritable_cache_only_causes_another_measurement(
-    info: ModelInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_choice_is_measured_again(
+    info: ModelInfo, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = load_kernels()
     assert kernels is not None
-    choose_gemm(kernels, info, torch.float32)
-    (file,) = (tmp_path / "cache" / "gemm").iterdir()
-    file.write_text("{")
-    assert choose_gemm(kernels, info, torch.float32).few_speedup > 0
+    choices = iter([GemmChoice(1.5, 1.25), GemmChoice(1.75, 1.0)])
+    monkeypatch.setattr(gemm_choice, "_measure", lambda *_: next(choices))
+    first = choose_gemm(kernels, info, torch.float32)
+    (file,) = (tmp_path / "cache" / "gemm").glob("*/choice.json")
+    DAMAGE[kind](file)
+    second = choose_gemm(kernels, info, torch.float32)
+    assert second != first
+    assert choose_gemm(kernels, info, torch.float32) == second
+
+
+def test_an_unwritable_cache_only_causes_another_measurement(info: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = load_kernels()
+    assert kernels is not None
     monkeypatch.setenv("TOKA_CACHE", "/dev/null/cache")
     assert choose_gemm(kernels, info, torch.float32).few_speedup > 0
 

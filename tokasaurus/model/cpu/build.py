@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokasaurus.checkpoint import CheckpointError, cache_directory
-from tokasaurus.checkpoint.cache import build_once
+from tokasaurus.checkpoint.cache import build_once, is_intact, log_damage
 from tokasaurus.model.cpu.isa import INSTRUCTION_SETS, InstructionSet, machine, supported_sets
 from tokasaurus.monitoring.cores import available_cores
 
@@ -104,6 +104,7 @@ def processor_features() -> list[str]:
 def find_or_build(library: Library) -> Path:
     """A file that can be loaded. Builds it if needed, or waits while another process builds it.
 
+    A library in the cache is checked by its checksum: loading one that was cut off would kill the process by SIGBUS.
     Raises LibraryUnavailable.
     """
     if (prebuilt := _find_prebuilt(library)) is not None:
@@ -117,9 +118,13 @@ def find_or_build(library: Library) -> Path:
 
 
 def is_there(library: Library) -> bool:
-    """Whether the library exists, so that `find_or_build` need not build it. Raises LibraryUnavailable."""
+    """Whether the library exists, so that `find_or_build` need not build it; logs damage. Raises LibraryUnavailable."""
     try:
-        return _find_prebuilt(library) is not None or _cache_place(library, find_compiler()).is_dir()
+        if _find_prebuilt(library) is not None:
+            return True
+        place = _cache_place(library, find_compiler())
+        log_damage(place)  # here, since the log of the process that builds it ahead is not shown
+        return is_intact(place)
     except (OSError, subprocess.SubprocessError) as error:
         raise LibraryUnavailable(_reason(error)) from error
 

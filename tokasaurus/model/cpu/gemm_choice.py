@@ -12,13 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tokasaurus.checkpoint import ModelInfo, cache_directory
+from tokasaurus.checkpoint import CheckpointError, ModelInfo, cache_directory
+from tokasaurus.checkpoint.cache import build_once
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.cpu.build import LibraryUnavailable, processor_features
 from tokasaurus.model.cpu.packed_weights import LayerKernels, PackedWeights
 
 MANY_ROWS = 32
 """Number of rows from which the choice for many rows applies; below, the choice for few rows."""
+
+_FILE_NAME = "choice.json"
 
 _FEW_TIMED, _MANY_TIMED = 1, 64
 """Rows of the timed gemms."""
@@ -88,15 +91,17 @@ def choose_gemm(kernels: Kernels, info: ModelInfo, dtype: torch.dtype) -> GemmCh
 
     Precondition: torch already has the number of threads that forwards will use.
     """
+    shapes = _layer_shapes(info)
+
+    def measure(directory: Path) -> None:
+        (directory / _FILE_NAME).write_text(json.dumps(asdict(_measure(kernels, shapes, dtype))))
+
     try:
-        file = cache_directory() / "gemm" / f"{_key(kernels, info, dtype)}.json"
-        return GemmChoice(**json.loads(file.read_text()))
-    except LibraryUnavailable:  # without processor_features there is no cache key
-        return _measure(kernels, _layer_shapes(info), dtype)
-    except (OSError, ValueError, TypeError):
-        choice = _measure(kernels, _layer_shapes(info), dtype)
-    _keep(file, choice)
-    return choice
+        directory = build_once(cache_directory() / "gemm" / _key(kernels, info, dtype), measure)
+        return GemmChoice(**json.loads((directory / _FILE_NAME).read_text()))
+    # There is no cache key, the cache cannot be written, or it has another version's fields.
+    except (LibraryUnavailable, CheckpointError, OSError, ValueError, TypeError):
+        return _measure(kernels, shapes, dtype)
 
 
 def torch_gemm(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -178,17 +183,6 @@ def _measure(kernels: Kernels, shapes: Sequence[tuple[int, int]], dtype: torch.d
     with torch.inference_mode():
         # No mixing where the kernels widen weights: torch would need a second copy of the weights, twice as large.
         return GemmChoice(speedup(_FEW_TIMED), speedup(_MANY_TIMED), may_mix=activation_dtype == dtype)
-
-
-def _keep(file: Path, choice: GemmChoice) -> None:
-    """Store the choice in the cache. If that fails, the next start measures again."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(asdict(choice)))
-        unfinished.replace(file)
-    except OSError:
-        return
 
 
 def _winner(is_by_kernels: bool, speedup: float) -> str:

@@ -58,6 +58,8 @@ class EngineClient:
         self._stats: list[EngineStats | None] = [None] * len(updates)
         self._num_unfinished_sequences = [0] * len(updates)
         self._pending: dict[str, _PendingRequest] = {}
+        self.is_draining = False
+        """The server is stopping: requests in the engine continue, and the server sends no new ones."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:

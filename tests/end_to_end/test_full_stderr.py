@@ -1,0 +1,74 @@
+"""A server whose stderr is a full pipe that nobody reads, as under a parent that has stopped reading."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+
+from tests.end_to_end.helpers.toka_process import TokaProcess, free_port, wait_for
+from tests.helpers.pipes import fill_pipe
+from tests.helpers.tiny_model import save_tiny_model
+
+SMALL = ("dtype=float32", "kv_cache_num_tokens=4096", "max_tokens_per_forward=256", "max_seqs_per_forward=16")
+NUM_MALFORMED = 2000
+
+
+def send_malformed(port: int) -> bytes:
+    """The status line of the answer."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(b"this is not HTTP\r\n\r\n")
+        return connection.makefile("rb").readline()
+
+
+def is_ready(toka: TokaProcess) -> bool:
+    assert toka.process.poll() is None
+    try:
+        return httpx.get(f"{toka.url}/ready", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_malformed_requests_do_not_stop_a_server_whose_stderr_nobody_reads(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen2")
+    reader, writer = os.pipe()
+    fill_pipe(writer)
+    port = free_port()
+    command = [sys.executable, "-m", "tokasaurus", f"port={port}", f"model={tmp_path}", "log_level=debug", *SMALL]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=writer, text=True)
+    toka = TokaProcess(process, port)
+    waits_s: list[float] = []
+    is_over = threading.Event()
+
+    def watch_health() -> None:
+        with httpx.Client(timeout=10) as http:
+            while not is_over.is_set():
+                began_s = time.monotonic()
+                assert http.get(f"{toka.url}/health").status_code == 200
+                waits_s.append(time.monotonic() - began_s)
+                time.sleep(0.02)
+
+    watcher = threading.Thread(target=watch_health)
+    try:
+        wait_for(lambda: is_ready(toka), 120)
+        watcher.start()
+        for _ in range(NUM_MALFORMED):
+            assert send_malformed(port).startswith(b"HTTP/1.1 400 ")
+        body = {"model": "default", "prompt": "A", "max_tokens": 5}
+        assert httpx.post(f"{toka.url}/v1/completions", json=body, timeout=30).status_code == 200
+        assert toka.gauge("toka_log_records_dropped_total") == 0  # so few lines fit in the queue
+        is_over.set()
+        watcher.join()
+        assert len(waits_s) > 5
+        assert max(waits_s) < 1
+        assert toka.stop() == 0
+    finally:
+        is_over.set()
+        process.kill()
+        process.wait()
+        os.close(reader)
+        os.close(writer)
