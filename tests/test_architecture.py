@@ -33,6 +33,7 @@ LAYERS = [
     ["server", "manager", "model"],
     ["text", "monitoring", "checkpoint"],
     ["messages", "config"],
+    ["config_flags"],
     ["flags"],
 ]
 # The same inside the three processes' packages.
@@ -59,7 +60,19 @@ def levels(layers: list[list[str]]) -> dict[str, int]:
 
 LEVEL = levels(LAYERS)
 
-WITHOUT_TORCH = ["server", "manager", "text", "config", "flags", "checkpoint", "cli", "ping", "download", "messages"]
+WITHOUT_TORCH = [
+    "server",
+    "manager",
+    "text",
+    "config",
+    "config_flags",
+    "flags",
+    "checkpoint",
+    "cli",
+    "ping",
+    "download",
+    "messages",
+]
 WITHOUT_TORCH += ["launch", "process_group", "child_process", "monitoring"]
 
 MAX_LINES = 330  # about 300

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from tokasaurus.cli import download_main, main, ping_main
-from tokasaurus.config import SERVER_FLAGS
+from tokasaurus.config_flags import SERVER_FLAGS
 
 RUN = "import sys; from tokasaurus.cli import main; sys.exit(main())"
 

@@ -41,7 +41,8 @@ def main(args: list[str] | None = None) -> int:
 
         print(f"tokasaurus {version('tokasaurus')}")
         return 0
-    from tokasaurus.config import SERVER_FLAGS, ServerConfig, parse_server_config
+    from tokasaurus.config import ServerConfig, parse_server_config
+    from tokasaurus.config_flags import SERVER_FLAGS
     from tokasaurus.flags import FlagError
 
     if _wants_help(words):

@@ -1,4 +1,4 @@
-"""ServerConfig: every flag of `toka`, with its unit, default and check.
+"""ServerConfig: every flag of `toka`, with its type and default; config_flags has their meanings and limits.
 
 Pydra reads the annotations at run time: use real annotations, no Literal, unions only `T | None`. "auto" is None.
 """
@@ -7,7 +7,8 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from tokasaurus.flags import MAX_INT32, Flag, FlagError, FlagTable, assign_flags, check_flags
+from tokasaurus.config_flags import SERVER_FLAGS
+from tokasaurus.flags import FlagError, assign_flags, check_flags
 
 if TYPE_CHECKING:
     # Pydra has no types; with an untyped base class every misspelt flag would pass the type checker.
@@ -81,9 +82,30 @@ class ServerConfig(Config):
     stats_report_seconds: float = 5.0
     statsd_server_url: str | None = None
     data_dir: str | None = None
-    max_queued_requests: int | None = None
-    max_request_bytes: int | None = None
+    api_keys_file: str | None = None
+    cache_salt_per_key: bool = False
+    allowed_hosts: str | None = None
     drain_seconds: int = 30
+    watchdog_seconds: int = 60
+    max_restarts: int = 5
+    while_restarting: str = "wait"
+
+    max_request_bytes: int | None = None
+    max_line_bytes: int = 16 << 20
+    max_header_bytes: int = 65_536
+    max_url_bytes: int = 8_192
+    max_connections: int | None = None
+    header_timeout_seconds: int = 20
+    body_timeout_seconds: int = 30
+    write_timeout_seconds: int = 60
+    keep_alive_seconds: int = 120
+    max_queued_requests: int | None = None
+    max_queued_sequences: int = 262_144
+    max_queued_tokens: int = 1 << 26
+    max_answer_values: int = 1 << 25
+    max_tokenize_chars: int = 1 << 20
+    max_stop_strings: int = 16
+    max_stop_chars: int = 1024
 
     def finalize(self) -> None:
         """Raises FlagError for a value of the wrong type, out of range, or not implemented yet."""
@@ -100,177 +122,6 @@ class ServerConfig(Config):
         if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
             # not shown: it is a secret
             raise FlagError("api_key (or TOKA_API_KEY): must be printable ASCII without spaces, as a header carries it")
-
-
-def _count(meaning: str, minimum: int = 1, none_means: str = "none") -> Flag:
-    return Flag(meaning, minimum=minimum, maximum=MAX_INT32, none_means=none_means)
-
-
-# Flags that are not implemented yet; remove a name here once it is.
-NOT_BUILT = frozenset(
-    {
-        "trust_remote_code",
-        "rope_scaling",
-        "dp_size",
-        "pp_size",
-        "tp_size",
-        "pp_num_buffer_stages",
-        "async_tp_threshold",
-        "use_cudagraphs",
-        "cudagraph_max_size",
-        "cudagraph_step",
-        "statsd_server_url",
-        "data_dir",
-    }
-)
-
-SERVER_FLAGS = FlagTable(
-    groups={
-        "model": {
-            "model": Flag("Hugging Face repo id, directory in its format, or .gguf file", none_means="demo"),
-            "tokenizer": Flag("source of the tokenizer, written like model=", none_means="model"),
-            "trust_remote_code": Flag("run Python code from the model's repository"),
-            "dtype": Flag(
-                "data type of the weights and of computation, but a CPU without bfloat16 arithmetic computes in "
-                "float32; auto is bfloat16, or float32 where bfloat16 would be slow",
-                choices=("bfloat16", "float16", "float32"),
-                none_means="auto",
-            ),
-            "cpu_isa": Flag(
-                "instruction set of the CPU kernels, which this machine must support; auto is the best one, torch is "
-                "plain PyTorch without our kernels",
-                choices=("avx2", "avx512", "avx512_bf16", "neon", "torch"),
-                none_means="auto",
-            ),
-            "rope_scaling": Flag("rotary scaling that replaces the model's own, as a dict", none_means="model"),
-            "served_model_name": Flag("the model's name in the API", none_means="model"),
-            "device": Flag("device to run on; auto is cuda if available", choices=("cpu", "cuda"), none_means="auto"),
-        },
-        "parallel": {
-            "dp_size": _count("replicas of the model (data parallel)"),
-            "pp_size": _count("pipeline stages of a replica"),
-            "tp_size": _count("devices that share each layer of a stage (tensor parallel)"),
-            "pp_num_buffer_stages": _count("microbatches in flight in addition to one per pipeline stage", minimum=0),
-            "async_tp_threshold": _count(
-                "tokens per forward above which tensor parallelism overlaps its communication", none_means="off"
-            ),
-        },
-        "memory": {
-            "kv_cache_num_tokens": _count(
-                "size of the KV cache in tokens; auto is, on CUDA, the memory left by weights and the largest forward, "
-                "on CPU a quarter of the available memory",
-                none_means="auto",
-            ),
-            "kv_cache_dtype": Flag(
-                "data type of the KV cache; auto is the weights' dtype, but float16 for bfloat16 weights on a CPU "
-                "without bfloat16 arithmetic",
-                choices=("bfloat16", "float16", "float32"),
-                none_means="auto",
-            ),
-            "page_size": _count("tokens per block of the KV cache"),
-            "max_tokens_per_forward": _count("maximum tokens in one forward"),
-            "max_seqs_per_forward": _count("maximum sequences in one forward"),
-            "max_num_tokens_per_request": _count(
-                "maximum tokens of one sequence, prompt and completion together", none_means="what fits"
-            ),
-        },
-        "compile": {
-            "torch_compile": Flag(
-                "compile the layers with torch.compile; on CPU this replaces our own kernels, which are faster"
-            ),
-            "use_cudagraphs": Flag("decode with CUDA graphs (only on CUDA)"),
-            "cudagraph_max_size": _count("largest graph, in sequences", none_means="max_seqs_per_forward"),
-            "cudagraph_step": _count("difference between graph sizes, in sequences"),
-            "attention_backend": Flag(
-                "attention implementation; auto depends on the device",
-                choices=("torch", "cpu", "reference"),
-                none_means="auto",
-            ),
-        },
-        "hydragen": {
-            "use_hydragen": Flag(
-                "compute attention over a shared prefix once for all its sequences; auto is on where that is faster",
-                none_means="auto",
-            ),
-            "hydragen_min_group_size": _count(
-                "minimum sequences of a prefix group", minimum=2, none_means="measured at start-up"
-            ),
-            "hydragen_min_prefix_len": _count("minimum tokens of a shared prefix", none_means="measured at start-up"),
-        },
-        "scheduler": {
-            "scheduling_steps_ahead": _count("steps sent to the model ahead of their results"),
-            "deferred_tasks": Flag(
-                "when the manager runs deferred tasks (admission, stop strings, prefix groups, length prediction): "
-                "auto delays them while the model's queue is short; always and deferred force one mode",
-                choices=("always", "deferred"),
-                none_means="auto",
-            ),
-            "greedy_prefill": Flag(
-                "fill the rest of each step with prefill tokens; F prefills just fast enough to keep the KV cache full"
-            ),
-            "prefill_round_up_multiple": _count(
-                "round the prefill tokens of a step up to a multiple of this, with greedy_prefill=F"
-            ),
-            "enable_precise_onboard": Flag(
-                "admit sequences by simulating KV usage at every future step; F uses only sums of lengths, which admit "
-                "fewer"
-            ),
-            "precise_onboard_batch_size": _count(
-                "maximum sequences that one KV simulation admits; the batch adapts up to this by doubling and halving"
-            ),
-            "track_early_stopping": Flag("predict completion lengths from finished sequences"),
-            "early_stopping_buffer_size": _count("number of latest finished sequences that length prediction uses"),
-            "early_stopping_num_prediction_buckets": _count("maximum number of length classes in the predictor"),
-            "early_stopping_initial_wait": _count("finished sequences required before the first prediction"),
-            "early_stopping_init_mean": Flag(
-                "mean share of max_tokens that completions are assumed to use until then; none is all of it",
-                minimum=0,
-                maximum=1,
-            ),
-            "early_stopping_init_std": Flag("standard deviation of that share; none is 0", minimum=0, maximum=1),
-            "use_spec_allocation": Flag("admit sequences by predicted length; F by maximum length"),
-            "spec_allocation_std_buffer_scale": Flag("standard deviations added to each predicted length", minimum=0),
-            "spec_allocation_target_kv_cache_utilization": Flag(
-                "maximum share of the KV cache that admitted sequences are predicted to use", minimum=0.01, maximum=1
-            ),
-        },
-        "output": {
-            "enable_chosen_logprobs": Flag("allow requests for log-probabilities"),
-            "max_topk_logprobs": _count("maximum top-k logprobs per token that a request may ask for", minimum=0),
-            "stop_string_num_token_lookback": _count(
-                "number of latest tokens searched for stop strings; grows to cover the longest stop string"
-            ),
-            "tool_call_format": Flag(
-                "format of the model's tool calls; auto is the format of its chat template",
-                choices=("hermes", "llama3"),
-                none_means="auto",
-            ),
-        },
-        "server": {
-            "host": Flag("address to listen on; 0.0.0.0 allows access from the network"),
-            "port": Flag("TCP port to listen on; 0 is any free one", minimum=0, maximum=65535),
-            "api_key": Flag(
-                "key that clients must send; prefer TOKA_API_KEY, since other users can see the command line",
-                none_means="TOKA_API_KEY",
-            ),
-            "uvicorn_log_level": Flag(
-                "log level of the HTTP server", choices=("critical", "error", "warning", "info", "debug", "trace")
-            ),
-            "log_level": Flag("log level of everything else", choices=("error", "warning", "info", "debug")),
-            "stats_report_seconds": Flag("seconds between throughput log lines", minimum=0.1, maximum=86400),
-            "statsd_server_url": Flag("statsd server that receives metrics, as host:port"),
-            "data_dir": Flag("directory for uploaded files and batches", none_means="user's data"),
-            "max_queued_requests": _count(
-                "maximum waiting requests; each prompt of a list counts, but a list is accepted whole if one more fits",
-                none_means="no limit",
-            ),
-            "max_request_bytes": _count("maximum size of a request body, in bytes", none_means="no limit"),
-            "drain_seconds": _count("time for open requests to finish after the first stop signal", minimum=0),
-        },
-    },
-    aliases={"kv_cache_size_num_tokens": "kv_cache_num_tokens"},
-    not_built=NOT_BUILT,
-)
 
 
 def parse_server_config(args: list[str]) -> ServerConfig:

@@ -20,7 +20,8 @@ from tests.manager.helpers.fake_worker import FakeWorker, run_fake_worker
 from tests.manager.helpers.requests import make_request
 from tests.manager.helpers.simulation import decode_text, simulate
 from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
-from tokasaurus.config import SERVER_FLAGS, ServerConfig
+from tokasaurus.config import ServerConfig
+from tokasaurus.config_flags import SERVER_FLAGS
 from tokasaurus.manager.loop import engine_options, is_worth_an_update, run_manager
 from tokasaurus.manager.state.engine_state import EngineOptions, HydragenOptions, LengthPredictorOptions
 from tokasaurus.messages.channel import Channel, wait

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tokasaurus.config import SERVER_FLAGS
+from tokasaurus.config_flags import SERVER_FLAGS
 from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.model.cpu.build import machine_sets
 from tokasaurus.model.cpu.isa import INSTRUCTION_SETS, PLAIN_TORCH, choose_set, machine, supported_sets

@@ -15,7 +15,7 @@ from tests.server.helpers.tool_templates import (
     TWO_TEMPLATES,
     save_tokenizer_with,
 )
-from tokasaurus.config import SERVER_FLAGS
+from tokasaurus.config_flags import SERVER_FLAGS
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.protocol.chat import ChatMessage
 from tokasaurus.server.protocol.tools import Tool
