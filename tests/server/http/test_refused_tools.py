@@ -27,8 +27,8 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "user", "content": "a", "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
-    ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
-    ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content"),
+    ({"messages": [{"role": "tool", "content": None, "tool_call_id": "x"}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "tool_calls": [5] * 100_000}]}, "messages[0].tool_calls[0]"),
     *(

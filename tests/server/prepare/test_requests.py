@@ -13,6 +13,7 @@ from tests.helpers.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
 from tests.server.helpers.prepared_requests import chat, completion, prompts_of
 from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest
+from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.served_model import ServedModel
 
 REFUSED = [{"role": "user", "content": "refuse me"}]
@@ -45,6 +46,14 @@ def test_text_of_content_parts_is_concatenated(served_model: ServedModel) -> Non
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "bc"}]
     in_parts = chat(served_model, messages=[{"role": "user", "content": parts}])
     assert prompts_of(in_parts) == prompts_of(chat(served_model, "abc"))
+
+
+@pytest.mark.parametrize("message", [{"content": None}, {}, {"content": None, "refusal": None, "function_call": None}])
+def test_an_assistant_message_without_content_is_empty(served_model: ServedModel, message: dict[str, object]) -> None:
+    def with_assistant(fields: dict[str, object]) -> Prepared:
+        return chat(served_model, messages=[{"role": "user", "content": "a"}, {"role": "assistant", **fields}])
+
+    assert prompts_of(with_assistant(message)) == prompts_of(with_assistant({"content": ""}))
 
 
 @given(num_prompt_tokens=st.integers(1, 120), max_tokens=st.none() | st.integers(1, 120))

@@ -17,11 +17,14 @@ from tokasaurus.server.protocol.usage import Usage
 
 
 def _parse_content(value: object, info: ValidationInfo) -> str:
-    """A string, or the concatenated texts of its parts. Only a message with tool calls may have none."""
+    """A string, or the concatenated texts of its parts. Null or absent: "", which only an assistant message may have.
+
+    OpenAI answers with null content for tool calls, refusals and cut answers, and clients send these messages back.
+    """
     if isinstance(value, str):
         return value
     if value is None:
-        if info.data.get("tool_calls"):
+        if info.data.get("role") == "assistant":
             return ""
         raise PydanticCustomError("missing", "is required")
     if not isinstance(value, list):
