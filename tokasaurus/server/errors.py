@@ -122,6 +122,15 @@ class EngineNotReady(ApiError):
     code = "engine_not_ready"
 
 
+class GrammarValidatorFailed(ApiError):
+    """The processes that validate grammars were killed or did not answer, twice; the grammar may be valid."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "grammar_validator_failed"
+    headers: Mapping[str, str] = {"Retry-After": "1"}
+
+
 class ServerStopping(ApiError):
     status = 503
     type = "service_unavailable"

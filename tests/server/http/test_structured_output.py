@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import Enum
@@ -12,6 +14,7 @@ from typing import Any
 import jsonschema_rs
 import openai
 import orjson
+import psutil
 import pydantic
 import pytest
 
@@ -196,3 +199,28 @@ def grammar_processes() -> set[str]:
             if name == "toka-grammar" and state_and_parent.split()[1] == str(os.getpid()):
                 found.add(path.parent.name)
     return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the name that the process gives itself")
+def test_client_is_told_to_retry_if_the_validating_processes_are_killed(server: LiveServer) -> None:
+    ended = threading.Event()
+
+    def kill_all() -> None:
+        while not ended.wait(0.01):
+            for child in psutil.Process().children():
+                with suppress(psutil.Error):
+                    if child.name() == "toka-grammar":
+                        child.kill()
+
+    killer = threading.Thread(target=kill_all)
+    killer.start()
+    try:
+        slow = minimal_body(CHAT) | {"guided_regex": "a*" * 40_000}
+        response = server.http.post(CHAT, json=slow)
+    finally:
+        ended.set()
+        killer.join()
+    assert response.status_code == 503
+    assert response.headers["Retry-After"] == "1"
+    assert assert_openai_error(response.content)["code"] == "grammar_validator_failed"
+    assert server.http.post(CHAT, json=minimal_body(CHAT) | {"guided_regex": "a"}).status_code == 200

@@ -1,10 +1,13 @@
 """Which grammars GrammarChecker accepts and refuses, and within what time. Its child processes are real."""
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +16,7 @@ from typing import TypeVar
 import orjson
 import pytest
 
-from tokasaurus.server.errors import InvalidRequest
+from tokasaurus.server.errors import GrammarValidatorFailed, InvalidRequest
 from tokasaurus.server.protocol.grammar_fields import GrammarFormat, GrammarSource
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.structured_output import validator
@@ -246,6 +249,50 @@ def test_killed_process_is_replaced_and_close_leaves_no_process(served_model: Se
     run(served_model, kill_one)
     assert len(pids) == 2
     assert not any(is_alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_grammar_is_validated_though_the_idle_process_was_killed_or_stopped(
+    served_model: ServedModel, sent: signal.Signals
+) -> None:
+    async def harm_idle(checker: GrammarChecker) -> None:
+        await checker.check(source("regex", "a"))
+        (process,) = checker._processes
+        os.kill(process.pid, sent)
+        await checker.check(source("regex", "b"))  # at once: a death may not be known yet
+        assert await refusal(checker, source("regex", "(a"))
+        assert process not in checker._processes
+        assert not is_alive(process.pid)
+
+    run(served_model, harm_idle, time_limit_s=2)
+
+
+def test_it_is_not_the_clients_fault_if_every_process_is_killed(served_model: ServedModel) -> None:
+    async def kill_all(checker: GrammarChecker) -> None:
+        await checker.check(source("regex", "a"))
+        asked = asyncio.create_task(checker.check(source("regex", SLOW_REGEX)))
+        while not asked.done():
+            for process in list(checker._processes):
+                with suppress(ProcessLookupError):
+                    process.kill()
+            await asyncio.sleep(0.01)
+        with pytest.raises(GrammarValidatorFailed) as error:
+            await asked
+        assert error.value.param == "field"
+        await checker.check(source("regex", "b"))  # the checker still works
+
+    run(served_model, kill_all)
+
+
+def test_a_grammar_that_crashes_two_processes_is_the_clients_fault(
+    served_model: ServedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def crash(checker: GrammarChecker) -> None:
+        assert "too deeply" in await refusal(checker, source("json_schema", DEEP_REFERENCES))
+
+    run(served_model, crash)
+    crashes = [record.message for record in caplog.records if "crashed on a grammar" in record.message]
+    assert len(crashes) == 2
 
 
 def test_grammar_is_refused_if_the_tokenizer_does_not_support_grammars(
