@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tokasaurus.checkpoint.checksums import CHECKSUMS
 from tokasaurus.model.cpu.build import machine_sets
 from tokasaurus.model.cpu.isa import INSTRUCTION_SETS, machine
 
@@ -50,7 +51,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prebuilt(installed: Path) -> dict[str, Path]:
     """Prebuilt libraries by instruction set, and the feature detection by architecture."""
     directory = installed / "tokasaurus" / "model" / "cpu" / "prebuilt"
-    return {path.stem.rpartition("-")[0]: path for path in directory.iterdir()}
+    return {path.stem.rpartition("-")[0]: path for path in directory.iterdir() if path.name != CHECKSUMS}
 
 
 def test_the_wheel_contains_the_kernels_for_each_architecture_with_a_compiler(installed: Path) -> None:

@@ -41,6 +41,15 @@ def find_damage(directory: Path) -> Path | None:
     return None
 
 
+def is_intact_file(path: Path) -> bool:
+    """Whether the checksum of this one file, in the checksums beside it, is right."""
+    try:
+        sums = json.loads((path.parent / CHECKSUMS).read_text(encoding="utf-8"))
+        return bool(sums[path.name] == _checksum(path))
+    except (OSError, ValueError, LookupError, TypeError):  # no checksums, or not an object with this name
+        return False
+
+
 def _checksum(path: Path) -> str:
     """Size and SHA-256, as text; of a file above WHOLE_BYTES, the SHA-256 of evenly spaced samples."""
     digest = hashlib.sha256()

@@ -11,6 +11,7 @@ import torch
 
 from tests.helpers.damage import DAMAGE
 from tests.model.helpers.steps import CPU
+from tokasaurus.checkpoint.checksums import write_checksums
 from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
@@ -157,12 +158,10 @@ def test_a_library_exports_only_the_functions_that_python_calls(tmp_path: Path) 
 @pytest.mark.usefixtures("nothing_loaded")
 def test_a_prebuilt_library_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = tiny_library(tmp_path / "sources", 5)
-    monkeypatch.setattr(build, "PREBUILT", tmp_path)
-    built = find_or_build(tiny)
-    shutil.copy(built, tmp_path / tiny.prebuilt_name(built.suffix))
+    prebuilt = use_prebuilt(tiny, tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", "")
     assert is_there(tiny)
-    assert find_or_build(tiny).parent == tmp_path
+    assert find_or_build(tiny) == prebuilt
     with pytest.raises(LibraryUnavailable):  # built from other sources
         find_or_build(tiny_library(tmp_path / "sources", 6))
 
@@ -172,9 +171,38 @@ def test_a_prebuilt_library_that_cannot_be_loaded_is_built_instead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = tiny_library(tmp_path / "sources", 5)
-    monkeypatch.setattr(build, "PREBUILT", tmp_path)
-    (tmp_path / tiny.prebuilt_name(".so")).write_text("made for another system")
+    prebuilt = use_prebuilt(tiny, tmp_path, monkeypatch)
+    prebuilt.write_text("made for another system")
+    write_checksums(prebuilt.parent)
     assert call(find_or_build(tiny)) == 5
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_prebuilt_library_is_never_loaded(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny = tiny_library(tmp_path / "sources", 5)
+    prebuilt = use_prebuilt(tiny, tmp_path, monkeypatch)
+    DAMAGE[kind](prebuilt)
+    assert call(find_or_build(tiny)) == 5  # from source
+    assert kind == "missing" or str(prebuilt) in caplog.text
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "empty"))
+    with pytest.raises(LibraryUnavailable):
+        find_or_build(tiny)
+
+
+def use_prebuilt(library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Installs the library as a wheel would."""
+    directory = tmp_path / "prebuilt"
+    directory.mkdir()
+    built = find_or_build(library)
+    prebuilt = directory / library.prebuilt_name(built.suffix)
+    shutil.copy(built, prebuilt)
+    write_checksums(directory)
+    monkeypatch.setattr(build, "PREBUILT", directory)
+    return prebuilt
 
 
 def test_every_struct_is_checked_when_a_library_is_loaded() -> None:

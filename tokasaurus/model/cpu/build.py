@@ -6,6 +6,7 @@ extension loader, and needs neither ninja nor Python's headers. Does not import 
 
 import ctypes
 import hashlib
+import logging
 import os
 import shlex
 import shutil
@@ -19,13 +20,16 @@ from pathlib import Path
 
 from tokasaurus.checkpoint import CheckpointError, cache_directory
 from tokasaurus.checkpoint.cache import build_once, is_intact, log_damage
+from tokasaurus.checkpoint.checksums import is_intact_file
 from tokasaurus.model.cpu.isa import INSTRUCTION_SETS, InstructionSet, machine, supported_sets
 from tokasaurus.monitoring.cores import available_cores
+
+logger = logging.getLogger(__name__)
 
 _DIRECTORY = Path(__file__).parent
 SOURCES = _DIRECTORY / "csrc"
 PREBUILT = _DIRECTORY / "prebuilt"
-"""Directory of the libraries in a wheel, whose file names are `prebuilt_name`."""
+"""Directory of the libraries in a wheel, whose file names are `prebuilt_name`, and of their checksums."""
 
 COMPILE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-Wno-psabi")
 INCLUDE_FLAGS = ("-I", str(SOURCES))
@@ -104,7 +108,7 @@ def processor_features() -> list[str]:
 def find_or_build(library: Library) -> Path:
     """A file that can be loaded. Builds it if needed, or waits while another process builds it.
 
-    A library in the cache is checked by its checksum: loading one that was cut off would kill the process by SIGBUS.
+    Libraries are checked by their checksums: loading one that was cut off would kill the process by SIGBUS.
     Raises LibraryUnavailable.
     """
     if (prebuilt := _find_prebuilt(library)) is not None:
@@ -177,6 +181,9 @@ def find_compiler() -> list[str]:
 def _find_prebuilt(library: Library) -> Path | None:
     path = PREBUILT / library.prebuilt_name(Path(_file_name()).suffix)
     if not path.exists():
+        return None
+    if not is_intact_file(path):
+        logger.warning("%s is damaged or has no checksum; using kernels compiled from source instead", path)
         return None
     try:
         ctypes.CDLL(str(path))

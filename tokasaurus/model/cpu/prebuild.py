@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 
+from tokasaurus.checkpoint.checksums import write_checksums
 from tokasaurus.model.cpu.build import (
     PREBUILT,
     Library,
@@ -30,6 +31,7 @@ def main() -> None:
         levels = [level for level in INSTRUCTION_SETS if level.machine == machine_name]
         for library in (features_library(machine_name), *map(kernel_library, levels)):
             _prebuild(library, compiler)
+    write_checksums(PREBUILT)
 
 
 def _prebuild(library: Library, compiler: list[str]) -> None:
