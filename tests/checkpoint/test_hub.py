@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers.fake_hub import COMMIT, CONFIG, FakeHub, serve_repository
+from tests.helpers.damage import DAMAGE
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 FILES = {
@@ -91,3 +92,16 @@ def test_each_failure_gives_one_line(tmp_path: Path, hub: FakeHub) -> None:
     hub.gated = True
     (gated,) = resolve("org/tiny", tmp_path, hub.url)
     assert gated.startswith("refused: org/tiny is gated: accept its terms at")
+
+
+@pytest.mark.parametrize("kind", ["cut", "empty"])
+def test_a_file_of_the_wrong_size_is_downloaded_again(kind: str, tmp_path: Path, hub: FakeHub) -> None:
+    _, directory, _ = resolve("org/tiny", tmp_path, hub.url)
+    path = Path(directory, SHARDS[1])
+    DAMAGE[kind](path)
+    (offline,) = resolve("org/tiny", tmp_path, hub.url, HF_HUB_OFFLINE="1")
+    assert f"{SHARDS[1]} of org/tiny has {path.stat().st_size} bytes instead of 6" in offline
+    hub.downloaded.clear()
+    assert resolve("org/tiny", tmp_path, hub.url) == ["org/tiny", directory, directory]
+    assert path.read_bytes() == FILES[SHARDS[1]]
+    assert hub.downloaded == [SHARDS[1]]

@@ -1,9 +1,12 @@
 """Downloads from Hugging Face with huggingface_hub and its cache. HF_ENDPOINT and HF_HUB_OFFLINE are honoured."""
 
+import logging
 import re
 from pathlib import Path
 
 from tokasaurus.checkpoint.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 _REPO_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
@@ -16,7 +19,8 @@ def is_repo_id(name: str) -> bool:
 def download_files(repo_id: str, patterns: list[str], revision: str | None = None) -> Path:
     """The local snapshot directory, with the files at the repository's top level that match `patterns`.
 
-    The directory's name is the commit, which a later call can pass as `revision`. Shows a progress bar.
+    The directory's name is the commit, which a later call can pass as `revision`. Shows a progress bar. A cached file
+    whose size is not the one that the hub lists is downloaded again.
     Raises CheckpointError if the repository is not found, is gated, or is neither reachable nor completely cached.
     """
     from huggingface_hub import constants, snapshot_download
@@ -31,7 +35,17 @@ def download_files(repo_id: str, patterns: list[str], revision: str | None = Non
 
     endpoint = constants.ENDPOINT
     try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
+        directory = Path(
+            snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
+        )
+        wrong = _wrong_sizes(repo_id, directory)
+        if wrong and not constants.is_offline_mode():
+            logger.warning("%s: %s; downloading again", directory, "; ".join(wrong.values()))
+            snapshot_download(repo_id, revision=directory.name, allow_patterns=list(wrong), force_download=True)
+            wrong = _wrong_sizes(repo_id, directory)
+        for name, what in wrong.items():
+            raise CheckpointError(f"{what}; delete {(directory / name).resolve()} to download it again")
+        return directory
     except GatedRepoError:
         raise CheckpointError(
             f"{repo_id} is gated: accept its terms at {endpoint}/{repo_id} and set HF_TOKEN"
@@ -55,3 +69,25 @@ def download_files(repo_id: str, patterns: list[str], revision: str | None = Non
     except (HfHubHTTPError, OSError) as error:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CheckpointError(f"cannot download {repo_id} from {endpoint}: {first_line}") from error
+
+
+def _wrong_sizes(repo_id: str, directory: Path) -> dict[str, str]:
+    """Files of the snapshot whose size is not the one that the hub lists: name -> one line that says so.
+
+    huggingface_hub stores the list beside the snapshot, but does not compare it with files that it has in its cache.
+    """
+    try:
+        from huggingface_hub import get_cached_repo_tree
+        from huggingface_hub.errors import CachedRepoTreeNotFoundError
+    except ImportError:  # versions before this function store no list
+        return {}
+    try:
+        listed = {file.path: file.size for file in get_cached_repo_tree(repo_id, revision=directory.name)}
+    except CachedRepoTreeNotFoundError:  # downloaded by such a version
+        return {}
+    sizes = {path.name: path.stat().st_size for path in directory.iterdir() if path.is_file()}
+    return {
+        name: f"{name} of {repo_id} has {size} bytes instead of {listed[name]}"
+        for name, size in sizes.items()
+        if name in listed and size != listed[name]
+    }
