@@ -20,7 +20,16 @@ TESTS = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted((ROOT / "tests").rglob("*.py"))
 }
 # Folders of tests that mirror no package; besides them, any folder may have one named helpers.
-OWN_FOLDERS = {"helpers", "benchmarks", "clients", "clients/lm_eval_tasks", "end_to_end", "gpu", "server/http"}
+OWN_FOLDERS = {
+    "helpers",
+    "benchmarks",
+    "clients",
+    "clients/lm_eval_tasks",
+    "end_to_end",
+    "gpu",
+    "server/http",
+    "torture",
+}
 
 # From the top down. A package or module imports from lines below its own, never from its own line.
 LAYERS = [

@@ -119,8 +119,25 @@ def test_eos_ids_are_the_union_of_both_files(
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("llama", {"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
         ("llama", {"hidden_size": None}, "hidden_size is missing"),
-        ("llama", {"num_hidden_layers": "3"}, "num_hidden_layers must be a positive integer, not '3'"),
+        ("llama", {"num_hidden_layers": "3"}, "num_hidden_layers must be a positive integer, at most 10000, not '3'"),
         ("llama", {"rms_norm_eps": -1}, "rms_norm_eps"),
+        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ("llama", {"hidden_size": 0}, "hidden_size"),
+        ("llama", {"hidden_size": 10**30}, "hidden_size"),
+        ("llama", {"num_attention_heads": -8}, "num_attention_heads"),
+        ("llama", {"head_dim": 2**40}, "head_dim"),
+        ("llama", {"vocab_size": 2**40}, "vocab_size"),
+        ("llama", {"max_position_embeddings": 2**31}, "max_position_embeddings"),
+        ("llama", {"rope_theta": float("inf")}, "rope_theta"),
+        ("llama", {"rope_theta": 1e-30}, "rope_theta"),
+        ("llama", {"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ("llama", {"rope_scaling": {"rope_type": ["llama3"]}}, "rope type"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": "all"}}, "partial_rotary_factor"),
+        ("llama", {"layer_types": [["full_attention"]]}, "layer_types"),
+        ("llama", {"quantization_config": "awq"}, "awq"),
+        ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings"),
+        ("llama\x1b[2J", {}, "model_type"),
         ("llama", {"eos_token_id": 1000}, "eos_token_id 1000"),
         ("llama", {"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
     ],
@@ -141,6 +158,9 @@ def test_missing_and_malformed_files_are_named(tmp_path: Path) -> None:
         read_model_info(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"cannot read .*config\.json"):
+        read_model_info(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="nested too deeply"):
         read_model_info(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"config\.json does not contain a JSON object"):

@@ -1,11 +1,16 @@
 """The safetensors files of a checkpoint directory."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.numpy import save_file
 
-from tokasaurus.checkpoint import CheckpointError, weight_files
+from tests.checkpoint.helpers.gguf_files import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, MLP, VOCAB, random_weights
+from tokasaurus.checkpoint import CheckpointError, ModelInfo, RopeInfo, check_weight_sizes, weight_files
 
 
 def write_index(directory: Path, *names: object) -> None:
@@ -38,8 +43,94 @@ def test_absent_files_are_named(tmp_path: Path) -> None:
         weight_files(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", 3])
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/passwd", 3, "..", ".", "", "a\\b", "a\0b", "a" * 300, None]
+)
 def test_an_index_may_not_name_a_file_outside_its_directory(tmp_path: Path, name: object) -> None:
     write_index(tmp_path, name)
     with pytest.raises(CheckpointError, match="not a file name"):
         weight_files(tmp_path)
+
+
+def test_a_directory_is_no_weight_file(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
+        weight_files(tmp_path)
+
+
+INFO = ModelInfo(
+    family="llama",
+    num_layers=LAYERS,
+    hidden_size=HIDDEN,
+    num_heads=HEADS,
+    num_kv_heads=KV_HEADS,
+    head_dim=HEAD_DIM,
+    intermediate_size=MLP,
+    vocab_size=VOCAB,
+    context_length=256,
+    norm_eps=1e-5,
+    rope=RopeInfo(1e4),
+    tie_embeddings=True,
+    eos_ids=(),
+    dtype="float32",
+)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file(random_weights("llama", tied=True), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"vocab_size": 1 << 24}, "model.embed_tokens.weight"),
+        ({"hidden_size": 1 << 24}, "model.embed_tokens.weight"),
+        ({"head_dim": 1 << 14}, "q_proj"),
+        ({"num_kv_heads": 4}, "k_proj"),
+        ({"intermediate_size": 1 << 24}, "gate_proj"),
+        ({"num_layers": 10_000}, "lacks tensor model.layers.2."),
+    ],
+)
+def test_sizes_that_the_weights_do_not_have_are_refused(weights: Path, change: dict[str, Any], named: str) -> None:
+    check_weight_sizes([weights], INFO)
+    with pytest.raises(CheckpointError) as caught:
+        check_weight_sizes([weights], replace(INFO, **change))
+    assert named in str(caught.value)
+
+
+def _with_header(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
+    def write(content: bytes) -> bytes:
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        change(header)
+        encoded = json.dumps(header).encode()
+        return len(encoded).to_bytes(8, "little") + encoded + content[8 + length :]
+
+    return write
+
+
+NORM = "model.norm.weight"
+DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda _: b"", "cut off"),
+    "cut in the header": (lambda content: content[:100], "cut off"),
+    "cut in the data": (lambda content: content[:-1], "cut off"),
+    "endless header": (lambda content: (2**63).to_bytes(8, "little") + content[8:], "cut off"),
+    "not JSON": (lambda content: content[:8] + b"[" + content[9:], "not a readable safetensors file"),
+    "nested": (lambda _: (5000).to_bytes(8, "little") + b"[" * 5000, "nested too deeply"),
+    "offsets": (_with_header(lambda header: header[NORM].update(data_offsets=[8, 0])), NORM),
+    "shape": (_with_header(lambda header: header[NORM].update(shape=[2**62, 2**62])), NORM),
+    "negative": (_with_header(lambda header: header[NORM].update(shape=[-1])), NORM),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_header_is_refused(weights: Path, kind: str) -> None:
+    damage, named = DAMAGED[kind]
+    weights.write_bytes(damage(weights.read_bytes()))
+    with pytest.raises(CheckpointError) as caught:
+        check_weight_sizes([weights], INFO)
+    assert named in str(caught.value)
+    assert str(caught.value).isprintable()

@@ -4,7 +4,7 @@ from tokasaurus.checkpoint.cache import cache_directory
 from tokasaurus.checkpoint.errors import CheckpointError
 from tokasaurus.checkpoint.info import ModelInfo, RopeInfo, read_model_info
 from tokasaurus.checkpoint.resolve import Checkpoint, resolve_checkpoint
-from tokasaurus.checkpoint.weight_files import weight_files
+from tokasaurus.checkpoint.weight_files import check_weight_sizes, weight_files
 
 __all__ = [
     "Checkpoint",
@@ -12,6 +12,7 @@ __all__ = [
     "ModelInfo",
     "RopeInfo",
     "cache_directory",
+    "check_weight_sizes",
     "read_model_info",
     "resolve_checkpoint",
     "weight_files",

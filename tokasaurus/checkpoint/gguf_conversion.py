@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tokasaurus.checkpoint.cache import CONVERSION_VERSION, build_once, cache_directory
 from tokasaurus.checkpoint.errors import CheckpointError
 from tokasaurus.checkpoint.gguf_config import architecture_of, generation_config, model_config
+from tokasaurus.checkpoint.gguf_header import check_gguf_header
 from tokasaurus.checkpoint.gguf_tokenizer import write_tokenizer
 from tokasaurus.checkpoint.json_files import write_json
 
@@ -47,6 +48,9 @@ _FAMILY_LAYER_NAMES = {
     "qwen3": {f"attn_{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"},
 }
 _ROPE_FACTORS = "rope_freqs.weight"
+
+_MALFORMED = (ValueError, TypeError, LookupError, ArithmeticError)
+"""What reading metadata of a wrong type or value raises here and in the gguf library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +127,18 @@ def write_hf_directory(path: Path, directory: Path) -> None:
             _write_safetensors(file, outputs, f"converting {path.name}")
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    except _MALFORMED as error:
+        raise CheckpointError(f"{path}: its metadata or tensors are malformed ({error})") from None
 
 
 def _open(path: Path) -> "GGUFReader":
-    from gguf import GGUFEndian, GGUFReader
+    from gguf import GGUFReader
 
     try:
-        reader = GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OSError) as error:
+        check_gguf_header(path)
+        return GGUFReader(path)
+    except (*_MALFORMED, OSError) as error:
         raise CheckpointError(f"not a readable GGUF file ({error})") from None
-    if reader.endianess != GGUFEndian.LITTLE:
-        raise CheckpointError("big-endian GGUF files are not supported")
-    return reader
 
 
 def _default_head_size(architecture: str, metadata: dict[str, Any]) -> int:

@@ -41,13 +41,17 @@ def write_tokenizer(metadata: Metadata, directory: Path) -> None:
 def build_tokenizer(metadata: Metadata) -> Tokenizer:
     """The byte-level BPE tokenizer that the metadata describe. Raises CheckpointError."""
     rule = _rule(metadata)
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", ())]
+    tokens = _texts(metadata, "tokenizer.ggml.tokens")
+    pairs = [merge.split(" ") for merge in _texts(metadata, "tokenizer.ggml.merges")]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    if not merges or any(len(merge) != 2 for merge in merges) or len(vocabulary) != len(tokens):
+    if not pairs or any(len(pair) != 2 for pair in pairs) or len(vocabulary) != len(tokens):
         raise CheckpointError("the tokenizer's merges are missing or malformed, or a token occurs twice")
     # Llama 3 encodes a word that is in the vocabulary as one token, even if no merges produce it.
-    bpe = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule == _LLAMA3)
+    try:
+        merges = [(first, second) for first, second in pairs]
+        bpe = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule == _LLAMA3)
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"the tokenizer's merges do not fit its tokens: {error}") from None
     tokenizer = Tokenizer(bpe)
     if rule == _QWEN2:
         tokenizer.normalizer = normalizers.NFC()
@@ -63,7 +67,7 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     """The content of tokenizer_config.json: the named special tokens and the chat template."""
-    tokens = metadata["tokenizer.ggml.tokens"]
+    tokens = _texts(metadata, "tokenizer.ggml.tokens")
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -72,6 +76,14 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     if "tokenizer.chat_template" in metadata:
         config["chat_template"] = metadata["tokenizer.chat_template"]
     return config
+
+
+def _texts(metadata: Metadata, key: str) -> list[str]:
+    """The strings in an array, which may be absent."""
+    values = metadata.get(key, [])
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise CheckpointError(f"{key} is not an array of strings")
+    return values
 
 
 def _rule(metadata: Metadata) -> str:

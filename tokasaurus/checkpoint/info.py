@@ -13,6 +13,15 @@ from tokasaurus.checkpoint.json_files import read_json
 
 DTYPES = ("float32", "float16", "bfloat16")
 
+# Far above every published model. They keep the products of sizes below 2**63, and refuse a damaged or hostile file
+# before memory is allocated for it.
+_MAX_LAYERS = 10_000
+_MAX_HEADS = 1 << 16
+_MAX_HEAD_DIM = 1 << 14
+_MAX_WIDTH = 1 << 24  # of hidden states, of the MLP, and of the vocabulary
+_MAX_CONTEXT = 1 << 22  # the rotary table takes about 2 GB then
+_MAX_THETA = 1e15
+
 
 @dataclass(frozen=True, slots=True)
 class RopeInfo:
@@ -91,30 +100,33 @@ def _parse(config: dict[str, Any], generation: dict[str, Any]) -> ModelInfo:
         raise CheckpointError(f"model_type {name!r} is not supported; supported are {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     _refuse_unsupported(config, name, family)
-    hidden_size = _positive_int(config, "hidden_size")
-    num_heads = _positive_int(config, "num_attention_heads")
-    num_kv_heads = _positive_int(config, "num_key_value_heads", default=num_heads if name == "llama" else None)
+    hidden_size = _positive_int(config, "hidden_size", _MAX_WIDTH)
+    num_heads = _positive_int(config, "num_attention_heads", _MAX_HEADS)
+    num_kv_heads = _positive_int(
+        config, "num_key_value_heads", _MAX_HEADS, default=num_heads if name == "llama" else None
+    )
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
         )
-    head_dim = _positive_int(config, "head_dim", default=family.default_head_dim or hidden_size // num_heads)
+    default_head_dim = family.default_head_dim or hidden_size // num_heads
+    head_dim = _positive_int(config, "head_dim", _MAX_HEAD_DIM, default=default_head_dim)
     if head_dim % 2:
         raise CheckpointError(f"head_dim {head_dim} is odd, which rotary embedding does not allow")
-    vocab_size = _positive_int(config, "vocab_size")
+    vocab_size = _positive_int(config, "vocab_size", _MAX_WIDTH)
     return ModelInfo(
         family=name,
-        num_layers=_positive_int(config, "num_hidden_layers"),
+        num_layers=_positive_int(config, "num_hidden_layers", _MAX_LAYERS),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=_positive_int(config, "intermediate_size"),
+        intermediate_size=_positive_int(config, "intermediate_size", _MAX_WIDTH),
         vocab_size=vocab_size,
-        context_length=_positive_int(config, "max_position_embeddings"),
-        norm_eps=_positive_float(config, "rms_norm_eps", default=1e-6),
+        context_length=_positive_int(config, "max_position_embeddings", _MAX_CONTEXT),
+        norm_eps=_positive_float(config, "rms_norm_eps", 1.0, default=1e-6),
         rope=_parse_rope(config),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_embeddings=_flag(config, "tie_word_embeddings"),
         eos_ids=tuple(sorted(_eos_ids(config, vocab_size) | _eos_ids(generation, vocab_size))),
         dtype=_parse_dtype(config),
     )
@@ -127,26 +139,33 @@ def _refuse_unsupported(config: dict[str, Any], name: str, family: FamilyConfig)
     for field in family.must_be_off:
         if config.get(field):
             raise CheckpointError(f"{field} = {config[field]!r} is not supported for {name}")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise CheckpointError(f"quantization_config (quant_method {method!r}): quantised weights are not supported")
     if config.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
-    layer_types = set(config.get("layer_types") or ())
-    if layer_types - {"full_attention"}:
-        raise CheckpointError(f"layer_types {sorted(layer_types)} is not supported, only 'full_attention'")
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(each != "full_attention" for each in layer_types):
+        raise CheckpointError(f"layer_types {layer_types!r} is not supported, only 'full_attention'")
 
 
 def _parse_rope(config: dict[str, Any]) -> RopeInfo:
     """transformers 5 puts all fields in rope_parameters; 4 has rope_theta and, for a scaled model, rope_scaling."""
-    fields = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    fields: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = config.get(name) or {}
+        if not isinstance(given, dict):
+            raise CheckpointError(f"{name} must be an object, not {given!r}")
+        fields |= given
     scaling_type = fields.get("rope_type", fields.get("type", "default"))
     if any(isinstance(value, dict) for value in fields.values()):
         raise CheckpointError("rope_parameters per layer type are not supported")
-    if float(fields.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
+    if fields.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         raise CheckpointError("partial_rotary_factor other than 1 is not supported")
     theta_source = fields if "rope_theta" in fields else config
-    theta = _positive_float(theta_source, "rope_theta", default=10000.0)
+    theta = _positive_float(theta_source, "rope_theta", _MAX_THETA, default=10000.0)
+    if theta <= 1:
+        raise CheckpointError(f"rope_theta must be greater than 1, not {theta!r}")
     if scaling_type == "default":
         return RopeInfo(theta)
     if scaling_type != "llama3":
@@ -154,10 +173,10 @@ def _parse_rope(config: dict[str, Any]) -> RopeInfo:
     rope = RopeInfo(
         theta,
         "llama3",
-        factor=_positive_float(fields, "factor"),
-        low_freq_factor=_positive_float(fields, "low_freq_factor"),
-        high_freq_factor=_positive_float(fields, "high_freq_factor"),
-        original_context_length=_positive_int(fields, "original_max_position_embeddings"),
+        factor=_positive_float(fields, "factor", _MAX_THETA),
+        low_freq_factor=_positive_float(fields, "low_freq_factor", _MAX_THETA),
+        high_freq_factor=_positive_float(fields, "high_freq_factor", _MAX_THETA),
+        original_context_length=_positive_int(fields, "original_max_position_embeddings", _MAX_CONTEXT),
     )
     if rope.high_freq_factor <= rope.low_freq_factor:
         raise CheckpointError("high_freq_factor must be greater than low_freq_factor")
@@ -181,22 +200,33 @@ def _eos_ids(config: dict[str, Any], vocab_size: int) -> set[int]:
     return set(ids)
 
 
-def _positive_int(fields: dict[str, Any], name: str, default: int | None = None) -> int:
+def _positive_int(fields: dict[str, Any], name: str, maximum: int, default: int | None = None) -> int:
     """An absent or null field takes the default; without a default it is an error."""
-    value = fields.get(name)
-    value = default if value is None else value
-    if value is None:
-        raise CheckpointError(f"{name} is missing")
-    if type(value) is not int or value < 1:
-        raise CheckpointError(f"{name} must be a positive integer, not {value!r}")
+    value = _value(fields, name, default)
+    if type(value) is not int or not 1 <= value <= maximum:
+        raise CheckpointError(f"{name} must be a positive integer, at most {maximum}, not {value!r}")
     return value
 
 
-def _positive_float(fields: dict[str, Any], name: str, default: float | None = None) -> float:
+def _positive_float(fields: dict[str, Any], name: str, maximum: float, default: float | None = None) -> float:
+    value = _value(fields, name, default)
+    # not NaN, which compares as false
+    if type(value) not in (int, float) or not 0 < value <= maximum:
+        raise CheckpointError(f"{name} must be a positive number, at most {maximum:g}, not {value!r}")
+    return float(value)
+
+
+def _flag(fields: dict[str, Any], name: str) -> bool:
+    """An absent or null field is false."""
+    value = fields.get(name)
+    if value is not None and type(value) is not bool:
+        raise CheckpointError(f"{name} must be true or false, not {value!r}")
+    return bool(value)
+
+
+def _value(fields: dict[str, Any], name: str, default: float | None) -> Any:
     value = fields.get(name)
     value = default if value is None else value
     if value is None:
         raise CheckpointError(f"{name} is missing")
-    if type(value) not in (int, float) or value <= 0:
-        raise CheckpointError(f"{name} must be a positive number, not {value!r}")
-    return float(value)
+    return value

@@ -1,12 +1,26 @@
-"""Finds the safetensors files that contain a model's weights."""
+"""Finds the safetensors files that contain a model's weights, and checks their headers.
 
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from collections.abc import Sequence
+from math import prod
 from pathlib import Path
+from typing import TypeGuard
 
 from tokasaurus.checkpoint.errors import CheckpointError
-from tokasaurus.checkpoint.json_files import read_json
+from tokasaurus.checkpoint.info import ModelInfo
+from tokasaurus.checkpoint.json_files import parse_json, read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+
+MAX_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors library."""
+
+_LENGTH_BYTES = 8
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+"""By dtype, for the dtypes that checkpoints of the supported families contain. The size of others is not checked."""
 
 
 def weight_file_names(directory: Path) -> list[str]:
@@ -17,22 +31,98 @@ def weight_file_names(directory: Path) -> list[str]:
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path} has no weight_map")
-    names = set(weight_map.values())
-    for name in names:
+    for name in weight_map.values():
         # The index is untrusted: a name must not lead out of the directory.
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or not _is_file_name(name):
             raise CheckpointError(f"{index_path} names {name!r}, which is not a file name")
-    return sorted(names)
+    return sorted(set(weight_map.values()))
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether every file system may have a file of this name in a directory."""
+    return name.isprintable() and name not in ("", ".", "..") and not set("/\\") & set(name) and len(name) <= 200
 
 
 def weight_files(directory: Path) -> list[Path]:
     """Paths of the safetensors files. Raises CheckpointError, naming the first one that does not exist."""
     paths = [directory / name for name in weight_file_names(directory)]
     for path in paths:
-        if path.exists():
+        if path.is_file():
             continue
         if path.name != SINGLE_NAME:
             raise CheckpointError(f"{directory} has no {path.name}, which {INDEX_NAME} names")
         hint = "; PyTorch .bin weights are not read" if any(directory.glob("*.bin")) else ""
         raise CheckpointError(f"{directory} has no {SINGLE_NAME} and no {INDEX_NAME}{hint}")
     return paths
+
+
+def check_weight_sizes(files: Sequence[Path], info: ModelInfo) -> None:
+    """Raises CheckpointError if a header is malformed, a file is cut off, or the sizes in config.json are not those of
+    the tensors that decide how much memory the model takes.
+
+    Compares the embedding and the first layer, and that every layer exists. Other tensors are compared when they are
+    loaded. Takes about a millisecond.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        shapes |= read_shapes(file)
+    first = "model.layers.0."
+    expected = {
+        "model.embed_tokens.weight": (info.vocab_size, info.hidden_size),
+        f"{first}self_attn.q_proj.weight": (info.num_heads * info.head_dim, info.hidden_size),
+        f"{first}self_attn.k_proj.weight": (info.num_kv_heads * info.head_dim, info.hidden_size),
+        f"{first}mlp.gate_proj.weight": (info.intermediate_size, info.hidden_size),
+    }
+    for name, shape in expected.items():
+        if name not in shapes:
+            raise CheckpointError(f"the checkpoint lacks tensor {name}")
+        if shapes[name] != shape:
+            raise CheckpointError(f"tensor {name} has shape {shapes[name]}, but config.json makes it {shape}")
+    for layer in range(info.num_layers):
+        name = f"model.layers.{layer}.mlp.gate_proj.weight"
+        if name not in shapes:
+            raise CheckpointError(f"the checkpoint lacks tensor {name}: config.json has {info.num_layers} layers")
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor in the file. Raises CheckpointError if its header is not valid."""
+    try:
+        return _read_shapes(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Raises OSError and ValueError."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or header_bytes > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
+            raise ValueError(f"its header is malformed or cut off (the file has {size:,} bytes)")
+        header = parse_json(file.read(header_bytes))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a JSON object")
+    data_bytes = size - _LENGTH_BYTES - header_bytes
+    return {name: _shape(name, entry, data_bytes) for name, entry in header.items() if name != "__metadata__"}
+
+
+def _shape(name: str, entry: object, data_bytes: int) -> tuple[int, ...]:
+    if not isinstance(entry, dict):
+        raise ValueError(f"the entry of tensor {name} is not an object")
+    shape, offsets, dtype = entry.get("shape"), entry.get("data_offsets"), entry.get("dtype")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or not isinstance(dtype, str):
+        raise ValueError(f"the shape, dtype or data_offsets of tensor {name} are malformed")
+    begin, end = offsets
+    if not begin <= end <= data_bytes:
+        raise ValueError(f"tensor {name} ends after the end of the file, which may be cut off")
+    if dtype in _ITEM_BYTES and prod(shape) * _ITEM_BYTES[dtype] != end - begin:
+        raise ValueError(f"tensor {name} has {end - begin:,} bytes, which do not match its shape and dtype")
+    return tuple(shape)
+
+
+def _are_counts(value: object) -> TypeGuard[list[int]]:
+    """Whether it is a short list of integers from 0 to 2**63."""
+    if not isinstance(value, list) or len(value) > 8:
+        return False
+    return all(type(each) is int and 0 <= each < 1 << 63 for each in value)

@@ -117,3 +117,12 @@ STOP_AT_ONCE = signal.SIGUSR1
 
 class UserError(Exception):
     """A failure that the user can fix, described in one line: the process shows that line and no traceback."""
+
+
+_MAX_LINE_CHARS = 1000
+
+
+def one_line(text: str) -> str:
+    """For a UserError that quotes a file which nobody has checked: escapes what is not printable, cuts a long text."""
+    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:_MAX_LINE_CHARS])
+    return line if len(text) <= _MAX_LINE_CHARS else line + "…"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as BaseTokenizer
 
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.lifecycle import UserError, one_line
 from tokasaurus.text.special_text import SpecialText
 from tokasaurus.text.token_bounds import TokenBounds
 from tokasaurus.text.token_bytes import BYTE_OF_CHARACTER, TokenBytes
@@ -26,6 +26,9 @@ _CALL_MARKS = ("<tool_call>", "</tool_call>")
 
 class TokenizerError(UserError):
     """The tokenizer's files are missing or broken. The message is one line for the user."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class ChatTemplateError(ValueError):

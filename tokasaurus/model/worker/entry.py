@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from tokasaurus.checkpoint import Checkpoint, weight_files
+from tokasaurus.checkpoint import Checkpoint, check_weight_sizes, weight_files
 from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
 from tokasaurus.messages.lifecycle import (
@@ -113,6 +113,7 @@ def start_worker(
         report(PhaseDone(PROCESS, name, last_end - started, ", ".join(details)))
 
     info = checkpoint.info
+    check_weight_sizes(weight_files(checkpoint.directory), info)
     context_length = min(info.context_length, config.max_num_tokens_per_request or info.context_length)
     with phase("device") as details:
         device = choose_device(config.device)

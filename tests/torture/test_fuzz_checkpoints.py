@@ -1,0 +1,10 @@
+"""A few hundred damaged and hostile model files; `python -m tests.torture.fuzz_checkpoints` runs thousands."""
+
+from tests.torture.fuzz_checkpoints import run
+
+
+def test_damaged_model_files_are_loaded_or_refused_in_one_line() -> None:
+    report = run(210)
+    assert not report.faults
+    assert report.num_cases == 210
+    assert {outcome for _, outcome in report.outcomes} == {"loaded", "refused"}
