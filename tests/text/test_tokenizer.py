@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +17,15 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tokasaurus.messages.lifecycle import UserError
-from tokasaurus.text.tokenizer import ChatTemplateError, Tokenizer, TokenizerError, load_token_decoder
+from tokasaurus.text import tokenizer as tokenizer_module
+from tokasaurus.text.time_limit import TimeLimit
+from tokasaurus.text.tokenizer import (
+    ChatTemplateError,
+    ChatTemplateTooSlow,
+    Tokenizer,
+    TokenizerError,
+    load_token_decoder,
+)
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -171,6 +180,28 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
     escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     own = Tokenizer.load(write_tokenizer(tmp_path, chat_template=escape))
     with pytest.raises(ChatTemplateError, match="unsafe"):
+        own.render_chat(MESSAGES)
+
+
+ENDLESS = """{% for message in messages %}{{ message.content }}{% if message.content == 'loop' %}
+{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"""
+
+
+def test_a_template_that_loops_for_some_messages_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "_RENDERING", TimeLimit(0.5))
+    own = Tokenizer.load(write_tokenizer(tmp_path, chat_template=ENDLESS))
+    assert own.render_chat([{"role": "user", "content": "x"}]) == "x"
+    started = time.monotonic()
+    with pytest.raises(ChatTemplateTooSlow, match=r"does not finish .* within 0\.5 s"):
+        own.encode_chat([{"role": "user", "content": "loop"}])
+    assert time.monotonic() - started < 8
+    assert own.render_chat([{"role": "user", "content": "y"}]) == "y"
+
+
+def test_a_template_that_calls_itself_is_refused(tmp_path: Path) -> None:
+    recursion = "{% macro m(x) %}{{ m(x + 1) }}{% endmacro %}{{ m(0) }}"
+    own = Tokenizer.load(write_tokenizer(tmp_path, chat_template=recursion))
+    with pytest.raises(ChatTemplateError, match="nested too deeply"):
         own.render_chat(MESSAGES)
 
 

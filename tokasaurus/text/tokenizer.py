@@ -3,6 +3,7 @@
 `tokenizers` alone encodes and decodes; transformers renders chat templates in its sandbox. Neither imports torch.
 """
 
+import functools
 import inspect
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer as BaseTokenizer
 
 from tokasaurus.messages.lifecycle import UserError, one_line
 from tokasaurus.text.special_text import SpecialText
+from tokasaurus.text.time_limit import TimeLimit, TimeLimitExceeded
 from tokasaurus.text.token_bounds import TokenBounds
 from tokasaurus.text.token_bytes import BYTE_OF_CHARACTER, TokenBytes
 
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
 
 # Some models declare these as special tokens, but the tool-call parser needs them in the text.
 _CALL_MARKS = ("<tool_call>", "</tool_call>")
+
+TEMPLATE_LIMIT_S = 10.0
+"""A template is a program from the model's repository, which may loop. Ordinary ones take below a millisecond, long
+chats some ten; the limit is generous because all threads may be busy."""
+_RENDERING = TimeLimit(TEMPLATE_LIMIT_S)
 
 
 class TokenizerError(UserError):
@@ -33,6 +40,10 @@ class TokenizerError(UserError):
 
 class ChatTemplateError(ValueError):
     """The model has no chat template, or its template rejects the messages; the error message states the reason."""
+
+
+class ChatTemplateTooSlow(ChatTemplateError):
+    """The template did not finish within TEMPLATE_LIMIT_S."""
 
 
 class TemplateVariableError(ChatTemplateError):
@@ -187,19 +198,24 @@ class Tokenizer(TokenDecoder):
             raise ChatTemplateError("this model has no chat template; use completions")
         _check_variables(variables, inspect.signature(chat_tokenizer.apply_chat_template).parameters)
         try:
-            return str(
-                chat_tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tools=None if tools is None else [dict(tool) for tool in tools],
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tokenize=False,
-                    **variables,
-                )
+            render = functools.partial(
+                chat_tokenizer.apply_chat_template,
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **variables,
             )
+            return str(_RENDERING.run(render))
+        except TimeLimitExceeded:
+            reason = f"the chat template does not finish with these messages within {_RENDERING.seconds:g} s"
+            raise ChatTemplateTooSlow(reason) from None
         # A template is a program: unexpected content may raise any of these.
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
+        except MemoryError:
+            raise ChatTemplateError("the chat template needs too much memory with these messages") from None
         except RecursionError:
             raise ChatTemplateError("messages or variables are nested too deeply") from None
 

@@ -28,7 +28,9 @@ from tokasaurus.server.tools.formats import (
     find_tool_support,
 )
 from tokasaurus.server.tools.prompt import template_input
-from tokasaurus.text.tokenizer import Tokenizer
+from tokasaurus.text import tokenizer as tokenizer_module
+from tokasaurus.text.time_limit import TimeLimit
+from tokasaurus.text.tokenizer import Tokenizer, TokenizerError
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -86,6 +88,14 @@ def test_format_is_detected_from_the_template_unless_given(template: Any, suppor
     for name, format_ in FORMATS.items():
         assert find_tool_support(tokenizer, name) == dataclasses.replace(support, format=format_)
     assert SERVER_FLAGS.flags["tool_call_format"].choices == tuple(FORMATS)
+
+
+def test_a_template_that_never_ends_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "_RENDERING", TimeLimit(0.5))
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(TokenizerError) as caught:
+        find_tool_support(load(endless, tmp_path), None)
+    assert f"the chat template in {tmp_path} cannot be used" in str(caught.value)
 
 
 def render(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:

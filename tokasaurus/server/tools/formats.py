@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokasaurus.text.tokenizer import ChatTemplateError, Tokenizer
+from tokasaurus.text.tokenizer import ChatTemplateError, ChatTemplateTooSlow, Tokenizer, TokenizerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,10 @@ _CALL = {
 
 
 def find_tool_support(tokenizer: Tokenizer, format_name: str | None) -> ToolSupport:
-    """Detected by rendering a tool and a call with the template. format_name: overrides the detected format."""
+    """Detected by rendering a tool and a call with the template. format_name: overrides the detected format.
+
+    Raises TokenizerError if the template does not finish.
+    """
     chosen = None if format_name is None else FORMATS[format_name]
     shown = _render(tokenizer, [_QUESTION], [_TOOL])
     if not shown or shown == _render(tokenizer, [_QUESTION], None):
@@ -100,6 +103,8 @@ def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[di
     """The rendered prompt; "" if the template refuses the messages or the tools."""
     try:
         return tokenizer.render_chat(messages, add_generation_prompt=False, tools=tools)
+    except ChatTemplateTooSlow as error:  # it would not finish for a client's messages either
+        raise TokenizerError(f"the chat template in {tokenizer.directory} cannot be used: {error}") from None
     except ChatTemplateError:
         return ""
 
