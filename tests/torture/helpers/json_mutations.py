@@ -66,11 +66,16 @@ def _change(value: Any, rng: random.Random) -> Any:
         else:
             value[index] = _change(value[index], rng)
         return value
-    if rng.random() < 0.15:
+    if rng.random() < 0.1:
         return nest(rng, value)
-    if isinstance(value, int) and rng.random() < 0.3:
-        return rng.choice([value + 1, value - 1, -value, value * 2**20, str(value)])
-    if isinstance(value, str) and rng.random() < 0.3:
+    # Often of the same type, so that more than the check of types sees it.
+    if isinstance(value, bool) and rng.random() < 0.6:
+        return not value
+    if isinstance(value, int) and rng.random() < 0.6:
+        return rng.choice([value + 1, value - 1, -value, value * 2**20, 0, 3, str(value)])
+    if isinstance(value, float) and rng.random() < 0.6:
+        return rng.choice([0.0, 1.0, value * 2, -value, value * 1e-9, 1])
+    if isinstance(value, str) and rng.random() < 0.6:
         cut = rng.randint(0, len(value))
         return value[:cut] + rng.choice(["", "\0", "\ud800", "é", "\n", "{", "<|im_start|>"]) + value[cut:]
     return copy.deepcopy(rng.choice(STRANGE_VALUES))

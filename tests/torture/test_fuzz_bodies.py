@@ -1,0 +1,10 @@
+"""A few hundred mutated bodies; `python -m tests.torture.fuzz_bodies` sends thousands."""
+
+from tests.torture.fuzz_bodies import run
+
+
+def test_mutated_bodies_are_answered_or_refused_in_openais_form() -> None:
+    report = run(360)
+    assert not report.faults
+    assert report.num_cases == 360
+    assert {outcome for _, outcome in report.outcomes} >= {"200", "400"}
