@@ -1,67 +1,21 @@
 """Which grammars GrammarChecker accepts and refuses, and within what time. Its child processes are real."""
 
 import asyncio
-import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar
 
 import orjson
 import pytest
 
-from tokasaurus.server.errors import GrammarValidatorFailed, InvalidRequest
-from tokasaurus.server.protocol.grammar_fields import GrammarFormat, GrammarSource
+from tests.server.helpers.grammar_checks import DEEP_REFERENCES, SLOW_REGEX, is_alive, refusal, run, source
+from tokasaurus.server.protocol.grammar_fields import GrammarFormat
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.structured_output import validator
 from tokasaurus.server.structured_output.validator import GrammarChecker
-
-Result = TypeVar("Result")
-
-DEEP_REFERENCES = {  # objects nested through 10,000 references: overflows the compiler's stack
-    "$ref": "#/$defs/d0",
-    "$defs": {
-        **{
-            f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["a"]}
-            for i in range(10_000)
-        },
-        "d10000": {"type": "string"},
-    },
-}
-SLOW_REGEX = "a*" * 40_000  # takes half a minute to compile
-
-
-def source(format: GrammarFormat, text: str | dict, param: str = "field") -> GrammarSource:
-    return GrammarSource(format, text if isinstance(text, str) else orjson.dumps(text).decode(), param)
-
-
-def run(
-    model: ServedModel,
-    work: Callable[[GrammarChecker], Awaitable[Result]],
-    time_limit_s: float = validator.TIME_LIMIT_S,
-) -> Result:
-    async def with_checker() -> Result:
-        checker = GrammarChecker(model, time_limit_s)
-        try:
-            return await work(checker)
-        finally:
-            await checker.close()
-
-    return asyncio.run(with_checker())
-
-
-async def refusal(checker: GrammarChecker, wrong: GrammarSource) -> str:
-    with pytest.raises(InvalidRequest) as error:
-        await checker.check(wrong)
-    assert error.value.param == wrong.param
-    return error.value.message
-
 
 REFUSED = [
     ({"not": {"type": "string"}}, "not"),
@@ -251,50 +205,6 @@ def test_killed_process_is_replaced_and_close_leaves_no_process(served_model: Se
     assert not any(is_alive(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_grammar_is_validated_though_the_idle_process_was_killed_or_stopped(
-    served_model: ServedModel, sent: signal.Signals
-) -> None:
-    async def harm_idle(checker: GrammarChecker) -> None:
-        await checker.check(source("regex", "a"))
-        (process,) = checker._processes
-        os.kill(process.pid, sent)
-        await checker.check(source("regex", "b"))  # at once: a death may not be known yet
-        assert await refusal(checker, source("regex", "(a"))
-        assert process not in checker._processes
-        assert not is_alive(process.pid)
-
-    run(served_model, harm_idle, time_limit_s=2)
-
-
-def test_it_is_not_the_clients_fault_if_every_process_is_killed(served_model: ServedModel) -> None:
-    async def kill_all(checker: GrammarChecker) -> None:
-        await checker.check(source("regex", "a"))
-        asked = asyncio.create_task(checker.check(source("regex", SLOW_REGEX)))
-        while not asked.done():
-            for process in list(checker._processes):
-                with suppress(ProcessLookupError):
-                    process.kill()
-            await asyncio.sleep(0.01)
-        with pytest.raises(GrammarValidatorFailed) as error:
-            await asked
-        assert error.value.param == "field"
-        await checker.check(source("regex", "b"))  # the checker still works
-
-    run(served_model, kill_all)
-
-
-def test_a_grammar_that_crashes_two_processes_is_the_clients_fault(
-    served_model: ServedModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def crash(checker: GrammarChecker) -> None:
-        assert "too deeply" in await refusal(checker, source("json_schema", DEEP_REFERENCES))
-
-    run(served_model, crash)
-    crashes = [record.message for record in caplog.records if "crashed on a grammar" in record.message]
-    assert len(crashes) == 2
-
-
 def test_grammar_is_refused_if_the_tokenizer_does_not_support_grammars(
     served_model: ServedModel, tmp_path: Path
 ) -> None:
@@ -340,10 +250,3 @@ def test_process_dies_with_its_server_while_compiling(tokenizer_directory: Path)
     while is_alive(pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"  # a zombie: dead, not yet reaped
-    except FileNotFoundError:
-        return False
