@@ -1,6 +1,7 @@
 """One-way typed channels between processes, and one wait over channels and process deaths."""
 
 import contextlib
+import errno
 import fcntl
 import multiprocessing.connection
 import queue
@@ -9,6 +10,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Generic, TypeVar, cast
+
+from tokasaurus.messages.lifecycle import UserError
 
 Message = TypeVar("Message")
 
@@ -21,10 +24,15 @@ class Channel(Generic[Message]):
     """A multiprocessing queue of frozen dataclasses. The parent creates it and passes it to both ends at spawn.
 
     Create new channels for each start of a replica: a queue whose reader was killed may stay locked forever.
+    Raises UserError if the system has no room for another.
     """
 
     def __init__(self, context: BaseContext) -> None:
-        self._queue = context.Queue()
+        try:
+            self._queue = context.Queue()
+        except OSError as error:  # a queue is a pipe and semaphores, which Linux keeps in /dev/shm
+            where = "/dev/shm is full: " if error.errno == errno.ENOSPC else ""
+            raise UserError(f"{where}cannot create a queue between processes ({error.strerror})") from None
         if sys.platform == "linux":
             with contextlib.suppress(OSError):  # the user's pipe memory limit is reached
                 fcntl.fcntl(self.reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
