@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -28,10 +28,10 @@ from benchmarks.manager_parts import FORWARD_SECONDS, make_load, num_outstanding
 from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
 from tokasaurus.config import ServerConfig
 from tokasaurus.manager.loop import run_manager
-from tokasaurus.messages.channel import Channel, wait
-from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
+from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender, make_channel, wait
+from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import EngineUpdate
-from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready, Shutdown
+from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
 
 TIMEOUT_S = 60.0
 
@@ -94,27 +94,28 @@ def write_checkpoint(directory: Path) -> Checkpoint:
     return Checkpoint("benchmark", directory, directory, info)
 
 
-def run_watched_manager(facts: Channel[bool], *arguments: Any) -> None:
+def run_watched_manager(facts: Sender[bool], *arguments: Any) -> None:
     """Process entry: runs `run_manager`, then sends whether torch was imported."""
     run_manager(*arguments)
     facts.send("torch" in sys.modules)
 
 
 def run_instant_worker(
-    facts: Channel[bool],
+    facts: Sender[bool],
     counts: Any,
     limits: EngineLimits,
-    inputs: Channel[ForwardInput | EndOfInputs],
-    outputs: Channel[ForwardOutput | Ready],
+    inputs: Receiver[ForwardInput],
+    outputs: Sender[ForwardOutput | Ready],
 ) -> None:
     """Process entry of the InstantWorker. counts: shared array of bytes received as pickles, and decode rows."""
     worker = InstantWorker(MAX_SEQS_PER_FORWARD, FORWARD_SECONDS)
     outputs.send(Ready("worker", limits))
-    while isinstance(message := inputs.receive(), ForwardInput):
-        outputs.send(worker.forward(message))
-        counts[0] += len(ForkingPickler.dumps(message))
-        counts[1] += message.num_decode
-    outputs.abandon()  # nobody reads the last outputs
+    with suppress(ChannelClosed):
+        while True:
+            message = inputs.receive()
+            outputs.send(worker.forward(message))
+            counts[0] += len(ForkingPickler.dumps(message))
+            counts[1] += message.num_decode
     facts.send("torch" in sys.modules)
 
 
@@ -124,22 +125,40 @@ class ManagerUnderLoad:
     def __init__(self, load: Load, limits: EngineLimits, checkpoint: Checkpoint) -> None:
         context = multiprocessing.get_context("spawn")
         self._load = load
-        self._requests, self._updates, inputs, outputs, status = (Channel[Any](context) for _ in range(5))
-        self._facts = Channel[bool](context)
-        self._requests.abandon()
+        requests_in: Receiver[Any]
+        updates_out: Sender[Any]
+        self._requests: Sender[Any]
+        self._updates: Receiver[EngineUpdate | Ready]
+        self._status: Receiver[Any]
+        requests_in, self._requests = make_channel()
+        self._updates, updates_out = make_channel()
+        inputs: tuple[Receiver[ForwardInput], Sender[ForwardInput]] = make_channel()
+        outputs: tuple[Receiver[ForwardOutput | Ready], Sender[ForwardOutput | Ready]] = make_channel()
+        status: Sender[Any]
+        self._status, status = make_channel()
+        self._facts: list[Receiver[bool]] = []
+        facts: list[Sender[bool]] = []
+        for _ in range(2):
+            fact: Receiver[bool]
+            fact_out: Sender[bool]
+            fact, fact_out = make_channel()
+            self._facts.append(fact)
+            facts.append(fact_out)
         self.counts = context.Array("q", 2, lock=False)
         config = ServerConfig()
         config.max_tokens_per_forward = MAX_TOKENS_PER_FORWARD
         config.max_seqs_per_forward = MAX_SEQS_PER_FORWARD
-        channels = (self._requests, self._updates, [inputs], outputs, status)
+        channels = (requests_in, updates_out, [inputs[1]], outputs[0], status)
         self.manager: BaseProcess = context.Process(
-            target=run_watched_manager, args=(self._facts, config, checkpoint, *channels), daemon=True
+            target=run_watched_manager, args=(facts[0], config, checkpoint, *channels), daemon=True
         )
         self.worker: BaseProcess = context.Process(
-            target=run_instant_worker, args=(self._facts, self.counts, limits, inputs, outputs), daemon=True
+            target=run_instant_worker, args=(facts[1], self.counts, limits, inputs[0], outputs[1]), daemon=True
         )
         self.manager.start()
         self.worker.start()
+        for sender in (updates_out, inputs[1], outputs[1], status, *facts):
+            sender.close()
         assert isinstance(self._receive()[0], Ready)
 
     def send_requests(self, num: int) -> None:
@@ -154,8 +173,8 @@ class ManagerUnderLoad:
 
     def stop(self) -> bool:
         """Shut down -> whether manager or worker imported torch. Raises RuntimeError if one of them failed."""
-        self._requests.send(Shutdown())
-        torch_imported = [self._facts.receive(TIMEOUT_S) for _ in range(2)]
+        self._requests.close()
+        torch_imported = [facts.receive(TIMEOUT_S) for facts in self._facts]
         for process in (self.manager, self.worker):
             process.join(TIMEOUT_S)
             if process.exitcode != 0:
@@ -171,11 +190,12 @@ class ManagerUnderLoad:
         deadline_s = time.monotonic() + TIMEOUT_S
         while True:
             sentinels = [self.manager.sentinel, self.worker.sentinel]
-            ready = wait([self._updates.reader, *sentinels], deadline_s - time.monotonic())
+            ready = wait([self._updates, *sentinels], deadline_s - time.monotonic())
             if not ready or any(sentinel in ready for sentinel in sentinels):
                 raise RuntimeError(
                     "manager or worker died" if ready else f"no update from the manager within {TIMEOUT_S:g} s"
                 )
+            self._status.drain()  # or the manager's signs of life would fill the pipe
             if messages := self._updates.drain():
                 return messages
 

@@ -182,14 +182,72 @@ def test_sigterm_ends_a_worker_that_will_not_end(launch) -> None:
 
 
 @pytest.mark.parametrize("title", CHILDREN)
-def test_kill_9_of_a_child_ends_the_others_and_names_it(launch, title: str) -> None:
-    launcher = launch()
+def test_kill_9_of_a_child_ends_the_others_and_names_it_without_restarts(launch, title: str) -> None:
+    launcher = launch("run_worker", "max_restarts=0")
     launcher.wait_for_line("^ready: ")
     children = launcher.children()
     os.kill(children[title], signal.SIGKILL)
     assert launcher.exit_code(within_s=5) == 1
     assert_all_end(list(children.values()), within_s=0.1)
-    assert launcher.lines[-1] == f"toka: {CHILDREN[title]} died: killed by signal 9 (SIGKILL)"
+    end = "" if title == "toka-server" else "; the engine has failed too often (max_restarts)"
+    assert launcher.lines[-1] == f"toka: {CHILDREN[title]} died: killed by signal 9 (SIGKILL){end}"
+
+
+@pytest.mark.parametrize(("title", "number"), [("toka-worker-0", signal.SIGKILL), ("toka-manager", signal.SIGTERM)])
+def test_a_killed_part_of_the_engine_is_started_again(launch, title: str, number: signal.Signals) -> None:
+    launcher = launch()
+    launcher.wait_for_line("^ready: ")
+    before = launcher.children()
+    os.kill(before[title], number)
+    launcher.wait_for_line(r"^the engine is ready again after \d+\.\d s \(restart 1\)$")
+    after = launcher.children()
+    assert f"toka: {CHILDREN[title]} died: killed by signal {number} ({number.name}); restart 1 of the engine now" in (
+        launcher.lines
+    )
+    assert after.keys() == before.keys()
+    assert after["toka-server"] == before["toka-server"]
+    assert after["toka-manager"] != before["toka-manager"]
+    assert after["toka-worker-0"] != before["toka-worker-0"]
+    assert_all_end([before["toka-manager"], before["toka-worker-0"]], within_s=0.1)
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.exit_code(within_s=5) == 0
+    assert_all_end(list(after.values()), within_s=0.1)
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_server(launch) -> None:
+    launcher = launch("run_worker_that_returns_after_ready", "max_restarts=2")
+    assert launcher.exit_code(within_s=60) == 1
+    pauses = [line for line in launcher.lines if "of the engine" in line]
+    plans = [line.partition("; ")[2] for line in pauses]
+    assert plans == ["restart 1 of the engine now", "restart 2 of the engine in 1 s"]
+    assert launcher.lines[-1] == (
+        "toka: model worker (rank 0) died: exit code 0; the engine has failed too often (max_restarts)"
+    )
+
+
+def test_a_stopped_manager_is_killed_and_started_again(launch) -> None:
+    launcher = launch("run_worker", "watchdog_seconds=2")
+    launcher.wait_for_line("^ready: ")
+    before = launcher.children()
+    time.sleep(3)  # a healthy manager is left alone
+    assert launcher.children() == before
+    os.kill(before["toka-manager"], signal.SIGSTOP)
+    launcher.wait_for_line(r"^toka: manager gave no sign of life for [23] s \(watchdog_seconds\); restart 1")
+    launcher.wait_for_line("^the engine is ready again")
+    assert_all_end([before["toka-manager"], before["toka-worker-0"]], within_s=0.1)
+
+
+def test_all_processes_stopped_together_go_on_when_they_are_continued(launch) -> None:
+    """As a shell does with Ctrl-Z and fg."""
+    launcher = launch("run_worker", "watchdog_seconds=2")
+    launcher.wait_for_line("^ready: ")
+    before = launcher.children()
+    os.killpg(launcher.process.pid, signal.SIGSTOP)
+    time.sleep(7)
+    os.killpg(launcher.process.pid, signal.SIGCONT)
+    time.sleep(3)
+    assert launcher.children() == before
+    assert not any("restart" in line for line in launcher.lines)
 
 
 def test_kill_9_of_the_launcher_leaves_no_child(launch) -> None:

@@ -10,13 +10,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from tokasaurus.messages.channel import Channel
-from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
+from tokasaurus.messages.channel import Sender
+from tokasaurus.messages.lifecycle import Alive, Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.log_setup import setup_logging
 from tokasaurus.monitoring.log_writer import log_writer
 
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-StatusChannel = Channel[PhaseDone | Ready | Failed]
+Status = PhaseDone | Ready | Failed | Alive
+"""What a process tells the launcher."""
+
+FLUSH_SECONDS = 1.0
+"""Longest wait until the launcher has read why this process failed, in seconds."""
 
 # From linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
@@ -55,7 +59,7 @@ def run_child(
     spawned_at: float,
     launcher_pid: int,
     lifeline: Connection,
-    status: StatusChannel,
+    status: Sender[Status],
     args: tuple[Any, ...],
 ) -> None:
     """Target of a spawned process: run the entry with `args`. If it raises, send Failed and exit with code 1.
@@ -74,11 +78,11 @@ def run_child(
         status.send(PhaseDone(child.kind, "imports", time.time() - spawned_at))
         entry(*args)
     except UserError as error:
-        _fail(child, status, args, str(error))
+        _fail(child, status, str(error))
     except Exception as error:
         logger.exception("%s failed", child.label)
         first_line, *_ = [*str(error).splitlines(), ""]
-        _fail(child, status, args, f"{type(error).__name__}: {first_line}")
+        _fail(child, status, f"{type(error).__name__}: {first_line}")
 
 
 def _load(entry: str) -> Callable[..., None]:
@@ -87,14 +91,10 @@ def _load(entry: str) -> Callable[..., None]:
     return loaded
 
 
-def _fail(child: ChildProcess, status: StatusChannel, args: Iterable[Any], message: str) -> None:
-    # The readers of the other channels may be dead too: otherwise this process could wait forever to deliver to them.
-    for arg in args:
-        for channel in arg if isinstance(arg, list) else [arg]:
-            if isinstance(channel, Channel) and channel is not status:
-                channel.abandon()
+def _fail(child: ChildProcess, status: Sender[Status], message: str) -> None:
     log_writer().flush_lines()  # the launcher's answer to Failed may be SIGKILL
     status.send(Failed(child.label, message))
+    status.flush(FLUSH_SECONDS)
     sys.exit(1)
 
 

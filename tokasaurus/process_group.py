@@ -13,8 +13,8 @@ from multiprocessing.context import SpawnProcess
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from tokasaurus.child_process import ChildProcess, StatusChannel, run_child
-from tokasaurus.messages.channel import Channel, wait
+from tokasaurus.child_process import ChildProcess, Status, run_child
+from tokasaurus.messages.channel import Receiver, Sender, make_channel, wait
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
@@ -76,7 +76,7 @@ class Child:
 
     description: ChildProcess
     process: SpawnProcess
-    status: StatusChannel
+    status: Receiver[Status]
 
     def describe_death(self) -> str:
         """One line for the user; call after the process has ended."""
@@ -107,11 +107,13 @@ class ProcessGroup:
 
         The process gets only the config's values, so that it need not import Pydra, which takes a fifth of a second."""
         values = cast("ServerConfig", SimpleNamespace(**vars(config)))
-        status: StatusChannel = Channel(self.context)
+        receiver: Receiver[Status]
+        sender: Sender[Status]
+        receiver, sender = make_channel()
         process = self.context.Process(
             target=run_child,
             name=description.label,
-            args=(description, values, time.time(), os.getpid(), self._lifeline, status, (values, *args, status)),
+            args=(description, values, time.time(), os.getpid(), self._lifeline, sender, (values, *args, sender)),
         )
         # The child inherits the mask, so that Ctrl-C cannot interrupt its imports. A Ctrl-C during the start is handled
         # after the unblock.
@@ -120,7 +122,8 @@ class ProcessGroup:
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-        child = Child(description, process, status)
+        sender.close()  # from now on it is only in the child
+        child = Child(description, process, receiver)
         self.children.append(child)
         return child
 
@@ -129,8 +132,22 @@ class ProcessGroup:
 
     def kill(self) -> None:
         """Send SIGKILL to all running children and wait for their end."""
-        for child in self.running():
+        self._kill(self.children)
+
+    def remove(self, children: Sequence[Child]) -> None:
+        """Kill those of `children` that still run, and forget all of them."""
+        self._kill(children)
+        self.children = [child for child in self.children if child not in children]
+        for child in children:
+            child.status.close()
+            child.process.close()
+
+    @staticmethod
+    def _kill(children: Sequence[Child]) -> None:
+        """All at once: a process may take a second to free its memory."""
+        for child in children:
             child.process.kill()
+        for child in children:
             child.process.join()
 
     def terminate(self, stop_signals: StopSignals) -> None:

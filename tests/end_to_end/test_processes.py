@@ -1,7 +1,5 @@
 """Start and end of all processes of `toka` with a tiny model."""
 
-import json
-import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,21 +22,6 @@ def is_alive(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
-
-
-@pytest.mark.parametrize(("title", "name"), [("toka-worker", "worker"), ("toka-manager", "manager")])
-def test_killing_a_process_ends_the_server_and_logs_the_name_of_the_process(
-    title: str, name: str, tmp_path: Path
-) -> None:
-    save_tiny_model(tmp_path, "qwen3")
-    with running_toka(f"model={tmp_path}", *SMALL) as toka:
-        children = toka.children()
-        assert len(children) == 3
-        pid = next(pid for child, pid in children.items() if child.startswith(title))
-        os.kill(pid, signal.SIGKILL)
-        assert toka.process.wait(timeout=15) == 1
-        wait_for(lambda: not any(is_alive(pid) for pid in children.values()), 5)
-        wait_for(lambda: any(name in line and "SIGKILL" in line for line in toka.lines), 5)
 
 
 def test_all_processes_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
@@ -73,25 +56,6 @@ def test_a_served_local_checkpoint_matches_transformers(tmp_path: Path) -> None:
     logprobs = answer["choices"][0]["logprobs"]
     assert logprobs["tokens"] == [tokenizer.token_text(token_id) for token_id in expected.tolist()]
     assert any(line.startswith("ready:") and "tiny" in line and toka.url in line for line in toka.lines)
-
-
-def test_open_requests_are_answered_with_an_error_when_the_manager_is_killed(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "llama")
-    with running_toka(f"model={tmp_path}", *SMALL) as toka, ThreadPoolExecutor() as pool:
-        url = f"{toka.url}/v1/completions"
-        body = {"model": "default", "prompt": "A", "n": 4, "max_tokens": 500, "ignore_eos": True}
-        request = pool.submit(httpx.post, url, json=body, timeout=30)
-        with httpx.stream("POST", url, json=body | {"stream": True}, timeout=30) as stream:
-            lines = stream.iter_lines()
-            assert json.loads(next(lines).removeprefix("data: "))["choices"]
-            wait_for(lambda: toka.gauge("toka_requests_running") == 8, timeout_s=10)
-            os.kill(toka.children()["toka-manager"], signal.SIGKILL)
-            *_, last = (line for line in lines if line)
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "server_stopping"
-        answer = request.result()
-        assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "server_stopping"
-        assert toka.process.wait(timeout=15) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

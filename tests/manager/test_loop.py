@@ -6,7 +6,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,10 +24,10 @@ from tokasaurus.config import ServerConfig
 from tokasaurus.config_flags import SERVER_FLAGS
 from tokasaurus.manager.loop import engine_options, is_worth_an_update, run_manager
 from tokasaurus.manager.state.engine_state import EngineOptions, HydragenOptions, LengthPredictorOptions
-from tokasaurus.messages.channel import Channel, wait
-from tokasaurus.messages.forward import EndOfInputs, ForwardInput
+from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender, make_channel, wait
+from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, SequenceDelta
-from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, HydragenThresholds, PhaseDone, Ready, Shutdown
+from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, HydragenThresholds, PhaseDone, Ready
 
 
 def make_stats(**changed: int) -> EngineStats:
@@ -175,29 +175,36 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 @dataclass
 class Engine:
-    requests: Channel[Any]
-    updates: Channel[Any]
-    inputs: list[Channel[ForwardInput | EndOfInputs]]
-    outputs: Channel[Any]
-    status: Channel[Any]
+    """The other ends of the manager's channels."""
+
+    requests: Sender[Any]
+    updates: Receiver[Any]
+    inputs: list[Receiver[ForwardInput]]
+    status: Receiver[Any]
     manager: BaseProcess
 
 
 @contextmanager
 def running_manager(checkpoint: Checkpoint, with_worker: bool) -> Iterator[Engine]:
     context = multiprocessing.get_context("spawn")
-    requests, updates, input_0, input_1, outputs, status = (Channel[Any](context) for _ in range(6))
+    requests_in, requests = make_channel()
+    updates, updates_out = make_channel()
+    (input_0, input_0_out), (input_1, input_1_out) = make_channel(), make_channel()
+    outputs, outputs_out = make_channel()
+    status, status_out = make_channel()
     config = ServerConfig()
     config.max_tokens_per_forward = 24
     config.max_seqs_per_forward = 6
-    arguments = (config, checkpoint, requests, updates, [input_0, input_1], outputs, status)
+    arguments = (config, checkpoint, requests_in, updates_out, [input_0_out, input_1_out], outputs, status_out)
     processes = [context.Process(target=run_manager, args=arguments)]
     if with_worker:
-        processes.append(context.Process(target=run_fake_worker, args=(PROCESS_LIMITS, 24, 6, input_0, outputs)))
+        processes.append(context.Process(target=run_fake_worker, args=(PROCESS_LIMITS, 24, 6, input_0, outputs_out)))
     for process in processes:
         process.start()
+    for end in (updates_out, input_0_out, input_1_out, status_out):
+        end.close()
     try:
-        yield Engine(requests, updates, [input_0, input_1], outputs, status, processes[0])
+        yield Engine(requests, updates, [input_0, input_1], status, processes[0])
         for process in processes:
             process.join(TIMEOUT_S)
             assert process.exitcode == 0
@@ -252,10 +259,11 @@ def test_all_requests_are_answered_and_the_last_update_says_idle(checkpoint):
         # Prompts are counted at admission; the cancelled request may or may not have been admitted.
         assert stats.total_prompt_tokens in (num_prompt_tokens, num_prompt_tokens + len(endless.prompt_ids))
         assert 0 <= stats.manager_busy_fraction <= 1
-        engine.requests.send(Shutdown())
+        engine.requests.close()
         step_ids = []
-        while isinstance(message := engine.inputs[1].receive(TIMEOUT_S), ForwardInput):
-            step_ids.append(message.step_id)
+        with suppress(ChannelClosed):
+            while True:
+                step_ids.append(engine.inputs[1].receive(TIMEOUT_S).step_id)
     assert step_ids == list(range(len(step_ids)))
     assert len(step_ids) >= 40, "one step per token of the longest sequence"
     for request in requests:
@@ -269,39 +277,45 @@ def test_all_requests_are_answered_and_the_last_update_says_idle(checkpoint):
 def test_requests_sent_before_the_worker_is_ready_are_answered_and_the_last_window_is_logged(checkpoint, caplog):
     """The manager runs in a thread, its worker here. The window ends after the last result, when no message wakes the
     manager."""
-    context = multiprocessing.get_context("spawn")
-    requests, updates, inputs, outputs, status = (Channel[Any](context) for _ in range(5))
+    requests_in, requests = make_channel()
+    updates, updates_out = make_channel()
+    inputs, inputs_out = make_channel()
+    outputs, outputs_out = make_channel()
+    _, status_out = make_channel()
     config = ServerConfig()
     config.stats_report_seconds = 0.2
     request = make_request(1, 5, 2, 20, ignore_eos=True)
     requests.send(request)
-    assert wait([requests.reader], TIMEOUT_S), "the request arrives before the worker is ready"
+    assert wait([requests_in], TIMEOUT_S), "the request arrives before the worker is ready"
     with caplog.at_level(logging.INFO, logger="tokasaurus.manager.loop"):
         manager = threading.Thread(
-            target=run_manager, args=(config, checkpoint, requests, updates, [inputs], outputs, status), daemon=True
+            target=run_manager,
+            args=(config, checkpoint, requests_in, updates_out, [inputs_out], outputs, status_out),
+            daemon=True,
         )
         manager.start()
-        outputs.send(Ready("worker", PROCESS_LIMITS))
+        outputs_out.send(Ready("worker", PROCESS_LIMITS))
         assert isinstance(updates.receive(TIMEOUT_S), Ready)
         worker = FakeWorker(PROCESS_LIMITS, config.max_tokens_per_forward, config.max_seqs_per_forward)
         deltas: list[SequenceDelta] = []
         while len(deltas) < 2:
-            assert wait([updates.reader, inputs.reader], TIMEOUT_S)
+            assert wait([updates, inputs], TIMEOUT_S)
             deltas += [delta for update in updates.drain() for delta in update.deltas]
             for message in inputs.drain():
-                outputs.send(worker.forward(message, forward_seconds=0.002))
+                outputs_out.send(worker.forward(message, forward_seconds=0.002))
         deadline_s = time.monotonic() + TIMEOUT_S
         while not caplog.records and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        requests.send(Shutdown())
+        requests.close()
         manager.join(TIMEOUT_S)
     assert [delta.token_ids for delta in deltas] == [simulate(request, index)[0] for index in range(2)]
     assert "sequences a step, 2.0 ms a step" in caplog.text
 
 
-def test_a_shutdown_before_the_worker_is_ready_ends_the_manager(checkpoint):
+def test_the_end_of_requests_before_the_worker_is_ready_ends_the_manager(checkpoint):
     with running_manager(checkpoint, with_worker=False) as engine:
         engine.requests.send(make_request(1))
-        engine.requests.send(Shutdown())
+        engine.requests.close()
         for channel in engine.inputs:
-            assert channel.receive(TIMEOUT_S) == EndOfInputs()
+            with pytest.raises(ChannelClosed):
+                channel.receive(TIMEOUT_S)

@@ -16,16 +16,17 @@ def test_every_stat_of_every_replica_that_is_up_is_one_sample() -> None:
     names = [name for name in EngineStats.__dataclass_fields__ if name != "phase_seconds"]
     first = EngineStats(**{name: number for number, name in enumerate(names, 1)}, phase_seconds=PHASE_SECONDS)
     second = EngineStats(**{name: 100 * number for number, name in enumerate(names, 1)})
-    families = list(
-        text_string_to_metric_families(render_metrics(EngineCollector(lambda: [first, None, second])).decode())
-    )
+    restarts = [len(names) + 1, 7, 100 * (len(names) + 1)]  # counted also while a replica is not up
+    collector = EngineCollector(lambda: [first, None, second], lambda: restarts)
+    families = list(text_string_to_metric_families(render_metrics(collector).decode()))
     found: dict[str, dict[str, float]] = {}
     for family in families:
         for sample in family.samples:
             if list(sample.labels) == ["replica"]:
                 found.setdefault(sample.name, {})[sample.labels["replica"]] = sample.value
+    assert found["toka_engine_restarts_total"].pop("1") == 7
     by_value = {samples["0"]: name for name, samples in found.items()}
-    assert sorted(by_value) == list(range(1, len(names) + 1))
+    assert sorted(by_value) == list(range(1, len(names) + 2))
     assert all(samples == {"0": samples["0"], "2": 100 * samples["0"]} for samples in found.values())
     counters = {sample.name for family in families if family.type == "counter" for sample in family.samples}
     for number, name in enumerate(names, 1):
@@ -38,7 +39,7 @@ def test_every_stat_of_every_replica_that_is_up_is_one_sample() -> None:
 
 def test_forward_phases_are_exported_for_workers_that_measure_them() -> None:
     stats = [EngineStats(0, 0, 9, 9, 0, 0, 0), EngineStats(0, 0, 9, 9, 0, 0, 0, phase_seconds=PHASE_SECONDS)]
-    families = text_string_to_metric_families(render_metrics(EngineCollector(lambda: stats)).decode())
+    families = text_string_to_metric_families(render_metrics(EngineCollector(lambda: stats, lambda: [0])).decode())
     phases = next(family for family in families if family.name == "toka_forward_phase_seconds")
     assert [(sample.labels["replica"], sample.labels["phase"], sample.value) for sample in phases.samples] == [
         ("1", "gemm", 1.0),
@@ -51,13 +52,13 @@ def test_forward_phases_are_exported_for_workers_that_measure_them() -> None:
 
 def test_server_cpu_time_is_the_cpu_time_of_this_process() -> None:
     started_s = time.process_time()
-    families = text_string_to_metric_families(render_metrics(EngineCollector(lambda: [])).decode())
+    families = text_string_to_metric_families(render_metrics(EngineCollector(lambda: [], lambda: [])).decode())
     sample = next(family for family in families if family.name == "toka_server_cpu_seconds").samples[0]
     assert started_s <= sample.value <= time.process_time()
 
 
 def test_every_metric_is_in_the_docs() -> None:
-    families = text_string_to_metric_families(render_metrics(EngineCollector(lambda: [])).decode())
+    families = text_string_to_metric_families(render_metrics(EngineCollector(lambda: [], lambda: [])).decode())
     names = {family.name + ("_total" if family.type == "counter" else "") for family in families}
     documented = [line.split("`")[1] for line in METRICS_PAGE.read_text().splitlines() if line.startswith("| `")]
     assert sorted(documented) == sorted(names)
@@ -65,7 +66,7 @@ def test_every_metric_is_in_the_docs() -> None:
 
 def test_each_scrape_reads_the_latest_stats() -> None:
     stats: list[EngineStats | None] = [None]
-    collector = EngineCollector(lambda: stats)
+    collector = EngineCollector(lambda: stats, lambda: [])
     assert b'replica="0"' not in render_metrics(collector)
     stats[0] = EngineStats(0, 0, 9, 9, 0, 0, 0)
     assert b'toka_kv_blocks_used{replica="0"} 9.0' in render_metrics(collector)

@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from tests.helpers.small_tokenizer import EOS_IDS, VOCAB_SIZE
-from tests.server.helpers.fake_engine import FakeEngine, echo
+from tests.server.helpers.fake_engine import FakeEngine, echo, hand_over
 from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
 from tokasaurus.config import ServerConfig
-from tokasaurus.messages.channel import Channel
+from tokasaurus.messages.channel import Receiver, make_channel
 from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
 from tokasaurus.server.app import run_server
 
@@ -42,7 +42,8 @@ class ServerProcess:
     def __init__(self, tokenizer_directory: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self.engine = FakeEngine()
-        self.status: Channel[PhaseDone | Ready | Failed] = Channel(context)
+        self.status: Receiver[PhaseDone | Ready | Failed]
+        self.status, status = make_channel()
         checkpoint = Checkpoint("org/small", tokenizer_directory, tokenizer_directory, INFO)
         config = ServerConfig()
         config.model = "models/small.gguf"
@@ -60,9 +61,8 @@ class ServerProcess:
                     config,
                     checkpoint,
                     listener,
-                    [self.engine.request_channel],
-                    [self.engine.update_channel],
-                    self.status,
+                    hand_over(self.engine),
+                    status,
                 ),
             )
             self.process.start()
@@ -151,9 +151,9 @@ def test_port_taken_by_another_server_raises_a_user_error() -> None:
         config = ServerConfig()
         config.port = first.getsockname()[1]
         checkpoint = Checkpoint("org/small", Path(), Path(), INFO)
-        status: Channel[PhaseDone | Ready | Failed] = Channel(multiprocessing.get_context("spawn"))
+        launcher, status = socket.socketpair()[0], make_channel()[1]
         with pytest.raises(UserError, match=f"port={config.port}: .*in use"):
-            run_server(config, checkpoint, second, [], [], status)
+            run_server(config, checkpoint, second, launcher, status)
 
 
 def test_process_raises_its_file_descriptor_limit_to_the_hard_limit(tokenizer_directory: Path) -> None:
@@ -175,6 +175,6 @@ def test_unreadable_engine_update_ends_the_server_instead_of_losing_answers(serv
     assert isinstance(server_process.status.receive(30), PhaseDone)
     with httpx.Client(base_url=server_process.url, timeout=20) as http:
         assert http.get("/health").status_code == 200
-    server_process.engine.update_channel.send("no update")
+    server_process.engine.updates.send("no update")
     server_process.process.join(10)
     assert server_process.process.exitcode == 1

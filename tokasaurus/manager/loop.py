@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.manager.engine.engine import Engine
+from tokasaurus.manager.engine.worker_watch import WorkerWatch
 from tokasaurus.manager.state.engine_state import (
     EngineOptions,
     EngineState,
@@ -20,17 +22,18 @@ from tokasaurus.manager.state.engine_state import (
     make_state,
 )
 from tokasaurus.manager.state.grammar_manager import Grammars
-from tokasaurus.messages.channel import Channel, wait
-from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
+from tokasaurus.messages.channel import HasFileno, Receiver, Sender, wait
+from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
 from tokasaurus.messages.lifecycle import (
     DEFAULT_HYDRAGEN,
+    HEARTBEAT_SECONDS,
+    Alive,
     EngineLimits,
     EngineStats,
     Failed,
     PhaseDone,
     Ready,
-    Shutdown,
 )
 from tokasaurus.monitoring.cores import available_cores
 from tokasaurus.monitoring.step_stats import StepStats
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RequestMessage = GenerateRequest | CancelRequest | Shutdown
+RequestMessage = GenerateRequest | CancelRequest
 
 LARGE_BYTES = 16 << 20
 """Size of the array that `run_manager` frees at its start, in bytes."""
@@ -59,15 +62,15 @@ STATS_UPDATE_SECONDS = 0.25
 def run_manager(
     config: ServerConfig,
     checkpoint: Checkpoint,
-    requests: Channel[RequestMessage],
-    updates: Channel[EngineUpdate | Ready],
-    inputs: list[Channel[ForwardInput | EndOfInputs]],
-    outputs: Channel[ForwardOutput | Ready],
-    status: Channel[PhaseDone | Ready | Failed],
+    requests: Receiver[RequestMessage],
+    updates: Sender[EngineUpdate | Ready],
+    inputs: list[Sender[ForwardInput]],
+    outputs: Receiver[ForwardOutput | Ready],
+    status: Sender[PhaseDone | Ready | Failed | Alive],
 ) -> None:
-    """Process entry. Returns when Shutdown arrives, before or after the worker is ready.
+    """Process entry. Returns when `requests` or `outputs` is closed, before or after the worker is ready.
 
-    inputs: one channel per rank of the replica's worker; each channel gets every message.
+    inputs: one channel per rank of the replica's worker; each channel gets every message, and is closed at the end.
     """
     started = time.perf_counter()
     # Freeing one large array makes glibc keep the memory of smaller arrays freed later. Otherwise every array of some
@@ -85,13 +88,12 @@ def run_manager(
         updates.send(Ready("manager", limits))
         status.send(Ready("manager", limits))
         state = make_state(options, grammars)
-        _serve(state, StepStats(config.stats_report_seconds), early, requests, updates, inputs, outputs)
+        channels = _Channels(requests, updates, inputs, outputs, status)
+        _serve(state, StepStats(config.stats_report_seconds), config.watchdog_seconds, early, channels)
     for channel in inputs:
-        channel.send(EndOfInputs())
+        channel.close()
     if grammars is not None:
         grammars.close(THREAD_END_SECONDS)
-    # After a shutdown the server stops reading; the queue's thread must not keep this process alive.
-    updates.abandon()
 
 
 def _load_grammars(checkpoint: Checkpoint) -> Grammars | None:
@@ -106,55 +108,74 @@ def _load_grammars(checkpoint: Checkpoint) -> Grammars | None:
 
 
 def _await_worker(
-    requests: Channel[RequestMessage], outputs: Channel[ForwardOutput | Ready], early: list[RequestMessage]
+    requests: Receiver[RequestMessage], outputs: Receiver[ForwardOutput | Ready], early: list[RequestMessage]
 ) -> EngineLimits | None:
-    """Wait for the worker and return its limits; None if Shutdown comes first. Received requests go into `early`."""
+    """Wait for the worker and return its limits; None if a channel is closed. Received requests go into `early`."""
     while True:
-        wait([requests.reader, outputs.reader])
+        wait([requests, outputs])
         early.extend(requests.drain())
-        if any(isinstance(message, Shutdown) for message in early):
+        messages = outputs.drain()
+        if requests.is_closed or (outputs.is_closed and not messages):
             return None
-        for message in outputs.drain():
+        for message in messages:
             assert isinstance(message, Ready), f"{type(message).__name__} before the worker was ready"
             assert message.limits is not None, "the worker is ready without limits"
             return message.limits
 
 
+@dataclass(frozen=True, slots=True)
+class _Channels:
+    """This process's ends of the channels: see `run_manager`."""
+
+    requests: Receiver[RequestMessage]
+    updates: Sender[EngineUpdate | Ready]
+    inputs: list[Sender[ForwardInput]]
+    outputs: Receiver[ForwardOutput | Ready]
+    status: Sender[PhaseDone | Ready | Failed | Alive]
+
+
 def _serve(
-    state: EngineState,
-    step_stats: StepStats,
-    messages: list[RequestMessage],
-    requests: Channel[RequestMessage],
-    updates: Channel[EngineUpdate | Ready],
-    inputs: list[Channel[ForwardInput | EndOfInputs]],
-    outputs: Channel[ForwardOutput | Ready],
+    state: EngineState, step_stats: StepStats, watchdog_s: float, messages: list[RequestMessage], channels: _Channels
 ) -> None:
-    """Run engine steps until Shutdown. messages: requests received before this call."""
+    """Run engine steps until `requests` or `outputs` is closed, or the worker hangs.
+
+    watchdog_s: shortest time after which a step may count as hanging, in seconds. messages: requests received before
+    this call.
+    """
 
     def send(forward_input: ForwardInput) -> None:
-        for channel in inputs:
+        for channel in channels.inputs:
             channel.send(forward_input)
 
-    readers: list[Connection | int] = [requests.reader, outputs.reader]
+    requests, outputs = channels.requests, channels.outputs
+    readers: list[HasFileno | int] = [requests, outputs]
     if state.grammars is not None:
         readers.append(state.grammars.reader)
     engine, busy = Engine(state, send), BusyFraction()
     last_stats, last_update_s = state.stats(), time.monotonic()
-    while not any(isinstance(message, Shutdown) for message in messages):
+    watch, last_alive_s = WorkerWatch(watchdog_s, last_update_s), -math.inf
+    while not (requests.is_closed or outputs.is_closed):
         start_s = time.monotonic()
         engine.step(messages, [message for message in outputs.drain() if isinstance(message, ForwardOutput)])
         now_s = time.monotonic()
+        if now_s - last_alive_s >= HEARTBEAT_SECONDS:
+            channels.status.send(Alive())
+            last_alive_s = now_s
+            if watch.is_late(state, now_s):
+                channels.status.send(Failed("model worker", "it did not return a step in time (watchdog_seconds)"))
+                return
         busy.add_busy(start_s, now_s)
         stats = state.stats(busy.read(now_s), time.process_time())
         if state.deltas or is_worth_an_update(stats, last_stats, now_s - last_update_s):
-            updates.send(EngineUpdate(state.deltas, stats))
+            channels.updates.send(EngineUpdate(state.deltas, stats))
             state.deltas = []
             last_stats, last_update_s = stats, now_s
         line = step_stats.report(now_s, state.step_totals, stats)
         if line is not None:
             logger.info(line)
         timeouts = [step_stats.seconds_to_report(now_s), busy.seconds_to_report(now_s)]
-        wait(readers, min((s for s in timeouts if s is not None), default=None))
+        to_heartbeat_s = max(0.0, last_alive_s + HEARTBEAT_SECONDS - now_s)
+        wait(readers, min((s for s in timeouts if s is not None and s < to_heartbeat_s), default=to_heartbeat_s))
         messages = requests.drain()
 
 

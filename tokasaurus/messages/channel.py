@@ -1,17 +1,23 @@
-"""One-way typed channels between processes, and one wait over channels and process deaths."""
+"""One-way typed channels between processes: pipes with one writing and one reading process, and one wait over many.
+
+A closed writing end, also that of a killed process, is the end of the channel. Neither end ever blocks on the other.
+"""
 
 import contextlib
-import errno
 import fcntl
+import multiprocessing
 import multiprocessing.connection
-import queue
+import os
+import pickle
+import select
+import struct
 import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
-from typing import Generic, TypeVar, cast
-
-from tokasaurus.messages.lifecycle import UserError
+from typing import Generic, Protocol, TypeVar, cast
 
 Message = TypeVar("Message")
 
@@ -19,64 +25,182 @@ PIPE_BYTES = 1 << 20
 """Pipe capacity of a channel, in bytes. The system's default fits only 28 prompts of 500 tokens, or one step
 of 8,000 sequences; a reader that drains the pipe once per step would receive no more than that at a time."""
 
+MAX_DRAIN_BYTES = 8 << 20
+"""Most bytes that one `drain` reads, so that a large message does not hold up the reader's other work."""
 
-class Channel(Generic[Message]):
-    """A multiprocessing queue of frozen dataclasses. The parent creates it and passes it to both ends at spawn.
+_LENGTH = struct.Struct("<Q")
+"""Each message is its pickle, after the pickle's length in bytes."""
 
-    Create new channels for each start of a replica: a queue whose reader was killed may stay locked forever.
-    Raises UserError if the system has no room for another.
+_END_POLL_S = 0.05
+"""Interval at which `flush` looks whether all has been written, in seconds."""
+
+
+class ChannelClosed(EOFError):
+    """The channel's writing end is closed, and every whole message has been received."""
+
+
+class HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+class Sender(Generic[Message]):
+    """The writing end. Messages are frozen dataclasses. Thread-safe.
+
+    It can be passed to a process when that is spawned. Then it belongs to that process: close this process's copy.
     """
 
-    def __init__(self, context: BaseContext) -> None:
-        try:
-            self._queue = context.Queue()
-        except OSError as error:  # a queue is a pipe and semaphores, which Linux keeps in /dev/shm
-            where = "/dev/shm is full: " if error.errno == errno.ENOSPC else ""
-            raise UserError(f"{where}cannot create a queue between processes ({error.strerror})") from None
-        if sys.platform == "linux":
-            with contextlib.suppress(OSError):  # the user's pipe memory limit is reached
-                fcntl.fcntl(self.reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    def __init__(self, connection: Connection) -> None:
+        self.__setstate__(connection)
 
-    @property
-    def reader(self) -> Connection:
-        """For `wait` or an event loop's `add_reader`: readable when a message is waiting."""
-        return cast(Connection, self._queue._reader)  # type: ignore[attr-defined]
+    def __getstate__(self) -> Connection:
+        return self._connection
+
+    def __setstate__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._unwritten: deque[memoryview] = deque()
+        self._lock = threading.Condition()
+        self._writer: threading.Thread | None = None
+        os.set_blocking(connection.fileno(), False)
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
 
     def send(self, message: Message) -> None:
-        """Never blocks: the queue's own thread writes to the pipe."""
-        self._queue.put(message)
+        """Never blocks: what the pipe has no room for is written by a thread. Nothing happens if nobody reads."""
+        content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            if self._connection.closed:
+                return
+            self._unwritten.append(memoryview(_LENGTH.pack(len(content)) + content))
+            if len(self._unwritten) > 1 or self._write():
+                return
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write_rest, name="channel", daemon=True)
+                self._writer.start()
+            self._lock.notify_all()
 
-    def receive(self, timeout_s: float | None = None) -> Message:
-        """The next message. Raises TimeoutError after `timeout_s` seconds without one."""
-        try:
-            return cast(Message, self._queue.get(timeout=timeout_s))
-        except queue.Empty:
-            raise TimeoutError from None
+    def flush(self, timeout_s: float) -> None:
+        """Wait until all messages are written, but at most `timeout_s` seconds."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._lock:
+            while self._unwritten and time.monotonic() < deadline_s:
+                self._lock.wait(_END_POLL_S)
+
+    def close(self) -> None:
+        """End the channel. Messages that are not written yet are lost."""
+        with self._lock:
+            self._unwritten.clear()
+            self._connection.close()
+            self._lock.notify_all()
+
+    def _write(self) -> bool:
+        """Write what the pipe has room for; whether that was all. The caller holds the lock."""
+        while self._unwritten:
+            first = self._unwritten[0]
+            try:
+                num_written = os.write(self._connection.fileno(), first)
+            except BlockingIOError:
+                return False
+            except BrokenPipeError:  # the reading process has ended
+                self._unwritten.clear()
+                return True
+            if num_written == len(first):
+                self._unwritten.popleft()
+            else:
+                self._unwritten[0] = first[num_written:]
+        return True
+
+    def _write_rest(self) -> None:
+        """Thread: write what `send` could not, for as long as the channel is open."""
+        poll = select.poll()
+        poll.register(self._connection.fileno(), select.POLLOUT)
+        while True:
+            with self._lock:
+                while not self._unwritten and not self._connection.closed:
+                    self._lock.wait()
+                if self._connection.closed:
+                    return
+            poll.poll(1000 * _END_POLL_S)
+            with self._lock:
+                if not self._connection.closed:
+                    self._write()
+
+
+class Receiver(Generic[Message]):
+    """The reading end. It can be passed to a process when that is spawned, as a Sender can."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.__setstate__(connection)
+
+    def __getstate__(self) -> Connection:
+        return self._connection
+
+    def __setstate__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._unread = bytearray()
+        self._received: deque[Message] = deque()
+        self.is_closed = False
+        """The writing end is closed. The message that was being written then, if any, is lost."""
+        os.set_blocking(connection.fileno(), False)
+
+    def fileno(self) -> int:
+        """For `wait` or an event loop's `add_reader`: readable when a message, or a part of one, has arrived."""
+        return self._connection.fileno()
 
     def drain(self) -> list[Message]:
-        """All messages received so far, oldest first; never blocks."""
-        messages: list[Message] = []
-        while True:
+        """Messages received so far, oldest first; never blocks, not even on a half-written message."""
+        self._read()
+        messages = list(self._received)
+        self._received.clear()
+        return messages
+
+    def receive(self, timeout_s: float | None = None) -> Message:
+        """The next message. Raises TimeoutError after `timeout_s` seconds without one, and ChannelClosed."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._read()
+        while not self._received:
+            if self.is_closed:
+                raise ChannelClosed
+            if not wait([self], None if deadline_s is None else max(0.0, deadline_s - time.monotonic())):
+                raise TimeoutError
+            self._read()
+        return self._received.popleft()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._connection.close()
+
+    def _read(self) -> None:
+        num_read = 0
+        while not self.is_closed and num_read < MAX_DRAIN_BYTES:
             try:
-                messages.append(self._queue.get_nowait())
-            except queue.Empty:
-                return messages
+                content = os.read(self._connection.fileno(), PIPE_BYTES)
+            except BlockingIOError:
+                break
+            num_read += len(content)
+            self._unread += content
+            self.is_closed = not content
+        start = 0
+        while start + _LENGTH.size <= len(self._unread):
+            (length,) = _LENGTH.unpack_from(self._unread, start)
+            end = start + _LENGTH.size + length
+            if end > len(self._unread):
+                break
+            with memoryview(self._unread) as unread, unread[start + _LENGTH.size : end] as pickled:
+                self._received.append(cast(Message, pickle.loads(pickled)))
+            start = end
+        del self._unread[:start]
 
-    def abandon(self) -> None:
-        """Let this process exit without delivering unsent messages: the reader may be dead."""
-        self._queue.cancel_join_thread()
 
-    def close(self, timeout_s: float) -> None:
-        """Send nothing more: end the queue's thread once it has written all unsent messages, or after `timeout_s`.
-
-        Otherwise the end of the process may stop that thread while it releases the queue's locks.
-        """
-        self._queue.close()
-        thread = self._queue._thread  # type: ignore[attr-defined]
-        if thread is not None:
-            thread.join(timeout_s)
+def make_channel() -> tuple[Receiver[Message], Sender[Message]]:
+    """A new channel. Each end belongs into one process; the channel ends when no process has the Sender any more."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # the user's pipe memory limit is reached
+            fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return Receiver(reader), Sender(writer)
 
 
-def wait(waitables: Sequence[Connection | int], timeout_s: float | None = None) -> list[Connection | int]:
-    """The channel readers and process sentinels that are ready; empty after `timeout_s` seconds."""
-    return cast("list[Connection | int]", multiprocessing.connection.wait(waitables, timeout_s))
+def wait(waitables: Sequence[HasFileno | int], timeout_s: float | None = None) -> list[HasFileno | int]:
+    """The receivers, descriptors and process sentinels that are ready; empty after `timeout_s` seconds."""
+    return cast("list[HasFileno | int]", multiprocessing.connection.wait(waitables, timeout_s))  # type: ignore[arg-type]

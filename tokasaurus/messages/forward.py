@@ -81,11 +81,6 @@ class ForwardInput:
 
 
 @dataclass(frozen=True, slots=True)
-class EndOfInputs:
-    """No step follows: the worker exits. Outputs that the manager no longer reads may be lost."""
-
-
-@dataclass(frozen=True, slots=True)
 class TopOfRows:
     """Top-k logprobs of the A sampling rows that want them. K is the largest number that any of these rows wants."""
 

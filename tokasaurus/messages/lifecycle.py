@@ -30,6 +30,9 @@ class EngineLimits:
     """Prompt and completion tokens of one sequence: the smallest of model context, KV cache and flag."""
     hydragen: HydragenThresholds | None = DEFAULT_HYDRAGEN
     """None if no prefix group is faster."""
+    seconds_per_token: float = 1.0
+    """Longest time that a token of a step may plausibly take, from the warm-up, in seconds. Used until steps are
+    timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +56,20 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The process failed. `message` is one line for the user; the traceback is in the log."""
+    """A process failed: the sender, or one that the sender saw hang. The traceback, if any, is in the log."""
 
     process: str
     message: str
+    """One line for the user."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shutdown:
-    """Finish the current step and exit."""
+class Alive:
+    """The manager's loop runs. Sent every HEARTBEAT_SECONDS, also without work."""
+
+
+HEARTBEAT_SECONDS = 1.0
+"""Interval of Alive messages, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,11 +112,15 @@ _COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
 class EngineCollector(Collector):
     """Reads each replica's latest snapshot at every scrape. One sample per replica, labelled with its index.
 
-    read_stats: returns the latest stats of each replica, None for a replica that is not up.
+    read_stats: returns the latest stats of each replica, None for a replica that is not up. read_restarts: returns how
+    often each replica was started again.
     """
 
-    def __init__(self, read_stats: Callable[[], Sequence[EngineStats | None]]) -> None:
+    def __init__(
+        self, read_stats: Callable[[], Sequence[EngineStats | None]], read_restarts: Callable[[], Sequence[int]]
+    ) -> None:
         self._read_stats = read_stats
+        self._read_restarts = read_restarts
 
     def collect(self) -> Iterable[Metric]:
         stats_by_replica = {str(index): stats for index, stats in enumerate(self._read_stats()) if stats is not None}
@@ -139,6 +143,14 @@ class EngineCollector(Collector):
             for phase, seconds in zip(FORWARD_PHASES, stats.phase_seconds, strict=False):
                 phases.add_metric([replica, phase], seconds)
         yield phases
+        restarts = CounterMetricFamily(
+            "toka_engine_restarts",
+            "Times that a replica was started again after one of its processes died or hung. Its counters start at 0.",
+            labels=["replica"],
+        )
+        for replica_index, num_restarts in enumerate(self._read_restarts()):
+            restarts.add_metric([str(replica_index)], num_restarts)
+        yield restarts
         yield CounterMetricFamily(
             "toka_server_cpu_seconds", "CPU time of the server process, in seconds.", value=time.process_time()
         )

@@ -19,8 +19,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from tokasaurus.checkpoint import Checkpoint
-from tokasaurus.messages.channel import Channel
-from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
+from tokasaurus.messages.channel import Sender
 from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.server.api_key import ApiKeyMiddleware
@@ -52,14 +51,13 @@ def run_server(
     config: ServerConfig,
     checkpoint: Checkpoint,
     listener: socket.socket,
-    requests: list[Channel[GenerateRequest | CancelRequest]],
-    updates: list[Channel[EngineUpdate | Ready]],
-    status: Channel[PhaseDone | Ready | Failed],
+    launcher: socket.socket,
+    status: Sender[PhaseDone | Ready | Failed],
 ) -> None:
     """Entry of the server process: serve on the bound `listener` until SIGTERM. Call from the main thread.
 
-    requests, updates: one channel per replica. Sends Ready("server") to `status` when every replica is up; until then
-    generation routes answer 503. SIGTERM drains (see `HttpServer`). Raises UserError.
+    launcher: hands over the channels of each replica, see `EngineClient`. Sends Ready("server") to `status` when every
+    replica is up; until then generation routes answer 503. SIGTERM drains (see `HttpServer`). Raises UserError.
     """
     try:
         listener.listen(LISTEN_BACKLOG)  # from now on clients wait instead of being refused
@@ -86,11 +84,12 @@ def run_server(
             status.send(PhaseDone("server", "chat template", time.perf_counter() - started))
 
     engine = EngineClient(
-        requests,
-        updates,
+        launcher,
+        config.dp_size,
         on_ready=lambda: status.send(Ready("server")),
         on_broken=stop_broken,
         max_queued_requests=config.max_queued_requests,
+        waits_for_restart=config.while_restarting == "wait",
     )
     http_config = uvicorn.Config(
         create_app(model, engine, config.api_key, config.max_request_bytes),
@@ -109,11 +108,7 @@ def run_server(
     http_server = HttpServer(http_config, engine, config.drain_seconds)
     # In the background: it takes longer than everything else here, and completions do not need it.
     threading.Thread(target=load_chat_template, name="chat template", daemon=True).start()
-    try:
-        http_server.run(sockets=[listener])
-    finally:
-        for channel in requests:
-            channel.abandon()
+    http_server.run(sockets=[listener])
     if broken and isinstance(broken[0], UserError):
         raise broken[0]
     if broken:

@@ -131,6 +131,20 @@ class GrammarValidatorFailed(ApiError):
     headers: Mapping[str, str] = {"Retry-After": "1"}
 
 
+class EngineRestarting(ApiError):
+    status = 503
+    type = "service_unavailable"
+    code = "engine_restarting"
+    headers: Mapping[str, str] = {"Retry-After": "5"}
+
+
+class EngineDied(ApiError):
+    """The engine died during the request, which cannot be run again: a part of its answer is sent, or it died often."""
+
+    status = 500
+    code = "engine_died"
+
+
 class ServerStopping(ApiError):
     status = 503
     type = "service_unavailable"

@@ -10,7 +10,7 @@ from fastapi import Request
 
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.server.engine_client.client import EngineClient
-from tokasaurus.server.errors import EngineNotReady, ServerStopping
+from tokasaurus.server.errors import EngineNotReady, EngineRestarting, ServerStopping
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.structured_output.validator import GrammarChecker
 
@@ -31,13 +31,21 @@ class ServerState:
     """Largest request body, in bytes; None: no limit."""
 
     def ready_limits(self) -> EngineLimits:
-        """Raises EngineNotReady until the engine is up, ServerStopping once the server drains."""
+        """The limits of requests. Raises EngineNotReady until the engine is up, EngineRestarting while requests are
+        refused because of a restart, and ServerStopping once the server drains."""
         if self.engine.is_draining:
             raise ServerStopping("the server is stopping and accepts no new work")
         limits = self.engine.limits
         if limits is None:
             raise EngineNotReady("the model is still loading")
+        self.engine.check_restart()
         return limits
+
+    def check_ready(self) -> None:
+        """Raises what `ready_limits` raises, and EngineRestarting although requests would wait."""
+        self.ready_limits()
+        if self.engine.is_restarting:
+            raise EngineRestarting("the engine is restarting")
 
     async def in_text_thread(
         self, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs

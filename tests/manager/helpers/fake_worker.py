@@ -5,6 +5,7 @@ tokens that it reads back through the block table. A block given to two sequence
 chunk that is skipped or sent twice trips an assertion or changes the tokens.
 """
 
+import contextlib
 import itertools
 from dataclasses import dataclass, field
 
@@ -13,8 +14,8 @@ import numpy as np
 from tests.manager.helpers.fake_grammars import VOCAB_SIZE, assert_is_allowed, read_masks
 from tests.manager.helpers.fake_prompt_logprobs import FakePromptLogprobs
 from tests.manager.helpers.simulation import draw, most_likely
-from tokasaurus.messages.channel import Channel
-from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput, TopOfRows
+from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender
+from tokasaurus.messages.forward import ForwardInput, ForwardOutput, TopOfRows
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits, Ready
 from tokasaurus.messages.slots import LogitRules
@@ -243,11 +244,12 @@ def run_fake_worker(
     limits: EngineLimits,
     max_tokens_per_forward: int,
     max_seqs_per_forward: int,
-    inputs: Channel[ForwardInput | EndOfInputs],
-    outputs: Channel[ForwardOutput | Ready],
+    inputs: Receiver[ForwardInput],
+    outputs: Sender[ForwardOutput | Ready],
 ) -> None:
     """Process entry."""
     worker = FakeWorker(limits, max_tokens_per_forward, max_seqs_per_forward)
     outputs.send(Ready("worker", limits))
-    while isinstance(message := inputs.receive(), ForwardInput):
-        outputs.send(worker.forward(message, forward_seconds=0.001))
+    with contextlib.suppress(ChannelClosed):
+        while True:
+            outputs.send(worker.forward(inputs.receive(), forward_seconds=0.001))

@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import multiprocessing
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +16,8 @@ from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.steps import StepDriver, make_runner, one_thread
 from tokasaurus.checkpoint import cache_directory, resolve_checkpoint
 from tokasaurus.config import parse_server_config
-from tokasaurus.messages.channel import Channel
-from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
-from tokasaurus.messages.lifecycle import PhaseDone, Ready, UserError
+from tokasaurus.messages.channel import make_channel
+from tokasaurus.messages.lifecycle import PhaseDone, UserError
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.execution.runner import ModelRunner
@@ -130,13 +128,13 @@ def test_sizes_that_are_not_marked_dynamic_cause_recompiles_that_are_counted(
 def test_a_recompile_is_logged_and_sent_with_its_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_tiny_model(tmp_path, "llama")
     runner, compiler = compiled_runner(tmp_path, "cpu")
-    context = multiprocessing.get_context("spawn")
-    inputs: Channel[ForwardInput | EndOfInputs] = Channel(context)
-    outputs: Channel[ForwardOutput | Ready] = Channel(context)
-    for message in (single_token(LIMITS), single_token(LIMITS), EndOfInputs()):
+    inputs_in, inputs = make_channel()
+    outputs, outputs_out = make_channel()
+    for message in (single_token(LIMITS), single_token(LIMITS)):
         inputs.send(message)
+    inputs.close()
     torch.set_num_threads(2)  # compiled code has a fixed number of threads
-    run_steps(runner, inputs, outputs, steps_behind=0)
+    run_steps(runner, inputs_in, outputs_out, steps_behind=0)
     answers = [outputs.receive(timeout_s=60) for _ in range(2)]
     assert [answer.num_recompiles for answer in answers] == [2, 0]
     assert compiler.num_recompiles == 2

@@ -1,6 +1,5 @@
 """Prompt logprobs against plain torch and against transformers."""
 
-import multiprocessing
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +15,8 @@ from tests.model.helpers.peak_memory import peak, reset_peak
 from tests.model.helpers.rule_contexts import Rule, make_rules
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, token_logprobs_of
 from tests.model.helpers.steps import PromptLogprob, StepDriver, make_runner
-from tokasaurus.messages.channel import Channel
-from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
-from tokasaurus.messages.lifecycle import Ready
+from tokasaurus.messages.channel import make_channel
+from tokasaurus.messages.forward import ForwardOutput
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.execution import device_batch
 from tokasaurus.model.sampling import prompt_logprobs
@@ -196,13 +194,13 @@ def test_recomputed_tokens_write_neither_kv_nor_context_tokens(new_driver: Calla
 
 def test_prompt_logprobs_are_sent_with_the_output_of_their_step(new_driver: Callable[[], StepDriver]) -> None:
     driver = new_driver()
-    context = multiprocessing.get_context("spawn")
-    inputs: Channel[ForwardInput | EndOfInputs] = Channel(context)
-    outputs: Channel[ForwardOutput | Ready] = Channel(context)
+    inputs_in, inputs = make_channel()
+    outputs, outputs_out = make_channel()
     limits = ForwardLimits(max_tokens=600, max_seqs=7, context_length=512, vocab_size=VOCAB_SIZE)
-    for message in (widest_prefill(limits), single_token(limits), EndOfInputs()):
+    for message in (widest_prefill(limits), single_token(limits)):
         inputs.send(message)
-    run_steps(driver.runner, inputs, outputs, steps_behind=0)
+    inputs.close()
+    run_steps(driver.runner, inputs_in, outputs_out, steps_behind=0)
     with_logprobs, plain = outputs.receive(timeout_s=60), outputs.receive(timeout_s=60)
     assert isinstance(with_logprobs, ForwardOutput)
     assert with_logprobs.prompt_logprobs is not None

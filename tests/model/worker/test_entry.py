@@ -1,6 +1,5 @@
 """A worker from start to end, over real channels, in a thread of the test."""
 
-import multiprocessing
 import threading
 from pathlib import Path
 
@@ -11,8 +10,8 @@ from tests.helpers.tiny_model import save_tiny_model
 from tests.model.helpers.steps import NOTHING, int32, open_greedy
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import parse_server_config
-from tokasaurus.messages.channel import Channel
-from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
+from tokasaurus.messages.channel import make_channel
+from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.lifecycle import PhaseDone, Ready, UserError
 from tokasaurus.messages.slots import SlotChanges
 from tokasaurus.model.parallel.mesh import Mesh
@@ -35,12 +34,13 @@ def decode_step(step_id: int) -> ForwardInput:
 def test_a_worker_reports_its_phases_then_answers_every_step_in_order_and_ends(tmp_path: Path) -> None:
     oracle = save_tiny_model(tmp_path, "llama")
     checkpoint = resolve_checkpoint(str(tmp_path))
-    context = multiprocessing.get_context("spawn")
-    inputs: Channel[ForwardInput | EndOfInputs] = Channel(context)
-    outputs: Channel[ForwardOutput | Ready] = Channel(context)
-    status: Channel[PhaseDone | Ready] = Channel(context)
+    inputs_in, inputs = make_channel()
+    outputs, outputs_out = make_channel()
+    status, status_out = make_channel()
     config = parse_server_config([*FLAGS, "kv_cache_num_tokens=100"])
-    worker = threading.Thread(target=run_worker, args=(config, checkpoint, 0, inputs, outputs, status), daemon=True)
+    worker = threading.Thread(
+        target=run_worker, args=(config, checkpoint, 0, inputs_in, outputs_out, status_out), daemon=True
+    )
     worker.start()
     ready = outputs.receive(timeout_s=60)
     assert isinstance(ready, Ready)
@@ -51,8 +51,9 @@ def test_a_worker_reports_its_phases_then_answers_every_step_in_order_and_ends(t
     assert phases == ["device", "gemm", "weights", "KV cache", "warm-up", "shared prefixes"]
 
     prompt = [5, 6, 7]
-    for step in (prompt_step(1, prompt), decode_step(2), decode_step(3), EndOfInputs()):
+    for step in (prompt_step(1, prompt), decode_step(2), decode_step(3)):
         inputs.send(step)
+    inputs.close()
     answers = [outputs.receive(timeout_s=60) for _ in range(3)]
     worker.join(timeout=60)
     assert not worker.is_alive()

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from tests.server.helpers.client_driver import make_request, run_with, until
-from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
+from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, hand_over
 from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
-from tokasaurus.server.engine_client.client import EngineClient, _PendingRequest
+from tokasaurus.server.engine_client.client import EngineClient
 
 
 def test_results_are_ordered_by_request_and_sequence_index(engine: FakeEngine) -> None:
@@ -137,14 +137,12 @@ def test_limits_are_none_until_every_replica_is_ready_then_the_smallest() -> Non
         num_ready += 1
 
     async def main() -> None:
-        client = EngineClient(
-            [engine.request_channel for engine in engines], [engine.update_channel for engine in engines], on_ready
-        )
+        client = EngineClient(hand_over(*engines), len(engines), on_ready)
         with client.listening():
             assert client.limits is None
             for number, engine in enumerate(engines):
                 assert (client.limits, num_ready) == (None, 0)
-                engine.update_channel.send(Ready("manager", limits[number]))
+                engine.updates.send(Ready("manager", limits[number]))
                 while client.stats[number] is None:  # noqa: ASYNC110 - the client signals no event for this
                     await asyncio.sleep(0.005)
             assert client.limits == limits[1]
@@ -156,12 +154,12 @@ def test_limits_are_none_until_every_replica_is_ready_then_the_smallest() -> Non
 def test_deltas_of_one_sequence_are_concatenated() -> None:
     async def main() -> None:
         engine = FakeEngine()
-        client = EngineClient([engine.request_channel], [engine.update_channel])
+        client = EngineClient(hand_over(engine))
         call = asyncio.create_task(client.generate([make_request("a", [1])]))
         await asyncio.sleep(0)
-        pending: _PendingRequest = client._pending["a"]
-        pending.add(SequenceDelta("a", 0, [1, 2], [-1.0, -2.0], None, 3, 1, 0, 0))
-        pending.add(SequenceDelta("a", 0, [5], [-5.0], "stop", 3, 4, 5, 6))
+        collector = client._pending["a"].collector
+        collector.add(0, SequenceDelta("a", 0, [1, 2], [-1.0, -2.0], None, 3, 1, 0, 0))
+        collector.add(0, SequenceDelta("a", 0, [5], [-5.0], "stop", 3, 4, 5, 6))
         (sequence,) = (await asyncio.wait_for(call, 5))[0]
         assert (sequence.token_ids, sequence.logprobs) == ([1, 2, 5], [-1.0, -2.0, -5.0])
         assert (sequence.finish_reason, sequence.num_cached_tokens) == ("stop", 3)

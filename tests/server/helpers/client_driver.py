@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import uvloop
 
-from tests.server.helpers.fake_engine import FakeEngine
+from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.server.engine_client.client import EngineClient
@@ -29,9 +29,7 @@ def make_request(request_id: str, prompt_ids: list[int], num_sequences: int = 1)
 def run_with(engines: list[FakeEngine], use: Callable[[EngineClient], Awaitable[None]]) -> None:
     """Runs `use(client)` on uvloop, as the server does, then asserts that the client has no pending state."""
     ready = asyncio.Event()
-    client = EngineClient(
-        [engine.request_channel for engine in engines], [engine.update_channel for engine in engines], ready.set
-    )
+    client = EngineClient(hand_over(*engines), len(engines), ready.set)
 
     async def main() -> None:
         with client.listening():
@@ -42,7 +40,7 @@ def run_with(engines: list[FakeEngine], use: Callable[[EngineClient], Awaitable[
 
     uvloop.run(main())
     assert client.num_pending_requests == 0
-    assert client._num_unfinished_sequences == [0] * len(engines)
+    assert all(replica.num_unfinished_sequences == 0 for replica in client._replicas)
 
 
 async def until(engine: FakeEngine, condition: Callable[[FakeEngine], bool]) -> None:

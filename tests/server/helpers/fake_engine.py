@@ -1,6 +1,6 @@
 """A scripted engine: exchanges the manager's messages over real channels and computes nothing."""
 
-import multiprocessing
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tokasaurus.messages.channel import Channel
+from tokasaurus.messages.channel import ChannelClosed, make_channel
 from tokasaurus.messages.generation import (
-    CancelRequest,
     EngineUpdate,
     ErrorCode,
     FinishReason,
@@ -19,7 +18,8 @@ from tokasaurus.messages.generation import (
     SequenceDelta,
     TopLogprobs,
 )
-from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready, Shutdown
+from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
+from tokasaurus.messages.replica_connection import ReplicaConnection, send_connection
 
 
 @dataclass(frozen=True)
@@ -89,22 +89,32 @@ class FakeEngine:
     """Tokens of each sequence per update of a streamed request."""
     pause_s: float = 0.0
     """Seconds between the updates of a streamed request."""
+    launcher_end: socket.socket | None = None
+    """Set by `hand_over`: later connections of the replica can be sent over it."""
 
     def __post_init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.request_channel: Channel[GenerateRequest | CancelRequest | Shutdown] = Channel(context)
-        self.update_channel: Channel[EngineUpdate | Ready] = Channel(context)
+        self._requests_in, requests = make_channel()
+        updates, self.updates = make_channel()
+        self.connection = ReplicaConnection(requests, updates)
+        """The server's ends."""
         self.stats = EngineStats(0, 0, 0, self.limits.num_kv_blocks, 0, 0, 0)
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, daemon=True)
+        self._is_stopping = False
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        self.request_channel.send(Shutdown())
+        self._is_stopping = True
         if self._thread.is_alive():
             self._thread.join(timeout=10)
+
+    def die(self) -> None:
+        """End as a killed manager does: nothing more is read or written."""
+        self.stop()
+        self._requests_in.close()
+        self.updates.close()
 
     def wait_until(self, condition: Callable[["FakeEngine"], bool], timeout_s: float = 10.0) -> None:
         """Blocks until `condition` is true. Raises TimeoutError."""
@@ -113,8 +123,14 @@ class FakeEngine:
                 raise TimeoutError(f"requests: {self.requests}, cancelled: {self.cancelled}")
 
     def _run(self) -> None:
-        self.update_channel.send(Ready("manager", self.limits))
-        while not isinstance(message := self.request_channel.receive(), Shutdown):
+        self.updates.send(Ready("manager", self.limits))
+        while not self._is_stopping:
+            try:
+                message = self._requests_in.receive(0.02)
+            except TimeoutError:
+                continue
+            except ChannelClosed:
+                return
             with self._changed:
                 if isinstance(message, GenerateRequest):
                     self.requests.append(message)
@@ -160,7 +176,7 @@ class FakeEngine:
             time.sleep(self.pause_s if number > 0 else 0)
             updated = [self._cut_delta(delta, number) for delta in deltas] if request.is_streamed else deltas
             # Reversed: sequences may finish in any order.
-            self.update_channel.send(EngineUpdate([delta for delta in updated[::-1] if delta is not None], self.stats))
+            self.updates.send(EngineUpdate([delta for delta in updated[::-1] if delta is not None], self.stats))
 
     def _cut_delta(self, delta: SequenceDelta, number: int) -> SequenceDelta | None:
         """The tokens of update `number`; None when an earlier update had the last ones."""
@@ -178,6 +194,15 @@ class FakeEngine:
             error=delta.error if end >= len(delta.token_ids) else "",
             prompt_logprobs=delta.prompt_logprobs if number == 0 else None,
         )
+
+
+def hand_over(*engines: FakeEngine) -> socket.socket:
+    """The server's end of the socket from the launcher, over which the engines' connections arrive."""
+    launcher_end, server_end = socket.socketpair()
+    for index, engine in enumerate(engines):
+        engine.launcher_end = launcher_end
+        send_connection(launcher_end, index, engine.connection)
+    return server_end
 
 
 def never(_request: GenerateRequest, _index: int) -> Reply | None:

@@ -11,7 +11,7 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
-from tests.server.helpers.fake_engine import FakeEngine
+from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tokasaurus.server.app import create_app
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.served_model import ServedModel
@@ -52,7 +52,7 @@ def live_server(
     max_request_bytes: int | None = None,
     max_queued_requests: int | None = None,
 ) -> Iterator[LiveServer]:
-    client = EngineClient([engine.request_channel], [engine.update_channel], max_queued_requests=max_queued_requests)
+    client = EngineClient(hand_over(engine), max_queued_requests=max_queued_requests)
     app = create_app(model, client, api_key, max_request_bytes)
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     if start_engine:

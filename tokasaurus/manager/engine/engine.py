@@ -23,7 +23,6 @@ from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
-from tokasaurus.messages.lifecycle import Shutdown
 from tokasaurus.monitoring.timing import SectionTimers
 
 MOST_READING_SECONDS = 0.002
@@ -51,7 +50,7 @@ class Engine:
 
     def step(
         self,
-        messages: Iterable[GenerateRequest | CancelRequest | Shutdown],
+        messages: Iterable[GenerateRequest | CancelRequest],
         results: Iterable[ForwardOutput],
     ) -> None:
         """Do everything that can be done now, and add finished sequences and streamed tokens to `state.deltas`."""
@@ -60,7 +59,7 @@ class Engine:
             for message in messages:
                 if isinstance(message, GenerateRequest):
                     add_request(state, message)
-                elif isinstance(message, CancelRequest):
+                else:
                     cancel_request(state, message.request_id)
         with timers.section("results"):
             for result in results:

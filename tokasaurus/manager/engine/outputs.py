@@ -28,6 +28,7 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     assert step.step_id == output.step_id, f"result of step {output.step_id}, expected {step.step_id}"
     assert len(step.sampled) == len(output.token_ids), f"step {step.step_id}: {len(output.token_ids)} tokens"
     state.step_seconds = average_step_seconds(state.step_seconds, output.forward_seconds)
+    state.step_times.note(step.cost, output.forward_seconds)
     state.step_totals.num_steps += 1
     state.step_totals.num_rows += step.num_rows
     state.step_totals.num_prefill_tokens += step.num_prefill_tokens

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tokasaurus.manager.kv_cache.block_allocator import BlockAllocator
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk
 from tokasaurus.manager.planning.length_predictor import CompletionLengths, Forecast, prior_forecast
+from tokasaurus.manager.planning.step_times import StepTimes
 from tokasaurus.manager.state.grammar_manager import Grammars
 from tokasaurus.manager.state.sequence import Sequence, TokenCounts
 from tokasaurus.manager.state.sequence_queues import SequenceQueues
@@ -103,6 +104,8 @@ class StepInFlight:
     """Prompt tokens whose logprobs this step computes, in row order."""
     num_allocations: int
     """The block allocator's count when the step was sent."""
+    cost: float
+    """By `step_cost`."""
 
 
 @dataclass(slots=True)
@@ -152,6 +155,7 @@ class EngineState:
     """The newest step whose results have arrived; -1 before the first."""
     step_seconds: float | None = None
     """Moving average of the worker's time per step; None before the first result."""
+    step_times: StepTimes = field(default_factory=lambda: StepTimes(1.0))
     num_admissions: int = 0
     num_with_stops: int = 0
     """Running sequences with stop strings."""
@@ -234,5 +238,6 @@ def make_state(options: EngineOptions, grammars: Grammars | None = None) -> Engi
         lengths=CompletionLengths(early.buffer_size) if early is not None and early.learns else None,
         forecast=forecast,
         last_logprobs=np.zeros(num_slots + 1, np.float32),
+        step_times=StepTimes(limits.seconds_per_token),
         grammars=grammars,
     )

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from tokasaurus.checkpoint import Checkpoint, check_weight_sizes, weight_files
-from tokasaurus.messages.channel import Channel
-from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
+from tokasaurus.messages.channel import Receiver, Sender
+from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.lifecycle import (
     DEFAULT_HYDRAGEN,
     EngineLimits,
@@ -60,11 +60,11 @@ def run_worker(
     config: ServerConfig,
     checkpoint: Checkpoint,
     rank: int,
-    inputs: Channel[ForwardInput | EndOfInputs],
-    outputs: Channel[ForwardOutput | Ready],
-    status: Channel[PhaseDone | Ready | Failed],
+    inputs: Receiver[ForwardInput],
+    outputs: Sender[ForwardOutput | Ready],
+    status: Sender[PhaseDone | Ready | Failed],
 ) -> None:
-    """Run the steps of one rank of one replica until EndOfInputs. rank: pp_rank * tp_size + tp_rank."""
+    """Run the steps of one rank of one replica until `inputs` is closed. rank: pp_rank * tp_size + tp_rank."""
     mesh = Mesh(rank // config.tp_size, config.pp_size, rank % config.tp_size, config.tp_size)
     worker = start_worker(config, checkpoint, mesh, status.send)
     if mesh.replies:
@@ -182,6 +182,7 @@ def start_worker(
             raise UserError(f"the KV cache of {plan.num_blocks:,} blocks cannot be reserved: {first_line}") from error
         slots.rules.allocate((plan.num_blocks + 1) * config.page_size)
         details.append(plan.arithmetic)
+    warm_up_began_s = time.perf_counter()
     with phase("warm-up") as details:
         if forward_memory is not None:
             reserve(forward_memory, model, limits)
@@ -191,6 +192,8 @@ def start_worker(
         if compiler is not None:
             compiler.end_warm_up()
             details.append(f"{compiler.num_compilations} functions compiled")
+    # As if the warm-up's forwards had only one token: longer than any token of a larger one takes.
+    seconds_per_token = time.perf_counter() - warm_up_began_s
     hydragen: HydragenThresholds | None = DEFAULT_HYDRAGEN
     if config.use_hydragen is not False and None in (config.hydragen_min_group_size, config.hydragen_min_prefix_len):
         with phase("shared prefixes") as details, torch.inference_mode():
@@ -205,7 +208,7 @@ def start_worker(
     # not earlier: the measurements above need an idle machine
     backend.touch_in_background(max(1, torch.get_num_threads() // 2))
     max_tokens = min(context_length, plan.num_blocks * config.page_size)
-    limits_found = EngineLimits(plan.num_blocks, config.page_size, max_tokens, hydragen)
+    limits_found = EngineLimits(plan.num_blocks, config.page_size, max_tokens, hydragen, seconds_per_token)
     return StartedWorker(runner, limits_found, device, kernels if runner.always_on_kernels else None)
 
 

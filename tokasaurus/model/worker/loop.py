@@ -3,25 +3,25 @@
 import time
 from collections import deque
 
-from tokasaurus.messages.channel import Channel
-from tokasaurus.messages.forward import EndOfInputs, ForwardInput, ForwardOutput
+from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender
+from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.lifecycle import Ready
 from tokasaurus.model.execution.runner import ModelRunner, StepResult
 
 
 def run_steps(
     runner: ModelRunner,
-    inputs: Channel[ForwardInput | EndOfInputs],
-    outputs: Channel[ForwardOutput | Ready] | None,
+    inputs: Receiver[ForwardInput],
+    outputs: Sender[ForwardOutput | Ready] | None,
     steps_behind: int,
 ) -> None:
-    """Run steps until EndOfInputs.
+    """Run steps until `inputs` is closed.
 
     outputs: None on ranks that do not reply.
     steps_behind: how many steps may be running on the device before the loop waits for the oldest; 0 on a CPU, where a
     step is complete when `run` returns. With 1, the host prepares the next step while the device computes this one.
     """
-    waiting: deque[ForwardInput | EndOfInputs] = deque()
+    waiting: deque[ForwardInput] = deque()
     running: deque[tuple[StepResult, float]] = deque()
     busy_until = 0.0
 
@@ -53,13 +53,10 @@ def run_steps(
         while running and (len(running) > steps_behind or not waiting):
             answer_oldest()
         if not waiting:
-            waiting.append(inputs.receive())
+            try:
+                waiting.append(inputs.receive())
+            except ChannelClosed:
+                return
         message = waiting.popleft()
-        if isinstance(message, EndOfInputs):
-            break
         started = time.perf_counter()
         running.append((runner.run(message), started))
-    while running:
-        answer_oldest()
-    if outputs is not None:
-        outputs.abandon()  # the manager, which sent EndOfInputs, may have exited already

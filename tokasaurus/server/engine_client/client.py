@@ -1,29 +1,22 @@
 """The server's end of the channels to the managers: submits requests, collects or streams their sequences, cancels."""
 
 import asyncio
-import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
 
-from tokasaurus.messages.channel import Channel
-from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest, SequenceDelta
+from tokasaurus.messages.channel import ChannelClosed
+from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
+from tokasaurus.messages.replica_connection import receive_connection
 from tokasaurus.server.engine_client.collectors import FinishedSequence, Results, StreamCollector
 from tokasaurus.server.engine_client.load_balancer import choose_replica, is_queue_full
-from tokasaurus.server.errors import QueueFull
+from tokasaurus.server.engine_client.pending import Collector, PendingRequest
+from tokasaurus.server.engine_client.replica import Replica
+from tokasaurus.server.errors import EngineDied, EngineRestarting, QueueFull
 
-
-@dataclass(slots=True)
-class _PendingRequest:
-    """A submitted request that its caller is still waiting for."""
-
-    replica: int
-    num_unfinished: int
-    """Number of its sequences that have not finished."""
-    add: Callable[[SequenceDelta], None]
-    """Called with each delta of the request."""
+MAX_REPLAYS = 3
+"""Most times that a request is submitted again. A request that makes the engine die must not do so for ever."""
 
 
 def _raise(error: Exception) -> None:
@@ -35,59 +28,69 @@ class EngineClient:
 
     One per server. All methods run on the event loop's thread.
 
-    requests, updates: one channel per replica. on_ready: called once, when every replica is up. on_broken: called when
-    a manager's message cannot be read or applied; answers are lost from then on. max_queued_requests: most requests
-    that may wait; None for no limit.
+    If a replica dies, its requests of which the caller has received nothing are submitted again, to another replica or
+    to the same one after its restart, with the same seeds; the others end with EngineDied.
+
+    launcher: socket over which the launcher hands over the channels of each replica that it has started. on_ready:
+    called once, when every replica is up. on_broken: called when a manager's message cannot be read or applied; answers
+    are lost from then on. max_queued_requests: most requests that may wait; None for no limit. waits_for_restart:
+    whether new requests wait while every replica is restarting; otherwise they are refused.
     """
 
     def __init__(
         self,
-        requests: Sequence[Channel[GenerateRequest | CancelRequest]],
-        updates: Sequence[Channel[EngineUpdate | Ready]],
+        launcher: socket.socket,
+        num_replicas: int = 1,
         on_ready: Callable[[], None] = lambda: None,
         on_broken: Callable[[Exception], None] = _raise,
         max_queued_requests: int | None = None,
+        waits_for_restart: bool = True,
     ) -> None:
-        assert len(requests) == len(updates) > 0, "one channel each way per replica"
-        self._requests = requests
-        self._updates = updates
+        launcher.setblocking(False)
+        self._launcher = launcher
+        self._replicas = [Replica() for _ in range(num_replicas)]
         self._on_ready = on_ready
         self._on_broken = on_broken
         self._max_queued_requests = max_queued_requests
-        self._limits: list[EngineLimits | None] = [None] * len(updates)
-        self._stats: list[EngineStats | None] = [None] * len(updates)
-        self._num_unfinished_sequences = [0] * len(updates)
-        self._pending: dict[str, _PendingRequest] = {}
+        self._waits_for_restart = waits_for_restart
+        self._pending: dict[str, PendingRequest] = {}
         self.is_draining = False
         """The server is stopping: requests in the engine continue, and the server sends no new ones."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within the context, the running event loop receives the managers' messages."""
+        """Within the context, the running event loop receives new connections and the managers' messages."""
         loop = asyncio.get_running_loop()
-        for replica, channel in enumerate(self._updates):
-            loop.add_reader(channel.reader.fileno(), self._receive, replica)
-            # uvloop makes the pipe non-blocking. Reading a message that is still being written would then fail after
-            # its length, and the rest of it would be read as another message.
-            os.set_blocking(channel.reader.fileno(), True)
+        loop.add_reader(self._launcher.fileno(), self._accept)
         try:
             yield
         finally:
-            for channel in self._updates:
-                loop.remove_reader(channel.reader.fileno())
+            loop.remove_reader(self._launcher.fileno())
+            for replica in self._replicas:
+                self._close(replica)
 
     @property
     def limits(self) -> EngineLimits | None:
-        """The limits of the replica with the shortest maximum sequence length; None until all replicas are up."""
-        known = [limits for limits in self._limits if limits is not None]
-        if len(known) < len(self._limits):
+        """The limits of the replica with the shortest maximum sequence length; None until all replicas have been up."""
+        known = [replica.limits for replica in self._replicas if replica.limits is not None]
+        if len(known) < len(self._replicas):
             return None
         return min(known, key=lambda limits: limits.max_tokens_per_sequence)
 
     @property
+    def is_restarting(self) -> bool:
+        """All replicas have been up, and now none is."""
+        return self.limits is not None and not any(replica.is_ready for replica in self._replicas)
+
+    @property
     def stats(self) -> Sequence[EngineStats | None]:
         """The latest statistics of each replica; None for a replica that is not up."""
-        return self._stats
+        return [replica.stats for replica in self._replicas]
+
+    @property
+    def num_restarts(self) -> Sequence[int]:
+        """How often each replica was started again."""
+        return [max(0, replica.num_starts - 1) for replica in self._replicas]
 
     @property
     def num_pending_requests(self) -> int:
@@ -98,20 +101,25 @@ class EngineClient:
         """Raises QueueFull if `max_queued_requests` or more requests are waiting."""
         if self._max_queued_requests is None or len(self._pending) < self._max_queued_requests:
             return
-        num_running = sum(stats.num_running for stats in self._stats if stats is not None)
-        num_waiting = sum(self._num_unfinished_sequences) - num_running
+        num_running = sum(stats.num_running for stats in self.stats if stats is not None)
+        num_waiting = sum(replica.num_unfinished_sequences for replica in self._replicas) - num_running
         newest_first = (pending.num_unfinished for pending in reversed(self._pending.values()))
         if is_queue_full(newest_first, num_waiting, self._max_queued_requests):
             raise QueueFull(f"{self._max_queued_requests} requests are already waiting (max_queued_requests)")
+
+    def check_restart(self) -> None:
+        """Raises EngineRestarting if new requests are refused now."""
+        if self.is_restarting and not self._waits_for_restart:
+            raise EngineRestarting("the engine is restarting")
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[FinishedSequence]]:
         """The finished sequences of each request, in order of `sequence_index`.
 
         requests: at least one, each with a new request id. If the caller is cancelled, unfinished requests are
-        cancelled at the managers. Raises QueueFull, and SequenceAborted as soon as one sequence is aborted.
+        cancelled at the managers. Raises QueueFull, EngineDied, and SequenceAborted as soon as one sequence is aborted.
         """
         results = Results(requests)
-        with self._submitted(requests, results.add):
+        with self._submitted(requests, results):
             await results.finished
         return results.sequences
 
@@ -123,72 +131,123 @@ class EngineClient:
         requests are cancelled at the managers. Raises QueueFull.
         """
         collector = StreamCollector(requests)
-        with self._submitted(requests, collector.add):
+        with self._submitted(requests, collector):
             yield collector
 
     @contextmanager
-    def _submitted(
-        self, requests: Sequence[GenerateRequest], add: Callable[[int, SequenceDelta], None]
-    ) -> Iterator[None]:
-        """Runs the requests within the context. Calls `add` with the index of the request and each delta that arrives.
-
-        Raises QueueFull.
-        """
+    def _submitted(self, requests: Sequence[GenerateRequest], collector: Collector) -> Iterator[None]:
+        """Runs the requests within the context. Raises QueueFull."""
         self.check_queue()
         with ExitStack() as stack:
             for index, request in enumerate(requests):
-                stack.enter_context(self._one_submitted(request, partial(add, index)))
+                stack.enter_context(self._one_submitted(PendingRequest(request, collector, index)))
             yield
 
     @contextmanager
-    def _one_submitted(self, request: GenerateRequest, add: Callable[[SequenceDelta], None]) -> Iterator[None]:
-        assert request.request_id not in self._pending, f"request id {request.request_id} used twice"
-        replica = choose_replica(self._num_unfinished_sequences)
-        pending = _PendingRequest(replica, request.num_sequences, add)
-        self._pending[request.request_id] = pending
-        self._num_unfinished_sequences[replica] += request.num_sequences
-        self._requests[replica].send(request)
+    def _one_submitted(self, pending: PendingRequest) -> Iterator[None]:
+        request_id = pending.request.request_id
+        assert request_id not in self._pending, f"request id {request_id} used twice"
+        self._pending[request_id] = pending
+        self._submit(pending)
         try:
             yield
         finally:
-            del self._pending[request.request_id]
-            self._num_unfinished_sequences[replica] -= pending.num_unfinished
-            if pending.num_unfinished > 0:
-                self._requests[replica].send(CancelRequest(request.request_id))
+            del self._pending[request_id]
+            replica = self._unassign(pending)
+            if replica is not None and replica.connection is not None and pending.num_unfinished > 0:
+                replica.connection.requests.send(CancelRequest(request_id))
 
-    def _receive(self, replica: int) -> None:
+    def _submit(self, pending: PendingRequest) -> None:
+        """Send the request to a replica; if none is up, it waits for one."""
+        up = [replica for replica in self._replicas if replica.is_ready]
+        if not up:
+            return
+        replica = up[choose_replica([replica.num_unfinished_sequences for replica in up])]
+        assert replica.connection is not None, "a replica that is up is connected"
+        pending.replica = replica
+        replica.num_unfinished_sequences += pending.num_unfinished
+        replica.connection.requests.send(pending.request)
+
+    @staticmethod
+    def _unassign(pending: PendingRequest) -> Replica | None:
+        """The request's replica, which counts it no longer; None if it has none."""
+        replica, pending.replica = pending.replica, None
+        if replica is not None:
+            replica.num_unfinished_sequences -= pending.num_unfinished
+        return replica
+
+    def _accept(self) -> None:
+        """Take over the channels of replicas that have been started."""
+        loop = asyncio.get_running_loop()
         try:
-            self._apply_updates(replica)
+            while (accepted := receive_connection(self._launcher)) is not None:
+                index, connection = accepted
+                replica = self._replicas[index]
+                self._lose(replica)  # if its end has not been noticed yet
+                replica.connection = connection
+                replica.num_starts += 1
+                loop.add_reader(connection.updates.fileno(), self._receive, replica)
+        except ChannelClosed:  # this process ends with the launcher
+            loop.remove_reader(self._launcher.fileno())
+
+    def _receive(self, replica: Replica) -> None:
+        try:
+            assert replica.connection is not None, "only a connected replica is listened to"
+            updates = replica.connection.updates
+            for message in updates.drain():
+                if isinstance(message, Ready):
+                    self._start_replica(replica, message)
+                else:
+                    self._apply_update(replica, message)
+            if updates.is_closed:
+                self._lose(replica)
         except Exception as error:
             self._on_broken(error)
 
-    def _apply_updates(self, replica: int) -> None:
-        for message in self._updates[replica].drain():
-            if isinstance(message, Ready):
-                self._start_replica(replica, message)
+    def _apply_update(self, replica: Replica, update: EngineUpdate) -> None:
+        # Statistics first, so that they count an answer by the time its client receives it.
+        replica.stats = update.stats
+        for delta in update.deltas:
+            pending = self._pending.get(delta.request_id)
+            if pending is None or pending.replica is not replica:  # cancelled while the delta was on its way
                 continue
-            # Statistics first, so that they count an answer by the time its client receives it.
-            self._stats[replica] = message.stats
-            for delta in message.deltas:
-                pending = self._pending.get(delta.request_id)
-                if pending is None:  # cancelled while the delta was on its way
-                    continue
-                pending.add(delta)
-                if delta.finish_reason is not None:
-                    pending.num_unfinished -= 1
-                    self._num_unfinished_sequences[replica] -= 1
+            pending.collector.add(pending.index, delta)
+            if delta.finish_reason is not None:
+                pending.num_unfinished -= 1
+                replica.num_unfinished_sequences -= 1
 
-    def _start_replica(self, replica: int, ready: Ready) -> None:
+    def _start_replica(self, replica: Replica, ready: Ready) -> None:
         assert ready.limits is not None, "a manager is ready only with its engine's limits"
-        self._limits[replica] = ready.limits
-        self._stats[replica] = EngineStats(
-            num_running=0,
-            num_waiting=0,
-            num_kv_blocks_used=0,
-            num_kv_blocks_total=ready.limits.num_kv_blocks,
-            total_prompt_tokens=0,
-            total_generation_tokens=0,
-            worker_queue_depth=0,
-        )
-        if self.limits is not None:
+        is_first = self.limits is None
+        replica.start(ready.limits)
+        for pending in self._pending.values():
+            if pending.replica is not None or pending.num_unfinished == 0 or pending.has_failed:
+                continue
+            if pending.num_tokens > ready.limits.max_tokens_per_sequence:
+                pending.fail(EngineDied("the engine died, and after its restart has too little memory"))
+            else:
+                self._submit(pending)
+        if is_first and self.limits is not None:
             self._on_ready()
+
+    def _lose(self, replica: Replica) -> None:
+        """The replica's manager has died: its requests run again or fail."""
+        self._close(replica)
+        for pending in list(self._pending.values()):
+            if pending.replica is not replica:
+                continue
+            self._unassign(pending)
+            if pending.num_unfinished == 0:
+                continue
+            pending.num_replays += 1
+            if pending.num_replays <= MAX_REPLAYS and pending.restart():
+                self._submit(pending)
+            else:
+                pending.fail(EngineDied("the engine died while it answered"))
+
+    @staticmethod
+    def _close(replica: Replica) -> None:
+        if replica.connection is not None:
+            asyncio.get_running_loop().remove_reader(replica.connection.updates.fileno())
+            replica.connection.close()
+        replica.connection, replica.stats, replica.is_ready = None, None, False

@@ -19,8 +19,8 @@ async def health() -> JSONResponse:
 
 @router.get("/ready", responses=error_responses(503))
 async def ready(request: Request) -> JSONResponse:
-    """The engine accepts requests; 503 until then, and from a stop signal on."""
-    state_of(request).ready_limits()
+    """The engine is up; 503 until then, while it restarts, and from a stop signal on."""
+    state_of(request).check_ready()
     return JSONResponse({"status": "ready"})
 
 

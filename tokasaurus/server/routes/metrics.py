@@ -13,4 +13,7 @@ router = APIRouter(tags=["health"])
 async def metrics(request: Request) -> Response:
     """Prometheus text; no samples until the engine is up."""
     engine = state_of(request).engine
-    return Response(render_metrics(EngineCollector(lambda: engine.stats)), media_type=CONTENT_TYPE_LATEST)
+    return Response(
+        render_metrics(EngineCollector(lambda: engine.stats, lambda: engine.num_restarts)),
+        media_type=CONTENT_TYPE_LATEST,
+    )

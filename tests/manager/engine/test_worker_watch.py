@@ -1,0 +1,64 @@
+"""A worker that hangs is told apart from a long step, an idle engine, and a stop of the manager itself."""
+
+import numpy as np
+
+from tests.manager.helpers.requests import make_request
+from tokasaurus.manager.engine.engine import Engine
+from tokasaurus.manager.engine.worker_watch import PAUSE_SECONDS, WorkerWatch
+from tokasaurus.manager.state.engine_state import EngineOptions, EngineState, make_state
+from tokasaurus.messages.lifecycle import EngineLimits
+
+WATCHDOG_S = 10.0
+"""Larger than PAUSE_SECONDS, so that the watch looks several times before a step is late."""
+
+
+def state_with_a_step_in_flight(num_prompt_tokens: int = 5, seconds_per_token: float = 0.001) -> EngineState:
+    limits = EngineLimits(2000, 16, 20_000, seconds_per_token=seconds_per_token)
+    options = EngineOptions(limits, 8192, 16, 1, frozenset(), lambda _: "", frozenset(), 1)
+    state = make_state(options)
+    engine = Engine(state, lambda _: None)
+    engine.step([make_request(1, num_prompt_tokens, max_new_tokens=100, ignore_eos=True)], [])
+    assert state.steps_in_flight
+    return state
+
+
+def first_late_s(watch: WorkerWatch, state: EngineState, until_s: float, began_s: float = 0.0) -> float | None:
+    looks_s = np.arange(began_s, until_s, 1.0)
+    return next((float(now_s) for now_s in looks_s if watch.is_late(state, float(now_s))), None)
+
+
+def test_a_step_is_late_after_the_watchdogs_time() -> None:
+    late_s = first_late_s(WorkerWatch(WATCHDOG_S, 0.0), state_with_a_step_in_flight(), 100)
+    assert late_s is not None
+    assert WATCHDOG_S < late_s <= WATCHDOG_S + 3
+
+
+def test_a_long_prefill_has_the_time_that_it_needs() -> None:
+    state = state_with_a_step_in_flight(num_prompt_tokens=8000, seconds_per_token=0.01)
+    late_s = first_late_s(WorkerWatch(WATCHDOG_S, 0.0), state, 2000)
+    assert late_s is not None
+    assert 4 * 80 < late_s < 4 * 500
+
+
+def test_an_idle_engine_is_never_late() -> None:
+    limits = EngineLimits(20, 16, 200)
+    state = make_state(EngineOptions(limits, 64, 16, 1, frozenset(), lambda _: "", frozenset(), 1))
+    assert first_late_s(WorkerWatch(WATCHDOG_S, 0.0), state, 1000) is None
+
+
+def test_results_start_the_time_again() -> None:
+    state, watch = state_with_a_step_in_flight(), WorkerWatch(WATCHDOG_S, 0.0)
+    for result_id in range(20):
+        began_s = 8.0 * result_id
+        state.last_result_id = result_id
+        assert first_late_s(watch, state, began_s + 8, began_s) is None
+    assert first_late_s(watch, state, 400, 160) is not None
+
+
+def test_a_manager_that_was_stopped_gives_the_worker_its_time_again() -> None:
+    state, watch = state_with_a_step_in_flight(), WorkerWatch(WATCHDOG_S, 0.0)
+    assert first_late_s(watch, state, 8) is None
+    resumed_s = 8 + 100 * PAUSE_SECONDS
+    late_s = first_late_s(watch, state, resumed_s + 100, resumed_s)
+    assert late_s is not None
+    assert late_s > resumed_s + WATCHDOG_S

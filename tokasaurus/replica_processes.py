@@ -1,0 +1,171 @@
+"""The launcher's view of one replica: starts its manager and model workers, and finds out that one died or hangs."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from tokasaurus.child_process import ChildProcess
+from tokasaurus.messages.channel import Receiver, Sender, make_channel
+from tokasaurus.messages.lifecycle import HEARTBEAT_SECONDS, Alive, Failed, PhaseDone, Ready
+from tokasaurus.messages.replica_connection import ReplicaConnection, send_connection
+from tokasaurus.process_group import DEATH_S, Child, ProcessGroup
+from tokasaurus.restart_policy import RestartPolicy
+
+if TYPE_CHECKING:  # these import NumPy, which would delay the start of the other processes
+    from tokasaurus.checkpoint import Checkpoint
+    from tokasaurus.config import ServerConfig
+    from tokasaurus.messages.forward import ForwardInput, ForwardOutput
+    from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
+    from tokasaurus.startup_report import StartupReport
+
+PAUSE_SECONDS = 5 * HEARTBEAT_SECONDS
+"""If the launcher does not look for this long, it was stopped itself, and probably the other processes with it."""
+
+MIN_START_SECONDS = 120.0
+START_FACTOR = 4
+"""A restart hangs if it takes longer than MIN_START_SECONDS, and START_FACTOR times as long as the first start."""
+
+SETTLE_SECONDS = 0.2
+"""After one process of a replica ends, the others may end because of it: wait this long to find the cause."""
+
+
+class ReplicaProcesses:
+    """The manager and the workers of one replica. `children` is empty between a failure and the next start.
+
+    server: the socket over which the server gets the channels to each new manager.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        group: ProcessGroup,
+        config: ServerConfig,
+        checkpoint: Checkpoint,
+        manager_entry: str,
+        worker_entry: str,
+        server: socket.socket,
+    ) -> None:
+        self.children: list[Child] = []
+        self.restart_at_s: float | None = None
+        """When to start again, by time.monotonic(); None while it runs."""
+        self.has_been_ready = False
+        self.num_restarts = 0
+        self.policy = RestartPolicy(config.max_restarts)
+        self._index = index
+        self._group = group
+        self._config = config
+        self._checkpoint = checkpoint
+        self._manager_entry = manager_entry
+        self._worker_entry = worker_entry
+        self._server = server
+        self._is_ready = False
+        self._started_s = self._alive_s = self._looked_s = time.monotonic()
+        self._longest_start_s = math.inf
+
+    def start(self) -> None:
+        """Start all processes, workers first because they take longest, and connect them with the server."""
+        config = self._config
+        requests_in: Receiver[GenerateRequest | CancelRequest]
+        requests: Sender[GenerateRequest | CancelRequest]
+        updates: Receiver[EngineUpdate | Ready]
+        updates_out: Sender[EngineUpdate | Ready]
+        outputs: Receiver[ForwardOutput | Ready]
+        outputs_out: Sender[ForwardOutput | Ready]
+        (requests_in, requests), (updates, updates_out), (outputs, outputs_out) = (
+            make_channel(),
+            make_channel(),
+            make_channel(),
+        )
+        self._started_s = self._alive_s = self._looked_s = time.monotonic()
+        self._is_ready, self.restart_at_s = False, None
+        inputs: list[Sender[ForwardInput]] = []
+        for rank in range(config.pp_size * config.tp_size):
+            input_in: Receiver[ForwardInput]
+            input_out: Sender[ForwardInput]
+            input_in, input_out = make_channel()
+            worker = ChildProcess(f"model worker (rank {rank})", f"toka-worker-{rank}", self._worker_entry)
+            self.children.append(self._group.start(worker, config, self._checkpoint, rank, input_in, outputs_out))
+            input_in.close()
+            inputs.append(input_out)
+        manager = ChildProcess("manager", "toka-manager", self._manager_entry)
+        channels = (requests_in, updates_out, inputs, outputs)
+        self.children.append(self._group.start(manager, config, self._checkpoint, *channels))
+        # The ends belong to the processes now: a copy here would keep a channel open after its process has died.
+        for receiver in (requests_in, outputs):
+            receiver.close()
+        updates_out.close()
+        outputs_out.close()
+        for sender in inputs:
+            sender.close()
+        send_connection(self._server, self._index, ReplicaConnection(requests, updates))
+
+    def stop(self) -> None:
+        """Kill all processes of the replica."""
+        self._group.remove(self.children)
+        self.children = []
+
+    def find_failure(self, report: StartupReport) -> str | None:
+        """One line that says which process failed and how; None if none did."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > PAUSE_SECONDS:
+            self._alive_s = now_s
+        self._looked_s = now_s
+        failed = self._read_status(report, now_s)
+        if not failed and all(child.process.is_alive() for child in self.children):
+            return self._find_hang(now_s)
+        time.sleep(SETTLE_SECONDS)
+        failed += self._read_status(report, now_s)
+        return describe_failure(self.children, failed)
+
+    def _read_status(self, report: StartupReport, now_s: float) -> list[Failed]:
+        failed: list[Failed] = []
+        for child in self.children:
+            for message in child.status.drain():
+                match message:
+                    case Failed():
+                        failed.append(message)
+                    case PhaseDone():
+                        report.show_phase(child.description.label, message)
+                    case Alive():
+                        self._alive_s = now_s
+                    case Ready():
+                        report.note_ready(message, is_server=False)
+                        if message.process == "manager":
+                            self._note_ready(now_s, report)
+        return failed
+
+    def _note_ready(self, now_s: float, report: StartupReport) -> None:
+        start_s = now_s - self._started_s
+        if self.has_been_ready:
+            report.show_line(f"the engine is ready again after {start_s:.1f} s (restart {self.num_restarts})")
+        else:
+            self._longest_start_s = max(MIN_START_SECONDS, START_FACTOR * start_s)
+        self._is_ready, self.has_been_ready, self._alive_s = True, True, now_s
+        self.policy.note_ready(now_s)
+
+    def _find_hang(self, now_s: float) -> str | None:
+        if not self.children:
+            return None
+        if self._is_ready and now_s - self._alive_s > self._config.watchdog_seconds:
+            return f"manager gave no sign of life for {now_s - self._alive_s:.0f} s (watchdog_seconds)"
+        if not self._is_ready and now_s - self._started_s > self._longest_start_s:
+            return f"the engine did not start in {self._longest_start_s:.0f} s"
+        return None
+
+
+def describe_failure(children: list[Child], failed: list[Failed]) -> str | None:
+    """The most likely cause among the dead of `children` and what processes reported; None if there is neither.
+
+    A killed process comes first: it is the cause of failures that the others report.
+    """
+    dead = [child for child in children if not child.process.is_alive()]
+    for child in dead:
+        child.process.join(DEATH_S)
+    causes = [child.describe_death() for child in dead if (child.process.exitcode or 0) < 0]
+    causes += [f"{message.process} failed: {message.message}" for message in failed]
+    causes += [child.describe_death() for child in dead if child.process.exitcode]
+    causes += [child.describe_death() for child in dead]
+    return causes[0] if causes else None

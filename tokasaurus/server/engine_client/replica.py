@@ -1,0 +1,33 @@
+"""What the server knows of one replica."""
+
+from dataclasses import dataclass
+
+from tokasaurus.messages.lifecycle import EngineLimits, EngineStats
+from tokasaurus.messages.replica_connection import ReplicaConnection
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One replica: connected while its processes live, ready once its model is loaded."""
+
+    connection: ReplicaConnection | None = None
+    is_ready: bool = False
+    limits: EngineLimits | None = None
+    """Those of its last start; None before the first."""
+    stats: EngineStats | None = None
+    """None while it is not ready."""
+    num_unfinished_sequences: int = 0
+    num_starts: int = 0
+
+    def start(self, limits: EngineLimits) -> None:
+        """It is ready."""
+        self.is_ready, self.limits = True, limits
+        self.stats = EngineStats(
+            num_running=0,
+            num_waiting=0,
+            num_kv_blocks_used=0,
+            num_kv_blocks_total=limits.num_kv_blocks,
+            total_prompt_tokens=0,
+            total_generation_tokens=0,
+            worker_queue_depth=0,
+        )

@@ -1,0 +1,68 @@
+"""What the user sees of a start: each phase as it ends, then the ready line."""
+
+import sys
+import time
+from dataclasses import dataclass, field
+
+from tokasaurus.messages.lifecycle import EngineLimits, PhaseDone, Ready
+
+
+def _start_of_process() -> float:
+    """Approximate start of this process by time.perf_counter(), from its CPU time: it has hardly waited so far."""
+    return time.perf_counter() - time.process_time()
+
+
+@dataclass
+class StartupReport:
+    """Prints each start-up phase as it ends, then the ready line with the phases of all processes.
+
+    The ready line is printed once the server is up and the KV cache size is known, which may happen in either order.
+    The phases of one process are sequential; the other processes run in parallel after the launcher's own phases.
+    """
+
+    address: str = ""
+    model: str = ""
+    started: float = field(default_factory=_start_of_process)
+    limits: EngineLimits | None = None
+    is_server_up: bool = False
+    is_ready: bool = False
+
+    def __post_init__(self) -> None:
+        self._phases: dict[str, list[PhaseDone]] = {}
+        self._last_end = self.started
+
+    @staticmethod
+    def show_line(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def show_progress(self, line: str) -> None:
+        self.show_line(f"{'toka':>12}  {line} ...")
+
+    def end_phase(self, name: str, detail: str = "") -> None:
+        """End a phase of the launcher process."""
+        began, self._last_end = self._last_end, time.perf_counter()
+        self.show_phase("toka", PhaseDone("toka", name, self._last_end - began, detail))
+
+    def show_phase(self, process: str, phase: PhaseDone) -> None:
+        self._phases.setdefault(process, []).append(phase)
+        self.show_line(f"{phase.process:>12}  {phase.phase:<16} {phase.seconds:6.2f} s  {phase.detail}".rstrip())
+
+    def note_ready(self, message: Ready, is_server: bool) -> None:
+        self.limits = self.limits if message.limits is None else message.limits
+        self.is_server_up = self.is_server_up or is_server
+        if self.is_server_up and self.limits is not None and not self.is_ready:
+            self.is_ready = True
+            self._show_ready(self.limits)
+
+    def _show_ready(self, limits: EngineLimits) -> None:
+        num_tokens = limits.num_kv_blocks * limits.page_size
+        times = [
+            f"{process} {sum(phase.seconds for phase in phases):.1f} s "
+            f"({', '.join(f'{phase.phase} {phase.seconds:.1f}' for phase in phases)})"
+            for process, phases in self._phases.items()
+        ]
+        self.show_line(
+            f"ready: {self.address} serves {self.model}; "
+            f"KV cache {num_tokens:,} tokens in {limits.num_kv_blocks:,} blocks of {limits.page_size}; "
+            f"{', '.join(times)}; {time.perf_counter() - self.started:.1f} s in all"
+        )
