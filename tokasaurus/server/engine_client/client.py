@@ -104,13 +104,16 @@ class EngineClient:
         if is_queue_full(newest_first, num_waiting, self._max_queued_requests):
             raise QueueFull(f"{self._max_queued_requests} requests are already waiting (max_queued_requests)")
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[FinishedSequence]]:
+    async def generate(
+        self, requests: Sequence[GenerateRequest], max_values: int | None = None
+    ) -> list[list[FinishedSequence]]:
         """The finished sequences of each request, in order of `sequence_index`.
 
         requests: at least one, each with a new request id. If the caller is cancelled, unfinished requests are
-        cancelled at the managers. Raises QueueFull, and SequenceAborted as soon as one sequence is aborted.
+        cancelled at the managers. Raises QueueFull, and SequenceAborted as soon as one sequence is aborted. max_values:
+        most tokens and logprobs of all sequences, beyond which it raises AnswerTooLarge.
         """
-        results = Results(requests)
+        results = Results(requests, max_values)
         with self._submitted(requests, results.add):
             await results.finished
         return results.sequences

@@ -18,7 +18,7 @@ from tokasaurus.server.protocol.tokenize import (
 )
 from tokasaurus.server.routes.json_body import JsonBodyRoute
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.state import state_of
+from tokasaurus.server.state import num_body_bytes, state_of
 
 router = APIRouter(tags=["tokenizer"])
 _body_router = APIRouter(route_class=JsonBodyRoute, tags=["tokenizer"])
@@ -31,7 +31,15 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     if body.model is not None:
         state.model.check_name(body.model)
     limits = state.ready_limits()
-    content = await state.in_text_thread(_tokenize, body, state.model, limits.max_tokens_per_sequence)
+    num_chars = _num_chars(body)
+    if num_chars > state.limits.max_tokenize_chars:
+        raise InvalidRequest(
+            f"{'prompt has' if body.messages is None else 'messages have'} {num_chars} characters: "
+            f"there may be at most {state.limits.max_tokenize_chars} (max_tokenize_chars)",
+            "prompt" if body.messages is None else "messages",
+        )
+    size = num_body_bytes(request)
+    content = await state.text_threads.run(size, _tokenize, body, state.model, limits.max_tokens_per_sequence)
     return Response(content, media_type="application/json")
 
 
@@ -41,7 +49,13 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     state = state_of(request)
     if body.model is not None:
         state.model.check_name(body.model)
-    content = await state.in_text_thread(_detokenize, body, state.model)
+    if len(body.tokens) > state.limits.max_tokenize_chars:
+        raise InvalidRequest(
+            f"tokens has {len(body.tokens)} token ids: there may be at most {state.limits.max_tokenize_chars} "
+            "(max_tokenize_chars)",
+            "tokens",
+        )
+    content = await state.text_threads.run(num_body_bytes(request), _detokenize, body, state.model)
     return Response(content, media_type="application/json")
 
 
@@ -54,6 +68,13 @@ async def tokenizer_info(request: Request) -> dict[str, Any]:
 
 
 router.include_router(_body_router)
+
+
+def _num_chars(body: TokenizeRequest) -> int:
+    """Characters of the prompt or of the messages' texts; tools and variables are limited with the body."""
+    if body.messages is None:
+        return len(body.prompt or "")
+    return sum(len(message.content) for message in body.messages)
 
 
 def _tokenize(body: TokenizeRequest, model: ServedModel, max_model_len: int) -> bytes:
