@@ -45,14 +45,13 @@ class Channel(Generic[Message]):
         except queue.Empty:
             raise TimeoutError from None
 
-    def drain(self) -> list[Message]:
-        """All messages received so far, oldest first; never blocks."""
+    def drain(self, max_messages: int = sys.maxsize) -> list[Message]:
+        """All messages received so far, oldest first, but at most `max_messages`; never blocks."""
         messages: list[Message] = []
-        while True:
-            try:
+        with contextlib.suppress(queue.Empty):
+            while len(messages) < max_messages:
                 messages.append(self._queue.get_nowait())
-            except queue.Empty:
-                return messages
+        return messages
 
     def abandon(self) -> None:
         """Let this process exit without delivering unsent messages: the reader may be dead."""

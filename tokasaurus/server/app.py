@@ -26,6 +26,7 @@ from tokasaurus.monitoring.loop_lag import LoopLag
 from tokasaurus.server.api_key import ApiKeyMiddleware
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import add_error_handlers
+from tokasaurus.server.garbage import collect_garbage_when_idle
 from tokasaurus.server.http_server import HttpServer
 from tokasaurus.server.limits import RequestLimits, request_limits
 from tokasaurus.server.openapi import DescribedApp
@@ -110,6 +111,7 @@ def run_server(
     http_server = HttpServer(http_config, engine, config.drain_seconds)
     # In the background: it takes longer than everything else here, and completions do not need it.
     threading.Thread(target=load_chat_template, name="chat template", daemon=True).start()
+    collect_garbage_when_idle(lambda: engine.num_pending_requests == 0)
     try:
         http_server.run(sockets=[listener])
     finally:

@@ -113,8 +113,7 @@ class BodyTooLarge(InvalidRequest):
 class TooManyValues(InvalidRequest):
     """The body has so many numbers, strings, lists and objects that parsing it would block all other requests."""
 
-    status = 413
-    code = "request_too_large"
+    code = "too_many_values"
 
 
 class UnsupportedMediaType(InvalidRequest):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class RequestLimits:
     """Each field has the name, the default and the meaning of a flag."""
 
-    max_request_bytes: int | None = None
+    max_request_bytes: int | None = 64 << 20
     """Bytes of a body; None: no limit."""
     max_line_bytes: int = 16 << 20
     """Bytes of a line of /v1/bulk. Longer lines are not kept in memory."""

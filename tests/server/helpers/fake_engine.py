@@ -89,6 +89,8 @@ class FakeEngine:
     """Tokens of each sequence per update of a streamed request."""
     pause_s: float = 0.0
     """Seconds between the updates of a streamed request."""
+    max_deltas: int = 1 << 30
+    """Most deltas of one update; a manager's updates have those of one step."""
 
     def __post_init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -160,7 +162,9 @@ class FakeEngine:
             time.sleep(self.pause_s if number > 0 else 0)
             updated = [self._cut_delta(delta, number) for delta in deltas] if request.is_streamed else deltas
             # Reversed: sequences may finish in any order.
-            self.update_channel.send(EngineUpdate([delta for delta in updated[::-1] if delta is not None], self.stats))
+            sent = [delta for delta in updated[::-1] if delta is not None]
+            for start in range(0, max(1, len(sent)), self.max_deltas):
+                self.update_channel.send(EngineUpdate(sent[start : start + self.max_deltas], self.stats))
 
     def _cut_delta(self, delta: SequenceDelta, number: int) -> SequenceDelta | None:
         """The tokens of update `number`; None when an earlier update had the last ones."""

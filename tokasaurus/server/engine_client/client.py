@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
 from tokasaurus.server.engine_client.collectors import FinishedSequence, Results, StreamCollector
 from tokasaurus.server.engine_client.load_balancer import choose_replica, is_queue_full
 from tokasaurus.server.errors import QueueFull
+
+# Time for messages before other tasks of the event loop may run: more may arrive all the while.
+MAX_RECEIVE_S = 0.005
 
 
 @dataclass(slots=True)
@@ -166,7 +170,10 @@ class EngineClient:
             self._on_broken(error)
 
     def _apply_updates(self, replica: int) -> None:
-        for message in self._updates[replica].drain():
+        channel, deadline = self._updates[replica], time.monotonic() + MAX_RECEIVE_S
+        # The event loop calls again while messages are left.
+        while time.monotonic() < deadline and (received := channel.drain(max_messages=1)):
+            (message,) = received
             if isinstance(message, Ready):
                 self._start_replica(replica, message)
                 continue

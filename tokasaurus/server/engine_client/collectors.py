@@ -11,6 +11,7 @@ import numpy as np
 
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, PromptLogprobs, SequenceDelta, TopLogprobs
 
+MAX_MERGED_TOKENS = 1024
 VALUES_PER_DELTA = 16
 """Work of an event, compared with that of one value of it."""
 
@@ -166,9 +167,10 @@ class StreamCollector:
             self._unread[key] = [delta]
         else:
             parts.append(delta)
-            # Merging only parts of similar size copies each token log2 times: with all in one part, a late reader's
-            # tokens would be copied at each step, and with each delta kept, they would take ten times the memory.
-            while len(parts) > 1 and len(parts[-2].token_ids) <= len(parts[-1].token_ids):
+            # Merging only small parts of similar size copies each token a few times: with all in one part, a late
+            # reader's tokens would be copied at each step, and with each delta kept, they would take ten times the
+            # memory.
+            while len(parts) > 1 and len(parts[-2].token_ids) <= len(parts[-1].token_ids) < MAX_MERGED_TOKENS:
                 parts[-2:] = [_merge(parts[-2:])]
         if delta.error:
             self.fail(SequenceAborted(delta))
