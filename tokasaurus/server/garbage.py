@@ -28,9 +28,13 @@ def collect_garbage_when_idle(is_idle: Callable[[], bool]) -> None:
 def _collect(is_idle: Callable[[], bool]) -> None:
     waiting = threading.Event()
     waited_s = 0.0
+    is_first = True
     while True:
         waiting.wait(CHECK_INTERVAL_S)
         waited_s += CHECK_INTERVAL_S
         if is_idle() or waited_s >= LONGEST_WAIT_S:
             gc.collect()
             waited_s = 0.0
+            if is_first:  # the libraries that load in the background are there
+                gc.freeze()
+                is_first = False
