@@ -54,7 +54,7 @@ INNER_LAYERS = {
         ["state", "openapi", "disconnect", "respond"],
         ["api_key", "request_id", "prepare"],
         ["structured_output", "engine_client"],
-        ["served_model"],
+        ["served_model", "limits", "text_threads", "garbage"],
         ["tools"],
         ["protocol", "errors"],
     ],

@@ -25,7 +25,6 @@ NOT_BUILT = frozenset(
         "api_keys_file",
         "cache_salt_per_key",
         "allowed_hosts",
-        "max_line_bytes",
         "max_header_bytes",
         "max_url_bytes",
         "max_connections",
@@ -35,10 +34,6 @@ NOT_BUILT = frozenset(
         "keep_alive_seconds",
         "max_queued_sequences",
         "max_queued_tokens",
-        "max_answer_values",
-        "max_tokenize_chars",
-        "max_stop_strings",
-        "max_stop_chars",
     }
 )
 
@@ -212,7 +207,9 @@ SERVER_FLAGS = FlagTable(
             "max_answer_values": _count(
                 "maximum tokens of one answer that is not streamed; each log-probability counts as another token"
             ),
-            "max_tokenize_chars": _count("maximum characters that a request to /tokenize may have"),
+            "max_tokenize_chars": _count(
+                "maximum characters that a request to /tokenize may have, and token ids of one to /detokenize"
+            ),
             "max_stop_strings": _count("maximum stop strings of a request"),
             "max_stop_chars": _count("maximum characters of a stop string"),
         },

@@ -1,9 +1,18 @@
 """Stop strings against brute force over a small alphabet, in which everything overlaps."""
 
+import time
+
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tokasaurus.text.stop_strings import StopMatcher, StopTokens, buffered_length, find_first_stop, lookback_tokens
+from tokasaurus.text.stop_strings import (
+    StopMatcher,
+    StopScanner,
+    StopTokens,
+    buffered_length,
+    find_first_stop,
+    lookback_tokens,
+)
 
 TEXTS = st.text("aabé", max_size=12)
 STOPS = st.lists(st.text("aabé", min_size=1, max_size=4), max_size=3)
@@ -46,6 +55,58 @@ def test_buffered_text_is_exactly_the_tail_that_may_become_a_stop(text: str, sto
         if any(stop.startswith(text[start:]) and stop != text[start:] for stop in stops)
     ]
     assert buffered_length(text, stops) == (len(text) - min(starts) if starts else 0)
+
+
+@settings(max_examples=1000)
+@given(st.lists(st.text("aab", max_size=6), max_size=8), st.lists(st.text("aab", min_size=1, max_size=7), max_size=3))
+@example(["aa", "aab"], ["aaab"])
+@example(["abaaba", "b"], ["abaabab", "ab"])
+def test_scanner_returns_what_a_search_of_the_whole_text_would(parts: list[str], stops: list[str]) -> None:
+    """After each part: nothing from a stop string on, and all text before the part of it that may begin a stop."""
+    scanner = StopScanner(stops)
+    text = returned = ""
+    for number, part in enumerate(parts):
+        is_last = number == len(parts) - 1
+        text += part
+        new, has_stopped = scanner.add(part, 0, is_last)
+        returned += new
+        stop = find_first_stop(text, stops)
+        assert has_stopped == (stop is not None)
+        if stop is not None:
+            assert returned == text[: stop[0]]
+            return
+        assert returned == text[: len(text) - (0 if is_last else buffered_length(text, stops))]
+
+
+@settings(max_examples=1000)
+@given(
+    st.lists(st.text("aab", max_size=6), max_size=8),
+    st.lists(st.text("aab", min_size=1, max_size=7), max_size=3),
+    st.integers(0, 20),
+)
+def test_scanner_ignores_stops_in_the_exempt_characters(parts: list[str], stops: list[str], num_exempt: int) -> None:
+    scanner, text, returned = StopScanner(stops), "", ""
+    for number, part in enumerate(parts):
+        text += part
+        new, has_stopped = scanner.add(part, num_exempt - len(returned), number == len(parts) - 1)
+        returned += new
+        stop = find_first_stop(text, stops, num_exempt)
+        assert has_stopped == (stop is not None)
+        if stop is not None:
+            assert returned == text[: stop[0]]
+            return
+    assert returned == text if parts else not returned
+
+
+def test_time_of_the_scanner_is_linear_in_the_new_text() -> None:
+    """A search that compares every prefix of the stop string after each part would take minutes."""
+    stop = "a" * 100_000 + "b"
+    scanner = StopScanner([stop, "a" * 50_000 + "c"])
+    started = time.perf_counter()
+    returned = [scanner.add("aaaa", 0, False) for _ in range(2_000)]
+    assert returned == [("", False)] * 2_000
+    assert scanner.add("c" + "a" * 200_000, 0, True) == ("aaaa" * 2_000 + "c" + "a" * 200_000, False)
+    assert time.perf_counter() - started < 5
 
 
 @settings(max_examples=400)

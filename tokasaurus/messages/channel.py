@@ -138,7 +138,7 @@ class Receiver(Generic[Message]):
     def __setstate__(self, connection: Connection) -> None:
         self._connection = connection
         self._unread = bytearray()
-        self._received: deque[Message] = deque()
+        self._num_taken = 0  # bytes at the start of `_unread` whose messages have been returned
         self.is_closed = False
         """The writing end is closed. The message that was being written then, if any, is lost."""
         os.set_blocking(connection.fileno(), False)
@@ -147,30 +147,43 @@ class Receiver(Generic[Message]):
         """For `wait` or an event loop's `add_reader`: readable when a message, or a part of one, has arrived."""
         return self._connection.fileno()
 
-    def drain(self) -> list[Message]:
-        """Messages received so far, oldest first; never blocks, not even on a half-written message."""
-        self._read()
-        messages = list(self._received)
-        self._received.clear()
+    @property
+    def has_whole_message(self) -> bool:
+        """Whether `drain` would return a message without reading any further."""
+        return self._whole_length() is not None
+
+    def drain(self, max_messages: int = sys.maxsize) -> list[Message]:
+        """Messages received so far, oldest first; never blocks, not even on a half-written message.
+
+        Not all of them if there are more than `max_messages`, or MAX_DRAIN_BYTES: see `has_whole_message`.
+        """
+        if not self.has_whole_message:
+            self._read()
+        messages: list[Message] = []
+        while len(messages) < max_messages and (message := self._take()) is not None:
+            messages.append(message)
         return messages
 
     def receive(self, timeout_s: float | None = None) -> Message:
         """The next message. Raises TimeoutError after `timeout_s` seconds without one, and ChannelClosed."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        self._read()
-        while not self._received:
+        while (message := self._take()) is None:
             if self.is_closed:
                 raise ChannelClosed
             if not wait([self], None if deadline_s is None else max(0.0, deadline_s - time.monotonic())):
                 raise TimeoutError
             self._read()
-        return self._received.popleft()
+        return message
 
     def close(self) -> None:
         self.is_closed = True
         self._connection.close()
 
     def _read(self) -> None:
+        """Read what the pipe has, but not much more than MAX_DRAIN_BYTES."""
+        if self._num_taken:
+            del self._unread[: self._num_taken]
+            self._num_taken = 0
         num_read = 0
         while not self.is_closed and num_read < MAX_DRAIN_BYTES:
             try:
@@ -180,16 +193,25 @@ class Receiver(Generic[Message]):
             num_read += len(content)
             self._unread += content
             self.is_closed = not content
-        start = 0
-        while start + _LENGTH.size <= len(self._unread):
-            (length,) = _LENGTH.unpack_from(self._unread, start)
-            end = start + _LENGTH.size + length
-            if end > len(self._unread):
-                break
-            with memoryview(self._unread) as unread, unread[start + _LENGTH.size : end] as pickled:
-                self._received.append(cast(Message, pickle.loads(pickled)))
-            start = end
-        del self._unread[:start]
+
+    def _whole_length(self) -> int | None:
+        """Bytes of the next message, if all of it has been read."""
+        start = self._num_taken + _LENGTH.size
+        if start > len(self._unread):
+            return None
+        length: int
+        (length,) = _LENGTH.unpack_from(self._unread, self._num_taken)
+        return length if start + length <= len(self._unread) else None
+
+    def _take(self) -> Message | None:
+        """Remove and return the next message; None if it has not been read as a whole."""
+        length = self._whole_length()
+        if length is None:
+            return None
+        start = self._num_taken + _LENGTH.size
+        self._num_taken = start + length
+        with memoryview(self._unread) as unread, unread[start : self._num_taken] as pickled:
+            return cast(Message, pickle.loads(pickled))
 
 
 def make_channel() -> tuple[Receiver[Message], Sender[Message]]:

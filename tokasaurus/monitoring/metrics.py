@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from tokasaurus.messages.forward import FORWARD_PHASES
 from tokasaurus.messages.lifecycle import EngineStats
 from tokasaurus.monitoring.log_writer import log_writer
+from tokasaurus.monitoring.loop_lag import LoopLag
 
 __all__ = ["CONTENT_TYPE_LATEST", "EngineCollector", "render_metrics"]
 
@@ -113,14 +114,18 @@ class EngineCollector(Collector):
     """Reads each replica's latest snapshot at every scrape. One sample per replica, labelled with its index.
 
     read_stats: returns the latest stats of each replica, None for a replica that is not up. read_restarts: returns how
-    often each replica was started again.
+    often each replica was started again. loop_lag: of the server's event loop.
     """
 
     def __init__(
-        self, read_stats: Callable[[], Sequence[EngineStats | None]], read_restarts: Callable[[], Sequence[int]]
+        self,
+        read_stats: Callable[[], Sequence[EngineStats | None]],
+        read_restarts: Callable[[], Sequence[int]],
+        loop_lag: LoopLag | None = None,
     ) -> None:
         self._read_stats = read_stats
         self._read_restarts = read_restarts
+        self._loop_lag = LoopLag() if loop_lag is None else loop_lag
 
     def collect(self) -> Iterable[Metric]:
         stats_by_replica = {str(index): stats for index, stats in enumerate(self._read_stats()) if stats is not None}
@@ -158,6 +163,16 @@ class EngineCollector(Collector):
             "toka_log_records_dropped",
             "Log records of the server process dropped because nobody read its stderr.",
             value=log_writer().num_dropped,
+        )
+        yield GaugeMetricFamily(
+            "toka_event_loop_lag_seconds",
+            "Largest delay of the server's event loop in the last ten seconds.",
+            value=self._loop_lag.largest_s(),
+        )
+        yield CounterMetricFamily(
+            "toka_event_loop_stalls",
+            "Delays of the server's event loop of more than 250 ms.",
+            value=self._loop_lag.num_stalls,
         )
 
 

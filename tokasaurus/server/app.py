@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -22,16 +21,20 @@ from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.messages.channel import Sender
 from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.cores import lower_thread_priority
+from tokasaurus.monitoring.loop_lag import LoopLag
 from tokasaurus.server.api_key import ApiKeyMiddleware
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import add_error_handlers
+from tokasaurus.server.garbage import collect_garbage_when_idle
 from tokasaurus.server.http_server import HttpServer
+from tokasaurus.server.limits import RequestLimits, request_limits
 from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.request_id import RequestIdMiddleware
 from tokasaurus.server.routes import bulk, chat, completions, health, metrics, models, tokenize
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
 from tokasaurus.server.structured_output.validator import GrammarChecker
+from tokasaurus.server.text_threads import TextThreads
 from tokasaurus.server.tools.formats import find_tool_support
 from tokasaurus.text.tokenizer import Tokenizer
 
@@ -43,7 +46,6 @@ GRACE_S = 2
 # Longer than common clients keep idle connections in their pools: closing a connection just as the client sends a
 # request would give it an error.
 KEEP_ALIVE_S = 120
-NUM_TEXT_THREADS = 4
 LISTEN_BACKLOG = 4096
 
 
@@ -92,7 +94,7 @@ def run_server(
         waits_for_restart=config.while_restarting == "wait",
     )
     http_config = uvicorn.Config(
-        create_app(model, engine, config.api_key, config.max_request_bytes),
+        create_app(model, engine, config.api_key, request_limits(config)),
         loop="uvloop",
         http="httptools",
         ws="none",
@@ -108,6 +110,7 @@ def run_server(
     http_server = HttpServer(http_config, engine, config.drain_seconds)
     # In the background: it takes longer than everything else here, and completions do not need it.
     threading.Thread(target=load_chat_template, name="chat template", daemon=True).start()
+    collect_garbage_when_idle(lambda: engine.num_pending_requests == 0)
     http_server.run(sockets=[listener])
     if broken and isinstance(broken[0], UserError):
         raise broken[0]
@@ -123,21 +126,20 @@ def _allow_many_connections() -> None:
 
 
 def create_app(
-    model: ServedModel, engine: EngineClient, api_key: str | None = None, max_request_bytes: int | None = None
+    model: ServedModel, engine: EngineClient, api_key: str | None = None, limits: RequestLimits | None = None
 ) -> ASGIApp:
     """The whole HTTP interface. During the app's lifespan, `engine` receives on the running event loop.
 
-    api_key: the key clients must send; None: no key. max_request_bytes: largest request body; None: no limit.
+    api_key: the key clients must send; None: no key. limits: None for the defaults.
     """
-    text_threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
-    state = ServerState(model, engine, GrammarChecker(model), text_threads, max_request_bytes)
+    state = ServerState(model, engine, GrammarChecker(model), TextThreads(), limits or RequestLimits(), LoopLag())
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        with engine.listening():
+        with engine.listening(), state.loop_lag.measuring():
             yield
         await state.grammars.close()
-        state.text_threads.shutdown(wait=False, cancel_futures=True)
+        state.text_threads.close()
 
     app = DescribedApp(
         title="Tokasaurus",

@@ -82,6 +82,12 @@ class NumericalError(ApiError):
     code = "numerical_error"
 
 
+class AnswerTooLargeError(InvalidRequest):
+    """An answer that is not streamed grew beyond the limit of what is kept in memory; it was cancelled."""
+
+    code = "answer_too_large"
+
+
 class ModelNotFound(InvalidRequest):
     status = 404
     code = "model_not_found"
@@ -102,6 +108,12 @@ class BodyTooLarge(InvalidRequest):
     status = 413
     code = "request_too_large"
     headers: Mapping[str, str] = {"Connection": "close"}
+
+
+class TooManyValues(InvalidRequest):
+    """The body has so many numbers, strings, lists and objects that parsing it would block all other requests."""
+
+    code = "too_many_values"
 
 
 class UnsupportedMediaType(InvalidRequest):

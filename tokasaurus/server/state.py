@@ -1,21 +1,18 @@
 """State shared by all routes of one server."""
 
-import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar, cast
+from typing import cast
 
 from fastapi import Request
 
 from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.monitoring.loop_lag import LoopLag
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import EngineNotReady, EngineRestarting, ServerStopping
+from tokasaurus.server.limits import RequestLimits
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.structured_output.validator import GrammarChecker
-
-Params = ParamSpec("Params")
-Result = TypeVar("Result")
+from tokasaurus.server.text_threads import TextThreads
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +22,9 @@ class ServerState:
     model: ServedModel
     engine: EngineClient
     grammars: GrammarChecker
-    text_threads: ThreadPoolExecutor
-    """For work on text and token ids that would block the event loop; the tokenizer releases the GIL."""
-    max_request_bytes: int | None
-    """Largest request body, in bytes; None: no limit."""
+    text_threads: TextThreads
+    limits: RequestLimits
+    loop_lag: LoopLag
 
     def ready_limits(self) -> EngineLimits:
         """The limits of requests. Raises EngineNotReady until the engine is up, EngineRestarting while requests are
@@ -47,12 +43,11 @@ class ServerState:
         if self.engine.is_restarting:
             raise EngineRestarting("the engine is restarting")
 
-    async def in_text_thread(
-        self, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
-    ) -> Result:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.text_threads, lambda: function(*args, **kwargs))
-
 
 def state_of(request: Request) -> ServerState:
     return cast(ServerState, request.app.state.server)
+
+
+def num_body_bytes(request: Request) -> int:
+    """Size of the request's body, which has been read."""
+    return cast(int, request.state.num_body_bytes)

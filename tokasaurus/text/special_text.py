@@ -5,16 +5,19 @@ the client's strings. Every intact special token in the rendered prompt then com
 removed from the text between these tokens.
 """
 
+import itertools
 import re
 import secrets
 import threading
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as BaseTokenizer
 
 # Digits survive everything that templates do to text: changes of case, JSON encoding, trimming.
 _NUM_MARK_DIGITS = 24
+# A search holds the GIL, which blocks the event loop: about a millisecond for this many characters.
+_SLICE_CHARS = 1 << 16
 
 
 class SpecialText:
@@ -23,16 +26,15 @@ class SpecialText:
     def __init__(self, base: BaseTokenizer) -> None:
         self._base = base
         added = base.get_added_tokens_decoder()
-        special = [(token, token_id) for token_id, token in added.items() if token.special and len(token.content) > 1]
-        # Longest first, since the tokenizer takes the longest match.
-        special.sort(key=lambda pair: len(pair[0].content), reverse=True)
-        self._ids = {token.content: token_id for token, token_id in special}
-        contents = [re.escape(token.content) for token, _ in special]
-        self._starts = re.compile(f"(?={'|'.join(contents)})(.)", re.DOTALL) if special else None
-        # No capturing groups: with a group for each of Llama 3's 256 tokens, searching 30 kB takes over a second.
-        self._texts = re.compile("|".join(contents))
-        self._tokens = re.compile("|".join(_with_spaces(token) for token, _ in special))
-        self._ids_by_pattern = [(re.compile(_with_spaces(token)), token_id) for token, token_id in special]
+        self._tokens = {
+            token.content: (token, token_id)
+            for token_id, token in added.items()
+            if token.special and len(token.content) > 1
+        }
+        self._longest = max(map(len, self._tokens), default=0)
+        pattern = _any_of(self._tokens)
+        self._texts = re.compile(pattern)
+        self._starts = re.compile(f"(?={pattern})")  # finds occurrences that overlap
         self._plain_tokenizer: BaseTokenizer | None = None
         self._lock = threading.Lock()
 
@@ -41,20 +43,28 @@ class SpecialText:
 
         If no string contains the text of a special token: the values themselves, and "" as the mark.
         """
-        if self._starts is None or not any(map(self._is_in, values)):
+        if not self._tokens or not any(map(self._is_in, values)):
             return list(values), ""
         mark = "".join(secrets.choice("0123456789") for _ in range(_NUM_MARK_DIGITS))
-        return [self._marked(value, rf"\g<1>{mark}") for value in values], mark
+        return [self._marked(value, mark) for value in values], mark
 
     def encode(self, text: str, mark: str) -> list[int]:
         """Token ids of a rendered prompt that contains marks. Adds no bos or other token around the text."""
         plain_texts: list[str] = []
         special_ids: list[int] = []
         end = 0
-        for match in self._tokens.finditer(text):
-            plain_texts.append(text[end : match.start()].replace(mark, ""))
-            special_ids.append(self._find_id(match.group()))
+        for match in self._matches(self._texts, text):
+            token, special_id = self._tokens[match.group()]
+            start = match.start()
+            if token.lstrip:  # the token absorbs adjacent white space
+                while start > end and text[start - 1].isspace():
+                    start -= 1
+            plain_texts.append(text[end:start].replace(mark, ""))
+            special_ids.append(special_id)
             end = match.end()
+            if token.rstrip:
+                while end < len(text) and text[end].isspace():
+                    end += 1
         plain_texts.append(text[end:].replace(mark, ""))
         encoded = self._plain().encode_batch_fast(plain_texts, add_special_tokens=False)
         ids = list(encoded[0].ids)
@@ -62,26 +72,33 @@ class SpecialText:
             ids += [special_id, *plain_encoding.ids]
         return ids
 
-    def _find_id(self, matched: str) -> int:
-        """Id of the special token that `matched` is, including any adjacent white space that the token absorbs."""
-        if matched in self._ids:
-            return self._ids[matched]
-        return next(token_id for pattern, token_id in self._ids_by_pattern if pattern.fullmatch(matched))
+    def _matches(self, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+        """All matches, in order, one after the other; a search holds the GIL for at most _SLICE_CHARS."""
+        position = 0
+        while position < len(text):
+            # The slice ends beyond the last start in it, so that a longer token is not cut into a shorter one.
+            match = pattern.search(text, position, position + _SLICE_CHARS + self._longest)
+            if match is None or match.start() >= position + _SLICE_CHARS:
+                position += _SLICE_CHARS
+            else:
+                yield match
+                position = max(match.end(), match.start() + 1)
 
     def _is_in(self, value: Any) -> bool:
         if isinstance(value, str):
-            return self._texts.search(value) is not None
+            return next(self._matches(self._texts, value), None) is not None
         if isinstance(value, dict):
             return any(self._is_in(key) or self._is_in(item) for key, item in value.items())
         return isinstance(value, list) and any(self._is_in(item) for item in value)
 
-    def _marked(self, value: Any, replacement: str) -> Any:
+    def _marked(self, value: Any, mark: str) -> Any:
         if isinstance(value, str):
-            assert self._starts is not None, "there is something to mark"
-            return self._starts.sub(replacement, value)
+            # The mark follows the first character of each occurrence.
+            cuts = [match.start() + 1 for match in self._matches(self._starts, value)]
+            return mark.join([value[start:end] for start, end in itertools.pairwise([0, *cuts, len(value)])])
         if isinstance(value, dict):
-            return {self._marked(key, replacement): self._marked(item, replacement) for key, item in value.items()}
-        return [self._marked(item, replacement) for item in value] if isinstance(value, list) else value
+            return {self._marked(key, mark): self._marked(item, mark) for key, item in value.items()}
+        return [self._marked(item, mark) for item in value] if isinstance(value, list) else value
 
     def _plain(self) -> BaseTokenizer:
         """A copy of the tokenizer that encodes special tokens as ordinary text; created on first use."""
@@ -92,6 +109,21 @@ class SpecialText:
             return self._plain_tokenizer
 
 
-def _with_spaces(token: AddedToken) -> str:
-    """A regular expression for the token, including adjacent white space if the token absorbs it."""
-    return (r"\s*" if token.lstrip else "") + re.escape(token.content) + (r"\s*" if token.rstrip else "")
+def _any_of(texts: Iterable[str]) -> str:
+    """A regular expression for the longest of these texts that begins at a position.
+
+    Common beginnings are written once: with 256 alternatives of 30 equal characters, a search would compare them all.
+    """
+    by_first: dict[str, list[str]] = {}
+    ends_here = False
+    for text in texts:
+        if text:
+            by_first.setdefault(text[0], []).append(text[1:])
+        else:
+            ends_here = True
+    if not by_first:
+        return ""
+    branches = [re.escape(first) + _any_of(rests) for first, rests in by_first.items()]
+    if len(branches) == 1 and not ends_here:
+        return branches[0]
+    return f"(?:{'|'.join(branches)}){'?' if ends_here else ''}"

@@ -4,6 +4,7 @@ The text is cut before the stop string that is completed first, as if the text w
 the result does not depend on how the text is split into tokens.
 """
 
+import functools
 from collections.abc import Callable, Container, Iterable, Sequence
 
 import numpy as np
@@ -43,9 +44,82 @@ def buffered_length(text: str, stops: Iterable[str]) -> int:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of `stop` that `text` ends with."""
+    """Length of the longest proper prefix of `stop` that `text` ends with. Quadratic: for stops of a few characters."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
+
+
+class StopScanner:
+    """Finds stop strings in a text that arrives in parts, in time proportional to the new text.
+
+    Results are those of `find_first_stop` and `buffered_length` for the text that was not returned yet. Precondition:
+    no stop string is empty.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._num_matched = [0] * len(stops)  # for each stop string, the length of its prefix that the text ends with
+        self._buffered = ""
+
+    def add(self, new_text: str, num_exempt: int, is_last: bool) -> tuple[str, bool]:
+        """(text that contains no part of a stop string, whether a stop string follows it).
+
+        num_exempt: stop strings that end within this many characters after all returned text are ignored.
+        is_last: no further text follows, so nothing is buffered.
+        """
+        text, num_old = self._buffered + new_text, len(self._buffered)
+        found: list[tuple[int, int]] = []
+        for stop in self._stops:
+            # Only occurrences that end in the new text: earlier parts were searched when they came.
+            start = _find_beyond(text, stop, max(num_exempt, num_old))
+            if start >= 0:
+                found.append((start + len(stop), start))
+        if found:
+            return text[: min(found)[1]], True
+        if is_last:
+            return text, False
+        for index, stop in enumerate(self._stops):
+            self._num_matched[index] = _advance(stop, self._num_matched[index], new_text)
+        num_sent = len(text) - max(self._num_matched, default=0)
+        self._buffered = text[num_sent:]
+        return text[:num_sent], False
+
+
+def _advance(stop: str, num_matched: int, new_text: str) -> int:
+    """The longest proper prefix of `stop` that the text ends with, after `num_matched` characters of it and new text.
+
+    Knuth, Morris and Pratt's algorithm.
+    """
+    position, end = 0, len(new_text)
+    if end >= len(stop):  # the last characters decide
+        position, num_matched = end - len(stop) + 1, 0
+    while position < end:
+        if num_matched == 0:
+            position = new_text.find(stop[0], position) + 1
+            if position == 0:
+                return 0
+            num_matched = 1
+        else:
+            character = new_text[position]
+            while num_matched > 0 and stop[num_matched] != character:
+                num_matched = _failures(stop)[num_matched]
+            num_matched += stop[num_matched] == character
+            position += 1
+        if num_matched == len(stop):
+            num_matched = _failures(stop)[num_matched]
+    return num_matched
+
+
+@functools.lru_cache(maxsize=256)
+def _failures(stop: str) -> Sequence[int]:
+    """For each length, the length of the longest proper prefix of stop[:length] that stop[:length] ends with."""
+    failures, matched = [0, 0], 0
+    for character in stop[1:]:
+        while matched > 0 and stop[matched] != character:
+            matched = failures[matched]
+        matched += stop[matched] == character
+        failures.append(matched)
+    return failures
 
 
 def lookback_tokens(stops: Iterable[str], minimum: int = 0) -> int:

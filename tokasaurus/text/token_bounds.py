@@ -14,6 +14,10 @@ _ALL = frozenset(range(256))
 # The bound is computed for each class of bytes: a run of spaces or dashes may be one token of over a hundred bytes, but
 # a token of letters rarely exceeds 25. For a text of words, this makes the bound three times as tight.
 _CLASSES = (_ASCII_ALPHANUMERIC, _NOT_ASCII, _ALL)
+# Each C call holds the GIL, which blocks the event loop: a few milliseconds for this many characters.
+_SLICE_CHARS = 1 << 16
+# More than the bytes that composing characters across a border of slices could save.
+_BORDER_BYTES = 64
 # Pre-tokenizers that remove nothing from the text.
 _LOSSLESS = {"Sequence", "Split", "ByteLevel", "Digits"}
 
@@ -49,11 +53,18 @@ class TokenBounds:
         """A lower bound on the number of tokens of `text`."""
         if not self._longest:
             return 0
-        if self._composes and not text.isascii():
-            text = unicodedata.normalize("NFC", text)
-        content = text.encode(errors="replace")
+        counts = [0] * len(self._longest)
+        for start in range(0, len(text), _SLICE_CHARS):
+            part = text[start : start + _SLICE_CHARS]
+            if self._composes and not part.isascii():
+                part = unicodedata.normalize("NFC", part)
+            content = part.encode(errors="replace")
+            for index, (others, _) in enumerate(self._longest):
+                counts[index] += len(content.translate(None, others))
+        num_uncounted = _BORDER_BYTES * (len(text) // _SLICE_CHARS) if self._composes else 0
         # `most` is 0 for a class none of whose bytes has a token; such a class gives no bound.
-        return max(-(-len(content.translate(None, others)) // most) for others, most in self._longest if most > 0)
+        bounds = zip(counts, self._longest, strict=True)
+        return max(0, max(-((num_uncounted - count) // most) for count, (_, most) in bounds if most > 0))
 
 
 def _keeps_bytes(base: BaseTokenizer) -> bool:

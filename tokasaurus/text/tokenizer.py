@@ -6,7 +6,7 @@
 import functools
 import inspect
 import threading
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,10 @@ TEMPLATE_LIMIT_S = 10.0
 """A template is a program from the model's repository, which may loop. Ordinary ones take below a millisecond, long
 chats some ten; the limit is generous because all threads may be busy."""
 _RENDERING = TimeLimit(TEMPLATE_LIMIT_S)
+
+
+# Shorter strings are left out of the early bound on tokens: they would cost more time than they add.
+_SHORT_CHARS = 64
 
 
 class TokenizerError(UserError):
@@ -164,6 +168,11 @@ class Tokenizer(TokenDecoder):
         Only the template's special tokens become special tokens: the same text in messages, tools and variables is
         encoded as ordinary text. max_tokens: as in `encode_batch`. Raises ChatTemplateError and TextTooLong.
         """
+        if max_tokens is not None:
+            # Before any work on the texts. A template may leave out some of them, such as earlier reasoning.
+            fewest = self._fewest_tokens_of_all([list(messages), tools, template_variables], 4 * max_tokens)
+            if fewest > 4 * max_tokens:
+                raise TextTooLong(fewest)
         try:
             (given, given_tools, variables), mark = self._special_text.mark(
                 list(messages), tools, template_variables or {}
@@ -175,6 +184,13 @@ class Tokenizer(TokenDecoder):
             return self.encode_batch([text], add_special_tokens=False, max_tokens=max_tokens)[0]
         self._check_lengths([text.replace(mark, "")], max_tokens)
         return self._special_text.encode(text, mark)
+
+    def _fewest_tokens_of_all(self, values: object, num_allowed: int) -> int:
+        """A lower bound on the tokens of all strings in JSON values; 0 where few characters make the bound needless."""
+        texts = list(_strings_in(values))
+        if sum(map(len, texts)) <= num_allowed:
+            return 0
+        return sum(self._bounds.fewest_tokens(text) for text in texts if len(text) >= _SHORT_CHARS)
 
     def _check_lengths(self, texts: Iterable[str], max_tokens: int | None) -> None:
         if max_tokens is not None:
@@ -279,6 +295,19 @@ class Tokenizer(TokenDecoder):
                     raise TokenizerError(f"cannot read the tokenizer in {self.directory}: {error}") from error
                 self._chat_tokenizer = loaded
             return self._chat_tokenizer
+
+
+def _strings_in(value: object) -> Iterator[str]:
+    """Every string in JSON values except keys; raises nothing for deep nesting."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
 
 
 def load_token_decoder(directory: Path) -> TokenDecoder:

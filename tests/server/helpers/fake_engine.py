@@ -91,6 +91,8 @@ class FakeEngine:
     """Seconds between the updates of a streamed request."""
     launcher_end: socket.socket | None = None
     """Set by `hand_over`: later connections of the replica can be sent over it."""
+    max_deltas: int = 1 << 30
+    """Most deltas of one update; a manager's updates have those of one step."""
 
     def __post_init__(self) -> None:
         self._requests_in, requests = make_channel()
@@ -176,7 +178,9 @@ class FakeEngine:
             time.sleep(self.pause_s if number > 0 else 0)
             updated = [self._cut_delta(delta, number) for delta in deltas] if request.is_streamed else deltas
             # Reversed: sequences may finish in any order.
-            self.updates.send(EngineUpdate([delta for delta in updated[::-1] if delta is not None], self.stats))
+            sent = [delta for delta in updated[::-1] if delta is not None]
+            for start in range(0, max(1, len(sent)), self.max_deltas):
+                self.updates.send(EngineUpdate(sent[start : start + self.max_deltas], self.stats))
 
     def _cut_delta(self, delta: SequenceDelta, number: int) -> SequenceDelta | None:
         """The tokens of update `number`; None when an earlier update had the last ones."""

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tokasaurus.server.app import create_app
 from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.limits import RequestLimits
 from tokasaurus.server.served_model import ServedModel
 
 
@@ -51,9 +52,12 @@ def live_server(
     api_key: str | None = None,
     max_request_bytes: int | None = None,
     max_queued_requests: int | None = None,
+    limits: RequestLimits | None = None,
 ) -> Iterator[LiveServer]:
     client = EngineClient(hand_over(engine), max_queued_requests=max_queued_requests)
-    app = create_app(model, client, api_key, max_request_bytes)
+    if limits is None:
+        limits = RequestLimits(max_request_bytes=max_request_bytes)
+    app = create_app(model, client, api_key, limits)
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     if start_engine:
         engine.start()

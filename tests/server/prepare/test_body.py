@@ -1,7 +1,6 @@
 """Prepared requests are ready for the engine: they contain the validated grammar."""
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.structured_output.validator import GrammarChecker
+from tokasaurus.server.text_threads import TextThreads
 
 CHAT = {"messages": [{"role": "user", "content": "abc"}]}
 COMPLETION = {"prompt": ["a", "bc"]}
@@ -21,15 +21,15 @@ COMPLETION = {"prompt": ["a", "bc"]}
 
 def prepare(model: ServedModel, **fields: Any) -> Prepared:
     async def run() -> Prepared:
-        grammars = GrammarChecker(model)
+        grammars, threads = GrammarChecker(model), TextThreads()
         try:
-            with ThreadPoolExecutor(1) as threads:
-                if "messages" in fields:
-                    chat = ChatCompletionRequest.model_validate({"model": "default"} | fields)
-                    return await prepare_chat(chat, model, LIMITS, grammars, threads)
-                completion = CompletionRequest.model_validate({"model": "default"} | fields)
-                return await prepare_completion(completion, model, LIMITS, grammars, threads)
+            if "messages" in fields:
+                chat = ChatCompletionRequest.model_validate({"model": "default"} | fields)
+                return await prepare_chat(chat, model, LIMITS, grammars, threads, 100)
+            completion = CompletionRequest.model_validate({"model": "default"} | fields)
+            return await prepare_completion(completion, model, LIMITS, grammars, threads, 100)
         finally:
+            threads.close()
             await grammars.close()
 
     return asyncio.run(run())

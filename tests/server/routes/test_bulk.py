@@ -13,6 +13,7 @@ from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_ope
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
 from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.server.limits import RequestLimits
 from tokasaurus.server.routes import bulk as bulk_route
 from tokasaurus.server.routes import bulk_lines
 from tokasaurus.server.served_model import ServedModel
@@ -118,8 +119,8 @@ def test_invalid_line_gets_an_error_and_the_others_are_answered(
     shared_server.engine.wait_until(lambda engine: len(engine.requests) == num_requests + 2)
 
 
-def test_line_is_limited_to_max_request_bytes(served_model: ServedModel) -> None:
-    with live_server(served_model, FakeEngine(), max_request_bytes=1000) as server:
+def test_line_is_limited_to_max_line_bytes(served_model: ServedModel) -> None:
+    with live_server(served_model, FakeEngine(), limits=RequestLimits(max_line_bytes=1000)) as server:
         padded = line_of("long", GOOD).rstrip().ljust(1000)
         content = line_of("a", GOOD) + padded + b"\n" + padded.replace(b"long", b"longer") + b"\n" + line_of("b", GOOD)
         results = {result["custom_id"]: result for result in ask(server, content)}
@@ -130,6 +131,7 @@ def test_line_is_limited_to_max_request_bytes(served_model: ServedModel) -> None
             "b": 200,
         }
         assert results[None]["error"]["code"] == "request_too_large"
+        assert "max_line_bytes" in results[None]["error"]["message"]
         assert "line 3 " in results[None]["error"]["message"]
         many = b"".join(line_of(str(number), GOOD) for number in range(100))  # the body as a whole has no limit
         assert len(many) > 5000

@@ -2,10 +2,11 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from tokasaurus.messages.channel import ChannelClosed
+from tokasaurus.messages.channel import ChannelClosed, Receiver
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
 from tokasaurus.messages.replica_connection import receive_connection
@@ -17,6 +18,9 @@ from tokasaurus.server.errors import EngineDied, EngineRestarting, QueueFull
 
 MAX_REPLAYS = 3
 """Most times that a request is submitted again. A request that makes the engine die must not do so for ever."""
+
+MAX_RECEIVE_S = 0.005
+"""Time for messages before other tasks of the event loop may run: more may arrive all the while. In seconds."""
 
 
 def _raise(error: Exception) -> None:
@@ -112,13 +116,16 @@ class EngineClient:
         if self.is_restarting and not self._waits_for_restart:
             raise EngineRestarting("the engine is restarting")
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[FinishedSequence]]:
+    async def generate(
+        self, requests: Sequence[GenerateRequest], max_values: int | None = None
+    ) -> list[list[FinishedSequence]]:
         """The finished sequences of each request, in order of `sequence_index`.
 
         requests: at least one, each with a new request id. If the caller is cancelled, unfinished requests are
-        cancelled at the managers. Raises QueueFull, EngineDied, and SequenceAborted as soon as one sequence is aborted.
+        cancelled at the managers. max_values: most tokens and logprobs of all sequences. Raises QueueFull, EngineDied,
+        AnswerTooLarge beyond max_values, and SequenceAborted as soon as one sequence is aborted.
         """
-        results = Results(requests)
+        results = Results(requests, max_values)
         with self._submitted(requests, results):
             await results.finished
         return results.sequences
@@ -193,16 +200,24 @@ class EngineClient:
     def _receive(self, replica: Replica) -> None:
         try:
             assert replica.connection is not None, "only a connected replica is listened to"
-            updates = replica.connection.updates
-            for message in updates.drain():
+            updates, deadline_s = replica.connection.updates, time.monotonic() + MAX_RECEIVE_S
+            while time.monotonic() < deadline_s and (received := updates.drain(max_messages=1)):
+                (message,) = received
                 if isinstance(message, Ready):
                     self._start_replica(replica, message)
                 else:
                     self._apply_update(replica, message)
-            if updates.is_closed:
+            if updates.has_whole_message:
+                asyncio.get_running_loop().call_soon(self._receive_rest, replica, updates)
+            elif updates.is_closed:
                 self._lose(replica)
         except Exception as error:
             self._on_broken(error)
+
+    def _receive_rest(self, replica: Replica, updates: Receiver[EngineUpdate | Ready]) -> None:
+        """As `_receive`, but only if the replica still has this channel."""
+        if replica.connection is not None and replica.connection.updates is updates:
+            self._receive(replica)
 
     def _apply_update(self, replica: Replica, update: EngineUpdate) -> None:
         # Statistics first, so that they count an answer by the time its client receives it.

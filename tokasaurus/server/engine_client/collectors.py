@@ -1,12 +1,25 @@
 """Collectors of one call's deltas: `Results` waits for whole sequences, `StreamCollector` hands deltas on."""
 
 import asyncio
+import sys
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, PromptLogprobs, SequenceDelta, TopLogprobs
+
+MAX_MERGED_TOKENS = 1024
+VALUES_PER_DELTA = 16
+"""Work of an event, compared with that of one value of it."""
+
+
+def values_per_token(delta: SequenceDelta) -> int:
+    """Values that an answer has for each token of the delta: the token, its logprob, its top-k logprobs."""
+    num_top = 0 if delta.top is None else delta.top.token_ids.shape[1]
+    return 1 + (delta.logprobs is not None) + num_top
 
 
 class SequenceAborted(Exception):
@@ -43,6 +56,10 @@ class FinishedSequence:
     top_parts: list[TopLogprobs] = field(default_factory=list)
     """Top-k logprobs of all tokens, in parts as they arrived; empty if not requested."""
     prompt_logprobs: PromptLogprobs | None = None
+    is_finished: bool = False
+    """Whether the last delta has arrived."""
+    num_values: int = 0
+    """Its tokens and logprobs, as `values_per_token` counts them."""
 
     def append(self, delta: SequenceDelta) -> None:
         """Adds the sequence's next delta."""
@@ -59,8 +76,10 @@ class FinishedSequence:
         self.num_computed_tokens = delta.num_computed_tokens
         self.num_recomputed_tokens = delta.num_recomputed_tokens
         self.num_shared_tokens = delta.num_shared_tokens
+        self.num_values += len(delta.token_ids) * values_per_token(delta)
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
+            self.is_finished = True
 
     @property
     def top(self) -> TopLogprobs | None:
@@ -68,64 +87,188 @@ class FinishedSequence:
         return _join(self.top_parts) if self.top_parts else None
 
 
-class Results:
-    """The sequences of one `generate` call. `finished` is done when all of them have finished, or one was aborted."""
+class AnswerTooLarge(Exception):
+    """More values were collected for one answer than it may have."""
 
-    def __init__(self, requests: Sequence[GenerateRequest]) -> None:
-        self.sequences = [[FinishedSequence() for _ in range(request.num_sequences)] for request in requests]
+
+class Results:
+    """The sequences of one `generate` call. `finished` is done when all of them have finished, or one was aborted.
+
+    max_values: tokens and logprobs that all sequences together may have; None for no limit. Beyond it, `finished`
+    raises AnswerTooLarge.
+    """
+
+    def __init__(self, requests: Sequence[GenerateRequest], max_values: int | None = None) -> None:
+        # Objects are made when a sequence's first delta arrives: 65,536 of them at once would block the event loop.
+        self._rows: list[list[FinishedSequence | None]] = [[None] * request.num_sequences for request in requests]
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_unfinished = sum(request.num_sequences for request in requests)
+        self._max_values = sys.maxsize if max_values is None else max_values
+        self._num_values = 0
+
+    @property
+    def sequences(self) -> list[list[FinishedSequence]]:
+        """The sequences of each request, in order. Precondition: `finished` is done, without an error."""
+        return [[sequence for sequence in row if sequence is not None] for row in self._rows]
 
     def add(self, request_index: int, delta: SequenceDelta) -> None:
-        self.sequences[request_index][delta.sequence_index].append(delta)
-        if delta.error and not self.finished.done():
-            self.finished.set_exception(SequenceAborted(delta))
+        row = self._rows[request_index]
+        sequence = row[delta.sequence_index]
+        if sequence is None:
+            sequence = row[delta.sequence_index] = FinishedSequence()
+        self._num_values -= sequence.num_values
+        sequence.append(delta)
+        self._num_values += sequence.num_values
+        if delta.error:
+            self.fail(SequenceAborted(delta))
+        elif self._num_values > self._max_values:
+            self.fail(AnswerTooLarge(f"the answer has more than {self._max_values} values"))
         if delta.finish_reason is not None:
             self._num_unfinished -= 1
             if self._num_unfinished == 0 and not self.finished.done():
                 self.finished.set_result(None)
+
+    def restart(self, request_index: int) -> bool:
+        """Forgets everything that came for this request, because the engine will run it again from the start.
+
+        Returns True: nothing of it has been read. Precondition: the request has an unfinished sequence.
+        """
+        row = self._rows[request_index]
+        for sequence in row:
+            if sequence is not None:
+                self._num_unfinished += sequence.is_finished
+                self._num_values -= sequence.num_values
+        row[:] = [None] * len(row)
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """Makes `finished` raise `error`, unless it is done."""
+        if not self.finished.done():
+            self.finished.set_exception(error)
 
 
 class StreamCollector:
     """The unread deltas of one `stream` call, merged per sequence: a slow reader gets fewer and longer deltas."""
 
     def __init__(self, requests: Sequence[GenerateRequest]) -> None:
-        self._num_unread_last_deltas = sum(request.num_sequences for request in requests)
-        self._unread: dict[tuple[int, int], SequenceDelta] = {}
-        self._has_unread = asyncio.Event()
+        self._num_sequences = [request.num_sequences for request in requests]
+        self._num_unread_last_deltas = sum(self._num_sequences)
+        # (request index, sequence index) -> its unread deltas; the sequence that has waited longest comes first.
+        self._unread: OrderedDict[tuple[int, int], list[SequenceDelta]] = OrderedDict()
+        self._begun_requests: set[int] = set()  # requests of which a delta has been read
+        self._error: Exception | None = None
+        self._has_news = asyncio.Event()
 
     def add(self, request_index: int, delta: SequenceDelta) -> None:
         """request_index: position of the delta's request in the call's requests."""
         key = (request_index, delta.sequence_index)
-        before = self._unread.get(key)
-        if before is not None:
-            before.token_ids.extend(delta.token_ids)
-            if before.logprobs is not None and delta.logprobs is not None:
-                before.logprobs.extend(delta.logprobs)
-            top = None if before.top is None or delta.top is None else _join((before.top, delta.top))
-            delta = replace(
-                delta,
-                token_ids=before.token_ids,
-                logprobs=before.logprobs,
-                top=top,
-                prompt_logprobs=before.prompt_logprobs,  # only the first delta has it
-            )
-        self._unread[key] = delta
-        self._has_unread.set()
+        parts = self._unread.get(key)
+        if parts is None:
+            self._unread[key] = [delta]
+        else:
+            parts.append(delta)
+            # Merging only small parts of similar size copies each token a few times: with all in one part, a late
+            # reader's tokens would be copied at each step, and with each delta kept, they would take ten times the
+            # memory.
+            while len(parts) > 1 and len(parts[-2].token_ids) <= len(parts[-1].token_ids) < MAX_MERGED_TOKENS:
+                parts[-2:] = [_merge(parts[-2:])]
+        if delta.error:
+            self.fail(SequenceAborted(delta))
+        self._has_news.set()
 
-    async def read(self) -> list[tuple[int, SequenceDelta]]:
-        """(request index, delta) of each sequence with an unread delta; waits until there is at least one.
+    async def read(self, max_values: int = sys.maxsize) -> list[tuple[int, SequenceDelta]]:
+        """(request index, delta) of sequences with unread deltas, longest waiting first; waits until there is one.
 
-        Empty once the last delta of every sequence has been read. Raises SequenceAborted.
+        max_values: approximate work of turning the result into events, as `values_per_token` for each token and
+        VALUES_PER_DELTA for each delta. A longer delta is split, and the rest is left for the next call.
+
+        Empty once the last delta of every sequence has been read. Raises SequenceAborted and the error of `fail`.
         """
         if self._num_unread_last_deltas == 0:
             return []
-        await self._has_unread.wait()
-        self._has_unread.clear()
-        deltas = [(request_index, delta) for (request_index, _), delta in self._unread.items()]
-        for _, delta in deltas:
-            if delta.error:
-                raise SequenceAborted(delta)
-        self._unread = {}
-        self._num_unread_last_deltas -= sum(delta.finish_reason is not None for _, delta in deltas)
+        while not self._unread and self._error is None:
+            self._has_news.clear()
+            await self._has_news.wait()
+        if self._error is not None:
+            raise self._error
+        deltas: list[tuple[int, SequenceDelta]] = []
+        while self._unread and max_values > 0:
+            key, parts = self._unread.popitem(last=False)
+            per_token = values_per_token(parts[0])
+            # At least one token, so that each call makes progress.
+            taken, rest = _take_tokens(parts, max(1, (max_values - VALUES_PER_DELTA) // per_token))
+            max_values -= VALUES_PER_DELTA + len(taken.token_ids) * per_token
+            if rest:
+                self._unread[key] = rest
+                self._unread.move_to_end(key, last=False)
+            self._begun_requests.add(key[0])
+            self._num_unread_last_deltas -= taken.finish_reason is not None
+            deltas.append((key[0], taken))
+            if rest:
+                break  # each sequence has at most one delta in a result
         return deltas
+
+    def restart(self, request_index: int) -> bool:
+        """Forgets everything that came for this request, because the engine will run it again from the start.
+
+        False, and nothing changes, if `read` has returned a delta of it. Precondition: the request has an unfinished
+        sequence.
+        """
+        if request_index in self._begun_requests:
+            return False
+        for sequence_index in range(self._num_sequences[request_index]):
+            self._unread.pop((request_index, sequence_index), None)
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """Makes the waiting or next `read` raise `error`, unless everything has been read. The first error counts."""
+        if self._error is None:
+            self._error = error
+        self._has_news.set()
+
+
+def _take_tokens(parts: list[SequenceDelta], max_tokens: int) -> tuple[SequenceDelta, list[SequenceDelta]]:
+    """The first `max_tokens` tokens of consecutive deltas as one delta, and the deltas of the rest.
+
+    All of them if there are no more tokens. A rest has tokens, so the last delta keeps the end token.
+    """
+    num_tokens = 0
+    for index, part in enumerate(parts):
+        num_missing = max_tokens - num_tokens
+        if len(part.token_ids) > num_missing:
+            if num_missing == 0:
+                return _merge(parts[:index]), parts[index:]
+            return _merge([*parts[:index], _cut(part, 0, num_missing)]), [
+                _cut(part, num_missing, len(part.token_ids)),
+                *parts[index + 1 :],
+            ]
+        num_tokens += len(part.token_ids)
+    return _merge(parts), []
+
+
+def _cut(delta: SequenceDelta, start: int, end: int) -> SequenceDelta:
+    """The tokens `start` to `end` of a delta; all that comes once is in the first or the last part."""
+    is_last = end == len(delta.token_ids)
+    return replace(
+        delta,
+        token_ids=delta.token_ids[start:end],
+        logprobs=None if delta.logprobs is None else delta.logprobs[start:end],
+        top=None if delta.top is None else TopLogprobs(delta.top.token_ids[start:end], delta.top.logprobs[start:end]),
+        finish_reason=delta.finish_reason if is_last else None,
+        prompt_logprobs=delta.prompt_logprobs if start == 0 else None,
+    )
+
+
+def _merge(parts: list[SequenceDelta]) -> SequenceDelta:
+    """One delta with the tokens of consecutive deltas; at least one."""
+    if len(parts) == 1:
+        return parts[0]
+    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+    tops = [part.top for part in parts if part.top is not None]
+    return replace(
+        parts[-1],
+        token_ids=list(chain.from_iterable(part.token_ids for part in parts)),
+        logprobs=list(chain.from_iterable(logprobs)) if logprobs else None,
+        top=_join(tops) if tops else None,
+        prompt_logprobs=parts[0].prompt_logprobs,  # only the first delta has it
+    )

@@ -1,7 +1,5 @@
 """OpenAI body → Prepared, final: drafts its requests in a thread, then waits until its grammar is validated."""
 
-import asyncio
-from concurrent.futures import Executor
 from dataclasses import replace
 
 from tokasaurus.messages.lifecycle import EngineLimits
@@ -10,14 +8,19 @@ from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.structured_output.validator import GrammarChecker
+from tokasaurus.server.text_threads import TextThreads
 
 
 async def prepare_completion(
-    body: CompletionRequest, model: ServedModel, limits: EngineLimits, grammars: GrammarChecker, text_threads: Executor
+    body: CompletionRequest,
+    model: ServedModel,
+    limits: EngineLimits,
+    grammars: GrammarChecker,
+    text_threads: TextThreads,
+    num_bytes: int,
 ) -> Prepared:
-    """The requests of a body. text_threads: where it is tokenized. Raises ApiError."""
-    drafting = asyncio.get_running_loop().run_in_executor(text_threads, draft_completion, body, model, limits)
-    return await _with_grammar(await drafting, grammars)
+    """The requests of a body. text_threads: where it is tokenized. num_bytes: size of the body. Raises ApiError."""
+    return await _with_grammar(await text_threads.run(num_bytes, draft_completion, body, model, limits), grammars)
 
 
 async def prepare_chat(
@@ -25,11 +28,11 @@ async def prepare_chat(
     model: ServedModel,
     limits: EngineLimits,
     grammars: GrammarChecker,
-    text_threads: Executor,
+    text_threads: TextThreads,
+    num_bytes: int,
 ) -> Prepared:
     """As `prepare_completion`."""
-    drafting = asyncio.get_running_loop().run_in_executor(text_threads, draft_chat, body, model, limits)
-    return await _with_grammar(await drafting, grammars)
+    return await _with_grammar(await text_threads.run(num_bytes, draft_chat, body, model, limits), grammars)
 
 
 async def _with_grammar(draft: Draft, grammars: GrammarChecker) -> Prepared:

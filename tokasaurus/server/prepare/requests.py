@@ -64,6 +64,14 @@ class Prepared:
     ask the engine for more, for the echo."""
 
 
+def num_prompt_values(prepared: Prepared) -> int:
+    """Token ids and logprobs of the prompts, as far as the answer may contain them."""
+    shows_prompts = prepared.return_token_ids or prepared.echoes or prepared.num_top_prompt_logprobs is not None
+    if not shows_prompts:
+        return 0
+    return sum(len(request.prompt_ids) * (1 + request.num_top_prompt_logprobs) for request in prepared.requests)
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """One body, prepared but for its grammar."""

@@ -29,7 +29,6 @@ from tokasaurus.server.protocol.grammar_fields import (
 )
 from tokasaurus.server.protocol.token_fields import LogitBias, StopTokenIds
 
-MAX_STOP_STRINGS = 16
 MAX_CACHE_SALT_BYTES = 1024  # in UTF-8
 
 
@@ -78,8 +77,6 @@ def _parse_stop(value: object) -> tuple[str, ...]:
     stops = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise value_error("must be a string or a list of strings")
-    if len(stops) > MAX_STOP_STRINGS:
-        raise value_error(f"may have at most {MAX_STOP_STRINGS} strings")
     if "" in stops:
         raise value_error("must not contain an empty string")
     return tuple(stops)
@@ -92,7 +89,7 @@ StopStrings = Annotated[
         {
             "anyOf": [
                 {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOP_STRINGS},
+                {"type": "array", "items": {"type": "string", "minLength": 1}},
                 {"type": "null"},
             ]
         }

@@ -11,7 +11,7 @@ from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.respond.logprobs import TokenLogprob, TokenOffsets, build_token_logprobs
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.detokenizer import make_detokenizer
-from tokasaurus.text.stop_strings import buffered_length, find_first_stop
+from tokasaurus.text.stop_strings import StopScanner
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Choice:
         self._has_end_logprobs = len(prepared.echoes) > 0
         self._detokenizer = make_detokenizer(model.tokenizer)
         self._offsets = TokenOffsets(model.tokenizer)
-        self._buffered_text = ""
+        self._stops = StopScanner(request.stop_strings)
         self._buffered_tokens: list[TokenLogprob] = []
         self._num_characters = 0
         self._first_ids: list[int] = []  # collected until there are `min_tokens`
@@ -80,19 +80,13 @@ class Choice:
 
         token_ids: the tokens that `new_text` comes from.
         """
-        stops = self._request.stop_strings
-        if not stops:
+        if not self._request.stop_strings:
             return new_text
         if self._has_stopped:
             return ""
-        text = self._buffered_text + new_text
-        stop = find_first_stop(text, stops, self._exempt_characters(token_ids) - self._num_characters)
-        if stop is not None:
-            self._has_stopped = True
-            return text[: stop[0]]
-        num_sent = len(text) - (0 if is_last else buffered_length(text, stops))
-        self._buffered_text = text[num_sent:]
-        return text[:num_sent]
+        num_exempt = self._exempt_characters(token_ids) - self._num_characters
+        text, self._has_stopped = self._stops.add(new_text, num_exempt, is_last)
+        return text
 
     def _exempt_characters(self, token_ids: list[int]) -> int:
         """Number of characters at the start of the text in which stop strings do not count.

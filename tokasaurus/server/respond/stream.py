@@ -12,7 +12,6 @@ from typing import Any
 import orjson
 
 from tokasaurus.messages.generation import SequenceDelta
-from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.errors import ApiError, error_response
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.chat import ChatFinishReason
@@ -30,7 +29,8 @@ from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.protocol.usage import Usage
 from tokasaurus.server.respond.choice import Choice, ChoiceDelta
 from tokasaurus.server.respond.logprobs import build_chat_logprobs, build_completion_logprobs
-from tokasaurus.server.respond.whole import build_echo, build_usage
+from tokasaurus.server.respond.usage import UsageCounter
+from tokasaurus.server.respond.whole import build_echo
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.messages import CallDelta, CallStream
 
@@ -56,11 +56,10 @@ class AnswerStream(ABC):
             "model": model.name,
             "system_fingerprint": model.system_fingerprint,
         }
-        self._choices = [
-            [Choice(request, prepared, model) for _ in range(request.num_sequences)] for request in prepared.requests
-        ]
-        self._sequences = [[FinishedSequence() for _ in row] for row in self._choices]  # what has arrived so far
-        self._has_begun = False
+        # By request index and sequence index, from the first delta to the last: one body may have 65,536 sequences.
+        self._choices: dict[tuple[int, int], Choice] = {}
+        self._usage = UsageCounter(prepared)
+        self._num_sent_first = 0
 
     def events(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> bytes:
         """The events for new deltas; empty if nothing can be sent yet. deltas: (request index, delta)."""
@@ -68,17 +67,28 @@ class AnswerStream(ABC):
             (self._choice_index(request_index, delta), self._add(request_index, delta))
             for request_index, delta in self._ready(deltas)
         ]
-        usage = self._usage() if self._options.continuous_usage_stats else None
-        events = []
-        if not self._has_begun:
-            self._has_begun = True
-            extra = self._first_fields()
-            events += [self._event([choice], usage, extra) for choice in self._first_choices()]
+        usage = self._usage.usage() if self._options.continuous_usage_stats else None
+        events = [self.first_events(self.num_unsent_first)]
         shows_ids = self._prepared.return_token_ids
         for index, delta in added:
             if delta.text or delta.logprobs or delta.finish_reason is not None or (shows_ids and delta.token_ids):
                 events += [self._event([choice], usage) for choice in self._chunk_choices(index, delta)]
         return b"".join(events)
+
+    @property
+    def num_unsent_first(self) -> int:
+        """Chunks that must be sent before the first `events`, which otherwise returns them with its own."""
+        return self._num_first_choices() - self._num_sent_first
+
+    def first_events(self, count: int) -> bytes:
+        """The next `count` chunks that come before any text. The OpenAI client needs them in the order of choices."""
+        if count == 0:
+            return b""
+        usage = self._usage.usage() if self._options.continuous_usage_stats else None
+        extra = self._first_fields()
+        first, self._num_sent_first = self._num_sent_first, self._num_sent_first + count
+        indices = range(first, self._num_sent_first)
+        return b"".join([self._event([self._first_choice(index)], usage, extra) for index in indices])
 
     @abstractmethod
     def shows_prompts(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> bool:
@@ -86,7 +96,7 @@ class AnswerStream(ABC):
 
     def end(self) -> bytes:
         """The events after the last delta."""
-        events = [self._event([], self._usage())] if self._options.include_usage else []
+        events = [self._event([], self._usage.usage())] if self._options.include_usage else []
         return b"".join([*events, b"data: [DONE]\n\n"])
 
     def _ready(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> Sequence[tuple[int, SequenceDelta]]:
@@ -94,15 +104,18 @@ class AnswerStream(ABC):
         return deltas
 
     def _add(self, request_index: int, delta: SequenceDelta) -> ChoiceDelta:
-        self._sequences[request_index][delta.sequence_index].append(delta)
-        return self._choices[request_index][delta.sequence_index].add(delta)
+        self._usage.add(request_index, delta.sequence_index, delta)
+        key = (request_index, delta.sequence_index)
+        choice = self._choices.pop(key, None)
+        if choice is None:
+            choice = Choice(self._prepared.requests[request_index], self._prepared, self._model)
+        if delta.finish_reason is None:
+            self._choices[key] = choice
+        return choice.add(delta)
 
     def _choice_index(self, request_index: int, delta: SequenceDelta) -> int:
         # All requests of a body have the same n.
         return request_index * self._prepared.requests[0].num_sequences + delta.sequence_index
-
-    def _usage(self) -> Usage:
-        return build_usage(self._prepared, self._sequences)
 
     def _event(
         self, choices: list[object], usage: Usage | None, extra: Mapping[str, object] = MappingProxyType({})
@@ -112,12 +125,16 @@ class AnswerStream(ABC):
             chunk["usage"] = usage
         return b"data: %b\n\n" % orjson.dumps(chunk)
 
-    @abstractmethod
-    def _first_choices(self) -> list[object]:
-        """The choices sent before any text, each in a chunk of its own."""
+    def _num_first_choices(self) -> int:
+        """Number of choices that are sent before any text, each in a chunk of its own."""
+        return 0
+
+    def _first_choice(self, index: int) -> object:
+        """The choice with this index as it is sent before any text."""
+        raise NotImplementedError
 
     def _first_fields(self) -> Mapping[str, object]:
-        """Extra fields of the chunks with `_first_choices`."""
+        """Extra fields of the chunks with `_first_choice`."""
         return {}
 
     @abstractmethod
@@ -139,9 +156,6 @@ class CompletionStream(AnswerStream):
         if not self._prepared.echoes and not self._prepared.return_token_ids:
             return False
         return any(self._choice_index(request_index, delta) not in self._begun for request_index, delta in deltas)
-
-    def _first_choices(self) -> list[object]:
-        return []
 
     def _ready(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> Sequence[tuple[int, SequenceDelta]]:
         """Deltas wait for their request's echo: its logprobs arrive with sequence 0, which others may precede."""
@@ -190,16 +204,20 @@ class ChatStream(AnswerStream):
     def __init__(self, prepared: Prepared, model: ServedModel, options: StreamOptions) -> None:
         super().__init__(prepared, model, options)
         rules = prepared.calls
-        self._call_streams = [] if rules is None else [CallStream(rules) for _ in self._sequences[0]]
+        self._rules = rules
+        self._call_streams: dict[int, CallStream] = {}  # by choice, as `_choices`
+        # With tools the content starts as null: an answer with calls may have none, and "" cannot be withdrawn.
+        self._role = RoleDelta(content="" if rules is None else None)
 
     def shows_prompts(self, _deltas: Sequence[tuple[int, SequenceDelta]]) -> bool:
-        return self._prepared.return_token_ids and not self._has_begun
+        return self._prepared.return_token_ids and self.num_unsent_first > 0
 
-    def _first_choices(self) -> list[object]:
+    def _num_first_choices(self) -> int:
         # One for every choice, in order: the OpenAI client accepts a choice only after all choices of smaller index.
-        # With tools the content starts as null: an answer with calls may have none, and content "" cannot be withdrawn.
-        role = RoleDelta(content="" if self._prepared.calls is None else None)
-        return [ChatChunkChoice(index, role, None, None) for index in range(len(self._sequences[0]))]
+        return self._prepared.requests[0].num_sequences
+
+    def _first_choice(self, index: int) -> ChatChunkChoice:
+        return ChatChunkChoice(index, self._role, None, None)
 
     def _first_fields(self) -> Mapping[str, object]:
         if not self._prepared.return_token_ids:
@@ -210,8 +228,10 @@ class ChatStream(AnswerStream):
         logprobs = None if delta.logprobs is None else build_chat_logprobs(delta.logprobs, self._model.tokenizer)
         contents: list[CallDelta] = [ContentDelta(delta.text)]
         finish_reason: ChatFinishReason | None = delta.finish_reason
-        if self._call_streams:
-            calls = self._call_streams[index]
+        if self._rules is not None:
+            calls = self._call_streams.pop(index, None) or CallStream(self._rules)
+            if delta.finish_reason is None:
+                self._call_streams[index] = calls
             contents = calls.add(delta.text, is_last=delta.finish_reason is not None)
             if delta.finish_reason is not None:
                 finish_reason = calls.finish_reason(delta.finish_reason)

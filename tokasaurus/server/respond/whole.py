@@ -25,7 +25,7 @@ from tokasaurus.server.protocol.completions import (
     CompletionLogprobs,
     ExtendedCompletionChoice,
 )
-from tokasaurus.server.protocol.usage import PromptTokensDetails, Usage
+from tokasaurus.server.protocol.usage import Usage
 from tokasaurus.server.respond.choice import Choice, ChoiceDelta
 from tokasaurus.server.respond.fingerprint import build_fingerprint
 from tokasaurus.server.respond.logprobs import (
@@ -35,6 +35,7 @@ from tokasaurus.server.respond.logprobs import (
     build_prompt_logprobs,
     join_logprobs,
 )
+from tokasaurus.server.respond.usage import UsageCounter
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.messages import build_message
 
@@ -134,20 +135,12 @@ def build_echo(
 
 
 def build_usage(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]]) -> Usage:
-    """The token counts of a whole answer, or of the part of a streamed answer that has arrived."""
-    prompt_tokens = sum(len(request.prompt_ids) for request in prepared.requests)
-    all_sequences = [sequence for sequences in results for sequence in sequences]
-    completion_tokens = sum(len(sequence.token_ids) for sequence in all_sequences)
-    # Of a request's samples, the one with the fewest cached tokens computed all that earlier requests had not cached.
-    # The other samples may have read some of that from the cache, which is not counted.
-    cached_tokens = sum(min(sequence.num_cached_tokens for sequence in sequences) for sequences in results)
-    details = PromptTokensDetails(
-        cached_tokens,
-        computed_tokens=sum(sequence.num_computed_tokens for sequence in all_sequences),
-        shared_tokens=sum(sequence.num_shared_tokens for sequence in all_sequences),
-        recomputed_tokens=sum(sequence.num_recomputed_tokens for sequence in all_sequences),
-    )
-    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+    """The token counts of a whole answer."""
+    counter = UsageCounter(prepared)
+    for request_index, sequences in enumerate(results):
+        for sequence_index, sequence in enumerate(sequences):
+            counter.add(request_index, sequence_index, sequence)
+    return counter.usage()
 
 
 def _prompt_logprobs(

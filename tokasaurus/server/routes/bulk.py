@@ -21,7 +21,7 @@ from tokasaurus.server.respond.whole import build_chat_completion, build_complet
 from tokasaurus.server.routes.bulk_lines import BulkRun, IncomingBody, Line, refused
 from tokasaurus.server.routes.event_stream import HEADERS
 from tokasaurus.server.routes.generation import Body, Build, Prepare, generate_answer
-from tokasaurus.server.routes.json_body import MAX_INLINE_BYTES, check_type, validate_body
+from tokasaurus.server.routes.json_body import MAX_INLINE_BYTES, check_type, load_json, validate_body
 from tokasaurus.server.state import ServerState, state_of
 
 router = APIRouter(tags=["generation"])
@@ -94,9 +94,9 @@ async def bulk(request: Request) -> Response:
     async def read_line(content: bytes) -> Line:
         if len(content) <= MAX_INLINE_BYTES:
             return _read_line(content, state)
-        return await state.in_text_thread(_read_line, content, state)
+        return await state.text_threads.run(len(content), _read_line, content, state)
 
-    return BulkStream(BulkRun(read_line, state.max_request_bytes))
+    return BulkStream(BulkRun(read_line, state.limits.max_line_bytes))
 
 
 def _read_line(content: bytes, state: ServerState) -> Line:
@@ -112,11 +112,11 @@ def _read_line(content: bytes, state: ServerState) -> Line:
             raise InvalidRequest("stream=true is not allowed in a bulk line: each line has a single result", "stream")
     except ApiError as error:
         return refused(custom_id, error)
-    return Line(custom_id, lambda: generate_answer(state, body, endpoint.prepare, endpoint.build))
+    return Line(custom_id, lambda: generate_answer(state, body, len(content), endpoint.prepare, endpoint.build))
 
 
 def _load(content: bytes) -> object:
     try:
-        return orjson.loads(content)
+        return load_json(content)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"not valid JSON: {error.msg} (character {error.pos})") from None

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 # Per connection: enough for a large batch and a queue behind it.
 MAX_LINES_IN_FLIGHT = 4096
+# Per connection: bytes of the lines in flight; one line more may begin.
+MAX_BYTES_IN_FLIGHT = 64 << 20
 # Per connection: bytes of the body after the last started line.
 MAX_UNREAD_BYTES = 1 << 20
 # Per connection: results that the client has not received. Many clients read nothing until they have sent their whole
@@ -80,7 +82,7 @@ class LineSplitter:
     """Splits chunks of bytes into lines, without line ends. A line longer than `max_bytes` is dropped: None replaces
     it."""
 
-    def __init__(self, max_bytes: int | None) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._begun = bytearray()
         self._is_too_long = False
@@ -97,7 +99,7 @@ class LineSplitter:
         return [self._end(b"")] if self._begun or self._is_too_long else []
 
     def _continue(self, part: bytes) -> None:
-        if self._max_bytes is not None and len(self._begun) + len(part) > self._max_bytes:
+        if len(self._begun) + len(part) > self._max_bytes:
             self._is_too_long = True
         if self._is_too_long:
             self._begun.clear()
@@ -115,15 +117,17 @@ class LineSplitter:
 class BulkRun:
     """Runs the lines of one body; each gets exactly one result.
 
-    read_line: called for one line at a time, in order. max_line_bytes: None: no limit.
+    read_line: called for one line at a time, in order. max_line_bytes: a longer line gets an error as its result.
     """
 
-    def __init__(self, read_line: Callable[[bytes], Awaitable[Line]], max_line_bytes: int | None) -> None:
+    def __init__(self, read_line: Callable[[bytes], Awaitable[Line]], max_line_bytes: int) -> None:
         self._read_line = read_line
         self._max_line_bytes = max_line_bytes
         self._num_lines = 0
         self._custom_ids: set[str] = set()
         self._unanswered: dict[asyncio.Task[bytes], str | None] = {}
+        self._num_bytes_of: dict[asyncio.Task[bytes], int] = {}  # of the unanswered lines
+        self._num_bytes_in_flight = 0
         self._results: list[bytes] = []
         self._queue_waiters: dict[asyncio.Future[None], None] = {}  # in order of arrival
         self._num_unsent_bytes = 0
@@ -179,13 +183,15 @@ class BulkRun:
         line = await self._checked_line(content)
         task = asyncio.ensure_future(self._answer(line))
         self._unanswered[task] = line.custom_id
+        num_bytes = self._num_bytes_of[task] = 0 if content is None else len(content)
+        self._num_bytes_in_flight += num_bytes
         task.add_done_callback(self._finish)
         self._notice_room()
         await asyncio.sleep(0)  # let other tasks run: a chunk may contain thousands of lines
 
     async def _checked_line(self, content: bytes | None) -> Line:
         if content is None:
-            message = f"line {self._num_lines} has more than {self._max_line_bytes} bytes (max_request_bytes)"
+            message = f"line {self._num_lines} has more than {self._max_line_bytes} bytes (max_line_bytes)"
             return refused(None, BodyTooLarge(message))
         line = await self._read_line(content)
         if line.custom_id is None:
@@ -197,6 +203,7 @@ class BulkRun:
         return line
 
     def _finish(self, task: asyncio.Task[bytes]) -> None:
+        self._num_bytes_in_flight -= self._num_bytes_of.pop(task)
         if task.cancelled():  # by `run`; `results_of_rest` then answers its line
             return
         del self._unanswered[task]
@@ -238,7 +245,11 @@ class BulkRun:
         self._notice_room()
 
     def _notice_room(self) -> None:
-        if len(self._unanswered) < MAX_LINES_IN_FLIGHT and self._num_unsent_bytes < MAX_UNSENT_BYTES:
+        if (
+            len(self._unanswered) < MAX_LINES_IN_FLIGHT
+            and self._num_bytes_in_flight < MAX_BYTES_IN_FLIGHT
+            and self._num_unsent_bytes < MAX_UNSENT_BYTES
+        ):
             self._can_read.set()
         else:
             self._can_read.clear()

@@ -1,7 +1,7 @@
 """The common path of generation requests: prepare, generate, build; cancelled if the client disconnects."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from concurrent.futures import Executor
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -9,10 +9,16 @@ from fastapi import Request, Response
 
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.server.disconnect import run_while_connected
-from tokasaurus.server.engine_client.collectors import FinishedSequence, SequenceAborted
-from tokasaurus.server.errors import GrammarTooComplex, InvalidRequest, NumericalError
+from tokasaurus.server.engine_client.collectors import (
+    VALUES_PER_DELTA,
+    AnswerTooLarge,
+    FinishedSequence,
+    SequenceAborted,
+)
+from tokasaurus.server.errors import AnswerTooLargeError, GrammarTooComplex, InvalidRequest, NumericalError
+from tokasaurus.server.limits import RequestLimits
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
-from tokasaurus.server.prepare.requests import Prepared
+from tokasaurus.server.prepare.requests import Prepared, num_prompt_values
 from tokasaurus.server.protocol.chat import ChatCompletion
 from tokasaurus.server.protocol.completions import Completion
 from tokasaurus.server.protocol.sampling_fields import SamplingFields, StreamOptions
@@ -20,12 +26,13 @@ from tokasaurus.server.respond.stream import AnswerStream
 from tokasaurus.server.respond.whole import write_answer
 from tokasaurus.server.routes.event_stream import EventStream
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.state import ServerState, state_of
+from tokasaurus.server.state import ServerState, num_body_bytes, state_of
 from tokasaurus.server.structured_output.validator import GrammarChecker
+from tokasaurus.server.text_threads import TextThreads
 
 Body = TypeVar("Body", bound=SamplingFields)
 # A function of server.prepare.body and one of server.respond.whole.
-Prepare = Callable[[Body, ServedModel, EngineLimits, GrammarChecker, Executor], Awaitable[Prepared]]
+Prepare = Callable[[Body, ServedModel, EngineLimits, GrammarChecker, TextThreads, int], Awaitable[Prepared]]
 Build = Callable[[Prepared, list[list[FinishedSequence]], ServedModel], Completion | ChatCompletion]
 
 # For the OpenAPI page.
@@ -33,8 +40,9 @@ ERROR_RESPONSES = error_responses(*BODY_ERRORS, 404, 429, 503)
 # Content of a 200 response with stream=true.
 STREAMED = {"text/event-stream": {"schema": {"description": "Chunks as server-sent events."}}}
 
-# Deltas turned into events before other tasks may run: a few milliseconds of work.
-MAX_DELTAS_AT_ONCE = 64
+# Values turned into events before other tasks may run: a few milliseconds of work.
+MAX_VALUES_AT_ONCE = 2048
+MAX_FIRST_CHOICES = 256
 
 
 async def answer_generation(
@@ -47,30 +55,37 @@ async def answer_generation(
     """The response to `body`: built by `build`, or by `stream` if the body has stream=true.
 
     Raises ApiError; ClientGone if the client disconnects, after the engine was told to cancel the request."""
-    state = state_of(request)
+    state, num_bytes = state_of(request), num_body_bytes(request)
     if body.stream:
-        prepared = await run_while_connected(request.receive, _prepare(state, body, prepare))
+        prepared = await run_while_connected(request.receive, _prepare(state, body, num_bytes, prepare))
         answer = stream(prepared, state.model, body.stream_options or StreamOptions())
         return EventStream(_events(state, prepared, answer))
-    work = generate_answer(state, body, prepare, build)
+    work = generate_answer(state, body, num_bytes, prepare, build)
     return Response(await run_while_connected(request.receive, work), media_type="application/json")
 
 
 async def generate_answer(
     state: ServerState,
     body: Body,
+    num_bytes: int,
     prepare: Prepare[Body],
     build: Build,
 ) -> bytes:
-    """The whole response as JSON. If the caller is cancelled, so is the request in the engine. Raises ApiError."""
-    prepared = await _prepare(state, body, prepare)
+    """The whole response as JSON. If the caller is cancelled, so is the request in the engine. Raises ApiError.
+
+    num_bytes: size of the body.
+    """
+    prepared = await _prepare(state, body, num_bytes, prepare)
     with _raising_api_errors(prepared):
-        results = await state.engine.generate(prepared.requests)
-    return await state.in_text_thread(lambda: write_answer(build(prepared, results, state.model)))
+        results = await state.engine.generate(prepared.requests, state.limits.max_answer_values)
+    size = sum(sequence.num_values + VALUES_PER_DELTA for row in results for sequence in row)
+    size += num_prompt_values(prepared)
+    return await state.text_threads.run(size, lambda: write_answer(build(prepared, results, state.model)))
 
 
-async def _prepare(state: ServerState, body: Body, prepare: Prepare[Body]) -> Prepared:
-    return await prepare(body, state.model, _checked_limits(state, body), state.grammars, state.text_threads)
+async def _prepare(state: ServerState, body: Body, num_bytes: int, prepare: Prepare[Body]) -> Prepared:
+    limits = _checked_limits(state, body)
+    return await prepare(body, state.model, limits, state.grammars, state.text_threads, num_bytes)
 
 
 def _checked_limits(state: ServerState, body: SamplingFields) -> EngineLimits:
@@ -80,7 +95,19 @@ def _checked_limits(state: ServerState, body: SamplingFields) -> EngineLimits:
     state.engine.check_queue()  # checked again at submission; this saves the work before it
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options goes with stream=true", "stream_options")
+    _check_stops(body.stop, state.limits)
     return limits
+
+
+def _check_stops(stops: Sequence[str], limits: RequestLimits) -> None:
+    if len(stops) > limits.max_stop_strings:
+        raise InvalidRequest(f"stop may have at most {limits.max_stop_strings} strings (max_stop_strings)", "stop")
+    longest = max(map(len, stops), default=0)
+    if longest > limits.max_stop_chars:
+        raise InvalidRequest(
+            f"stop has a string of {longest} characters: there may be at most {limits.max_stop_chars} (max_stop_chars)",
+            "stop",
+        )
 
 
 @contextmanager
@@ -94,18 +121,29 @@ def _raising_api_errors(prepared: Prepared) -> Iterator[None]:
         param = prepared.grammar_param
         assert param is not None, "the sequence has a grammar"
         raise GrammarTooComplex(f"{param}: {error}", param) from None
+    except AnswerTooLarge as error:
+        raise AnswerTooLargeError(
+            f"{error}, its tokens and log-probabilities together (max_answer_values); "
+            "with stream=true there is no such limit"
+        ) from None
 
 
 async def _events(state: ServerState, prepared: Prepared, answer: AnswerStream) -> AsyncGenerator[bytes, None]:
     """The events of a stream. If closed before its end, the requests are cancelled in the engine."""
+    num_values = num_prompt_values(prepared)
     with _raising_api_errors(prepared), state.engine.stream(prepared.requests) as collector:
-        while deltas := await collector.read():
-            for start in range(0, len(deltas), MAX_DELTAS_AT_ONCE):
-                part = deltas[start : start + MAX_DELTAS_AT_ONCE]
-                if answer.shows_prompts(part):  # prompts may be long
-                    events = await state.in_text_thread(answer.events, part)
+        while deltas := await collector.read(MAX_VALUES_AT_ONCE):
+            while answer.num_unsent_first > MAX_FIRST_CHOICES:
+                if answer.shows_prompts(deltas):  # prompts may be long
+                    yield await state.text_threads.run(num_values, answer.first_events, MAX_FIRST_CHOICES)
                 else:
-                    events = answer.events(part)
-                if events:
-                    yield events
+                    yield answer.first_events(MAX_FIRST_CHOICES)
+            if answer.shows_prompts(deltas):
+                events = await state.text_threads.run(num_values, answer.events, deltas)
+            else:
+                events = answer.events(deltas)
+            if events:
+                yield events  # the reader lets other tasks run
+            else:
+                await asyncio.sleep(0)
     yield answer.end()

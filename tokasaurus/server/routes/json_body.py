@@ -17,11 +17,13 @@ from tokasaurus.server.errors import (
     BodyTooLarge,
     ClientGone,
     InvalidRequest,
+    TooManyValues,
     UnsupportedMediaType,
     invalid_body,
     shorten,
     unknown_field,
 )
+from tokasaurus.server.routes.json_work import has_too_many_values
 from tokasaurus.server.state import state_of
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -33,10 +35,17 @@ MAX_INLINE_BYTES = 32_768
 def parse_body(content: bytes, body_model: type[Body]) -> Body:
     """Raises InvalidRequest unless `content` is a JSON object that matches the model."""
     try:
-        value = orjson.loads(content)
+        value = load_json(content)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error.msg} (character {error.pos})") from None
     return validate_body(value, body_model)
+
+
+def load_json(content: bytes) -> object:
+    """Raises JSONDecodeError, and TooManyValues for JSON whose parsing would block the event loop for too long."""
+    if has_too_many_values(content):
+        raise TooManyValues("the body has too many JSON values (about a million are possible): send several requests")
+    return orjson.loads(content)
 
 
 def validate_body(value: object, body_model: type[Body]) -> Body:
@@ -61,11 +70,12 @@ class JsonBodyRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             check_type(request)
-            content = await _read(request, state_of(request).max_request_bytes)
+            content = await _read(request, state_of(request).limits.max_request_bytes)
+            request.state.num_body_bytes = len(content)
             if len(content) <= MAX_INLINE_BYTES:
                 body = parse_body(content, body_model)
             else:
-                body = await state_of(request).in_text_thread(parse_body, content, body_model)
+                body = await state_of(request).text_threads.run(len(content), parse_body, content, body_model)
             return await endpoint(request, body)
 
         return handle

@@ -12,8 +12,6 @@ router = APIRouter(tags=["health"])
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus text; no samples until the engine is up."""
-    engine = state_of(request).engine
-    return Response(
-        render_metrics(EngineCollector(lambda: engine.stats, lambda: engine.num_restarts)),
-        media_type=CONTENT_TYPE_LATEST,
-    )
+    state = state_of(request)
+    collector = EngineCollector(lambda: state.engine.stats, lambda: state.engine.num_restarts, state.loop_lag)
+    return Response(render_metrics(collector), media_type=CONTENT_TYPE_LATEST)

@@ -18,7 +18,7 @@ from tokasaurus.server.protocol.tokenize import (
 )
 from tokasaurus.server.routes.json_body import JsonBodyRoute
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.state import state_of
+from tokasaurus.server.state import ServerState, num_body_bytes, state_of
 
 router = APIRouter(tags=["tokenizer"])
 _body_router = APIRouter(route_class=JsonBodyRoute, tags=["tokenizer"])
@@ -31,7 +31,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     if body.model is not None:
         state.model.check_name(body.model)
     limits = state.ready_limits()
-    content = await state.in_text_thread(_tokenize, body, state.model, limits.max_tokens_per_sequence)
+    size = num_body_bytes(request)
+    content = await state.text_threads.run(size, _tokenize, body, state, size, limits.max_tokens_per_sequence)
     return Response(content, media_type="application/json")
 
 
@@ -41,7 +42,13 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     state = state_of(request)
     if body.model is not None:
         state.model.check_name(body.model)
-    content = await state.in_text_thread(_detokenize, body, state.model)
+    if len(body.tokens) > state.limits.max_tokenize_chars:
+        raise InvalidRequest(
+            f"tokens has {len(body.tokens)} token ids: there may be at most {state.limits.max_tokenize_chars} "
+            "(max_tokenize_chars)",
+            "tokens",
+        )
+    content = await state.text_threads.run(num_body_bytes(request), _detokenize, body, state.model)
     return Response(content, media_type="application/json")
 
 
@@ -56,7 +63,26 @@ async def tokenizer_info(request: Request) -> dict[str, Any]:
 router.include_router(_body_router)
 
 
-def _tokenize(body: TokenizeRequest, model: ServedModel, max_model_len: int) -> bytes:
+def _check_length(body: TokenizeRequest, num_bytes: int, max_chars: int) -> None:
+    """num_bytes: size of the body. Raises InvalidRequest if the texts to tokenize have more characters."""
+    param = "prompt" if body.messages is None else "messages"
+    num_chars = len(body.prompt or "")
+    # The template may write any field of the messages and tools, so their JSON counts. A character takes at most 12
+    # bytes of a body.
+    if body.messages is not None and num_bytes > max_chars:
+        num_chars = num_bytes // 12
+        if num_chars <= max_chars:
+            num_chars = len(body.model_dump_json())
+    if num_chars > max_chars:
+        raise InvalidRequest(
+            f"{param} may have at most {max_chars} characters for /tokenize (max_tokenize_chars), not {num_chars}",
+            param,
+        )
+
+
+def _tokenize(body: TokenizeRequest, state: ServerState, num_bytes: int, max_model_len: int) -> bytes:
+    model = state.model
+    _check_length(body, num_bytes, state.limits.max_tokenize_chars)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("just one of prompt and messages is needed", "prompt")
     if body.messages is not None:

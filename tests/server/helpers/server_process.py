@@ -1,0 +1,127 @@
+"""A server in a process of its own, and another process that measures how fast it answers /health meanwhile."""
+
+import asyncio
+import multiprocessing
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from tests.helpers.small_tokenizer import EOS_IDS, VOCAB_SIZE
+from tests.server.helpers.fake_engine import FakeEngine
+from tests.server.helpers.live_server import wait_until_ready
+from tokasaurus.server.app import create_app
+from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.garbage import collect_garbage_when_idle
+from tokasaurus.server.limits import RequestLimits
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.text.tokenizer import Tokenizer
+
+_SPAWN = multiprocessing.get_context("spawn")
+PROBE_INTERVAL_S = 0.02
+
+
+def _serve(directory: Path, limits: RequestLimits, requests: Any, updates: Any, ports: Connection) -> None:
+    model = ServedModel(
+        name="org/small",
+        tokenizer=Tokenizer.load(directory),
+        vocab_size=VOCAB_SIZE,
+        eos_ids=frozenset(EOS_IDS),
+        created=1_700_000_000,
+        system_fingerprint="fp_test",
+        allow_logprobs=True,
+        max_top_logprobs=20,
+    )
+    engine = EngineClient([requests], [updates])
+    app = create_app(model, engine, None, limits)
+    collect_garbage_when_idle(lambda: engine.num_pending_requests == 0)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        ports.send(listener.getsockname()[1])
+        config = uvicorn.Config(app, loop="uvloop", http="httptools", log_config=None, lifespan="on")
+        uvicorn.Server(config).run([listener])
+
+
+@contextmanager
+def server_process(directory: Path, engine: FakeEngine, limits: RequestLimits | None = None) -> Iterator[httpx.Client]:
+    """The engine runs in this process. Yields a client of the server, which is ready. directory: of the tokenizer."""
+    reader, writer = _SPAWN.Pipe(duplex=False)
+    channels = (engine.request_channel, engine.update_channel)
+    process = _SPAWN.Process(target=_serve, args=(directory, limits or RequestLimits(), *channels, writer))
+    process.start()
+    try:
+        assert reader.poll(60), "the server did not start"
+        with httpx.Client(base_url=f"http://127.0.0.1:{reader.recv()}", timeout=120) as http:
+            wait_until_up(http)
+            engine.start()
+            wait_until_ready(http)
+            yield http
+    finally:
+        engine.stop()
+        process.terminate()
+        process.join(timeout=20)
+        process.kill()
+
+
+def wait_until_up(http: httpx.Client) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            http.get("/health")
+            return
+        except httpx.TransportError:
+            assert time.monotonic() < deadline, "the server does not answer"
+            time.sleep(0.02)
+
+
+@dataclass
+class Health:
+    """Seconds that each GET /health took."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        median = statistics.median(self.seconds)
+        return f"/health: median {1000 * median:.1f} ms, longest {1000 * max(self.seconds):.0f} ms"
+
+
+def _probe(url: str, started: Event, stop: Event, results: Connection) -> None:
+    async def ask() -> list[float]:
+        seconds = []
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            await http.get("/health")  # connects
+            started.set()
+            while not stop.is_set():
+                began = time.perf_counter()
+                assert (await http.get("/health")).status_code == 200
+                seconds.append(time.perf_counter() - began)
+                await asyncio.sleep(PROBE_INTERVAL_S)
+        return seconds
+
+    results.send(asyncio.run(ask()))
+
+
+@contextmanager
+def probing_health(http: httpx.Client) -> Iterator[Health]:
+    """Within the context, another process asks for /health again and again; the result is filled at its end."""
+    reader, writer = _SPAWN.Pipe(duplex=False)
+    started, stop = _SPAWN.Event(), _SPAWN.Event()
+    process = _SPAWN.Process(target=_probe, args=(str(http.base_url), started, stop, writer))
+    process.start()
+    assert started.wait(60), "the prober did not start"
+    health = Health()
+    try:
+        yield health
+    finally:
+        stop.set()
+        health.seconds = reader.recv() if reader.poll(60) else []
+        process.join(timeout=10)

@@ -1,0 +1,90 @@
+"""Limits of contents, at a real server: what is too large is refused with the name of the flag."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
+from tests.server.helpers.fake_engine import FakeEngine, Reply
+from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
+from tokasaurus.config import ServerConfig
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.server.limits import RequestLimits, request_limits
+from tokasaurus.server.served_model import ServedModel
+
+LIMITS = RequestLimits(max_answer_values=40, max_tokenize_chars=200, max_stop_strings=2, max_stop_chars=5)
+
+
+@pytest.fixture
+def limited(served_model: ServedModel) -> Iterator[LiveServer]:
+    with live_server(served_model, FakeEngine(), limits=LIMITS) as server:
+        yield server
+
+
+def test_every_limit_is_set_by_the_flag_of_its_name() -> None:
+    config = ServerConfig()
+    assert request_limits(config) == RequestLimits(), "the defaults are the flags'"
+    for number, field in enumerate(fields(RequestLimits), start=100):
+        setattr(config, field.name, number)
+        assert getattr(request_limits(config), field.name) == number
+
+
+def refused(server: LiveServer, route: str, body: dict[str, Any]) -> dict[str, Any]:
+    response = server.http.post(route, json=body)
+    assert response.status_code == 400, response.text
+    return assert_openai_error(response.content)
+
+
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_stop_strings_are_limited(limited: LiveServer, route: str) -> None:
+    allowed = minimal_body(route) | {"stop": ["€" * 5, "b"]}
+    assert limited.http.post(route, json=allowed).status_code == 200
+    for stop, flag in ((["a", "b", "c"], "max_stop_strings"), ("a" * 6, "max_stop_chars")):
+        error = refused(limited, route, minimal_body(route) | {"stop": stop})
+        assert error["param"] == "stop"
+        assert flag in error["message"]
+    assert len(limited.engine.requests) == 1
+
+
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_an_answer_that_grows_too_large_is_cancelled_unless_it_is_streamed(limited: LiveServer, route: str) -> None:
+    """One sample fits; the second, of three, is too much, and the third never ends."""
+
+    def script(request: GenerateRequest, index: int) -> Reply | None:
+        return None if index == 2 else Reply([97] * 15, [-1.0] * 15 if request.want_logprobs else None)
+
+    limited.engine.script = script
+    body = minimal_body(route) | {"n": 3, "max_tokens": 20, "logprobs": 0 if route == COMPLETIONS else True}
+    error = refused(limited, route, body)
+    assert error["code"] == "answer_too_large"
+    assert "max_answer_values" in error["message"]
+    assert "stream=true" in error["message"]
+    limited.engine.wait_until(lambda engine: len(engine.cancelled) == 1)
+    wait_until_clean(limited)
+
+    limited.engine.script = lambda _request, _index: Reply([97] * 15, [-1.0] * 15)
+    with limited.http.stream("POST", route, json=body | {"stream": True}) as response:
+        assert b"".join(response.iter_raw()).count(b'"finish_reason":"stop"') == 3
+    few = body | {"n": 1}
+    assert limited.http.post(route, json=few).status_code == 200
+
+
+def test_characters_for_tokenize_are_limited(limited: LiveServer) -> None:
+    assert limited.http.post("/tokenize", json={"prompt": "é" * 200}).status_code == 200
+    assert "max_tokenize_chars" in refused(limited, "/tokenize", {"prompt": "a" * 201})["message"]
+    message = {"role": "user", "content": "a" * 60}
+    assert limited.http.post("/tokenize", json={"messages": [message]}).status_code == 200
+    error = refused(limited, "/tokenize", {"messages": [message] * 4})
+    assert error["param"] == "messages"
+    assert "max_tokenize_chars" in error["message"]
+    tool = {"type": "function", "function": {"name": "f", "description": "a" * 3000}}
+    assert refused(limited, "/tokenize", {"messages": [message], "tools": [tool]})["param"] == "messages"
+
+
+def test_token_ids_for_detokenize_are_limited(limited: LiveServer) -> None:
+    assert limited.http.post("/detokenize", json={"tokens": [97] * 200}).json() == {"prompt": "a" * 200}
+    error = refused(limited, "/detokenize", {"tokens": [97] * 201})
+    assert error["param"] == "tokens"
+    assert "max_tokenize_chars" in error["message"]

@@ -1,0 +1,39 @@
+"""Limits on what a request may contain and on the size of its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokasaurus.config import ServerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Each field has the name, the default and the meaning of a flag."""
+
+    max_request_bytes: int | None = 64 << 20
+    """Bytes of a body; None: no limit."""
+    max_line_bytes: int = 16 << 20
+    """Bytes of a line of /v1/bulk. Longer lines are not kept in memory."""
+    max_answer_values: int = 1 << 25
+    """Tokens and logprobs of all choices of an answer that is not streamed."""
+    max_tokenize_chars: int = 1 << 20
+    """Characters of a prompt, or of all messages together, at /tokenize; also the token ids at /detokenize."""
+    max_stop_strings: int = 16
+    """Stop strings of a request."""
+    max_stop_chars: int = 1024
+    """Characters of each of them."""
+
+
+def request_limits(config: ServerConfig) -> RequestLimits:
+    """The limits that the flags set."""
+    return RequestLimits(
+        max_request_bytes=config.max_request_bytes,
+        max_line_bytes=config.max_line_bytes,
+        max_answer_values=config.max_answer_values,
+        max_tokenize_chars=config.max_tokenize_chars,
+        max_stop_strings=config.max_stop_strings,
+        max_stop_chars=config.max_stop_chars,
+    )
