@@ -10,7 +10,7 @@ from tokasaurus.text.stop_strings import StopMatcher
 
 
 def add_request(state: EngineState, request: GenerateRequest) -> None:
-    """Queue the request's sequences behind all waiting ones, or block them until their grammar is compiled.
+    """Queue the request's sequences, or block them until their grammar is compiled.
 
     Precondition: it fits the KV pool, which the server has checked.
     """
