@@ -25,6 +25,7 @@ from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.server.api_key import ApiKeyMiddleware
 from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.engine_client.queue_limits import QueueLimits
 from tokasaurus.server.errors import add_error_handlers
 from tokasaurus.server.http_server import HttpServer
 from tokasaurus.server.openapi import DescribedApp
@@ -90,7 +91,7 @@ def run_server(
         updates,
         on_ready=lambda: status.send(Ready("server")),
         on_broken=stop_broken,
-        max_queued_requests=config.max_queued_requests,
+        queue_limits=QueueLimits(config.max_queued_requests, config.max_queued_sequences, config.max_queued_tokens),
     )
     http_config = uvicorn.Config(
         create_app(model, engine, config.api_key, config.max_request_bytes),

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from tests.server.helpers.fake_engine import FakeEngine
 from tokasaurus.server.app import create_app
 from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.engine_client.queue_limits import NO_LIMITS, QueueLimits
 from tokasaurus.server.served_model import ServedModel
 
 
@@ -50,9 +51,9 @@ def live_server(
     start_engine: bool = True,
     api_key: str | None = None,
     max_request_bytes: int | None = None,
-    max_queued_requests: int | None = None,
+    queue_limits: QueueLimits = NO_LIMITS,
 ) -> Iterator[LiveServer]:
-    client = EngineClient([engine.request_channel], [engine.update_channel], max_queued_requests=max_queued_requests)
+    client = EngineClient([engine.request_channel], [engine.update_channel], queue_limits=queue_limits)
     app = create_app(model, client, api_key, max_request_bytes)
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     if start_engine:

@@ -11,14 +11,15 @@ from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest, SequenceDelta
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
 from tokasaurus.server.engine_client.collectors import FinishedSequence, Results, StreamCollector
-from tokasaurus.server.engine_client.load_balancer import choose_replica, is_queue_full
-from tokasaurus.server.errors import QueueFull
+from tokasaurus.server.engine_client.load_balancer import choose_replica
+from tokasaurus.server.engine_client.queue_limits import NO_LIMITS, QueueLimits, UnfinishedWork
 
 
 @dataclass(slots=True)
 class _PendingRequest:
     """A submitted request that its caller is still waiting for."""
 
+    request: GenerateRequest
     replica: int
     num_unfinished: int
     """Number of its sequences that have not finished."""
@@ -36,8 +37,7 @@ class EngineClient:
     One per server. All methods run on the event loop's thread.
 
     requests, updates: one channel per replica. on_ready: called once, when every replica is up. on_broken: called when
-    a manager's message cannot be read or applied; answers are lost from then on. max_queued_requests: most requests
-    that may wait; None for no limit.
+    a manager's message cannot be read or applied; answers are lost from then on. queue_limits: what may be unfinished.
     """
 
     def __init__(
@@ -46,18 +46,18 @@ class EngineClient:
         updates: Sequence[Channel[EngineUpdate | Ready]],
         on_ready: Callable[[], None] = lambda: None,
         on_broken: Callable[[Exception], None] = _raise,
-        max_queued_requests: int | None = None,
+        queue_limits: QueueLimits = NO_LIMITS,
     ) -> None:
         assert len(requests) == len(updates) > 0, "one channel each way per replica"
         self._requests = requests
         self._updates = updates
         self._on_ready = on_ready
         self._on_broken = on_broken
-        self._max_queued_requests = max_queued_requests
         self._limits: list[EngineLimits | None] = [None] * len(updates)
         self._stats: list[EngineStats | None] = [None] * len(updates)
         self._num_unfinished_sequences = [0] * len(updates)
         self._pending: dict[str, _PendingRequest] = {}
+        self._work = UnfinishedWork(queue_limits)
         self.is_draining = False
         """The server is stopping: requests in the engine continue, and the server sends no new ones."""
 
@@ -94,21 +94,16 @@ class EngineClient:
         """Requests that a `generate` or `stream` call is waiting for or has not yet cleaned up."""
         return len(self._pending)
 
-    def check_queue(self) -> None:
-        """Raises QueueFull if `max_queued_requests` or more requests are waiting."""
-        if self._max_queued_requests is None or len(self._pending) < self._max_queued_requests:
-            return
+    def check_queue(self, client: str, num_sequences: int = 1, num_tokens: int = 1) -> None:
+        """Raises QueueFull or InvalidRequest if a body of `client` cannot be submitted, see UnfinishedWork.check."""
         num_running = sum(stats.num_running for stats in self._stats if stats is not None)
-        num_waiting = sum(self._num_unfinished_sequences) - num_running
-        newest_first = (pending.num_unfinished for pending in reversed(self._pending.values()))
-        if is_queue_full(newest_first, num_waiting, self._max_queued_requests):
-            raise QueueFull(f"{self._max_queued_requests} requests are already waiting (max_queued_requests)")
+        self._work.check(client, num_sequences, num_tokens, num_running)
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[list[FinishedSequence]]:
         """The finished sequences of each request, in order of `sequence_index`.
 
         requests: at least one, each with a new request id. If the caller is cancelled, unfinished requests are
-        cancelled at the managers. Raises QueueFull, and SequenceAborted as soon as one sequence is aborted.
+        cancelled at the managers. Raises as `check_queue`, and SequenceAborted as soon as one sequence is aborted.
         """
         results = Results(requests)
         with self._submitted(requests, results.add):
@@ -120,7 +115,7 @@ class EngineClient:
         """Runs the requests within the context; their deltas are read from the collector.
 
         requests: at least one, each with a new request id, all `is_streamed`. At the end of the context, unfinished
-        requests are cancelled at the managers. Raises QueueFull.
+        requests are cancelled at the managers. Raises as `check_queue`.
         """
         collector = StreamCollector(requests)
         with self._submitted(requests, collector.add):
@@ -132,9 +127,11 @@ class EngineClient:
     ) -> Iterator[None]:
         """Runs the requests within the context. Calls `add` with the index of the request and each delta that arrives.
 
-        Raises QueueFull.
+        Raises as `check_queue`.
         """
-        self.check_queue()
+        num_sequences = sum(request.num_sequences for request in requests)
+        num_tokens = sum(len(request.prompt_ids) for request in requests)
+        self.check_queue(requests[0].client, num_sequences, num_tokens)
         with ExitStack() as stack:
             for index, request in enumerate(requests):
                 stack.enter_context(self._one_submitted(request, partial(add, index)))
@@ -144,15 +141,17 @@ class EngineClient:
     def _one_submitted(self, request: GenerateRequest, add: Callable[[SequenceDelta], None]) -> Iterator[None]:
         assert request.request_id not in self._pending, f"request id {request.request_id} used twice"
         replica = choose_replica(self._num_unfinished_sequences)
-        pending = _PendingRequest(replica, request.num_sequences, add)
+        pending = _PendingRequest(request, replica, request.num_sequences, add)
         self._pending[request.request_id] = pending
         self._num_unfinished_sequences[replica] += request.num_sequences
+        self._work.add(request)
         self._requests[replica].send(request)
         try:
             yield
         finally:
             del self._pending[request.request_id]
             self._num_unfinished_sequences[replica] -= pending.num_unfinished
+            self._work.remove(request, pending.num_unfinished)
             if pending.num_unfinished > 0:
                 self._requests[replica].send(CancelRequest(request.request_id))
 
@@ -177,6 +176,7 @@ class EngineClient:
                 if delta.finish_reason is not None:
                     pending.num_unfinished -= 1
                     self._num_unfinished_sequences[replica] -= 1
+                    self._work.finish_sequence(pending.request)
 
     def _start_replica(self, replica: int, ready: Ready) -> None:
         assert ready.limits is not None, "a manager is ready only with its engine's limits"

@@ -13,10 +13,15 @@ from tokasaurus.server.structured_output.validator import GrammarChecker
 
 
 async def prepare_completion(
-    body: CompletionRequest, model: ServedModel, limits: EngineLimits, grammars: GrammarChecker, text_threads: Executor
+    body: CompletionRequest,
+    model: ServedModel,
+    limits: EngineLimits,
+    grammars: GrammarChecker,
+    text_threads: Executor,
+    client: str = "",
 ) -> Prepared:
-    """The requests of a body. text_threads: where it is tokenized. Raises ApiError."""
-    drafting = asyncio.get_running_loop().run_in_executor(text_threads, draft_completion, body, model, limits)
+    """The requests of a body. text_threads: where it is tokenized. client: who sent it. Raises ApiError."""
+    drafting = asyncio.get_running_loop().run_in_executor(text_threads, draft_completion, body, model, limits, client)
     return await _with_grammar(await drafting, grammars)
 
 
@@ -26,9 +31,10 @@ async def prepare_chat(
     limits: EngineLimits,
     grammars: GrammarChecker,
     text_threads: Executor,
+    client: str = "",
 ) -> Prepared:
     """As `prepare_completion`."""
-    drafting = asyncio.get_running_loop().run_in_executor(text_threads, draft_chat, body, model, limits)
+    drafting = asyncio.get_running_loop().run_in_executor(text_threads, draft_chat, body, model, limits, client)
     return await _with_grammar(await drafting, grammars)
 
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 from fastapi import Request, Response
 
 from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.server.client_identity import client_of
 from tokasaurus.server.disconnect import run_while_connected
 from tokasaurus.server.engine_client.collectors import FinishedSequence, SequenceAborted
 from tokasaurus.server.errors import GrammarTooComplex, InvalidRequest, NumericalError
@@ -25,7 +26,7 @@ from tokasaurus.server.structured_output.validator import GrammarChecker
 
 Body = TypeVar("Body", bound=SamplingFields)
 # A function of server.prepare.body and one of server.respond.whole.
-Prepare = Callable[[Body, ServedModel, EngineLimits, GrammarChecker, Executor], Awaitable[Prepared]]
+Prepare = Callable[[Body, ServedModel, EngineLimits, GrammarChecker, Executor, str], Awaitable[Prepared]]
 Build = Callable[[Prepared, list[list[FinishedSequence]], ServedModel], Completion | ChatCompletion]
 
 # For the OpenAPI page.
@@ -47,12 +48,12 @@ async def answer_generation(
     """The response to `body`: built by `build`, or by `stream` if the body has stream=true.
 
     Raises ApiError; ClientGone if the client disconnects, after the engine was told to cancel the request."""
-    state = state_of(request)
+    state, client = state_of(request), client_of(request)
     if body.stream:
-        prepared = await run_while_connected(request.receive, _prepare(state, body, prepare))
+        prepared = await run_while_connected(request.receive, _prepare(state, body, prepare, client))
         answer = stream(prepared, state.model, body.stream_options or StreamOptions())
         return EventStream(_events(state, prepared, answer))
-    work = generate_answer(state, body, prepare, build)
+    work = generate_answer(state, body, prepare, build, client)
     return Response(await run_while_connected(request.receive, work), media_type="application/json")
 
 
@@ -61,23 +62,27 @@ async def generate_answer(
     body: Body,
     prepare: Prepare[Body],
     build: Build,
+    client: str,
 ) -> bytes:
-    """The whole response as JSON. If the caller is cancelled, so is the request in the engine. Raises ApiError."""
-    prepared = await _prepare(state, body, prepare)
+    """The whole response as JSON. If the caller is cancelled, so is the request in the engine. Raises ApiError.
+
+    client: who sent the body."""
+    prepared = await _prepare(state, body, prepare, client)
     with _raising_api_errors(prepared):
         results = await state.engine.generate(prepared.requests)
     return await state.in_text_thread(lambda: write_answer(build(prepared, results, state.model)))
 
 
-async def _prepare(state: ServerState, body: Body, prepare: Prepare[Body]) -> Prepared:
-    return await prepare(body, state.model, _checked_limits(state, body), state.grammars, state.text_threads)
+async def _prepare(state: ServerState, body: Body, prepare: Prepare[Body], client: str) -> Prepared:
+    limits = _checked_limits(state, body, client)
+    return await prepare(body, state.model, limits, state.grammars, state.text_threads, client)
 
 
-def _checked_limits(state: ServerState, body: SamplingFields) -> EngineLimits:
+def _checked_limits(state: ServerState, body: SamplingFields, client: str) -> EngineLimits:
     """The engine's limits, after the checks that cost nothing. Raises ApiError."""
     state.model.check_name(body.model)
     limits = state.ready_limits()
-    state.engine.check_queue()  # checked again at submission; this saves the work before it
+    state.engine.check_queue(client, body.n)  # checked again at submission; this saves the work before it
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options goes with stream=true", "stream_options")
     return limits
