@@ -1,6 +1,7 @@
 """Tests the order of waiting sequences against an oracle that keeps every sequence in one plain list."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -8,9 +9,11 @@ from hypothesis import strategies as st
 
 from tests.manager.helpers.requests import make_request
 from tokasaurus.manager.state.fair_queue import MOST_DROPPED, QUANTUM, FairQueue
+from tokasaurus.manager.state.samples import Samples
 from tokasaurus.manager.state.sequence import Phase, Sequence, make_prompt
 from tokasaurus.manager.state.sequence_queues import SequenceQueues
 from tokasaurus.manager.state.slot_arrays import SlotArrays
+from tokasaurus.messages.generation import GenerateRequest
 
 
 def make_sequence(number: int, client: str = "", priority: int = 0, is_background: bool = False) -> Sequence:
@@ -18,45 +21,54 @@ def make_sequence(number: int, client: str = "", priority: int = 0, is_backgroun
     return Sequence(request, 0, make_prompt(request.prompt_ids), b"", None)
 
 
+@dataclass(eq=False)
+class Item:
+    """A waiting sequence of the oracle; `sequence` is None while the queue has not created it."""
+
+    request: GenerateRequest
+    sequence: Sequence | None = None
+    samples: Samples | None = None
+
+
 class SlowClass:
     """The live or the background sequences."""
 
     def __init__(self) -> None:
-        self.preempted: list[Sequence] = []
+        self.preempted: list[Item] = []
         self.clients: list[str] = []
         """The clients with sequences in `waiting`; the first has the turn."""
         self.num_taken = 0
         """Sequences taken in this turn."""
-        self.waiting: list[Sequence] = []
+        self.waiting: list[Item] = []
         """In order of arrival."""
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
-        if sequence.request.client not in self.clients:
-            self.clients.append(sequence.request.client)
+    def add(self, item: Item) -> None:
+        self.waiting.append(item)
+        if item.request.client not in self.clients:
+            self.clients.append(item.request.client)
 
-    def remove(self, sequence: Sequence) -> None:
-        if sequence in self.preempted:
-            self.preempted.remove(sequence)
+    def remove(self, item: Item) -> None:
+        if item in self.preempted:
+            self.preempted.remove(item)
             return
-        self.waiting.remove(sequence)
-        if all(other.request.client != sequence.request.client for other in self.waiting):
-            if self.clients[0] == sequence.request.client:
+        self.waiting.remove(item)
+        if all(other.request.client != item.request.client for other in self.waiting):
+            if self.clients[0] == item.request.client:
                 self.num_taken = 0
-            self.clients.remove(sequence.request.client)
+            self.clients.remove(item.request.client)
 
-    def take(self) -> Sequence:
+    def take(self) -> Item:
         if self.preempted:
             return self.preempted.pop(0)
         client = self.clients[0]
-        of_client = [sequence for sequence in self.waiting if sequence.request.client == client]
-        sequence = min(of_client, key=lambda sequence: sequence.request.priority)  # the first of equals
+        of_client = [item for item in self.waiting if item.request.client == client]
+        item = min(of_client, key=lambda item: item.request.priority)  # the first of equals
         self.num_taken += 1
-        self.remove(sequence)
+        self.remove(item)
         if client in self.clients and self.num_taken == QUANTUM:
             self.clients.append(self.clients.pop(0))
             self.num_taken = 0
-        return sequence
+        return item
 
     def copy(self) -> "SlowClass":
         other = SlowClass()
@@ -69,74 +81,156 @@ class SlowQueue:
     def __init__(self) -> None:
         self.classes = {False: SlowClass(), True: SlowClass()}
 
-    def class_of(self, sequence: Sequence) -> SlowClass:
-        return self.classes[sequence.request.is_background]
+    def class_of(self, item: Item) -> SlowClass:
+        return self.classes[item.request.is_background]
 
-    def all(self) -> list[Sequence]:
-        return [sequence for one in self.classes.values() for sequence in [*one.preempted, *one.waiting]]
+    def all(self) -> list[Item]:
+        return [item for one in self.classes.values() for item in [*one.preempted, *one.waiting]]
 
-    def take(self) -> Sequence:
+    def take(self) -> Item:
         live, background = self.classes.values()
         return (live if live.preempted or live.waiting else background).take()
 
-    def in_order(self) -> list[Sequence]:
+    def in_order(self) -> list[Item]:
         copy = SlowQueue()
         copy.classes = {is_background: one.copy() for is_background, one in self.classes.items()}
         return [copy.take() for _ in self.all()]
 
 
+class Pair:
+    """The queues and the oracle, changed together."""
+
+    def __init__(self) -> None:
+        self.queues, self.slow = SequenceQueues(SlotArrays(4, 4)), SlowQueue()
+        self.blocked: list[Item] = []
+        self.num_made = 0
+
+    def new(self, client: str, priority: int, is_background: bool) -> Item:
+        self.num_made += 1
+        sequence = make_sequence(self.num_made, client, priority, is_background)
+        return Item(sequence.request, sequence)
+
+    def add(self, item: Item) -> None:
+        assert item.sequence is not None
+        self.queues.add_waiting(item.sequence)
+        self.slow.class_of(item).add(item)
+
+    def add_preempted(self, item: Item) -> None:
+        assert item.sequence is not None
+        self.queues.add_waiting(item.sequence, first=True)
+        self.slow.class_of(item).preempted.insert(0, item)
+
+    def add_samples(self, num: int, *kind: Any) -> None:
+        request = replace(self.new(*kind).request, num_sequences=num)
+        items = [Item(request) for _ in range(num)]
+
+        def make(index: int) -> Sequence:
+            assert items[index].sequence is None
+            items[index].sequence = sequence = Sequence(request, index, make_prompt(request.prompt_ids), b"", None)
+            return sequence
+
+        samples = Samples(request, make, num)
+        self.queues.add_samples(samples)
+        for item in items:
+            item.samples = samples
+            self.slow.class_of(item).add(item)
+
+    def block(self, item: Item) -> None:
+        assert item.sequence is not None
+        self.queues.block(item.sequence)
+        self.blocked.append(item)
+
+    def unblock(self, number: int) -> None:
+        item = self.blocked.pop(number % len(self.blocked))
+        assert item.sequence is not None
+        self.queues.unblock(item.sequence)
+        self.slow.class_of(item).add(item)
+
+    def cancel(self, item: Item) -> None:
+        """All waiting samples of its request."""
+        together = [item]
+        if item.samples is not None:
+            together = [other for other in self.slow.all() if other.samples is item.samples]
+            if item.samples.num_to_create:
+                self.queues.drop_samples(item.samples)
+        for one in together:
+            if one.sequence is not None:
+                self.queues.drop_waiting(one.sequence)
+                assert one.sequence.phase is Phase.FINISHED
+            if item in self.blocked:
+                self.blocked.remove(one)
+            else:
+                self.slow.class_of(one).remove(one)
+
+    def take(self) -> None:
+        sequence = self.queues.take_first_waiting()
+        assert sequence is self.slow.take().sequence
+        sequence.phase = Phase.PREFILL
+
+    def look(self, most: int) -> None:
+        seen = self.queues.first_waiting(most)
+        assert seen == [item.sequence for item in self.slow.in_order()[:most]]
+
+
 operation_strategy = st.tuples(
-    st.sampled_from(["add", "add", "add preempted", "block", "unblock", "drop", "drop many", "take", "take", "look"]),
-    st.sampled_from(["a", "a", "a", "b", "c"]),
-    st.sampled_from([0, 0, 0, -5, 7]),
-    st.sampled_from([False, False, True]),
-    st.integers(0, 40),
+    st.sampled_from(
+        ["add", "add", "add samples", "preempt", "block", "unblock", "cancel", "cancel many", "take", "take", "look"]
+    ),
+    st.tuples(
+        st.sampled_from(["a", "a", "a", "b", "c"]),
+        st.sampled_from([0, 0, 0, -5, 7]),
+        st.sampled_from([False, False, True]),
+    ),
+    st.integers(1, 40),
 )
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(operation_strategy, max_size=60))
 def test_sequences_are_seen_and_taken_in_the_order_of_the_oracle(operations) -> None:
-    """Clients, priorities, cancellation, preemption, grammars and the background class, all together."""
-    queues, slow, number = SequenceQueues(SlotArrays(4, 4)), SlowQueue(), 0
-    blocked: list[Sequence] = []
-    for name, client, priority, is_background, count in operations:
-        waiting = slow.all()
-        if name in ("add", "add preempted", "block"):
-            for _ in range(count if name == "add" else 1):
-                number += 1
-                sequence = make_sequence(number, client, priority, is_background)
-                if name == "add":
-                    queues.add_waiting(sequence)
-                    slow.class_of(sequence).add(sequence)
-                elif name == "block":
-                    queues.block(sequence)
-                    blocked.append(sequence)
-                else:
-                    queues.add_waiting(sequence, first=True)
-                    slow.class_of(sequence).preempted.insert(0, sequence)
-        elif name == "unblock" and blocked:
-            sequence = blocked.pop(count % len(blocked))
-            queues.unblock(sequence)
-            slow.class_of(sequence).add(sequence)
-        elif name == "drop" and blocked:
-            queues.drop_waiting(blocked.pop(count % len(blocked)))
-        elif name in ("drop", "drop many"):
-            first = count % len(waiting) if waiting else 0
-            for sequence in waiting[first : first + 1 if name == "drop" else None]:
-                queues.drop_waiting(sequence)
-                assert sequence.phase is Phase.FINISHED
-                slow.class_of(sequence).remove(sequence)
+    """Clients, priorities, samples, cancellation, preemption, grammars and the background class, all together."""
+    pair = Pair()
+    for name, kind, count in operations:
+        waiting = pair.slow.all()
+        if name == "add":
+            for _ in range(count):
+                pair.add(pair.new(*kind))
+        elif name == "add samples":
+            pair.add_samples(count, *kind)
+        elif name == "preempt":
+            pair.add_preempted(pair.new(*kind))
+        elif name == "block":
+            pair.block(pair.new(*kind))
+        elif name == "unblock" and pair.blocked:
+            pair.unblock(count)
+        elif name == "cancel" and waiting + pair.blocked:
+            pair.cancel((waiting + pair.blocked)[count % len(waiting + pair.blocked)])
+        elif name == "cancel many":
+            for item in waiting[count % 7 :]:
+                if item in pair.slow.all():  # not cancelled with an earlier sample of its request
+                    pair.cancel(item)
         elif name == "take":
             for _ in range(min(count, len(waiting))):
-                assert queues.take_first_waiting() is slow.take()
+                pair.take()
         elif name == "look":
-            assert queues.first_waiting(count) == slow.in_order()[:count]
-        assert queues.num_waiting == len(slow.all()) + len(blocked)
-    seen = queues.first_waiting(10**6)
-    assert seen == slow.in_order()
-    assert [queues.take_first_waiting() for _ in seen] == seen
-    assert queues.first_waiting(1) == []
+            pair.look(count)
+        assert pair.queues.num_waiting == len(pair.slow.all()) + len(pair.blocked)
+    pair.look(10**6)
+    for _ in pair.slow.all():
+        pair.take()
+    assert pair.queues.first_waiting(1) == []
+    assert pair.queues.num_waiting == len(pair.blocked)
+
+
+def test_samples_are_created_only_as_far_as_they_are_looked_at() -> None:
+    pair = Pair()
+    for client in "ab":
+        pair.add_samples(30_000, client, 0, False)
+    assert [sequence.request.client for sequence in pair.queues.first_waiting(3 * QUANTUM)] == [
+        client for client in "aba" for _ in range(QUANTUM)
+    ]
+    assert sum(item.sequence is not None for item in pair.slow.all()) == 3 * QUANTUM
+    assert pair.queues.num_waiting == 60_000
 
 
 def test_clients_take_turns_and_a_new_client_waits_for_one_turn_of_each() -> None:
@@ -161,7 +255,7 @@ def test_few_cancelled_sequences_stay_in_memory(num_kept: int) -> None:
     for sequence in reversed(ordered[num_kept:]):
         sequence.phase = Phase.FINISHED
         queue.remove(sequence)
-    num_held = sum(client._num_held for client in queue._clients.values())
+    num_held = sum(client._num_entries for client in queue._clients.values())
     assert num_held == sum(len(held) for client in queue._clients.values() for held in client._by_priority.values())
     assert num_held <= (2 * num_kept + MOST_DROPPED if num_kept else 0)
     assert list(queue.in_order()) == ordered[:num_kept]

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.state.fair_queue import FairQueue
+from tokasaurus.manager.state.samples import Samples
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.manager.state.slot_arrays import SlotArrays
 
@@ -39,6 +40,11 @@ class SequenceQueues:
         else:
             queue.add(sequence)
 
+    def add_samples(self, samples: Samples) -> None:
+        """Queue the sequences that are to be created. Precondition: there are some."""
+        self.num_waiting += samples.num_to_create
+        self._queue_of(samples).add(samples)
+
     def block(self, sequence: Sequence) -> None:
         """`sequence` waits, but may not be admitted before `unblock`."""
         sequence.phase = Phase.WAITING
@@ -59,8 +65,13 @@ class SequenceQueues:
         else:
             self._queue_of(sequence).remove(sequence)
 
+    def drop_samples(self, samples: Samples) -> None:
+        """Create no more sequences of a cancelled request. Precondition: some are to be created."""
+        self.num_waiting -= samples.num_to_create
+        self._queue_of(samples).remove_samples(samples)
+
     def first_waiting(self, most: int) -> list[Sequence]:
-        """Up to `most` waiting sequences, in admission order."""
+        """Up to `most` waiting sequences, in admission order. Creates those that do not exist yet."""
         return list(islice(chain(self._live.in_order(), self._background.in_order()), most))
 
     def take_first_waiting(self) -> Sequence:
@@ -68,8 +79,8 @@ class SequenceQueues:
         self.num_waiting -= 1
         return (self._live or self._background).take()
 
-    def _queue_of(self, sequence: Sequence) -> FairQueue:
-        return self._background if sequence.request.is_background else self._live
+    def _queue_of(self, entry: Sequence | Samples) -> FairQueue:
+        return self._background if entry.request.is_background else self._live
 
     def add_decoding(self, slots: NDArray[np.int64]) -> None:
         """`slots` start to decode; they come after the slots that decode already."""
