@@ -52,7 +52,7 @@ INNER_LAYERS = {
         ["app"],
         ["routes", "http_server"],
         ["state", "openapi", "disconnect", "respond"],
-        ["api_key", "request_id", "prepare"],
+        ["api_key", "client_identity", "request_id", "prepare"],
         ["structured_output", "engine_client"],
         ["served_model", "limits", "text_threads", "garbage"],
         ["tools"],

@@ -32,8 +32,6 @@ NOT_BUILT = frozenset(
         "body_timeout_seconds",
         "write_timeout_seconds",
         "keep_alive_seconds",
-        "max_queued_sequences",
-        "max_queued_tokens",
     }
 )
 
@@ -191,7 +189,7 @@ SERVER_FLAGS = FlagTable(
         "limits": {
             "max_request_bytes": _count("maximum size of a request body, in bytes", none_means="no limit"),
             "max_queued_requests": _count(
-                "maximum waiting requests; each prompt of a list counts, but a list is accepted whole if one more fits",
+                "maximum waiting sequences; each of n samples counts, but a body is accepted whole while fewer wait",
                 none_means="no limit",
             ),
             "max_line_bytes": _count("maximum size of a line of /v1/bulk, in bytes"),
@@ -202,8 +200,12 @@ SERVER_FLAGS = FlagTable(
             "body_timeout_seconds": _count("longest time for a body to arrive, plus a second for each 64 KiB"),
             "write_timeout_seconds": _count("longest time in which a client receives none of an answer that is sent"),
             "keep_alive_seconds": _count("longest time that a connection stays open between requests"),
-            "max_queued_sequences": _count("maximum sequences of accepted requests that are not finished"),
-            "max_queued_tokens": _count("maximum prompt tokens of accepted requests that are not finished"),
+            "max_queued_sequences": _count(
+                "maximum unfinished sequences, running or waiting; each of n samples counts"
+            ),
+            "max_queued_tokens": _count(
+                "maximum prompt tokens of unfinished requests; a prompt counts once, however many samples"
+            ),
             "max_answer_values": _count(
                 "maximum tokens of one answer that is not streamed; each log-probability counts as another token"
             ),

@@ -86,6 +86,19 @@ def test_bulk_lines_are_answered_and_are_cancelled_when_the_client_disconnects(t
     assert toka.gauge("toka_kv_blocks_used") == blocks_at_start
 
 
+def test_one_token_is_answered_while_thousands_of_another_clients_samples_wait(toka: TokaProcess) -> None:
+    many = {"model": "default", "prompt": "Once", "n": 5000, "max_tokens": 6, "ignore_eos": True, "stream": True}
+    one = {"model": "default", "prompt": "The", "max_tokens": 1}
+    with httpx.stream("POST", f"{toka.url}/v1/completions", json=many, timeout=300) as stream:
+        lines = stream.iter_lines()  # closes the connection when it is dropped
+        next(lines)
+        answer = httpx.post(f"{toka.url}/v1/completions", json=one, timeout=300)
+        assert answer.json()["usage"]["completion_tokens"] == 1
+        assert toka.gauge("toka_requests_waiting") > 2500
+        assert next(lines) is not None
+    wait_for(lambda: toka.gauge("toka_requests_running") + toka.gauge("toka_requests_waiting") == 0, 30)
+
+
 def test_greedy_chat_knows_the_capital_of_germany(toka: TokaProcess) -> None:
     client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0)
     answer = client.chat.completions.create(

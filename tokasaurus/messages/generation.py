@@ -60,6 +60,12 @@ class GenerateRequest:
 
     Takes precedence over min_tokens and ignore_eos: when the grammar allows no further token, the sequence finishes
     with "stop", without an eos token if its last token already completes the grammar."""
+    client: str = ""
+    """Who sent the request. Waiting sequences of different clients are admitted by turns."""
+    priority: int = 0
+    """Among the waiting sequences of one client, those with the lowest value are admitted first."""
+    is_background: bool = False
+    """Admitted only while no sequence of another request waits, except background ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.monitoring.loop_lag import LoopLag
 from tokasaurus.server.api_key import ApiKeyMiddleware
 from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.engine_client.queue_limits import QueueLimits
 from tokasaurus.server.errors import add_error_handlers
 from tokasaurus.server.garbage import collect_garbage_when_idle
 from tokasaurus.server.http_server import HttpServer
@@ -90,7 +91,7 @@ def run_server(
         config.dp_size,
         on_ready=lambda: status.send(Ready("server")),
         on_broken=stop_broken,
-        max_queued_requests=config.max_queued_requests,
+        queue_limits=QueueLimits(config.max_queued_requests, config.max_queued_sequences, config.max_queued_tokens),
         waits_for_restart=config.while_restarting == "wait",
     )
     http_config = uvicorn.Config(

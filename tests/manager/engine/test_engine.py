@@ -141,7 +141,7 @@ def test_cancelling_a_request_in_any_situation_changes_no_other_request(situatio
         unsent, cancelled = list(requests), set()
         while unsent or driver.queue:
             driver.step([unsent.pop(0) for _ in range(rng.randint(0, 3)) if unsent], rng.randint(0, 2))
-            sequences = [sequence for samples in driver.state.unfinished.values() for sequence in samples]
+            sequences = [sequence for samples in driver.state.unfinished.values() for sequence in samples.sequences]
             eligible = [sequence for sequence in sequences if is_in_situation(driver, sequence, situation)]
             if eligible and not cancelled and rng.random() < 0.5:
                 request_id = rng.choice(eligible).request.request_id
@@ -204,7 +204,7 @@ def test_prefill_and_decode_share_every_step():
     driver.step([long], 1)
     while not all(sequence.is_open for sequence in driver.running()):
         driver.step([], 1)
-    first, second = (sequence for samples in driver.state.unfinished.values() for sequence in samples)
+    first, second = (sequence for samples in driver.state.unfinished.values() for sequence in samples.sequences)
     num_before = len(sampled_tokens(driver.state, first))
     num_steps = 0
     while second.phase is not Phase.FINISHED:

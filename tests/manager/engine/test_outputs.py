@@ -58,7 +58,7 @@ def test_tokens_sampled_after_a_stop_string_or_a_cancel_are_not_counted(mode):
     driver.step([*requests, cancelled])
     for _ in range(5):
         driver.step([], 1)
-    (sequence,) = driver.state.unfinished["r9"]
+    (sequence,) = driver.state.unfinished["r9"].sequences
     num_before = len(sampled_tokens(driver.state, sequence))
     driver.step([CancelRequest("r9")])
     driver.run_until_idle()

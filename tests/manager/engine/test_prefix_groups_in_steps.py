@@ -232,7 +232,7 @@ def test_a_preempted_sequence_leaves_its_group_and_rejoins_it():
     driver.step(FOUR_REQUESTS)
     for _ in range(5):
         driver.step([], 1)
-    (sequence,) = driver.state.unfinished["r2"]
+    (sequence,) = driver.state.unfinished["r2"].sequences
     preempt(driver.state, sequence)
     driver.run_until_idle(1)
     assert_equals_simulation(driver.deltas, FOUR_REQUESTS)

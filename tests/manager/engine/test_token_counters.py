@@ -136,7 +136,7 @@ def test_a_sequence_preempted_in_prefill_reads_blocks_that_others_cached_meanwhi
     for _ in range(25):
         driver.step([], 1)
     driver.step([replace(make_request(2, 1, 1, 5, ignore_eos=True), prompt_ids=prompt_ids)])
-    (sequence,) = driver.state.unfinished["r2"]
+    (sequence,) = driver.state.unfinished["r2"].sequences
     while not sequence.is_open:
         driver.step([], 1)
     preempt(driver.state, sequence)

@@ -16,7 +16,7 @@ from tokasaurus.messages.forward import ForwardOutput
 
 def copy_state(state: EngineState) -> EngineState:
     """A copy to run ahead on; it shares the objects that never change."""
-    sequences = [sequence for samples in state.unfinished.values() for sequence in samples]
+    sequences = [sequence for samples in state.unfinished.values() for sequence in samples.sequences]
     constant = [
         state.options,
         state.grammars,

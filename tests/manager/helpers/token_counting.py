@@ -44,7 +44,7 @@ class CountingDriver(EngineDriver):
     def step(self, messages=(), num_results=0):
         deltas = super().step(messages, num_results)
         for samples in self.state.unfinished.values():
-            self.sequences.update(samples)
+            self.sequences.update(samples.sequences)
         totals, summed = asdict(self.state.totals.tokens), asdict(total([one.counts for one in self.sequences]))
         running = [one for one in self.running() if one.is_open]
         slots = [one.slot for one in running]

@@ -207,7 +207,7 @@ def test_a_preempted_prefill_resumes_where_its_prompt_logprobs_end(num_steps, is
     for _ in range(num_steps):
         driver.step([], 1)
     state = driver.state
-    sequence = next(iter(state.unfinished["r1"]))
+    sequence = next(iter(state.unfinished["r1"].sequences))
     num_kv_tokens = int(state.slots.num_kv_tokens[sequence.slot])
     num_known = int(state.slots.num_known_tokens[sequence.slot])
     had_logprobs = num_known > 45

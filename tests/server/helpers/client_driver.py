@@ -10,6 +10,7 @@ from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.engine_client.queue_limits import NO_LIMITS, UnfinishedWork
 
 
 def make_request(request_id: str, prompt_ids: list[int], num_sequences: int = 1) -> GenerateRequest:
@@ -41,6 +42,7 @@ def run_with(engines: list[FakeEngine], use: Callable[[EngineClient], Awaitable[
     uvloop.run(main())
     assert client.num_pending_requests == 0
     assert all(replica.num_unfinished_sequences == 0 for replica in client._replicas)
+    assert client._work == UnfinishedWork(NO_LIMITS)
 
 
 async def until(engine: FakeEngine, condition: Callable[[FakeEngine], bool]) -> None:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tokasaurus.server.app import create_app
 from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.engine_client.queue_limits import NO_LIMITS, QueueLimits
 from tokasaurus.server.limits import RequestLimits
 from tokasaurus.server.served_model import ServedModel
 
@@ -51,10 +52,10 @@ def live_server(
     start_engine: bool = True,
     api_key: str | None = None,
     max_request_bytes: int | None = None,
-    max_queued_requests: int | None = None,
+    queue_limits: QueueLimits = NO_LIMITS,
     limits: RequestLimits | None = None,
 ) -> Iterator[LiveServer]:
-    client = EngineClient(hand_over(engine), max_queued_requests=max_queued_requests)
+    client = EngineClient(hand_over(engine), queue_limits=queue_limits)
     if limits is None:
         limits = RequestLimits(max_request_bytes=max_request_bytes)
     app = create_app(model, client, api_key, limits)

@@ -13,15 +13,15 @@ from tokasaurus.server.served_model import ServedModel
 LIMITS = EngineLimits(num_kv_blocks=10, page_size=16, max_tokens_per_sequence=100)
 
 
-def completion(model: ServedModel, **fields: Any) -> Prepared:
+def completion(model: ServedModel, client: str = "", **fields: Any) -> Prepared:
     body = CompletionRequest.model_validate({"model": "default", "prompt": "abc"} | fields)
-    return draft_completion(body, model, LIMITS).prepared
+    return draft_completion(body, model, LIMITS, client).prepared
 
 
-def chat(model: ServedModel, *contents: str, **fields: Any) -> Prepared:
+def chat(model: ServedModel, *contents: str, client: str = "", **fields: Any) -> Prepared:
     messages = [{"role": "user", "content": content} for content in contents or ("abc",)]
     body = ChatCompletionRequest.model_validate({"model": "default", "messages": messages} | fields)
-    return draft_chat(body, model, LIMITS).prepared
+    return draft_chat(body, model, LIMITS, client).prepared
 
 
 def prompts_of(prepared: Prepared) -> list[list[int]]:

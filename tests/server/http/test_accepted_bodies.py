@@ -20,6 +20,7 @@ NEUTRAL: dict[str, list[object]] = {
     "seed": [None, 0, -1, 2**64 - 1, -(2**63)],
     "ignore_eos": [None, False, True],
     "cache_salt": [None, "x", " ", "tenant \U0001f99c", "s" * 1024, "é" * 512],
+    "priority": [None, 0, -7, 2**63 - 1, -(2**63)],
     "stream": [False, True, None],
     "stream_options": [None],
     "top_k": [None, -1, 0, 1, 2**60],

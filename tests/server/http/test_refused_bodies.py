@@ -54,6 +54,11 @@ BOTH_ROUTES_REFUSE: list[tuple[str, object]] = [
     ("cache_salt", {"x": "y"}),
     ("cache_salt", "s" * 1025),
     ("cache_salt", "é" * 513),  # two bytes each
+    ("priority", 1.0),
+    ("priority", "1"),
+    ("priority", True),
+    ("priority", 2**63),
+    ("priority", -(2**63) - 1),
     ("model", MISSING),
     ("model", None),
     ("model", 3),

@@ -161,6 +161,12 @@ def test_extreme_repetition_penalty_keeps_logits_finite_in_float32(served_model:
         assert np.isfinite(np.float32(1e3) / penalty_used)
 
 
+def test_client_and_priority_are_passed_with_every_prompt(served_model: ServedModel) -> None:
+    requests = completion(served_model, "somebody", prompt=["a", "b"], priority=-3).requests
+    requests += chat(served_model, client="somebody", priority=-3).requests
+    assert [(request.client, request.priority) for request in requests] == [("somebody", -3)] * 3
+
+
 def test_cache_salt_is_passed_unchanged_with_every_prompt(served_model: ServedModel) -> None:
     salt = " Tenant \U0001f99c\0"
     requests = completion(served_model, prompt=["a", "b"], cache_salt=salt).requests
@@ -244,7 +250,7 @@ def test_text_that_must_exceed_the_context_is_refused_without_tokenizing(
 
 
 OPTIONAL = ["n", "temperature", "top_p", "stop", "seed", "ignore_eos", "cache_salt", "top_k", "min_p", "logit_bias"]
-OPTIONAL += ["presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "min_tokens"]
+OPTIONAL += ["presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "min_tokens", "priority"]
 
 
 @pytest.mark.parametrize("fields", [{}, dict.fromkeys(OPTIONAL)])
@@ -254,7 +260,7 @@ def test_absent_and_null_fields_get_the_defaults(served_model: ServedModel, fiel
         assert (request.num_sequences, request.stop_strings, request.ignore_eos) == (1, (), False)
         assert request.sampling == SamplingParams()
         assert not request.want_logprobs
-        assert request.cache_salt == ""
+        assert (request.cache_salt, request.priority) == ("", 0)
         assert (request.stop_token_ids, request.min_tokens) == ((), 0)
         assert not request.logit_bias
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import orjson
 import pytest
 
@@ -13,6 +14,7 @@ from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_ope
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
 from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.server.engine_client.queue_limits import QueueLimits
 from tokasaurus.server.limits import RequestLimits
 from tokasaurus.server.routes import bulk as bulk_route
 from tokasaurus.server.routes import bulk_lines
@@ -185,9 +187,32 @@ def test_internal_error_affects_only_its_own_line(shared_server: LiveServer, mon
 
 def test_lines_wait_while_the_queue_is_full(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk_lines, "QUEUE_RETRY_S", 0.05)
-    with live_server(served_model, FakeEngine(), max_queued_requests=2) as server:
+    with live_server(served_model, FakeEngine(), queue_limits=QueueLimits(max_requests=2)) as server:
         results = ask(server, b"".join(line_of(str(number), GOOD) for number in range(200)))
         assert [result["response"]["status_code"] for result in results] == [200] * 200
+
+
+@pytest.mark.parametrize("limits", [QueueLimits(max_sequences=2), QueueLimits(max_tokens=10)])
+def test_lines_wait_at_the_hard_limits_unless_they_can_never_fit(
+    served_model: ServedModel, monkeypatch: pytest.MonkeyPatch, limits: QueueLimits
+) -> None:
+    monkeypatch.setattr(bulk_lines, "QUEUE_RETRY_S", 0.05)
+    with live_server(served_model, FakeEngine(), queue_limits=limits) as server:
+        lines = [line_of(str(number), GOOD) for number in range(50)]
+        never_fits = line_of("never", GOOD | {"prompt": ["a" * 6, "a" * 5], "n": 2})
+        results = ask(server, b"".join([never_fits, *lines]))
+        codes = {result["custom_id"]: result["response"]["status_code"] for result in results}
+        assert codes == {"never": 400} | {str(number): 200 for number in range(50)}
+
+
+def test_all_lines_of_a_connection_belong_to_one_client(server: LiveServer) -> None:
+    for _ in range(2):
+        with httpx.Client(base_url=server.url) as connection:
+            content = line_of("a", GOOD) + line_of("b", minimal_body(CHAT), CHAT) + line_of("c", GOOD)
+            assert connection.post(BULK, content=content).status_code == 200
+    clients = [request.client for request in server.engine.requests]
+    assert clients == [clients[0]] * 3 + [clients[3]] * 3
+    assert "" != clients[0] != clients[3] != ""
 
 
 class Caller:

@@ -60,7 +60,7 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """K waiting sequences, first come first."""
+    """K waiting sequences, in admission order."""
 
     num_prompt_tokens: Int64Array
     """[K] tokens to prefill, cached ones included."""
@@ -245,7 +245,7 @@ def _num_prompts_with_room(candidates: Candidates, num_blocks: int, page_size: i
 
 
 def admit_waiting(state: EngineState) -> None:
-    """Admit every waiting sequence that fits, first come first served.
+    """Admit every waiting sequence that fits, in the order of the queue.
 
     A sequence that does not fit blocks all behind it; otherwise a long prompt might never be admitted.
     """

@@ -168,8 +168,8 @@ def release(state: EngineState, sequence: Sequence, keep_kv: bool = True) -> Non
         _free_slot_and_blocks(state, sequence, keep_kv)
         sequence.phase = Phase.FINISHED
     samples = state.unfinished[sequence.request.request_id]
-    del samples[sequence]
-    if not samples:
+    del samples.sequences[sequence]
+    if not samples.sequences and not samples.num_to_create:
         del state.unfinished[sequence.request.request_id]
 
 

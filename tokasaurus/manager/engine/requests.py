@@ -3,6 +3,7 @@
 from tokasaurus.manager.engine.lifecycle import release
 from tokasaurus.manager.engine.outputs import abort
 from tokasaurus.manager.state.engine_state import EngineState
+from tokasaurus.manager.state.samples import Samples
 from tokasaurus.manager.state.sequence import Sequence, make_prompt
 from tokasaurus.manager.state.top_logprobs import KeptTop
 from tokasaurus.messages.generation import GenerateRequest
@@ -10,7 +11,7 @@ from tokasaurus.text.stop_strings import StopMatcher
 
 
 def add_request(state: EngineState, request: GenerateRequest) -> None:
-    """Queue the request's sequences behind all waiting ones, or block them until their grammar is compiled.
+    """Queue the request's sequences, or block them until their grammar is compiled.
 
     Precondition: it fits the KV pool, which the server has checked.
     """
@@ -24,28 +25,44 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
         if options.stop_tokens is not None:
             stop_row = options.stop_tokens.row(request.stop_strings)
     prompt, salt = make_prompt(request.prompt_ids), request.cache_salt.encode()
-    sequences = [
-        Sequence(request, index, prompt, salt, stop_matcher, stop_row) for index in range(request.num_sequences)
-    ]
-    if request.num_top_logprobs:
-        for sequence in sequences:
+
+    def make_sequence(index: int) -> Sequence:
+        sequence = Sequence(request, index, prompt, salt, stop_matcher, stop_row)
+        if request.num_top_logprobs:
             sequence.kept_top = KeptTop(request.num_top_logprobs)
-    if request.want_prompt_logprobs:
-        sequences[0].needs_prompt_logprobs = True
-        state.blocks.keep_prompt_logprobs(request.num_top_prompt_logprobs)
+        sequence.needs_prompt_logprobs = request.want_prompt_logprobs and index == 0
+        return sequence
+
+    samples = state.unfinished[request.request_id] = Samples(request, make_sequence, request.num_sequences)
+    first = samples.create()
     # A sequence that can never be admitted would block all behind it for ever.
-    max_kv_tokens = sequences[0].max_kv_tokens
     limits = options.limits
-    assert max_kv_tokens <= limits.num_kv_blocks * limits.page_size, f"{request.request_id} cannot fit the KV pool"
-    state.unfinished[request.request_id] = dict.fromkeys(sequences)
-    if sequences[0].has_grammar and (state.grammars is None or not state.grammars.begin(sequences)):
+    assert first.max_kv_tokens <= limits.num_kv_blocks * limits.page_size, (
+        f"{request.request_id} cannot fit the KV pool"
+    )
+    if request.want_prompt_logprobs:
+        state.blocks.keep_prompt_logprobs(request.num_top_prompt_logprobs)
+    if first.has_grammar:
+        _add_with_grammar(state, samples)
+        return
+    state.queues.add_waiting(first)
+    if samples.num_to_create:
+        state.queues.add_samples(samples)
+
+
+def _add_with_grammar(state: EngineState, samples: Samples) -> None:
+    """Create all sequences, each with its grammar matcher; block them until the grammar is compiled."""
+    while samples.num_to_create:
+        samples.create()
+    sequences = list(samples.sequences)
+    if state.grammars is not None and state.grammars.begin(sequences):
         for sequence in sequences:
-            state.queues.block(sequence)
-            if state.grammars is None:
-                abort(state, sequence, "grammars cannot be used with this model's tokenizer")
+            state.queues.add_waiting(sequence)
         return
     for sequence in sequences:
-        state.queues.add_waiting(sequence)
+        state.queues.block(sequence)
+        if state.grammars is None:
+            abort(state, sequence, "grammars cannot be used with this model's tokenizer")
 
 
 def cancel_request(state: EngineState, request_id: str) -> None:
@@ -53,5 +70,11 @@ def cancel_request(state: EngineState, request_id: str) -> None:
 
     An id that is unknown, or whose sequences have all finished, is no error.
     """
-    for sequence in list(state.unfinished.get(request_id, ())):
+    samples = state.unfinished.get(request_id)
+    if samples is None:
+        return
+    if samples.num_to_create:
+        state.queues.drop_samples(samples)
+    for sequence in list(samples.sequences):
         release(state, sequence)
+    state.unfinished.pop(request_id, None)  # still there if all created sequences had finished

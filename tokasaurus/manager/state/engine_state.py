@@ -13,6 +13,7 @@ from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk
 from tokasaurus.manager.planning.length_predictor import CompletionLengths, Forecast, prior_forecast
 from tokasaurus.manager.planning.step_times import StepTimes
 from tokasaurus.manager.state.grammar_manager import Grammars
+from tokasaurus.manager.state.samples import Samples
 from tokasaurus.manager.state.sequence import Sequence, TokenCounts
 from tokasaurus.manager.state.sequence_queues import SequenceQueues
 from tokasaurus.manager.state.slot_arrays import SlotArrays
@@ -142,8 +143,8 @@ class EngineState:
     """The newest token's logprob of each slot."""
     block_logprobs: NDArray[np.float32] | None = None
     """[num_blocks + 1, page_size], each sampled token's logprob until its sequence ends; None until first requested."""
-    unfinished: dict[str, dict[Sequence, None]] = field(default_factory=dict)
-    """Each request's running and waiting sequences, for cancellation."""
+    unfinished: dict[str, Samples] = field(default_factory=dict)
+    """Requests with running or waiting sequences, for cancellation."""
     deltas: list[SequenceDelta] = field(default_factory=list)
     """Not yet sent to the server: finished sequences, and new tokens of streamed ones."""
     slots_to_close: list[int] = field(default_factory=list)

@@ -1,77 +1,86 @@
 """The ordered queues of waiting and prefilling sequences, and the decoding slots."""
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
+from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.manager.state.fair_queue import FairQueue
+from tokasaurus.manager.state.samples import Samples
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.manager.state.slot_arrays import SlotArrays
-
-MOST_DROPPED = 64
-"""Cancelled sequences that may stay in the queue however few sequences wait."""
 
 
 class SequenceQueues:
     """Which sequences wait, prefill and decode. Draining sequences are in none of the three.
 
+    Waiting sequences are admitted in the order of FairQueue; background requests wait until no other sequence does.
+    Sequences that wait for their grammar count in `num_waiting`, but have no place in that order yet.
+
     `prefilling` is an OrderedDict because cancelled sequences leave from the middle, and because taking the first key
-    of a plain dict repeatedly skips over all deleted entries each time. A cancelled sequence stays in `_waiting` until
-    it reaches the front or too many have been cancelled. Sequences that wait for their grammar count in `num_waiting`
-    but are not in `_waiting`.
+    of a plain dict repeatedly skips over all deleted entries each time.
     """
 
     def __init__(self, slots: SlotArrays) -> None:
         self._slots = slots
-        self._waiting: deque[Sequence] = deque()
+        self._live, self._background = FairQueue(), FairQueue()
+        self._blocked: set[Sequence] = set()
         self.num_waiting = 0
         self.prefilling: OrderedDict[Sequence, None] = OrderedDict()
         self._decoding: NDArray[np.int64] = np.empty(0, np.int64)
 
     def add_waiting(self, sequence: Sequence, first: bool = False) -> None:
-        """Append `sequence`; put it in front if `first`, as after a preemption."""
+        """Queue `sequence`; put it in front of its class, live or background, if `first`, as after a preemption."""
         sequence.phase = Phase.WAITING
         self.num_waiting += 1
+        queue = self._queue_of(sequence)
         if first:
-            self._waiting.appendleft(sequence)
+            queue.add_preempted(sequence)
         else:
-            self._waiting.append(sequence)
+            queue.add(sequence)
+
+    def add_samples(self, samples: Samples) -> None:
+        """Queue the sequences that are to be created. Precondition: there are some."""
+        self.num_waiting += samples.num_to_create
+        self._queue_of(samples).add(samples)
 
     def block(self, sequence: Sequence) -> None:
         """`sequence` waits, but may not be admitted before `unblock`."""
         sequence.phase = Phase.WAITING
         self.num_waiting += 1
+        self._blocked.add(sequence)
 
     def unblock(self, sequence: Sequence) -> None:
-        """Append a blocked sequence to the queue."""
-        self._waiting.append(sequence)
+        """Queue a blocked sequence."""
+        self._blocked.remove(sequence)
+        self._queue_of(sequence).add(sequence)
 
     def drop_waiting(self, sequence: Sequence) -> None:
-        """Remove a cancelled sequence."""
+        """Remove a cancelled sequence, blocked or not."""
         sequence.phase = Phase.FINISHED
         self.num_waiting -= 1
-        if len(self._waiting) > 2 * self.num_waiting + MOST_DROPPED:
-            self._waiting = deque(sequence for sequence in self._waiting if sequence.phase is Phase.WAITING)
+        if sequence in self._blocked:
+            self._blocked.remove(sequence)
+        else:
+            self._queue_of(sequence).remove(sequence)
+
+    def drop_samples(self, samples: Samples) -> None:
+        """Create no more sequences of a cancelled request. Precondition: some are to be created."""
+        self.num_waiting -= samples.num_to_create
+        self._queue_of(samples).remove_samples(samples)
 
     def first_waiting(self, most: int) -> list[Sequence]:
-        """Up to `most` waiting sequences, in admission order."""
-        while self._waiting and self._waiting[0].phase is not Phase.WAITING:
-            self._waiting.popleft()
-        found: list[Sequence] = []
-        for sequence in self._waiting:
-            if len(found) == most:
-                break
-            if sequence.phase is Phase.WAITING:
-                found.append(sequence)
-        return found
+        """Up to `most` waiting sequences, in admission order. Creates those that do not exist yet."""
+        return list(islice(chain(self._live.in_order(), self._background.in_order()), most))
 
     def take_first_waiting(self) -> Sequence:
-        """Remove and return the first waiting sequence. Precondition: there is one."""
+        """Remove and return the first waiting sequence. Precondition: there is one that is not blocked."""
         self.num_waiting -= 1
-        while True:
-            sequence = self._waiting.popleft()
-            if sequence.phase is Phase.WAITING:
-                return sequence
+        return (self._live or self._background).take()
+
+    def _queue_of(self, entry: Sequence | Samples) -> FairQueue:
+        return self._background if entry.request.is_background else self._live
 
     def add_decoding(self, slots: NDArray[np.int64]) -> None:
         """`slots` start to decode; they come after the slots that decode already."""

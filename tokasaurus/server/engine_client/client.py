@@ -11,10 +11,11 @@ from tokasaurus.messages.generation import CancelRequest, EngineUpdate, Generate
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
 from tokasaurus.messages.replica_connection import receive_connection
 from tokasaurus.server.engine_client.collectors import FinishedSequence, Results, StreamCollector
-from tokasaurus.server.engine_client.load_balancer import choose_replica, is_queue_full
+from tokasaurus.server.engine_client.load_balancer import choose_replica
 from tokasaurus.server.engine_client.pending import Collector, PendingRequest
+from tokasaurus.server.engine_client.queue_limits import NO_LIMITS, QueueLimits, UnfinishedWork
 from tokasaurus.server.engine_client.replica import Replica
-from tokasaurus.server.errors import EngineDied, EngineRestarting, QueueFull
+from tokasaurus.server.errors import EngineDied, EngineRestarting
 
 MAX_REPLAYS = 3
 """Most times that a request is submitted again. A request that makes the engine die must not do so for ever."""
@@ -37,8 +38,8 @@ class EngineClient:
 
     launcher: socket over which the launcher hands over the channels of each replica that it has started. on_ready:
     called once, when every replica is up. on_broken: called when a manager's message cannot be read or applied; answers
-    are lost from then on. max_queued_requests: most requests that may wait; None for no limit. waits_for_restart:
-    whether new requests wait while every replica is restarting; otherwise they are refused.
+    are lost from then on. queue_limits: what may be unfinished. waits_for_restart: whether new requests wait while
+    every replica is restarting; otherwise they are refused.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class EngineClient:
         num_replicas: int = 1,
         on_ready: Callable[[], None] = lambda: None,
         on_broken: Callable[[Exception], None] = _raise,
-        max_queued_requests: int | None = None,
+        queue_limits: QueueLimits = NO_LIMITS,
         waits_for_restart: bool = True,
     ) -> None:
         launcher.setblocking(False)
@@ -55,9 +56,9 @@ class EngineClient:
         self._replicas = [Replica() for _ in range(num_replicas)]
         self._on_ready = on_ready
         self._on_broken = on_broken
-        self._max_queued_requests = max_queued_requests
         self._waits_for_restart = waits_for_restart
         self._pending: dict[str, PendingRequest] = {}
+        self._work = UnfinishedWork(queue_limits)
         self.is_draining = False
         """The server is stopping: requests in the engine continue, and the server sends no new ones."""
 
@@ -101,15 +102,10 @@ class EngineClient:
         """Requests that a `generate` or `stream` call is waiting for or has not yet cleaned up."""
         return len(self._pending)
 
-    def check_queue(self) -> None:
-        """Raises QueueFull if `max_queued_requests` or more requests are waiting."""
-        if self._max_queued_requests is None or len(self._pending) < self._max_queued_requests:
-            return
+    def check_queue(self, client: str, num_sequences: int = 1, num_tokens: int = 1) -> None:
+        """Raises QueueFull or InvalidRequest if a body of `client` cannot be submitted, see UnfinishedWork.check."""
         num_running = sum(stats.num_running for stats in self.stats if stats is not None)
-        num_waiting = sum(replica.num_unfinished_sequences for replica in self._replicas) - num_running
-        newest_first = (pending.num_unfinished for pending in reversed(self._pending.values()))
-        if is_queue_full(newest_first, num_waiting, self._max_queued_requests):
-            raise QueueFull(f"{self._max_queued_requests} requests are already waiting (max_queued_requests)")
+        self._work.check(client, num_sequences, num_tokens, num_running)
 
     def check_restart(self) -> None:
         """Raises EngineRestarting if new requests are refused now."""
@@ -122,8 +118,8 @@ class EngineClient:
         """The finished sequences of each request, in order of `sequence_index`.
 
         requests: at least one, each with a new request id. If the caller is cancelled, unfinished requests are
-        cancelled at the managers. max_values: most tokens and logprobs of all sequences. Raises QueueFull, EngineDied,
-        AnswerTooLarge beyond max_values, and SequenceAborted as soon as one sequence is aborted.
+        cancelled at the managers. max_values: most tokens and logprobs of all sequences. Raises as `check_queue`, and
+        EngineDied, AnswerTooLarge beyond max_values, and SequenceAborted as soon as one sequence is aborted.
         """
         results = Results(requests, max_values)
         with self._submitted(requests, results):
@@ -135,7 +131,7 @@ class EngineClient:
         """Runs the requests within the context; their deltas are read from the collector.
 
         requests: at least one, each with a new request id, all `is_streamed`. At the end of the context, unfinished
-        requests are cancelled at the managers. Raises QueueFull.
+        requests are cancelled at the managers. Raises as `check_queue`.
         """
         collector = StreamCollector(requests)
         with self._submitted(requests, collector):
@@ -143,8 +139,10 @@ class EngineClient:
 
     @contextmanager
     def _submitted(self, requests: Sequence[GenerateRequest], collector: Collector) -> Iterator[None]:
-        """Runs the requests within the context. Raises QueueFull."""
-        self.check_queue()
+        """Runs the requests within the context. Raises as `check_queue`."""
+        num_sequences = sum(request.num_sequences for request in requests)
+        num_tokens = sum(len(request.prompt_ids) for request in requests)
+        self.check_queue(requests[0].client, num_sequences, num_tokens)
         with ExitStack() as stack:
             for index, request in enumerate(requests):
                 stack.enter_context(self._one_submitted(PendingRequest(request, collector, index)))
@@ -155,11 +153,13 @@ class EngineClient:
         request_id = pending.request.request_id
         assert request_id not in self._pending, f"request id {request_id} used twice"
         self._pending[request_id] = pending
+        self._work.add(pending.request)
         self._submit(pending)
         try:
             yield
         finally:
             del self._pending[request_id]
+            self._work.remove(pending.request, pending.num_unfinished)
             replica = self._unassign(pending)
             if replica is not None and replica.connection is not None and pending.num_unfinished > 0:
                 replica.connection.requests.send(CancelRequest(request_id))
@@ -230,6 +230,7 @@ class EngineClient:
             if delta.finish_reason is not None:
                 pending.num_unfinished -= 1
                 replica.num_unfinished_sequences -= 1
+                self._work.finish_sequence(pending.request)
 
     def _start_replica(self, replica: Replica, ready: Ready) -> None:
         assert ready.limits is not None, "a manager is ready only with its engine's limits"
@@ -255,7 +256,9 @@ class EngineClient:
             if pending.num_unfinished == 0:
                 continue
             pending.num_replays += 1
+            num_finished = pending.request.num_sequences - pending.num_unfinished
             if pending.num_replays <= MAX_REPLAYS and pending.restart():
+                self._work.restart_sequences(pending.request, num_finished)
                 self._submit(pending)
             else:
                 pending.fail(EngineDied("the engine died while it answered"))

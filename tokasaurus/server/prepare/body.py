@@ -1,6 +1,6 @@
 """OpenAI body → Prepared, final: drafts its requests in a thread, then waits until its grammar is validated."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.server.prepare.requests import Draft, Prepared, draft_chat, draft_completion
@@ -11,16 +11,27 @@ from tokasaurus.server.structured_output.validator import GrammarChecker
 from tokasaurus.server.text_threads import TextThreads
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a body comes from."""
+
+    num_bytes: int
+    """Size of the body."""
+    client: str
+    """Who sent it, by `client_of`."""
+
+
 async def prepare_completion(
     body: CompletionRequest,
     model: ServedModel,
     limits: EngineLimits,
     grammars: GrammarChecker,
     text_threads: TextThreads,
-    num_bytes: int,
+    origin: Origin,
 ) -> Prepared:
-    """The requests of a body. text_threads: where it is tokenized. num_bytes: size of the body. Raises ApiError."""
-    return await _with_grammar(await text_threads.run(num_bytes, draft_completion, body, model, limits), grammars)
+    """The requests of a body. text_threads: where it is tokenized. Raises ApiError."""
+    drafting = text_threads.run(origin.num_bytes, draft_completion, body, model, limits, origin.client)
+    return await _with_grammar(await drafting, grammars)
 
 
 async def prepare_chat(
@@ -29,10 +40,11 @@ async def prepare_chat(
     limits: EngineLimits,
     grammars: GrammarChecker,
     text_threads: TextThreads,
-    num_bytes: int,
+    origin: Origin,
 ) -> Prepared:
     """As `prepare_completion`."""
-    return await _with_grammar(await text_threads.run(num_bytes, draft_chat, body, model, limits), grammars)
+    drafting = text_threads.run(origin.num_bytes, draft_chat, body, model, limits, origin.client)
+    return await _with_grammar(await drafting, grammars)
 
 
 async def _with_grammar(draft: Draft, grammars: GrammarChecker) -> Prepared:

@@ -82,8 +82,8 @@ class Draft:
     """What each completion must match; None for any text. Not validated, and not part of `prepared`."""
 
 
-def draft_completion(body: CompletionRequest, model: ServedModel, limits: EngineLimits) -> Draft:
-    """The requests of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
+def draft_completion(body: CompletionRequest, model: ServedModel, limits: EngineLimits, client: str = "") -> Draft:
+    """The requests of a body sent by `client`. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
     if body.best_of is not None and body.best_of != body.n:
         raise Unsupported("best_of other than n is not implemented", "best_of")
     if body.max_tokens == 0 and not body.echo:
@@ -106,7 +106,7 @@ def draft_completion(body: CompletionRequest, model: ServedModel, limits: Engine
         if body.max_tokens is not None:
             max_new_tokens = _checked_max_tokens(body.max_tokens, "max_tokens", prompt_ids, room)
         request_id = f"{response_id}-{index}"
-        request = _request(request_id, body, prompt_ids, max_new_tokens, num_top, model)
+        request = _request(request_id, body, prompt_ids, max_new_tokens, num_top, model, client)
         requests.append(_with_prompt_logprobs(request, num_prompt_top, num_top if body.echo else None))
         if body.echo:
             echoes.append(make_echo(prompt, prompt_ids, model.tokenizer, wants_offsets=num_top is not None))
@@ -127,8 +127,8 @@ def draft_completion(body: CompletionRequest, model: ServedModel, limits: Engine
     return Draft(prepared, grammar)
 
 
-def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits) -> Draft:
-    """The requests of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
+def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits, client: str = "") -> Draft:
+    """The requests of a body sent by `client`. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
     _check_fields(1, body, model)
     tool_use = resolve_tools(body, model, asked_grammar(body))
     prompt_ids = encode_messages(body.messages, body, model, limits.max_tokens_per_sequence, tool_use.shown)
@@ -142,7 +142,8 @@ def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLi
     if num_top and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
-    request = _request(f"{response_id}-0", body, prompt_ids, max_new_tokens, num_top if body.logprobs else None, model)
+    num_top_logprobs = num_top if body.logprobs else None
+    request = _request(f"{response_id}-0", body, prompt_ids, max_new_tokens, num_top_logprobs, model, client)
     requests = [_with_prompt_logprobs(request, num_prompt_top)]
     if body.return_token_ids and body.stream:  # the first chunk of each choice repeats the prompt's ids
         _check_prompt_values(requests, 0, "return_token_ids")
@@ -268,6 +269,7 @@ def _request(
     max_new_tokens: int,
     num_top_logprobs: int | None,
     model: ServedModel,
+    client: str,
 ) -> GenerateRequest:
     """num_top_logprobs: None for no logprobs, 0 for the sampled tokens' logprobs only."""
     if num_top_logprobs is not None and not model.allow_logprobs:
@@ -299,4 +301,6 @@ def _request(
         min_tokens=body.min_tokens,
         is_streamed=body.stream,
         num_top_logprobs=num_top_logprobs or 0,
+        client=client,
+        priority=body.priority,
     )

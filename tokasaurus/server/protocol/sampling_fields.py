@@ -155,6 +155,7 @@ class SamplingFields(BaseModel):
     """Fields of both /v1/completions and /v1/chat/completions.
 
     top_k, min_p, repetition_penalty, min_tokens, stop_token_ids: vLLM's extensions.
+    priority (vLLM's extension): the client's waiting requests with lower values start first.
     cache_salt (our extension): cached KV is shared only between requests with the same salt.
     logprobs_in_fingerprint (our extension): return log-probabilities packed into the system_fingerprint instead of the
     choices.
@@ -188,6 +189,7 @@ class SamplingFields(BaseModel):
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**64 - 1)] = None
     ignore_eos: Annotated[bool, NullMeans(False)] = False
     cache_salt: CacheSalt = ""
+    priority: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), NullMeans(0)] = 0
     logprobs_in_fingerprint: Annotated[bool, NullMeans(False)] = False
     return_token_ids: Annotated[bool, NullMeans(False)] = False
     prompt_logprobs: Annotated[int | None, Field(ge=0)] = None

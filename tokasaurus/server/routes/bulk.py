@@ -10,10 +10,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tokasaurus.server.client_identity import client_of
 from tokasaurus.server.disconnect import run_while_connected
 from tokasaurus.server.errors import ApiError, ClientGone, InvalidRequest, ServerStopping
 from tokasaurus.server.openapi import error_responses
-from tokasaurus.server.prepare.body import prepare_chat, prepare_completion
+from tokasaurus.server.prepare.body import Origin, prepare_chat, prepare_completion
 from tokasaurus.server.protocol.bulk import LINE_SCHEMA, MAX_CUSTOM_ID_CHARS, RESULT_SCHEMA, BulkLine
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
@@ -90,16 +91,17 @@ async def bulk(request: Request) -> Response:
     check_type(request, MEDIA_TYPES)
     state = state_of(request)
     state.ready_limits()
+    client = client_of(request)
 
     async def read_line(content: bytes) -> Line:
         if len(content) <= MAX_INLINE_BYTES:
-            return _read_line(content, state)
-        return await state.text_threads.run(len(content), _read_line, content, state)
+            return _read_line(content, state, client)
+        return await state.text_threads.run(len(content), _read_line, content, state, client)
 
     return BulkStream(BulkRun(read_line, state.limits.max_line_bytes))
 
 
-def _read_line(content: bytes, state: ServerState) -> Line:
+def _read_line(content: bytes, state: ServerState, client: str) -> Line:
     custom_id = None
     try:
         value = _load(content)
@@ -112,7 +114,8 @@ def _read_line(content: bytes, state: ServerState) -> Line:
             raise InvalidRequest("stream=true is not allowed in a bulk line: each line has a single result", "stream")
     except ApiError as error:
         return refused(custom_id, error)
-    return Line(custom_id, lambda: generate_answer(state, body, len(content), endpoint.prepare, endpoint.build))
+    origin = Origin(len(content), client)
+    return Line(custom_id, lambda: generate_answer(state, body, origin, endpoint.prepare, endpoint.build))
 
 
 def _load(content: bytes) -> object:

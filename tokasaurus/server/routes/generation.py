@@ -8,6 +8,7 @@ from typing import TypeVar
 from fastapi import Request, Response
 
 from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.server.client_identity import client_of
 from tokasaurus.server.disconnect import run_while_connected
 from tokasaurus.server.engine_client.collectors import (
     VALUES_PER_DELTA,
@@ -18,6 +19,7 @@ from tokasaurus.server.engine_client.collectors import (
 from tokasaurus.server.errors import AnswerTooLargeError, GrammarTooComplex, InvalidRequest, NumericalError
 from tokasaurus.server.limits import RequestLimits
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
+from tokasaurus.server.prepare.body import Origin
 from tokasaurus.server.prepare.requests import Prepared, num_prompt_values
 from tokasaurus.server.protocol.chat import ChatCompletion
 from tokasaurus.server.protocol.completions import Completion
@@ -32,7 +34,7 @@ from tokasaurus.server.text_threads import TextThreads
 
 Body = TypeVar("Body", bound=SamplingFields)
 # A function of server.prepare.body and one of server.respond.whole.
-Prepare = Callable[[Body, ServedModel, EngineLimits, GrammarChecker, TextThreads, int], Awaitable[Prepared]]
+Prepare = Callable[[Body, ServedModel, EngineLimits, GrammarChecker, TextThreads, Origin], Awaitable[Prepared]]
 Build = Callable[[Prepared, list[list[FinishedSequence]], ServedModel], Completion | ChatCompletion]
 
 # For the OpenAPI page.
@@ -55,27 +57,24 @@ async def answer_generation(
     """The response to `body`: built by `build`, or by `stream` if the body has stream=true.
 
     Raises ApiError; ClientGone if the client disconnects, after the engine was told to cancel the request."""
-    state, num_bytes = state_of(request), num_body_bytes(request)
+    state, origin = state_of(request), Origin(num_body_bytes(request), client_of(request))
     if body.stream:
-        prepared = await run_while_connected(request.receive, _prepare(state, body, num_bytes, prepare))
+        prepared = await run_while_connected(request.receive, _prepare(state, body, origin, prepare))
         answer = stream(prepared, state.model, body.stream_options or StreamOptions())
         return EventStream(_events(state, prepared, answer))
-    work = generate_answer(state, body, num_bytes, prepare, build)
+    work = generate_answer(state, body, origin, prepare, build)
     return Response(await run_while_connected(request.receive, work), media_type="application/json")
 
 
 async def generate_answer(
     state: ServerState,
     body: Body,
-    num_bytes: int,
+    origin: Origin,
     prepare: Prepare[Body],
     build: Build,
 ) -> bytes:
-    """The whole response as JSON. If the caller is cancelled, so is the request in the engine. Raises ApiError.
-
-    num_bytes: size of the body.
-    """
-    prepared = await _prepare(state, body, num_bytes, prepare)
+    """The whole response as JSON. If the caller is cancelled, so is the request in the engine. Raises ApiError."""
+    prepared = await _prepare(state, body, origin, prepare)
     with _raising_api_errors(prepared):
         results = await state.engine.generate(prepared.requests, state.limits.max_answer_values)
     size = sum(sequence.num_values + VALUES_PER_DELTA for row in results for sequence in row)
@@ -83,16 +82,16 @@ async def generate_answer(
     return await state.text_threads.run(size, lambda: write_answer(build(prepared, results, state.model)))
 
 
-async def _prepare(state: ServerState, body: Body, num_bytes: int, prepare: Prepare[Body]) -> Prepared:
-    limits = _checked_limits(state, body)
-    return await prepare(body, state.model, limits, state.grammars, state.text_threads, num_bytes)
+async def _prepare(state: ServerState, body: Body, origin: Origin, prepare: Prepare[Body]) -> Prepared:
+    limits = _checked_limits(state, body, origin.client)
+    return await prepare(body, state.model, limits, state.grammars, state.text_threads, origin)
 
 
-def _checked_limits(state: ServerState, body: SamplingFields) -> EngineLimits:
+def _checked_limits(state: ServerState, body: SamplingFields, client: str) -> EngineLimits:
     """The engine's limits, after the checks that cost nothing. Raises ApiError."""
     state.model.check_name(body.model)
     limits = state.ready_limits()
-    state.engine.check_queue()  # checked again at submission; this saves the work before it
+    state.engine.check_queue(client, body.n)  # checked again at submission; this saves the work before it
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options goes with stream=true", "stream_options")
     _check_stops(body.stop, state.limits)
