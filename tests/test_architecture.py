@@ -41,7 +41,7 @@ INNER_LAYERS = {
     "server": [
         ["app"],
         ["routes", "http_server"],
-        ["state", "openapi", "disconnect", "respond"],
+        ["state", "openapi", "disconnect", "respond", "connections"],
         ["api_key", "request_id", "prepare"],
         ["structured_output", "engine_client"],
         ["served_model"],

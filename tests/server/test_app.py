@@ -110,7 +110,7 @@ def test_process_reports_ready_serves_requests_and_exits_with_0_on_sigterm(serve
 
     with socket.create_connection(("127.0.0.1", int(server_process.url.rpartition(":")[2]))) as connection:
         content = b'{"model": "default", "prompt": "zzz"}'
-        headers = f"Host: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(content)}"
+        headers = f"Host: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(content)}"
         head = f"POST /v1/completions HTTP/1.1\r\n{headers}\r\n\r\n"
         connection.sendall(head.encode() + content)
         engine.wait_until(lambda engine: engine.requests[-1].prompt_ids[0] == ord("z"))

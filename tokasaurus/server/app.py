@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
-import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
@@ -24,9 +23,11 @@ from tokasaurus.messages.generation import CancelRequest, EngineUpdate, Generate
 from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.server.api_key import ApiKeyMiddleware
+from tokasaurus.server.connections.table import ConnectionTable
+from tokasaurus.server.connections.transport import watch_for_lost_peers
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import add_error_handlers
-from tokasaurus.server.http_server import HttpServer
+from tokasaurus.server.http_server import LISTEN_BACKLOG, HttpServer, http_config
 from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.request_id import RequestIdMiddleware
 from tokasaurus.server.routes import bulk, chat, completions, health, metrics, models, tokenize
@@ -39,13 +40,7 @@ from tokasaurus.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
 
-# How long the requests that are open after draining have to end with an error.
-GRACE_S = 2
-# Longer than common clients keep idle connections in their pools: closing a connection just as the client sends a
-# request would give it an error.
-KEEP_ALIVE_S = 120
 NUM_TEXT_THREADS = 4
-LISTEN_BACKLOG = 4096
 
 
 def run_server(
@@ -66,6 +61,7 @@ def run_server(
     except OSError as error:  # another process also bound the port and listened first
         raise UserError(f"port={config.port}: cannot listen: {error.strerror}; choose another port=") from None
     _allow_many_connections()
+    watch_for_lost_peers(listener, config.write_timeout_seconds)
     started = time.perf_counter()
     model = load_served_model(config, checkpoint)
     status.send(PhaseDone("server", "load tokenizer", time.perf_counter() - started))
@@ -92,21 +88,9 @@ def run_server(
         on_broken=stop_broken,
         max_queued_requests=config.max_queued_requests,
     )
-    http_config = uvicorn.Config(
-        create_app(model, engine, config.api_key, config.max_request_bytes),
-        loop="uvloop",
-        http="httptools",
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        log_level=config.uvicorn_log_level,
-        # one line per request is costly and useless with thousands of requests
-        access_log=config.uvicorn_log_level in ("debug", "trace"),
-        backlog=LISTEN_BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACE_S,
-    )
-    http_server = HttpServer(http_config, engine, config.drain_seconds)
+    connections = ConnectionTable(config)
+    app = create_app(model, engine, config.api_key, config.max_request_bytes)
+    http_server = HttpServer(http_config(app, connections), engine, connections)
     # In the background: it takes longer than everything else here, and completions do not need it.
     threading.Thread(target=load_chat_template, name="chat template", daemon=True).start()
     try:

@@ -6,14 +6,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
-import uvicorn
 from starlette.types import ASGIApp
 
 from tests.server.helpers.fake_engine import FakeEngine
+from tokasaurus.config import ServerConfig
 from tokasaurus.server.app import create_app
+from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.engine_client.client import EngineClient
+from tokasaurus.server.http_server import HttpServer, http_config
 from tokasaurus.server.served_model import ServedModel
 
 
@@ -26,9 +29,14 @@ class LiveServer:
 
 
 @contextmanager
-def http_server(app: ASGIApp) -> Iterator[str]:
-    """Runs uvicorn in a thread; yields the base URL."""
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=1))
+def http_server(app: ASGIApp, engine: EngineClient | None = None, **flags: Any) -> Iterator[str]:
+    """Runs the server's own HTTP server in a thread; yields the base URL. flags: of ServerConfig."""
+    config = ServerConfig()
+    for name, value in flags.items():
+        assert hasattr(config, name)
+        setattr(config, name, value)
+    connections = ConnectionTable(config)
+    server = HttpServer(http_config(app, connections), engine or EngineClient([], []), connections)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -51,13 +59,15 @@ def live_server(
     api_key: str | None = None,
     max_request_bytes: int | None = None,
     max_queued_requests: int | None = None,
+    **flags: Any,
 ) -> Iterator[LiveServer]:
+    """flags: of ServerConfig, for the connections."""
     client = EngineClient([engine.request_channel], [engine.update_channel], max_queued_requests=max_queued_requests)
     app = create_app(model, client, api_key, max_request_bytes)
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     if start_engine:
         engine.start()
-    with http_server(app) as url, httpx.Client(base_url=url, timeout=20, headers=headers) as http:
+    with http_server(app, client, **flags) as url, httpx.Client(base_url=url, timeout=20, headers=headers) as http:
         if start_engine:
             wait_until_ready(http)
         try:
