@@ -22,7 +22,8 @@ from tokasaurus.messages.channel import Channel
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
 from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.cores import lower_thread_priority
-from tokasaurus.server.api_key import ApiKeyMiddleware
+from tokasaurus.server.allowed_hosts import AllowedHostsMiddleware, allowed_hosts
+from tokasaurus.server.api_key import ApiKey, ApiKeyMiddleware, read_api_keys
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.connections.transport import watch_for_lost_peers
 from tokasaurus.server.engine_client.client import EngineClient
@@ -56,6 +57,7 @@ def run_server(
     requests, updates: one channel per replica. Sends Ready("server") to `status` when every replica is up; until then
     generation routes answer 503. SIGTERM drains (see `HttpServer`). Raises UserError.
     """
+    api_keys = read_api_keys(config.api_key, config.api_keys_file)
     try:
         listener.listen(LISTEN_BACKLOG)  # from now on clients wait instead of being refused
     except OSError as error:  # another process also bound the port and listened first
@@ -89,7 +91,8 @@ def run_server(
         max_queued_requests=config.max_queued_requests,
     )
     connections = ConnectionTable(config)
-    app = create_app(model, engine, config.api_key, config.max_request_bytes)
+    hosts = allowed_hosts(config.host, config.allowed_hosts)
+    app = create_app(model, engine, api_keys, config.max_request_bytes, hosts, config.cache_salt_per_key)
     http_server = HttpServer(http_config(app, connections), engine, connections)
     # In the background: it takes longer than everything else here, and completions do not need it.
     threading.Thread(target=load_chat_template, name="chat template", daemon=True).start()
@@ -112,11 +115,17 @@ def _allow_many_connections() -> None:
 
 
 def create_app(
-    model: ServedModel, engine: EngineClient, api_key: str | None = None, max_request_bytes: int | None = None
+    model: ServedModel,
+    engine: EngineClient,
+    api_keys: Sequence[ApiKey] = (),
+    max_request_bytes: int | None = None,
+    hosts: frozenset[str] | None = None,
+    salt_by_key: bool = False,
 ) -> ASGIApp:
     """The whole HTTP interface. During the app's lifespan, `engine` receives on the running event loop.
 
-    api_key: the key clients must send; None: no key. max_request_bytes: largest request body; None: no limit.
+    api_keys: of which clients must send one; empty: no key. max_request_bytes: largest request body; None: no limit.
+    hosts: names that requests may be sent to; None: any. salt_by_key: each key has its own cached prompts.
     """
     text_threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
     state = ServerState(model, engine, GrammarChecker(model), text_threads, max_request_bytes)
@@ -136,8 +145,10 @@ def create_app(
     )
     app.state.server = state
     add_error_handlers(app)
-    if api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=api_key)
+    if api_keys:
+        app.add_middleware(ApiKeyMiddleware, keys=list(api_keys), salt_by_key=salt_by_key)
+    if hosts is not None:
+        app.add_middleware(AllowedHostsMiddleware, names=hosts)
     for routes in (completions, chat, bulk, models, tokenize, health, metrics):
         app.include_router(routes.router)
     # Not by add_middleware: the answer to an internal error would lack the id.

@@ -4,6 +4,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 import httpx
 import orjson
@@ -146,28 +147,33 @@ def test_generation_may_take_any_time(timed: LiveServer, stream: bool) -> None:
     assert answer.startswith(b"HTTP/1.1 200")
 
 
+def many_tokens(_request: GenerateRequest, _index: int) -> Reply:
+    """Unfinished, and with its logprobs larger than the buffers of sockets."""
+    return Reply([ord("a")] * 60_000, [-0.5] * 60_000, None)
+
+
+def slow_reader(server: LiveServer) -> socket.socket:
+    connection = socket.socket()
+    connection.settimeout(20)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+    connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+    return connection
+
+
 def test_client_that_reads_nothing_loses_its_connection_and_its_work(timed: LiveServer) -> None:
-    """A stream larger than the sockets' buffers; the engine goes on until the request is cancelled."""
-    timed.engine.script = lambda _request, _index: Reply([ord("a")] * 60_000, finish_reason="length")
-    timed.engine.delta_size = 1
-    timed.engine.pause_s = 0.0
+    timed.engine.script, timed.engine.delta_size = many_tokens, 500
     timed.engine.cancelled.clear()
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", int(timed.url.rpartition(":")[2])))
-        connection.sendall(completion(prompt=["x"] * 2, n=20, stream=True, max_tokens=60_000))
-        timed.engine.wait_until(lambda engine: len(engine.cancelled) == 2, timeout_s=60)
-    timed.engine.script = echo
+    with slow_reader(timed) as connection:
+        connection.sendall(completion(n=4, stream=True, logprobs=0))
+        timed.engine.wait_until(lambda engine: len(engine.cancelled) == 1, timeout_s=40)
+    timed.engine.script, timed.engine.delta_size = echo, 1
     wait_until_clean(timed)
 
 
 def test_client_that_reads_slowly_keeps_its_connection(timed: LiveServer) -> None:
-    content = "a" * 2_000_000
-    timed.engine.script = lambda _request, _index: Reply([*content.encode()], finish_reason="length")
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-        connection.connect(("127.0.0.1", int(timed.url.rpartition(":")[2])))
-        request = completion(max_tokens=10, n=4).replace(b"Host: x", b"Host: x\r\nConnection: close")
+    timed.engine.script = lambda request, index: replace(many_tokens(request, index), finish_reason="length")
+    with slow_reader(timed) as connection:
+        request = completion(n=4, logprobs=0).replace(b"Host: x", b"Host: x\r\nConnection: close")
         connection.sendall(request)
         received = bytearray()
         started = time.monotonic()
@@ -177,7 +183,8 @@ def test_client_that_reads_slowly_keeps_its_connection(timed: LiveServer) -> Non
                 time.sleep(0.3)
     timed.engine.script = echo
     (answer,) = parse_answers(bytes(received))
-    assert [choice["text"] for choice in orjson.loads(answer.body)["choices"]] == [content] * 4
+    assert len(answer.body) > 5_000_000  # more than the buffers, so the server had to wait for the client
+    assert [len(choice["text"]) for choice in orjson.loads(answer.body)["choices"]] == [60_000] * 4
 
 
 # Half-closed connections

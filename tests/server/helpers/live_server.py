@@ -13,6 +13,8 @@ from starlette.types import ASGIApp
 
 from tests.server.helpers.fake_engine import FakeEngine
 from tokasaurus.config import ServerConfig
+from tokasaurus.server.allowed_hosts import allowed_hosts
+from tokasaurus.server.api_key import read_api_keys
 from tokasaurus.server.app import create_app
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.engine_client.client import EngineClient
@@ -63,7 +65,10 @@ def live_server(
 ) -> Iterator[LiveServer]:
     """flags: of ServerConfig, for the connections."""
     client = EngineClient([engine.request_channel], [engine.update_channel], max_queued_requests=max_queued_requests)
-    app = create_app(model, client, api_key, max_request_bytes)
+    keys = read_api_keys(api_key, flags.get("api_keys_file"))
+    hosts = flags.get("allowed_hosts")
+    names = None if hosts is None else allowed_hosts("0.0.0.0", hosts)
+    app = create_app(model, client, keys, max_request_bytes, names, flags.get("cache_salt_per_key", False))
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     if start_engine:
         engine.start()

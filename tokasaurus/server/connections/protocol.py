@@ -117,6 +117,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def evict(self) -> None:
+        self._forget_head()  # at once: the table may go on until enough is free
         self.transport.abort()
 
     def shutdown(self) -> None:
@@ -332,8 +333,8 @@ class ConnectionProtocol(HttpToolsProtocol):
             if not self.transport.is_closing() and self.transport.is_hung_up():
                 self.transport.abort()
         elif not self.transport.is_closing() and self._is_waiting():
+            self._check_waiting()  # first: the tick may have begun before the wait
             self._waited_s += tick_s
-            self._check_waiting()
 
     def _is_waiting(self) -> bool:
         """Whether it is the client's turn to send."""
@@ -347,14 +348,14 @@ class ConnectionProtocol(HttpToolsProtocol):
         limits = self._limits
         if self._has_headers:
             limit_s = limits.body_timeout_seconds + self._num_body_bytes / BODY_BYTES_PER_S
-            if self._waited_s > limit_s:
+            if self._waited_s >= limit_s:
                 limit = f"{limits.body_timeout_seconds} s and a second for each 64 KiB (body_timeout_seconds)"
                 self._refuse(RequestTimedOut(f"the body took longer than {limit}"))
         elif self.transport.is_client_sending:
-            if self._waited_s > limits.header_timeout_seconds:
+            if self._waited_s >= limits.header_timeout_seconds:
                 limit = f"{limits.header_timeout_seconds} s (header_timeout_seconds)"
                 self._refuse(RequestTimedOut(f"the headers took longer than {limit}"))
-        elif self._waited_s > (limits.keep_alive_seconds if self._has_served else limits.header_timeout_seconds):
+        elif self._waited_s >= (limits.keep_alive_seconds if self._has_served else limits.header_timeout_seconds):
             self.transport.close()
 
     def _check_writing(self, tick_s: float) -> None:

@@ -1,5 +1,6 @@
 """The common path of generation requests: prepare, generate, build; cancelled if the client disconnects."""
 
+import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from typing import TypeVar
 from fastapi import Request, Response
 
 from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.server.client_identity import add_key_salt
 from tokasaurus.server.disconnect import run_while_connected
 from tokasaurus.server.engine_client.collectors import FinishedSequence, SequenceAborted
 from tokasaurus.server.errors import GrammarTooComplex, InvalidRequest, NumericalError
@@ -70,7 +72,9 @@ async def generate_answer(
 
 
 async def _prepare(state: ServerState, body: Body, prepare: Prepare[Body]) -> Prepared:
-    return await prepare(body, state.model, _checked_limits(state, body), state.grammars, state.text_threads)
+    limits = _checked_limits(state, body)
+    prepared = await prepare(body, state.model, limits, state.grammars, state.text_threads)
+    return dataclasses.replace(prepared, requests=add_key_salt(prepared.requests))
 
 
 def _checked_limits(state: ServerState, body: SamplingFields) -> EngineLimits:
