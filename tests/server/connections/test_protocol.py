@@ -1,165 +1,278 @@
-"""Limits of sizes, malformed requests, and requests to upgrade, by raw sockets against the real server."""
+"""Slow, silent and half-closed connections, by raw sockets against the real server."""
 
-import logging
 import socket
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 
+import httpx
+import orjson
 import pytest
 
-from tests.server.helpers.fake_engine import FakeEngine
-from tests.server.helpers.live_server import LiveServer, live_server
-from tests.server.helpers.raw_http import ask, completion, connect, parse_answers, read_all
-from tokasaurus.server.connections.protocol import MAX_HEADERS, MAX_PIPELINED
+from tests.server.helpers.bodies_and_errors import COMPLETIONS, minimal_body
+from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
+from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
+from tests.server.helpers.raw_http import (
+    ask,
+    completion,
+    connect,
+    parse_answers,
+    read_all,
+    seconds_until_closed,
+)
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.server.served_model import ServedModel
 
-MAX_HEADER_BYTES, MAX_URL_BYTES = 2000, 300
-GET = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+HEADER_S, BODY_S, WRITE_S, KEEP_S = 1, 2, 3, 3
+TIMEOUTS = {
+    "header_timeout_seconds": HEADER_S,
+    "body_timeout_seconds": BODY_S,
+    "write_timeout_seconds": WRITE_S,
+    "keep_alive_seconds": KEEP_S,
+}
+# Checked once a second, on a machine that may be busy.
+LATE_S = 8
+LINE = orjson.dumps({"custom_id": "1", "url": COMPLETIONS, "body": minimal_body(COMPLETIONS)}) + b"\n"
+CHUNKED = b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunk(content: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(content), content)
 
 
 @pytest.fixture(scope="module")
-def limited(served_model: ServedModel) -> Iterator[LiveServer]:
-    limits = {"max_header_bytes": MAX_HEADER_BYTES, "max_url_bytes": MAX_URL_BYTES}
-    with live_server(served_model, FakeEngine(), max_request_bytes=100_000, **limits) as server:
+def timed(served_model: ServedModel) -> Iterator[LiveServer]:
+    limits = EngineLimits(num_kv_blocks=64, page_size=16, max_tokens_per_sequence=100_000)
+    with live_server(served_model, FakeEngine(limits=limits), **TIMEOUTS) as server:
         yield server
 
 
-def test_headers_up_to_the_limit_are_accepted(limited: LiveServer) -> None:
-    fixed = len("Host: x\r\nConnection: close\r\n")
-    for size, status in ((MAX_HEADER_BYTES - fixed, 200), (MAX_HEADER_BYTES - fixed + 1, 431)):
-        answer = ask(limited.url, GET + b"A: " + b"a" * (size - len("A: \r\n")) + b"\r\n\r\n")
-        assert answer.status == status
-    assert answer.error_code == "headers_too_large"
+def drip(connection: socket.socket, content: bytes, every_s: float) -> bytes:
+    """Send a byte at a time until the server answers or closes; returns the answer."""
+    connection.settimeout(every_s)
+    for byte in content:
+        connection.sendall(bytes([byte]))
+        with suppress(TimeoutError):
+            first = connection.recv(65536)
+            connection.settimeout(20)
+            return first + read_all(connection)
+    raise AssertionError("the server accepted everything")
 
 
-@pytest.mark.parametrize(
-    "endless",
-    [
-        b"X-Long: " + b"a" * (1 << 20),
-        b"a" * (1 << 20),
-        b"A: b\r\n" * 200_000,
-    ],
-    ids=["value", "name", "many"],
-)
-def test_headers_without_an_end_are_refused(limited: LiveServer, endless: bytes) -> None:
-    answer = ask(limited.url, GET + endless)
-    assert (answer.status, answer.error_code) == (431, "headers_too_large")
-    assert answer.headers["connection"] == "close"
+def test_silent_connection_is_closed_without_an_answer(timed: LiveServer) -> None:
+    with connect(timed.url) as connection:
+        started = time.monotonic()
+        assert read_all(connection) == b""
+        assert HEADER_S <= time.monotonic() - started < HEADER_S + LATE_S
 
 
-def test_the_number_of_headers_is_limited(shared_server: LiveServer) -> None:
-    for count, status in ((MAX_HEADERS - 2, 200), (MAX_HEADERS - 1, 431)):  # two are in GET
-        assert ask(shared_server.url, GET + b"a: b\r\n" * count + b"\r\n").status == status
+def test_dripped_headers_are_408(timed: LiveServer) -> None:
+    started = time.monotonic()
+    with connect(timed.url) as connection:
+        (answer,) = parse_answers(drip(connection, b"GET /health HTTP/1.1\r\nA: " + b"a" * 1000, 0.1))
+    assert (answer.status, answer.error_code) == (408, "request_timeout")
+    assert HEADER_S <= time.monotonic() - started < HEADER_S + LATE_S
 
 
-@pytest.mark.parametrize("pieces", [1, 50])
-def test_url_up_to_the_limit_is_accepted(limited: LiveServer, pieces: int) -> None:
-    for size, status in ((MAX_URL_BYTES, 200), (MAX_URL_BYTES + 1, 414)):
-        url = b"/health?" + b"q" * (size - len("/health?"))
-        request = b"GET " + url + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-        with connect(limited.url) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for start in range(0, len(request), -(-len(request) // pieces)):
-                connection.sendall(request[start : start + -(-len(request) // pieces)])
-            (answer,) = parse_answers(read_all(connection))
-        assert answer.status == status
-    assert answer.error_code == "url_too_long"
+def test_line_ends_before_a_request_do_not_extend_its_time(timed: LiveServer) -> None:
+    with connect(timed.url) as connection:
+        assert drip(connection, b"\r\n" * 500, 0.1) == b""
 
 
-def test_endless_url_is_refused(limited: LiveServer) -> None:
-    assert ask(limited.url, b"GET /" + b"a" * (1 << 20)).error_code == "url_too_long"
+def test_idle_connection_is_closed_after_keep_alive(timed: LiveServer) -> None:
+    with connect(timed.url) as connection:
+        for _ in range(2):
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+            time.sleep(HEADER_S + 1.2)  # longer than the time for headers, shorter than keep_alive_seconds
+        started = time.monotonic()
+        assert read_all(connection) == b""
+        assert time.monotonic() - started < LATE_S
 
 
-def test_endless_trailers_and_chunk_extensions_are_refused(limited: LiveServer) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-    for endless in (b"2\r\n{}\r\n0\r\nTrailer: " + b"a" * (1 << 20), b"2;" + b"e" * (1 << 20)):
-        assert ask(limited.url, head + endless).error_code == "headers_too_large"
+@pytest.mark.parametrize("begun", [b"", b'{"model": "def'])
+def test_body_that_does_not_arrive_is_408(timed: LiveServer, begun: bytes) -> None:
+    started = time.monotonic()
+    answer = ask(timed.url, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n" + begun)
+    assert (answer.status, answer.error_code) == (408, "request_timeout")
+    assert BODY_S <= time.monotonic() - started < BODY_S + LATE_S
 
 
-def test_trailers_do_not_become_headers(limited: LiveServer) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
-    answer = ask(limited.url, head + b"2\r\n{}\r\n0\r\nX-Request-Id: trailed\r\n\r\n")
-    assert answer.status == 400
-    assert answer.headers["x-request-id"] != "trailed"
+def test_dripped_body_is_408_even_after_an_answer_without_it(timed: LiveServer) -> None:
+    with connect(timed.url) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
+        (answer,) = parse_answers(drip(connection, b" " * 900, 0.1))
+        assert answer.status == 408
+    with connect(timed.url) as connection:
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
+        while not (first := connection.recv(65536)):
+            pass
+        assert first.startswith(b"HTTP/1.1 404")
+        assert drip(connection, b" " * 900, 0.1) == b""
 
 
-def test_client_that_sends_on_after_a_refusal_still_reads_it(limited: LiveServer) -> None:
-    """413 by the application, 431 by the protocol: closing with unread input would reset the connection."""
-    body = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n"
-    assert ask(limited.url, body + b" " * (8 << 20)).error_code == "request_too_large"
-    assert ask(limited.url, GET + b"a" * (8 << 20)).error_code == "headers_too_large"
+def test_each_64_kib_add_a_second_to_the_time_of_a_body(timed: LiveServer) -> None:
+    content = orjson.dumps(minimal_body(COMPLETIONS)) + b" " * (8 * 65_536)
+    with connect(timed.url) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content))
+        connection.sendall(content[:-1])
+        time.sleep(BODY_S + 2.5)
+        connection.sendall(content[-1:])
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize(
-    "request_bytes",
-    [
-        b"nonsense\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # the beginning of TLS
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nno colon\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nA: \x01\r\n\r\n",
-        b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}x",
-    ],
-)
-def test_malformed_request_is_400(limited: LiveServer, request_bytes: bytes) -> None:
-    answer = ask(limited.url, request_bytes)
-    assert (answer.status, answer.error_code) == (400, "malformed_request")
-    assert limited.engine.requests == []
+def test_bulk_body_may_take_any_time(timed: LiveServer) -> None:
+    with connect(timed.url) as connection:
+        connection.sendall(b"POST /v1/bulk" + CHUNKED + chunk(LINE))
+        time.sleep(BODY_S + KEEP_S)
+        connection.sendall(chunk(LINE.replace(b'"1"', b'"2"')) + b"0\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        (answer,) = parse_answers(read_all(connection))
+    assert [orjson.loads(line)["response"]["status_code"] for line in answer.body.splitlines()] == [200, 200]
 
 
-def test_malformed_request_keeps_the_clients_request_id(limited: LiveServer) -> None:
-    answer = ask(limited.url, b"POST /v1/bulk2 HTTP/1.1\r\nX-Request-Id: mine\r\nA: b\r\nno colon\r\n\r\n")
-    assert (answer.status, answer.headers["x-request-id"]) == (400, "mine")
+@pytest.mark.parametrize("stream", [False, True])
+def test_generation_may_take_any_time(timed: LiveServer, stream: bool) -> None:
+    def slow(request: GenerateRequest, index: int) -> Reply:
+        time.sleep(KEEP_S + 1)
+        return echo(request, index) or Reply([])
+
+    timed.engine.script = slow
+    with connect(timed.url) as connection:
+        connection.sendall(completion(stream=stream))
+        answer = connection.recv(65536)
+    timed.engine.script = echo
+    assert answer.startswith(b"HTTP/1.1 200")
 
 
-def test_a_refusal_waits_for_the_answers_to_earlier_requests(server: LiveServer) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
-    for bad in (b"nonsense\r\n\r\n", head + b"zz\r\n"):
-        with connect(server.url) as connection:
-            connection.sendall(completion() + completion() + bad)
-            answers = parse_answers(read_all(connection))
-        assert [answer.status for answer in answers] == [200, 200, 400]
-        assert answers[-1].error_code == "malformed_request"
+def many_tokens(_request: GenerateRequest, _index: int) -> Reply:
+    """Unfinished, and with its logprobs larger than the buffers of sockets."""
+    return Reply([ord("a")] * 60_000, [-0.5] * 60_000, None)
 
 
-def test_pipelined_requests_are_answered_in_order_up_to_a_limit(server: LiveServer) -> None:
-    names = [f"n{number}" for number in range(2 * MAX_PIPELINED)]
-    for count, last in ((MAX_PIPELINED, 200), (2 * MAX_PIPELINED, 400)):
-        requests = [b"GET /health HTTP/1.1\r\nHost: x\r\nX-Request-Id: %s\r\n\r\n" % n.encode() for n in names[:count]]
-        with connect(server.url) as connection:
-            connection.sendall(b"".join(requests))
-            connection.shutdown(socket.SHUT_WR)
-            answers = parse_answers(read_all(connection))
-        assert answers[-1].status == last
-        good = answers if last == 200 else answers[:-1]
-        assert [answer.headers["x-request-id"] for answer in good] == names[: len(good)]
-    assert len(answers) >= MAX_PIPELINED
+def slow_reader(server: LiveServer) -> socket.socket:
+    connection = socket.socket()
+    connection.settimeout(20)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+    connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+    return connection
 
 
-def test_warnings_have_one_kind_per_code(limited: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
-    """The log writes one line per kind and second, and tells kinds apart by the unformatted message."""
-    with caplog.at_level(logging.WARNING, "uvicorn.error"):
-        for request in (b"nonsense\r\n\r\n", b"other nonsense\r\n\r\n", b"GET /" + b"a" * 400 + b" HTTP/1.1\r\n\r\n"):
-            ask(limited.url, request)
-    kinds = {record.msg for record in caplog.records if record.name == "uvicorn.error"}
-    assert len(kinds) == 2
+def test_client_that_reads_nothing_loses_its_connection_and_its_work(timed: LiveServer) -> None:
+    timed.engine.script, timed.engine.delta_size = many_tokens, 500
+    timed.engine.cancelled.clear()
+    with slow_reader(timed) as connection:
+        connection.sendall(completion(n=4, stream=True, logprobs=0))
+        timed.engine.wait_until(lambda engine: len(engine.cancelled) == 1, timeout_s=40)
+    timed.engine.script, timed.engine.delta_size = echo, 1
+    wait_until_clean(timed)
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_upgrade_to_http_2_is_ignored_and_the_body_is_read(server: LiveServer, split: bool) -> None:
-    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
-    head, _, body = completion(prompt="upgraded", max_tokens=100).partition(b"\r\n\r\n")
-    request = head + b"\r\n" + offer + b"\r\n" + body
-    with connect(server.url) as connection:
-        for part in (request[:-10], request[-10:]) if split else (request,):
+def test_client_that_reads_slowly_keeps_its_connection(timed: LiveServer) -> None:
+    timed.engine.script = lambda request, index: replace(many_tokens(request, index), finish_reason="length")
+    with slow_reader(timed) as connection:
+        request = completion(n=8, logprobs=0).replace(b"Host: x", b"Host: x\r\nConnection: close")
+        connection.sendall(request)
+        received = bytearray()
+        started = time.monotonic()
+        while part := connection.recv(65536):
+            received += part
+            if time.monotonic() - started < WRITE_S + 4:
+                time.sleep(0.3)
+    timed.engine.script = echo
+    (answer,) = parse_answers(bytes(received))
+    assert len(answer.body) > 5_000_000  # more than the buffers, so the server had to wait for the client
+    assert [len(choice["text"]) for choice in orjson.loads(answer.body)["choices"]] == [60_000] * 8
+
+
+# Half-closed connections
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_is_done_sending_gets_its_whole_answer(timed: LiveServer, stream: bool) -> None:
+    def slow(request: GenerateRequest, index: int) -> Reply:
+        time.sleep(1.5)
+        return echo(request, index) or Reply([])
+
+    timed.engine.script = slow
+    timed.engine.pause_s = 0.3
+    with connect(timed.url) as connection:
+        connection.sendall(completion(prompt="half", max_tokens=4, stream=stream))
+        connection.shutdown(socket.SHUT_WR)
+        (answer,) = parse_answers(read_all(connection))
+    timed.engine.script, timed.engine.pause_s = echo, 0.0
+    assert answer.status == 200
+    if stream:
+        events = [orjson.loads(event[6:]) for event in answer.body.split(b"\n\n")[:-2]]
+        assert "".join(event["choices"][0]["text"] for event in events) == "half"
+    else:
+        assert orjson.loads(answer.body)["choices"][0]["text"] == "half"
+
+
+def test_http_1_0_client_that_is_done_sending_gets_a_quick_answer(timed: LiveServer) -> None:
+    with connect(timed.url) as connection:
+        connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        content = read_all(connection)
+    assert content.startswith(b"HTTP/1.1 200")
+    assert content.endswith(b'{"status":"ok"}')
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_closed_connection_cancels_its_work_at_once(timed: LiveServer, stream: bool, version: bytes) -> None:
+    timed.engine.script = never
+    timed.engine.cancelled.clear()
+    timed.engine.requests.clear()
+    with connect(timed.url) as connection:
+        connection.sendall(completion(stream=stream).replace(b"HTTP/1.1", b"HTTP/" + version))
+        timed.engine.wait_until(lambda engine: len(engine.requests) == 1)
+    timed.engine.wait_until(lambda engine: len(engine.cancelled) == 1)
+    timed.engine.script = echo
+    wait_until_clean(timed)
+
+
+@pytest.mark.parametrize("route", ["stream", "bulk"])
+def test_closing_after_the_answer_has_begun_cancels_the_rest_at_once(timed: LiveServer, route: str) -> None:
+    """The client has read everything it was sent, so only what the server sends next shows that it is gone."""
+    timed.engine.script = lambda request, _index: None if request.prompt_ids[0] == ord("z") else Reply([97], None, None)
+    timed.engine.cancelled.clear()
+    with connect(timed.url) as connection:
+        if route == "stream":
+            connection.sendall(completion(stream=True))
+            beginning = b"data: "
+        else:
+            connection.sendall(b"POST /v1/bulk" + CHUNKED + chunk(LINE.replace(b"hello", b"zzzzz")) + b"0\r\n\r\n")
+            beginning = b"x-ndjson"
+        received = b""
+        while beginning not in received or not received.endswith(b"\r\n"):
+            received += connection.recv(65536)
+    timed.engine.wait_until(lambda engine: len(engine.cancelled) == 1)
+    timed.engine.script = echo
+    wait_until_clean(timed)
+
+
+def test_input_that_ends_within_a_request_closes_the_connection(timed: LiveServer) -> None:
+    for part in (b"GET /hea", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"):
+        with connect(timed.url) as connection:
             connection.sendall(part)
-        # the connection stays usable, and a request without a body may offer the same
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + offer + b"\r\n" + GET + b"\r\n")
-        answers = parse_answers(read_all(connection))
-    assert [answer.status for answer in answers] == [200, 200, 200]
-    assert b'"upgraded"' in answers[0].body
+            connection.shutdown(socket.SHUT_WR)
+            assert seconds_until_closed(connection) < 5
+
+
+def test_300_clients_that_give_up_are_all_cancelled(timed: LiveServer) -> None:
+    timed.engine.script = never
+    timed.engine.cancelled.clear()
+    timed.engine.requests.clear()
+    connections = [connect(timed.url) for _ in range(300)]
+    for connection in connections:
+        connection.sendall(completion())
+    timed.engine.wait_until(lambda engine: len(engine.requests) == 300)
+    for connection in connections:
+        connection.close()
+    timed.engine.wait_until(lambda engine: len(engine.cancelled) == 300)
+    timed.engine.script = echo
+    assert httpx.get(f"{timed.url}/health").status_code == 200
+    wait_until_clean(timed)
