@@ -51,10 +51,10 @@ INNER_LAYERS = {
     "server": [
         ["app"],
         ["routes", "http_server"],
-        ["state", "openapi", "disconnect", "respond"],
-        ["api_key", "client_identity", "request_id", "prepare"],
+        ["state", "openapi", "disconnect", "respond", "connections"],
+        ["api_key", "allowed_hosts", "request_id", "prepare"],
         ["structured_output", "engine_client"],
-        ["served_model", "limits", "text_threads", "garbage"],
+        ["served_model", "limits", "text_threads", "garbage", "client_identity"],
         ["tools"],
         ["protocol", "errors"],
     ],

@@ -22,16 +22,6 @@ NOT_BUILT = frozenset(
         "cudagraph_step",
         "statsd_server_url",
         "data_dir",
-        "api_keys_file",
-        "cache_salt_per_key",
-        "allowed_hosts",
-        "max_header_bytes",
-        "max_url_bytes",
-        "max_connections",
-        "header_timeout_seconds",
-        "body_timeout_seconds",
-        "write_timeout_seconds",
-        "keep_alive_seconds",
     }
 )
 
@@ -175,7 +165,7 @@ SERVER_FLAGS = FlagTable(
             "cache_salt_per_key": Flag("share cached prompts only between requests with the same API key"),
             "allowed_hosts": Flag(
                 "host names that requests may be sent to, separated by commas; by default any, but on a loopback "
-                "address only names of this machine",
+                "address only names of this machine; * allows any",
                 none_means="by address",
             ),
             "drain_seconds": _count("time for open requests to finish after the first stop signal", minimum=0),
@@ -195,7 +185,7 @@ SERVER_FLAGS = FlagTable(
             "max_line_bytes": _count("maximum size of a line of /v1/bulk, in bytes"),
             "max_header_bytes": _count("maximum size of a request's headers together, in bytes"),
             "max_url_bytes": _count("maximum size of a request's path and query, in bytes"),
-            "max_connections": _count("maximum open connections", none_means="open files"),
+            "max_connections": _count("maximum open connections", none_means="open files, less a reserve"),
             "header_timeout_seconds": _count("longest time for the headers of a connection's first request to arrive"),
             "body_timeout_seconds": _count("longest time for a body to arrive, plus a second for each 64 KiB"),
             "write_timeout_seconds": _count("longest time in which a client receives none of an answer that is sent"),

@@ -5,6 +5,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
@@ -92,7 +93,9 @@ def test_process_reports_ready_serves_requests_and_exits_with_0_on_sigterm(serve
     with httpx.Client(base_url=server_process.url, timeout=20, headers={"Authorization": f"Bearer {KEY}"}) as http:
         assert http.get("/health").status_code == 200
         assert http.get("/ready").status_code == 503
-        assert http.get("/ready", headers={"Authorization": "Bearer x"}).status_code == 401
+        assert http.get("/v1/models", headers={"Authorization": "Bearer x"}).status_code == 401
+        for host, status in (("rebound.example", 421), (None, 200), ("localhost:80", 200)):
+            assert http.get("/health", headers={} if host is None else {"Host": host}).status_code == status
         assert http.post("/v1/completions", content=b" " * 10_001).status_code == 413
         engine.start()
         assert server_process.wait_ready()[-1] == Ready("server")
@@ -110,7 +113,7 @@ def test_process_reports_ready_serves_requests_and_exits_with_0_on_sigterm(serve
 
     with socket.create_connection(("127.0.0.1", int(server_process.url.rpartition(":")[2]))) as connection:
         content = b'{"model": "default", "prompt": "zzz"}'
-        headers = f"Host: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(content)}"
+        headers = f"Host: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(content)}"
         head = f"POST /v1/completions HTTP/1.1\r\n{headers}\r\n\r\n"
         connection.sendall(head.encode() + content)
         engine.wait_until(lambda engine: engine.requests[-1].prompt_ids[0] == ord("z"))
@@ -178,3 +181,28 @@ def test_unreadable_engine_update_ends_the_server_instead_of_losing_answers(serv
     server_process.engine.updates.send("no update")
     server_process.process.join(10)
     assert server_process.process.exitcode == 1
+
+
+def resident_mb(process: SpawnProcess) -> float:
+    (line,) = [
+        line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if line.startswith("VmRSS")
+    ]
+    return int(line.split()[1]) / 1024
+
+
+def test_300_mb_of_headers_without_a_key_leave_the_memory_flat(server_process: ServerProcess) -> None:
+    assert isinstance(server_process.status.receive(30), PhaseDone)
+    port = int(server_process.url.rpartition(":")[2])
+    with httpx.Client(base_url=server_process.url, timeout=20) as http:
+        assert http.get("/health").status_code == 200
+    while isinstance(message := server_process.status.receive(30), PhaseDone):  # loading ends, and with it the growth
+        if message.phase == "chat template":
+            break
+    before_mb = resident_mb(server_process.process)
+    for endless in (b"a" * (60 << 20), b"a: b\r\n" * (10 << 20)):
+        for start in (b"GET / HTTP/1.1\r\nA: ", b"GET / HTTP/1.1\r\n", b"GET /"):
+            with socket.create_connection(("127.0.0.1", port), 20) as connection, suppress(OSError):
+                connection.sendall(start + endless)
+    with httpx.Client(base_url=server_process.url, timeout=20) as http:
+        assert http.get("/health").status_code == 200
+    assert resident_mb(server_process.process) < before_mb + 30

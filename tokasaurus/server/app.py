@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
-import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
@@ -22,12 +21,15 @@ from tokasaurus.messages.channel import Sender
 from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.monitoring.loop_lag import LoopLag
-from tokasaurus.server.api_key import ApiKeyMiddleware
+from tokasaurus.server.allowed_hosts import AllowedHostsMiddleware, allowed_hosts
+from tokasaurus.server.api_key import ApiKey, ApiKeyMiddleware, read_api_keys
+from tokasaurus.server.connections.table import ConnectionTable
+from tokasaurus.server.connections.transport import watch_for_lost_peers
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.queue_limits import QueueLimits
 from tokasaurus.server.errors import add_error_handlers
 from tokasaurus.server.garbage import collect_garbage_when_idle
-from tokasaurus.server.http_server import HttpServer
+from tokasaurus.server.http_server import LISTEN_BACKLOG, HttpServer, http_config
 from tokasaurus.server.limits import RequestLimits, request_limits
 from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.request_id import RequestIdMiddleware
@@ -42,13 +44,6 @@ from tokasaurus.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
 
-# How long the requests that are open after draining have to end with an error.
-GRACE_S = 2
-# Longer than common clients keep idle connections in their pools: closing a connection just as the client sends a
-# request would give it an error.
-KEEP_ALIVE_S = 120
-LISTEN_BACKLOG = 4096
-
 
 def run_server(
     config: ServerConfig,
@@ -62,11 +57,13 @@ def run_server(
     launcher: hands over the channels of each replica, see `EngineClient`. Sends Ready("server") to `status` when every
     replica is up; until then generation routes answer 503. SIGTERM drains (see `HttpServer`). Raises UserError.
     """
+    api_keys = read_api_keys(config.api_key, config.api_keys_file)
     try:
         listener.listen(LISTEN_BACKLOG)  # from now on clients wait instead of being refused
     except OSError as error:  # another process also bound the port and listened first
         raise UserError(f"port={config.port}: cannot listen: {error.strerror}; choose another port=") from None
     _allow_many_connections()
+    watch_for_lost_peers(listener, config.write_timeout_seconds)
     started = time.perf_counter()
     model = load_served_model(config, checkpoint)
     status.send(PhaseDone("server", "load tokenizer", time.perf_counter() - started))
@@ -94,21 +91,10 @@ def run_server(
         queue_limits=QueueLimits(config.max_queued_requests, config.max_queued_sequences, config.max_queued_tokens),
         waits_for_restart=config.while_restarting == "wait",
     )
-    http_config = uvicorn.Config(
-        create_app(model, engine, config.api_key, request_limits(config)),
-        loop="uvloop",
-        http="httptools",
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        log_level=config.uvicorn_log_level,
-        # one line per request is costly and useless with thousands of requests
-        access_log=config.uvicorn_log_level in ("debug", "trace"),
-        backlog=LISTEN_BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACE_S,
-    )
-    http_server = HttpServer(http_config, engine, config.drain_seconds)
+    connections = ConnectionTable(config)
+    hosts = allowed_hosts(config.host, config.allowed_hosts)
+    app = create_app(model, engine, api_keys, request_limits(config), hosts, config.cache_salt_per_key)
+    http_server = HttpServer(http_config(app, connections), engine, connections)
     # In the background: it takes longer than everything else here, and completions do not need it.
     threading.Thread(target=load_chat_template, name="chat template", daemon=True).start()
     collect_garbage_when_idle(lambda: engine.num_pending_requests == 0)
@@ -127,11 +113,17 @@ def _allow_many_connections() -> None:
 
 
 def create_app(
-    model: ServedModel, engine: EngineClient, api_key: str | None = None, limits: RequestLimits | None = None
+    model: ServedModel,
+    engine: EngineClient,
+    api_keys: Sequence[ApiKey] = (),
+    limits: RequestLimits | None = None,
+    hosts: frozenset[str] | None = None,
+    salt_by_key: bool = False,
 ) -> ASGIApp:
     """The whole HTTP interface. During the app's lifespan, `engine` receives on the running event loop.
 
-    api_key: the key clients must send; None: no key. limits: None for the defaults.
+    api_keys: of which clients must send one; empty: no key. limits: None for the defaults. hosts: names that requests
+    may be sent to; None: any. salt_by_key: each key has its own cached prompts.
     """
     state = ServerState(model, engine, GrammarChecker(model), TextThreads(), limits or RequestLimits(), LoopLag())
 
@@ -150,8 +142,10 @@ def create_app(
     )
     app.state.server = state
     add_error_handlers(app)
-    if api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=api_key)
+    if api_keys:
+        app.add_middleware(ApiKeyMiddleware, keys=list(api_keys), salt_by_key=salt_by_key)
+    if hosts is not None:
+        app.add_middleware(AllowedHostsMiddleware, names=hosts)
     for routes in (completions, chat, bulk, models, tokenize, health, metrics):
         app.include_router(routes.router)
     # Not by add_middleware: the answer to an internal error would lack the id.

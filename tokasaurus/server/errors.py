@@ -116,6 +116,36 @@ class TooManyValues(InvalidRequest):
     code = "too_many_values"
 
 
+class MalformedHttp(InvalidRequest):
+    """The bytes are no valid HTTP request."""
+
+    code = "malformed_request"
+
+
+class UrlTooLong(InvalidRequest):
+    status = 414
+    code = "url_too_long"
+
+
+class HeadersTooLarge(InvalidRequest):
+    status = 431
+    code = "headers_too_large"
+
+
+class RequestTimedOut(InvalidRequest):
+    """The client sends its request too slowly."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class MisdirectedRequest(InvalidRequest):
+    """The Host header names another server."""
+
+    status = 421
+    code = "misdirected_request"
+
+
 class UnsupportedMediaType(InvalidRequest):
     status = 415
     code = "unsupported_media_type"
@@ -125,6 +155,13 @@ class QueueFull(ApiError):
     status = 429
     type = "rate_limit_error"
     code = "queue_full"
+    headers: Mapping[str, str] = {"Retry-After": "1"}
+
+
+class TooManyConnections(ApiError):
+    status = 429
+    type = "rate_limit_error"
+    code = "too_many_connections"
     headers: Mapping[str, str] = {"Retry-After": "1"}
 
 

@@ -10,11 +10,16 @@ _HEADER = "x-request-id"
 _VALID = re.compile("[ -~]{1,200}")
 
 
-class RequestIdMiddleware:
-    """Adds the client's own X-Request-Id to the answer if it is valid, else a fresh one.
+def request_id_of(headers: Headers) -> str:
+    """The client's own X-Request-Id if it is valid, 1 to 200 characters of printable ASCII; else a fresh one."""
+    given = headers.get(_HEADER, "")
+    return given if _VALID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
 
-    An id is valid if it has 1 to 200 characters, all printable ASCII. Must be outside of all other middleware, since
-    these answer errors themselves.
+
+class RequestIdMiddleware:
+    """Adds the request's id to the answer.
+
+    Must be outside of all other middleware, since these answer errors themselves.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -24,9 +29,7 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(_HEADER, "")
-        request_id = given if _VALID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
-        header = (_HEADER.encode(), request_id.encode())
+        header = (_HEADER.encode(), request_id_of(Headers(scope=scope)).encode())
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -6,15 +6,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
-import uvicorn
 from starlette.types import ASGIApp
 
 from tests.server.helpers.fake_engine import FakeEngine, hand_over
+from tokasaurus.config import ServerConfig
+from tokasaurus.server.allowed_hosts import allowed_hosts
+from tokasaurus.server.api_key import read_api_keys
 from tokasaurus.server.app import create_app
+from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.queue_limits import NO_LIMITS, QueueLimits
+from tokasaurus.server.http_server import HttpServer, http_config
 from tokasaurus.server.limits import RequestLimits
 from tokasaurus.server.served_model import ServedModel
 
@@ -28,9 +33,14 @@ class LiveServer:
 
 
 @contextmanager
-def http_server(app: ASGIApp) -> Iterator[str]:
-    """Runs uvicorn in a thread; yields the base URL."""
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=1))
+def http_server(app: ASGIApp, engine: EngineClient | None = None, **flags: Any) -> Iterator[str]:
+    """Runs the server's own HTTP server in a thread; yields the base URL. flags: of ServerConfig."""
+    config = ServerConfig()
+    for name, value in flags.items():
+        assert hasattr(config, name)
+        setattr(config, name, value)
+    connections = ConnectionTable(config)
+    server = HttpServer(http_config(app, connections), engine or EngineClient([], []), connections)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -54,15 +64,20 @@ def live_server(
     max_request_bytes: int | None = None,
     queue_limits: QueueLimits = NO_LIMITS,
     limits: RequestLimits | None = None,
+    **flags: Any,
 ) -> Iterator[LiveServer]:
+    """flags: of ServerConfig, for the connections."""
     client = EngineClient(hand_over(engine), queue_limits=queue_limits)
     if limits is None:
         limits = RequestLimits(max_request_bytes=max_request_bytes)
-    app = create_app(model, client, api_key, limits)
+    keys = read_api_keys(api_key, flags.get("api_keys_file"))
+    hosts = flags.get("allowed_hosts")
+    names = None if hosts is None else allowed_hosts("0.0.0.0", hosts)
+    app = create_app(model, client, keys, limits, names, flags.get("cache_salt_per_key", False))
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     if start_engine:
         engine.start()
-    with http_server(app) as url, httpx.Client(base_url=url, timeout=20, headers=headers) as http:
+    with http_server(app, client, **flags) as url, httpx.Client(base_url=url, timeout=20, headers=headers) as http:
         if start_engine:
             wait_until_ready(http)
         try:

@@ -1,6 +1,7 @@
 """The common path of generation requests: prepare, generate, build; cancelled if the client disconnects."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -8,7 +9,7 @@ from typing import TypeVar
 from fastapi import Request, Response
 
 from tokasaurus.messages.lifecycle import EngineLimits
-from tokasaurus.server.client_identity import client_of
+from tokasaurus.server.client_identity import add_key_salt, client_of
 from tokasaurus.server.disconnect import run_while_connected
 from tokasaurus.server.engine_client.collectors import (
     VALUES_PER_DELTA,
@@ -84,7 +85,8 @@ async def generate_answer(
 
 async def _prepare(state: ServerState, body: Body, origin: Origin, prepare: Prepare[Body]) -> Prepared:
     limits = _checked_limits(state, body, origin.client)
-    return await prepare(body, state.model, limits, state.grammars, state.text_threads, origin)
+    prepared = await prepare(body, state.model, limits, state.grammars, state.text_threads, origin)
+    return dataclasses.replace(prepared, requests=add_key_salt(prepared.requests))
 
 
 def _checked_limits(state: ServerState, body: SamplingFields, client: str) -> EngineLimits:

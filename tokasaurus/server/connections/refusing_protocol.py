@@ -1,0 +1,283 @@
+"""uvicorn's HTTP/1.1 protocol with limits of sizes, and refusals in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+from typing import Any
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from tokasaurus.server.connections.refusals import refusal
+from tokasaurus.server.connections.table import ConnectionTable
+from tokasaurus.server.connections.transport import LingeringTransport
+from tokasaurus.server.errors import (
+    ApiError,
+    HeadersTooLarge,
+    MalformedHttp,
+    TooManyConnections,
+    UrlTooLong,
+)
+
+# Its warnings are limited to one line per kind and second.
+logger = logging.getLogger("uvicorn.error")
+
+MAX_HEADERS = 200
+"""Headers of one request: each costs far more memory than its bytes."""
+MAX_PIPELINED = 64
+"""Requests that a client may send before the answer to an earlier one."""
+
+
+class _Refused(Exception):
+    """Raised in the parser's callbacks to stop it; the protocol has noted why."""
+
+
+class _GatedFlow(FlowControl):
+    """Does not read on while a pipelined request waits: its successors would fill the memory."""
+
+    def __init__(self, transport: asyncio.Transport, waiting: Collection[object]) -> None:
+        super().__init__(transport)
+        self._waiting = waiting
+
+    def resume_reading(self) -> None:
+        if not self._waiting:
+            super().resume_reading()
+
+
+class RefusingProtocol(HttpToolsProtocol):
+    """Refuses what exceeds the limits of `table.config`, or is no valid HTTP."""
+
+    transport: LingeringTransport
+
+    def __init__(
+        self,
+        table: ConnectionTable,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._table = table
+        self._limits = table.config
+        self._active: RequestResponseCycle | None = None
+        """The request being answered; `cycle` is the one received last."""
+        self._has_headers = False
+        """Of the request that is arriving."""
+        self._has_served = False
+        """A complete request has arrived."""
+        self._num_head_bytes = 0
+        """Received of a head that is incomplete; the table knows of them."""
+        self._num_header_bytes = 0
+        self._num_body_bytes = 0
+        self._num_bytes_without_body = 0
+        self._waited_s = 0.0
+        """How long the client has kept the server waiting for what comes next."""
+        self._refusal: ApiError | None = None
+        self._has_eof = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = LingeringTransport(transport)
+        super().connection_made(self.transport)
+        self.flow = _GatedFlow(self.transport, self.pipeline)
+        if not self._table.add(self):
+            limit = f"the server has {self._table.max_connections} open connections (max_connections)"
+            self._refuse(TooManyConnections(limit))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport.is_client_sending = False
+        self._table.remove(self)
+        self._forget_head()
+        self.pipeline.clear()
+        if self._active is not None and not self._active.response_complete:
+            self._active.disconnected = True
+            self._active.message_event.set()
+        super().connection_lost(exc)
+
+    def check(self, tick_s: float) -> None:
+        raise NotImplementedError
+
+    def evict(self) -> None:
+        self._forget_head()  # at once: the table may go on until enough is free
+        self.transport.abort()
+
+    def shutdown(self) -> None:
+        self.transport.is_client_sending = False  # no time to linger
+        if self.transport.is_lingering:
+            self.transport.abort()
+        else:
+            super().shutdown()
+
+    # What arrives
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None or self.transport.is_lingering:
+            return  # dropped
+        num_body_bytes = self._num_body_bytes
+        try:
+            self._parse(data)
+        except httptools.HttpParserError as error:
+            self._refuse(self._refusal or _describe(error))
+            return
+        if not self.transport.is_client_sending:
+            return
+        if not self._has_headers:
+            # the parser shows a header only when it is complete
+            self._num_head_bytes += len(data)
+            self._table.add_head_bytes(len(data))
+            if self._num_head_bytes > self._limits.max_header_bytes + self._limits.max_url_bytes:
+                self._refuse(self._headers_too_large())
+        elif num_body_bytes == self._num_body_bytes:  # trailers or extensions of chunks, of any length
+            self._num_bytes_without_body += len(data)
+            if self._num_bytes_without_body > self._limits.max_header_bytes:
+                self._refuse(self._headers_too_large())
+
+    def _parse(self, data: bytes) -> None:
+        """Raises HttpParserError. An offer to upgrade to another protocol is ignored."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                # The parser took the end of the headers for the end of the request, and read no body.
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+
+    def _head_without_upgrade(self) -> bytes:
+        """The head of the request that the parser has just read, without the offer to upgrade."""
+        lines = [b"%s %s HTTP/%s" % (self.scope["method"].encode(), self.url, self.scope["http_version"].encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b",".join(token for token in value.split(b",") if token.strip().lower() != b"upgrade")
+            if name != b"upgrade":
+                lines.append(name + b": " + value)
+        return b"\r\n".join([*lines, b"", b""])
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.transport.is_client_sending = True
+        self._has_headers = False
+        self._num_header_bytes = 0
+        if self._has_served:  # the first one's time began with the connection
+            self._waited_s = 0.0
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+        if len(self.url) > self._limits.max_url_bytes:
+            limit = f"path and query may have at most {self._limits.max_url_bytes} bytes (max_url_bytes)"
+            self._stop_parsing(UrlTooLong(limit))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_header_bytes += len(name) + len(value) + 4  # ": " and the line's end
+        if self._num_header_bytes > self._limits.max_header_bytes or len(self.headers) >= MAX_HEADERS:
+            self._stop_parsing(self._headers_too_large())
+        if not self._has_headers:  # trailers are no headers
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._stop_parsing(
+                MalformedHttp(f"more than {MAX_PIPELINED} requests wait for the answer to an earlier one")
+            )
+        if self.parser.should_upgrade():
+            self.scope["method"] = self.parser.get_method().decode("ascii")
+            self.scope["http_version"] = self.parser.get_http_version()
+            if self.scope["method"] == "CONNECT":  # always an upgrade for the parser
+                self._stop_parsing(MalformedHttp("this server is no proxy"))
+            return
+        super().on_headers_complete()
+        self._forget_head()
+        self._has_headers = True
+        self._waited_s = 0.0
+        self._num_body_bytes = self._num_bytes_without_body = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        super().on_message_complete()
+        self.transport.is_client_sending = self._has_headers = False
+        self._has_served = True
+        self._waited_s = 0.0
+        if self._is_answering():
+            self._table.set_busy(self)
+        else:  # answered before its body had arrived
+            self._table.set_idle(self)
+
+    # Answers
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._active = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        """Replaces uvicorn's, which starts a timer for every request and reads on whatever is pipelined."""
+        self.server_state.total_requests += 1
+        self._waited_s = 0.0
+        if self.transport.is_closing():
+            return
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        elif self._refusal is not None:
+            self._send_refusal(self._refusal)
+        elif self._has_eof:
+            self.transport.close()
+        elif not self.transport.is_client_sending:
+            self._table.set_idle(self)
+        self.flow.resume_reading()
+
+    def _is_answering(self) -> bool:
+        return self._active is not None and not self._active.response_complete
+
+    # Refusals
+
+    def _stop_parsing(self, error: ApiError) -> None:
+        self._refusal = error
+        raise _Refused
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what is arriving with `error`, after the answers to earlier requests, and close the connection."""
+        self._refusal = error
+        logger.warning(f"refused a request with {error.status} ({error.code}): %s", error.message)
+        if self.pipeline and self._has_headers:  # the newest is incomplete
+            self.pipeline.popleft()
+        elif not self._is_answering() or (self._has_headers and self._active is self.cycle):
+            self._send_refusal(error)
+
+    def _send_refusal(self, error: ApiError) -> None:
+        cycle = self.cycle if self._has_headers else None
+        self._waited_s = 0.0
+        self.transport.is_client_sending = True  # it may be: let it read the answer
+        if cycle is None or not cycle.response_started:
+            headers = self.headers or []
+            self.transport.write(refusal(error, headers, self.server_state.default_headers))
+        if cycle is not None:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if cycle is None or cycle.response_complete or not cycle.response_started:
+            self.transport.close()
+        else:
+            self.transport.abort()  # the answer that has begun cannot become an error
+
+    def _headers_too_large(self) -> HeadersTooLarge:
+        return HeadersTooLarge(
+            f"a request may have at most {MAX_HEADERS} headers, and {self._limits.max_header_bytes} bytes of them "
+            "(max_header_bytes)"
+        )
+
+    def _forget_head(self) -> None:
+        self._table.num_head_bytes -= self._num_head_bytes
+        self._num_head_bytes = 0
+
+
+def _describe(error: httptools.HttpParserError) -> MalformedHttp:
+    if isinstance(error, httptools.HttpParserCallbackError):  # its text names a function of the parser
+        return MalformedHttp("this is not a valid HTTP request: the URL is invalid")
+    return MalformedHttp(f"this is not a valid HTTP request: {error}")
