@@ -9,7 +9,7 @@ import itertools
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tokenizers import Tokenizer as BaseTokenizer
@@ -127,3 +127,16 @@ def _any_of(texts: Iterable[str]) -> str:
     if len(branches) == 1 and not ends_here:
         return branches[0]
     return f"(?:{'|'.join(branches)}){'?' if ends_here else ''}"
+
+
+def strings_in(value: object) -> Iterator[str]:
+    """Every string in JSON values except keys; raises nothing for deep nesting."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value

@@ -6,14 +6,14 @@
 import functools
 import inspect
 import threading
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as BaseTokenizer
 
 from tokasaurus.messages.lifecycle import UserError, one_line
-from tokasaurus.text.special_text import SpecialText
+from tokasaurus.text.special_text import SpecialText, strings_in
 from tokasaurus.text.time_limit import TimeLimit, TimeLimitExceeded
 from tokasaurus.text.token_bounds import TokenBounds
 from tokasaurus.text.token_bytes import BYTE_OF_CHARACTER, TokenBytes
@@ -187,7 +187,7 @@ class Tokenizer(TokenDecoder):
 
     def _fewest_tokens_of_all(self, values: object, num_allowed: int) -> int:
         """A lower bound on the tokens of all strings in JSON values; 0 where few characters make the bound needless."""
-        texts = list(_strings_in(values))
+        texts = list(strings_in(values))
         if sum(map(len, texts)) <= num_allowed:
             return 0
         return sum(self._bounds.fewest_tokens(text) for text in texts if len(text) >= _SHORT_CHARS)
@@ -295,19 +295,6 @@ class Tokenizer(TokenDecoder):
                     raise TokenizerError(f"cannot read the tokenizer in {self.directory}: {error}") from error
                 self._chat_tokenizer = loaded
             return self._chat_tokenizer
-
-
-def _strings_in(value: object) -> Iterator[str]:
-    """Every string in JSON values except keys; raises nothing for deep nesting."""
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, Mapping):
-            waiting += value.values()
-        elif isinstance(value, list | tuple):
-            waiting += value
 
 
 def load_token_decoder(directory: Path) -> TokenDecoder:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.helpers.small_tokenizer import save_small_tokenizer
 from tests.server.helpers.fake_engine import FakeEngine, Reply
-from tests.server.helpers.server_process import probing_health, server_process
+from tests.server.http.helpers.server_process import probing_health, server_process
 from tokasaurus.messages.generation import GenerateRequest, TopLogprobs
 from tokasaurus.messages.lifecycle import EngineLimits
 

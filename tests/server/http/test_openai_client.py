@@ -172,7 +172,10 @@ def test_generation_answers_503_until_the_engine_is_ready(served_model: ServedMo
         for response in (server.http.get("/ready"), server.http.post("/v1/completions", json=body)):
             assert response.status_code == 503
             assert response.json()["error"]["code"] == "engine_not_ready"
-        assert metric_values(server.http) == {"toka_log_records_dropped_total": 0}, "none of the engine"
+        assert metric_values(server.http) == {
+            "toka_log_records_dropped_total": 0,
+            "toka_engine_restarts_total": 0,
+        }, "none of the engine"
         engine.start()
         wait_until_ready(server.http)
         assert server.http.post("/v1/completions", json=body).status_code == 200

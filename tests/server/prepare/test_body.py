@@ -7,7 +7,7 @@ import pytest
 
 from tests.server.helpers.prepared_requests import LIMITS
 from tokasaurus.server.errors import InvalidRequest
-from tokasaurus.server.prepare.body import prepare_chat, prepare_completion
+from tokasaurus.server.prepare.body import Origin, prepare_chat, prepare_completion
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
@@ -25,9 +25,9 @@ def prepare(model: ServedModel, **fields: Any) -> Prepared:
         try:
             if "messages" in fields:
                 chat = ChatCompletionRequest.model_validate({"model": "default"} | fields)
-                return await prepare_chat(chat, model, LIMITS, grammars, threads, 100)
+                return await prepare_chat(chat, model, LIMITS, grammars, threads, Origin(100, "client"))
             completion = CompletionRequest.model_validate({"model": "default"} | fields)
-            return await prepare_completion(completion, model, LIMITS, grammars, threads, 100)
+            return await prepare_completion(completion, model, LIMITS, grammars, threads, Origin(100, "client"))
         finally:
             threads.close()
             await grammars.close()

@@ -11,17 +11,18 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
 
 import httpx
-import uvicorn
 
 from tests.helpers.small_tokenizer import EOS_IDS, VOCAB_SIZE
-from tests.server.helpers.fake_engine import FakeEngine
+from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tests.server.helpers.live_server import wait_until_ready
+from tokasaurus.config import ServerConfig
 from tokasaurus.server.app import create_app
+from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.garbage import collect_garbage_when_idle
+from tokasaurus.server.http_server import HttpServer, http_config
 from tokasaurus.server.limits import RequestLimits
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.tokenizer import Tokenizer
@@ -30,7 +31,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 PROBE_INTERVAL_S = 0.02
 
 
-def _serve(directory: Path, limits: RequestLimits, requests: Any, updates: Any, ports: Connection) -> None:
+def _serve(directory: Path, limits: RequestLimits, launcher: socket.socket, ports: Connection) -> None:
     model = ServedModel(
         name="org/small",
         tokenizer=Tokenizer.load(directory),
@@ -41,22 +42,22 @@ def _serve(directory: Path, limits: RequestLimits, requests: Any, updates: Any, 
         allow_logprobs=True,
         max_top_logprobs=20,
     )
-    engine = EngineClient([requests], [updates])
-    app = create_app(model, engine, None, limits)
+    engine = EngineClient(launcher)
+    app = create_app(model, engine, limits=limits)
     collect_garbage_when_idle(lambda: engine.num_pending_requests == 0)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         ports.send(listener.getsockname()[1])
-        config = uvicorn.Config(app, loop="uvloop", http="httptools", log_config=None, lifespan="on")
-        uvicorn.Server(config).run([listener])
+        connections = ConnectionTable(ServerConfig())
+        HttpServer(http_config(app, connections), engine, connections).run([listener])
 
 
 @contextmanager
 def server_process(directory: Path, engine: FakeEngine, limits: RequestLimits | None = None) -> Iterator[httpx.Client]:
     """The engine runs in this process. Yields a client of the server, which is ready. directory: of the tokenizer."""
     reader, writer = _SPAWN.Pipe(duplex=False)
-    channels = (engine.request_channel, engine.update_channel)
-    process = _SPAWN.Process(target=_serve, args=(directory, limits or RequestLimits(), *channels, writer))
+    arguments = (directory, limits or RequestLimits(), hand_over(engine), writer)
+    process = _SPAWN.Process(target=_serve, args=arguments)
     process.start()
     try:
         assert reader.poll(60), "the server did not start"
