@@ -33,8 +33,7 @@ def run_drain() -> list[Row]:
 
 
 def _rows(toka: TokaProcess) -> list[Row]:
-    num_tokens = _calibrate(toka)
-    expected, before_s = _timed(toka, num_tokens)
+    num_tokens, expected, before_s = _calibrate(toka)
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
         began_s = time.monotonic()
         asked = _submit(pool, toka, num_tokens)
@@ -75,15 +74,17 @@ def _rows(toka: TokaProcess) -> list[Row]:
     ]
 
 
-def _calibrate(toka: TokaProcess) -> int:
-    """Tokens per request for which all requests together take about TARGET_S."""
+def _calibrate(toka: TokaProcess) -> tuple[int, list[Answer], float]:
+    """Tokens per request for which all requests together take about TARGET_S; the answers; their seconds."""
     num_tokens = 500
-    while True:
-        _, seconds = _timed(toka, num_tokens)
-        scaled = min(CONTEXT - 100, int(num_tokens * TARGET_S / seconds))
-        if seconds > TARGET_S / 3 or scaled == num_tokens:
-            return scaled
-        num_tokens = scaled
+    for _ in range(6):
+        answers, seconds = _timed(toka, num_tokens)
+        if 0.8 * TARGET_S <= seconds <= 1.4 * TARGET_S:
+            return num_tokens, answers, seconds
+        num_tokens = min(CONTEXT - 100, int(num_tokens * TARGET_S / seconds))
+    raise AssertionError(
+        f"{num_tokens} tokens took {seconds:.1f} s, and other numbers no time near {TARGET_S} s either"
+    )
 
 
 def _timed(toka: TokaProcess, num_tokens: int) -> tuple[list[Answer], float]:
