@@ -24,6 +24,9 @@ if TYPE_CHECKING:  # these import NumPy, which would delay the start of the othe
 PAUSE_SECONDS = 5 * HEARTBEAT_SECONDS
 """If the launcher does not look for this long, it was stopped itself, and probably the other processes with it."""
 
+LATE_SECONDS = 2 * HEARTBEAT_SECONDS
+"""A sign of life may be this late because the machine is busy, in seconds."""
+
 MIN_START_SECONDS = 120.0
 START_FACTOR = 4
 """A restart hangs if it takes longer than MIN_START_SECONDS, and START_FACTOR times as long as the first start."""
@@ -149,7 +152,7 @@ class ReplicaProcesses:
     def _find_hang(self, now_s: float) -> str | None:
         if not self.children:
             return None
-        if self._is_ready and now_s - self._alive_s > self._config.watchdog_seconds:
+        if self._is_ready and now_s - self._alive_s > self._config.watchdog_seconds + LATE_SECONDS:
             return f"manager gave no sign of life for {now_s - self._alive_s:.0f} s (watchdog_seconds)"
         if not self._is_ready and now_s - self._started_s > self._longest_start_s:
             return f"the engine did not start in {self._longest_start_s:.0f} s"

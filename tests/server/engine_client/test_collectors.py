@@ -29,7 +29,7 @@ async def follow(
 ) -> list[list[FinishedSequence]]:
     """Same result as `generate`, built from the deltas of a stream that is read every `pause_s` seconds."""
     sequences = [[FinishedSequence() for _ in range(request.num_sequences)] for request in requests]
-    with client.stream(requests) as collector:
+    async with client.stream(requests) as collector:
         while deltas := await collector.read():
             for request_index, delta in deltas:
                 sequences[request_index][delta.sequence_index].append(delta)
@@ -83,7 +83,7 @@ def test_leaving_a_stream_cancels_only_its_unfinished_requests(engine: FakeEngin
     async def use(client: EngineClient) -> None:
         asked = [streamed(make_request("whole", [1])), streamed(make_request("endless", [2], 2))]
         num_ended = 0
-        with client.stream(asked) as collector:
+        async with client.stream(asked) as collector:
             while num_ended < 2:
                 num_ended += sum(delta.finish_reason is not None for _, delta in await collector.read())
             assert client.num_pending_requests == 2
@@ -116,7 +116,7 @@ def test_slow_reader_of_a_stream_gets_prompt_logprobs_once(engine: FakeEngine) -
     found: list[PromptLogprobs | None] = []
 
     async def use(client: EngineClient) -> None:
-        with client.stream([request]) as collector:
+        async with client.stream([request]) as collector:
             await until(engine, lambda engine: len(engine.requests) == 1)
             await asyncio.sleep(0.1)  # every delta has arrived by then
             found.extend(delta.prompt_logprobs for _, delta in await collector.read())

@@ -109,7 +109,7 @@ def test_finished_sequences_of_a_request_are_run_again_with_the_others() -> None
 def test_of_two_streams_the_one_that_was_read_ends_and_the_other_runs_again() -> None:
     async def use(client: EngineClient, engines: list[FakeEngine]) -> None:
         read, unread = streamed("read", [1, 2, 3]), streamed("unread", [4])
-        with client.stream([read]) as begun, client.stream([unread]) as waiting:
+        async with client.stream([read]) as begun, client.stream([unread]) as waiting:
             assert await begun.read()
             engines[0].die()
             with pytest.raises(EngineDied):

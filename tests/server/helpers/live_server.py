@@ -40,7 +40,7 @@ def http_server(app: ASGIApp, engine: EngineClient | None = None, **flags: Any) 
         assert hasattr(config, name)
         setattr(config, name, value)
     connections = ConnectionTable(config)
-    server = HttpServer(http_config(app, connections), engine or EngineClient([], []), connections)
+    server = HttpServer(http_config(app, connections), engine or EngineClient(socket.socketpair()[0]), connections)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         thread = threading.Thread(target=server.run, args=([listener],))

@@ -3,8 +3,8 @@
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 from tokasaurus.messages.channel import ChannelClosed, Receiver
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
@@ -19,6 +19,9 @@ from tokasaurus.server.errors import EngineDied, EngineRestarting
 
 MAX_REPLAYS = 3
 """Most times that a request is submitted again. A request that makes the engine die must not do so for ever."""
+
+MAX_AT_ONCE = 256
+"""Requests of a body that are submitted or cancelled before other tasks of the event loop may run."""
 
 MAX_RECEIVE_S = 0.005
 """Time for messages before other tasks of the event loop may run: more may arrive all the while. In seconds."""
@@ -122,47 +125,56 @@ class EngineClient:
         EngineDied, AnswerTooLarge beyond max_values, and SequenceAborted as soon as one sequence is aborted.
         """
         results = Results(requests, max_values)
-        with self._submitted(requests, results):
+        async with self._submitted(requests, results):
             await results.finished
         return results.sequences
 
-    @contextmanager
-    def stream(self, requests: Sequence[GenerateRequest]) -> Iterator[StreamCollector]:
+    @asynccontextmanager
+    async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[StreamCollector]:
         """Runs the requests within the context; their deltas are read from the collector.
 
         requests: at least one, each with a new request id, all `is_streamed`. At the end of the context, unfinished
         requests are cancelled at the managers. Raises as `check_queue`.
         """
         collector = StreamCollector(requests)
-        with self._submitted(requests, collector):
+        async with self._submitted(requests, collector):
             yield collector
 
-    @contextmanager
-    def _submitted(self, requests: Sequence[GenerateRequest], collector: Collector) -> Iterator[None]:
-        """Runs the requests within the context. Raises as `check_queue`."""
+    @asynccontextmanager
+    async def _submitted(self, requests: Sequence[GenerateRequest], collector: Collector) -> AsyncIterator[None]:
+        """Runs the requests within the context, a part of them at a time. Raises as `check_queue`."""
         num_sequences = sum(request.num_sequences for request in requests)
         num_tokens = sum(len(request.prompt_ids) for request in requests)
         self.check_queue(requests[0].client, num_sequences, num_tokens)
-        with ExitStack() as stack:
-            for index, request in enumerate(requests):
-                stack.enter_context(self._one_submitted(PendingRequest(request, collector, index)))
+        submitted: list[PendingRequest] = []
+        try:
+            for index, request in enumerate(requests, 1):
+                pending = PendingRequest(request, collector, index - 1)
+                self._add(pending)
+                submitted.append(pending)
+                if index % MAX_AT_ONCE == 0:
+                    await asyncio.sleep(0)
             yield
+        finally:
+            for index, pending in enumerate(submitted, 1):
+                self._remove(pending)
+                if index % MAX_AT_ONCE == 0:
+                    await asyncio.sleep(0)
 
-    @contextmanager
-    def _one_submitted(self, pending: PendingRequest) -> Iterator[None]:
+    def _add(self, pending: PendingRequest) -> None:
         request_id = pending.request.request_id
         assert request_id not in self._pending, f"request id {request_id} used twice"
         self._pending[request_id] = pending
         self._work.add(pending.request)
         self._submit(pending)
-        try:
-            yield
-        finally:
-            del self._pending[request_id]
-            self._work.remove(pending.request, pending.num_unfinished)
-            replica = self._unassign(pending)
-            if replica is not None and replica.connection is not None and pending.num_unfinished > 0:
-                replica.connection.requests.send(CancelRequest(request_id))
+
+    def _remove(self, pending: PendingRequest) -> None:
+        """The caller no longer waits: cancel what is not finished."""
+        del self._pending[pending.request.request_id]
+        self._work.remove(pending.request, pending.num_unfinished)
+        replica = self._unassign(pending)
+        if replica is not None and replica.connection is not None and pending.num_unfinished > 0:
+            replica.connection.requests.send(CancelRequest(pending.request.request_id))
 
     def _submit(self, pending: PendingRequest) -> None:
         """Send the request to a replica; if none is up, it waits for one."""

@@ -132,19 +132,20 @@ def _raising_api_errors(prepared: Prepared) -> Iterator[None]:
 async def _events(state: ServerState, prepared: Prepared, answer: AnswerStream) -> AsyncGenerator[bytes, None]:
     """The events of a stream. If closed before its end, the requests are cancelled in the engine."""
     num_values = num_prompt_values(prepared)
-    with _raising_api_errors(prepared), state.engine.stream(prepared.requests) as collector:
-        while deltas := await collector.read(MAX_VALUES_AT_ONCE):
-            while answer.num_unsent_first > MAX_FIRST_CHOICES:
-                if answer.shows_prompts(deltas):  # prompts may be long
-                    yield await state.text_threads.run(num_values, answer.first_events, MAX_FIRST_CHOICES)
+    with _raising_api_errors(prepared):
+        async with state.engine.stream(prepared.requests) as collector:
+            while deltas := await collector.read(MAX_VALUES_AT_ONCE):
+                while answer.num_unsent_first > MAX_FIRST_CHOICES:
+                    if answer.shows_prompts(deltas):  # prompts may be long
+                        yield await state.text_threads.run(num_values, answer.first_events, MAX_FIRST_CHOICES)
+                    else:
+                        yield answer.first_events(MAX_FIRST_CHOICES)
+                if answer.shows_prompts(deltas):
+                    events = await state.text_threads.run(num_values, answer.events, deltas)
                 else:
-                    yield answer.first_events(MAX_FIRST_CHOICES)
-            if answer.shows_prompts(deltas):
-                events = await state.text_threads.run(num_values, answer.events, deltas)
-            else:
-                events = answer.events(deltas)
-            if events:
-                yield events  # the reader lets other tasks run
-            else:
-                await asyncio.sleep(0)
+                    events = answer.events(deltas)
+                if events:
+                    yield events  # the reader lets other tasks run
+                else:
+                    await asyncio.sleep(0)
     yield answer.end()
