@@ -28,7 +28,7 @@ MAX_NEW_FDS = 5
 RESTART_TIMEOUT_S = 120.0
 
 NUM_REQUESTS = 16
-STOP_TOKENS = 2000
+STOP_TOKENS = 800
 WATCHDOG_S = 10
 TOLD_LIMIT_S = WATCHDOG_S + 5.0
 """From the stop until /ready says so: the launcher and the manager look once a second."""
@@ -207,7 +207,7 @@ def _stop_one(toka: TokaProcess, title: str, expected: list[tuple[list[str], flo
 
 
 def _long_step_rows() -> list[Row]:
-    """A prompt that is prefilled in one step of more than the watchdog's second, in an engine that knows short steps."""
+    """Prompts that are prefilled in one step of more than the watchdog's second each, after short steps."""
     flags = ("cpu_isa=torch", "watchdog_seconds=1", f"max_tokens_per_forward={CONTEXT}")
     steps_s, statuses = [], set()
     with _server(*flags) as toka:
