@@ -12,18 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
 from tests.helpers.tiny_model import save_tiny_model
 from tests.torture.helpers.connection_flood import connection_flood, raise_file_limit
 from tests.torture.helpers.process_memory import MB, measure_growth, num_open_files, rss_bytes
-from tests.torture.helpers.raw_requests import connect, head
+from tests.torture.helpers.raw_requests import connect, exchange, head, json_request, status_of
 from tests.torture.helpers.row_printer import add_row
 from tests.torture.helpers.rows import Row, print_table
 
 PART = "connections"
 KEY = "torture-key"
+COMPLETIONS = "/v1/completions"
 FLAGS = (f"api_key={KEY}", "dtype=float32", "kv_cache_num_tokens=65536")
 
 NUM_SLOW = 20
@@ -68,7 +67,7 @@ SLOW_KINDS: dict[str, tuple[bytes, bytes]] = {
     "silent": (b"", b""),
     "headers, a byte a second": (b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX-Slow: ", b"x"),
     "a body, a byte a second": (
-        head("POST", "/v1/completions", KEY, "Content-Type: application/json", "Content-Length: 1000"),
+        head("POST", COMPLETIONS, KEY, "Content-Type: application/json", "Content-Length: 1000"),
         b" ",
     ),
     "a chunked body, a byte a second": (
@@ -76,7 +75,7 @@ SLOW_KINDS: dict[str, tuple[bytes, bytes]] = {
         b" ",
     ),
     "a body without a key, a byte a second": (
-        head("POST", "/v1/completions", None, "Content-Length: 1000").replace(b"Connection: close\r\n", b""),
+        head("POST", COMPLETIONS, None, "Content-Length: 1000").replace(b"Connection: close\r\n", b""),
         b" ",
     ),
 }
@@ -109,12 +108,11 @@ def run_slow(toka: TokaProcess, rows: list[Row]) -> None:
     add_row(rows, PART, "file descriptors of the server after these", f"{left:+d}", "0", left <= 0)
 
 
-def ask_once(url: str) -> float:
+def ask_once(toka: TokaProcess) -> float:
     """Seconds of a request over a connection of its own. Raises AssertionError unless it is answered with 200."""
-    body = {"model": "default", "prompt": "hello", "max_tokens": 4}
     began_s = time.monotonic()
-    answer = httpx.post(f"{url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
-    assert answer.status_code == 200, answer.text
+    answer = exchange(toka.port, [json_request(COMPLETIONS, KEY, model="default", prompt="hello", max_tokens=4)])
+    assert status_of(answer) == 200, answer[:300]
     return time.monotonic() - began_s
 
 
@@ -129,8 +127,8 @@ def run_flood(toka: TokaProcess, rows: list[Row], num_connections: int = NUM_FLO
         while len(seconds) + len(wrong) < number_at_end or not until():
             if len(seconds) + len(wrong) < number_at_end:
                 try:
-                    seconds.append(ask_once(toka.url))
-                except (AssertionError, httpx.HTTPError) as error:
+                    seconds.append(ask_once(toka))
+                except (AssertionError, OSError) as error:
                     wrong.append(f"{type(error).__name__} {error}")
             time.sleep(0.1)
 
@@ -164,7 +162,7 @@ def run_connections() -> list[Row]:
         save_tiny_model(model, "llama")
         raise_file_limit()
         with running_toka(f"model={model}", *FLAGS) as toka:
-            ask_once(toka.url)
+            ask_once(toka)
             run_slow(toka, rows)
             run_flood(toka, rows)
             assert toka.process.poll() is None, "toka has ended"

@@ -113,14 +113,14 @@ def unread_stream(toka: TokaProcess) -> str:
     with connect(toka.port, receive_buffer=4096) as connection:
         connection.sendall(json_request("/v1/completions", KEY, model="default", prompt="a", **fields))
         wait_for(lambda: any(UNREAD_LINE in line for line in toka.lines), 60)
-        wait_for(lambda: sum(_requests(toka)) == 0, 20)
+        wait_for(lambda: _num_sequences(toka) == 0, 20)
     return "closed"
 
 
 def too_large_answer(toka: TokaProcess) -> str:
     fields = {"n": 65_536, "max_tokens": 16, "ignore_eos": True}
     answer = exchange(toka.port, [json_request("/v1/completions", KEY, model="default", prompt="a", **fields)])
-    wait_for(lambda: sum(_requests(toka)) == 0, 60)
+    wait_for(lambda: _num_sequences(toka) == 0, 60)
     return f"{status_of(answer)}"
 
 
@@ -164,11 +164,12 @@ QUEUE_LOADS = [
 ]
 
 
-def _requests(toka: TokaProcess) -> tuple[float, float]:
+def _num_sequences(toka: TokaProcess) -> float:
     """Running and waiting."""
-    lines = httpx.get(f"{toka.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=30).text.splitlines()
+    answer = exchange(toka.port, [head("GET", "/metrics", KEY)])
+    lines = answer.decode().partition("\r\n\r\n")[2].splitlines()
     values = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if line[:1] != "#"}
-    return values["toka_requests_running"], values["toka_requests_waiting"]
+    return values["toka_requests_running"] + values["toka_requests_waiting"]
 
 
 def _warm_up(toka: TokaProcess) -> None:
