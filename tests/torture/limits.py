@@ -39,7 +39,7 @@ NUM_HELD = 5000
 FLAGS = (f"api_key={KEY}", "dtype=float32", "kv_cache_num_tokens=65536", "max_seqs_per_forward=256")
 SMALL_ANSWERS = ("max_answer_values=10000", f"write_timeout_seconds={WRITE_TIMEOUT_S}")
 SHORT_QUEUE = ("max_queued_sequences=1000",)
-UNREAD_LINE = "reads none of its answer"
+UNREAD_SAMPLES, UNREAD_TOKENS = 1024, 400
 
 JSON, NDJSON = "Content-Type: application/json", "Content-Type: application/x-ndjson"
 CHUNKED = "Transfer-Encoding: chunked"
@@ -109,12 +109,14 @@ def long_stop_string(toka: TokaProcess) -> str:
 
 
 def unread_stream(toka: TokaProcess) -> str:
-    fields = {"n": 1024, "max_tokens": 400, "ignore_eos": True, "logprobs": 20, "stream": True}
+    fields = {"n": UNREAD_SAMPLES, "max_tokens": UNREAD_TOKENS, "ignore_eos": True, "logprobs": 20, "stream": True}
+    num_before = _metrics(toka)["toka_generation_tokens_total"]
     with connect(toka.port, receive_buffer=4096) as connection:
         connection.sendall(json_request("/v1/completions", KEY, model="default", prompt="a", **fields))
-        wait_for(lambda: any(UNREAD_LINE in line for line in toka.lines), 60)
-        wait_for(lambda: _num_sequences(toka) == 0, 20)
-    return "closed"
+        wait_for(lambda: _num_sequences(toka) > 0, 20)
+        wait_for(lambda: _num_sequences(toka) == 0, WRITE_TIMEOUT_S + 30)
+    num_tokens = _metrics(toka)["toka_generation_tokens_total"] - num_before
+    return "closed" if num_tokens < UNREAD_SAMPLES * UNREAD_TOKENS else "open until the last token"
 
 
 def too_large_answer(toka: TokaProcess) -> str:
@@ -164,12 +166,16 @@ QUEUE_LOADS = [
 ]
 
 
-def _num_sequences(toka: TokaProcess) -> float:
-    """Running and waiting."""
+def _metrics(toka: TokaProcess) -> dict[str, float]:
     answer = exchange(toka.port, [head("GET", "/metrics", KEY)])
     lines = answer.decode().partition("\r\n\r\n")[2].splitlines()
-    values = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if line[:1] != "#"}
-    return values["toka_requests_running"] + values["toka_requests_waiting"]
+    return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if line[:1] != "#"}
+
+
+def _num_sequences(toka: TokaProcess) -> float:
+    """Running and waiting."""
+    metrics = _metrics(toka)
+    return metrics["toka_requests_running"] + metrics["toka_requests_waiting"]
 
 
 def _warm_up(toka: TokaProcess) -> None:
