@@ -19,7 +19,7 @@ from tests.torture.helpers.rows import Row, print_table
 
 LIMIT_S = 0.25
 NUM_STREAMS = 5
-MIN_PROBES = 10
+MIN_PROBES = 4
 
 
 def five_streams_at_once(http: httpx.Client, share: float) -> None:

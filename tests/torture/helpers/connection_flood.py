@@ -13,7 +13,7 @@ from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 
 NUM_PROCESSES = 4
-MAX_OPENED_PER_S = 1000
+MAX_OPENED_PER_S = 250
 """By each process; a connection that the server closed is opened again."""
 SPARE_FILES = 100
 
