@@ -1,7 +1,7 @@
 """`python -m tests.torture [PART…] [--soak MINUTES]`: what the server must survive, measured.
 
-Without names, all parts but the soak run, in about half an hour. Prints a row for each check when its part has run, and
-a Markdown table at the end; the exit code is 1 if any check did not pass.
+Without names, all parts but the soak run, in about half an hour. Prints each row when it is known, and a Markdown table
+at the end; the exit code is 1 if any check did not pass.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from tests.torture import (
     soak,
 )
 from tests.torture.helpers.reports import Report
+from tests.torture.helpers.row_printer import show_rows
 from tests.torture.helpers.rows import Row, print_table
 
 NUM_FUZZ_CASES = 10_000
@@ -60,16 +61,13 @@ def main() -> int:
 
 
 def _run_part(name: str, run: Callable[[], list[Row]]) -> list[Row]:
-    """The part's rows, which are printed; a part that raises has one row more or less, which did not pass."""
+    """The part's rows. A part that raises has a single row, which did not pass."""
     started_s = time.monotonic()
     try:
         rows = run()
     except Exception as error:
         traceback.print_exc()
-        rows = [Row(name, "runs to its end", f"{type(error).__name__}: {error}"[:200], "no exception", False)]
-    for row in rows:
-        verdict = "passed" if row.passed else "FAILED"
-        print(f"{verdict}  {row.part}: {row.what}: {row.measured} (limit: {row.limit})")
+        rows = show_rows([Row(name, "to its end", f"{type(error).__name__}: {error}"[:200], "no exception", False)])
     print(f"{name}: {time.monotonic() - started_s:.0f} s", flush=True)
     return rows
 
@@ -80,7 +78,8 @@ def _run_fuzzer(name: str, run: Callable[[int], Report]) -> list[Row]:
     report.show(time.monotonic() - started_s)
     num_faults = len(report.faults)
     what = f"{report.num_cases:,} damaged or mutated cases: tracebacks, hangs, wrong answers"
-    return [Row(name, what, str(num_faults), "0", num_faults == 0 and report.num_cases >= NUM_FUZZ_CASES)]
+    passed = num_faults == 0 and report.num_cases >= NUM_FUZZ_CASES
+    return show_rows([Row(name, what, str(num_faults), "0", passed)])
 
 
 if __name__ == "__main__":

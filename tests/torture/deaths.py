@@ -15,6 +15,7 @@ from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wai
 from tests.torture.helpers.completions import complete, get_status, make_body, random_ids, save_long_model
 from tests.torture.helpers.engine_load import LARGEST_UPDATE_BYTES, MAX_TOP, EngineLoad
 from tests.torture.helpers.health_watch import HealthWatch, watched_health
+from tests.torture.helpers.row_printer import show_rows
 from tests.torture.helpers.rows import Row
 
 PART = "deaths"
@@ -67,12 +68,13 @@ def run_deaths(num_kills: int = 20, seed: int = 1) -> list[Row]:
                 if (index + 1) % 10 == 0:
                     print(f"{PART}: {index + 1} of {len(titles)} kills", flush=True)
         wait_for(lambda: get_status(toka.port, "/ready") == 200, RESTART_TIMEOUT_S)
-        return [
+        rows = [
             *_load_rows(load, f"{num_kills} kills of the worker and {num_kills} of the manager"),
             *_health_rows(health),
             Row(PART, "restart, from the kill until /ready", _spread(restart_s), "none", True),
             *_leftover_rows(toka, len(titles), server_pid, fds_before, pids),
         ]
+    return show_rows(rows)
 
 
 def run_stops() -> list[Row]:
@@ -81,8 +83,8 @@ def run_stops() -> list[Row]:
     with _server(f"watchdog_seconds={WATCHDOG_S}", "max_restarts=1000", "max_seqs_per_forward=16") as toka:
         expected = _ask_all(toka)
         for title in PARTS:
-            rows += _stop_one(toka, title, [future.result() for future in expected])
-    return rows + _long_step_rows()
+            rows += show_rows(_stop_one(toka, title, [future.result() for future in expected]))
+    return rows + show_rows(_long_step_rows())
 
 
 @contextmanager

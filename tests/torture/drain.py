@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
 from tests.torture.helpers.completions import Answer, complete, make_body, save_long_model
+from tests.torture.helpers.row_printer import show_rows
 from tests.torture.helpers.rows import Row
 
 PART = "drain"
@@ -29,7 +30,7 @@ def run_drain() -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         save_long_model(Path(directory), CONTEXT)
         with running_toka(f"model={directory}", *FLAGS) as toka:
-            return _rows(toka)
+            return show_rows(_rows(toka))
 
 
 def _rows(toka: TokaProcess) -> list[Row]:

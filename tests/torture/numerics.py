@@ -9,6 +9,7 @@ import torch
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
 from tests.helpers.tiny_model import save_tiny_model
 from tests.torture.helpers.completions import Answer, complete, make_body, random_ids
+from tests.torture.helpers.row_printer import show_rows
 from tests.torture.helpers.rows import Row
 
 PART = "numerics"
@@ -33,7 +34,7 @@ def run_numerics() -> list[Row]:
         for backend, flags in FLAGS.items():
             server_flags = (f"attention_backend={backend}", "dtype=float32", "kv_cache_num_tokens=16384", *flags)
             with running_toka(f"model={directory}", *server_flags) as toka:
-                rows += _rows(toka, backend)
+                rows += show_rows(_rows(toka, backend))
     return rows
 
 
