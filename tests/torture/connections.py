@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka
+from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
 from tests.helpers.tiny_model import save_tiny_model
 from tests.torture.helpers.connection_flood import connection_flood, raise_file_limit
 from tests.torture.helpers.process_memory import MB, measure_growth, num_open_files, rss_bytes
@@ -33,6 +33,7 @@ WATCH_S = 75.0
 NUM_FLOOD = 20_000
 NUM_REQUESTS = 40
 REQUEST_LIMIT_S = 5.0
+REQUEST_PAUSE_S = 0.7
 FLOOD_LIMIT_BYTES = 300 * MB
 BUILD_UP_S = 60.0
 
@@ -130,10 +131,11 @@ def run_flood(toka: TokaProcess, rows: list[Row], num_connections: int = NUM_FLO
                     seconds.append(ask_once(toka))
                 except (AssertionError, OSError) as error:
                     wrong.append(f"{type(error).__name__} {error}")
-            time.sleep(0.1)
+            time.sleep(REQUEST_PAUSE_S)
 
     def load() -> None:
         with connection_flood(toka.port, num_connections) as flood:
+            wait_for(lambda: flood.total_opened > 0, BUILD_UP_S)  # the processes have started
             deadline_s = time.monotonic() + BUILD_UP_S
             ask(NUM_REQUESTS // 2, lambda: flood.total_opened >= num_connections or time.monotonic() > deadline_s)
             ask(NUM_REQUESTS, lambda: True)
