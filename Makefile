@@ -3,11 +3,12 @@ BIN := .venv/bin
 SERVE_ARGS ?=
 BENCH_ARGS ?=
 CLIENTS ?=
+PARTS ?=
 
 CPP_FILES = $(shell find tokasaurus tests -name '*.h' -o -name '*.cpp')
 PREBUILT := tokasaurus/model/cpu/prebuilt
 
-.PHONY: serve test lint types unit test-clients test-neon test-wheel wheel bench-manager format clean
+.PHONY: serve test lint types unit test-clients test-neon test-wheel wheel bench-manager torture soak format clean
 
 serve: .venv/installed
 	$(BIN)/toka $(SERVE_ARGS)
@@ -45,6 +46,14 @@ test-wheel: .venv/installed-dev wheel
 
 bench-manager: .venv/installed-dev
 	$(BIN)/python -m benchmarks.manager_cpu $(BENCH_ARGS)
+
+# What real servers survive, as a table: half an hour, on a machine that does nothing else
+torture: .venv/installed-dev
+	$(BIN)/python -m tests.torture $(PARTS)
+
+# Mixed load for half an hour, while memory and file descriptors must not grow
+soak: .venv/installed-dev
+	$(BIN)/python -m tests.torture --soak 30
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .

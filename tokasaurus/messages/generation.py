@@ -1,6 +1,7 @@
 """Messages between the server and a manager: requests one way, sequence deltas the other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Literal
 
 import numpy as np
@@ -130,6 +131,13 @@ class SequenceDelta:
     """One line on the last delta of an aborted sequence; its finish_reason then has no meaning. "" on other deltas."""
     error_code: ErrorCode | None = None
     """The kind of `error`; None without one."""
+
+    def __reduce__(self) -> tuple[type["SequenceDelta"], tuple[object, ...]]:
+        """Dataclasses with slots are pickled field by field: that takes nine times as long, and reading it twice."""
+        return SequenceDelta, _delta_fields(self)
+
+
+_delta_fields = attrgetter(*(field.name for field in fields(SequenceDelta)))
 
 
 @dataclass(frozen=True, slots=True)

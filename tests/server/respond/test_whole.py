@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.small_tokenizer import IM_END, IM_START
+from tests.server.helpers.fake_engine import prompt_logprobs
 from tests.server.helpers.finished_sequences import make_request
 from tokasaurus.messages.generation import FinishReason, GenerateRequest
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.completions import CompletionChoice
 from tokasaurus.server.protocol.usage import PromptTokensDetails
+from tokasaurus.server.respond.logprobs import build_prompt_logprobs
 from tokasaurus.server.respond.whole import build_chat_completion, build_completion, build_usage, write_answer
 from tokasaurus.server.served_model import ServedModel
 
@@ -198,7 +200,22 @@ def test_serialising_choice_by_choice_equals_serialising_the_whole_answer(
 ) -> None:
     request = make_request(want_logprobs=True, num_sequences=2)
     prepared = Prepared("cmpl-1", [request], return_token_ids=return_token_ids)
-    results = [[finished([HELLO, SPACE_WO]), finished([HELLO], "length")]]
+    results = [[finished([HELLO, SPACE_WO]), finished([HELLO] * 300, "length")]]
     for build in (build_completion, build_chat_completion):
         answer = build(prepared, results, served_model)
         assert write_answer(answer) == orjson.dumps(answer)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5000])
+def test_prompt_logprobs_written_in_slices_equal_those_written_at_once(
+    served_model: ServedModel, num_tokens: int
+) -> None:
+    request = replace(make_request(num_tokens), want_prompt_logprobs=True, num_top_prompt_logprobs=4)
+    computed = prompt_logprobs(request)
+    sequence = replace(finished([HELLO]), prompt_logprobs=computed)
+    prepared = Prepared("cmpl-1", [request], num_top_prompt_logprobs=4)
+    expected = build_prompt_logprobs(request.prompt_ids, computed, 4, served_model.tokenizer)
+    for build in (build_completion, build_chat_completion):
+        answer = orjson.loads(write_answer(build(prepared, [[sequence]], served_model)))
+        found = answer["choices"][0] if build is build_completion else answer
+        assert found["prompt_logprobs"] == orjson.loads(orjson.dumps(expected))

@@ -89,7 +89,7 @@ def build_echo_logprobs(
 
     num_top: top-k logprobs per token; `prompt_logprobs` may contain more.
     """
-    token_ids, tops = prompt_ids.tolist(), _prompt_tops(prompt_logprobs, len(prompt_ids), num_top)
+    token_ids, tops = prompt_ids.tolist(), _prompt_tops(prompt_logprobs.top, len(prompt_ids), num_top)
     tokens = list(map(TokenLogprob, token_ids, prompt_logprobs.logprobs.tolist(), echo.offsets, tops))
     later = build_completion_logprobs(tokens[1:], num_top > 0, tokenizer)
     return CompletionLogprobs(
@@ -112,26 +112,35 @@ def join_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> Comp
 
 
 def build_prompt_logprobs(
-    prompt_ids: NDArray[np.int32], prompt_logprobs: PromptLogprobs, num_top: int, tokenizer: Tokenizer
+    prompt_ids: NDArray[np.int32],
+    prompt_logprobs: PromptLogprobs,
+    num_top: int,
+    tokenizer: Tokenizer,
+    start: int = 0,
+    stop: int | None = None,
 ) -> PromptTokenLogprobs:
     """Prompt logprobs in vLLM's format: one entry per prompt token, null for the first.
 
-    num_top: as in `build_echo_logprobs`. A prompt token that is also among the most likely occurs once in its entry.
+    num_top: as in `build_echo_logprobs`. start, stop: positions in the prompt; all of it by default. A prompt token
+    that is also among the most likely occurs once in its entry.
     """
-    tops = _prompt_tops(prompt_logprobs, len(prompt_ids), num_top)
-    rows = zip(
-        prompt_ids.tolist(), prompt_logprobs.logprobs.tolist(), prompt_logprobs.ranks.tolist(), tops, strict=True
-    )
-    entries = [_by_id(*row, tokenizer) for row in rows]
-    return [None, *entries[1:]]
+    part, top = slice(start, stop), prompt_logprobs.top
+    token_ids = prompt_ids[part].tolist()
+    top_part = None if top is None else TopLogprobs(top.token_ids[part], top.logprobs[part])
+    logprobs, ranks = prompt_logprobs.logprobs[part].tolist(), prompt_logprobs.ranks[part].tolist()
+    rows = zip(token_ids, logprobs, ranks, _prompt_tops(top_part, len(token_ids), num_top), strict=True)
+    entries: PromptTokenLogprobs = [_by_id(*row, tokenizer) for row in rows]
+    if start == 0:
+        entries[0] = None
+    return entries
 
 
-def _prompt_tops(prompt_logprobs: PromptLogprobs, num_tokens: int, num_top: int) -> Sequence[list[tuple[int, float]]]:
-    """(token id, logprob) of the `num_top` most likely tokens at each position of a prompt."""
+def _prompt_tops(top: TopLogprobs | None, num_tokens: int, num_top: int) -> Sequence[list[tuple[int, float]]]:
+    """(token id, logprob) of the `num_top` most likely tokens at each of `num_tokens` positions of a prompt."""
     if num_top == 0:
         return [[]] * num_tokens
-    assert prompt_logprobs.top is not None, "the engine returns top-k logprobs if they are requested"
-    return _pairs(prompt_logprobs.top, num_top)
+    assert top is not None, "the engine returns top-k logprobs if they are requested"
+    return _pairs(top, num_top)
 
 
 def _by_id(

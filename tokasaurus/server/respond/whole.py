@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 
@@ -38,6 +38,11 @@ from tokasaurus.server.respond.logprobs import (
 from tokasaurus.server.respond.usage import UsageCounter
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.messages import build_message
+
+# One call that serialises more than this would block the event loop for more than some milliseconds.
+_SLICE_VALUES = 8192
+_SLICE_TOKENS = 128
+"""Sampled or echoed tokens, each with its top-k logprobs."""
 
 
 def build_completion(
@@ -108,13 +113,44 @@ def build_chat_completion(
 
 
 def write_answer(answer: Completion | ChatCompletion) -> bytes:
-    """The answer as JSON, serialised one choice at a time.
+    """The answer as JSON, which prompt logprobs may make hundreds of megabytes large.
 
-    Each dumps() call holds the GIL, which blocks the event loop, and prompt logprobs may have hundreds of megabytes.
+    Serialised in parts, since each dumps() call holds the GIL, which blocks the event loop; join() releases it.
     """
-    shown = {field.name: getattr(answer, field.name) for field in fields(answer)}
-    shown["choices"] = [orjson.Fragment(orjson.dumps(choice)) for choice in answer.choices]
+    parts: list[bytes] = []
+    for field in fields(answer):
+        parts += [b"," if parts else b"{", orjson.dumps(field.name), b":"]
+        if field.name != "choices":
+            parts.append(orjson.dumps(getattr(answer, field.name)))
+            continue
+        choices: Sequence[CompletionChoice | ChatChoice] = answer.choices
+        for index, choice in enumerate(choices):
+            parts += [b"," if index else b"[", _write_choice(choice)]
+        parts.append(b"]")
+    return b"".join([*parts, b"}"])
+
+
+def _write_choice(choice: CompletionChoice | ChatChoice) -> bytes:
+    logprobs = choice.logprobs
+    if logprobs is None:
+        return orjson.dumps(choice)
+    lists = {field.name: getattr(logprobs, field.name) for field in fields(logprobs)}
+    shown = {field.name: getattr(choice, field.name) for field in fields(choice)}
+    shown["logprobs"] = {name: _write_list(values) for name, values in lists.items()}
     return orjson.dumps(shown)
+
+
+def _write_list(values: list[Any] | None) -> Any:
+    """A list as JSON, serialised in slices if it is long."""
+    if values is None or len(values) <= _SLICE_TOKENS:
+        return values
+    starts = range(0, len(values), _SLICE_TOKENS)
+    return _join_lists([orjson.dumps(values[start : start + _SLICE_TOKENS]) for start in starts])
+
+
+def _join_lists(written: Sequence[bytes]) -> orjson.Fragment:
+    """One list of the elements of all lists, as JSON. At least one list; none is empty."""
+    return orjson.Fragment(b"".join([b"[", b",".join([part[1:-1] for part in written]), b"]"]))
 
 
 def build_echo(
@@ -151,8 +187,13 @@ def _prompt_logprobs(
         return None
     assert prompt_logprobs is not None, "the engine returns logprobs if they are requested"
     prompt_ids = prepared.requests[request_index].prompt_ids
-    entries = build_prompt_logprobs(prompt_ids, prompt_logprobs, prepared.num_top_prompt_logprobs, model.tokenizer)
-    return orjson.Fragment(orjson.dumps(entries))
+    num_top = prepared.num_top_prompt_logprobs
+    step = max(1, _SLICE_VALUES // (1 + num_top))
+    slices = []
+    for start in range(0, len(prompt_ids), step):
+        entries = build_prompt_logprobs(prompt_ids, prompt_logprobs, num_top, model.tokenizer, start, start + step)
+        slices.append(orjson.dumps(entries))
+    return _join_lists(slices)
 
 
 def _fingerprint(prepared: Prepared, results: Sequence[Sequence[FinishedSequence]], model: ServedModel) -> str:
