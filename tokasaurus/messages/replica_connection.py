@@ -5,6 +5,8 @@ A replica that is started again has new channels. File descriptors reach a runni
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -40,9 +42,10 @@ def send_connection(server: socket.socket, replica: int, connection: ReplicaConn
 
 
 def receive_connection(launcher: socket.socket) -> tuple[int, ReplicaConnection] | None:
-    """The next replica and its connection; None if nothing has arrived. Raises ChannelClosed if the launcher has ended.
+    """The next replica and its connection; None if nothing has arrived.
 
-    launcher: a socket that does not block.
+    launcher: a socket that does not block. Raises ChannelClosed if the launcher has ended, and OSError if this process
+    may not open more files.
     """
     try:
         content, descriptors, _, _ = socket.recv_fds(launcher, 1, 2)
@@ -50,6 +53,10 @@ def receive_connection(launcher: socket.socket) -> tuple[int, ReplicaConnection]
         return None
     if not content:
         raise ChannelClosed
+    if len(descriptors) != 2:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise OSError(errno.EMFILE, "too many open files to take over the channels of the engine")
     requests, updates = descriptors
     connection = ReplicaConnection(
         Sender(Connection(requests, readable=False)), Receiver(Connection(updates, writable=False))

@@ -80,7 +80,7 @@ def test_bodies_are_accepted_as_by_recounting_all_unfinished_requests(limits: Qu
             status = status_of(work, request, num_running)
             assert status == expected_status(limits, unfinished, request, num_running)
             if status == 200:
-                work.add(request)
+                work.add(request.client, 1, request.num_sequences, len(request.prompt_ids))
                 unfinished.append(Unfinished(request, second))
         elif unfinished:
             one = unfinished[first % len(unfinished)]
@@ -102,7 +102,7 @@ def test_clients_that_ask_for_all_they_can_get_exceed_a_limit_by_a_harmonic_fact
     for number in range(num_clients):
         request = replace(make_request(f"r{number}", [0]), client=f"{number}")
         while status_of(work, request, 0) == 200:
-            work.add(request)
+            work.add(request.client, 1, request.num_sequences, len(request.prompt_ids))
             total += 1
     assert total == sum(limit // count for count in range(1, num_clients + 1))
     assert status_of(work, replace(request, client="late"), 0) == (200 if num_clients < limit else 429)

@@ -3,8 +3,10 @@
 import asyncio
 import socket
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from itertools import islice
 
 from tokasaurus.messages.channel import ChannelClosed, Receiver
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
@@ -63,7 +65,7 @@ class EngineClient:
         self._pending: dict[str, PendingRequest] = {}
         self._work = UnfinishedWork(queue_limits)
         self.is_draining = False
-        """The server is stopping: requests in the engine continue, and the server sends no new ones."""
+        """The server is stopping: requests in the engine continue, and no new ones are accepted."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -146,26 +148,31 @@ class EngineClient:
         num_sequences = sum(request.num_sequences for request in requests)
         num_tokens = sum(len(request.prompt_ids) for request in requests)
         self.check_queue(requests[0].client, num_sequences, num_tokens)
-        submitted: list[PendingRequest] = []
+        self._work.add(requests[0].client, len(requests), num_sequences, num_tokens)  # before other bodies are checked
+        submitted: deque[PendingRequest] = deque()
         try:
-            for index, request in enumerate(requests, 1):
-                pending = PendingRequest(request, collector, index - 1)
-                self._add(pending)
-                submitted.append(pending)
-                if index % MAX_AT_ONCE == 0:
+            for index, request in enumerate(requests):
+                submitted.append(PendingRequest(request, collector, index))
+                self._add(submitted[-1])
+                if len(submitted) % MAX_AT_ONCE == 0:
                     await asyncio.sleep(0)
             yield
         finally:
-            for index, pending in enumerate(submitted, 1):
-                self._remove(pending)
-                if index % MAX_AT_ONCE == 0:
-                    await asyncio.sleep(0)
+            for request in requests[len(submitted) :]:
+                self._work.remove(request, request.num_sequences)
+            self._remove_all(submitted)
+
+    def _remove_all(self, submitted: deque[PendingRequest]) -> None:
+        """Remove the requests, the first at once. Not with `await`, which a second cancellation would end."""
+        for _ in range(min(MAX_AT_ONCE, len(submitted))):
+            self._remove(submitted.popleft())
+        if submitted:
+            asyncio.get_running_loop().call_soon(self._remove_all, submitted)
 
     def _add(self, pending: PendingRequest) -> None:
         request_id = pending.request.request_id
         assert request_id not in self._pending, f"request id {request_id} used twice"
         self._pending[request_id] = pending
-        self._work.add(pending.request)
         self._submit(pending)
 
     def _remove(self, pending: PendingRequest) -> None:
@@ -201,16 +208,19 @@ class EngineClient:
         try:
             while (accepted := receive_connection(self._launcher)) is not None:
                 index, connection = accepted
+                self._lose(index)  # if its end has not been noticed yet
                 replica = self._replicas[index]
-                self._lose(replica)  # if its end has not been noticed yet
                 replica.connection = connection
                 replica.num_starts += 1
-                loop.add_reader(connection.updates.fileno(), self._receive, replica)
+                loop.add_reader(connection.updates.fileno(), self._receive, index)
         except ChannelClosed:  # this process ends with the launcher
             loop.remove_reader(self._launcher.fileno())
+        except OSError as error:
+            self._on_broken(error)
 
-    def _receive(self, replica: Replica) -> None:
+    def _receive(self, index: int) -> None:
         try:
+            replica = self._replicas[index]
             assert replica.connection is not None, "only a connected replica is listened to"
             updates, deadline_s = replica.connection.updates, time.monotonic() + MAX_RECEIVE_S
             while time.monotonic() < deadline_s and (received := updates.drain(max_messages=1)):
@@ -220,16 +230,17 @@ class EngineClient:
                 else:
                     self._apply_update(replica, message)
             if updates.has_whole_message:
-                asyncio.get_running_loop().call_soon(self._receive_rest, replica, updates)
+                asyncio.get_running_loop().call_soon(self._receive_rest, index, updates)
             elif updates.is_closed:
-                self._lose(replica)
+                self._lose(index)
         except Exception as error:
             self._on_broken(error)
 
-    def _receive_rest(self, replica: Replica, updates: Receiver[EngineUpdate | Ready]) -> None:
+    def _receive_rest(self, index: int, updates: Receiver[EngineUpdate | Ready]) -> None:
         """As `_receive`, but only if the replica still has this channel."""
-        if replica.connection is not None and replica.connection.updates is updates:
-            self._receive(replica)
+        connection = self._replicas[index].connection
+        if connection is not None and connection.updates is updates:
+            self._receive(index)
 
     def _apply_update(self, replica: Replica, update: EngineUpdate) -> None:
         # Statistics first, so that they count an answer by the time its client receives it.
@@ -248,32 +259,50 @@ class EngineClient:
         assert ready.limits is not None, "a manager is ready only with its engine's limits"
         is_first = self.limits is None
         replica.start(ready.limits)
-        for pending in self._pending.values():
-            if pending.replica is not None or pending.num_unfinished == 0 or pending.has_failed:
-                continue
-            if pending.num_tokens > ready.limits.max_tokens_per_sequence:
-                pending.fail(EngineDied("the engine died, and after its restart has too little memory"))
-            else:
-                self._submit(pending)
+        waiting = (pending for pending in list(self._pending.values()) if pending.replica is None)
+        self._in_parts(waiting, self._submit_again)
         if is_first and self.limits is not None:
             self._on_ready()
 
-    def _lose(self, replica: Replica) -> None:
-        """The replica's manager has died: its requests run again or fail."""
-        self._close(replica)
-        for pending in list(self._pending.values()):
-            if pending.replica is not replica:
-                continue
-            self._unassign(pending)
-            if pending.num_unfinished == 0:
-                continue
-            pending.num_replays += 1
-            num_finished = pending.request.num_sequences - pending.num_unfinished
-            if pending.num_replays <= MAX_REPLAYS and pending.restart():
-                self._work.restart_sequences(pending.request, num_finished)
-                self._submit(pending)
-            else:
-                pending.fail(EngineDied("the engine died while it answered"))
+    def _lose(self, index: int) -> None:
+        """The replica's manager has died: its requests run again or fail. A new object stands for its next start."""
+        lost = self._replicas[index]
+        self._replicas[index] = Replica(limits=lost.limits, num_starts=lost.num_starts)
+        self._close(lost)
+        self._in_parts(
+            (pending for pending in list(self._pending.values()) if pending.replica is lost), self._run_again
+        )
+
+    def _in_parts(self, pending: Iterator[PendingRequest], handle: Callable[[PendingRequest], None]) -> None:
+        """Calls `handle` for each of them that is still waited for, the first at once, the others soon."""
+        part = list(islice(pending, MAX_AT_ONCE))
+        for one in part:
+            if self._pending.get(one.request.request_id) is one:
+                handle(one)
+        if len(part) == MAX_AT_ONCE:
+            asyncio.get_running_loop().call_soon(self._in_parts, pending, handle)
+
+    def _run_again(self, pending: PendingRequest) -> None:
+        self._unassign(pending)
+        if pending.num_unfinished == 0:
+            return
+        pending.num_replays += 1
+        num_finished = pending.request.num_sequences - pending.num_unfinished
+        if pending.num_replays <= MAX_REPLAYS and pending.restart():
+            self._work.restart_sequences(pending.request, num_finished)
+            self._submit_again(pending)
+        else:
+            pending.fail(EngineDied("the engine died while it answered"))
+
+    def _submit_again(self, pending: PendingRequest) -> None:
+        """Submit a request that waits for a replica, if it still fits."""
+        if pending.replica is not None or pending.num_unfinished == 0 or pending.has_failed:
+            return
+        limits = self.limits
+        if limits is not None and pending.num_tokens > limits.max_tokens_per_sequence:
+            pending.fail(EngineDied("the engine died, and after its restart has too little memory"))
+        else:
+            self._submit(pending)
 
     @staticmethod
     def _close(replica: Replica) -> None:

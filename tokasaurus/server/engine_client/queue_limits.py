@@ -71,12 +71,15 @@ class UnfinishedWork:
                     f"at most {limit} are accepted ({flag})"
                 )
 
-    def add(self, request: GenerateRequest) -> None:
-        """`request` is submitted. Each request that is added must be removed."""
-        for counts in (self._total, self._by_client.setdefault(request.client, _Counts())):
-            counts.num_requests += 1
-            counts.num_sequences += request.num_sequences
-            counts.num_tokens += len(request.prompt_ids)
+    def add(self, client: str, num_requests: int, num_sequences: int, num_tokens: int) -> None:
+        """A body of `client` is submitted. Each of its requests must be removed.
+
+        num_sequences, num_tokens: of its requests together, each prompt counted once.
+        """
+        for counts in (self._total, self._by_client.setdefault(client, _Counts())):
+            counts.num_requests += num_requests
+            counts.num_sequences += num_sequences
+            counts.num_tokens += num_tokens
 
     def finish_sequence(self, request: GenerateRequest) -> None:
         """A sequence of `request`, which is added, has finished."""
