@@ -151,7 +151,9 @@ def _watch(processes: _Processes, stop_signals: StopSignals, report: StartupRepo
             if final is not None:
                 return final
             if replica.restart_at_s is not None and time.monotonic() >= replica.restart_at_s:
-                replica.start()
+                final = _start_again(replica, report)
+                if final is not None:
+                    return final
 
 
 def _seconds_to_look(replicas: list[ReplicaProcesses]) -> float:
@@ -172,6 +174,15 @@ def _read_server_status(server: Child, report: StartupReport) -> str | None:
             case Ready():
                 report.note_ready(message, is_server=True)
     return describe_failure([server], failed)
+
+
+def _start_again(replica: ReplicaProcesses, report: StartupReport) -> str | None:
+    """If the replica will not be started any more: one line that says why."""
+    try:
+        replica.start()
+    except OSError as error:  # no memory, processes or files; or the server has just died, which is seen next
+        return _handle_failure(replica, f"the engine cannot be started: {error.strerror}", report)
+    return None
 
 
 def _handle_failure(replica: ReplicaProcesses, failure: str, report: StartupReport) -> str | None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 TERMINATE_GRACE_S = 1.0
 # A dying process's sentinel is ready shortly before its exit code; this is the longest wait for the code.
 DEATH_S = 1.0
+# Longest wait for the end of a killed process.
+KILL_S = 10.0
 # `timeout` and some supervisors signal the process and then its group: both count as one signal.
 SAME_SIGNAL_S = 0.3
 
@@ -140,15 +142,16 @@ class ProcessGroup:
         self.children = [child for child in self.children if child not in children]
         for child in children:
             child.status.close()
-            child.process.close()
+            if not child.process.is_alive():
+                child.process.close()
 
     @staticmethod
     def _kill(children: Sequence[Child]) -> None:
-        """All at once: a process may take a second to free its memory."""
+        """All at once: a process may take a second to free its memory. One that a driver holds may not end at all."""
         for child in children:
             child.process.kill()
         for child in children:
-            child.process.join()
+            child.process.join(KILL_S)
 
     def terminate(self, stop_signals: StopSignals) -> None:
         """Send SIGTERM to all running children, then SIGKILL after `TERMINATE_GRACE_S`."""

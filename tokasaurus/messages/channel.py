@@ -66,7 +66,7 @@ class Sender(Generic[Message]):
         return self._connection.fileno()
 
     def send(self, message: Message) -> None:
-        """Never blocks: what the pipe has no room for is written by a thread. Nothing happens if nobody reads."""
+        """Never blocks: what does not fit into the pipe is written by a thread. Nothing happens if nobody reads."""
         content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._lock:
             if self._connection.closed:
@@ -94,7 +94,7 @@ class Sender(Generic[Message]):
             self._lock.notify_all()
 
     def _write(self) -> bool:
-        """Write what the pipe has room for; whether that was all. The caller holds the lock."""
+        """Write what fits into the pipe; whether that was all. The caller holds the lock."""
         while self._unwritten:
             first = self._unwritten[0]
             try:
@@ -113,7 +113,10 @@ class Sender(Generic[Message]):
     def _write_rest(self) -> None:
         """Thread: write what `send` could not, for as long as the channel is open."""
         poll = select.poll()
-        poll.register(self._connection.fileno(), select.POLLOUT)
+        with self._lock:
+            if self._connection.closed:
+                return
+            poll.register(self._connection.fileno(), select.POLLOUT)
         while True:
             with self._lock:
                 while not self._unwritten and not self._connection.closed:

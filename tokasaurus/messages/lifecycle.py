@@ -31,8 +31,8 @@ class EngineLimits:
     hydragen: HydragenThresholds | None = DEFAULT_HYDRAGEN
     """None if no prefix group is faster."""
     seconds_per_token: float = 1.0
-    """Longest time that a token of a step may plausibly take, from the warm-up, in seconds. Used until steps are
-    timed."""
+    """Time per token of the warm-up's forwards, in seconds: larger forwards take no longer, apart from attention. Used
+    until steps are timed."""
 
 
 @dataclass(frozen=True, slots=True)

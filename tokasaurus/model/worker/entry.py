@@ -168,10 +168,10 @@ def start_worker(
             *(torch.get_num_threads(), config.max_topk_logprobs),
         )
 
-    def run_largest() -> None:
+    def run_largest() -> float:
         # Long contexts only on CUDA: the CPU kernels take the same memory at any context length. Plain torch on a CPU
         # bounds its attention memory, but would take too long here.
-        warm_up(runner, limits, is_context_costly=device.type == "cuda")
+        return warm_up(runner, limits, is_context_costly=device.type == "cuda")
 
     with phase("KV cache") as details:
         plan = _plan_kv_cache(config, shape, backend, forward_memory, run_largest)
@@ -182,18 +182,15 @@ def start_worker(
             raise UserError(f"the KV cache of {plan.num_blocks:,} blocks cannot be reserved: {first_line}") from error
         slots.rules.allocate((plan.num_blocks + 1) * config.page_size)
         details.append(plan.arithmetic)
-    warm_up_began_s = time.perf_counter()
     with phase("warm-up") as details:
         if forward_memory is not None:
             reserve(forward_memory, model, limits)
-            warm_up_small(runner, limits, config.page_size)
+            seconds_per_token = warm_up_small(runner, limits, config.page_size)
         else:
-            run_largest()
+            seconds_per_token = run_largest()
         if compiler is not None:
             compiler.end_warm_up()
             details.append(f"{compiler.num_compilations} functions compiled")
-    # As if the warm-up's forwards had only one token: longer than any token of a larger one takes.
-    seconds_per_token = time.perf_counter() - warm_up_began_s
     hydragen: HydragenThresholds | None = DEFAULT_HYDRAGEN
     if config.use_hydragen is not False and None in (config.hydragen_min_group_size, config.hydragen_min_prefix_len):
         with phase("shared prefixes") as details, torch.inference_mode():
@@ -243,7 +240,7 @@ def _plan_kv_cache(
     shape: KVShape,
     backend: AttentionBackend,
     forward_memory: ForwardMemory | None,
-    run_largest: Callable[[], None],
+    run_largest: Callable[[], float],
 ) -> KVCachePlan:
     """The size that kv_cache_num_tokens sets, else a fraction of the device's free memory. forward_memory: None if
     unknown."""

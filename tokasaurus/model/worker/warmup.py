@@ -5,6 +5,7 @@ memory of the largest forward is known and reserved (forward_memory.py), a small
 request waits for lazy loading.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -89,8 +90,8 @@ def single_token(limits: ForwardLimits) -> ForwardInput:
     return _first_step(np.ones(1, np.int32), np.zeros(1, np.int32), limits)
 
 
-def warm_up(runner: ModelRunner, limits: ForwardLimits, is_context_costly: bool) -> None:
-    """Run the largest forwards and wait for them.
+def warm_up(runner: ModelRunner, limits: ForwardLimits, is_context_costly: bool) -> float:
+    """Run the largest forwards and wait for them -> seconds per token of the forward where these are fewest.
 
     These are the widest prefill and a decode after it; if is_context_costly (attention's memory grows with the
     context), the longest ones; and the smallest forward, in case a compiler treats a size of 1 specially.
@@ -103,8 +104,7 @@ def warm_up(runner: ModelRunner, limits: ForwardLimits, is_context_costly: bool)
         steps.append(decode_after(widest))
     if is_context_costly:
         steps += [longest_prefill(limits), longest_last_tokens(limits)]
-    for step in (*steps, single_token(limits)):
-        runner.run(step).host_token_ids()
+    return min(_run_timed(runner, step) for step in (*steps, single_token(limits)))
 
 
 def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInput]:
@@ -131,14 +131,23 @@ def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInp
     yield _first_step(np.ones(1, np.int32), np.zeros(1, np.int32), limits, is_plain=True)
 
 
-def warm_up_small(runner: ModelRunner, limits: ForwardLimits, page_size: int) -> None:
-    """Run the small forwards and read their results as the step loop does. Leaves slots open, as `warm_up` does."""
-    for step in small_forwards(limits, page_size):
-        result = runner.run(step)
-        result.host_token_ids()
-        result.host_logprobs()
-        result.host_top()
-        result.host_prompt_logprobs()
+def warm_up_small(runner: ModelRunner, limits: ForwardLimits, page_size: int) -> float:
+    """Run the small forwards and read their results as the step loop does. Leaves slots open, as `warm_up` does.
+
+    Returns seconds per token of the forward where these are fewest.
+    """
+    return min(_run_timed(runner, step) for step in small_forwards(limits, page_size))
+
+
+def _run_timed(runner: ModelRunner, step: ForwardInput) -> float:
+    """Seconds per token of the step."""
+    began_s = time.perf_counter()
+    result = runner.run(step)
+    result.host_token_ids()
+    result.host_logprobs()
+    result.host_top()
+    result.host_prompt_logprobs()
+    return (time.perf_counter() - began_s) / int(step.num_tokens.sum())
 
 
 def _decode_with_prefill(step: ForwardInput, limits: ForwardLimits) -> ForwardInput:
