@@ -26,6 +26,13 @@ def test_every_fault_names_a_test_that_exists() -> None:
     assert len(set(named)) == len(named)
 
 
+def test_the_table_of_the_torture_has_the_rows_of_every_part() -> None:
+    table = OPERATIONS.partition("## make torture")[2]
+    shown = set(re.findall(r"^\| (\w+) \|", table, flags=re.MULTILINE)) - {"part"}
+    parts = {path.stem for path in (ROOT / "tests" / "torture").glob("[!_t]*.py")}
+    assert shown == parts | {"stops"}
+
+
 def test_flags_in_the_docs_exist() -> None:
     known = {*SERVER_FLAGS.flags, *SERVER_FLAGS.aliases}
     for page in PAGES:

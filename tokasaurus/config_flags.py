@@ -182,6 +182,10 @@ SERVER_FLAGS = FlagTable(
                 "maximum waiting sequences; each of n samples counts, but a body is accepted whole while fewer wait",
                 none_means="no limit",
             ),
+            "max_json_values": _count(
+                "maximum numbers and strings of a request body; a list or object counts as 8 more, a key as 3 more. "
+                "Parsing a million blocks other requests for 150 ms"
+            ),
             "max_line_bytes": _count("maximum size of a line of /v1/bulk, in bytes"),
             "max_header_bytes": _count("maximum size of a request's headers together, in bytes"),
             "max_url_bytes": _count("maximum size of a request's path and query, in bytes"),

@@ -35,6 +35,6 @@ def _collect(is_idle: Callable[[], bool]) -> None:
         if is_idle() or waited_s >= LONGEST_WAIT_S:
             gc.collect()
             waited_s = 0.0
-            if is_first:  # the libraries that load in the background are there
+            if is_first and is_idle():  # the libraries that load in the background are there
                 gc.freeze()
                 is_first = False

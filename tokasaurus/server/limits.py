@@ -21,6 +21,8 @@ class RequestLimits:
     """Tokens and logprobs of all choices of an answer that is not streamed."""
     max_tokenize_chars: int = 1 << 20
     """Characters of a prompt, or of all messages together, at /tokenize; also the token ids at /detokenize."""
+    max_json_values: int = 1 << 20
+    """JSON values of a body or bulk line: each list or object counts as eight more, each key as three more."""
     max_stop_strings: int = 16
     """Stop strings of a request."""
     max_stop_chars: int = 1024
@@ -34,6 +36,7 @@ def request_limits(config: ServerConfig) -> RequestLimits:
         max_line_bytes=config.max_line_bytes,
         max_answer_values=config.max_answer_values,
         max_tokenize_chars=config.max_tokenize_chars,
+        max_json_values=config.max_json_values,
         max_stop_strings=config.max_stop_strings,
         max_stop_chars=config.max_stop_chars,
     )

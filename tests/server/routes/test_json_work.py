@@ -10,7 +10,10 @@ import pytest
 
 from tests.server.helpers.bodies_and_errors import assert_openai_error, minimal_body
 from tests.server.helpers.live_server import LiveServer
-from tokasaurus.server.routes.json_work import MAX_JSON_WORK, has_too_many_values
+from tokasaurus.server.limits import RequestLimits
+from tokasaurus.server.routes.json_work import has_too_many_values
+
+MAX_JSON_WORK = RequestLimits().max_json_values
 
 
 def work_of(value: Any) -> int:
@@ -35,19 +38,19 @@ def test_only_marks_outside_of_strings_count(seed: int) -> None:
     content = orjson.dumps(value)
     assert sum(content.count(mark) for mark in (b",", b"[", b"{", b":")) > 2 * len(value) // 3
     assert work_of(value) == MAX_JSON_WORK
-    assert not has_too_many_values(content)
+    assert not has_too_many_values(content, MAX_JSON_WORK)
     value.append(1)
-    assert has_too_many_values(orjson.dumps(value))
+    assert has_too_many_values(orjson.dumps(value), MAX_JSON_WORK)
 
 
 def test_a_long_text_full_of_marks_is_no_work() -> None:
-    assert not has_too_many_values(orjson.dumps({"prompt": '[{",\\' * 2_000_000}))
+    assert not has_too_many_values(orjson.dumps({"prompt": '[{",\\' * 2_000_000}), MAX_JSON_WORK)
 
 
 def test_what_is_refused_would_take_long_to_parse_and_the_check_does_not() -> None:
     content = b'{"prompt":[' + b"12345," * 5_000_000 + b"1]}"
     started = time.perf_counter()
-    assert has_too_many_values(content)
+    assert has_too_many_values(content, MAX_JSON_WORK)
     checked = time.perf_counter()
     orjson.loads(content)
     assert checked - started < time.perf_counter() - checked

@@ -104,7 +104,7 @@ async def bulk(request: Request) -> Response:
 def _read_line(content: bytes, state: ServerState, client: str) -> Line:
     custom_id = None
     try:
-        value = _load(content)
+        value = _load(content, state.limits.max_json_values)
         if isinstance(value, dict) and isinstance(value.get("custom_id"), str):
             custom_id = value["custom_id"][:MAX_CUSTOM_ID_CHARS]
         line = validate_body(value, BulkLine)
@@ -118,8 +118,8 @@ def _read_line(content: bytes, state: ServerState, client: str) -> Line:
     return Line(custom_id, lambda: generate_answer(state, body, origin, endpoint.prepare, endpoint.build))
 
 
-def _load(content: bytes) -> object:
+def _load(content: bytes, max_values: int) -> object:
     try:
-        return load_json(content)
+        return load_json(content, max_values)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"not valid JSON: {error.msg} (character {error.pos})") from None

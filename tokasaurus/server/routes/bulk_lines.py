@@ -124,7 +124,7 @@ class BulkRun:
         self._read_line = read_line
         self._max_line_bytes = max_line_bytes
         self._num_lines = 0
-        self._custom_ids: set[str] = set()
+        self._custom_ids: set[int] = set()  # their hashes, which take less memory
         self._unanswered: dict[asyncio.Task[bytes], str | None] = {}
         self._num_bytes_of: dict[asyncio.Task[bytes], int] = {}  # of the unanswered lines
         self._num_bytes_in_flight = 0
@@ -196,10 +196,10 @@ class BulkRun:
         line = await self._read_line(content)
         if line.custom_id is None:
             return _with_number(line, self._num_lines)
-        if line.custom_id in self._custom_ids:
+        if hash(line.custom_id) in self._custom_ids:
             message = f"line {self._num_lines}: an earlier line has the custom_id {shorten(line.custom_id)!r}"
             return refused(line.custom_id, InvalidRequest(message, "custom_id"))
-        self._custom_ids.add(line.custom_id)
+        self._custom_ids.add(hash(line.custom_id))
         return line
 
     def _finish(self, task: asyncio.Task[bytes]) -> None:

@@ -32,19 +32,22 @@ Body = TypeVar("Body", bound=BaseModel)
 MAX_INLINE_BYTES = 32_768
 
 
-def parse_body(content: bytes, body_model: type[Body]) -> Body:
-    """Raises InvalidRequest unless `content` is a JSON object that matches the model."""
+def parse_body(content: bytes, body_model: type[Body], max_values: int) -> Body:
+    """Raises InvalidRequest unless `content` is a JSON object that matches the model. max_values: as in `load_json`."""
     try:
-        value = load_json(content)
+        value = load_json(content, max_values)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error.msg} (character {error.pos})") from None
     return validate_body(value, body_model)
 
 
-def load_json(content: bytes) -> object:
+def load_json(content: bytes, max_values: int) -> object:
     """Raises JSONDecodeError, and TooManyValues for JSON whose parsing would block the event loop for too long."""
-    if has_too_many_values(content):
-        raise TooManyValues("the body has too many JSON values (about a million are possible): send several requests")
+    if has_too_many_values(content, max_values):
+        raise TooManyValues(
+            f"the body has too many numbers, strings, lists and objects, about {max_values} are possible "
+            "(max_json_values): send several requests"
+        )
     return orjson.loads(content)
 
 
@@ -72,10 +75,13 @@ class JsonBodyRoute(APIRoute):
             check_type(request)
             content = await _read(request, state_of(request).limits.max_request_bytes)
             request.state.num_body_bytes = len(content)
+            max_values = state_of(request).limits.max_json_values
             if len(content) <= MAX_INLINE_BYTES:
-                body = parse_body(content, body_model)
+                body = parse_body(content, body_model, max_values)
             else:
-                body = await state_of(request).text_threads.run(len(content), parse_body, content, body_model)
+                body = await state_of(request).text_threads.run(
+                    len(content), parse_body, content, body_model, max_values
+                )
             return await endpoint(request, body)
 
         return handle

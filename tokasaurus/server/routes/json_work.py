@@ -4,24 +4,23 @@ _SLICE_BYTES = 1 << 19
 # A list or an object takes as long to make and to free as this many numbers.
 _CONTAINER_WORK = 8
 _KEY_WORK = 3
-MAX_JSON_WORK = 1 << 20
-"""Numbers and strings of a body, with 8 more for each list or object and 3 more for each key: 150 ms of parsing."""
 
 
-def has_too_many_values(content: bytes) -> bool:
-    """Whether parsing the body would take more than MAX_JSON_WORK. Valid JSON is not required.
+def has_too_many_values(content: bytes, max_work: int) -> bool:
+    """Whether parsing the body would take more than `max_work`. Valid JSON is not required.
 
+    max_work: numbers and strings, with 8 more for each list or object and 3 more for each key. A million take 150 ms.
     In slices of a few milliseconds; other threads may run between them.
     """
-    if len(content) <= MAX_JSON_WORK // _CONTAINER_WORK:  # each byte may be a list
+    if len(content) <= max_work // _CONTAINER_WORK:  # each byte may be a list
         return False
     slices = range(0, len(content), _SLICE_BYTES)
     # First as if no mark were inside a string, which is faster and enough for nearly all bodies.
-    if sum(_work(content[start : start + _SLICE_BYTES]) for start in slices) <= MAX_JSON_WORK:
+    if sum(_work(content[start : start + _SLICE_BYTES]) for start in slices) <= max_work:
         return False
     work = position = 0
     is_in_string = False
-    while position < len(content) and work <= MAX_JSON_WORK:
+    while position < len(content) and work <= max_work:
         part = content[position : position + _SLICE_BYTES]
         position += len(part)
         if (len(part) - len(part.rstrip(b"\\"))) % 2 == 1:  # the border must not cut an escape
@@ -30,7 +29,7 @@ def has_too_many_values(content: bytes) -> bool:
         texts = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         work += _work(b"".join(texts[is_in_string::2]))
         is_in_string ^= len(texts) % 2 == 0
-    return work > MAX_JSON_WORK
+    return work > max_work
 
 
 def _work(part: bytes) -> int:
