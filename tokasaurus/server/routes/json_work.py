@@ -8,7 +8,7 @@ MAX_JSON_WORK = 1 << 20
 """Numbers and strings of a body, with 8 more for each list or object and 3 more for each key: 150 ms of parsing."""
 
 
-def has_too_many_values(content: bytes) -> bool:
+def has_too_many_values(content: bytes | bytearray) -> bool:
     """Whether parsing the body would take more than MAX_JSON_WORK. Valid JSON is not required.
 
     In slices of a few milliseconds; other threads may run between them.
@@ -33,6 +33,6 @@ def has_too_many_values(content: bytes) -> bool:
     return work > MAX_JSON_WORK
 
 
-def _work(part: bytes) -> int:
+def _work(part: bytes | bytearray) -> int:
     num_containers = part.count(b"[") + part.count(b"{")
     return part.count(b",") + _CONTAINER_WORK * num_containers + _KEY_WORK * part.count(b":")
