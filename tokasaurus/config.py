@@ -92,6 +92,7 @@ class ServerConfig(Config):
 
     max_request_bytes: int | None = 64 << 20
     max_json_values: int = 1 << 20
+    max_body_bytes_in_all: int = 1 << 30
     max_line_bytes: int = 16 << 20
     max_header_bytes: int = 65_536
     max_url_bytes: int = 8_192

@@ -178,6 +178,9 @@ SERVER_FLAGS = FlagTable(
         },
         "limits": {
             "max_request_bytes": _count("maximum size of a request body, in bytes", none_means="no limit"),
+            "max_body_bytes_in_all": _count(
+                "maximum size of all request bodies that are being received or parsed together, in bytes"
+            ),
             "max_queued_requests": _count(
                 "maximum waiting sequences; each of n samples counts, but a body is accepted whole while fewer wait",
                 none_means="no limit",
@@ -189,7 +192,9 @@ SERVER_FLAGS = FlagTable(
             "max_line_bytes": _count("maximum size of a line of /v1/bulk, in bytes"),
             "max_header_bytes": _count("maximum size of a request's headers together, in bytes"),
             "max_url_bytes": _count("maximum size of a request's path and query, in bytes"),
-            "max_connections": _count("maximum open connections", none_means="open files, less a reserve"),
+            "max_connections": _count(
+                "maximum open connections", none_means="open files, less a reserve, which is also the most"
+            ),
             "header_timeout_seconds": _count("longest time for the headers of a connection's first request to arrive"),
             "body_timeout_seconds": _count("longest time for a body to arrive, plus a second for each 64 KiB"),
             "write_timeout_seconds": _count("longest time in which a client receives none of an answer that is sent"),

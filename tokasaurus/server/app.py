@@ -23,6 +23,7 @@ from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.monitoring.loop_lag import LoopLag
 from tokasaurus.server.allowed_hosts import AllowedHostsMiddleware, allowed_hosts
 from tokasaurus.server.api_key import ApiKey, ApiKeyMiddleware, read_api_keys
+from tokasaurus.server.body_bytes import BodyBytes
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.connections.transport import watch_for_lost_peers
 from tokasaurus.server.engine_client.client import EngineClient
@@ -125,7 +126,9 @@ def create_app(
     api_keys: of which clients must send one; empty: no key. limits: None for the defaults. hosts: names that requests
     may be sent to; None: any. salt_by_key: each key has its own cached prompts.
     """
-    state = ServerState(model, engine, GrammarChecker(model), TextThreads(), limits or RequestLimits(), LoopLag())
+    limits = limits or RequestLimits()
+    body_bytes = BodyBytes(limits.max_body_bytes_in_all)
+    state = ServerState(model, engine, GrammarChecker(model), TextThreads(), limits, body_bytes, LoopLag())
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

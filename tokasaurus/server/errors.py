@@ -165,6 +165,15 @@ class TooManyConnections(ApiError):
     headers: Mapping[str, str] = {"Retry-After": "1"}
 
 
+class TooManyBodies(ApiError):
+    """The bodies being received take all the memory they may. The rest is not read, as with BodyTooLarge."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "too_many_bodies"
+    headers: Mapping[str, str] = {"Retry-After": "1", "Connection": "close"}
+
+
 class EngineNotReady(ApiError):
     status = 503
     type = "service_unavailable"

@@ -15,6 +15,8 @@ class RequestLimits:
 
     max_request_bytes: int | None = 64 << 20
     """Bytes of a body; None: no limit."""
+    max_body_bytes_in_all: int = 1 << 30
+    """Bytes of all bodies that are being received or parsed, except those of /v1/bulk; also of a single one."""
     max_line_bytes: int = 16 << 20
     """Bytes of a line of /v1/bulk. Longer lines are not kept in memory."""
     max_answer_values: int = 1 << 25
@@ -33,6 +35,7 @@ def request_limits(config: ServerConfig) -> RequestLimits:
     """The limits that the flags set."""
     return RequestLimits(
         max_request_bytes=config.max_request_bytes,
+        max_body_bytes_in_all=config.max_body_bytes_in_all,
         max_line_bytes=config.max_line_bytes,
         max_answer_values=config.max_answer_values,
         max_tokenize_chars=config.max_tokenize_chars,

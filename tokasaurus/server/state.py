@@ -7,6 +7,7 @@ from fastapi import Request
 
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.monitoring.loop_lag import LoopLag
+from tokasaurus.server.body_bytes import BodyBytes
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import EngineNotReady, EngineRestarting, ServerStopping
 from tokasaurus.server.limits import RequestLimits
@@ -24,6 +25,7 @@ class ServerState:
     grammars: GrammarChecker
     text_threads: TextThreads
     limits: RequestLimits
+    body_bytes: BodyBytes
     loop_lag: LoopLag
 
     def ready_limits(self) -> EngineLimits:

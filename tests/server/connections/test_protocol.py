@@ -239,6 +239,7 @@ def test_closing_after_the_answer_has_begun_cancels_the_rest_at_once(timed: Live
     """The client has read everything it was sent, so only what the server sends next shows that it is gone."""
     timed.engine.script = lambda request, _index: None if request.prompt_ids[0] == ord("z") else Reply([97], None, None)
     timed.engine.cancelled.clear()
+    num_before = len(timed.engine.requests)
     with connect(timed.url) as connection:
         if route == "stream":
             connection.sendall(completion(stream=True))
@@ -249,6 +250,7 @@ def test_closing_after_the_answer_has_begun_cancels_the_rest_at_once(timed: Live
         received = b""
         while beginning not in received or not received.endswith(b"\r\n"):
             received += connection.recv(65536)
+        timed.engine.wait_until(lambda engine: len(engine.requests) > num_before)
     timed.engine.wait_until(lambda engine: len(engine.cancelled) == 1)
     timed.engine.script = echo
     wait_until_clean(timed)

@@ -1,6 +1,7 @@
 """Limits of sizes, malformed requests, and requests to upgrade, by raw sockets against the real server."""
 
 import logging
+import select
 import socket
 from collections.abc import Iterator
 
@@ -73,6 +74,46 @@ def test_endless_trailers_and_chunk_extensions_are_refused(limited: LiveServer) 
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     for endless in (b"2\r\n{}\r\n0\r\nTrailer: " + b"a" * (1 << 20), b"2;" + b"e" * (1 << 20)):
         assert ask(limited.url, head + endless).error_code == "headers_too_large"
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 1, 1000])
+def test_a_body_does_not_count_as_the_next_requests_headers(limited: LiveServer, chunk_bytes: int | None) -> None:
+    """They arrive together, and the headers are complete only later."""
+    body = b"[]" + b" " * 90_000
+    framing = b"Content-Length: %d" % len(body)
+    if chunk_bytes is not None:
+        body = body[: 100 * chunk_bytes]
+        parts = [body[start : start + chunk_bytes] for start in range(0, len(body), chunk_bytes)]
+        body = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in [*parts, b""])
+        framing = b"Transfer-Encoding: chunked"
+    with connect(limited.url) as connection:
+        post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%s\r\n\r\n" % framing
+        connection.sendall(post + body + GET[:-2])
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400")
+        connection.sendall(b"\r\n\r\n")
+        (answer,) = parse_answers(read_all(connection))
+        assert answer.status == 200
+
+
+def test_headers_without_an_end_are_refused_after_a_body(limited: LiveServer) -> None:
+    body = b"[]" + b" " * 90_000
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with connect(limited.url) as connection:
+        connection.sendall(post + body + GET + b"A: " + b"a" * 20_000)
+        answers = parse_answers(read_all(connection))
+    assert [answer.status for answer in answers] == [400, 431]
+
+
+def test_headers_and_url_up_to_their_limits_may_precede_a_body_that_arrives_later(limited: LiveServer) -> None:
+    head = b"POST /v1/completions?%s HTTP/1.1\r\n" % (b"q" * (MAX_URL_BYTES - len("/v1/completions?")))
+    fields = b"Host: x\r\nConnection: close\r\nContent-Length: 2\r\n"
+    padding = b"A: " + b"a" * (MAX_HEADER_BYTES - len(fields) - len("A: \r\n")) + b"\r\n"
+    with connect(limited.url) as connection:
+        connection.sendall(head + fields + padding + b"\r\n")
+        assert not select.select([connection], [], [], 0.2)[0]
+        connection.sendall(b"[]")
+        (answer,) = parse_answers(read_all(connection))
+    assert answer.status == 400
 
 
 def test_trailers_do_not_become_headers(limited: LiveServer) -> None:

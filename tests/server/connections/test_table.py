@@ -1,5 +1,6 @@
 """The number of connections, and the memory that unfinished requests take together."""
 
+import logging
 import random
 import socket
 import threading
@@ -13,11 +14,13 @@ from tests.server.helpers.fake_engine import FakeEngine, echo, never
 from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.raw_http import completion, connect, parse_answers, read_all
 from tokasaurus.config import ServerConfig
+from tokasaurus.server.connections import table as table_module
 from tokasaurus.server.connections.table import MAX_HEAD_BYTES_IN_ALL, ConnectionTable
 from tokasaurus.server.served_model import ServedModel
 
 MAX_CONNECTIONS = 20
 KEY = "s3cret"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @pytest.fixture
@@ -38,7 +41,17 @@ def is_open(connection: socket.socket) -> bool:
         return False
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{",
+        HEALTH + b"GET / HTTP/1.1\r\nX: a",
+        HEALTH + b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{        GET / HTTP/1.1\r\nX: a",
+    ],
+)
 def test_connections_without_a_request_do_not_keep_clients_out(guarded: LiveServer, sent: bytes) -> None:
     with ExitStack() as stack:
         connections = []
@@ -92,6 +105,67 @@ def test_limit_of_all_unfinished_headers_closes_the_oldest(served_model: ServedM
         assert not is_open(connections[0])
 
 
+@pytest.mark.parametrize("begun_by", [b"", HEALTH], ids=["first", "pipelined"])
+def test_too_many_unfinished_headers_close_only_connections_that_hold_large_ones(
+    served_model: ServedModel, monkeypatch: pytest.MonkeyPatch, begun_by: bytes
+) -> None:
+    size, limit = 20_000, 200_000
+    monkeypatch.setattr(table_module, "MAX_HEAD_BYTES_IN_ALL", limit)
+    with live_server(served_model, FakeEngine()) as server, ExitStack() as stack:
+        silent, begun, idle = (stack.enter_context(connect(server.url)) for _ in range(3))
+        begun.sendall(HEALTH[:20])
+        idle.sendall(HEALTH)
+        assert idle.recv(65536).startswith(b"HTTP/1.1 200")
+        large = []
+        for _ in range(3 * limit // size):
+            large.append(stack.enter_context(connect(server.url)))
+            large[-1].sendall(begun_by + b"GET /health HTTP/1.1\r\nA: " + b"a" * size)
+            if begun_by:
+                assert large[-1].recv(65536).startswith(b"HTTP/1.1 200")
+            assert server.http.get("/health").status_code == 200
+        assert sum(is_open(connection) for connection in large) * size < limit
+        assert is_open(silent)
+        begun.settimeout(20)
+        begun.sendall(HEALTH[20:])
+        idle.settimeout(20)
+        idle.sendall(HEALTH)
+        for connection in (begun, idle):
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_unfinished_headers_of_working_connections_are_dropped(
+    served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their work goes on, and others are served."""
+    limit, size = 200_000, 60_000
+    monkeypatch.setattr(table_module, "MAX_HEAD_BYTES_IN_ALL", limit)
+    with live_server(served_model, FakeEngine()) as server, ExitStack() as stack:
+        server.engine.script = never
+        working = [stack.enter_context(connect(server.url)) for _ in range(2 * limit // size)]
+        for connection in working:
+            connection.sendall(completion() + b"GET /health HTTP/1.1\r\nA: " + b"a" * size)
+            newcomer = stack.enter_context(connect(server.url))
+            newcomer.sendall(HEALTH[:20])
+            assert server.http.get("/health").status_code == 200
+            newcomer.sendall(HEALTH[20:])
+            assert newcomer.recv(65536).startswith(b"HTTP/1.1 200")
+        server.engine.wait_until(lambda engine: len(engine.requests) == len(working))
+        assert all(is_open(connection) for connection in working)
+        assert not server.engine.cancelled
+
+
+def test_max_connections_is_capped_by_open_files_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    config = ServerConfig()
+    possible = ConnectionTable(config).max_connections
+    with caplog.at_level(logging.WARNING):
+        for asked, expected in ((possible - 1, possible - 1), (possible, possible), (possible + 1, possible)):
+            config.max_connections = asked
+            assert ConnectionTable(config).max_connections == expected
+    (warning,) = caplog.messages
+    assert f"max_connections={possible + 1}" in warning
+    assert str(possible) in warning
+
+
 class FakeConnection:
     def __init__(self, table: ConnectionTable) -> None:
         self.table = table
@@ -102,6 +176,9 @@ class FakeConnection:
 
     def evict(self) -> None:
         self.is_evicted = True
+
+    def drop_head(self) -> None:
+        raise AssertionError("no head is counted")
 
 
 def test_victims_equal_those_of_a_list_in_order_of_waiting() -> None:

@@ -1,7 +1,9 @@
 """Limits on request bodies: size, media type and JSON. Refusals are immediate."""
 
 import socket
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import openai
@@ -9,8 +11,10 @@ import orjson
 import pytest
 
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body, refused_quickly
-from tests.server.helpers.fake_engine import FakeEngine
+from tests.server.helpers.fake_engine import FakeEngine, echo, never
 from tests.server.helpers.live_server import LiveServer, live_server
+from tests.server.helpers.raw_http import connect, parse_answers, read_all
+from tokasaurus.server.limits import RequestLimits
 from tokasaurus.server.served_model import ServedModel
 
 MAX_BYTES = 40_000
@@ -97,6 +101,56 @@ def test_too_large_body_is_refused_before_all_of_it_arrives(limited: LiveServer,
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 413")
     assert_openai_error(answer.partition(b"\r\n\r\n")[2])
+
+
+def upload(num_bytes: int, num_sent: int) -> bytes:
+    """The first bytes of a request with a body of `num_bytes`, of which `num_sent` are sent."""
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {num_bytes}\r\n\r\n"
+    return head.encode() + padded_body(num_bytes)[:num_sent]
+
+
+@pytest.mark.parametrize("max_request_bytes", [None, MAX_BYTES])
+def test_bodies_being_received_are_limited_together(served_model: ServedModel, max_request_bytes: int | None) -> None:
+    limits = RequestLimits(max_request_bytes=max_request_bytes, max_body_bytes_in_all=2 * MAX_BYTES)
+    with live_server(served_model, FakeEngine(), limits=limits) as server, ExitStack() as stack:
+        slow = [stack.enter_context(connect(server.url)) for _ in range(3)]
+        for connection in slow:
+            connection.sendall(upload(MAX_BYTES, 30_000))
+            time.sleep(0.2)
+        (answer,) = parse_answers(read_all(slow[2]))
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert assert_openai_error(answer.body)["code"] == "too_many_bodies"
+        assert server.http.post(COMPLETIONS, content=padded_body(15_000)).status_code == 200
+        slow[1].close()  # half received: its bytes no longer count
+        assert wait_for_status(server, padded_body(MAX_BYTES), 200)
+        slow[0].sendall(padded_body(MAX_BYTES)[30_000:])
+        assert slow[0].recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def wait_for_status(server: LiveServer, content: bytes, status: int) -> bool:
+    for _ in range(50):
+        if server.http.post(COMPLETIONS, content=content).status_code == status:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_parsed_bodies_do_not_count_while_their_requests_run(served_model: ServedModel) -> None:
+    limits = RequestLimits(max_body_bytes_in_all=2 * MAX_BYTES)
+    with live_server(served_model, FakeEngine(), limits=limits) as server, ExitStack() as stack:
+        server.engine.script = never
+        for count in range(1, 6):
+            stack.enter_context(connect(server.url)).sendall(upload(MAX_BYTES, MAX_BYTES))
+            server.engine.wait_until(lambda engine, count=count: len(engine.requests) == count)
+        server.engine.script = echo
+        assert server.http.post(COMPLETIONS, content=padded_body(2 * MAX_BYTES)).status_code == 200
+
+
+def test_body_larger_than_the_limit_of_all_is_413(served_model: ServedModel) -> None:
+    with live_server(served_model, FakeEngine(), limits=RequestLimits(max_body_bytes_in_all=MAX_BYTES)) as server:
+        response = server.http.post(COMPLETIONS, content=padded_body(MAX_BYTES + 1))
+        assert response.status_code == 413
+        assert "max_body_bytes_in_all" in assert_openai_error(response.content)["message"]
 
 
 @pytest.mark.parametrize(

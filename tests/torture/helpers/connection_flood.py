@@ -19,12 +19,14 @@ SPARE_FILES = 100
 
 _SPAWN = multiprocessing.get_context("spawn")
 _HOST = b"Host: localhost\r\n"
-# What the connections send, in turn: nothing, a part of a head, a whole request, a head with a part of its body.
+# What the connections send, in turn: nothing, a part of a head, a whole request, a head with a part of its body, and
+# a request that is cheap to answer with a large part of the next one's head.
 _CONTENTS = (
     b"",
     b"POST /v1/completions HTTP/1.1\r\n" + _HOST + b"X-Part: ",
     b"GET /v1/models HTTP/1.1\r\n" + _HOST + b"\r\n",
     b"POST /v1/completions HTTP/1.1\r\n" + _HOST + b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{",
+    b"GET /health HTTP/1.1\r\n" + _HOST + b"\r\nGET /health HTTP/1.1\r\n" + _HOST + b"X-Part: " + b"a" * 60_000,
 )
 
 

@@ -31,6 +31,8 @@ MAX_HEADERS = 200
 """Headers of one request: each costs far more memory than its bytes."""
 MAX_PIPELINED = 64
 """Requests that a client may send before the answer to an earlier one."""
+_SLICE_BYTES = 8192
+"""Input is parsed in slices: of an unfinished head only those are known in which it arrived."""
 
 
 class _Refused(Exception):
@@ -71,10 +73,10 @@ class RefusingProtocol(HttpToolsProtocol):
         """Of the request that is arriving."""
         self._has_served = False
         """A complete request has arrived."""
-        self._num_head_bytes = 0
-        """Received of a head that is incomplete; the table knows of them."""
         self._num_header_bytes = 0
         self._num_body_bytes = 0
+        self._num_body_bytes_in_slice = 0
+        """Of all requests."""
         self._num_bytes_without_body = 0
         self._waited_s = 0.0
         """How long the client has kept the server waiting for what comes next."""
@@ -92,7 +94,6 @@ class RefusingProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport.is_client_sending = False
         self._table.remove(self)
-        self._forget_head()
         self.pipeline.clear()
         if self._active is not None and not self._active.response_complete:
             self._active.disconnected = True
@@ -103,8 +104,12 @@ class RefusingProtocol(HttpToolsProtocol):
         raise NotImplementedError
 
     def evict(self) -> None:
-        self._forget_head()  # at once: the table may go on until enough is free
         self.transport.abort()
+
+    def drop_head(self) -> None:
+        self._refuse(HeadersTooLarge("the unfinished headers of all connections together are too large"))
+        self.parser = httptools.HttpRequestParser(self)  # the old one holds the head
+        self.url, self.headers = b"", []
 
     def shutdown(self) -> None:
         self.transport.is_client_sending = False  # no time to linger
@@ -116,9 +121,15 @@ class RefusingProtocol(HttpToolsProtocol):
     # What arrives
 
     def data_received(self, data: bytes) -> None:
-        if self._refusal is not None or self.transport.is_lingering:
-            return  # dropped
-        num_body_bytes = self._num_body_bytes
+        for start in range(0, len(data), _SLICE_BYTES):
+            if self._refusal is not None or self.transport.is_closing():
+                return  # the rest is dropped
+            self._receive(data[start : start + _SLICE_BYTES])
+
+    def _receive(self, data: bytes) -> None:
+        """data: up to _SLICE_BYTES."""
+        self._num_body_bytes_in_slice = 0
+        former_cycle = self.cycle
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
@@ -127,12 +138,12 @@ class RefusingProtocol(HttpToolsProtocol):
         if not self.transport.is_client_sending:
             return
         if not self._has_headers:
-            # the parser shows a header only when it is complete
-            self._num_head_bytes += len(data)
-            self._table.add_head_bytes(len(data))
-            if self._num_head_bytes > self._limits.max_header_bytes + self._limits.max_url_bytes:
+            # The parser shows a header only when it is complete. A body in the same slice is an earlier request's.
+            num_head_bytes = self._table.add_head_bytes(self, len(data) - self._num_body_bytes_in_slice)
+            if num_head_bytes > self._limits.max_header_bytes + self._limits.max_url_bytes:
                 self._refuse(self._headers_too_large())
-        elif num_body_bytes == self._num_body_bytes:  # trailers or extensions of chunks, of any length
+        elif self._num_body_bytes_in_slice == 0 and self.cycle is former_cycle:
+            # trailers or extensions of chunks, of any length
             self._num_bytes_without_body += len(data)
             if self._num_bytes_without_body > self._limits.max_header_bytes:
                 self._refuse(self._headers_too_large())
@@ -190,13 +201,14 @@ class RefusingProtocol(HttpToolsProtocol):
                 self._stop_parsing(MalformedHttp("this server is no proxy"))
             return
         super().on_headers_complete()
-        self._forget_head()
+        self._table.forget_head(self)
         self._has_headers = True
         self._waited_s = 0.0
         self._num_body_bytes = self._num_bytes_without_body = 0
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
+        self._num_body_bytes_in_slice += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -206,10 +218,7 @@ class RefusingProtocol(HttpToolsProtocol):
         self.transport.is_client_sending = self._has_headers = False
         self._has_served = True
         self._waited_s = 0.0
-        if self._is_answering():
-            self._table.set_busy(self)
-        else:  # answered before its body had arrived
-            self._table.set_idle(self)
+        self._tell_table()
 
     # Answers
 
@@ -229,9 +238,18 @@ class RefusingProtocol(HttpToolsProtocol):
             self._send_refusal(self._refusal)
         elif self._has_eof:
             self.transport.close()
-        elif not self.transport.is_client_sending:
-            self._table.set_idle(self)
+        self._tell_table()
         self.flow.resume_reading()
+
+    def _tell_table(self) -> None:
+        """Whether the server works for the client, or waits for it."""
+        is_active_incomplete = self._has_headers and self._active is self.cycle
+        if self._is_answering() and not is_active_incomplete:
+            self._table.set_busy(self)
+        elif self.transport.is_client_sending:
+            self._table.set_unfinished(self)
+        else:
+            self._table.set_idle(self)
 
     def _is_answering(self) -> bool:
         return self._active is not None and not self._active.response_complete
@@ -271,10 +289,6 @@ class RefusingProtocol(HttpToolsProtocol):
             f"a request may have at most {MAX_HEADERS} headers, and {self._limits.max_header_bytes} bytes of them "
             "(max_header_bytes)"
         )
-
-    def _forget_head(self) -> None:
-        self._table.num_head_bytes -= self._num_head_bytes
-        self._num_head_bytes = 0
 
 
 def _describe(error: httptools.HttpParserError) -> MalformedHttp:

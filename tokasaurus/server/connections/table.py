@@ -15,6 +15,8 @@ logger = logging.getLogger("uvicorn.error")
 
 MAX_HEAD_BYTES_IN_ALL = 32 << 20
 """Bytes of all incomplete request lines and headers together."""
+_HEAD_BYTES_KEPT = 0.9
+"""Share of them that is left when connections are closed for them: sorting is rare."""
 MAX_TICK_S = 2.0
 """A sweep counts at most this much: time in which the server itself stood still is not the clients' fault."""
 
@@ -28,19 +30,25 @@ class Connection(Protocol):
     def evict(self) -> None:
         """Close the connection at once, in favour of a newer one."""
 
+    def drop_head(self) -> None:
+        """Free the incomplete head's memory, and refuse its request after the answers to earlier ones."""
+
 
 class ConnectionTable:
     """`config` gives the limits. With max_connections open, a new connection closes one that is waiting.
 
-    The first choice is the connection that has waited longest without having sent a complete request, so clients that
-    send none cannot keep others out; the second is the one that has been idle longest between requests.
+    The first choice is the connection that has waited longest with no request, or with a request that is incomplete
+    although all earlier ones are answered: clients that complete none cannot keep others out. The second is the one
+    that has been idle longest between requests.
     """
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.max_connections = config.max_connections or _connections_by_open_files()
-        self.num_head_bytes = 0
-        """Bytes of all incomplete request lines and headers; kept by the connections."""
+        self.max_connections = _max_connections(config)
+        self._num_head_bytes_of: dict[Connection, int] = {}
+        """Received of each incomplete head."""
+        self._num_head_bytes = 0
+        """Their sum."""
         self._open: set[Connection] = set()
         self._newcomers: OrderedDict[Connection, None] = OrderedDict()
         self._idle: OrderedDict[Connection, None] = OrderedDict()
@@ -59,21 +67,38 @@ class ConnectionTable:
     def remove(self, connection: Connection) -> None:
         self._open.discard(connection)
         self.set_busy(connection)
+        self.forget_head(connection)
 
     def set_busy(self, connection: Connection) -> None:
-        """The connection has sent a complete request, and is not closed for newer ones until `set_idle`."""
+        """The connection has sent a complete request, and is not closed for newer ones until it waits again."""
         self._newcomers.pop(connection, None)
         self._idle.pop(connection, None)
 
     def set_idle(self, connection: Connection) -> None:
+        """The connection has sent complete requests, and all are answered."""
         self._newcomers.pop(connection, None)
         self._idle[connection] = None
 
-    def add_head_bytes(self, num_bytes: int) -> None:
-        """Count bytes of an incomplete head. Above the limit for all, the connections waiting longest are closed."""
-        self.num_head_bytes += num_bytes
-        while self.num_head_bytes > MAX_HEAD_BYTES_IN_ALL and self._evict():
-            pass
+    def set_unfinished(self, connection: Connection) -> None:
+        """The rest of a request is missing, and all earlier ones are answered."""
+        self._idle.pop(connection, None)
+        self._newcomers[connection] = None  # if it was one, it keeps its place
+
+    def add_head_bytes(self, connection: Connection, num_bytes: int) -> int:
+        """Count bytes of an incomplete head -> bytes of this head; 0 if the connection was closed.
+
+        Above the limit for all heads, the connections with the largest ones are closed, no others: those that wait at
+        once, those at work after their answers.
+        """
+        self._num_head_bytes += num_bytes
+        self._num_head_bytes_of[connection] = self._num_head_bytes_of.get(connection, 0) + num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES_IN_ALL:
+            self._evict_largest_heads()
+        return self._num_head_bytes_of.get(connection, 0)
+
+    def forget_head(self, connection: Connection) -> None:
+        """The head is complete, or not needed any more."""
+        self._num_head_bytes -= self._num_head_bytes_of.pop(connection, 0)
 
     def sweep(self, now_s: float) -> None:
         """Check every connection's timeouts. now_s: by a monotonic clock."""
@@ -85,12 +110,34 @@ class ConnectionTable:
     def _evict(self) -> bool:
         for group in (self._newcomers, self._idle):
             if group:
-                victim, _ = group.popitem(last=False)
-                self._open.discard(victim)
+                victim = next(iter(group))
+                self.remove(victim)
                 logger.warning("closed a waiting connection for a newer one: %d are open", len(self._open))
                 victim.evict()
                 return True
         return False
+
+    def _evict_largest_heads(self) -> None:
+        for victim, num_bytes in sorted(self._num_head_bytes_of.items(), key=lambda head: head[1], reverse=True):
+            if self._num_head_bytes <= _HEAD_BYTES_KEPT * MAX_HEAD_BYTES_IN_ALL:
+                break
+            logger.warning("dropped %d bytes of a connection's unfinished headers: all have too many", num_bytes)
+            if victim in self._newcomers or victim in self._idle:
+                self.remove(victim)
+                victim.evict()
+            else:
+                self.forget_head(victim)
+                victim.drop_head()
+
+
+def _max_connections(config: ServerConfig) -> int:
+    possible = _connections_by_open_files()
+    if config.max_connections is None:
+        return possible
+    if config.max_connections > possible:
+        asked = f"max_connections={config.max_connections}"
+        logger.warning(f"{asked}: the limit of open files (ulimit -n) allows only {possible}, which is used")
+    return min(config.max_connections, possible)
 
 
 def _connections_by_open_files() -> int:

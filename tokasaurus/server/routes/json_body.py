@@ -23,6 +23,7 @@ from tokasaurus.server.errors import (
     shorten,
     unknown_field,
 )
+from tokasaurus.server.limits import RequestLimits
 from tokasaurus.server.routes.json_work import has_too_many_values
 from tokasaurus.server.state import state_of
 
@@ -32,7 +33,7 @@ Body = TypeVar("Body", bound=BaseModel)
 MAX_INLINE_BYTES = 32_768
 
 
-def parse_body(content: bytes, body_model: type[Body], max_values: int) -> Body:
+def parse_body(content: bytes | bytearray, body_model: type[Body], max_values: int) -> Body:
     """Raises InvalidRequest unless `content` is a JSON object that matches the model. max_values: as in `load_json`."""
     try:
         value = load_json(content, max_values)
@@ -41,7 +42,7 @@ def parse_body(content: bytes, body_model: type[Body], max_values: int) -> Body:
     return validate_body(value, body_model)
 
 
-def load_json(content: bytes, max_values: int) -> object:
+def load_json(content: bytes | bytearray, max_values: int) -> object:
     """Raises JSONDecodeError, and TooManyValues for JSON whose parsing would block the event loop for too long."""
     if has_too_many_values(content, max_values):
         raise TooManyValues(
@@ -73,18 +74,22 @@ class JsonBodyRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             check_type(request)
-            content = await _read(request, state_of(request).limits.max_request_bytes)
-            request.state.num_body_bytes = len(content)
-            max_values = state_of(request).limits.max_json_values
-            if len(content) <= MAX_INLINE_BYTES:
-                body = parse_body(content, body_model, max_values)
-            else:
-                body = await state_of(request).text_threads.run(
-                    len(content), parse_body, content, body_model, max_values
-                )
-            return await endpoint(request, body)
+            # a call of its own: the content's memory is free while the endpoint runs
+            return await endpoint(request, await _read_and_parse(request, body_model))
 
         return handle
+
+
+async def _read_and_parse(request: Request, body_model: type[Body]) -> Body:
+    """Also notes the body's size, see `num_body_bytes`."""
+    state = state_of(request)
+    with state.body_bytes.of_one_body() as count:
+        content = await _read(request, state.limits, count)
+        request.state.num_body_bytes = len(content)
+        if len(content) <= MAX_INLINE_BYTES:
+            return parse_body(content, body_model, state.limits.max_json_values)
+        threads, max_values = state.text_threads, state.limits.max_json_values
+        return await threads.run(len(content), parse_body, content, body_model, max_values)
 
 
 def check_type(request: Request, media_types: Sequence[str] = ("application/json",)) -> None:
@@ -98,23 +103,29 @@ def check_type(request: Request, media_types: Sequence[str] = ("application/json
         raise UnsupportedMediaType(f"the body may not be compressed ({shorten(encoding)!r})")
 
 
-async def _read(request: Request, max_bytes: int | None) -> bytes:
-    """The whole body. Raises BodyTooLarge as soon as the limit is exceeded, and ClientGone."""
+async def _read(request: Request, limits: RequestLimits, count: Callable[[int], None]) -> bytearray:
+    """The whole body. Raises BodyTooLarge as soon as a limit is exceeded, what `count` raises, and ClientGone.
+
+    count: called with the size of each part, before the part is kept.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal():
+        _check_size(int(announced), limits)
+    content = bytearray()
     try:
-        if max_bytes is None:
-            return await request.body()
-        announced = request.headers.get("content-length", "")
-        if announced.isdecimal() and int(announced) > max_bytes:
-            raise _too_large(max_bytes)
-        content = bytearray()
         async for chunk in request.stream():
+            _check_size(len(content) + len(chunk), limits)
+            count(len(chunk))
             content += chunk
-            if len(content) > max_bytes:
-                raise _too_large(max_bytes)
-        return bytes(content)
     except ClientDisconnect:
         raise ClientGone from None
+    return content
 
 
-def _too_large(max_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the body may have at most {max_bytes} bytes (max_request_bytes)")
+def _check_size(num_bytes: int, limits: RequestLimits) -> None:
+    for name, limit in (
+        ("max_request_bytes", limits.max_request_bytes),
+        ("max_body_bytes_in_all", limits.max_body_bytes_in_all),
+    ):
+        if limit is not None and num_bytes > limit:
+            raise BodyTooLarge(f"the body may have at most {limit} bytes ({name})")
