@@ -54,7 +54,7 @@ INNER_LAYERS = {
         ["state", "openapi", "disconnect", "respond", "connections"],
         ["api_key", "allowed_hosts", "request_id", "prepare"],
         ["structured_output", "engine_client"],
-        ["served_model", "limits", "text_threads", "garbage", "client_identity"],
+        ["served_model", "resources", "client_identity"],
         ["tools"],
         ["protocol", "errors"],
     ],

@@ -23,22 +23,22 @@ from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.monitoring.loop_lag import LoopLag
 from tokasaurus.server.allowed_hosts import AllowedHostsMiddleware, allowed_hosts
 from tokasaurus.server.api_key import ApiKey, ApiKeyMiddleware, read_api_keys
-from tokasaurus.server.body_bytes import BodyBytes
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.connections.transport import watch_for_lost_peers
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.queue_limits import QueueLimits
 from tokasaurus.server.errors import add_error_handlers
-from tokasaurus.server.garbage import collect_garbage_when_idle
 from tokasaurus.server.http_server import LISTEN_BACKLOG, HttpServer, http_config
-from tokasaurus.server.limits import RequestLimits, request_limits
 from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.request_id import RequestIdMiddleware
+from tokasaurus.server.resources.body_bytes import BodyBytes
+from tokasaurus.server.resources.garbage import collect_garbage_when_idle
+from tokasaurus.server.resources.limits import RequestLimits, request_limits
+from tokasaurus.server.resources.text_threads import TextThreads
 from tokasaurus.server.routes import bulk, chat, completions, health, metrics, models, tokenize
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
 from tokasaurus.server.structured_output.validator import GrammarChecker
-from tokasaurus.server.text_threads import TextThreads
 from tokasaurus.server.tools.formats import find_tool_support
 from tokasaurus.text.tokenizer import Tokenizer
 

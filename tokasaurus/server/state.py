@@ -7,13 +7,13 @@ from fastapi import Request
 
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.monitoring.loop_lag import LoopLag
-from tokasaurus.server.body_bytes import BodyBytes
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import EngineNotReady, EngineRestarting, ServerStopping
-from tokasaurus.server.limits import RequestLimits
+from tokasaurus.server.resources.body_bytes import BodyBytes
+from tokasaurus.server.resources.limits import RequestLimits
+from tokasaurus.server.resources.text_threads import TextThreads
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.structured_output.validator import GrammarChecker
-from tokasaurus.server.text_threads import TextThreads
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.queue_limits import NO_LIMITS, QueueLimits
 from tokasaurus.server.http_server import HttpServer, http_config
-from tokasaurus.server.limits import RequestLimits
+from tokasaurus.server.resources.limits import RequestLimits
 from tokasaurus.server.served_model import ServedModel
 
 

@@ -11,9 +11,9 @@ from tokasaurus.server.prepare.body import Origin, prepare_chat, prepare_complet
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
+from tokasaurus.server.resources.text_threads import TextThreads
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.structured_output.validator import GrammarChecker
-from tokasaurus.server.text_threads import TextThreads
 
 CHAT = {"messages": [{"role": "user", "content": "abc"}]}
 COMPLETION = {"prompt": ["a", "bc"]}

@@ -15,7 +15,7 @@ from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.engine_client.queue_limits import QueueLimits
-from tokasaurus.server.limits import RequestLimits
+from tokasaurus.server.resources.limits import RequestLimits
 from tokasaurus.server.routes import bulk as bulk_route
 from tokasaurus.server.routes import bulk_lines
 from tokasaurus.server.served_model import ServedModel

@@ -6,9 +6,9 @@ from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.server.prepare.requests import Draft, Prepared, draft_chat, draft_completion
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
+from tokasaurus.server.resources.text_threads import TextThreads
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.structured_output.validator import GrammarChecker
-from tokasaurus.server.text_threads import TextThreads
 
 
 @dataclass(frozen=True, slots=True)

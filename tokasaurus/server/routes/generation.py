@@ -18,20 +18,20 @@ from tokasaurus.server.engine_client.collectors import (
     SequenceAborted,
 )
 from tokasaurus.server.errors import AnswerTooLargeError, GrammarTooComplex, InvalidRequest, NumericalError
-from tokasaurus.server.limits import RequestLimits
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
 from tokasaurus.server.prepare.body import Origin
 from tokasaurus.server.prepare.requests import Prepared, num_prompt_values
 from tokasaurus.server.protocol.chat import ChatCompletion
 from tokasaurus.server.protocol.completions import Completion
 from tokasaurus.server.protocol.sampling_fields import SamplingFields, StreamOptions
+from tokasaurus.server.resources.limits import RequestLimits
+from tokasaurus.server.resources.text_threads import TextThreads
 from tokasaurus.server.respond.stream import AnswerStream
 from tokasaurus.server.respond.whole import write_answer
 from tokasaurus.server.routes.event_stream import EventStream
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState, num_body_bytes, state_of
 from tokasaurus.server.structured_output.validator import GrammarChecker
-from tokasaurus.server.text_threads import TextThreads
 
 Body = TypeVar("Body", bound=SamplingFields)
 # A function of server.prepare.body and one of server.respond.whole.

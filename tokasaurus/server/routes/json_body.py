@@ -23,7 +23,7 @@ from tokasaurus.server.errors import (
     shorten,
     unknown_field,
 )
-from tokasaurus.server.limits import RequestLimits
+from tokasaurus.server.resources.limits import RequestLimits
 from tokasaurus.server.routes.json_work import has_too_many_values
 from tokasaurus.server.state import state_of
 

@@ -21,9 +21,9 @@ from tokasaurus.config import ServerConfig
 from tokasaurus.server.app import create_app
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.engine_client.client import EngineClient
-from tokasaurus.server.garbage import collect_garbage_when_idle
 from tokasaurus.server.http_server import HttpServer, http_config
-from tokasaurus.server.limits import RequestLimits
+from tokasaurus.server.resources.garbage import collect_garbage_when_idle
+from tokasaurus.server.resources.limits import RequestLimits
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.tokenizer import Tokenizer
 

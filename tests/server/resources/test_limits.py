@@ -11,7 +11,7 @@ from tests.server.helpers.fake_engine import FakeEngine, Reply
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.limits import RequestLimits, request_limits
+from tokasaurus.server.resources.limits import RequestLimits, request_limits
 from tokasaurus.server.served_model import ServedModel
 
 LIMITS = RequestLimits(max_answer_values=40, max_tokenize_chars=200, max_stop_strings=2, max_stop_chars=5)

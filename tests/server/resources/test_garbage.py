@@ -5,7 +5,7 @@ import sys
 
 SCRIPT = """
 import gc, time, weakref
-from tokasaurus.server import garbage
+from tokasaurus.server.resources import garbage
 
 class Node:
     pass

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from tokasaurus.server.text_threads import LARGE_SIZE, NUM_SMALL_THREADS, TextThreads
+from tokasaurus.server.resources.text_threads import LARGE_SIZE, NUM_SMALL_THREADS, TextThreads
 
 
 def test_small_work_runs_while_all_threads_for_large_work_are_busy() -> None:
