@@ -219,7 +219,8 @@ def _tokenize(prompts: list[Prompt], model: ServedModel, limits: EngineLimits) -
     for prompt_ids in prompts_ids:
         if not prompt_ids:
             raise InvalidRequest("prompt has no tokens", "prompt")
-        _check_vocabulary(prompt_ids, model, "prompt")
+        if len(prompt_ids) <= max_tokens:  # the caller refuses a longer one for its length, which takes less time
+            _check_vocabulary(prompt_ids, model, "prompt")
     return prompts_ids
 
 
