@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.small_tokenizer import EOS_IDS, VOCAB_SIZE, save_small_tokenizer
+from tests.helpers.small_model import make_served_model
+from tests.helpers.small_tokenizer import save_small_tokenizer
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -19,16 +19,7 @@ def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def served_model(tokenizer_directory: Path) -> ServedModel:
-    return ServedModel(
-        name="org/small",
-        tokenizer=Tokenizer.load(tokenizer_directory),
-        vocab_size=VOCAB_SIZE,
-        eos_ids=frozenset(EOS_IDS),
-        created=1_700_000_000,
-        system_fingerprint="fp_test",
-        allow_logprobs=True,
-        max_top_logprobs=20,
-    )
+    return make_served_model(tokenizer_directory)
 
 
 @pytest.fixture(scope="session")

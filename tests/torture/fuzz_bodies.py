@@ -9,7 +9,6 @@ import logging
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,15 +18,14 @@ from typing import Any
 import httpx
 import orjson
 
-from tests.helpers.small_tokenizer import EOS_IDS, VOCAB_SIZE, save_small_tokenizer
+from tests.helpers.small_model import make_served_model
+from tests.helpers.small_tokenizer import save_small_tokenizer
 from tests.server.helpers.bodies_and_errors import assert_openai_error
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
 from tests.torture.helpers.json_mutations import encode, mutate
-from tests.torture.helpers.reports import Report
+from tests.torture.helpers.reports import Report, run_from_command_line
 from tokasaurus.messages.lifecycle import EngineLimits
-from tokasaurus.server.served_model import ServedModel
-from tokasaurus.text.tokenizer import Tokenizer
 
 NUM_CLIENTS = 8
 CASE_LIMIT_S = 60
@@ -199,29 +197,12 @@ def _server() -> Iterator[tuple[LiveServer, _ErrorLog]]:
     logging.getLogger().addHandler(log)
     try:
         with tempfile.TemporaryDirectory() as directory:
-            model = ServedModel(
-                name="org/small",
-                tokenizer=Tokenizer.load(save_small_tokenizer(Path(directory))),
-                vocab_size=VOCAB_SIZE,
-                eos_ids=frozenset(EOS_IDS),
-                created=1_700_000_000,
-                system_fingerprint="fp_test",
-                allow_logprobs=True,
-                max_top_logprobs=20,
-            )
+            model = make_served_model(save_small_tokenizer(Path(directory)))
             with live_server(model, FakeEngine(limits=_LIMITS), max_request_bytes=MAX_REQUEST_BYTES) as server:
                 yield server, log
     finally:
         logging.getLogger().removeHandler(log)
 
 
-def main() -> int:
-    """The exit code."""
-    started = time.perf_counter()
-    report = run(int(sys.argv[1]) if len(sys.argv) > 1 else 10_000)
-    report.show(time.perf_counter() - started)
-    return 1 if report.faults else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_from_command_line(run))

@@ -14,7 +14,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -40,7 +39,7 @@ from tests.checkpoint.helpers.gguf_files import (
     write_gguf,
 )
 from tests.torture.helpers.json_mutations import encode, mutate
-from tests.torture.helpers.reports import Report
+from tests.torture.helpers.reports import Report, run_from_command_line
 from tokasaurus.checkpoint import check_weight_sizes, read_model_info, weight_files
 from tokasaurus.checkpoint.gguf_conversion import write_hf_directory
 from tokasaurus.messages.lifecycle import UserError
@@ -276,13 +275,5 @@ def run(num_cases: int) -> Report:
     return report
 
 
-def main() -> int:
-    """The exit code."""
-    started = time.perf_counter()
-    report = run(int(sys.argv[1]) if len(sys.argv) > 1 else 10_000)
-    report.show(time.perf_counter() - started)
-    return 1 if report.faults else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_from_command_line(run))

@@ -1,6 +1,9 @@
 """What a fuzzer prints and returns."""
 
+import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -31,3 +34,11 @@ class Report:
             print(f"  {kind:<24} {outcome:<24} {count:>7,}")
         for line in self.faults[:40]:
             print(f"  {line[:240]}")
+
+
+def run_from_command_line(run: Callable[[int], Report]) -> int:
+    """Run as many cases as the first argument says, else 10,000, and print the report -> the exit code."""
+    started = time.perf_counter()
+    report = run(int(sys.argv[1]) if len(sys.argv) > 1 else 10_000)
+    report.show(time.perf_counter() - started)
+    return 1 if report.faults else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Any
 
@@ -51,7 +52,7 @@ class _GatedFlow(FlowControl):
             super().resume_reading()
 
 
-class RefusingProtocol(HttpToolsProtocol):
+class RefusingProtocol(HttpToolsProtocol, ABC):
     """Refuses what exceeds the limits of `table.config`, or is no valid HTTP."""
 
     transport: LingeringTransport
@@ -100,8 +101,9 @@ class RefusingProtocol(HttpToolsProtocol):
             self._active.message_event.set()
         super().connection_lost(exc)
 
+    @abstractmethod
     def check(self, tick_s: float) -> None:
-        raise NotImplementedError
+        """Called at each sweep of the table. tick_s: seconds since the last."""
 
     def evict(self) -> None:
         self.transport.abort()

@@ -76,7 +76,7 @@ class LingeringTransport(asyncio.Transport):
 
 
 def watch_for_lost_peers(listener: socket.socket, unread_timeout_s: int) -> None:
-    """Let the kernel end connections, of those that `listener` will accept, whose other machine is gone.
+    """The kernel will end a connection that `listener` accepts once the client's machine is gone.
 
     That is two minutes without an answer to probes, or `unread_timeout_s` without confirmation of sent bytes.
     """

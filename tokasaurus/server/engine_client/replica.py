@@ -13,7 +13,7 @@ class Replica:
     connection: ReplicaConnection | None = None
     is_ready: bool = False
     limits: EngineLimits | None = None
-    """Those of its last start; None before the first."""
+    """The limits reported at its last start; None before its first start."""
     stats: EngineStats | None = None
     """None while it is not ready."""
     num_unfinished_sequences: int = 0

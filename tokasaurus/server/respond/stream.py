@@ -88,7 +88,7 @@ class AnswerStream(ABC):
         extra = self._first_fields()
         first, self._num_sent_first = self._num_sent_first, self._num_sent_first + count
         indices = range(first, self._num_sent_first)
-        return b"".join([self._event([self._first_choice(index)], usage, extra) for index in indices])
+        return b"".join([self._event([choice], usage, extra) for choice in self._first_choices(indices)])
 
     @abstractmethod
     def shows_prompts(self, deltas: Sequence[tuple[int, SequenceDelta]]) -> bool:
@@ -129,12 +129,12 @@ class AnswerStream(ABC):
         """Number of choices that are sent before any text, each in a chunk of its own."""
         return 0
 
-    def _first_choice(self, index: int) -> object:
-        """The choice with this index as it is sent before any text."""
-        raise NotImplementedError
+    def _first_choices(self, _indices: range) -> Sequence[object]:
+        """The choices with these indices as they are sent before any text."""
+        return []
 
     def _first_fields(self) -> Mapping[str, object]:
-        """Extra fields of the chunks with `_first_choice`."""
+        """Extra fields of the chunks with `_first_choices`."""
         return {}
 
     @abstractmethod
@@ -216,8 +216,8 @@ class ChatStream(AnswerStream):
         # One for every choice, in order: the OpenAI client accepts a choice only after all choices of smaller index.
         return self._prepared.requests[0].num_sequences
 
-    def _first_choice(self, index: int) -> ChatChunkChoice:
-        return ChatChunkChoice(index, self._role, None, None)
+    def _first_choices(self, indices: range) -> list[ChatChunkChoice]:
+        return [ChatChunkChoice(index, self._role, None, None) for index in indices]
 
     def _first_fields(self) -> Mapping[str, object]:
         if not self._prepared.return_token_ids:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.helpers.small_tokenizer import EOS_IDS, VOCAB_SIZE
+from tests.helpers.small_model import make_served_model
 from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tests.server.helpers.live_server import wait_until_ready
 from tokasaurus.config import ServerConfig
@@ -24,24 +24,13 @@ from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.http_server import HttpServer, http_config
 from tokasaurus.server.resources.garbage import collect_garbage_when_idle
 from tokasaurus.server.resources.limits import RequestLimits
-from tokasaurus.server.served_model import ServedModel
-from tokasaurus.text.tokenizer import Tokenizer
 
 _SPAWN = multiprocessing.get_context("spawn")
 PROBE_INTERVAL_S = 0.02
 
 
 def _serve(directory: Path, limits: RequestLimits, launcher: socket.socket, ports: Connection) -> None:
-    model = ServedModel(
-        name="org/small",
-        tokenizer=Tokenizer.load(directory),
-        vocab_size=VOCAB_SIZE,
-        eos_ids=frozenset(EOS_IDS),
-        created=1_700_000_000,
-        system_fingerprint="fp_test",
-        allow_logprobs=True,
-        max_top_logprobs=20,
-    )
+    model = make_served_model(directory)
     engine = EngineClient(launcher)
     app = create_app(model, engine, limits=limits)
     collect_garbage_when_idle(lambda: engine.num_pending_requests == 0)
