@@ -66,7 +66,8 @@ class GenerateRequest:
     priority: int = 0
     """Among the waiting sequences of one client, those with the lowest value are admitted first."""
     is_background: bool = False
-    """Admitted only while no sequence of another request waits, except background ones."""
+    """Admitted only while no sequence of another request waits, except background ones; not counted in the server's
+    limits of the queue."""
 
 
 @dataclass(frozen=True, slots=True)

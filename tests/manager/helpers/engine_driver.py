@@ -152,6 +152,7 @@ class EngineDriver:
         assert not self.step()
         state, num_slots = self.state, self.options.num_slots
         stats = state.stats()
+        assert stats.num_running_background == 0
         assert (stats.num_running, stats.num_waiting, stats.num_kv_blocks_used, stats.worker_queue_depth) == (0,) * 4
         assert not state.unfinished
         assert not state.has_uncounted

@@ -76,6 +76,7 @@ def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = No
     state.num_admissions += 1
     state.num_with_stops += sequence.stop_matcher is not None
     state.num_with_grammars += sequence.has_grammar
+    state.num_background += request.is_background
     if request.is_streamed:
         state.streaming[sequence] = None
     state.sequences[slot] = sequence
@@ -209,6 +210,7 @@ def _free_slot_and_blocks(state: EngineState, sequence: Sequence, keep_kv: bool 
     slots.is_running[slot] = slots.is_decoding[slot] = False
     state.num_with_stops -= sequence.stop_matcher is not None
     state.num_with_grammars -= sequence.has_grammar
+    state.num_background -= sequence.request.is_background
     slots.has_grammar[slot] = slots.awaits_matcher[slot] = False
     if sequence.request.stop_token_ids:
         slots.stop_token_ids[slot] = -1

@@ -168,6 +168,8 @@ class EngineState:
     """None if grammars do not support the tokenizer."""
     num_with_grammars: int = 0
     """Running sequences with a grammar."""
+    num_background: int = 0
+    """Running sequences of background requests."""
     streaming: dict[Sequence, None] = field(default_factory=dict)
     """Running sequences whose tokens are sent as they arrive."""
     starts_are_stale: bool = False
@@ -213,6 +215,7 @@ class EngineState:
             total_nonfinite_rows=self.totals.nonfinite_rows,
             total_forward_seconds=self.step_totals.busy_seconds,
             phase_seconds=self.totals.phase_seconds,
+            num_running_background=self.num_background,
             manager_cpu_seconds=manager_cpu_seconds,
             total_asked_prompt_tokens=tokens.asked,
             total_computed_prompt_tokens=tokens.computed,

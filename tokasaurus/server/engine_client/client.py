@@ -109,7 +109,8 @@ class EngineClient:
 
     def check_queue(self, client: str, num_sequences: int = 1, num_tokens: int = 1) -> None:
         """Raises QueueFull or InvalidRequest if a body of `client` cannot be submitted, see UnfinishedWork.check."""
-        num_running = sum(stats.num_running for stats in self.stats if stats is not None)
+        up = [stats for stats in self.stats if stats is not None]
+        num_running = sum(stats.num_running - stats.num_running_background for stats in up)
         self._work.check(client, num_sequences, num_tokens, num_running)
 
     def check_restart(self) -> None:
@@ -145,10 +146,11 @@ class EngineClient:
     @asynccontextmanager
     async def _submitted(self, requests: Sequence[GenerateRequest], collector: Collector) -> AsyncIterator[None]:
         """Runs the requests within the context, a part of them at a time. Raises as `check_queue`."""
-        num_sequences = sum(request.num_sequences for request in requests)
-        num_tokens = sum(len(request.prompt_ids) for request in requests)
-        self.check_queue(requests[0].client, num_sequences, num_tokens)
-        self._work.add(requests[0].client, len(requests), num_sequences, num_tokens)  # before other bodies are checked
+        if not requests[0].is_background:
+            num_sequences = sum(request.num_sequences for request in requests)
+            num_tokens = sum(len(request.prompt_ids) for request in requests)
+            self.check_queue(requests[0].client, num_sequences, num_tokens)
+            self._work.add(requests[0].client, len(requests), num_sequences, num_tokens)  # before other bodies' checks
         submitted: deque[PendingRequest] = deque()
         try:
             for index, request in enumerate(requests):

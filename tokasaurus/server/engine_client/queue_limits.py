@@ -37,7 +37,7 @@ class _Counts:
 
 @dataclass(slots=True)
 class UnfinishedWork:
-    """Unfinished requests, sequences and prompt tokens, in all and by client."""
+    """Unfinished requests, sequences and prompt tokens, in all and by client; without background requests."""
 
     limits: QueueLimits
     _total: _Counts = field(default_factory=_Counts)
@@ -47,8 +47,8 @@ class UnfinishedWork:
     def check(self, client: str, num_sequences: int, num_tokens: int, num_running: int) -> None:
         """Whether a body of `client` may be added.
 
-        num_tokens: of its prompts, each counted once. num_running: sequences that run, as far as the engine has
-        reported. Raises QueueFull; InvalidRequest if the body alone exceeds a limit.
+        num_tokens: of its prompts, each counted once. num_running: sequences that run, without background ones,
+        as far as the engine has reported. Raises QueueFull; InvalidRequest if the body alone exceeds a limit.
         """
         limits, total = self.limits, self._total
         own = self._by_client.get(client, _Counts())
@@ -82,17 +82,23 @@ class UnfinishedWork:
             counts.num_tokens += num_tokens
 
     def finish_sequence(self, request: GenerateRequest) -> None:
-        """A sequence of `request`, which is added, has finished."""
+        """A sequence of `request` has finished."""
+        if request.is_background:
+            return
         self._total.num_sequences -= 1
         self._by_client[request.client].num_sequences -= 1
 
     def restart_sequences(self, request: GenerateRequest, num_finished: int) -> None:
         """`num_finished` sequences of `request`, all that had finished, will run again."""
+        if request.is_background:
+            return
         self._total.num_sequences += num_finished
         self._by_client[request.client].num_sequences += num_finished
 
     def remove(self, request: GenerateRequest, num_unfinished: int) -> None:
         """`request` has ended with `num_unfinished` of its sequences not finished."""
+        if request.is_background:
+            return
         own = self._by_client[request.client]
         for counts in (self._total, own):
             counts.num_requests -= 1
