@@ -41,7 +41,7 @@ LAYERS = [
     ["process_group", "startup_report", "restart_policy"],
     ["child_process"],
     ["server", "manager", "model"],
-    ["text", "monitoring", "checkpoint"],
+    ["text", "monitoring", "checkpoint", "listener"],
     ["messages", "config"],
     ["config_flags"],
     ["flags"],
@@ -51,11 +51,13 @@ INNER_LAYERS = {
     "server": [
         ["app"],
         ["routes", "http_server"],
+        ["batches"],
+        ["generation"],
         ["state", "openapi", "disconnect", "respond", "connections"],
         ["api_key", "allowed_hosts", "request_id", "prepare"],
         ["structured_output", "engine_client"],
         ["served_model", "resources", "client_identity"],
-        ["tools"],
+        ["tools", "parsing"],
         ["protocol", "errors"],
     ],
     # planning: pure functions over arrays and numbers, which know no engine state.

@@ -82,6 +82,7 @@ class ServerConfig(Config):
     stats_report_seconds: float = 5.0
     statsd_server_url: str | None = None
     data_dir: str | None = None
+    keep_days: int = 30
     api_keys_file: str | None = None
     cache_salt_per_key: bool = False
     allowed_hosts: str | None = None
@@ -108,6 +109,8 @@ class ServerConfig(Config):
     max_tokenize_chars: int = 1 << 20
     max_stop_strings: int = 16
     max_stop_chars: int = 1024
+    max_file_bytes: int = 200 << 20
+    max_batch_lines: int = 50_000
 
     def finalize(self) -> None:
         """Raises FlagError for a value of the wrong type, out of range, or not implemented yet."""

@@ -21,7 +21,6 @@ NOT_BUILT = frozenset(
         "cudagraph_max_size",
         "cudagraph_step",
         "statsd_server_url",
-        "data_dir",
     }
 )
 
@@ -160,7 +159,12 @@ SERVER_FLAGS = FlagTable(
             "log_level": Flag("log level of everything else", choices=("error", "warning", "info", "debug")),
             "stats_report_seconds": Flag("seconds between throughput log lines", minimum=0.1, maximum=86400),
             "statsd_server_url": Flag("statsd server that receives metrics, as host:port"),
-            "data_dir": Flag("directory for uploaded files and batches", none_means="user's data"),
+            "data_dir": Flag(
+                "directory for files and batches, which survive restarts; by default one for each port, in the user's "
+                "data directory",
+                none_means="by port",
+            ),
+            "keep_days": _count("days after which files and finished batches are removed"),
             "api_keys_file": Flag("file of keys that clients may send, one per line, each may have a name before it"),
             "cache_salt_per_key": Flag("share cached prompts only between requests with the same API key"),
             "allowed_hosts": Flag(
@@ -189,7 +193,7 @@ SERVER_FLAGS = FlagTable(
                 "maximum numbers and strings of a request body; a list or object counts as 8 more, a key as 3 more. "
                 "Parsing a million blocks other requests for 150 ms"
             ),
-            "max_line_bytes": _count("maximum size of a line of /v1/bulk, in bytes"),
+            "max_line_bytes": _count("maximum size of a line of /v1/bulk or of a batch's input file, in bytes"),
             "max_header_bytes": _count("maximum size of a request's headers together, in bytes"),
             "max_url_bytes": _count("maximum size of a request's path and query, in bytes"),
             "max_connections": _count(
@@ -213,6 +217,8 @@ SERVER_FLAGS = FlagTable(
             ),
             "max_stop_strings": _count("maximum stop strings of a request"),
             "max_stop_chars": _count("maximum characters of a stop string"),
+            "max_file_bytes": _count("maximum size of an uploaded file, in bytes"),
+            "max_batch_lines": _count("maximum lines of a batch's input file"),
         },
     },
     aliases={"kv_cache_size_num_tokens": "kv_cache_num_tokens"},

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint
 from tokasaurus.child_process import ChildProcess
 from tokasaurus.config import ServerConfig
+from tokasaurus.listener import bind, url_of
 from tokasaurus.messages.channel import wait
 from tokasaurus.messages.lifecycle import HEARTBEAT_SECONDS, STOP_AT_ONCE, Failed, PhaseDone, Ready, UserError
 from tokasaurus.model.cpu.build_ahead import kernels_built_ahead
@@ -57,9 +58,9 @@ def serve(config: ServerConfig, entries: Entries | None = None) -> int:
 
 
 def _serve(config: ServerConfig, entries: Entries, report: StartupReport) -> int:
-    with _bind(config.host, config.port) as listener:  # first: fails before the model is loaded if the port is taken
+    with bind(config.host, config.port) as listener:  # first: fails before the model is loaded if the port is taken
         report.end_phase("imports")
-        report.address = _url(listener)
+        report.address = url_of(listener)
         checkpoint = resolve_checkpoint(config.model, config.tokenizer, report.show_progress)
         report.end_phase("find model", str(checkpoint.directory))
         report.model = checkpoint.name if config.served_model_name is None else config.served_model_name
@@ -91,27 +92,6 @@ class _Processes:
     @property
     def managers_and_workers(self) -> list[Child]:
         return [child for replica in self.replicas for child in replica.children]
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Raises UserError."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise UserError(f"host={host}: {error.strerror}") from None
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise UserError(f"port={port}: cannot listen on {host}: {error.strerror}; choose another port=") from None
-    return listener
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
 
 
 def _start_all(

@@ -10,19 +10,24 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from tokasaurus.checkpoint import Checkpoint
+from tokasaurus.listener import url_of
 from tokasaurus.messages.channel import Sender
 from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.monitoring.loop_lag import LoopLag
 from tokasaurus.server.allowed_hosts import AllowedHostsMiddleware, allowed_hosts
 from tokasaurus.server.api_key import ApiKey, ApiKeyMiddleware, read_api_keys
+from tokasaurus.server.batches.limits import BatchLimits, batch_limits
+from tokasaurus.server.batches.location import opened_data_dir
+from tokasaurus.server.batches.service import BatchService
+from tokasaurus.server.batches.store.store import Store
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.connections.transport import watch_for_lost_peers
 from tokasaurus.server.engine_client.client import EngineClient
@@ -94,12 +99,22 @@ def run_server(
     )
     connections = ConnectionTable(config)
     hosts = allowed_hosts(config.host, config.allowed_hosts)
-    app = create_app(model, engine, api_keys, request_limits(config), hosts, config.cache_salt_per_key)
-    http_server = HttpServer(http_config(app, connections), engine, connections)
     # In the background: it takes longer than everything else here, and completions do not need it.
     threading.Thread(target=load_chat_template, name="chat template", daemon=True).start()
     collect_garbage_when_idle(lambda: engine.num_pending_requests == 0)
-    http_server.run(sockets=[listener])
+    with opened_data_dir(config, url_of(listener)) as store:
+        app = create_app(
+            model,
+            engine,
+            api_keys,
+            request_limits(config),
+            hosts,
+            config.cache_salt_per_key,
+            store,
+            batch_limits(config),
+        )
+        http_server = HttpServer(http_config(app, connections), engine, connections)
+        http_server.run(sockets=[listener])
     if broken and isinstance(broken[0], UserError):
         raise broken[0]
     if broken:
@@ -120,20 +135,26 @@ def create_app(
     limits: RequestLimits | None = None,
     hosts: frozenset[str] | None = None,
     salt_by_key: bool = False,
+    store: Store | None = None,
+    batch_limits: BatchLimits | None = None,
 ) -> ASGIApp:
     """The whole HTTP interface. During the app's lifespan, `engine` receives on the running event loop.
 
     api_keys: of which clients must send one; empty: no key. limits: None for the defaults. hosts: names that requests
-    may be sent to; None: any. salt_by_key: each key has its own cached prompts.
+    may be sent to; None: any. salt_by_key: each key has its own cached prompts. store: for files and batches; None
+    serves none. batch_limits: None for the defaults.
     """
     limits = limits or RequestLimits()
     body_bytes = BodyBytes(limits.max_body_bytes_in_all)
     state = ServerState(model, engine, GrammarChecker(model), TextThreads(), limits, body_bytes, LoopLag())
 
+    batches = None if store is None else BatchService(state, store, batch_limits or BatchLimits())
+
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         with engine.listening(), state.loop_lag.measuring():
-            yield
+            async with nullcontext() if batches is None else batches.running():
+                yield
         await state.grammars.close()
         state.text_threads.close()
 
@@ -144,6 +165,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.server = state
+    app.state.batches = batches
     add_error_handlers(app)
     if api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=list(api_keys), salt_by_key=salt_by_key)

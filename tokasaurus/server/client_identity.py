@@ -25,6 +25,16 @@ def set_client(scope: Scope, client_id: str | None, key_salt: str = "") -> None:
     _key_salt.set(key_salt)
 
 
+def use_key_salt(salt: str) -> None:
+    """For work in the task of this call that is done for an earlier request, see `key_salt`."""
+    _key_salt.set(salt)
+
+
+def key_salt() -> str:
+    """What separates cached prompts of the key that sent the request of this task; "" if nothing does."""
+    return _key_salt.get()
+
+
 def client_of(request: Request) -> str:
     """The name of the request's API key; if there are not several, the address and port of its connection."""
     client_id = request.scope.get("state", {}).get(_CLIENT_ID)

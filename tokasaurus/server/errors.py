@@ -174,6 +174,25 @@ class TooManyBodies(ApiError):
     headers: Mapping[str, str] = {"Retry-After": "1", "Connection": "close"}
 
 
+class DataDirMissing(ApiError):
+    """Files and batches are not available on this server."""
+
+    status = 501
+    type = "invalid_request_error"
+    code = "data_dir_missing"
+
+
+class StorageFailed(ApiError):
+    """The data directory cannot be read or written."""
+
+    code = "storage_failed"
+
+
+class StorageIsFull(StorageFailed):
+    status = 507
+    code = "storage_full"
+
+
 class EngineNotReady(ApiError):
     status = 503
     type = "service_unavailable"

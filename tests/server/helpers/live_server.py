@@ -4,8 +4,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,8 @@ from tokasaurus.config import ServerConfig
 from tokasaurus.server.allowed_hosts import allowed_hosts
 from tokasaurus.server.api_key import read_api_keys
 from tokasaurus.server.app import create_app
+from tokasaurus.server.batches.limits import BatchLimits
+from tokasaurus.server.batches.store.store import open_store
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.queue_limits import NO_LIMITS, QueueLimits
@@ -64,20 +67,26 @@ def live_server(
     max_request_bytes: int | None = None,
     queue_limits: QueueLimits = NO_LIMITS,
     limits: RequestLimits | None = None,
+    data_dir: Path | None = None,
+    batch_limits: BatchLimits | None = None,
     **flags: Any,
 ) -> Iterator[LiveServer]:
-    """flags: of ServerConfig, for the connections."""
+    """data_dir: None for a server without files and batches. flags: of ServerConfig, for the connections."""
     client = EngineClient(hand_over(engine), queue_limits=queue_limits)
     if limits is None:
         limits = RequestLimits(max_request_bytes=max_request_bytes)
     keys = read_api_keys(api_key, flags.get("api_keys_file"))
     hosts = flags.get("allowed_hosts")
     names = None if hosts is None else allowed_hosts("0.0.0.0", hosts)
-    app = create_app(model, client, keys, limits, names, flags.get("cache_salt_per_key", False))
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     if start_engine:
         engine.start()
-    with http_server(app, client, **flags) as url, httpx.Client(base_url=url, timeout=20, headers=headers) as http:
+    with ExitStack() as stack:
+        store = None if data_dir is None else stack.enter_context(open_store(data_dir, "a test"))
+        salt_by_key = flags.get("cache_salt_per_key", False)
+        app = create_app(model, client, keys, limits, names, salt_by_key, store, batch_limits)
+        url = stack.enter_context(http_server(app, client, **flags))
+        http = stack.enter_context(httpx.Client(base_url=url, timeout=20, headers=headers))
         if start_engine:
             wait_until_ready(http)
         try:

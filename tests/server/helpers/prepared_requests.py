@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from tokasaurus.messages.lifecycle import EngineLimits
-from tokasaurus.server.prepare.requests import Prepared, draft_chat, draft_completion
+from tokasaurus.server.prepare.requests import Origin, Prepared, draft_chat, draft_completion
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.served_model import ServedModel
@@ -15,13 +15,13 @@ LIMITS = EngineLimits(num_kv_blocks=10, page_size=16, max_tokens_per_sequence=10
 
 def completion(model: ServedModel, client: str = "", **fields: Any) -> Prepared:
     body = CompletionRequest.model_validate({"model": "default", "prompt": "abc"} | fields)
-    return draft_completion(body, model, LIMITS, client).prepared
+    return draft_completion(body, model, LIMITS, Origin(client=client)).prepared
 
 
 def chat(model: ServedModel, *contents: str, client: str = "", **fields: Any) -> Prepared:
     messages = [{"role": "user", "content": content} for content in contents or ("abc",)]
     body = ChatCompletionRequest.model_validate({"model": "default", "messages": messages} | fields)
-    return draft_chat(body, model, LIMITS, client).prepared
+    return draft_chat(body, model, LIMITS, Origin(client=client)).prepared
 
 
 def prompts_of(prepared: Prepared) -> list[list[int]]:

@@ -15,8 +15,8 @@ from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.engine_client.queue_limits import QueueLimits
+from tokasaurus.server.generation import line as lines
 from tokasaurus.server.resources.limits import RequestLimits
-from tokasaurus.server.routes import bulk as bulk_route
 from tokasaurus.server.routes import bulk_lines
 from tokasaurus.server.served_model import ServedModel
 
@@ -175,8 +175,8 @@ def test_internal_error_affects_only_its_own_line(shared_server: LiveServer, mon
     def broken(*_: object) -> object:
         raise KeyError("a secret prompt")
 
-    endpoint = bulk_route.Endpoint(bulk_route.ChatCompletionRequest, bulk_route.prepare_chat, broken)
-    monkeypatch.setitem(bulk_route.ENDPOINTS, CHAT, endpoint)
+    endpoint = lines.Endpoint(lines.ChatCompletionRequest, lines.prepare_chat, broken)
+    monkeypatch.setitem(lines.ENDPOINTS, CHAT, endpoint)
     results = ask(shared_server, line_of("broken", minimal_body(CHAT), CHAT) + line_of("whole", GOOD))
     assert {result["custom_id"]: result["response"]["status_code"] for result in results} == {
         "broken": 500,

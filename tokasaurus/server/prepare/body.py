@@ -1,24 +1,14 @@
 """OpenAI body → Prepared, final: drafts its requests in a thread, then waits until its grammar is validated."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tokasaurus.messages.lifecycle import EngineLimits
-from tokasaurus.server.prepare.requests import Draft, Prepared, draft_chat, draft_completion
+from tokasaurus.server.prepare.requests import Draft, Origin, Prepared, draft_chat, draft_completion
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.resources.text_threads import TextThreads
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.structured_output.validator import GrammarChecker
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a body comes from."""
-
-    num_bytes: int
-    """Size of the body."""
-    client: str
-    """Who sent it, by `client_of`."""
 
 
 async def prepare_completion(
@@ -30,7 +20,7 @@ async def prepare_completion(
     origin: Origin,
 ) -> Prepared:
     """The requests of a body. text_threads: where it is tokenized. Raises ApiError."""
-    drafting = text_threads.run(origin.num_bytes, draft_completion, body, model, limits, origin.client)
+    drafting = text_threads.run(origin.num_bytes, draft_completion, body, model, limits, origin)
     return await _with_grammar(await drafting, grammars)
 
 
@@ -43,7 +33,7 @@ async def prepare_chat(
     origin: Origin,
 ) -> Prepared:
     """As `prepare_completion`."""
-    drafting = text_threads.run(origin.num_bytes, draft_chat, body, model, limits, origin.client)
+    drafting = text_threads.run(origin.num_bytes, draft_chat, body, model, limits, origin)
     return await _with_grammar(await drafting, grammars)
 
 

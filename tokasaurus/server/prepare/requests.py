@@ -42,6 +42,20 @@ _UINT64_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a body comes from."""
+
+    num_bytes: int = 0
+    """Size of the body."""
+    client: str = ""
+    """Who sent it, by `client_of`."""
+    seed: int | None = None
+    """Unsigned 64 bits, for a body that gives none; None draws one."""
+    is_background: bool = False
+    """Its requests wait behind all others, and are not counted in the limits of the queue."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """One body, ready for the engine, and how its answer is written."""
 
@@ -82,8 +96,8 @@ class Draft:
     """What each completion must match; None for any text. Not validated, and not part of `prepared`."""
 
 
-def draft_completion(body: CompletionRequest, model: ServedModel, limits: EngineLimits, client: str = "") -> Draft:
-    """The requests of a body sent by `client`. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
+def draft_completion(body: CompletionRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
+    """The requests of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
     if body.best_of is not None and body.best_of != body.n:
         raise Unsupported("best_of other than n is not implemented", "best_of")
     if body.max_tokens == 0 and not body.echo:
@@ -106,7 +120,7 @@ def draft_completion(body: CompletionRequest, model: ServedModel, limits: Engine
         if body.max_tokens is not None:
             max_new_tokens = _checked_max_tokens(body.max_tokens, "max_tokens", prompt_ids, room)
         request_id = f"{response_id}-{index}"
-        request = _request(request_id, body, prompt_ids, max_new_tokens, num_top, model, client)
+        request = _request(request_id, body, prompt_ids, max_new_tokens, num_top, model, origin)
         requests.append(_with_prompt_logprobs(request, num_prompt_top, num_top if body.echo else None))
         if body.echo:
             echoes.append(make_echo(prompt, prompt_ids, model.tokenizer, wants_offsets=num_top is not None))
@@ -127,8 +141,8 @@ def draft_completion(body: CompletionRequest, model: ServedModel, limits: Engine
     return Draft(prepared, grammar)
 
 
-def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits, client: str = "") -> Draft:
-    """The requests of a body sent by `client`. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
+def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
+    """The requests of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
     _check_fields(1, body, model)
     tool_use = resolve_tools(body, model, asked_grammar(body))
     prompt_ids = encode_messages(body.messages, body, model, limits.max_tokens_per_sequence, tool_use.shown)
@@ -143,7 +157,7 @@ def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLi
         raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
     num_top_logprobs = num_top if body.logprobs else None
-    request = _request(f"{response_id}-0", body, prompt_ids, max_new_tokens, num_top_logprobs, model, client)
+    request = _request(f"{response_id}-0", body, prompt_ids, max_new_tokens, num_top_logprobs, model, origin)
     requests = [_with_prompt_logprobs(request, num_prompt_top)]
     if body.return_token_ids and body.stream:  # the first chunk of each choice repeats the prompt's ids
         _check_prompt_values(requests, 0, "return_token_ids")
@@ -270,7 +284,7 @@ def _request(
     max_new_tokens: int,
     num_top_logprobs: int | None,
     model: ServedModel,
-    client: str,
+    origin: Origin,
 ) -> GenerateRequest:
     """num_top_logprobs: None for no logprobs, 0 for the sampled tokens' logprobs only."""
     if num_top_logprobs is not None and not model.allow_logprobs:
@@ -292,7 +306,7 @@ def _request(
         num_sequences=body.n,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
-        seed=secrets.randbits(64) if body.seed is None else body.seed & _UINT64_MASK,
+        seed=_seed(body, origin),
         stop_strings=body.stop,
         ignore_eos=body.ignore_eos,
         want_logprobs=num_top_logprobs is not None,
@@ -302,6 +316,13 @@ def _request(
         min_tokens=body.min_tokens,
         is_streamed=body.stream,
         num_top_logprobs=num_top_logprobs or 0,
-        client=client,
+        client=origin.client,
         priority=body.priority,
+        is_background=origin.is_background,
     )
+
+
+def _seed(body: SamplingFields, origin: Origin) -> int:
+    if body.seed is not None:
+        return body.seed & _UINT64_MASK
+    return secrets.randbits(64) if origin.seed is None else origin.seed

@@ -1,28 +1,22 @@
 """POST /v1/bulk"""
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Generic
 
-import orjson
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tokasaurus.server.client_identity import client_of
 from tokasaurus.server.disconnect import run_while_connected
-from tokasaurus.server.errors import ApiError, ClientGone, InvalidRequest, ServerStopping
+from tokasaurus.server.errors import ClientGone, ServerStopping
+from tokasaurus.server.generation.line import LineRefused, parse_line
 from tokasaurus.server.openapi import error_responses
-from tokasaurus.server.prepare.body import Origin, prepare_chat, prepare_completion
-from tokasaurus.server.protocol.bulk import LINE_SCHEMA, MAX_CUSTOM_ID_CHARS, RESULT_SCHEMA, BulkLine
-from tokasaurus.server.protocol.chat import ChatCompletionRequest
-from tokasaurus.server.protocol.completions import CompletionRequest
-from tokasaurus.server.respond.whole import build_chat_completion, build_completion
+from tokasaurus.server.parsing.json_values import MAX_INLINE_BYTES
+from tokasaurus.server.prepare.requests import Origin
+from tokasaurus.server.protocol.bulk import LINE_SCHEMA, RESULT_SCHEMA
 from tokasaurus.server.routes.bulk_lines import BulkRun, IncomingBody, Line, refused
 from tokasaurus.server.routes.event_stream import HEADERS
-from tokasaurus.server.routes.generation import Body, Build, Prepare, generate_answer
-from tokasaurus.server.routes.json_body import MAX_INLINE_BYTES, check_type, load_json, validate_body
+from tokasaurus.server.routes.json_body import check_type
 from tokasaurus.server.state import ServerState, state_of
 
 router = APIRouter(tags=["generation"])
@@ -30,21 +24,6 @@ router = APIRouter(tags=["generation"])
 NDJSON = "application/x-ndjson"
 # Media types that clients use for NDJSON; some send the last for any body.
 MEDIA_TYPES = (NDJSON, "application/ndjson", "application/jsonl", "application/x-jsonlines", "application/json")
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint(Generic[Body]):
-    """The route that a line's url refers to: its body model, and the calls that prepare and build a response."""
-
-    body_model: type[Body]
-    prepare: Prepare[Body]
-    build: Build
-
-
-ENDPOINTS: Mapping[str, Endpoint[Any]] = {
-    "/v1/completions": Endpoint(CompletionRequest, prepare_completion, build_completion),
-    "/v1/chat/completions": Endpoint(ChatCompletionRequest, prepare_chat, build_chat_completion),
-}
 
 
 class BulkStream(Response):
@@ -102,24 +81,12 @@ async def bulk(request: Request) -> Response:
 
 
 def _read_line(content: bytes, state: ServerState, client: str) -> Line:
-    custom_id = None
     try:
-        value = _load(content, state.limits.max_json_values)
-        if isinstance(value, dict) and isinstance(value.get("custom_id"), str):
-            custom_id = value["custom_id"][:MAX_CUSTOM_ID_CHARS]
-        line = validate_body(value, BulkLine)
-        endpoint = ENDPOINTS[line.url]
-        body = validate_body(line.body, endpoint.body_model)
-        if body.stream:
-            raise InvalidRequest("stream=true is not allowed in a bulk line: each line has a single result", "stream")
-    except ApiError as error:
-        return refused(custom_id, error)
-    origin = Origin(len(content), client)
-    return Line(custom_id, lambda: generate_answer(state, body, origin, endpoint.prepare, endpoint.build))
+        parsed = parse_line(content, state.limits.max_json_values)
+    except LineRefused as refusal:
+        return refused(refusal.custom_id, refusal.error)
 
+    async def answer() -> bytes:
+        return (await parsed.answer(state, Origin(parsed.num_bytes, client))).content
 
-def _load(content: bytes, max_values: int) -> object:
-    try:
-        return load_json(content, max_values)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"not valid JSON: {error.msg} (character {error.pos})") from None
+    return Line(parsed.custom_id, answer)

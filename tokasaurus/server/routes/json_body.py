@@ -1,68 +1,18 @@
-"""Routes whose JSON body we parse ourselves.
-
-FastAPI's own parsing answers 500 to a lone surrogate and accepts NaN; orjson refuses both, and nesting deeper than
-1,024. The endpoint still declares its body's model, so that the OpenAPI page shows it.
-"""
+"""Routes whose JSON body we parse ourselves. The endpoint still declares its body's model, so that the OpenAPI page
+shows it."""
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, cast, get_type_hints
 
-import orjson
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
-from tokasaurus.server.errors import (
-    BodyTooLarge,
-    ClientGone,
-    InvalidRequest,
-    TooManyValues,
-    UnsupportedMediaType,
-    invalid_body,
-    shorten,
-    unknown_field,
-)
+from tokasaurus.server.errors import BodyTooLarge, ClientGone, UnsupportedMediaType, shorten
+from tokasaurus.server.parsing.json_values import MAX_INLINE_BYTES, Body, parse_body
 from tokasaurus.server.resources.limits import RequestLimits
-from tokasaurus.server.routes.json_work import has_too_many_values
 from tokasaurus.server.state import state_of
-
-Body = TypeVar("Body", bound=BaseModel)
-
-# A body up to this size is parsed in under a millisecond; a larger one is parsed in a thread.
-MAX_INLINE_BYTES = 32_768
-
-
-def parse_body(content: bytes | bytearray, body_model: type[Body], max_values: int) -> Body:
-    """Raises InvalidRequest unless `content` is a JSON object that matches the model. max_values: as in `load_json`."""
-    try:
-        value = load_json(content, max_values)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error.msg} (character {error.pos})") from None
-    return validate_body(value, body_model)
-
-
-def load_json(content: bytes | bytearray, max_values: int) -> object:
-    """Raises JSONDecodeError, and TooManyValues for JSON whose parsing would block the event loop for too long."""
-    if has_too_many_values(content, max_values):
-        raise TooManyValues(
-            f"the body has too many numbers, strings, lists and objects, about {max_values} are possible "
-            "(max_json_values): send several requests"
-        )
-    return orjson.loads(content)
-
-
-def validate_body(value: object, body_model: type[Body]) -> Body:
-    """value: parsed JSON. Raises InvalidRequest unless it is an object that matches the model."""
-    if isinstance(value, dict):
-        # Checked here because pydantic would create an error for each name, of which there may be a million.
-        for name in value:
-            if name not in body_model.model_fields:
-                raise unknown_field(name)
-    try:
-        return body_model.model_validate(value)
-    except ValidationError as error:
-        raise invalid_body(error) from None
 
 
 class JsonBodyRoute(APIRoute):

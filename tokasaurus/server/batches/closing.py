@@ -1,0 +1,112 @@
+"""The end of a batch: its output and error files are written from the ledger. Every step may be repeated."""
+
+import asyncio
+import hashlib
+
+import apsw
+
+from tokasaurus.server.batches.results import unrun_line
+from tokasaurus.server.batches.store.batches import finish_batch
+from tokasaurus.server.batches.store.data_dir import NewContent
+from tokasaurus.server.batches.store.database import explain
+from tokasaurus.server.batches.store.files import add_file
+from tokasaurus.server.batches.store.ledger import (
+    record_results,
+    remove_lines,
+    results_in_order,
+    unfinished_lines,
+)
+from tokasaurus.server.batches.store.records import BatchRecord, FileRecord, LineResult, LineState
+from tokasaurus.server.batches.store.store import Store
+
+# Few, so that other transactions and other threads have their turn.
+_LINES_PER_STEP = 512
+
+_WHY_UNFINISHED = {
+    "expired": ("batch_expired", "the batch's completion window ended before this line was finished"),
+    "cancelled": ("batch_cancelled", "the batch was cancelled before this line was finished"),
+    "failed": ("batch_failed", "the batch failed before this line was finished"),
+}
+
+
+async def close_batch(store: Store, batch: BatchRecord, keep_seconds: int, now: int) -> BatchRecord:
+    """The finished batch; it was finalizing or cancelling, and none of its lines runs any more.
+
+    keep_seconds: how long its output files are kept. Raises StoreError: then call it again."""
+    await _answer_unfinished(store, batch)
+    files = []
+    for kind, state in (("output", LineState.COMPLETED), ("error", LineState.FAILED)):
+        files.append(await _write_file(store, batch, kind, state, keep_seconds, now))
+
+    def finish(connection: apsw.Connection) -> BatchRecord:
+        for file in files:
+            if file is not None:
+                add_file(connection, file)
+        ids = [None if file is None else file.id for file in files]
+        return finish_batch(connection, batch.number, ids[0], ids[1], now)
+
+    finished = await store.database.write(finish)
+    await clear_ledger(store, batch.number)
+    return finished
+
+
+async def clear_ledger(store: Store, number: int) -> None:
+    """Remove all lines of a batch, some at a time. Raises StoreError."""
+    while await store.database.write(lambda connection: remove_lines(connection, number, _LINES_PER_STEP)):
+        pass
+
+
+def output_file_id(batch: BatchRecord, kind: str) -> str:
+    """Always the same, so that a file which is written again replaces the first."""
+    return f"file-{hashlib.sha256(f'{batch.id} {kind}'.encode()).hexdigest()[:24]}"
+
+
+async def _answer_unfinished(store: Store, batch: BatchRecord) -> None:
+    """Give each line without a result one that says why."""
+    assert batch.final_status is not None, "it was finalizing or cancelling"
+    code, message = _WHY_UNFINISHED.get(batch.final_status, ("internal_error", "the line has no result"))
+
+    def answer(connection: apsw.Connection) -> int:
+        lines = unfinished_lines(connection, batch.number, _LINES_PER_STEP)
+        results = [LineResult(number, True, unrun_line(custom_id, code, message)) for number, custom_id in lines]
+        record_results(connection, batch.number, results)
+        return len(lines)
+
+    while await store.database.write(answer):
+        pass
+
+
+async def _write_file(
+    store: Store, batch: BatchRecord, kind: str, state: LineState, keep_seconds: int, now: int
+) -> FileRecord | None:
+    """The file with the results of all lines in `state`, on the disk; None if there are none. Raises StoreError."""
+    first: int | None = 0
+    content: NewContent | None = None
+
+    def write_some(connection: apsw.Connection) -> int | None:
+        """Number of the line that follows the last written one; None after the last."""
+        assert first is not None
+        results = results_in_order(connection, batch.number, state, first, _LINES_PER_STEP)
+        if not results:
+            return None
+        nonlocal content
+        if content is None:
+            content = store.data_dir.new_content(file_id)
+        for _, line in results:
+            content.write(line)
+        return results[-1][0] + 1
+
+    file_id = output_file_id(batch, kind)
+    try:
+        while first is not None:
+            first = await store.database.read(write_some)
+        if content is None:
+            return None
+        await asyncio.to_thread(content.commit)
+    except OSError as error:
+        raise explain(error) from None
+    finally:
+        if content is not None:
+            content.discard()
+    filename = f"{batch.id}_{kind}.jsonl"
+    return FileRecord(file_id, "batch_output", filename, content.num_bytes, now, now + keep_seconds)

@@ -1,0 +1,231 @@
+"""Batches from their creation to their end; what a former server left unfinished continues."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import apsw
+from fastapi import Request
+
+from tokasaurus.server.batches.closing import clear_ledger, close_batch
+from tokasaurus.server.batches.input_errors import InputError, dump_errors
+from tokasaurus.server.batches.limits import BatchLimits
+from tokasaurus.server.batches.recorder import ResultRecorder
+from tokasaurus.server.batches.runner import BatchRunner
+from tokasaurus.server.batches.running_batch import RunningBatch
+from tokasaurus.server.batches.store.batches import (
+    add_batch,
+    begin_finalizing,
+    cancel_batch,
+    fail_batch,
+    get_batch,
+    read_batch,
+    start_batch,
+    unfinished_batches,
+)
+from tokasaurus.server.batches.store.errors import ContentMissing, StoreError
+from tokasaurus.server.batches.store.ledger import release_running
+from tokasaurus.server.batches.store.records import FINAL_STATUSES, BatchRecord, BatchStatus
+from tokasaurus.server.batches.store.store import Store
+from tokasaurus.server.batches.validation import ValidationDied, fill_ledger
+from tokasaurus.server.client_identity import key_salt
+from tokasaurus.server.errors import DataDirMissing
+from tokasaurus.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1.0
+DAY_SECONDS = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class NewBatch:
+    """What a client asks for. The input file exists."""
+
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    window_seconds: int
+    metadata: str | None = None
+    """JSON object."""
+    output_expires_after: int | None = None
+    """Seconds."""
+
+
+class BatchService:
+    """One per server. All methods run on the event loop's thread."""
+
+    def __init__(self, state: ServerState, store: Store, limits: BatchLimits) -> None:
+        self.store = store
+        self.limits = limits
+        self._model_name = state.model.name
+        self._recorder = ResultRecorder(store.database)
+        self._runner = BatchRunner(state, store.database, self._recorder, limits)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        """What each unfinished batch does now, by its number."""
+        self._cancelled: dict[int, asyncio.Event] = {}
+        """Set when the batch is cancelled, by its number."""
+        self._validating = asyncio.Lock()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Within the context, batches advance. Raises StoreError."""
+        for batch in await self.store.database.read(unfinished_batches):
+            self._begin(batch)
+        background = [asyncio.create_task(work()) for work in (self._recorder.run, self._runner.run)]
+        try:
+            yield
+        finally:
+            tasks = [*background, *self._tasks.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._runner.stop_all()
+
+    async def create(self, new: NewBatch) -> BatchRecord:
+        """A batch that is being validated. Raises StoreError."""
+        now = int(time.time())
+        record = BatchRecord(
+            number=0,
+            id=f"batch_{secrets.token_hex(12)}",
+            endpoint=new.endpoint,
+            input_file_id=new.input_file_id,
+            completion_window=new.completion_window,
+            expires_at=now + new.window_seconds,
+            created_at=now,
+            status="validating",
+            cache_salt=key_salt(),
+            metadata=new.metadata,
+            output_expires_after=new.output_expires_after,
+        )
+        batch = await self.store.database.write(lambda connection: add_batch(connection, record))
+        self._begin(batch)
+        return batch
+
+    async def cancel(self, batch_id: str) -> BatchRecord | None:
+        """The batch, which is cancelling unless it cannot be any more; None if there is none. Raises StoreError."""
+
+        def cancel(connection: apsw.Connection) -> BatchRecord | None:
+            batch = get_batch(connection, batch_id)
+            return None if batch is None else cancel_batch(connection, batch.number, int(time.time()))
+
+        batch = await self.store.database.write(cancel)
+        if batch is not None and batch.status == "cancelling" and batch.number in self._cancelled:
+            self._cancelled[batch.number].set()
+        return batch
+
+    def _begin(self, batch: BatchRecord) -> None:
+        task = asyncio.create_task(self._advance_to_end(batch), name=batch.id)
+        self._tasks[batch.number] = task
+        self._cancelled[batch.number] = asyncio.Event()
+        task.add_done_callback(lambda _: self._forget(batch.number))
+
+    def _forget(self, number: int) -> None:
+        del self._tasks[number], self._cancelled[number]
+
+    async def _advance_to_end(self, batch: BatchRecord) -> None:
+        """Do what the batch's status asks for, until it is finished. Tries again while the disk is full."""
+        while batch.status not in FINAL_STATUSES:
+            try:
+                batch = await self._advance(batch)
+            except StoreError as error:
+                logger.error("%s waits, since its data cannot be stored: %s", batch.id, error)
+                await asyncio.sleep(RETRY_SECONDS)
+            except Exception:
+                logger.exception("%s cannot continue before the server is started again", batch.id)
+                return
+
+    async def _advance(self, batch: BatchRecord) -> BatchRecord:
+        """The batch with its next status. Raises StoreError."""
+        match batch.status:
+            case "validating":
+                async with self._validating:
+                    return await self._until_cancelled(batch, self._validate(batch))
+            case "in_progress":
+                return await self._run_lines(batch)
+        keep_seconds = batch.output_expires_after or self.limits.keep_days * DAY_SECONDS
+        return await close_batch(self.store, batch, keep_seconds, int(time.time()))
+
+    async def _until_cancelled(self, batch: BatchRecord, work: Coroutine[Any, Any, BatchRecord]) -> BatchRecord:
+        """The result of `work`; if the batch is cancelled before its end, the cancelling batch."""
+        working = asyncio.ensure_future(work)
+        cancelled = asyncio.ensure_future(self._cancelled[batch.number].wait())
+        try:
+            await asyncio.wait([working, cancelled], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return await working
+        finally:
+            for task in (working, cancelled):
+                task.cancel()
+            await asyncio.gather(working, cancelled, return_exceptions=True)
+        return await self.store.database.read(lambda connection: read_batch(connection, batch.number))
+
+    async def _validate(self, batch: BatchRecord) -> BatchRecord:
+        await clear_ledger(self.store, batch.number)  # of an attempt that ended with the last server
+        try:
+            num_lines, errors = await fill_ledger(self.store, batch, self.limits)
+        except ContentMissing as error:
+            num_lines, errors = 0, [InputError("input_file_missing", str(error), param="input_file_id")]
+        except ValidationDied as error:
+            num_lines, errors = 0, [InputError("validation_failed", f"{error}; create the batch again")]
+        now = int(time.time())
+        if not errors:
+            return await self.store.database.write(
+                lambda connection: start_batch(connection, batch.number, num_lines, self._model_name, now)
+            )
+        await clear_ledger(self.store, batch.number)
+        found = dump_errors(errors)
+        return await self.store.database.write(lambda connection: fail_batch(connection, batch.number, found, now))
+
+    async def _run_lines(self, batch: BatchRecord) -> BatchRecord:
+        """Returns when no line runs any more: all have a result, or the batch was cancelled or has expired."""
+        if batch.model != self._model_name:
+            logger.warning("%s waits for a server of its model, %s", batch.id, batch.model)
+            await self._wait_for_end(batch, asyncio.Event())
+            return await self._begin_finalizing(batch, "expired")
+        await self.store.database.write(lambda connection: release_running(connection, batch.number))
+        try:
+            content = self.store.data_dir.open_content(batch.input_file_id)
+        except ContentMissing as error:
+            logger.error("%s fails: %s", batch.id, error)
+            found = dump_errors([InputError("input_file_missing", str(error), param="input_file_id")])
+            return await self._begin_finalizing(batch, "failed", found)
+        running = RunningBatch(batch, content)
+        self._runner.add(running)
+        await self._wait_for_end(batch, running.has_ended)
+        if not running.has_ended.is_set():
+            await self._runner.stop(running)
+            return await self._begin_finalizing(batch, "expired")
+        return await self._begin_finalizing(batch, "completed")
+
+    async def _wait_for_end(self, batch: BatchRecord, has_ended: asyncio.Event) -> None:
+        """Until `has_ended`, or the batch is cancelled or expires."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (has_ended, self._cancelled[batch.number])]
+        try:
+            seconds = max(0.0, batch.expires_at - time.time())
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _begin_finalizing(
+        self, batch: BatchRecord, final_status: BatchStatus, errors: str | None = None
+    ) -> BatchRecord:
+        """The finalizing batch; the cancelling one if it was cancelled."""
+        now = int(time.time())
+        return await self.store.database.write(
+            lambda connection: begin_finalizing(connection, batch.number, final_status, now, errors)
+        )
+
+
+def batches_of(request: Request) -> BatchService:
+    """Raises DataDirMissing."""
+    service = cast("BatchService | None", request.app.state.batches)
+    if service is None:
+        raise DataDirMissing("this server stores no files and batches: start it with data_dir=DIRECTORY")
+    return service

@@ -1,0 +1,112 @@
+"""The data directory: its lock, and files that are either whole on the disk or not there."""
+
+import fcntl
+import os
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from tokasaurus.server.batches.store.errors import ContentMissing, DataDirInUse, StoreError
+
+_TEMPORARY = ".part"
+
+
+class NewContent:
+    """Content of a file that gets its name only when it is whole and on the disk. All methods block."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(path.name + _TEMPORARY)
+        self._file = self._temporary.open("wb")
+        self.num_bytes = 0
+
+    def write(self, part: bytes) -> None:
+        """Raises OSError."""
+        self._file.write(part)
+        self.num_bytes += len(part)
+
+    def commit(self) -> None:
+        """Replaces older content. Raises OSError: then nothing is replaced."""
+        with self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
+        self._temporary.replace(self._path)
+        directory = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def discard(self) -> None:
+        """Nothing remains, unless it is committed."""
+        with suppress(OSError):  # of what is still in the buffer, if the disk is full
+            self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+class DataDir:
+    """Layout: `lock`, `database.sqlite` (with SQLite's -wal and -shm), and `files/ID` for the content of each file."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.database = root / "database.sqlite"
+        self._contents = root / "files"
+        self._lock: BinaryIO | None = None
+
+    def open(self, owner: str) -> None:
+        """Create it if needed, and lock it for this process. owner: tells others how to reach this process.
+
+        Raises DataDirInUse if another process has it, StoreError if it cannot be created."""
+        try:
+            self._contents.mkdir(parents=True, exist_ok=True)
+            lock = (self.root / "lock").open("a+b")
+        except OSError as error:
+            raise StoreError(f"cannot use {self.root}: {error.strerror}") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise DataDirInUse(f"{self.root} is in use by another server ({self.read_owner()})") from None
+        lock.truncate(0)
+        lock.write(owner.encode())
+        lock.flush()
+        self._lock = lock
+
+    def read_owner(self) -> str:
+        """What the process that locked it last said of itself."""
+        with suppress(OSError):
+            return (self.root / "lock").read_text(errors="replace")
+        return ""
+
+    def close(self) -> None:
+        """Unlock it."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def content_path(self, file_id: str) -> Path:
+        return self._contents / file_id
+
+    def open_content(self, file_id: str) -> BinaryIO:
+        """Raises ContentMissing."""
+        try:
+            return self.content_path(file_id).open("rb")
+        except OSError as error:
+            path = self.content_path(file_id)
+            raise ContentMissing(f"the content of {file_id} cannot be read: {path}: {error.strerror}") from None
+
+    def new_content(self, file_id: str) -> "NewContent":
+        """To be written, and then committed or discarded. Raises OSError."""
+        return NewContent(self.content_path(file_id))
+
+    def remove_content(self, file_id: str) -> None:
+        """Raises OSError; a file that is not there is removed already."""
+        self.content_path(file_id).unlink(missing_ok=True)
+
+    def remove_unlisted(self, listed: Collection[str]) -> int:
+        """Remove contents that no record lists, as a crash leaves them; returns how many. Nobody may be writing."""
+        unlisted = [path for path in self._contents.iterdir() if path.name not in listed]
+        for path in unlisted:
+            path.unlink(missing_ok=True)
+        return len(unlisted)

@@ -1,0 +1,115 @@
+"""What the database stores: files, batches, and the lines of a batch."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+Purpose = Literal["batch", "batch_output"]
+BatchStatus = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "cancelling", "cancelled", "expired"
+]
+FINAL_STATUSES: tuple[BatchStatus, ...] = ("failed", "completed", "cancelled", "expired")
+"""A batch with one of these never changes again."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file. Times are seconds since 1970."""
+
+    id: str
+    purpose: Purpose
+    filename: str
+    bytes: int
+    created_at: int
+    expires_at: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord:
+    """One batch. Times are seconds since 1970, None if not reached."""
+
+    number: int
+    """Its key in the database; in the order of creation."""
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    expires_at: int
+    created_at: int
+    status: BatchStatus
+    final_status: BatchStatus | None = None
+    """What it will be when its output files are written; None while it may still run lines."""
+    model: str | None = None
+    """Name of the model that runs its lines; None until it is validated."""
+    cache_salt: str = ""
+    """Of the API key that created it; see `cache_salt_per_key`."""
+    metadata: str | None = None
+    """JSON object of strings."""
+    errors: str | None = None
+    """JSON list of what is wrong with the input file."""
+    output_expires_after: int | None = None
+    """Seconds that its output files are kept; None: as long as other files."""
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    num_lines: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+class LineState(IntEnum):
+    """State of a line in the ledger."""
+
+    PENDING = 0
+    RUNNING = 1
+    COMPLETED = 2
+    """Its result goes to the output file."""
+    FAILED = 3
+    """Its result goes to the error file."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewLine:
+    """A line of a valid input file. start, size: its place in the file, in bytes, without the line end."""
+
+    number: int
+    """From 0."""
+    custom_id: str
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLine:
+    """A line to run."""
+
+    number: int
+    custom_id: str
+    start: int
+    size: int
+    attempts: int
+    """How often it has been started."""
+    seed: int
+    """For its body if that has none: unsigned 64 bits, drawn once, so that each attempt gives the same text."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """The result of a line."""
+
+    number: int
+    has_failed: bool
+    content: bytes
+    """The line of the output or error file, with its line end."""
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0

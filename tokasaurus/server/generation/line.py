@@ -1,0 +1,88 @@
+"""A line of a bulk request or of a batch → the body of a generation route."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import orjson
+
+from tokasaurus.server.errors import ApiError, InvalidRequest
+from tokasaurus.server.generation.answer import Answer, Body, Build, Prepare, generate_answer
+from tokasaurus.server.parsing.json_values import load_json, validate_body
+from tokasaurus.server.prepare.body import prepare_chat, prepare_completion
+from tokasaurus.server.prepare.requests import Origin
+from tokasaurus.server.protocol.bulk import MAX_CUSTOM_ID_CHARS, BulkLine
+from tokasaurus.server.protocol.chat import ChatCompletionRequest
+from tokasaurus.server.protocol.completions import CompletionRequest
+from tokasaurus.server.respond.whole import build_chat_completion, build_completion
+from tokasaurus.server.state import ServerState
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint(Generic[Body]):
+    """The route that a line's url refers to: its body model, and the calls that prepare and build a response."""
+
+    body_model: type[Body]
+    prepare: Prepare[Body]
+    build: Build
+
+
+ENDPOINTS: Mapping[str, Endpoint[Any]] = {
+    "/v1/completions": Endpoint(CompletionRequest, prepare_completion, build_completion),
+    "/v1/chat/completions": Endpoint(ChatCompletionRequest, prepare_chat, build_chat_completion),
+}
+
+
+class LineRefused(Exception):
+    """The line cannot be run. custom_id: None if it has no readable one."""
+
+    def __init__(self, custom_id: str | None, error: ApiError) -> None:
+        super().__init__(custom_id, error)
+        self.custom_id = custom_id
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedLine:
+    """A line whose body matches the model of its endpoint."""
+
+    custom_id: str
+    num_bytes: int
+    endpoint: Endpoint[Any]
+    body: Any
+    """Of the endpoint's body model."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the engine will run for it."""
+        num_prompts = len(self.body.prompt) if isinstance(self.body, CompletionRequest) else 1
+        return num_prompts * int(self.body.n)
+
+    async def answer(self, state: ServerState, origin: Origin) -> Answer:
+        """As `generate_answer`."""
+        return await generate_answer(state, self.body, origin, self.endpoint.prepare, self.endpoint.build)
+
+
+def parse_line(content: bytes, max_values: int) -> ParsedLine:
+    """max_values: as in `load_json`. A line longer than MAX_INLINE_BYTES must be parsed in a thread. Raises
+    LineRefused."""
+    custom_id = None
+    try:
+        value = _load(content, max_values)
+        if isinstance(value, dict) and isinstance(value.get("custom_id"), str):
+            custom_id = value["custom_id"][:MAX_CUSTOM_ID_CHARS]
+        line = validate_body(value, BulkLine)
+        endpoint = ENDPOINTS[line.url]
+        body = validate_body(line.body, endpoint.body_model)
+        if body.stream:
+            raise InvalidRequest("stream=true is not allowed in a bulk line: each line has a single result", "stream")
+    except ApiError as error:
+        raise LineRefused(custom_id, error) from None
+    return ParsedLine(line.custom_id, len(content), endpoint, body)
+
+
+def _load(content: bytes, max_values: int) -> object:
+    try:
+        return load_json(content, max_values)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"not valid JSON: {error.msg} (character {error.pos})") from None
