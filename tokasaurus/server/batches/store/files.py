@@ -4,7 +4,7 @@ import secrets
 
 import apsw
 
-from tokasaurus.server.batches.store.records import FINAL_STATUSES, FileRecord, Purpose
+from tokasaurus.server.batches.store.records import FINAL_STATUSES, FileRecord
 from tokasaurus.server.batches.store.rows import insert, page, select
 
 
@@ -23,7 +23,7 @@ def add_file(connection: apsw.Connection, record: FileRecord) -> None:
 
 
 def list_files(
-    connection: apsw.Connection, purpose: Purpose | None, after: str | None, limit: int, newest_first: bool
+    connection: apsw.Connection, purpose: str | None, after: str | None, limit: int, newest_first: bool
 ) -> tuple[list[FileRecord], bool]:
     """As `rows.page`."""
     condition, values = ("TRUE", ()) if purpose is None else ("purpose = ?", (purpose,))
