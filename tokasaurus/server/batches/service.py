@@ -148,6 +148,8 @@ class BatchService:
                     return await self._until_cancelled(batch, self._validate(batch))
             case "in_progress":
                 return await self._run_lines(batch)
+        if batch.in_progress_at is None:  # cancelled while it was validated: it may have a part of its lines
+            await clear_ledger(self.store, batch.number)
         keep_seconds = batch.output_expires_after or self.limits.keep_days * DAY_SECONDS
         return await close_batch(self.store, batch, keep_seconds, int(time.time()))
 
