@@ -115,7 +115,7 @@ class BatchRunner:
         if batch.tasks and batch.num_sequences > share * 7 // 8:
             return
         while not batch.is_stopping and batch.num_sequences < share and batch.num_bytes < max_bytes:
-            if not batch.ahead:
+            if not batch.ahead and not batch.is_exhausted:
                 await self._read_ahead(batch)
             lines: list[tuple[PendingLine, bytes | None]] = []
             room = share - batch.num_sequences
@@ -125,10 +125,7 @@ class BatchRunner:
                 break
             if not await self._start(batch, lines, share):
                 break
-        if batch.is_done and not batch.is_stopping:
-            del self._batches[batch.record.number]
-            batch.content.close()
-            batch.has_ended.set()
+        self._end_if_done(batch)
 
     async def _start(self, batch: RunningBatch, lines: list[tuple[PendingLine, bytes | None]], share: int) -> bool:
         """Start lines; those for which there is no room go back to `ahead`. Returns whether all started."""
@@ -246,7 +243,14 @@ class BatchRunner:
 
     def _note_end(self, batch: RunningBatch, task: "asyncio.Task[None]") -> None:
         batch.remove(task)
+        self._end_if_done(batch)
         self._has_news.set()
+
+    def _end_if_done(self, batch: RunningBatch) -> None:
+        if batch.is_done and not batch.is_stopping and not batch.has_ended.is_set():
+            del self._batches[batch.record.number]
+            batch.content.close()
+            batch.has_ended.set()
 
 
 async def _cancel(batch: RunningBatch) -> None:
