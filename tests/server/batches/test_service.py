@@ -47,6 +47,8 @@ def test_every_line_gets_the_answer_of_a_live_request(served_model: ServedModel,
             usages = [line["response"]["body"]["usage"] for line in lines]
             assert batch.input_tokens == sum(usage["prompt_tokens"] for usage in usages) > 0
             assert batch.output_tokens == sum(usage["completion_tokens"] for usage in usages) > 0
+            stats = running.service.stats()
+            assert (stats.num_lines_running, stats.total_completed_lines, stats.total_failed_lines) == (0, 40, 0)
             assert None not in (batch.in_progress_at, batch.finalizing_at, batch.completed_at)
 
     run(test())

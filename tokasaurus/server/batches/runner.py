@@ -52,6 +52,15 @@ class BatchRunner:
         """By number."""
         self._has_news = asyncio.Event()
         self._starting = asyncio.Lock()
+        self.num_completed = 0
+        """Lines since the server's start."""
+        self.num_failed = 0
+        """Lines since the server's start."""
+
+    @property
+    def num_running(self) -> int:
+        """Lines in the engine."""
+        return sum(len(batch.tasks) for batch in self._batches.values())
 
     def add(self, batch: RunningBatch) -> None:
         """Run its lines, until it `has_ended` or `stop` is called."""
@@ -206,6 +215,8 @@ class BatchRunner:
             internal = ApiError("internal error; the server's log has the details")
             result = LineResult(line.number, True, refused_line(line.custom_id, internal))
         await self._recorder.store(batch.record.number, result)
+        self.num_failed += result.has_failed
+        self.num_completed += not result.has_failed
 
     async def _result(self, batch: RunningBatch, line: PendingLine, parsed: ParsedLine | LineRefused) -> LineResult:
         """Raises ApiError."""

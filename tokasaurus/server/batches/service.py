@@ -12,6 +12,7 @@ from typing import Any, cast
 import apsw
 from fastapi import Request
 
+from tokasaurus.monitoring.metrics import BatchStats
 from tokasaurus.server.batches.closing import clear_ledger, close_batch
 from tokasaurus.server.batches.input_errors import InputError, dump_errors
 from tokasaurus.server.batches.limits import BatchLimits
@@ -86,6 +87,15 @@ class BatchService:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._runner.stop_all()
+
+    def stats(self) -> BatchStats:
+        return BatchStats(
+            num_unfinished=len(self._tasks),
+            num_lines_running=self._runner.num_running,
+            total_completed_lines=self._runner.num_completed,
+            total_failed_lines=self._runner.num_failed,
+            is_waiting_for_storage=self._recorder.problem is not None,
+        )
 
     async def create(self, new: NewBatch) -> BatchRecord:
         """A batch that is being validated. Raises StoreError."""
@@ -225,9 +235,14 @@ class BatchService:
         )
 
 
+def find_batches(request: Request) -> BatchService | None:
+    """None if the server stores no batches."""
+    return cast("BatchService | None", request.app.state.batches)
+
+
 def batches_of(request: Request) -> BatchService:
     """Raises DataDirMissing."""
-    service = cast("BatchService | None", request.app.state.batches)
+    service = find_batches(request)
     if service is None:
         raise DataDirMissing("this server stores no files and batches: start it with data_dir=DIRECTORY")
     return service
