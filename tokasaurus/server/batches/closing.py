@@ -39,8 +39,6 @@ async def close_batch(store: Store, batch: BatchRecord, keep_seconds: int, now: 
     if batch.status in FINAL_STATUSES:  # by an earlier call; its ledger may have lost lines
         await clear_ledger(store, batch.number)
         return batch
-    if batch.in_progress_at is None:  # its validation was not finished: it has no lines yet
-        await clear_ledger(store, batch.number)
     await _answer_unfinished(store, batch)
     files = []
     for kind, state in (("output", LineState.COMPLETED), ("error", LineState.FAILED)):
