@@ -214,3 +214,20 @@ def test_a_data_directory_that_disappears_is_an_error_and_not_a_crash(server: Li
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "storage_failed")
     (tmp_path / "moved").rename(tmp_path / "files")
     check_stored(server, [file["id"]])
+
+
+def test_a_server_that_stops_refuses_what_is_arriving_and_keeps_nothing(
+    served_model: ServedModel, tmp_path: Path
+) -> None:
+    body = form(PURPOSE, file_part(b"x" * 500_000))
+    with live_server(served_model, FakeEngine(), data_dir=tmp_path) as server:
+        connection = connect(server.url)
+        head = f"POST {FILES} HTTP/1.1\r\nHost: x\r\nContent-Type: {FORM}\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body[:400_000])
+        deadline = time.monotonic() + 10
+        while not stored_names(server):  # it is being written
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    with connection:
+        assert read_all(connection).startswith(b"HTTP/1.1 503 ")
+    assert list((tmp_path / "files").iterdir()) == []
