@@ -60,7 +60,7 @@ class Upload:
         self._reader.feed(content)
 
     def discard(self) -> None:
-        """Nothing remains, unless the file is stored. To be called at the end in any case."""
+        """Nothing remains. To be called unless the file is stored."""
         if self._content is not None:
             self._content.discard()
 

@@ -103,12 +103,14 @@ async def _receive(request: Request, service: BatchService) -> FileRecord:
                 part.clear()
         await run_blocking(upload.feed, bytes(part))
         return await upload.store()
-    except ClientDisconnect:
-        raise ClientGone from None
     except asyncio.CancelledError:  # as in `run_while_connected`
+        upload.discard()  # at once: the event loop is about to end, and a thread would not be waited for
         raise ServerStopping("the server is stopping") from None
-    finally:
+    except BaseException as error:
         await run_blocking(upload.discard)
+        if isinstance(error, ClientDisconnect):
+            raise ClientGone from None
+        raise
 
 
 @router.get("/v1/files", responses={200: {"model": FileList}, **error_responses(400, 404, 501)})
