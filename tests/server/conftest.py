@@ -23,9 +23,9 @@ def served_model(tokenizer_directory: Path) -> ServedModel:
 
 
 @pytest.fixture(scope="session")
-def shared_server(served_model: ServedModel) -> Iterator[LiveServer]:
+def shared_server(served_model: ServedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """A server shared by all tests that change no state in it; its engine echoes the prompt."""
-    with live_server(served_model, FakeEngine()) as server:
+    with live_server(served_model, FakeEngine(), data_dir=tmp_path_factory.mktemp("data")) as server:
         yield server
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import logging
 import resource
 import socket
 import threading
@@ -13,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp
 
 from tokasaurus.checkpoint import Checkpoint
@@ -27,12 +28,13 @@ from tokasaurus.server.api_key import ApiKey, ApiKeyMiddleware, read_api_keys
 from tokasaurus.server.batches.limits import BatchLimits, batch_limits
 from tokasaurus.server.batches.location import opened_data_dir
 from tokasaurus.server.batches.service import BatchService
+from tokasaurus.server.batches.store.errors import StorageFull, StoreError
 from tokasaurus.server.batches.store.store import Store
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.connections.transport import watch_for_lost_peers
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.queue_limits import QueueLimits
-from tokasaurus.server.errors import add_error_handlers
+from tokasaurus.server.errors import StorageFailed, StorageIsFull, add_error_handlers, error_response
 from tokasaurus.server.http_server import LISTEN_BACKLOG, HttpServer, http_config
 from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.request_id import RequestIdMiddleware
@@ -40,7 +42,8 @@ from tokasaurus.server.resources.body_bytes import BodyBytes
 from tokasaurus.server.resources.garbage import collect_garbage_when_idle
 from tokasaurus.server.resources.limits import RequestLimits, request_limits
 from tokasaurus.server.resources.text_threads import TextThreads
-from tokasaurus.server.routes import bulk, chat, completions, health, metrics, models, tokenize
+from tokasaurus.server.routes import batches as batch_routes
+from tokasaurus.server.routes import bulk, chat, completions, files, health, metrics, models, tokenize
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
 from tokasaurus.server.structured_output.validator import GrammarChecker
@@ -49,6 +52,8 @@ from tokasaurus.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
+
+logger = logging.getLogger(__name__)
 
 
 def run_server(
@@ -167,14 +172,20 @@ def create_app(
     app.state.server = state
     app.state.batches = batches
     add_error_handlers(app)
+    app.add_exception_handler(StoreError, _on_store_error)
     if api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=list(api_keys), salt_by_key=salt_by_key)
     if hosts is not None:
         app.add_middleware(AllowedHostsMiddleware, names=hosts)
-    for routes in (completions, chat, bulk, models, tokenize, health, metrics):
+    for routes in (completions, chat, bulk, files, batch_routes, models, tokenize, health, metrics):
         app.include_router(routes.router)
     # Not by add_middleware: the answer to an internal error would lack the id.
     return RequestIdMiddleware(app)
+
+
+async def _on_store_error(_request: Request, error: Exception) -> Response:
+    logger.error("files and batches: %s", error)
+    return error_response((StorageIsFull if isinstance(error, StorageFull) else StorageFailed)(str(error)))
 
 
 def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedModel:

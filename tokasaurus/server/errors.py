@@ -96,6 +96,21 @@ class ModelNotFound(InvalidRequest):
         super().__init__(f"the model {shorten(name)!r} does not exist; GET /v1/models lists what is served", "model")
 
 
+class NotFound(InvalidRequest):
+    """No file or batch has the id."""
+
+    status = 404
+    code = "not_found"
+
+
+class Conflict(InvalidRequest):
+    """The file or batch is in a state that does not allow it. OpenAI's clients would try it again."""
+
+    status = 409
+    code = "conflict"
+    headers: Mapping[str, str] = {"x-should-retry": "false"}
+
+
 class WrongApiKey(InvalidRequest):
     status = 401
     code = "invalid_api_key"
@@ -269,7 +284,8 @@ def add_error_handlers(app: FastAPI) -> None:
     async def on_validation_error(_request: Request, error: Exception) -> Response:
         """Errors in path and query parameters; bodies are parsed by `json_body`."""
         assert isinstance(error, RequestValidationError)
-        return error_response(_from_details(error.errors()[0]))
+        details = error.errors()[0]
+        return error_response(_from_details(details | {"loc": details["loc"][1:]}))  # without "query" or "path"
 
     async def on_client_gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=499)  # nginx's status for a closed connection; nobody reads it

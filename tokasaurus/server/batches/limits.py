@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
 
+DAY_SECONDS = 86_400
+
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:

@@ -15,8 +15,10 @@ from fastapi import Request
 from tokasaurus.monitoring.metrics import BatchStats
 from tokasaurus.server.batches.closing import clear_ledger, close_batch
 from tokasaurus.server.batches.input_errors import InputError, dump_errors
-from tokasaurus.server.batches.limits import BatchLimits
+from tokasaurus.server.batches.library import require_file
+from tokasaurus.server.batches.limits import DAY_SECONDS, BatchLimits
 from tokasaurus.server.batches.recorder import ResultRecorder
+from tokasaurus.server.batches.retention import keep_removing
 from tokasaurus.server.batches.runner import BatchRunner
 from tokasaurus.server.batches.running_batch import RunningBatch
 from tokasaurus.server.batches.store.batches import (
@@ -30,23 +32,23 @@ from tokasaurus.server.batches.store.batches import (
     unfinished_batches,
 )
 from tokasaurus.server.batches.store.errors import ContentMissing, StoreError
+from tokasaurus.server.batches.store.files import get_file
 from tokasaurus.server.batches.store.ledger import release_running
 from tokasaurus.server.batches.store.records import FINAL_STATUSES, BatchRecord, BatchStatus
 from tokasaurus.server.batches.store.store import Store
 from tokasaurus.server.batches.validation import ValidationDied, fill_ledger
 from tokasaurus.server.client_identity import key_salt
-from tokasaurus.server.errors import DataDirMissing
+from tokasaurus.server.errors import DataDirMissing, InvalidRequest
 from tokasaurus.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
-DAY_SECONDS = 86_400
 
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """What a client asks for. The input file exists."""
+    """What a client asks for."""
 
     endpoint: str
     input_file_id: str
@@ -78,7 +80,9 @@ class BatchService:
         """Within the context, batches advance. Raises StoreError."""
         for batch in await self.store.database.read(unfinished_batches):
             self._begin(batch)
-        background = [asyncio.create_task(work()) for work in (self._recorder.run, self._runner.run)]
+        keep_seconds = self.limits.keep_days * DAY_SECONDS
+        works = (self._recorder.run(), self._runner.run(), keep_removing(self.store, keep_seconds))
+        background = [asyncio.create_task(work) for work in works]
         try:
             yield
         finally:
@@ -98,7 +102,7 @@ class BatchService:
         )
 
     async def create(self, new: NewBatch) -> BatchRecord:
-        """A batch that is being validated. Raises StoreError."""
+        """A batch that is being validated. Raises NotFound or InvalidRequest for the input file, and StoreError."""
         now = int(time.time())
         record = BatchRecord(
             number=0,
@@ -113,7 +117,17 @@ class BatchService:
             metadata=new.metadata,
             output_expires_after=new.output_expires_after,
         )
-        batch = await self.store.database.write(lambda connection: add_batch(connection, record))
+
+        def add(connection: apsw.Connection) -> BatchRecord:
+            # in one transaction, so that the file cannot be deleted in between
+            file = require_file(get_file(connection, new.input_file_id), new.input_file_id, "input_file_id")
+            if file.purpose != "batch":
+                raise InvalidRequest(
+                    f"input_file_id must name a file with the purpose 'batch', not {file.purpose!r}", "input_file_id"
+                )
+            return add_batch(connection, record)
+
+        batch = await self.store.database.write(add)
         self._begin(batch)
         return batch
 

@@ -1,0 +1,72 @@
+"""Records of the store → the objects that clients see."""
+
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+import orjson
+
+from tokasaurus.server.batches.store.records import BatchRecord, FileRecord
+from tokasaurus.server.protocol.storage.batches import (
+    BatchError,
+    BatchErrors,
+    BatchList,
+    BatchObject,
+    BatchRequestCounts,
+    BatchUsage,
+    InputTokensDetails,
+    OutputTokensDetails,
+)
+from tokasaurus.server.protocol.storage.files import FileList, FileObject
+
+# Fields that have the same name and meaning in a record and in the object.
+_SAME_IN_BATCHES = (
+    *("id", "endpoint", "input_file_id", "completion_window", "status", "created_at", "expires_at", "model"),
+    *("output_file_id", "error_file_id", "in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at"),
+    *("cancelling_at", "cancelled_at"),
+)
+
+
+def file_object(record: FileRecord) -> FileObject:
+    return FileObject(record.id, record.bytes, record.created_at, record.filename, record.purpose, record.expires_at)
+
+
+def batch_object(record: BatchRecord) -> BatchObject:
+    same: dict[str, Any] = {name: getattr(record, name) for name in _SAME_IN_BATCHES}
+    return BatchObject(
+        **same,
+        request_counts=BatchRequestCounts(record.num_lines, record.num_completed, record.num_failed),
+        usage=BatchUsage(
+            record.input_tokens,
+            InputTokensDetails(record.cached_tokens),
+            record.output_tokens,
+            OutputTokensDetails(),
+            record.input_tokens + record.output_tokens,
+        ),
+        metadata=None if record.metadata is None else orjson.loads(record.metadata),
+        errors=None
+        if record.errors is None
+        else BatchErrors([BatchError(**one) for one in orjson.loads(record.errors)]),
+    )
+
+
+def file_list(records: list[FileRecord], has_more: bool) -> FileList:
+    return FileList([file_object(record) for record in records], has_more, *_ends(records))
+
+
+def batch_list(records: list[BatchRecord], has_more: bool) -> BatchList:
+    return BatchList([batch_object(record) for record in records], has_more, *_ends(records))
+
+
+def to_json(value: object) -> bytes:
+    """value: a dataclass; fields that are None are left out, at any depth."""
+    assert is_dataclass(value)
+    assert not isinstance(value, type)
+    return orjson.dumps(asdict(value, dict_factory=_without_nulls))
+
+
+def _ends(records: list[FileRecord] | list[BatchRecord]) -> tuple[str | None, str | None]:
+    return (records[0].id, records[-1].id) if records else (None, None)
+
+
+def _without_nulls(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in fields if value is not None}

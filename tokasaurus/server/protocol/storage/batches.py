@@ -1,0 +1,153 @@
+"""Bodies and objects of /v1/batches, as OpenAI's reference documents them. Times are seconds since 1970."""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+
+from tokasaurus.server.protocol.sampling_fields import value_error
+from tokasaurus.server.protocol.storage.files import ExpiresAfter
+
+MAX_WINDOW_SECONDS = 30 * 86_400
+_WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])")
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def window_seconds(window: str) -> int:
+    """ "90m" → 5400. Raises ValueError if this is no completion window."""
+    match = _WINDOW.fullmatch(window)
+    if match is None:
+        raise ValueError(window)
+    seconds = int(match[1]) * _UNIT_SECONDS[match[2]]
+    if seconds > MAX_WINDOW_SECONDS:
+        raise ValueError(window)
+    return seconds
+
+
+def _check_window(window: str) -> str:
+    try:
+        window_seconds(window)
+    except ValueError:
+        raise value_error('must be "24h", or another whole number with s, m, h or d after it, at most 30d') from None
+    return window
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
+class CreateBatch(BaseModel):
+    """input_file_id: a file with the purpose "batch".
+    completion_window: "24h"; our extension: any time up to 30 days, such as "90m". Lines unfinished then expire.
+    metadata: up to 16 pairs; a key has up to 64 characters, a value up to 512.
+    output_expires_after: when the output files are removed."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    input_file_id: str
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    completion_window: Annotated[
+        str,
+        AfterValidator(_check_window),
+        WithJsonSchema({"type": "string", "pattern": "^[1-9][0-9]{0,6}[smhd]$", "examples": ["24h"]}),
+    ]
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+class ListBatches(BaseModel):
+    """Query of GET /v1/batches. after: the id of the last batch of the page before."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    after: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchError:
+    """What is wrong with the input file. line: from 1."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchErrors:
+    data: list[BatchError]
+    object: Literal["list"] = "list"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequestCounts:
+    """Lines: all, those whose results are in the output file, and those in the error file."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class InputTokensDetails:
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTokensDetails:
+    reasoning_tokens: Literal[0] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchUsage:
+    """Sums over the lines that have a result."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchObject:
+    """A batch. Fields without a value are left out."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+    ]
+    created_at: int
+    expires_at: int
+    request_counts: BatchRequestCounts
+    usage: BatchUsage
+    model: str | None = None
+    metadata: dict[str, str] | None = None
+    errors: BatchErrors | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    object: Literal["batch"] = "batch"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchList:
+    """has_more: whether a page follows, after `last_id`."""
+
+    data: list[BatchObject]
+    has_more: bool
+    first_id: str | None = None
+    last_id: str | None = None
+    object: Literal["list"] = "list"

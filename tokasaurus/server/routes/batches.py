@@ -1,0 +1,81 @@
+"""/v1/batches"""
+
+from typing import Annotated
+
+import apsw
+import orjson
+from fastapi import APIRouter, Query, Request, Response
+
+from tokasaurus.server.batches.objects import batch_list, batch_object, to_json
+from tokasaurus.server.batches.service import NewBatch, batches_of
+from tokasaurus.server.batches.store.batches import get_batch, list_batches
+from tokasaurus.server.batches.store.records import BatchRecord
+from tokasaurus.server.errors import Conflict, NotFound, shorten
+from tokasaurus.server.openapi import BODY_ERRORS, error_responses
+from tokasaurus.server.protocol.storage.batches import BatchList, BatchObject, CreateBatch, ListBatches, window_seconds
+from tokasaurus.server.routes.json_body import JsonBodyRoute
+
+router = APIRouter(tags=["batches"])
+_body_router = APIRouter(route_class=JsonBodyRoute, tags=["batches"])
+
+
+@_body_router.post(
+    "/v1/batches", responses={200: {"model": BatchObject}, **error_responses(*BODY_ERRORS, 404, 501, 507)}
+)
+async def create_batch(request: Request, body: CreateBatch) -> Response:
+    """Run the lines of an uploaded file, each a body for `endpoint`. The batch survives restarts of the server."""
+    new = NewBatch(
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
+        completion_window=body.completion_window,
+        window_seconds=window_seconds(body.completion_window),
+        metadata=None if body.metadata is None else orjson.dumps(body.metadata).decode(),
+        output_expires_after=None if body.output_expires_after is None else body.output_expires_after.seconds,
+    )
+    return _json(batch_object(await batches_of(request).create(new)))
+
+
+router.include_router(_body_router)
+
+
+@router.get("/v1/batches", responses={200: {"model": BatchList}, **error_responses(400, 404, 501)})
+async def list_all_batches(request: Request, query: Annotated[ListBatches, Query()]) -> Response:
+    """The batches, the newest first, page by page."""
+
+    def read(connection: apsw.Connection) -> bytes:
+        try:
+            page = list_batches(connection, query.after, query.limit)
+        except KeyError:
+            raise NotFound(f"after: there is no batch with the id {shorten(query.after or '')!r}", "after") from None
+        return to_json(batch_list(*page))
+
+    return Response(await batches_of(request).store.database.read(read), media_type="application/json")
+
+
+@router.get("/v1/batches/{batch_id}", responses={200: {"model": BatchObject}, **error_responses(404, 501)})
+async def retrieve_batch(request: Request, batch_id: str) -> Response:
+    """The batch as it is now."""
+    store = batches_of(request).store
+    batch = await store.database.read(lambda connection: get_batch(connection, batch_id))
+    return _json(batch_object(_require(batch, batch_id)))
+
+
+@router.post(
+    "/v1/batches/{batch_id}/cancel", responses={200: {"model": BatchObject}, **error_responses(404, 409, 501, 507)}
+)
+async def cancel_batch(request: Request, batch_id: str) -> Response:
+    """Stop the batch. Lines that have finished keep their results, which the output file will have."""
+    batch = _require(await batches_of(request).cancel(batch_id), batch_id)
+    if batch.status != "cancelling":
+        raise Conflict(f"the batch cannot be cancelled: its status is {batch.status!r}")
+    return _json(batch_object(batch))
+
+
+def _require(batch: BatchRecord | None, batch_id: str) -> BatchRecord:
+    if batch is None:
+        raise NotFound(f"there is no batch with the id {shorten(batch_id)!r}")
+    return batch
+
+
+def _json(value: object) -> Response:
+    return Response(to_json(value), media_type="application/json")
