@@ -73,9 +73,7 @@ RUN_FLAGS = FlagTable(
     groups={
         **_OWN_TABLE.groups,
         **{
-            heading: {
-                name: flag for name, flag in group.items() if name not in _NOT_OF_THE_USER and name != "api_key"
-            }
+            heading: {name: flag for name, flag in group.items() if name not in _NOT_OF_THE_USER and name != "api_key"}
             for heading, group in SERVER_FLAGS.groups.items()
         },
     },

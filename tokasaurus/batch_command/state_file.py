@@ -1,4 +1,4 @@
-"""What a run must remember to continue after a crash: a small file, whole or absent, that one process at a time holds."""
+"""What a run must remember to continue after a crash: a small file, which one process at a time holds."""
 
 import fcntl
 import os

@@ -81,7 +81,9 @@ def _report(config: StoredConfig, action: Callable[[Path], str]) -> int:
 def _check_exists(root: Path) -> None:
     """Raises CommandError."""
     if not DataDir(root).database.exists():
-        raise CommandError(f"{root} has no batches: no server has stored any there (data_dir=, or port=, names another)")
+        raise CommandError(
+            f"{root} has no batches: no server has stored any there (data_dir=, or port=, names another)"
+        )
 
 
 def _read(root: Path, operation: Callable[[apsw.Connection], Result]) -> Result:
@@ -97,11 +99,12 @@ def _read(root: Path, operation: Callable[[apsw.Connection], Result]) -> Result:
                     f"{len(MIGRATIONS)}: use the same one, or start a server of this one there to bring it up to date"
                 )
             with connection:
-                return operation(connection)
+                result = operation(connection)
         finally:
             connection.close()
     except apsw.Error as error:
         raise explain(error) from None
+    return result
 
 
 def _listing(connection: apsw.Connection, config: StoredConfig, root: Path) -> str:
