@@ -1,7 +1,7 @@
 """OpenAI's Files and Batches API, as a run uses it: each call is tried again while the server cannot answer."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
@@ -20,6 +20,10 @@ _PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _MAY_PASS = (408, 429, 500, 502, 503, 504, 507, 529)
 # Statuses of a server that will never accept this file.
 _REFUSES_INPUT = (400, 413, 422)
+
+
+class _Interrupted(Exception):
+    """A download ended in the middle."""
 
 
 class Waiter(Protocol):
@@ -50,9 +54,16 @@ class BatchApi:
     """One server. Every method raises CommandError if the server refuses, or has not answered for RETRY_SECONDS."""
 
     def __init__(
-        self, base_url: str, api_key: str | None, waiter: Waiter, note: Callable[[str], None], retry_s: float
+        self,
+        base_url: str,
+        api_key: str | None,
+        waiter: Waiter,
+        note: Callable[[str], None],
+        retry_s: float,
+        is_local: bool,
     ) -> None:
-        """note: shows the user a line. retry_s: longest time without an answer."""
+        """note: shows the user a line. retry_s: longest time without an answer. is_local: not to be asked by a proxy
+        of the environment."""
         import openai
 
         self._base_url = base_url
@@ -61,7 +72,10 @@ class BatchApi:
         self._retry_s = retry_s
         try:
             # The retries are here: they must look whether the server runs, and can be told.
-            self._client = openai.OpenAI(base_url=base_url, api_key=api_key or "none", max_retries=0, timeout=60)
+            http = openai.DefaultHttpxClient(trust_env=not is_local)
+            self._client = openai.OpenAI(
+                base_url=base_url, api_key=api_key or "none", max_retries=0, timeout=60, http_client=http
+            )
         except Exception as error:  # various, for an invalid URL
             raise CommandError(f"base_url={base_url}: {' '.join(str(error).split())}") from None
 
@@ -113,7 +127,8 @@ class BatchApi:
             into.seek(0)
             into.truncate()
             with self._client.files.with_streaming_response.content(file_id) as response:
-                for part in response.iter_bytes(1 << 20):
+                parts = response.iter_bytes(1 << 20)
+                while part := _next_part(parts):
                     into.write(part)
 
         self._persist(download)
@@ -140,11 +155,13 @@ class BatchApi:
                     raise (InputRefused if is_input else CommandError)(message) from None
             except openai.APIConnectionError as error:
                 message = f"no answer from {self._base_url}: {error.__cause__ or error}"
+            except _Interrupted as error:
+                message = f"no answer from {self._base_url}: {error}"
             except openai.OpenAIError as error:
                 raise CommandError(f"{self._base_url}: {' '.join(str(error).split())}") from None
             except OSError as error:  # of the input, or of the file that is written
                 raise CommandError(f"{error.filename or 'the results'}: {error.strerror}") from None
-            except (AttributeError, IndexError, TypeError):  # the client returns any page with status 200
+            except (AttributeError, IndexError, KeyError, TypeError):  # the client returns any page with status 200
                 raise CommandError(f"{self._base_url}: no OpenAI-compatible API") from None
             now_s = time.monotonic()
             failed_at_s = now_s if failed_at_s is None else failed_at_s
@@ -154,6 +171,14 @@ class BatchApi:
                 self._note(f"{message}; trying again for up to {self._retry_s:g} s")
             self._waiter.wait(_PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)])
             num_failures += 1
+
+
+def _next_part(parts: Iterator[bytes]) -> bytes:
+    """Empty after the last. Raises _Interrupted."""
+    try:
+        return next(parts, b"")
+    except Exception as error:  # of the client's HTTP library, which differs between its versions
+        raise _Interrupted(str(error)) from None
 
 
 def _view(batch: Any) -> BatchView:

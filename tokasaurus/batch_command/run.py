@@ -155,7 +155,9 @@ class _Run:
             progress = make_progress()
             stack.callback(progress.close)
             server, base_url, api_key = self._connect(stack, progress)
-            api = BatchApi(base_url, api_key, server, progress.note, RETRY_SECONDS)
+            api = BatchApi(
+                base_url, api_key, server, progress.note, RETRY_SECONDS, is_local=self._config.base_url is None
+            )
             stack.callback(api.close)
             batch = self._find_or_create(api, endpoint)
             started_s, tokens_before = time.monotonic(), batch.output_tokens
@@ -233,6 +235,7 @@ class _Run:
             server.wait(pause_s)
             pause_s = min(1.5 * pause_s, longest_s)
             batch = api.retrieve(batch.id)
+        progress.update(batch)
         return batch
 
     def _check_end(self, batch: BatchView) -> None:

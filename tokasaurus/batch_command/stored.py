@@ -161,7 +161,14 @@ def _cancel_on_server(root: Path, config: StoredConfig, batch_id: str) -> str:
     for any_address, loopback in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
         address = address.replace(any_address, loopback)
     key = config.api_key or os.environ.get("TOKA_API_KEY") or _key_of_run(root)
-    api = BatchApi(f"{address}/v1", key, GivenServer(), lambda line: print(line, file=sys.stderr), _CANCEL_RETRY_S)
+    api = BatchApi(
+        f"{address}/v1",
+        key,
+        GivenServer(),
+        note=lambda line: print(line, file=sys.stderr),
+        retry_s=_CANCEL_RETRY_S,
+        is_local=True,
+    )
     try:
         return api.cancel(batch_id).status
     finally:
