@@ -192,7 +192,6 @@ class BatchService:
         return await self.store.database.read(lambda connection: read_batch(connection, batch.number))
 
     async def _validate(self, batch: BatchRecord) -> BatchRecord:
-        await clear_ledger(self.store, batch.number)  # of an attempt that ended with the last server
         try:
             num_lines, errors = await fill_ledger(self.store, batch, self.limits)
         except ContentMissing as error:

@@ -6,7 +6,7 @@ import socket
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
@@ -19,6 +19,7 @@ from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tests.server.helpers.live_server import wait_until_ready
 from tokasaurus.config import ServerConfig
 from tokasaurus.server.app import create_app
+from tokasaurus.server.batches.store.store import open_store
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.http_server import HttpServer, http_config
@@ -29,12 +30,16 @@ _SPAWN = multiprocessing.get_context("spawn")
 PROBE_INTERVAL_S = 0.02
 
 
-def _serve(directory: Path, limits: RequestLimits, launcher: socket.socket, ports: Connection) -> None:
+def _serve(
+    directory: Path, limits: RequestLimits, data_dir: Path | None, launcher: socket.socket, ports: Connection
+) -> None:
     model = make_served_model(directory)
     engine = EngineClient(launcher)
-    app = create_app(model, engine, limits=limits)
     collect_garbage_when_idle(lambda: engine.num_pending_requests == 0)
-    with socket.socket() as listener:
+    with ExitStack() as stack:
+        store = None if data_dir is None else stack.enter_context(open_store(data_dir, "a test"))
+        app = create_app(model, engine, limits=limits, store=store)
+        listener = stack.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
         ports.send(listener.getsockname()[1])
         connections = ConnectionTable(ServerConfig())
@@ -42,10 +47,14 @@ def _serve(directory: Path, limits: RequestLimits, launcher: socket.socket, port
 
 
 @contextmanager
-def server_process(directory: Path, engine: FakeEngine, limits: RequestLimits | None = None) -> Iterator[httpx.Client]:
-    """The engine runs in this process. Yields a client of the server, which is ready. directory: of the tokenizer."""
+def server_process(
+    directory: Path, engine: FakeEngine, limits: RequestLimits | None = None, data_dir: Path | None = None
+) -> Iterator[httpx.Client]:
+    """The engine runs in this process. Yields a client of the server, which is ready.
+
+    directory: of the tokenizer. data_dir: None for a server without files and batches."""
     reader, writer = _SPAWN.Pipe(duplex=False)
-    arguments = (directory, limits or RequestLimits(), hand_over(engine), writer)
+    arguments = (directory, limits or RequestLimits(), data_dir, hand_over(engine), writer)
     process = _SPAWN.Process(target=_serve, args=arguments)
     process.start()
     try:
