@@ -89,7 +89,8 @@ def test_an_interrupted_and_killed_run_ends_as_an_undisturbed_one(
 
 
 def test_a_run_is_cancelled_over_its_data_directory(model: Path, tmp_path: Path) -> None:
-    command = BatchCommand(model, tmp_path, NUM_LINES, NUM_TOKENS)
+    num_lines = 400
+    command = BatchCommand(model, tmp_path, num_lines, 200)  # minutes, were it not cancelled
     process = command.start()
     command.wait_for_results(3)
     batch_id = command.of_stored("list").split()[0]
@@ -99,7 +100,7 @@ def test_a_run_is_cancelled_over_its_data_directory(model: Path, tmp_path: Path)
     assert f"toka batch: {batch_id} is cancelled, with " in output
     shown = json.loads(command.of_stored("show", batch_id, "json=T"))
     assert shown["status"] == "cancelled"
-    assert sum(shown["request_counts"][kind] for kind in ("completed", "failed")) == NUM_LINES
+    assert sum(shown["request_counts"][kind] for kind in ("completed", "failed")) == num_lines
     assert not command.output.exists()
 
 

@@ -46,7 +46,8 @@ class BatchCommand:
     def of_stored(self, *words: str) -> str:
         """Output of list, show or cancel."""
         command = [sys.executable, "-m", "tokasaurus", "batch", *words, f"data_dir={self.data_dir}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=_ENVIRONMENT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=_ENVIRONMENT)
+        assert done.returncode == 0, done.stderr
         return done.stdout
 
     def results(self) -> dict[str, bytes]:
