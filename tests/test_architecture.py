@@ -35,7 +35,7 @@ OWN_FOLDERS = {
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["ping", "download"],
+    ["ping", "download", "batch_command"],
     ["launch"],
     ["replica_processes"],
     ["process_group", "startup_report", "restart_policy"],
@@ -83,6 +83,7 @@ WITHOUT_TORCH = [
     "cli",
     "ping",
     "download",
+    "batch_command",
     "messages",
 ]
 WITHOUT_TORCH += ["launch", "process_group", "child_process", "monitoring"]

@@ -4,6 +4,7 @@ import ast
 import re
 from pathlib import Path
 
+from tokasaurus.batch_command.config import RUN_FLAGS, STORED_FLAGS
 from tokasaurus.config_flags import SERVER_FLAGS
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +35,7 @@ def test_the_table_of_the_torture_has_the_rows_of_every_part() -> None:
 
 
 def test_flags_in_the_docs_exist() -> None:
-    known = {*SERVER_FLAGS.flags, *SERVER_FLAGS.aliases}
+    known = {*SERVER_FLAGS.flags, *SERVER_FLAGS.aliases, *RUN_FLAGS.flags, *STORED_FLAGS.flags}
     for page in PAGES:
         if page.name == "CHANGELOG.md":  # it also names what was renamed
             continue

@@ -66,7 +66,7 @@ def run_child(
 
     spawned_at: by time.time(). lifeline: reading end of a pipe whose only writer is the launcher, which writes nothing.
     """
-    _die_with_launcher(launcher_pid, lifeline)
+    die_with_parent(launcher_pid, lifeline)
     _set_title(child.title)
     # A terminal sends Ctrl-C to every process; the launcher decides when each one ends. SIGINT was blocked until here,
     # so that it cannot interrupt the imports.
@@ -98,10 +98,12 @@ def _fail(child: ChildProcess, status: Sender[Status], message: str) -> None:
     sys.exit(1)
 
 
-def _die_with_launcher(launcher_pid: int, lifeline: Connection) -> None:
-    """Ensure that this process ends when the launcher dies, even by SIGKILL."""
+def die_with_parent(parent_pid: int, lifeline: Connection) -> None:
+    """Ensure that this process ends when its parent dies, even by SIGKILL.
+
+    lifeline: reading end of a pipe whose only writer is the parent, which writes nothing."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher_pid:  # the launcher died before the line above
+    if os.getppid() != parent_pid:  # the parent died before the line above
         os._exit(1)
 
     def wait_for_end() -> None:

@@ -21,10 +21,17 @@ toka [name=value ...]            serve a model behind the OpenAI API;
                                  without model= the demo model
 toka ping prompt=TEXT [...]      ask a running server
 toka download model=NAME [...]   fetch a model without serving it
+toka batch input=F output=F ...  run a file of requests, without a server
 toka SUBCOMMAND --help, toka --version"""
 
 _PING_USAGE = "toka ping prompt=TEXT [name=value ...]   ask a running server"
 _DOWNLOAD_USAGE = "toka download model=NAME [name=value ...]   fetch a model without serving it"
+_BATCH_USAGE = """\
+toka batch input=FILE output=FILE [...]   run a file of requests; run again,
+                                          it continues
+toka batch list [data_dir=DIR ...]        batches that servers have stored
+toka batch show ID [data_dir=DIR ...]     one of them
+toka batch cancel ID [data_dir=DIR ...]   stop it, and keep what is done"""
 
 
 def main(args: list[str] | None = None) -> int:
@@ -86,7 +93,57 @@ def download_main(args: list[str] | None = None) -> int:
     return download(config)
 
 
-_SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {"ping": ping_main, "download": download_main}
+def batch_main(args: list[str] | None = None) -> int:
+    """`toka batch`, also installed as `toka-batch`. Returns the exit code."""
+    words = sys.argv[1:] if args is None else args
+    from tokasaurus.batch_command.config import (
+        ACTIONS,
+        RUN_FLAGS,
+        STORED_FLAGS,
+        RunConfig,
+        StoredConfig,
+        parse_run_config,
+        server_words,
+    )
+    from tokasaurus.flags import FlagError
+
+    action = words[0] if words and "=" not in words[0] and not words[0].startswith((".", "-")) else None
+    if action is not None and action not in ACTIONS:
+        return _refuse("toka batch", f"{action}: not understood, there are {', '.join(ACTIONS)}; flags are name=value")
+    if _wants_help(words):
+        if action is None:
+            return _print_help(_BATCH_USAGE, RunConfig, RUN_FLAGS)
+        return _print_help(_BATCH_USAGE, StoredConfig, STORED_FLAGS)
+    try:
+        if action is not None:
+            return _stored_batches(action, words[1:])
+        config = parse_run_config(words)
+    except FlagError as error:
+        return _refuse("toka batch", str(error))
+    from tokasaurus.batch_command.run import run_batch
+
+    return run_batch(config, server_words(config, words))
+
+
+def _stored_batches(action: str, words: list[str]) -> int:
+    """`toka batch list`, `show` and `cancel`. Raises FlagError."""
+    from tokasaurus.batch_command.config import parse_stored_config
+    from tokasaurus.batch_command.stored import cancel_stored, list_stored, show_stored
+    from tokasaurus.flags import FlagError
+
+    if action == "list":
+        return list_stored(parse_stored_config(words))
+    if not words or "=" in words[0]:
+        raise FlagError(f"the batch is missing: toka batch {action} batch_...; toka batch list shows those there are")
+    config = parse_stored_config(words[1:])
+    return show_stored(config, words[0]) if action == "show" else cancel_stored(config, words[0])
+
+
+_SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "ping": ping_main,
+    "download": download_main,
+    "batch": batch_main,
+}
 
 
 def _wants_help(words: list[str]) -> bool:

@@ -129,9 +129,10 @@ def help_text(config_type: type, table: FlagTable, width: int) -> str:
 def _field_types(config_type: type) -> dict[str, tuple[type, bool]]:
     """Field name → its type without None, and whether None is allowed."""
     types: dict[str, tuple[type, bool]] = {}
-    for name, annotation in inspect.get_annotations(config_type).items():
-        parts = get_args(annotation) if NoneType in get_args(annotation) else (annotation,)
-        types[name] = (parts[0], NoneType in parts)
+    for declaring_type in reversed(config_type.__mro__):
+        for name, annotation in inspect.get_annotations(declaring_type).items():
+            parts = get_args(annotation) if NoneType in get_args(annotation) else (annotation,)
+            types[name] = (parts[0], NoneType in parts)
     return types
 
 

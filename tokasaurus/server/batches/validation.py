@@ -64,7 +64,7 @@ async def _try_to_fill(store: Store, batch: BatchRecord, limits: BatchLimits) ->
     assert process.stdout is not None
     num_lines = 0
     try:
-        while part := await process.stdout.readline():
+        while (part := await process.stdout.readline()).endswith(b"\n"):  # else it was killed while it wrote
             value = orjson.loads(part)
             if isinstance(value, dict):
                 return num_lines, _errors(value)

@@ -1,0 +1,113 @@
+"""`toka batch` with a server of its own: whole processes, which are interrupted, killed and started again."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.batch_command.helpers.request_lines import read_results, text_of
+from tests.end_to_end.helpers.batch_command import BatchCommand, processes_below
+from tests.helpers.processes import assert_all_end
+from tests.helpers.tiny_model import save_tiny_model
+
+NUM_LINES, NUM_TOKENS = 60, 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny_model(directory, "llama")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+    """(custom id, text) of each line of the output of a run."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    command = BatchCommand(model, directory, NUM_LINES, NUM_TOKENS)
+    code, output = command.run()
+    assert code == 0, output
+    num_tokens = f"{NUM_LINES * NUM_TOKENS:,}"
+    assert re.search(rf"^{NUM_LINES} lines completed, 0 failed, {num_tokens} tokens, ", output, re.MULTILINE)
+    assert re.search(r"^model worker +weights +[\d.]+ s", output, re.MULTILINE)
+    assert re.search(r"^ready: http://127.0.0.1:\d+ serves", output, re.MULTILINE)
+    assert sorted(path.name for path in directory.iterdir()) == ["in.jsonl", "out.jsonl"]
+    return texts(command)
+
+
+def texts(command: BatchCommand) -> list[tuple[str, str]]:
+    return [(result["custom_id"], text_of(result)) for result in read_results(command.output)]
+
+
+def test_the_output_has_the_order_of_the_input(undisturbed: list[tuple[str, str]]) -> None:
+    assert [custom_id for custom_id, _ in undisturbed] == [f"c{index}" for index in range(NUM_LINES)]
+    assert len({text for _, text in undisturbed}) > NUM_LINES // 2  # short random texts may be equal
+
+
+def test_an_interrupted_and_killed_run_ends_as_an_undisturbed_one(
+    model: Path, tmp_path: Path, undisturbed: list[tuple[str, str]]
+) -> None:
+    command = BatchCommand(model, tmp_path, NUM_LINES, NUM_TOKENS)
+    stored: dict[str, bytes] = {}
+    for victim, number, code, words in (
+        ("command", signal.SIGINT, 130, "the same command continues where it was"),
+        ("command", signal.SIGKILL, -signal.SIGKILL, ""),
+        ("server", signal.SIGKILL, 1, "the server has ended: exit code -9"),
+    ):
+        process = command.start()
+        command.wait_for_results(len(stored) + 6)
+        pids = processes_below(process.pid)
+        assert len(pids) >= 4  # launcher, server, manager, worker
+        os.kill(process.pid if victim == "command" else pids[0], number)
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == code
+        assert words in output
+        assert_all_end(pids, within_s=5)
+        before, stored = stored, command.results()
+        assert before.items() <= stored.items()
+        assert len(stored) < NUM_LINES
+        assert not command.output.exists()
+    assert f"in_progress  {len(stored)} of {NUM_LINES} lines done, 0 failed" in command.of_stored("list")
+
+    content = command.source.read_bytes()
+    command.source.write_bytes(content + b"\n")
+    code, output = command.run()
+    assert (code, "was changed since its batch was begun" in output) == (1, True)
+    command.source.write_bytes(content)
+    code, output = command.run("served_model_name=another")
+    assert (code, "was begun with the model" in output) == (1, True)
+
+    code, output = command.run()
+    assert code == 0, output
+    lines = {json.loads(line)["custom_id"]: line for line in command.output.read_bytes().splitlines(keepends=True)}
+    assert stored.items() <= lines.items()  # ids of answers are random: a line that ran again would have others
+    assert texts(command) == undisturbed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_a_run_is_cancelled_over_its_data_directory(model: Path, tmp_path: Path) -> None:
+    num_lines = 400
+    command = BatchCommand(model, tmp_path, num_lines, 200)  # minutes, were it not cancelled
+    process = command.start()
+    command.wait_for_results(3)
+    batch_id = command.of_stored("list").split()[0]
+    assert command.of_stored("cancel", batch_id) == f"{batch_id} is cancelling\n"
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert f"toka batch: {batch_id} is cancelled, with " in output
+    shown = json.loads(command.of_stored("show", batch_id, "json=T"))
+    assert shown["status"] == "cancelled"
+    assert sum(shown["request_counts"][kind] for kind in ("completed", "failed")) == num_lines
+    assert not command.output.exists()
+
+
+def test_a_server_that_cannot_start_is_one_line_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    command = BatchCommand(tmp_path / "absent", tmp_path, NUM_LINES, NUM_TOKENS)
+    code, output = command.run()
+    assert code == 1
+    assert output.splitlines()[-1].startswith("toka batch: the server did not start: ")
+    assert str(tmp_path / "absent") in output.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

@@ -1,0 +1,209 @@
+"""OpenAI's Files and Batches API, as a run uses it: each call is tried again while the server cannot answer."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
+
+from tokasaurus.batch_command.errors import CommandError, InputRefused, NotOnServer
+
+if TYPE_CHECKING:
+    import openai
+
+Answer = TypeVar("Answer")
+
+RETRY_SECONDS = 300.0
+"""Longest time without an answer until a run ends."""
+_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+# Statuses of a server that may answer later. 507: its disk is full.
+_MAY_PASS = (408, 429, 500, 502, 503, 504, 507, 529)
+# Statuses of a server that will never accept this file.
+_REFUSES_INPUT = (400, 413, 422)
+
+
+class _Interrupted(Exception):
+    """A download ended in the middle."""
+
+
+class Waiter(Protocol):
+    """A server, or the way to one."""
+
+    def wait(self, seconds: float) -> None:
+        """Raises CommandError if the server has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchView:
+    """A batch as the server describes it."""
+
+    id: str
+    status: str
+    num_lines: int
+    """0 until they are counted."""
+    num_completed: int
+    num_failed: int
+    output_tokens: int
+    errors: list[dict[str, Any]]
+    """Of the input file: code, message, line (from 1), param."""
+    result_file_ids: list[str]
+    """Of the output file and the error file, if they exist."""
+
+
+class BatchApi:
+    """One server. Every method raises CommandError if the server refuses, or has not answered for RETRY_SECONDS."""
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None,
+        waiter: Waiter,
+        note: Callable[[str], None],
+        retry_s: float,
+        is_local: bool,
+    ) -> None:
+        """note: shows the user a line. retry_s: longest time without an answer. is_local: not to be asked by a proxy
+        of the environment."""
+        import openai
+
+        self._base_url = base_url
+        self._waiter = waiter
+        self._note = note
+        self._retry_s = retry_s
+        try:
+            # The retries are here: they must look whether the server runs, and can be told.
+            http = openai.DefaultHttpxClient(trust_env=not is_local)
+            self._client = openai.OpenAI(
+                base_url=base_url, api_key=api_key or "none", max_retries=0, timeout=60, http_client=http
+            )
+        except Exception as error:  # various, for an invalid URL
+            raise CommandError(f"base_url={base_url}: {' '.join(str(error).split())}") from None
+
+    def close(self) -> None:
+        self._client.close()
+
+    def model_name(self) -> str:
+        """Name of the first model that the server serves."""
+        return self._persist(lambda: self._client.models.list().data[0].id)
+
+    def upload(self, path: Path) -> str:
+        """The file's id. Raises InputRefused."""
+
+        def upload() -> str:
+            with path.open("rb") as content:
+                return self._client.files.create(file=(path.name, content), purpose="batch").id
+
+        return self._persist(upload, refuses_input=True)
+
+    def create(self, file_id: str, endpoint: str, completion_window: str) -> BatchView:
+        """A new batch of an uploaded file; the one that exists already, if an answer was lost. Raises InputRefused."""
+        is_first = True
+
+        def create() -> BatchView:
+            nonlocal is_first
+            existing = None if is_first else self._find(file_id)
+            is_first = False
+            if existing is not None:
+                return existing
+            options: Any = {"endpoint": endpoint, "completion_window": completion_window}  # the client's are Literals
+            return _view(self._client.batches.create(input_file_id=file_id, **options))
+
+        return self._persist(create, refuses_input=True)
+
+    def find(self, file_id: str) -> BatchView | None:
+        """The batch of an uploaded file; None if there is none."""
+        return self._persist(lambda: self._find(file_id))
+
+    def retrieve(self, batch_id: str) -> BatchView:
+        return self._persist(lambda: _view(self._client.batches.retrieve(batch_id)))
+
+    def cancel(self, batch_id: str) -> BatchView:
+        return self._persist(lambda: _view(self._client.batches.cancel(batch_id)))
+
+    def download(self, file_id: str, into: BinaryIO) -> None:
+        """Write a file's content, in the place of what was there."""
+
+        def download() -> None:
+            into.seek(0)
+            into.truncate()
+            with self._client.files.with_streaming_response.content(file_id) as response:
+                parts = response.iter_bytes(1 << 20)
+                while part := _next_part(parts):
+                    into.write(part)
+
+        self._persist(download)
+
+    def _find(self, file_id: str) -> BatchView | None:
+        batches = self._client.batches.list(limit=100)  # iterates over all pages
+        return next((_view(batch) for batch in batches if batch.input_file_id == file_id), None)
+
+    def _persist(self, operation: Callable[[], Answer], refuses_input: bool = False) -> Answer:
+        """The operation's answer. It is called again while the server gives none."""
+        import openai
+
+        failed_at_s: float | None = None
+        num_failures = 0
+        while True:
+            try:
+                return operation()
+            except openai.APIStatusError as error:
+                message = f"{self._base_url} answered {error.status_code}: {_reason(error)}"
+                if error.status_code == 404:
+                    raise NotOnServer(message) from None
+                if error.status_code not in _MAY_PASS:
+                    is_input = refuses_input and error.status_code in _REFUSES_INPUT
+                    raise (InputRefused if is_input else CommandError)(message) from None
+            except openai.APIConnectionError as error:
+                message = f"no answer from {self._base_url}: {error.__cause__ or error}"
+            except _Interrupted as error:
+                message = f"no answer from {self._base_url}: {error}"
+            except openai.OpenAIError as error:
+                raise CommandError(f"{self._base_url}: {' '.join(str(error).split())}") from None
+            except OSError as error:  # of the input, or of the file that is written
+                raise CommandError(f"{error.filename or 'the results'}: {error.strerror}") from None
+            except (AttributeError, IndexError, KeyError, TypeError):  # the client returns any page with status 200
+                raise CommandError(f"{self._base_url}: no OpenAI-compatible API") from None
+            now_s = time.monotonic()
+            failed_at_s = now_s if failed_at_s is None else failed_at_s
+            if now_s - failed_at_s >= self._retry_s:
+                raise CommandError(message)
+            if num_failures == 1:  # one may be a restart of the server
+                self._note(f"{message}; trying again for up to {self._retry_s:g} s")
+            self._waiter.wait(_PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)])
+            num_failures += 1
+
+
+def _next_part(parts: Iterator[bytes]) -> bytes:
+    """Empty after the last. Raises _Interrupted."""
+    try:
+        return next(parts, b"")
+    except Exception as error:  # of the client's HTTP library, which differs between its versions
+        raise _Interrupted(str(error)) from None
+
+
+def _view(batch: Any) -> BatchView:
+    """batch: the client's object, whose fields may be missing, whatever its types say."""
+    fields: dict[str, Any] = batch.to_dict()
+    counts = fields.get("request_counts") or {}
+    files = [fields.get("output_file_id"), fields.get("error_file_id")]
+    return BatchView(
+        id=fields["id"],
+        status=fields["status"],
+        num_lines=counts.get("total", 0),
+        num_completed=counts.get("completed", 0),
+        num_failed=counts.get("failed", 0),
+        output_tokens=(fields.get("usage") or {}).get("output_tokens", 0),
+        errors=(fields.get("errors") or {}).get("data") or [],
+        result_file_ids=[file_id for file_id in files if file_id],
+    )
+
+
+def _reason(error: "openai.APIStatusError") -> str:
+    """The server's error message, else the start of its response body, in one line."""
+    body = error.body
+    message = body.get("message") if isinstance(body, dict) else None
+    try:
+        text = message or error.response.text
+    except Exception:  # a streamed answer that was not read
+        text = error.response.reason_phrase
+    return " ".join(str(text or error.response.reason_phrase).split())[:300]

@@ -1,0 +1,283 @@
+"""`toka batch`: run a file of requests, with a server of its own or a running one; run again, it continues."""
+
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from tokasaurus.batch_command.api import RETRY_SECONDS, BatchApi, BatchView, Waiter
+from tokasaurus.batch_command.config import RunConfig
+from tokasaurus.batch_command.errors import CommandError, InputRefused, NotOnServer
+from tokasaurus.batch_command.input_file import find_endpoint, fingerprint
+from tokasaurus.batch_command.own_server import GivenServer, OwnServer
+from tokasaurus.batch_command.progress import Progress, make_progress
+from tokasaurus.batch_command.results import merge_results
+from tokasaurus.batch_command.state_file import (
+    RunState,
+    StateFile,
+    directory_of_run,
+    path_with_base_url,
+    path_with_own_server,
+)
+from tokasaurus.server.batches.store.data_dir import NewContent
+from tokasaurus.server.batches.store.records import FINAL_STATUSES
+
+MAX_SHOWN_ERRORS = 20
+_STOP_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Seconds between two looks at the batch. The first are quick, for a short batch.
+_FIRST_POLL_S = 0.1
+_OWN_POLL_S, _REMOTE_POLL_S = 1.0, 3.0
+
+
+class _Stopped(KeyboardInterrupt):
+    """A signal asks this process to end."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def run_batch(config: RunConfig, words: list[str]) -> int:
+    """Run the batch to its end; call from the main thread. Returns the exit code.
+
+    0: the output is complete. 1: it is not; one line on stderr says why. 128 + N: stopped by signal N."""
+    try:
+        with _signals_raise():
+            print(_Run(config, words).run())
+    except CommandError as error:
+        print(f"toka batch: {error}", file=sys.stderr)
+        return 1
+    except _Stopped as stopped:
+        print("toka batch: stopped; the same command continues where it was", file=sys.stderr)
+        return 128 + stopped.number
+    return 0
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    def stop(number: int, _: FrameType | None) -> None:
+        raise _Stopped(number)
+
+    old = {
+        number: signal.signal(number, stop)
+        for number in _STOP_NUMBERS
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+class _Run:
+    """One run of the command."""
+
+    def __init__(self, config: RunConfig, words: list[str]) -> None:
+        assert config.input is not None
+        assert config.output is not None
+        self._config = config
+        self._server_words = words
+        self._input = Path(config.input)
+        self._output = Path(config.output)
+
+    def run(self) -> str:
+        """The line that sums up the complete run. Raises CommandError."""
+        found = fingerprint(self._input)
+        self._check_output()
+        new_state = RunState(found.num_bytes, found.sha256, base_url=self._config.base_url)
+        with ExitStack() as stack:
+            self._state_file = StateFile(self._state_path())
+            stack.callback(self._state_file.close)
+            stored = self._state_file.read()
+            self._state = new_state if stored is None or stored.file_id is None else stored
+            if self._is_written():
+                self._state_file.remove()
+                return f"{self._output} is complete already"
+            try:
+                self._check_state(new_state)
+                summary = self._run_batch()
+            except BaseException as error:
+                if self._state.file_id is None or isinstance(error, InputRefused):  # there is nothing to continue
+                    self._state_file.remove()
+                raise
+            self._state_file.remove()
+        return summary
+
+    def _check_output(self) -> None:
+        """Raises CommandError."""
+        if not self._output.parent.is_dir():
+            raise CommandError(f"output={self._output}: there is no directory {self._output.parent}")
+        if self._output.is_dir():
+            raise CommandError(f"output={self._output}: is a directory")
+        if self._output.exists() and self._output.samefile(self._input):
+            raise CommandError(f"output={self._output}: is the input")
+        other = path_with_own_server if self._config.base_url is not None else path_with_base_url
+        if other(self._output).exists():
+            how = "without base_url=" if self._config.base_url is not None else "with base_url="
+            unfinished = directory_of_run(self._output) if self._config.base_url is not None else other(self._output)
+            raise CommandError(f"a run {how} is not complete: continue it so, or delete {unfinished} to begin again")
+
+    def _state_path(self) -> Path:
+        own = self._config.base_url is None
+        return path_with_own_server(self._output) if own else path_with_base_url(self._output)
+
+    def _is_written(self) -> bool:
+        """The last run was interrupted after its output was complete. Raises CommandError if the output exists, and
+        must not be replaced."""
+        if not self._output.exists():
+            return False
+        if self._state.output_sha256 is not None and fingerprint(self._output).sha256 == self._state.output_sha256:
+            return True
+        if not self._config.overwrite:
+            if self._state.file_id is None:
+                self._state_file.remove()
+            raise CommandError(f"output={self._output}: exists; overwrite=T replaces it")
+        return False
+
+    def _check_state(self, new_state: RunState) -> None:
+        """Raises CommandError if the stored state is of another run."""
+        again = f"delete {self._state_file.to_delete} to begin again"
+        if self._state.input != new_state.input:
+            raise CommandError(f"input={self._input}: was changed since its batch was begun; {again}")
+        if self._state.base_url != new_state.base_url:
+            raise CommandError(f"the batch was begun with base_url={self._state.base_url}; {again}")
+
+    def _run_batch(self) -> str:
+        """The summary; the output is complete, and the server that was started has ended. Raises CommandError."""
+        endpoint = find_endpoint(self._input)
+        with ExitStack() as stack:
+            progress = make_progress()
+            stack.callback(progress.close)
+            server, base_url, api_key = self._connect(stack, progress)
+            api = BatchApi(
+                base_url, api_key, server, progress.note, RETRY_SECONDS, is_local=self._config.base_url is None
+            )
+            stack.callback(api.close)
+            batch = self._find_or_create(api, endpoint)
+            started_s, tokens_before = time.monotonic(), batch.output_tokens
+            batch = self._wait_for_end(api, batch, server, progress)
+            seconds = time.monotonic() - started_s
+            self._check_end(batch)
+            self._write_output(api, batch)
+        rate = (batch.output_tokens - tokens_before) / max(seconds, 1e-9)
+        return (
+            f"{batch.num_completed:,} lines completed, {batch.num_failed:,} failed, {batch.output_tokens:,} tokens, "
+            f"{seconds:.1f} s, {rate:,.1f} tokens/s"
+        )
+
+    def _connect(self, stack: ExitStack, progress: Progress) -> tuple[Waiter, str, str | None]:
+        """(server, URL of its API, key). Raises CommandError."""
+        if self._config.base_url is not None:
+            return GivenServer(), self._config.base_url, self._config.api_key
+        if self._state.api_key is None:
+            self._state = replace(self._state, api_key=secrets.token_urlsafe(32))
+            self._state_file.save(self._state)
+        api_key = self._state.api_key
+        assert api_key is not None
+        directory, drain_s = directory_of_run(self._output), self._config.drain_seconds
+        server = stack.enter_context(OwnServer(self._server_words, api_key, directory, drain_s, progress.note))
+        return server, f"{server.address}/v1", api_key
+
+    def _find_or_create(self, api: BatchApi, endpoint: str) -> BatchView:
+        """The batch of the run, which is written down. Raises CommandError."""
+        if self._config.base_url is None:
+            self._check_model(api.model_name())
+        if self._state.batch_id is not None:
+            try:
+                return api.retrieve(self._state.batch_id)
+            except NotOnServer as error:
+                raise CommandError(f"{error}; delete {self._state_file.to_delete} to begin again") from None
+        batch = None
+        if self._state.file_id is None:
+            self._state = replace(self._state, file_id=api.upload(self._input))
+            self._check_input()  # before the state makes the upload count
+            self._state_file.save(self._state)
+        else:  # the last run ended here: perhaps before it knew that the batch exists
+            assert self._state.file_id is not None
+            batch = api.find(self._state.file_id)
+        assert self._state.file_id is not None
+        if batch is None:
+            default = "30d" if self._config.base_url is None else "24h"
+            window = default if self._config.completion_window is None else self._config.completion_window
+            batch = api.create(self._state.file_id, endpoint, window)
+        self._state = replace(self._state, batch_id=batch.id)
+        self._state_file.save(self._state)
+        return batch
+
+    def _check_model(self, name: str) -> None:
+        """A batch runs only with the model that it was validated for. Raises CommandError."""
+        if self._state.model is None:
+            self._state = replace(self._state, model=name)
+        elif self._state.model != name:
+            raise CommandError(
+                f"the batch was begun with the model {self._state.model}, and this server serves {name}: name the same "
+                f"model=, or delete {self._state_file.to_delete} to begin again"
+            )
+
+    def _check_input(self) -> None:
+        """Raises CommandError if the file has changed since the run began."""
+        if fingerprint(self._input) != self._state.input:
+            raise CommandError(f"input={self._input}: was changed while the batch ran")
+
+    @staticmethod
+    def _wait_for_end(api: BatchApi, batch: BatchView, server: Waiter, progress: Progress) -> BatchView:
+        """The finished batch. Raises CommandError."""
+        longest_s = _REMOTE_POLL_S if isinstance(server, GivenServer) else _OWN_POLL_S
+        pause_s = _FIRST_POLL_S
+        while batch.status not in FINAL_STATUSES:
+            progress.update(batch)
+            server.wait(pause_s)
+            pause_s = min(1.5 * pause_s, longest_s)
+            batch = api.retrieve(batch.id)
+        progress.update(batch)
+        return batch
+
+    def _check_end(self, batch: BatchView) -> None:
+        """Raises CommandError unless each line has its own result."""
+        if batch.status == "completed":
+            return
+        if batch.status == "failed" and not batch.result_file_ids:
+            raise InputRefused(show_errors(batch))
+        raise CommandError(
+            f"{batch.id} is {batch.status}, with {batch.num_completed:,} of {batch.num_lines:,} lines completed; "
+            f"delete {self._state_file.to_delete} to begin again"
+        )
+
+    def _write_output(self, api: BatchApi, batch: BatchView) -> None:
+        """Raises CommandError: then there is no output."""
+        directory = self._output.parent
+        try:
+            with ExitStack() as stack:
+                results = []
+                for file_id in batch.result_file_ids:
+                    results.append(stack.enter_context(tempfile.TemporaryFile(dir=directory)))
+                    api.download(file_id, results[-1])
+                self._check_input()
+                output = NewContent(self._output)
+                stack.callback(output.discard)
+                digest = merge_results(self._input, results, output)
+                self._state = replace(self._state, output_sha256=digest)
+                self._state_file.save(self._state)
+                output.commit()
+        except OSError as error:
+            raise CommandError(f"output={self._output}: {error.strerror}") from None
+
+
+def show_errors(batch: BatchView) -> str:
+    """Why the input is refused: a line for each bad line, up to MAX_SHOWN_ERRORS."""
+    errors = [error for error in batch.errors if error.get("code") != "more_errors"]
+    lines = [f"{batch.id} failed, since its input is bad:"]
+    for error in errors[:MAX_SHOWN_ERRORS]:
+        place = "the file" if error.get("line") is None else f"line {error['line']}"
+        param = f"{error['param']}: " if error.get("param") else ""
+        lines.append(f"{place}: {param}{error.get('message')}")
+    if len(errors) > MAX_SHOWN_ERRORS:
+        at_least = "at least " if len(errors) < len(batch.errors) else ""
+        lines.append(f"and {at_least}{len(errors) - MAX_SHOWN_ERRORS} more")
+    return "\n".join(lines)
