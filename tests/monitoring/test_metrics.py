@@ -6,7 +6,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from tokasaurus.messages.lifecycle import EngineStats
-from tokasaurus.monitoring.metrics import EngineCollector, render_metrics
+from tokasaurus.monitoring.metrics import BatchStats, EngineCollector, render_metrics
 
 PHASE_SECONDS = (1.0, 2.0, 3.0, 4.0, 5.0)
 METRICS_PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -58,10 +58,25 @@ def test_server_cpu_time_is_the_cpu_time_of_this_process() -> None:
 
 
 def test_every_metric_is_in_the_docs() -> None:
-    families = text_string_to_metric_families(render_metrics(EngineCollector(lambda: [], lambda: [])).decode())
+    collector = EngineCollector(lambda: [], lambda: [], batches=BatchStats(0, 0, 0, 0, False))
+    families = text_string_to_metric_families(render_metrics(collector).decode())
     names = {family.name + ("_total" if family.type == "counter" else "") for family in families}
     documented = [line.split("`")[1] for line in METRICS_PAGE.read_text().splitlines() if line.startswith("| `")]
     assert sorted(documented) == sorted(names)
+
+
+def test_batches_are_counted_by_what_became_of_their_lines() -> None:
+    collector = EngineCollector(lambda: [], lambda: [], batches=BatchStats(1, 2, 3, 4, True))
+    lines = render_metrics(collector).decode().splitlines()
+    assert [line for line in lines if line.startswith("toka_batch")] == [
+        "toka_batches_unfinished 1.0",
+        "toka_batch_lines_running 2.0",
+        'toka_batch_lines_total{result="completed"} 3.0',
+        'toka_batch_lines_total{result="failed"} 4.0',
+        "toka_batch_storage_failing 1.0",
+    ]
+    without = render_metrics(EngineCollector(lambda: [], lambda: [])).decode()
+    assert "toka_batch" not in without
 
 
 def test_each_scrape_reads_the_latest_stats() -> None:

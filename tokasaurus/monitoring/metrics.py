@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -14,7 +15,7 @@ from tokasaurus.messages.lifecycle import EngineStats
 from tokasaurus.monitoring.log_writer import log_writer
 from tokasaurus.monitoring.loop_lag import LoopLag
 
-__all__ = ["CONTENT_TYPE_LATEST", "EngineCollector", "render_metrics"]
+__all__ = ["CONTENT_TYPE_LATEST", "BatchStats", "EngineCollector", "render_metrics"]
 
 # name, help, value
 _GAUGES: list[tuple[str, str, Callable[[EngineStats], float]]] = [
@@ -27,6 +28,11 @@ _GAUGES: list[tuple[str, str, Callable[[EngineStats], float]]] = [
         "toka_requests_waiting",
         "Sequences waiting to be admitted; a request with n=4 counts as 4.",
         lambda stats: stats.num_waiting,
+    ),
+    (
+        "toka_background_requests_running",
+        "The part of toka_requests_running that belongs to lines of batches.",
+        lambda stats: stats.num_running_background,
     ),
     (
         "toka_kv_blocks_used",
@@ -110,11 +116,24 @@ _COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class BatchStats:
+    """A snapshot of a server's batches. Totals count since start."""
+
+    num_unfinished: int
+    """Batches."""
+    num_lines_running: int
+    total_completed_lines: int
+    total_failed_lines: int
+    is_waiting_for_storage: bool
+    """Results cannot be stored, for example because the disk is full."""
+
+
 class EngineCollector(Collector):
     """Reads each replica's latest snapshot at every scrape. One sample per replica, labelled with its index.
 
     read_stats: returns the latest stats of each replica, None for a replica that is not up. read_restarts: returns how
-    often each replica was started again. loop_lag: of the server's event loop.
+    often each replica was started again. loop_lag: of the server's event loop. batches: None if it stores none.
     """
 
     def __init__(
@@ -122,10 +141,12 @@ class EngineCollector(Collector):
         read_stats: Callable[[], Sequence[EngineStats | None]],
         read_restarts: Callable[[], Sequence[int]],
         loop_lag: LoopLag | None = None,
+        batches: BatchStats | None = None,
     ) -> None:
         self._read_stats = read_stats
         self._read_restarts = read_restarts
         self._loop_lag = LoopLag() if loop_lag is None else loop_lag
+        self._batches = batches
 
     def collect(self) -> Iterable[Metric]:
         stats_by_replica = {str(index): stats for index, stats in enumerate(self._read_stats()) if stats is not None}
@@ -174,6 +195,24 @@ class EngineCollector(Collector):
             "Delays of the server's event loop of more than 250 ms.",
             value=self._loop_lag.num_stalls,
         )
+        if self._batches is not None:
+            yield from _batch_metrics(self._batches)
+
+
+def _batch_metrics(batches: BatchStats) -> Iterable[Metric]:
+    yield GaugeMetricFamily("toka_batches_unfinished", "Batches that are not finished.", value=batches.num_unfinished)
+    yield GaugeMetricFamily(
+        "toka_batch_lines_running", "Lines of batches in the engine.", value=batches.num_lines_running
+    )
+    lines = CounterMetricFamily("toka_batch_lines", "Lines of batches that got a result.", labels=["result"])
+    lines.add_metric(["completed"], batches.total_completed_lines)
+    lines.add_metric(["failed"], batches.total_failed_lines)
+    yield lines
+    yield GaugeMetricFamily(
+        "toka_batch_storage_failing",
+        "1 while results of batches wait because they cannot be stored, for example on a full disk; else 0.",
+        value=batches.is_waiting_for_storage,
+    )
 
 
 def render_metrics(collector: Collector) -> bytes:

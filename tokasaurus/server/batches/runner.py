@@ -52,6 +52,15 @@ class BatchRunner:
         """By number."""
         self._has_news = asyncio.Event()
         self._starting = asyncio.Lock()
+        self.num_completed = 0
+        """Lines since the server's start."""
+        self.num_failed = 0
+        """Lines since the server's start."""
+
+    @property
+    def num_running(self) -> int:
+        """Lines in the engine."""
+        return sum(len(batch.tasks) for batch in self._batches.values())
 
     def add(self, batch: RunningBatch) -> None:
         """Run its lines, until it `has_ended` or `stop` is called."""
@@ -115,7 +124,7 @@ class BatchRunner:
         if batch.tasks and batch.num_sequences > share * 7 // 8:
             return
         while not batch.is_stopping and batch.num_sequences < share and batch.num_bytes < max_bytes:
-            if not batch.ahead:
+            if not batch.ahead and not batch.is_exhausted:
                 await self._read_ahead(batch)
             lines: list[tuple[PendingLine, bytes | None]] = []
             room = share - batch.num_sequences
@@ -125,10 +134,7 @@ class BatchRunner:
                 break
             if not await self._start(batch, lines, share):
                 break
-        if batch.is_done and not batch.is_stopping:
-            del self._batches[batch.record.number]
-            batch.content.close()
-            batch.has_ended.set()
+        self._end_if_done(batch)
 
     async def _start(self, batch: RunningBatch, lines: list[tuple[PendingLine, bytes | None]], share: int) -> bool:
         """Start lines; those for which there is no room go back to `ahead`. Returns whether all started."""
@@ -209,6 +215,8 @@ class BatchRunner:
             internal = ApiError("internal error; the server's log has the details")
             result = LineResult(line.number, True, refused_line(line.custom_id, internal))
         await self._recorder.store(batch.record.number, result)
+        self.num_failed += result.has_failed
+        self.num_completed += not result.has_failed
 
     async def _result(self, batch: RunningBatch, line: PendingLine, parsed: ParsedLine | LineRefused) -> LineResult:
         """Raises ApiError."""
@@ -246,7 +254,14 @@ class BatchRunner:
 
     def _note_end(self, batch: RunningBatch, task: "asyncio.Task[None]") -> None:
         batch.remove(task)
+        self._end_if_done(batch)
         self._has_news.set()
+
+    def _end_if_done(self, batch: RunningBatch) -> None:
+        if batch.is_done and not batch.is_stopping and not batch.has_ended.is_set():
+            del self._batches[batch.record.number]
+            batch.content.close()
+            batch.has_ended.set()
 
 
 async def _cancel(batch: RunningBatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import apsw
 from fastapi import Request
 
+from tokasaurus.monitoring.metrics import BatchStats
 from tokasaurus.server.batches.closing import clear_ledger, close_batch
 from tokasaurus.server.batches.input_errors import InputError, dump_errors
 from tokasaurus.server.batches.library import require_file
@@ -88,6 +89,15 @@ class BatchService:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._runner.stop_all()
 
+    def stats(self) -> BatchStats:
+        return BatchStats(
+            num_unfinished=len(self._tasks),
+            num_lines_running=self._runner.num_running,
+            total_completed_lines=self._runner.num_completed,
+            total_failed_lines=self._runner.num_failed,
+            is_waiting_for_storage=self._recorder.problem is not None,
+        )
+
     async def create(self, new: NewBatch) -> BatchRecord:
         """A batch that is being validated. Raises NotFound or InvalidRequest for the input file, and StoreError."""
         now = int(time.time())
@@ -159,6 +169,8 @@ class BatchService:
                     return await self._until_cancelled(batch, self._validate(batch))
             case "in_progress":
                 return await self._run_lines(batch)
+        if batch.in_progress_at is None:  # cancelled while it was validated: it may have a part of its lines
+            await clear_ledger(self.store, batch.number)
         keep_seconds = batch.output_expires_after or self.limits.keep_days * DAY_SECONDS
         return await close_batch(self.store, batch, keep_seconds, int(time.time()))
 
@@ -234,9 +246,14 @@ class BatchService:
         )
 
 
+def find_batches(request: Request) -> BatchService | None:
+    """None if the server stores no batches."""
+    return cast("BatchService | None", request.app.state.batches)
+
+
 def batches_of(request: Request) -> BatchService:
     """Raises DataDirMissing."""
-    service = cast("BatchService | None", request.app.state.batches)
+    service = find_batches(request)
     if service is None:
         raise DataDirMissing("this server stores no files and batches: start it with data_dir=DIRECTORY")
     return service

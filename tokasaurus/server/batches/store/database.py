@@ -61,7 +61,7 @@ class Database:
             was_closed = not path.with_name(path.name + "-wal").exists()
             self._writing = open_connection(path, can_write=True)
             if not was_closed:  # reads all of the database
-                damage = self._writing.pragma("quick_check(1)")
+                damage = self._writing.pragma("quick_check", 1)
                 if damage != "ok":
                     raise StoreError(f"the database {path} is damaged ({damage}); nothing was changed in it")
             migrate(self._writing)
