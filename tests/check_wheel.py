@@ -19,10 +19,13 @@ DIST = Path(__file__).parents[1] / "dist"
 
 # Run without a compiler, in a process that imports only the installed package.
 USE_KERNELS = """
+import numpy as np
 import torch
+from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.cpu import build
 from tokasaurus.model.cpu.isa import choose_set
 from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.sampling.params import params_to_device
 try:
     build.find_compiler()
 except build.LibraryUnavailable:
@@ -32,9 +35,10 @@ else:
 level = choose_set(None, build.machine_sets())
 print(build.find_or_build(build.kernel_library(level)))
 logits = torch.tensor([[0.0, 3.0, 1.0]])
-limits = torch.zeros(1), torch.ones(1), torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+greedy = np.array([SamplingParams(temperature=0.0)], SAMPLING_DTYPE)
+params = params_to_device(greedy, torch.device("cpu"))
 token = torch.empty(1, dtype=torch.int64)
-load_kernels().sample(logits, limits, torch.zeros((1, 2), dtype=torch.int64), None, None, token, None, None)
+load_kernels().sample(logits, params, torch.zeros((1, 2), dtype=torch.int64), None, None, token, None, None)
 print(token.item())
 """
 

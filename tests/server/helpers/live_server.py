@@ -18,7 +18,7 @@ from tokasaurus.server.allowed_hosts import allowed_hosts
 from tokasaurus.server.api_key import read_api_keys
 from tokasaurus.server.app import create_app
 from tokasaurus.server.batches.limits import BatchLimits
-from tokasaurus.server.batches.store.store import open_store
+from tokasaurus.server.batches.store.store import Store, open_store
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.queue_limits import NO_LIMITS, QueueLimits
@@ -33,6 +33,8 @@ class LiveServer:
     engine: FakeEngine
     client: EngineClient
     http: httpx.Client
+    store: Store | None = None
+    """Its files and batches."""
 
 
 @contextmanager
@@ -90,7 +92,7 @@ def live_server(
         if start_engine:
             wait_until_ready(http)
         try:
-            yield LiveServer(url, engine, client, http)
+            yield LiveServer(url, engine, client, http, store)
         finally:
             engine.stop()
 

@@ -6,7 +6,7 @@ import hashlib
 import apsw
 
 from tokasaurus.server.batches.results import unrun_line
-from tokasaurus.server.batches.store.batches import finish_batch
+from tokasaurus.server.batches.store.batches import finish_batch, read_batch
 from tokasaurus.server.batches.store.data_dir import NewContent
 from tokasaurus.server.batches.store.database import explain
 from tokasaurus.server.batches.store.files import add_file
@@ -16,11 +16,13 @@ from tokasaurus.server.batches.store.ledger import (
     results_in_order,
     unfinished_lines,
 )
-from tokasaurus.server.batches.store.records import BatchRecord, FileRecord, LineResult, LineState
+from tokasaurus.server.batches.store.records import FINAL_STATUSES, BatchRecord, FileRecord, LineResult, LineState
 from tokasaurus.server.batches.store.store import Store
 
 # Few, so that other transactions and other threads have their turn.
 _LINES_PER_STEP = 512
+_BYTES_PER_STEP = 4 << 20
+"""Of results; a step may have one result more."""
 
 _WHY_UNFINISHED = {
     "expired": ("batch_expired", "the batch's completion window ended before this line was finished"),
@@ -33,6 +35,10 @@ async def close_batch(store: Store, batch: BatchRecord, keep_seconds: int, now: 
     """The finished batch; it was finalizing or cancelling, and none of its lines runs any more.
 
     keep_seconds: how long its output files are kept. Raises StoreError: then call it again."""
+    batch = await store.database.read(lambda connection: read_batch(connection, batch.number))
+    if batch.status in FINAL_STATUSES:  # by an earlier call; its ledger may have lost lines
+        await clear_ledger(store, batch.number)
+        return batch
     await _answer_unfinished(store, batch)
     files = []
     for kind, state in (("output", LineState.COMPLETED), ("error", LineState.FAILED)):
@@ -66,14 +72,16 @@ async def _answer_unfinished(store: Store, batch: BatchRecord) -> None:
     assert batch.final_status is not None, "it was finalizing or cancelling"
     code, message = _WHY_UNFINISHED.get(batch.final_status, ("internal_error", "the line has no result"))
 
-    def answer(connection: apsw.Connection) -> int:
-        lines = unfinished_lines(connection, batch.number, _LINES_PER_STEP)
+    def answer(connection: apsw.Connection) -> int | None:
+        """Number of the line that follows the last answered one; None after the last."""
+        lines = unfinished_lines(connection, batch.number, first, _LINES_PER_STEP)
         results = [LineResult(number, True, unrun_line(custom_id, code, message)) for number, custom_id in lines]
         record_results(connection, batch.number, results)
-        return len(lines)
+        return lines[-1][0] + 1 if lines else None
 
-    while await store.database.write(answer):
-        pass
+    first: int = 0
+    while (following := await store.database.write(answer)) is not None:
+        first = following
 
 
 async def _write_file(
@@ -85,16 +93,19 @@ async def _write_file(
 
     def write_some(connection: apsw.Connection) -> int | None:
         """Number of the line that follows the last written one; None after the last."""
-        assert first is not None
-        results = results_in_order(connection, batch.number, state, first, _LINES_PER_STEP)
-        if not results:
-            return None
         nonlocal content
-        if content is None:
-            content = store.data_dir.new_content(file_id)
-        for _, line in results:
+        assert first is not None
+        following = None
+        num_bytes = 0
+        for number, line in results_in_order(connection, batch.number, state, first, _LINES_PER_STEP):
+            if content is None:
+                content = store.data_dir.new_content(file_id)
             content.write(line)
-        return results[-1][0] + 1
+            following = number + 1
+            num_bytes += len(line)
+            if num_bytes >= _BYTES_PER_STEP:
+                break
+        return following
 
     file_id = output_file_id(batch, kind)
     try:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokasaurus.messages.lifecycle import UserError
-from tokasaurus.server.batches.store.errors import StoreError
+from tokasaurus.server.batches.store.data_dir import DataDir
+from tokasaurus.server.batches.store.errors import DataDirInUse, StoreError
 from tokasaurus.server.batches.store.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def default_data_dir(port: int) -> Path:
 def opened_data_dir(config: ServerConfig, url: str) -> Iterator[Store | None]:
     """The store that the flags name, within the context; None if they name none and the default cannot be used.
 
-    url: of this server. Raises UserError."""
+    url: of this server. Raises UserError, also if the default has batches of a former server that cannot be read."""
     with ExitStack() as stack:
         yield _open(stack, config, url)
 
@@ -43,7 +44,18 @@ def _open(stack: ExitStack, config: ServerConfig, url: str) -> Store | None:
     if config.port == 0:  # the next server would have another one
         return None
     try:
-        return stack.enter_context(open_store(default_data_dir(config.port), url))
-    except (StoreError, RuntimeError) as error:  # RuntimeError: there is no home directory
-        logger.warning("no files and batches, since no data_dir is set and the default cannot be used: %s", error)
-        return None
+        root = default_data_dir(config.port)
+        return stack.enter_context(open_store(root, url))
+    except DataDirInUse as error:  # by a server of the same port: on another address, or on a host that shares the disk
+        _warn(error)
+    except StoreError as error:
+        if DataDir(root).has_database():
+            raise UserError(f"{error}; set data_dir= to use another directory") from None
+        _warn(error)
+    except RuntimeError as error:  # there is no home directory
+        _warn(error)
+    return None
+
+
+def _warn(error: Exception) -> None:
+    logger.warning("no files and batches, since no data_dir is set and the default cannot be used: %s", error)

@@ -32,6 +32,7 @@ class ResultRecorder:
         self._database = database
         self._group = _Group()
         self._has_results = asyncio.Event()
+        self._flushing = asyncio.Lock()
         self.problem: StoreError | None = None
         """Why results cannot be stored now; None if they can."""
 
@@ -51,7 +52,11 @@ class ResultRecorder:
             await self.flush()
 
     async def flush(self) -> None:
-        """Store what has arrived. Returns when it is on the disk."""
+        """Store what has arrived. Returns when it is on the disk, with what arrived before."""
+        async with self._flushing:
+            await self._flush()
+
+    async def _flush(self) -> None:
         self._has_results.clear()
         group, self._group = self._group, _Group()
         if not group.results:

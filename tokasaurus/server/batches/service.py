@@ -18,6 +18,7 @@ from tokasaurus.server.batches.input_errors import InputError, dump_errors
 from tokasaurus.server.batches.library import require_file
 from tokasaurus.server.batches.limits import DAY_SECONDS, BatchLimits
 from tokasaurus.server.batches.recorder import ResultRecorder
+from tokasaurus.server.batches.retention import keep_removing
 from tokasaurus.server.batches.runner import BatchRunner
 from tokasaurus.server.batches.running_batch import RunningBatch
 from tokasaurus.server.batches.store.batches import (
@@ -79,7 +80,9 @@ class BatchService:
         """Within the context, batches advance. Raises StoreError."""
         for batch in await self.store.database.read(unfinished_batches):
             self._begin(batch)
-        background = [asyncio.create_task(work()) for work in (self._recorder.run, self._runner.run)]
+        keep_seconds = self.limits.keep_days * DAY_SECONDS
+        works = (self._recorder.run(), self._runner.run(), keep_removing(self.store, keep_seconds))
+        background = [asyncio.create_task(work) for work in works]
         try:
             yield
         finally:
@@ -189,7 +192,6 @@ class BatchService:
         return await self.store.database.read(lambda connection: read_batch(connection, batch.number))
 
     async def _validate(self, batch: BatchRecord) -> BatchRecord:
-        await clear_ledger(self.store, batch.number)  # of an attempt that ended with the last server
         try:
             num_lines, errors = await fill_ledger(self.store, batch, self.limits)
         except ContentMissing as error:

@@ -4,6 +4,8 @@ Run as `python -m tokasaurus.server.batches.validation_process PATH ENDPOINT MAX
 JSON to stdout: lists of [custom_id, start, size], then {"errors": [...], "num_errors": N}.
 """
 
+import codecs
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,30 +35,36 @@ class InputReader:
         self._max_line_bytes = max_line_bytes
         self._line_of: dict[str, int] = {}
         """By custom_id."""
+        self._num_lines = 0
+        """That are not blank."""
         self.errors: list[InputError] = []
         """The first MAX_SHOWN_ERRORS."""
         self.num_errors = 0
 
     def lines(self, content: BinaryIO) -> Iterator[tuple[str, int, int]]:
         """(custom_id, start, size) of each line that is not blank and has no error."""
-        start = number = 0
+        start = _skip_byte_order_mark(content)
+        number = 0
         while line := content.readline(self._max_line_bytes + 2):
             number += 1
+            is_blank = not line.strip()
+            self._num_lines += not is_blank
+            # so many blank lines are no accident, and reading them takes as long as other lines
+            if max(self._num_lines, number - self._num_lines) > self._max_lines:
+                self._add("too_many_lines", f"at most {self._max_lines} lines (max_batch_lines)", None, None)
+                return
             size = len(line.rstrip(b"\r\n"))
             is_whole = line.endswith(b"\n") or len(line) < self._max_line_bytes + 2
             try:
                 if not is_whole or size > self._max_line_bytes:
                     start += _skip_line(content, line)
                     raise _BadLine("line_too_long", f"at most {self._max_line_bytes} bytes (max_line_bytes)")
-                if line.strip():
+                if not is_blank:
                     yield self._check(line, number), start, size
-                    if len(self._line_of) > self._max_lines:
-                        self._add("too_many_lines", f"at most {self._max_lines} lines (max_batch_lines)", None, None)
-                        return
             except _BadLine as error:
                 self._add(error.code, error.message, number, error.param)
             start += len(line)
-        if not self._line_of and not self.errors:
+        if self._num_lines == 0 and not self.errors:
             self._add("empty_file", "the file has no lines", None, None)
 
     def _check(self, line: bytes, number: int) -> str:
@@ -97,6 +105,14 @@ class InputReader:
             self.errors.append(InputError(code, message, line, param))
 
 
+def _skip_byte_order_mark(content: BinaryIO) -> int:
+    """Editors of Windows write one at the start of a file. Returns the bytes it takes."""
+    if content.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+        return len(codecs.BOM_UTF8)
+    content.seek(0)
+    return 0
+
+
 def _skip_line(content: BinaryIO, begun: bytes) -> int:
     """Read to the end of a line of which `begun` has been read; returns how many bytes that took."""
     num_bytes = 0
@@ -125,4 +141,5 @@ def main(path: str, endpoint: str, max_lines: str, max_line_bytes: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a traceback when the server is killed
     main(*sys.argv[1:])

@@ -27,16 +27,12 @@ class NewContent:
         self.num_bytes += len(part)
 
     def commit(self) -> None:
-        """Replaces older content. Raises OSError: then nothing is replaced."""
+        """Replaces older content. Raises OSError: then call `discard`, and write all of it again."""
         with self._file as file:
             file.flush()
             os.fsync(file.fileno())
         self._temporary.replace(self._path)
-        directory = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        _sync_directory(self._path.parent)
 
     def discard(self) -> None:
         """Nothing remains, unless it is committed."""
@@ -57,20 +53,23 @@ class DataDir:
     def open(self, owner: str) -> None:
         """Create it if needed, and lock it for this process. owner: tells others how to reach this process.
 
-        Raises DataDirInUse if another process has it, StoreError if it cannot be created."""
+        Raises DataDirInUse if another process has it, StoreError if it cannot be created or locked."""
         try:
-            self._contents.mkdir(parents=True, exist_ok=True)
-            lock = (self.root / "lock").open("a+b")
+            _make_directory(self._contents)
+            lock = (self.root / "lock").open("a+b", buffering=0)
         except OSError as error:
             raise StoreError(f"cannot use {self.root}: {error.strerror}") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             lock.close()
             raise DataDirInUse(f"{self.root} is in use by another server ({self.read_owner()})") from None
-        lock.truncate(0)
-        lock.write(owner.encode())
-        lock.flush()
+        except OSError as error:
+            lock.close()
+            raise StoreError(f"cannot lock {self.root}: {error.strerror}") from None
+        with suppress(OSError):  # a full disk must not prevent the start: the owner is only read for messages
+            lock.truncate(0)
+            lock.write(owner.encode())
         self._lock = lock
 
     def read_owner(self) -> str:
@@ -89,12 +88,14 @@ class DataDir:
         return self._contents / file_id
 
     def open_content(self, file_id: str) -> BinaryIO:
-        """Raises ContentMissing."""
+        """Raises ContentMissing if it is not there, StoreError if it cannot be read now."""
+        path = self.content_path(file_id)
         try:
-            return self.content_path(file_id).open("rb")
-        except OSError as error:
-            path = self.content_path(file_id)
+            return path.open("rb")
+        except FileNotFoundError as error:
             raise ContentMissing(f"the content of {file_id} cannot be read: {path}: {error.strerror}") from None
+        except OSError as error:
+            raise StoreError(f"the content of {file_id} cannot be read now: {path}: {error.strerror}") from None
 
     def new_content(self, file_id: str) -> "NewContent":
         """To be written, and then committed or discarded. Raises OSError."""
@@ -105,8 +106,39 @@ class DataDir:
         self.content_path(file_id).unlink(missing_ok=True)
 
     def remove_unlisted(self, listed: Collection[str]) -> int:
-        """Remove contents that no record lists, as a crash leaves them; returns how many. Nobody may be writing."""
-        unlisted = [path for path in self._contents.iterdir() if path.name not in listed]
+        """Remove contents that no record lists, as a crash leaves them; returns how many. Nobody may be writing.
+
+        Raises OSError."""
+        unlisted = [path for path in self._contents.iterdir() if path.name not in listed and not path.is_dir()]
         for path in unlisted:
             path.unlink(missing_ok=True)
         return len(unlisted)
+
+    def has_database(self) -> bool:
+        """Whether a server has stored something in it."""
+        try:
+            return self.database.exists()
+        except OSError:  # not permitted to look
+            return False
+
+    def has_contents(self) -> bool:
+        """Whether there are whole contents. Raises OSError."""
+        return any(path.suffix != _TEMPORARY and not path.is_dir() for path in self._contents.iterdir())
+
+
+def _make_directory(path: Path) -> None:
+    """Create it, with its parents, so that it is on the disk; others may not read what clients send. Raises OSError."""
+    if path.is_dir():
+        return
+    _make_directory(path.parent)
+    path.mkdir(mode=0o700, exist_ok=True)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    """Names in the directory are on the disk. Raises OSError."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -13,7 +14,10 @@ from typing import Any, TypeVar
 import apsw
 
 from tokasaurus.server.batches.store.errors import StorageFull, StoreError
-from tokasaurus.server.batches.store.schema import migrate
+from tokasaurus.server.batches.store.schema import check_version, migrate
+from tokasaurus.server.batches.store.write_ahead_log import has_unread_frames, path_of_log
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Operation = Callable[[apsw.Connection], Result]
@@ -29,11 +33,6 @@ def open_connection(path: Path, can_write: bool) -> apsw.Connection:
     flags = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE if can_write else apsw.SQLITE_OPEN_READONLY
     connection = apsw.Connection(str(path), flags=flags)
     connection.set_busy_timeout(5000)
-    if can_write:
-        connection.pragma("journal_mode", "wal")
-        connection.pragma("synchronous", "full")
-        connection.pragma("fullfsync", True)  # macOS: its fsync does not reach the disk
-        connection.pragma("wal_autocheckpoint", _WAL_PAGES)
     return connection
 
 
@@ -41,34 +40,98 @@ def explain(error: BaseException) -> StoreError:
     """The error of SQLite or of the file system, as the user should see it."""
     if isinstance(error, StoreError):
         return error
-    if isinstance(error, apsw.FullError) or (
-        isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    ):
+    if _is_full(error):
         return StorageFull("no space is left on the device of data_dir")
     if isinstance(error, (apsw.CorruptError, apsw.NotADBError)):
-        return StoreError(f"the database in data_dir is damaged ({error}); nothing was changed in it")
+        return StoreError(f"the database in data_dir is damaged ({error})")
     if isinstance(error, OSError):
         return StoreError(f"data_dir: {error.strerror}")
     return StoreError(f"the database in data_dir: {error}")
 
 
+def _is_full(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, apsw.IOError):  # the file that the connections share cannot grow
+        return getattr(error, "extendedresult", None) == apsw.SQLITE_IOERR_SHMSIZE
+    return isinstance(error, apsw.FullError)
+
+
+def _open_for_writing(path: Path, may_be_new: bool) -> apsw.Connection:
+    """The database at the newest version, created if `may_be_new`. Raises StoreError and apsw.Error: then nothing in
+    it was changed."""
+    log = path_of_log(path)
+    was_killed = _num_bytes(log) > 0
+    if _num_bytes(path) == 0 and (was_killed or not may_be_new):  # SQLite would begin anew, and delete the log
+        raise StoreError(f"the database {path} is missing or empty, but data_dir has what belongs to it")
+    connection = open_connection(path, can_write=True)
+    try:
+        _check(connection, path, may_be_new)
+    except BaseException:
+        connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
+        connection.close()
+        raise
+    connection.pragma("journal_mode", "wal")
+    connection.pragma("synchronous", "full")
+    connection.pragma("fullfsync", True)  # macOS: its fsync does not reach the disk
+    connection.pragma("wal_autocheckpoint", _WAL_PAGES)
+    if was_killed:
+        _report_log(connection, log)
+    migrate(connection)
+    return connection
+
+
+def _check(connection: apsw.Connection, path: Path, may_be_new: bool) -> None:
+    """Raises StoreError if the database cannot be used; changes nothing in it."""
+    try:
+        damage = connection.pragma("quick_check", 1)  # reads all of it, a second per GB
+        version = check_version(connection)
+    except (apsw.CorruptError, apsw.NotADBError) as error:
+        damage = str(error)
+    if damage != "ok":
+        damage = " ".join(str(damage).split())
+        raise StoreError(f"the database {path} is damaged ({damage}); nothing was changed in it")
+    if version == 0 and not may_be_new:
+        raise StoreError(f"the database {path} has no tables, but data_dir has what belongs to it")
+
+
+def _report_log(connection: apsw.Connection, log: Path) -> None:
+    """Say whether a transaction at the end of the log is lost."""
+    with suppress(apsw.Error, OSError):  # only a message
+        num_frames, _ = connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
+        if has_unread_frames(log, num_frames):
+            logger.warning(
+                "the end of %s is no whole transaction and is ignored: it was being written when the last server was "
+                "killed, or the file is damaged",
+                log,
+            )
+
+
+def _num_bytes(path: Path) -> int:
+    """0 if there is no such file. Raises StoreError."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise StoreError(f"cannot use {path}: {error.strerror}") from None
+
+
 class Database:
     """Operations of many callers, in order; those that wait are committed together, so that they share one fsync."""
 
-    def __init__(self, path: Path) -> None:
-        """Opens or creates the database, and brings it to the newest version. Raises StoreError."""
+    def __init__(self, path: Path, may_be_new: bool = True) -> None:
+        """Opens or creates the database, and brings it to the newest version.
+
+        may_be_new: whether it may be created. Raises StoreError: then nothing in it was changed."""
         try:
-            was_closed = not path.with_name(path.name + "-wal").exists()
-            self._writing = open_connection(path, can_write=True)
-            if not was_closed:  # reads all of the database
-                damage = self._writing.pragma("quick_check", 1)
-                if damage != "ok":
-                    raise StoreError(f"the database {path} is damaged ({damage}); nothing was changed in it")
-            migrate(self._writing)
+            self._writing = _open_for_writing(path, may_be_new)
             self._reading = open_connection(path, can_write=False)
         except apsw.Error as error:
             raise explain(error) from None
         self._queue: queue.SimpleQueue[tuple[Operation[Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._submitting = threading.Lock()
+        self._is_closed = False
         self._writer = threading.Thread(target=self._write_all, name="batch writer", daemon=True)
         self._writer.start()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="batch reader")
@@ -76,7 +139,11 @@ class Database:
     def submit(self, operation: Operation[Result]) -> "Future[Result]":
         """Write: the future is done when the result is on the disk. Raises StoreError in the future."""
         future: Future[Result] = Future()
-        self._queue.put((operation, future))
+        with self._submitting:
+            if self._is_closed:
+                future.set_exception(StoreError("the database is closed"))
+            else:
+                self._queue.put((operation, future))
         return future
 
     async def write(self, operation: Operation[Result]) -> Result:
@@ -93,20 +160,23 @@ class Database:
                 try:
                     return operation(self._reading)
                 finally:
-                    self._reading.execute("COMMIT")
+                    if not self._reading.get_autocommit():  # some errors end the transaction
+                        self._reading.execute("COMMIT")
             except apsw.Error as error:
                 raise explain(error) from None
 
         return await asyncio.get_running_loop().run_in_executor(self._reader, run)
 
     def close(self) -> None:
-        """Waits for what was submitted."""
-        self._queue.put(None)
+        """Waits for what was submitted; nothing can be submitted any more."""
+        with self._submitting:
+            self._is_closed = True
+            self._queue.put(None)
         self._writer.join()
         self._reader.shutdown()
-        with suppress(apsw.Error):  # a full disk: the next start reads the log
-            self._reading.close()
-            self._writing.close()
+        for connection in (self._reading, self._writing):
+            with suppress(apsw.Error):  # a full disk: the next start reads the log
+                connection.close()
 
     def _write_all(self) -> None:
         is_closing = False
@@ -118,13 +188,19 @@ class Database:
                 except queue.Empty:
                     break
             is_closing = None in group
-            self._commit([waiting for waiting in group if waiting is not None])
+            # of what was cancelled before, nothing is done
+            self._commit([one for one in group if one is not None and one[1].set_running_or_notify_cancel()])
 
     def _commit(self, group: list[tuple[Operation[Any], "Future[Any]"]]) -> None:
         if not group:
             return
         try:
-            self._begin()
+            self._writing.execute("BEGIN IMMEDIATE")
+        except apsw.Error as error:
+            for _, future in group:
+                future.set_exception(explain(error))
+            return
+        try:
             results = [operation(self._writing) for operation, _ in group]
             self._writing.execute("COMMIT")
         except BaseException as error:
@@ -138,9 +214,6 @@ class Database:
             return
         for (_, future), result in zip(group, results, strict=True):
             future.set_result(result)
-
-    def _begin(self) -> None:
-        self._writing.execute("BEGIN IMMEDIATE")
 
     def _roll_back(self) -> None:
         if not self._writing.get_autocommit():

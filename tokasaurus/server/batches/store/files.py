@@ -43,10 +43,14 @@ def remove_file_row(connection: apsw.Connection, file_id: str) -> None:
     connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
 
-def expired_files(connection: apsw.Connection, now: int) -> list[str]:
-    """Ids of files past their time that no unfinished batch reads."""
-    rows = connection.execute("SELECT id FROM files WHERE expires_at <= ?", (now,))
-    return [file_id for (file_id,) in rows if batch_that_needs(connection, file_id) is None]
+def expired_files(connection: apsw.Connection, now: int, most: int) -> list[str]:
+    """Ids of up to `most` files past their time that no unfinished batch reads."""
+    marks = ", ".join("?" * len(FINAL_STATUSES))
+    query = (
+        "SELECT id FROM files WHERE expires_at <= ? AND NOT EXISTS "
+        f"(SELECT 1 FROM batches WHERE input_file_id = files.id AND status NOT IN ({marks})) LIMIT ?"
+    )
+    return [file_id for (file_id,) in connection.execute(query, (now, *FINAL_STATUSES, most))]
 
 
 def file_ids(connection: apsw.Connection) -> set[str]:

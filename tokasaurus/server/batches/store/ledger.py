@@ -3,11 +3,11 @@
 All functions run within a transaction. `batch` is a batch's number.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import apsw
 
-from tokasaurus.server.batches.store.records import LineResult, LineState, NewLine, PendingLine
+from tokasaurus.server.batches.store.records import FINAL_STATUSES, LineResult, LineState, NewLine, PendingLine
 from tokasaurus.server.batches.store.schema import LINE_BITS
 
 _UINT64 = 1 << 64
@@ -33,6 +33,17 @@ def remove_lines(connection: apsw.Connection, batch: int, most: int) -> int:
     return len(keys)
 
 
+def finished_ledgers(connection: apsw.Connection) -> list[int]:
+    """Numbers of the finished batches that have lines."""
+    marks = ", ".join("?" * len(FINAL_STATUSES))
+    rows = connection.execute(
+        f"SELECT number FROM batches WHERE status IN ({marks}) AND EXISTS "
+        "(SELECT 1 FROM lines WHERE key >= number << ? AND key < (number + 1) << ?)",
+        (*FINAL_STATUSES, LINE_BITS, LINE_BITS),
+    )
+    return [number for (number,) in rows]
+
+
 def pending_lines(connection: apsw.Connection, batch: int, first: int, most: int) -> list[PendingLine]:
     """The first `most` lines that wait, from the line with number `first` on."""
     rows = connection.execute(
@@ -47,10 +58,10 @@ def pending_lines(connection: apsw.Connection, batch: int, first: int, most: int
 
 
 def start_lines(connection: apsw.Connection, batch: int, numbers: Sequence[int]) -> None:
-    """The lines run: one attempt more."""
+    """Lines that wait run: one attempt more."""
     connection.executemany(
-        "UPDATE lines SET state = ?, attempts = attempts + 1 WHERE key = ?",
-        ((LineState.RUNNING, _key(batch, number)) for number in numbers),
+        "UPDATE lines SET state = ?, attempts = attempts + 1 WHERE key = ? AND state = ?",
+        ((LineState.RUNNING, _key(batch, number), LineState.PENDING) for number in numbers),
     )
 
 
@@ -72,19 +83,19 @@ def release_running(connection: apsw.Connection, batch: int) -> int:
 
 
 def record_results(connection: apsw.Connection, batch: int, results: Sequence[LineResult]) -> None:
-    """Store results and count them. A line that has a result keeps it."""
+    """Store results and count them. A line that has a result keeps it; one that is not in the ledger gets none."""
     new = []
     for result in results:
-        key = _key(batch, result.number)
-        connection.execute("INSERT OR IGNORE INTO results (key, content) VALUES (?, ?)", (key, result.content))
+        state = LineState.FAILED if result.has_failed else LineState.COMPLETED
+        connection.execute(
+            "UPDATE lines SET state = ? WHERE key = ? AND state IN (?, ?)",
+            (state, _key(batch, result.number), LineState.PENDING, LineState.RUNNING),
+        )
         if connection.changes() == 1:
             new.append(result)
     connection.executemany(
-        "UPDATE lines SET state = ? WHERE key = ?",
-        (
-            (LineState.FAILED if result.has_failed else LineState.COMPLETED, _key(batch, result.number))
-            for result in new
-        ),
+        "INSERT INTO results (key, content) VALUES (?, ?)",
+        ((_key(batch, result.number), result.content) for result in new),
     )
     connection.execute(
         "UPDATE batches SET num_completed = num_completed + ?, num_failed = num_failed + ?, "
@@ -101,25 +112,26 @@ def record_results(connection: apsw.Connection, batch: int, results: Sequence[Li
     )
 
 
-def unfinished_lines(connection: apsw.Connection, batch: int, most: int) -> list[tuple[int, str]]:
-    """(number, custom_id) of the first `most` lines without a result."""
+def unfinished_lines(connection: apsw.Connection, batch: int, first: int, most: int) -> list[tuple[int, str]]:
+    """(number, custom_id) of the first `most` lines without a result, from the line with number `first` on."""
     rows = connection.execute(
         "SELECT key, custom_id FROM lines WHERE key BETWEEN ? AND ? AND state IN (?, ?) ORDER BY key LIMIT ?",
-        (*_keys(batch), LineState.PENDING, LineState.RUNNING, most),
+        (_key(batch, first), _keys(batch)[1], LineState.PENDING, LineState.RUNNING, most),
     )
     return [(_number(key), custom_id) for key, custom_id in rows]
 
 
 def results_in_order(
     connection: apsw.Connection, batch: int, state: LineState, first: int, most: int
-) -> list[tuple[int, bytes]]:
-    """(number, content) of the first `most` results of lines in `state`, from the line with number `first` on."""
+) -> Iterator[tuple[int, bytes]]:
+    """(number, content) of the first `most` results of lines in `state`, from the line with number `first` on. Each
+    is read when it is asked for."""
     rows = connection.execute(
         "SELECT lines.key, content FROM lines JOIN results ON results.key = lines.key "
         "WHERE lines.key BETWEEN ? AND ? AND state = ? ORDER BY lines.key LIMIT ?",
         (_key(batch, first), _keys(batch)[1], state, most),
     )
-    return [(_number(key), content) for key, content in rows]
+    return ((_number(key), content) for key, content in rows)
 
 
 def _key(batch: int, number: int) -> int:

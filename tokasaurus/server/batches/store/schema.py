@@ -69,12 +69,20 @@ MIGRATIONS = (
 def migrate(connection: apsw.Connection) -> None:
     """Bring the tables to the newest version. Raises StoreError if the database is of a newer Tokasaurus."""
     with connection:
-        version = connection.pragma("user_version")
-        if version > len(MIGRATIONS):
-            raise StoreError(
-                f"its database has the version {version}, and this Tokasaurus knows versions up to {len(MIGRATIONS)}: "
-                "use a newer one"
-            )
+        version = check_version(connection)
+        if version == len(MIGRATIONS):  # nothing is written: the disk may be full
+            return
         for migration in MIGRATIONS[version:]:
             connection.execute(migration)
         connection.pragma("user_version", len(MIGRATIONS))
+
+
+def check_version(connection: apsw.Connection) -> int:
+    """Migrations that the database has run. Raises StoreError if it is of a newer Tokasaurus."""
+    version = int(connection.pragma("user_version"))
+    if version > len(MIGRATIONS):
+        raise StoreError(
+            f"its database has the version {version}, and this Tokasaurus knows versions up to {len(MIGRATIONS)}: "
+            "use a newer one"
+        )
+    return version

@@ -1,13 +1,21 @@
 """A data directory that is open for writing: its database and the contents of its files."""
 
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tokasaurus.server.batches.store.data_dir import DataDir
 from tokasaurus.server.batches.store.database import Database, explain
+from tokasaurus.server.batches.store.errors import StoreError
 from tokasaurus.server.batches.store.files import file_ids
+from tokasaurus.server.batches.store.ledger import finished_ledgers, remove_lines
+
+logger = logging.getLogger(__name__)
+
+_LINES_PER_STEP = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +32,25 @@ def open_store(root: Path, owner: str) -> Iterator[Store]:
 
     owner: tells others how to reach this process. Raises DataDirInUse if another process has it, StoreError if it
     cannot be used."""
-    data_dir = DataDir(root)
-    data_dir.open(owner)
-    try:
-        database = Database(data_dir.database)
+    with ExitStack() as stack:
+        data_dir = DataDir(root)
+        data_dir.open(owner)
+        stack.callback(data_dir.close)
         try:
-            listed = database.submit(file_ids).result()
-            try:
-                data_dir.remove_unlisted(listed)
-            except OSError as error:
-                raise explain(error) from None
-            yield Store(data_dir, database)
-        finally:
-            database.close()
-    finally:
-        data_dir.close()
+            database = Database(data_dir.database, may_be_new=not data_dir.has_contents())
+            stack.callback(database.close)
+            data_dir.remove_unlisted(database.submit(file_ids).result())
+        except OSError as error:
+            raise explain(error) from None
+        _clear_finished(database)
+        yield Store(data_dir, database)
+
+
+def _clear_finished(database: Database) -> None:
+    """Remove the ledgers of batches that were finished when the last server was killed."""
+    try:
+        for number in database.submit(finished_ledgers).result():
+            while database.submit(partial(remove_lines, batch=number, most=_LINES_PER_STEP)).result():
+                pass
+    except StoreError as error:  # a full disk must not prevent the start
+        logger.warning("the lines of finished batches cannot be removed: %s", error)
