@@ -5,12 +5,15 @@ at the end; the exit code is 1 if any check did not pass.
 """
 
 import argparse
+import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 
 from tests.torture import (
+    batches,
     connections,
     deaths,
     drain,
@@ -36,6 +39,7 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
     "drain": drain.run_drain,
     "stops": deaths.run_stops,
     "deaths": deaths.run_deaths,
+    "batches": batches.run_batches,
 }
 
 
@@ -53,8 +57,10 @@ def main() -> int:
     if arguments.soak:
         runs.append(("soak", lambda: soak.run_soak(arguments.soak)))
     rows: list[Row] = []
-    for name, run in runs:
-        rows += _run_part(name, run)
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["XDG_DATA_HOME"] = directory  # servers keep their files and batches apart from the user's
+        for name, run in runs:
+            rows += _run_part(name, run)
     print()
     print_table(rows)
     return 0 if rows and all(row.passed for row in rows) else 1

@@ -22,6 +22,8 @@ class TokaProcess:
     process: subprocess.Popen[str]
     port: int
     lines: list[str] = field(default_factory=list)
+    has_spoken: threading.Event = field(default_factory=threading.Event)
+    """Set when it is ready, or has ended."""
 
     @property
     def url(self) -> str:
@@ -35,10 +37,14 @@ class TokaProcess:
     def children(self) -> dict[str, int]:
         """Process ids by the title that `ps` shows."""
         listing = subprocess.run(
-            ["ps", "-o", "pid=,comm=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=True
-        ).stdout
+            ["ps", "-o", "pid=,comm=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=False
+        ).stdout  # the exit code is 1 if it has none
         pairs = (line.split(None, 1) for line in listing.splitlines())
         return {title.strip(): int(pid) for pid, title in pairs if title.startswith("toka-")}
+
+    def wait_until_ready(self) -> None:
+        self.has_spoken.wait(_START_TIMEOUT_S)
+        assert any(line.startswith("ready:") for line in self.lines), "toka did not start:\n" + "\n".join(self.lines)
 
     def stop(self) -> int:
         """Sends SIGTERM; returns the exit code."""
@@ -62,25 +68,29 @@ def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
 @contextmanager
 def running_toka(*flags: str) -> Iterator[TokaProcess]:
     """Starts `toka` and waits until it is ready; kills it at the end if the test has not stopped it."""
-    port = free_port()
+    with starting_toka(free_port(), *flags) as toka:
+        toka.wait_until_ready()
+        yield toka
+
+
+@contextmanager
+def starting_toka(port: int, *flags: str) -> Iterator[TokaProcess]:
+    """Starts `toka`; kills it at the end if the test has not stopped it."""
     command = [sys.executable, "-m", "tokasaurus", f"port={port}", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     toka = TokaProcess(process, port)
-    ready = threading.Event()
 
     def read_output() -> None:
         assert process.stdout is not None
         for line in process.stdout:
             toka.lines.append(line.rstrip())
             if line.startswith("ready:"):
-                ready.set()
-        ready.set()
+                toka.has_spoken.set()
+        toka.has_spoken.set()
 
     reader = threading.Thread(target=read_output, daemon=True)
     reader.start()
     try:
-        ready.wait(_START_TIMEOUT_S)
-        assert any(line.startswith("ready:") for line in toka.lines), "toka did not start:\n" + "\n".join(toka.lines)
         yield toka
     finally:
         process.kill()

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
 
 import apsw
 
@@ -16,12 +16,15 @@ logger = logging.getLogger(__name__)
 GROUP_SECONDS = 0.02
 """How long the first result of a group waits for others: a transaction costs far more than a row."""
 RETRY_SECONDS = 1.0
+MAX_GROUP = 1024
+"""Results of a group: all who wait for one continue at the same time, and then the event loop serves nobody else."""
 
 
 class _Group:
     def __init__(self) -> None:
         self.results: dict[int, list[LineResult]] = defaultdict(list)
         """By batch."""
+        self.num_results = 0
         self.is_stored = asyncio.Event()
 
 
@@ -30,7 +33,8 @@ class ResultRecorder:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._group = _Group()
+        self._groups: deque[_Group] = deque()
+        """That are not being stored yet; the last one may grow."""
         self._has_results = asyncio.Event()
         self._flushing = asyncio.Lock()
         self.problem: StoreError | None = None
@@ -39,8 +43,11 @@ class ResultRecorder:
     async def store(self, batch: int, result: LineResult) -> None:
         """Returns when the result is on the disk. batch: its number. If the caller is cancelled, it is stored
         nevertheless."""
-        group = self._group
+        if not self._groups or self._groups[-1].num_results >= MAX_GROUP:
+            self._groups.append(_Group())
+        group = self._groups[-1]
         group.results[batch].append(result)
+        group.num_results += 1
         self._has_results.set()
         await group.is_stored.wait()
 
@@ -54,14 +61,11 @@ class ResultRecorder:
     async def flush(self) -> None:
         """Store what has arrived. Returns when it is on the disk, with what arrived before."""
         async with self._flushing:
-            await self._flush()
+            self._has_results.clear()
+            for _ in range(len(self._groups)):
+                await self._store(self._groups.popleft())
 
-    async def _flush(self) -> None:
-        self._has_results.clear()
-        group, self._group = self._group, _Group()
-        if not group.results:
-            return
-
+    async def _store(self, group: _Group) -> None:
         def write(connection: apsw.Connection) -> None:
             for batch, results in group.results.items():
                 record_results(connection, batch, results)
