@@ -1,11 +1,15 @@
 """Starts a server of this project for one benchmark."""
 
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks.client import ServerError
 
@@ -13,17 +17,54 @@ _STOP_TIMEOUT_S = 20
 _NUM_LINES_KEPT = 20
 
 
+@dataclass(frozen=True, slots=True)
+class OwnServer:
+    """A server that is ready."""
+
+    base_url: str
+    """Up to and including /v1."""
+    launcher_pid: int
+
+    def server_pid(self) -> int:
+        """Process id of the HTTP server. Linux only."""
+        return next(
+            pid for pid in child_pids(self.launcher_pid) if Path(f"/proc/{pid}/comm").read_text() == "toka-server\n"
+        )
+
+
+def child_pids(parent: int) -> list[int]:
+    """Ids of the processes whose parent has the id `parent`. Linux only."""
+    children = Path(f"/proc/{parent}/task").glob("*/children")
+    return [int(pid) for listing in children for pid in listing.read_text().split()]
+
+
 @contextmanager
 def running_server(flags: Sequence[str]) -> Iterator[str]:
+    """As `own_server`; yields the base URL alone."""
+    with own_server(flags) as server:
+        yield server.base_url
+
+
+@contextmanager
+def own_server(flags: Sequence[str]) -> Iterator[OwnServer]:
     """Run `toka` with these flags on a free port while the block runs.
 
-    Yields its base URL, up to and including /v1, once it is ready. If it does not start, raises ServerError with its
-    last lines of output."""
+    Yields when it is ready. If it does not start, raises ServerError with its last lines of output. Its files and
+    batches are removed at the end, unless the flags say where they are stored."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     command = [sys.executable, "-m", "tokasaurus", f"port={port}", "uvicorn_log_level=warning", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with (
+        tempfile.TemporaryDirectory() as data_home,
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"XDG_DATA_HOME": data_home},
+        ) as process,
+    ):
         assert process.stdout is not None
         try:
             lines = deque[str](maxlen=_NUM_LINES_KEPT)
@@ -31,7 +72,7 @@ def running_server(flags: Sequence[str]) -> Iterator[str]:
                 if not (line := process.stdout.readline()):
                     raise ServerError("the server did not start:\n" + "".join(lines))
                 lines.append(line)
-            yield f"http://127.0.0.1:{port}/v1"
+            yield OwnServer(f"http://127.0.0.1:{port}/v1", process.pid)
         finally:
             process.terminate()
             try:

@@ -30,6 +30,8 @@ STOP_SECONDS = 2.0
 """Longest time to store results at the server's end."""
 _LINES_PER_READ = 256
 _MAX_BYTES_AHEAD = 16 << 20
+# The event loop serves others in between.
+_TASKS_PER_CANCEL = 64
 # Reasons for which a line waits again: the engine or the server cannot serve anybody now.
 _TEMPORARY = (429, 503)
 
@@ -266,6 +268,8 @@ class BatchRunner:
 
 async def _cancel(batch: RunningBatch) -> None:
     tasks = list(batch.tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    for first in range(0, len(tasks), _TASKS_PER_CANCEL):
+        some = tasks[first : first + _TASKS_PER_CANCEL]
+        for task in some:
+            task.cancel()
+        await asyncio.gather(*some, return_exceptions=True)
