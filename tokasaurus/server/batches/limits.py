@@ -34,6 +34,6 @@ def batch_limits(config: ServerConfig) -> BatchLimits:
         max_batch_lines=config.max_batch_lines,
         max_line_bytes=config.max_line_bytes,
         keep_days=config.keep_days,
-        # as many wait as run, so that the engine always has one to admit
-        max_sequences_in_engine=2 * config.max_seqs_per_forward * config.dp_size,
+        # more wait than run, so that the engine always has one to admit, however short the answers are
+        max_sequences_in_engine=2 * config.max_seqs_per_forward * config.dp_size + 256,
     )

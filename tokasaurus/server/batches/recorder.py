@@ -25,6 +25,7 @@ class _Group:
         self.results: dict[int, list[LineResult]] = defaultdict(list)
         """By batch."""
         self.num_results = 0
+        self.num_bytes = 0
         self.is_stored = asyncio.Event()
 
 
@@ -39,6 +40,8 @@ class ResultRecorder:
         self._flushing = asyncio.Lock()
         self.problem: StoreError | None = None
         """Why results cannot be stored now; None if they can."""
+        self.num_waiting_bytes = 0
+        """Of the results that are not stored yet."""
 
     async def store(self, batch: int, result: LineResult) -> None:
         """Returns when the result is on the disk. batch: its number. If the caller is cancelled, it is stored
@@ -48,6 +51,8 @@ class ResultRecorder:
         group = self._groups[-1]
         group.results[batch].append(result)
         group.num_results += 1
+        group.num_bytes += len(result.content)
+        self.num_waiting_bytes += len(result.content)
         self._has_results.set()
         await group.is_stored.wait()
 
@@ -83,4 +88,5 @@ class ResultRecorder:
         if self.problem is not None:
             logger.info("results of batches are stored again")
         self.problem = None
+        self.num_waiting_bytes -= group.num_bytes
         group.is_stored.set()

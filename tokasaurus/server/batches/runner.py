@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES_IN_FLIGHT = 64 << 20
 """Bytes of the lines that run; one line more may begin."""
+MAX_WAITING_BYTES = 64 << 20
+"""Bytes of results that are not stored, while lines are started."""
 RETRY_SECONDS = 1.0
 STOP_SECONDS = 2.0
 """Longest time to store results at the server's end."""
@@ -121,6 +123,8 @@ class BatchRunner:
         """Start as many lines as the batch's share allows, if that is many or none runs: each start is a
         transaction."""
         await self._release(batch)
+        if self._recorder.problem is not None or self._recorder.num_waiting_bytes >= MAX_WAITING_BYTES:
+            return  # until results are stored
         share = max(1, self._limits.max_sequences_in_engine // len(self._batches))
         max_bytes = MAX_BYTES_IN_FLIGHT // len(self._batches)
         if batch.tasks and batch.num_sequences > share * 7 // 8:
@@ -151,6 +155,7 @@ class BatchRunner:
                 size.num_sequences = outcome.num_sequences
             parsed.append((line, outcome, size))
             num_sequences += size.num_sequences
+            await asyncio.sleep(0)  # let other tasks run
         batch.ahead.extendleft(reversed(lines[len(parsed) :]))
         numbers = [line.number for line, _, _ in parsed]
 
@@ -216,6 +221,10 @@ class BatchRunner:
             logger.exception("a line of a batch failed")
             internal = ApiError("internal error; the server's log has the details")
             result = LineResult(line.number, True, refused_line(line.custom_id, internal))
+        task = asyncio.current_task()
+        assert task is not None
+        batch.leave_engine(task)
+        self._has_news.set()
         await self._recorder.store(batch.record.number, result)
         self.num_failed += result.has_failed
         self.num_completed += not result.has_failed

@@ -45,11 +45,11 @@ class RunningBatch:
     released: list[tuple[int, bool]] = field(default_factory=list)
     """(number, whether the attempt counts) of lines that have to wait again, which the ledger does not know yet."""
     tasks: dict[asyncio.Task[None], LineSize] = field(default_factory=dict)
-    """Lines that run."""
+    """Lines that run: in the engine, or with a result that is not stored yet."""
     num_sequences: int = 0
-    """Of the lines that run."""
+    """Of the lines in the engine."""
     num_bytes: int = 0
-    """Of the lines that run."""
+    """Of the lines in the engine."""
     is_exhausted: bool = False
     """No line waits."""
     is_stopping: bool = False
@@ -84,10 +84,16 @@ class RunningBatch:
         self.num_sequences += size.num_sequences
         self.num_bytes += size.num_bytes
 
-    def remove(self, task: "asyncio.Task[None]") -> None:
-        size = self.tasks.pop(task)
+    def leave_engine(self, task: "asyncio.Task[None]") -> None:
+        """The line has its result: others may take its share."""
+        size = self.tasks[task]
         self.num_sequences -= size.num_sequences
         self.num_bytes -= size.num_bytes
+        size.num_sequences = size.num_bytes = 0
+
+    def remove(self, task: "asyncio.Task[None]") -> None:
+        self.leave_engine(task)
+        del self.tasks[task]
 
     def run_again(self, number: int) -> None:
         """The line waits again in the ledger."""
