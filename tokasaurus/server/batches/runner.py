@@ -73,6 +73,7 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Runs lines until it is cancelled, which `stop_all` must follow."""
+        problem = ""
         while True:
             await self._has_news.wait()
             self._has_news.clear()
@@ -82,11 +83,14 @@ class BatchRunner:
                     async with self._starting:
                         if not batch.is_stopping:
                             await self._start_lines(batch)
+                problem = ""
                 continue
             except ApiError:  # the engine is not ready
                 pass
             except StoreError as error:
-                logger.error("lines of batches cannot be started, trying again: %s", error)
+                if str(error) != problem:
+                    logger.error("lines of batches cannot be started, trying again every second: %s", error)
+                problem = str(error)
             except Exception:
                 logger.exception("lines of batches cannot be started, trying again")
             self._has_news.set()

@@ -154,11 +154,14 @@ class BatchService:
 
     async def _advance_to_end(self, batch: BatchRecord) -> None:
         """Do what the batch's status asks for, until it is finished. Tries again while the disk is full."""
+        problem = ""
         while batch.status not in FINAL_STATUSES:
             try:
                 batch = await self._advance(batch)
             except StoreError as error:
-                logger.error("%s waits, since its data cannot be stored: %s", batch.id, error)
+                if str(error) != problem:
+                    logger.error("%s waits, since its data cannot be stored: %s", batch.id, error)
+                problem = str(error)
                 await asyncio.sleep(RETRY_SECONDS)
             except Exception:
                 logger.exception("%s cannot continue before the server is started again", batch.id)

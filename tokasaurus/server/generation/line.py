@@ -75,7 +75,7 @@ def parse_line(content: bytes, max_values: int) -> ParsedLine:
         endpoint = ENDPOINTS[line.url]
         body = validate_body(line.body, endpoint.body_model)
         if body.stream:
-            raise InvalidRequest("stream=true is not allowed in a bulk line: each line has a single result", "stream")
+            raise InvalidRequest("stream=true is not allowed in a line: each line has a single result", "stream")
     except ApiError as error:
         raise LineRefused(custom_id, error) from None
     return ParsedLine(line.custom_id, len(content), endpoint, body)

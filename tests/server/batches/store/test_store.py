@@ -68,6 +68,14 @@ def test_others_may_not_read_what_clients_send(tmp_path: Path) -> None:
     root = tmp_path / "a" / "b"
     with open_store(root, ""):
         assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    existing = tmp_path / "existing"
+    existing.mkdir(mode=0o755)
+    with open_store(existing, "") as store:
+        write_content(store, "file-1")
+        store.database.submit(file_ids).result()
+        files = [path for path in existing.rglob("*") if path.is_file()]
+        assert {path.name for path in files} >= {"lock", "database.sqlite", "database.sqlite-wal", "file-1"}
+        assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files)
 
 
 def test_contents_without_a_row_are_removed_at_the_next_start(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ class NewContent:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._temporary = path.with_name(path.name + _TEMPORARY)
-        self._file = self._temporary.open("wb")
+        self._file = os.fdopen(open_privately(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb")
         self.num_bytes = 0
 
     def write(self, part: bytes) -> None:
@@ -56,7 +56,7 @@ class DataDir:
         Raises DataDirInUse if another process has it, StoreError if it cannot be created or locked."""
         try:
             _make_directory(self._contents)
-            lock = (self.root / "lock").open("a+b", buffering=0)
+            lock = os.fdopen(open_privately(self.root / "lock", os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
         except OSError as error:
             raise StoreError(f"cannot use {self.root}: {error.strerror}") from None
         try:
@@ -124,6 +124,11 @@ class DataDir:
     def has_contents(self) -> bool:
         """Whether there are whole contents. Raises OSError."""
         return any(path.suffix != _TEMPORARY and not path.is_dir() for path in self._contents.iterdir())
+
+
+def open_privately(path: Path, flags: int) -> int:
+    """The file descriptor. Others may not read the file if this creates it. Raises OSError."""
+    return os.open(path, flags, mode=0o600)
 
 
 def _make_directory(path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import apsw
 
+from tokasaurus.server.batches.store.data_dir import open_privately
 from tokasaurus.server.batches.store.errors import StorageFull, StoreError
 from tokasaurus.server.batches.store.schema import check_version, migrate
 from tokasaurus.server.batches.store.write_ahead_log import has_unread_frames, path_of_log
@@ -64,6 +66,8 @@ def _open_for_writing(path: Path, may_be_new: bool) -> apsw.Connection:
     was_killed = _num_bytes(log) > 0
     if _num_bytes(path) == 0 and (was_killed or not may_be_new):  # SQLite would begin anew, and delete the log
         raise StoreError(f"the database {path} is missing or empty, but data_dir has what belongs to it")
+    with suppress(OSError):  # SQLite says why
+        os.close(open_privately(path, os.O_RDWR | os.O_CREAT))  # SQLite's other files get its mode
     connection = open_connection(path, can_write=True)
     try:
         _check(connection, path, may_be_new)
