@@ -1,6 +1,9 @@
-"""A server whose stderr is a full pipe that nobody reads, as under a parent that has stopped reading."""
+"""What the processes are given is full: stderr, a pipe whose reader has stopped, or /dev/shm, which multiprocessing's
+queues and locks would need."""
 
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -9,13 +12,17 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
+from tests.checkpoint.helpers.fake_hub import CONFIG
 from tests.end_to_end.helpers.toka_process import TokaProcess, free_port, wait_for
 from tests.helpers.pipes import fill_pipe
+from tests.helpers.small_tokenizer import save_small_tokenizer
 from tests.helpers.tiny_model import save_tiny_model
 
 SMALL = ("dtype=float32", "kv_cache_num_tokens=4096", "max_tokens_per_forward=256", "max_seqs_per_forward=16")
 NUM_MALFORMED = 2000
+MOUNT = "mount -t tmpfs -o size=4k tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/full"
 
 
 def send_malformed(port: int) -> bytes:
@@ -72,3 +79,20 @@ def test_malformed_requests_do_not_stop_a_server_whose_stderr_nobody_reads(tmp_p
         process.wait()
         os.close(reader)
         os.close(writer)
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run(["unshare", "-m", "sh", "-c", MOUNT], capture_output=True).returncode != 0,
+    reason="may not mount another /dev/shm",
+)
+def test_the_processes_start_without_shared_memory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_small_tokenizer(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    start = f"{MOUNT} && exec {sys.executable} -m tokasaurus model={tmp_path} port=0 device=cpu cpu_isa=torch"
+    done = subprocess.run(["unshare", "-m", "sh", "-c", start], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    # All processes have started, and the worker has read the empty file.
+    assert "model.safetensors is not a readable safetensors file" in done.stderr.splitlines()[-1]
