@@ -202,9 +202,9 @@ class EngineCollector(Collector):
 def _batch_metrics(batches: BatchStats) -> Iterable[Metric]:
     yield GaugeMetricFamily("toka_batches_unfinished", "Batches that are not finished.", value=batches.num_unfinished)
     yield GaugeMetricFamily(
-        "toka_batch_lines_running", "Lines of batches in the engine.", value=batches.num_lines_running
+        "toka_batch_lines_running", "Lines of batches that run or wait to be stored.", value=batches.num_lines_running
     )
-    lines = CounterMetricFamily("toka_batch_lines", "Lines of batches that got a result.", labels=["result"])
+    lines = CounterMetricFamily("toka_batch_lines", "Lines of batches that were answered.", labels=["result"])
     lines.add_metric(["completed"], batches.total_completed_lines)
     lines.add_metric(["failed"], batches.total_failed_lines)
     yield lines
