@@ -227,6 +227,31 @@ def test_an_interruption_after_the_output_is_complete_is_a_success(
     assert not (tmp_path / "out.jsonl.toka.json").exists()
 
 
+def test_an_output_of_another_input_is_no_success(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module.StateFile, "remove", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            batch_main(words)
+    state = tmp_path / "out.jsonl.toka.json"
+    capsys.readouterr()
+    write_requests(tmp_path / "in.jsonl", 31)
+    assert batch_main([*words, "overwrite=T"]) == 1
+    line = f"input={tmp_path / 'in.jsonl'}: was changed since its batch was begun; delete {state} to begin again"
+    assert capsys.readouterr() == ("", f"toka batch: {line}\n")
+    write_requests(tmp_path / "in.jsonl", 30)
+    assert batch_main([*words[:2], "base_url=http://127.0.0.1:1/v1"]) == 1
+    assert f"the batch was begun with {words[2]}; delete {state}" in capsys.readouterr().err
+    state.unlink()
+    write_requests(tmp_path / "in.jsonl", 31)
+    assert batch_main([*words, "overwrite=T"]) == 0
+    assert len(read_results(tmp_path / "out.jsonl")) == 31
+
+
 def test_lost_answers_are_asked_for_again_and_make_no_second_batch(
     words: list[str], server: LiveServer, tmp_path: Path
 ) -> None:

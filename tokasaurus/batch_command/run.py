@@ -96,11 +96,11 @@ class _Run:
             stack.callback(self._state_file.close)
             stored = self._state_file.read()
             self._state = new_state if stored is None or stored.file_id is None else stored
+            self._check_state(new_state)
             if self._is_written():
                 self._state_file.remove()
                 return f"{self._output} is complete already"
             try:
-                self._check_state(new_state)
                 summary = self._run_batch()
             except BaseException as error:
                 if self._state.file_id is None or isinstance(error, InputRefused):  # there is nothing to continue
@@ -128,8 +128,9 @@ class _Run:
         return path_with_own_server(self._output) if own else path_with_base_url(self._output)
 
     def _is_written(self) -> bool:
-        """The last run was interrupted after its output was complete. Raises CommandError if the output exists, and
-        must not be replaced."""
+        """Whether the last run, with this input, was interrupted after its output was complete.
+
+        Raises CommandError if the output exists, and must not be replaced."""
         if not self._output.exists():
             return False
         if self._state.output_sha256 is not None and fingerprint(self._output).sha256 == self._state.output_sha256:
