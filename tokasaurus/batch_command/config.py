@@ -128,7 +128,9 @@ STORED_FLAGS = FlagTable(
                 none_means="by port",
             ),
             "port": Flag("TCP port of the server whose default directory is meant", minimum=1, maximum=65535),
-            "api_key": Flag("API key of the server that runs on the directory (cancel)", none_means="TOKA_API_KEY"),
+            "api_key": Flag(
+                "API key of the server that runs on the directory (cancel)", none_means="the run's, or TOKA_API_KEY"
+            ),
             "limit": Flag("batches that list shows, the newest", minimum=1, maximum=MAX_INT32),
             "json": Flag("print JSON, one object per batch, as the API has it"),
         }

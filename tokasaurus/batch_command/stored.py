@@ -160,7 +160,7 @@ def _cancel_on_server(root: Path, config: StoredConfig, batch_id: str) -> str:
         raise CommandError(f"{root} is in use ({address}); try again")
     for any_address, loopback in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
         address = address.replace(any_address, loopback)
-    key = config.api_key or os.environ.get("TOKA_API_KEY") or _key_of_run(root)
+    key = config.api_key or _key_of_run(root) or os.environ.get("TOKA_API_KEY")
     api = BatchApi(
         f"{address}/v1",
         key,
@@ -176,7 +176,7 @@ def _cancel_on_server(root: Path, config: StoredConfig, batch_id: str) -> str:
 
 
 def _key_of_run(root: Path) -> str | None:
-    """The key of the server that `toka batch` has started, if it has."""
+    """The random key of the server that `toka batch` has started, if it has; the environment has keys of other servers."""
     try:
         content = (root / STATE_NAME).read_bytes()
     except OSError:
