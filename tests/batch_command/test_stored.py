@@ -136,9 +136,14 @@ def test_what_cannot_be_done_is_one_line(
     served_model: ServedModel, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flag = f"data_dir={data_dir}"
-    with live_server(served_model, FakeEngine(), data_dir=data_dir):
+    with live_server(served_model, FakeEngine(), data_dir=data_dir) as server:
         assert batch_main(["cancel", "batch_1", flag]) == 1
         assert capsys.readouterr().err == f"toka batch: {data_dir} is in use (a test); try again\n"
+        (data_dir / "lock").write_text(server.url)
+        assert batch_main(["cancel", "batch_1", flag]) == 1
+        line = f"{data_dir} has no batch batch_1; toka batch list shows those there are"
+        assert capsys.readouterr().err == f"toka batch: {line}\n"
+    assert output_of(["list", flag, "json=T"], capsys) == ""
     for action in ("show", "cancel"):
         assert batch_main([action, "batch_1", flag]) == 1
         line = f"{data_dir} has no batch batch_1; toka batch list shows those there are"
@@ -151,3 +156,31 @@ def test_what_cannot_be_done_is_one_line(
     database.write_bytes(os.urandom(8192))
     assert batch_main(["list", flag]) == 1
     assert "is damaged" in capsys.readouterr().err
+
+
+def test_cancelling_a_finished_batch_is_refused_alike_with_and_without_a_server(
+    served_model: ServedModel, tmp_path: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = f"data_dir={data_dir}"
+    with live_server(served_model, FakeEngine(), data_dir=data_dir) as server:
+        batch_id = make_batch(server.url, write_requests(tmp_path / "in.jsonl", 2))
+        wait_for(data_dir, "completed")
+        (data_dir / "lock").write_text(server.url)  # as `toka` writes it
+        assert batch_main(["cancel", batch_id, flag]) == 1
+        with_server = capsys.readouterr()
+        assert batch_main(["cancel", batch_id, f"base_url={server.url}/v1"]) == 1
+        assert capsys.readouterr() == with_server
+    assert batch_main(["cancel", batch_id, flag]) == 1
+    assert capsys.readouterr() == with_server
+    assert with_server == ("", f"toka batch: {batch_id} cannot be cancelled: it is completed\n")
+
+
+@pytest.mark.parametrize("words", [["list"], ["show", "batch_1"], ["cancel", "batch_1"]])
+def test_a_directory_that_cannot_be_read_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    name = "x" * 300
+    assert batch_main([*words, f"data_dir={name}"]) == 1
+    assert capsys.readouterr().err == f"toka batch: cannot read {name}: File name too long\n"
+    home = "~no-such-user/x"
+    assert batch_main([*words, f"data_dir={home}"]) == 1
+    text = "there is no such home directory; data_dir= names another directory"
+    assert capsys.readouterr().err == f"toka batch: data_dir={home}: {text}\n"
