@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.batch_command.helpers.request_lines import write_requests
 from tests.helpers.small_model import make_served_model
 from tests.helpers.small_tokenizer import save_small_tokenizer
 from tests.server.helpers.fake_engine import FakeEngine
@@ -33,3 +34,10 @@ def server(served_model: ServedModel, data_dir: Path) -> Iterator[LiveServer]:
     """Its engine echoes the prompt; a test may set another script."""
     with live_server(served_model, FakeEngine(), data_dir=data_dir) as server:
         yield server
+
+
+@pytest.fixture
+def words(server: LiveServer, tmp_path: Path) -> list[str]:
+    """Flags of a run of 30 lines on the server."""
+    source = write_requests(tmp_path / "in.jsonl", 30)
+    return [f"input={source}", f"output={tmp_path / 'out.jsonl'}", f"base_url={server.url}/v1"]

@@ -27,6 +27,18 @@ def test_the_endpoint_is_the_first_lines_and_blank_lines_are_none(tmp_path: Path
     assert list(custom_ids(path)) == ["a", "b"]
 
 
+def test_a_byte_order_mark_is_accepted_at_the_start_as_the_server_does(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    for blank in ("", "\r\n"):
+        path.write_text(blank + request_line("a") + request_line("b"), encoding="utf-8-sig")
+        assert path.read_bytes().startswith(b"\xef\xbb\xbf")
+        assert find_endpoint(path) == "/v1/completions"
+        assert list(custom_ids(path)) == ["a", "b"]
+    path.write_bytes(b"\n\xef\xbb\xbf" + request_line("a").encode())
+    with pytest.raises(InputRefused, match=r"^line 2: must be a JSON object$"):
+        find_endpoint(path)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -9,7 +9,7 @@ from tokasaurus.batch_command.progress import Speed, describe, show_time
 
 
 def view(status: str = "in_progress", total: int = 2000, completed: int = 100, failed: int = 3) -> BatchView:
-    return BatchView("batch_1", status, total, completed, failed, 5000, [], [])
+    return BatchView("batch_1", status, total, completed, failed, 5000, [], [], "24h")
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -51,6 +51,8 @@ def test_descriptions() -> None:
     text = "103 of 2,000 lines done, 3 failed, 800.0 tokens/s, 3 min 10 s left"
     assert describe(view(), speed) == text
     assert describe(view("validating", 0, 0, 0), speed) == "the input is being validated"
+    assert describe(view("cancelling", 0, 0, 0), speed) == "the batch is cancelling"
+    assert describe(view("in_progress", 0, 0, 0), speed) == "the batch is in_progress"
     assert describe(view("finalizing", 2000, 1997, 3), speed) == "2,000 of 2,000 lines done, 3 failed, finalizing"
 
 

@@ -10,23 +10,19 @@ import pytest
 
 from tests.batch_command.helpers.request_lines import request_line
 from tokasaurus.batch_command.errors import CommandError
-from tokasaurus.batch_command.results import merge_results
-from tokasaurus.server.batches.store.data_dir import NewContent
+from tokasaurus.batch_command.results import OutputFile, merge_results
 
 
 def result(custom_id: str) -> bytes:
     return json.dumps({"custom_id": custom_id, "response": {"body": f"of {custom_id}"}}).encode()
 
 
-def merge(tmp_path: Path, asked: list[str], *files: bytes) -> tuple[bytes, str]:
+def merge(tmp_path: Path, asked: list[str], *files: bytes, is_complete: bool = True) -> tuple[bytes, str]:
     source = tmp_path / "in.jsonl"
     source.write_text("\n".join(request_line(custom_id) for custom_id in asked))
-    output = NewContent(tmp_path / "out.jsonl")
-    try:
-        digest = merge_results(source, [BytesIO(file) for file in files], output)
+    with OutputFile(tmp_path / "out.jsonl", "batch_1") as output:
+        digest = merge_results(source, [BytesIO(file) for file in files], output, is_complete)
         output.commit()
-    finally:
-        output.discard()
     return (tmp_path / "out.jsonl").read_bytes(), digest
 
 
@@ -58,3 +54,23 @@ def test_without_exactly_one_result_for_each_line_there_is_no_output(
     with pytest.raises(CommandError, match=message):
         merge(tmp_path, ["a", "b"], *files)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_an_incomplete_batch_gives_the_results_there_are_in_the_order_of_the_input(tmp_path: Path) -> None:
+    files = result("d") + b"\n" + result("a"), result("c")
+    written, _ = merge(tmp_path, ["a", "b", "c", "d"], *files, is_complete=False)
+    assert written == b"".join(result(custom_id) + b"\n" for custom_id in "acd")
+
+
+def test_no_file_of_the_users_is_touched_before_the_commit_and_a_killed_run_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    precious = tmp_path / "out.jsonl.part"
+    for file in (path, precious):
+        file.write_bytes(b"precious")
+    OutputFile(path, "batch_1").write(b"killed here")
+    with OutputFile(path, "batch_1") as output:
+        output.write(b"not committed")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {
+        "out.jsonl": b"precious",
+        "out.jsonl.part": b"precious",
+    }

@@ -4,11 +4,9 @@ import os
 import pty
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -16,36 +14,12 @@ import pytest
 
 from tests.batch_command.helpers.dropping_proxy import proxy_before
 from tests.batch_command.helpers.request_lines import read_results, request_line, text_of, write_requests
-from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
-from tests.server.helpers.live_server import LiveServer, live_server
+from tests.batch_command.helpers.runs import RUN, start, wait_for_lines
+from tests.server.helpers.fake_engine import Reply, echo, never
+from tests.server.helpers.live_server import LiveServer
 from tokasaurus.batch_command import run as run_module
 from tokasaurus.cli import batch_main
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.served_model import ServedModel
-
-RUN = "import sys; from tokasaurus.cli import batch_main; sys.exit(batch_main())"
-
-
-@pytest.fixture
-def words(server: LiveServer, tmp_path: Path) -> list[str]:
-    source = write_requests(tmp_path / "in.jsonl", 30)
-    return [f"input={source}", f"output={tmp_path / 'out.jsonl'}", f"base_url={server.url}/v1"]
-
-
-def start(words: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", RUN, *words], stderr=subprocess.PIPE, text=True)
-
-
-def finished_lines(server: LiveServer) -> int:
-    (batch,) = server.http.get("/v1/batches").json()["data"]
-    return int(batch["request_counts"]["completed"])
-
-
-def wait_for_lines(server: LiveServer, num_lines: int) -> None:
-    deadline = time.monotonic() + 20
-    while not server.http.get("/v1/batches").json()["data"] or finished_lines(server) < num_lines:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_the_output_has_a_line_for_each_line_in_their_order(
@@ -82,43 +56,6 @@ def test_an_existing_output_is_replaced_only_on_demand(
     assert len(read_results(output)) == 30
 
 
-def test_a_bad_file_is_explained_and_a_corrected_one_can_be_run(
-    words: list[str], server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tmp_path / "in.jsonl"
-    source.write_text(request_line("a") + "{\n" + request_line("a") * 30)
-    assert batch_main(words) == 1
-    lines = capsys.readouterr().err.splitlines()[-22:]
-    assert re.fullmatch(r"toka batch: batch_\w+ failed, since its input is bad:", lines[0])
-    assert lines[1].startswith("line 2: not valid JSON")
-    assert lines[2] == "line 3: custom_id: line 1 has the same custom_id"
-    assert lines[20].startswith("line 21: ")
-    assert lines[21] == "and 11 more"
-    assert not server.engine.requests
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "in.jsonl"]
-    write_requests(source, 3)
-    assert batch_main(words) == 0
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "the file has no lines"),
-        ("x\n", "line 1: must be a JSON object"),
-        (request_line("a", url="/v1/embeddings"), "answered 400: "),
-    ],
-)
-def test_a_file_that_cannot_be_a_batch_leaves_nothing_behind(
-    words: list[str], tmp_path: Path, content: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "in.jsonl").write_text(content)
-    assert batch_main(words) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("toka batch: ")
-    assert message in line
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "in.jsonl"]
-
-
 def test_ctrl_c_says_how_to_continue_and_the_same_batch_continues(
     words: list[str], server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,17 +66,35 @@ def test_ctrl_c_says_how_to_continue_and_the_same_batch_continues(
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert err.splitlines()[-1] == "toka batch: stopped; the same command continues where it was"
+    (batch,) = server.http.get("/v1/batches").json()["data"]
+    cancel = ["cancel", batch["id"], words[2]]
+    assert err.splitlines()[-1] == (
+        f"toka batch: stopped; {batch['id']} goes on running on the server (toka batch {' '.join(cancel)} ends it); "
+        "the same command continues where it was"
+    )
     assert not (tmp_path / "out.jsonl").exists()
     server.engine.script = echo
-    (batch,) = server.http.get("/v1/batches").json()["data"]
-    server.http.post(f"/v1/batches/{batch['id']}/cancel").raise_for_status()
-    assert batch_main(words) == 1
-    state = tmp_path / "out.jsonl.toka.json"
-    expected = f"toka batch: {batch['id']} is cancelled, with 10 of 30 lines completed; delete {state} to begin again"
-    assert capsys.readouterr().err.splitlines()[-1] == expected
+    assert batch_main(cancel) == 0
+    assert capsys.readouterr().out == f"{batch['id']} is cancelling\n"
+    state, partial = tmp_path / "out.jsonl.toka.json", tmp_path / "out.jsonl.partial"
+    expected = (
+        f"toka batch: {batch['id']} is cancelled, with 10 of 30 lines completed; its results are in {partial}; "
+        f"delete {state} to begin again"
+    )
+    for _ in range(2):  # the same results may be written again
+        assert batch_main(words) == 1
+        assert capsys.readouterr().err.splitlines()[-1] == expected
+    results = read_results(partial)
+    assert [result["custom_id"] for result in results] == [f"c{index}" for index in range(30)]
+    assert [text_of(result) for result in results[:10]] == [f"text c{index}" for index in range(10)]
+    assert {result["error"]["code"] for result in results[10:]} == {"batch_cancelled"}
     assert len(server.http.get("/v1/batches").json()["data"]) == 1
     assert not (tmp_path / "out.jsonl").exists()
+    assert batch_main(cancel) == 0
+    partial.write_text("precious")
+    assert batch_main(words) == 1
+    assert f"its results cannot be written: {partial} exists; overwrite=T replaces it; " in capsys.readouterr().err
+    assert partial.read_text() == "precious"
     state.unlink()
     assert batch_main(words) == 0
     assert len(read_results(tmp_path / "out.jsonl")) == 30
@@ -227,6 +182,31 @@ def test_an_interruption_after_the_output_is_complete_is_a_success(
     assert not (tmp_path / "out.jsonl.toka.json").exists()
 
 
+def test_an_output_of_another_input_is_no_success(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module.StateFile, "remove", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            batch_main(words)
+    state = tmp_path / "out.jsonl.toka.json"
+    capsys.readouterr()
+    write_requests(tmp_path / "in.jsonl", 31)
+    assert batch_main([*words, "overwrite=T"]) == 1
+    line = f"input={tmp_path / 'in.jsonl'}: was changed since its batch was begun; delete {state} to begin again"
+    assert capsys.readouterr() == ("", f"toka batch: {line}\n")
+    write_requests(tmp_path / "in.jsonl", 30)
+    assert batch_main([*words[:2], "base_url=http://127.0.0.1:1/v1"]) == 1
+    assert f"the batch was begun with {words[2]}; delete {state}" in capsys.readouterr().err
+    state.unlink()
+    write_requests(tmp_path / "in.jsonl", 31)
+    assert batch_main([*words, "overwrite=T"]) == 0
+    assert len(read_results(tmp_path / "out.jsonl")) == 31
+
+
 def test_lost_answers_are_asked_for_again_and_make_no_second_batch(
     words: list[str], server: LiveServer, tmp_path: Path
 ) -> None:
@@ -239,28 +219,6 @@ def test_lost_answers_are_asked_for_again_and_make_no_second_batch(
     assert len(server.http.get("/v1/batches").json()["data"]) == 1
     assert len(read_results(tmp_path / "out.jsonl")) == 30
     assert len(server.engine.requests) == 30
-
-
-def test_without_a_server_the_error_is_one_line(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(run_module, "RETRY_SECONDS", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    assert batch_main([*words[:2], f"base_url=http://127.0.0.1:{port}/v1"]) == 1
-    line = f"toka batch: no answer from http://127.0.0.1:{port}/v1: [Errno 111] Connection refused"
-    assert capsys.readouterr().err.splitlines()[-1] == line
-
-
-def test_a_server_with_a_key_or_without_batches_refuses_at_once(
-    served_model: ServedModel, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with live_server(served_model, FakeEngine(), api_key="secret") as server:
-        words = [*words[:2], f"base_url={server.url}/v1"]
-        assert batch_main(words) == 1
-        assert f"{server.url}/v1 answered 401: " in capsys.readouterr().err
-        assert batch_main([*words, "api_key=secret"]) == 1
-        assert f"{server.url}/v1 answered 501: " in capsys.readouterr().err
 
 
 def test_on_a_terminal_there_is_a_bar(words: list[str], server: LiveServer) -> None:

@@ -4,25 +4,28 @@ import json
 import os
 import time
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import apsw
+import orjson
 import pytest
 
 from tests.batch_command.helpers.request_lines import request_line, write_requests
 from tests.server.helpers.fake_engine import FakeEngine, never
 from tests.server.helpers.live_server import live_server
+from tokasaurus.batch_command.state_file import STATE_NAME, RunState
 from tokasaurus.cli import batch_main
 from tokasaurus.server.batches.location import default_data_dir
 from tokasaurus.server.batches.store.database import open_connection
 from tokasaurus.server.served_model import ServedModel
 
 
-def make_batch(url: str, source: Path) -> str:
+def make_batch(url: str, source: Path, api_key: str = "none") -> str:
     """The id of a new batch."""
     from openai import OpenAI
 
-    with OpenAI(base_url=f"{url}/v1", api_key="none") as client, source.open("rb") as content:
+    with OpenAI(base_url=f"{url}/v1", api_key=api_key) as client, source.open("rb") as content:
         uploaded = client.files.create(file=content, purpose="batch")
         batch = client.batches.create(
             input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h", metadata={"who": "me"}
@@ -65,6 +68,26 @@ def test_batches_are_seen_during_and_after_a_server_and_cancelled_without_one(
         assert server.http.get(f"/v1/batches/{batch_id}").json()["request_counts"]["failed"] == 5
     assert not engine.requests
     assert output_of(["cancel", batch_id, flag], capsys) == f"{batch_id} is cancelled\n"
+
+
+def test_the_key_of_a_runs_own_server_comes_before_the_environments(
+    served_model: ServedModel,
+    tmp_path: Path,
+    data_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TOKA_API_KEY", "of-another-server")
+    flag = f"data_dir={data_dir}"
+    with live_server(served_model, FakeEngine(script=never), api_key="of-the-run", data_dir=data_dir) as server:
+        batch_id = make_batch(server.url, write_requests(tmp_path / "in.jsonl", 5), "of-the-run")
+        (data_dir / "lock").write_text(server.url)  # as `toka` writes it
+        assert batch_main(["cancel", batch_id, flag]) == 1
+        assert "answered 401: " in capsys.readouterr().err
+        (data_dir / STATE_NAME).write_bytes(orjson.dumps(asdict(RunState(1, "", api_key="of-the-run"))))
+        assert batch_main(["cancel", batch_id, flag, "api_key=typed"]) == 1
+        assert "answered 401: " in capsys.readouterr().err
+        assert output_of(["cancel", batch_id, flag], capsys) == f"{batch_id} is cancelling\n"
 
 
 def test_show_names_the_bad_lines(
@@ -113,9 +136,14 @@ def test_what_cannot_be_done_is_one_line(
     served_model: ServedModel, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flag = f"data_dir={data_dir}"
-    with live_server(served_model, FakeEngine(), data_dir=data_dir):
+    with live_server(served_model, FakeEngine(), data_dir=data_dir) as server:
         assert batch_main(["cancel", "batch_1", flag]) == 1
         assert capsys.readouterr().err == f"toka batch: {data_dir} is in use (a test); try again\n"
+        (data_dir / "lock").write_text(server.url)
+        assert batch_main(["cancel", "batch_1", flag]) == 1
+        line = f"{data_dir} has no batch batch_1; toka batch list shows those there are"
+        assert capsys.readouterr().err == f"toka batch: {line}\n"
+    assert output_of(["list", flag, "json=T"], capsys) == ""
     for action in ("show", "cancel"):
         assert batch_main([action, "batch_1", flag]) == 1
         line = f"{data_dir} has no batch batch_1; toka batch list shows those there are"
@@ -128,3 +156,31 @@ def test_what_cannot_be_done_is_one_line(
     database.write_bytes(os.urandom(8192))
     assert batch_main(["list", flag]) == 1
     assert "is damaged" in capsys.readouterr().err
+
+
+def test_cancelling_a_finished_batch_is_refused_alike_with_and_without_a_server(
+    served_model: ServedModel, tmp_path: Path, data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = f"data_dir={data_dir}"
+    with live_server(served_model, FakeEngine(), data_dir=data_dir) as server:
+        batch_id = make_batch(server.url, write_requests(tmp_path / "in.jsonl", 2))
+        wait_for(data_dir, "completed")
+        (data_dir / "lock").write_text(server.url)  # as `toka` writes it
+        assert batch_main(["cancel", batch_id, flag]) == 1
+        with_server = capsys.readouterr()
+        assert batch_main(["cancel", batch_id, f"base_url={server.url}/v1"]) == 1
+        assert capsys.readouterr() == with_server
+    assert batch_main(["cancel", batch_id, flag]) == 1
+    assert capsys.readouterr() == with_server
+    assert with_server == ("", f"toka batch: {batch_id} cannot be cancelled: it is completed\n")
+
+
+@pytest.mark.parametrize("words", [["list"], ["show", "batch_1"], ["cancel", "batch_1"]])
+def test_a_directory_that_cannot_be_read_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    name = "x" * 300
+    assert batch_main([*words, f"data_dir={name}"]) == 1
+    assert capsys.readouterr().err == f"toka batch: cannot read {name}: File name too long\n"
+    home = "~no-such-user/x"
+    assert batch_main([*words, f"data_dir={home}"]) == 1
+    text = "there is no such home directory; data_dir= names another directory"
+    assert capsys.readouterr().err == f"toka batch: data_dir={home}: {text}\n"

@@ -1,10 +1,13 @@
 """OpenAI's Files and Batches API, as a run uses it: each call is tried again while the server cannot answer."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
+
+import orjson
 
 from tokasaurus.batch_command.errors import CommandError, InputRefused, NotOnServer
 
@@ -12,8 +15,9 @@ if TYPE_CHECKING:
     import openai
 
 Answer = TypeVar("Answer")
+Value = TypeVar("Value")
 
-RETRY_SECONDS = 300.0
+MAX_SILENCE_SECONDS = 300.0
 """Longest time without an answer until a run ends."""
 _PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 # Statuses of a server that may answer later. 507: its disk is full.
@@ -24,6 +28,10 @@ _REFUSES_INPUT = (400, 413, 422)
 
 class _Interrupted(Exception):
     """A download ended in the middle."""
+
+
+class _Malformed(Exception):
+    """An answer with the status 200 that is not OpenAI's: a page of a proxy, or of another kind of server."""
 
 
 class Waiter(Protocol):
@@ -48,10 +56,12 @@ class BatchView:
     """Of the input file: code, message, line (from 1), param."""
     result_file_ids: list[str]
     """Of the output file and the error file, if they exist."""
+    completion_window: str | None
+    """None if the server does not say."""
 
 
 class BatchApi:
-    """One server. Every method raises CommandError if the server refuses, or has not answered for RETRY_SECONDS."""
+    """One server. Every method raises CommandError if the server refuses, or has not answered for `max_silence_s`."""
 
     def __init__(
         self,
@@ -59,17 +69,17 @@ class BatchApi:
         api_key: str | None,
         waiter: Waiter,
         note: Callable[[str], None],
-        retry_s: float,
+        max_silence_s: float,
         is_local: bool,
     ) -> None:
-        """note: shows the user a line. retry_s: longest time without an answer. is_local: not to be asked by a proxy
-        of the environment."""
+        """note: shows the user a line. max_silence_s: longest time without an answer. is_local: a proxy that the
+        environment names is not used."""
         import openai
 
         self._base_url = base_url
         self._waiter = waiter
         self._note = note
-        self._retry_s = retry_s
+        self._max_silence_s = max_silence_s
         try:
             # The retries are here: they must look whether the server runs, and can be told.
             http = openai.DefaultHttpxClient(trust_env=not is_local)
@@ -84,14 +94,15 @@ class BatchApi:
 
     def model_name(self) -> str:
         """Name of the first model that the server serves."""
-        return self._persist(lambda: self._client.models.list().data[0].id)
+        return self._persist(self._model_name)
 
     def upload(self, path: Path) -> str:
         """The file's id. Raises InputRefused."""
 
         def upload() -> str:
             with path.open("rb") as content:
-                return self._client.files.create(file=(path.name, content), purpose="batch").id
+                raw = self._client.files.with_raw_response.create(file=(path.name, content), purpose="batch")
+            return _field(_parse(raw.content), "id", str)
 
         return self._persist(upload, refuses_input=True)
 
@@ -106,7 +117,7 @@ class BatchApi:
             if existing is not None:
                 return existing
             options: Any = {"endpoint": endpoint, "completion_window": completion_window}  # the client's are Literals
-            return _view(self._client.batches.create(input_file_id=file_id, **options))
+            return _view(self._client.batches.with_raw_response.create(input_file_id=file_id, **options).content)
 
         return self._persist(create, refuses_input=True)
 
@@ -115,10 +126,10 @@ class BatchApi:
         return self._persist(lambda: self._find(file_id))
 
     def retrieve(self, batch_id: str) -> BatchView:
-        return self._persist(lambda: _view(self._client.batches.retrieve(batch_id)))
+        return self._persist(lambda: _view(self._client.batches.with_raw_response.retrieve(batch_id).content))
 
     def cancel(self, batch_id: str) -> BatchView:
-        return self._persist(lambda: _view(self._client.batches.cancel(batch_id)))
+        return self._persist(lambda: _view(self._client.batches.with_raw_response.cancel(batch_id).content))
 
     def download(self, file_id: str, into: BinaryIO) -> None:
         """Write a file's content, in the place of what was there."""
@@ -134,8 +145,24 @@ class BatchApi:
         self._persist(download)
 
     def _find(self, file_id: str) -> BatchView | None:
-        batches = self._client.batches.list(limit=100)  # iterates over all pages
-        return next((_view(batch) for batch in batches if batch.input_file_id == file_id), None)
+        page: dict[str, Any] = {"has_more": True}
+        options: dict[str, Any] = {}
+        while _field(page, "has_more", bool, False):
+            page = _parse(self._client.batches.with_raw_response.list(limit=100, **options).content)
+            batches = _objects(page)
+            for fields in batches:
+                if fields.get("input_file_id") == file_id:
+                    return _read_view(fields)
+            if not batches:
+                break
+            options = {"after": _field(batches[-1], "id", str)}
+        return None
+
+    def _model_name(self) -> str:
+        models = _objects(_parse(self._client.models.with_raw_response.list().content))
+        if not models:
+            raise _Malformed("it serves no model")
+        return _field(models[0], "id", str)
 
     def _persist(self, operation: Callable[[], Answer], refuses_input: bool = False) -> Answer:
         """The operation's answer. It is called again while the server gives none."""
@@ -149,7 +176,9 @@ class BatchApi:
             except openai.APIStatusError as error:
                 message = f"{self._base_url} answered {error.status_code}: {_reason(error)}"
                 if error.status_code == 404:
-                    raise NotOnServer(message) from None
+                    has_version = re.search("/v1/?$", self._base_url)
+                    hint = "" if has_version else " (the URL of an OpenAI API ends in /v1)"
+                    raise NotOnServer(message + hint) from None
                 if error.status_code not in _MAY_PASS:
                     is_input = refuses_input and error.status_code in _REFUSES_INPUT
                     raise (InputRefused if is_input else CommandError)(message) from None
@@ -161,40 +190,74 @@ class BatchApi:
                 raise CommandError(f"{self._base_url}: {' '.join(str(error).split())}") from None
             except OSError as error:  # of the input, or of the file that is written
                 raise CommandError(f"{error.filename or 'the results'}: {error.strerror}") from None
-            except (AttributeError, IndexError, KeyError, TypeError):  # the client returns any page with status 200
-                raise CommandError(f"{self._base_url}: no OpenAI-compatible API") from None
+            except _Malformed as error:
+                raise CommandError(f"{self._base_url}: no OpenAI-compatible API: {error}") from None
             now_s = time.monotonic()
             failed_at_s = now_s if failed_at_s is None else failed_at_s
-            if now_s - failed_at_s >= self._retry_s:
+            if now_s - failed_at_s >= self._max_silence_s:
                 raise CommandError(message)
             if num_failures == 1:  # one may be a restart of the server
-                self._note(f"{message}; trying again for up to {self._retry_s:g} s")
+                self._note(f"{message}; trying again for up to {self._max_silence_s:g} s")
             self._waiter.wait(_PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)])
             num_failures += 1
 
 
 def _next_part(parts: Iterator[bytes]) -> bytes:
-    """Empty after the last. Raises _Interrupted."""
+    """The next part, empty after the last. Raises _Interrupted."""
     try:
         return next(parts, b"")
     except Exception as error:  # of the client's HTTP library, which differs between its versions
         raise _Interrupted(str(error)) from None
 
 
-def _view(batch: Any) -> BatchView:
-    """batch: the client's object, whose fields may be missing, whatever its types say."""
-    fields: dict[str, Any] = batch.to_dict()
-    counts = fields.get("request_counts") or {}
-    files = [fields.get("output_file_id"), fields.get("error_file_id")]
+def _parse(content: bytes) -> dict[str, Any]:
+    """The fields of an answer. Raises _Malformed."""
+    try:
+        value = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise _Malformed("an answer is no JSON object")
+    return value
+
+
+def _field(fields: dict[str, Any], name: str, kind: type[Value], default: Value | None = None) -> Value:
+    """The field's value; `default` if it is absent or null. Raises _Malformed."""
+    value = fields.get(name)
+    if value is None:
+        value = default
+    if not isinstance(value, kind):
+        raise _Malformed(f"the field {name} of an answer is no {kind.__name__}")
+    return value
+
+
+def _objects(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """The objects of OpenAI's list. Raises _Malformed."""
+    objects = _field(fields, "data", list, [])
+    if not all(isinstance(one, dict) for one in objects):
+        raise _Malformed("a list has something else than objects")
+    return objects
+
+
+def _view(content: bytes) -> BatchView:
+    """Raises _Malformed."""
+    return _read_view(_parse(content))
+
+
+def _read_view(fields: dict[str, Any]) -> BatchView:
+    """fields: of a batch. Raises _Malformed."""
+    counts = _field(fields, "request_counts", dict, {})
+    files = [_field(fields, name, str, "") for name in ("output_file_id", "error_file_id")]
     return BatchView(
-        id=fields["id"],
-        status=fields["status"],
-        num_lines=counts.get("total", 0),
-        num_completed=counts.get("completed", 0),
-        num_failed=counts.get("failed", 0),
-        output_tokens=(fields.get("usage") or {}).get("output_tokens", 0),
-        errors=(fields.get("errors") or {}).get("data") or [],
+        id=_field(fields, "id", str),
+        status=_field(fields, "status", str),
+        num_lines=_field(counts, "total", int, 0),
+        num_completed=_field(counts, "completed", int, 0),
+        num_failed=_field(counts, "failed", int, 0),
+        output_tokens=_field(_field(fields, "usage", dict, {}), "output_tokens", int, 0),
+        errors=_objects(_field(fields, "errors", dict, {})),
         result_file_ids=[file_id for file_id in files if file_id],
+        completion_window=_field(fields, "completion_window", str, "") or None,
     )
 
 

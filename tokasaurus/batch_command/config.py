@@ -19,8 +19,8 @@ else:
 
 ACTIONS = ("list", "show", "cancel")
 
-# Flags of the server that a run sets itself, or means in another way.
-_NOT_OF_THE_USER = ("host", "port", "data_dir")
+# Flags of the server that a run sets for its own server.
+_SET_BY_THE_RUN = ("host", "port", "data_dir")
 # Flags of the server whose defaults protect it from its clients: a run has only one, the user.
 _RAISED_LIMITS = ("keep_days", "max_file_bytes", "max_batch_lines")
 
@@ -45,8 +45,22 @@ class RunConfig(ServerConfig):
         for name in ("input", "output"):
             if getattr(self, name) is None:
                 raise FlagError(f"{name} is missing: toka batch input=requests.jsonl output=results.jsonl")
+        if self.completion_window is not None and self.base_url is None:
+            _check_window(self.completion_window)
         if self.api_key is not None and self.base_url is None:
             raise FlagError("api_key: only with base_url=, since the server that is started has a key of its own")
+
+
+def _check_window(window: str) -> None:
+    """Raises FlagError for a window that the server would refuse; servers of others may know other windows."""
+    from tokasaurus.server.protocol.storage.batches import window_seconds
+
+    try:
+        window_seconds(window)
+    except ValueError:
+        raise FlagError(
+            f"completion_window={window}: must be a whole number with s, m, h or d after it, such as 24h, at most 30d"
+        ) from None
 
 
 _OWN_TABLE = FlagTable(
@@ -73,7 +87,7 @@ RUN_FLAGS = FlagTable(
     groups={
         **_OWN_TABLE.groups,
         **{
-            heading: {name: flag for name, flag in group.items() if name not in _NOT_OF_THE_USER and name != "api_key"}
+            heading: {name: flag for name, flag in group.items() if name not in _SET_BY_THE_RUN and name != "api_key"}
             for heading, group in SERVER_FLAGS.groups.items()
         },
     },
@@ -86,7 +100,7 @@ def parse_run_config(words: list[str]) -> RunConfig:
     """The checked config for `name=value` words. Raises FlagError, whose message is one line."""
     names = [word.partition("=")[0] for word in words]
     for name in names:
-        if name in _NOT_OF_THE_USER:
+        if name in _SET_BY_THE_RUN:
             raise FlagError(f"{name}: toka batch sets it itself; base_url= names a running server")
     config = RunConfig()
     assign_flags(config, RUN_FLAGS, words)
@@ -95,9 +109,14 @@ def parse_run_config(words: list[str]) -> RunConfig:
         if of_server:
             raise FlagError(f"{of_server[0]}: a flag of the server, which runs already at base_url={config.base_url}")
         if config.api_key is None:
-            config.api_key = os.environ.get("TOKA_API_KEY") or os.environ.get("OPENAI_API_KEY") or None
+            config.api_key = key_of_environment()
     config.finalize()
     return config
+
+
+def key_of_environment() -> str | None:
+    """The key of a server at base_url=, if none is given."""
+    return os.environ.get("TOKA_API_KEY") or os.environ.get("OPENAI_API_KEY") or None
 
 
 def server_words(config: RunConfig, words: list[str]) -> list[str]:
@@ -111,6 +130,7 @@ class StoredConfig(Config):
 
     data_dir: str | None = None
     port: int = 10210
+    base_url: str | None = None
     api_key: str | None = None
     limit: int = 100
     json: bool = False
@@ -118,6 +138,8 @@ class StoredConfig(Config):
     def finalize(self) -> None:
         """Raises FlagError for a wrong value."""
         check_flags(self, STORED_FLAGS)
+        if self.base_url is not None and self.data_dir is not None:
+            raise FlagError(f"base_url={self.base_url}: either it or data_dir= names the server")
 
 
 STORED_FLAGS = FlagTable(
@@ -128,7 +150,12 @@ STORED_FLAGS = FlagTable(
                 none_means="by port",
             ),
             "port": Flag("TCP port of the server whose default directory is meant", minimum=1, maximum=65535),
-            "api_key": Flag("API key of the server that runs on the directory (cancel)", none_means="TOKA_API_KEY"),
+            "api_key": Flag(
+                "API key of the server that runs on the directory (cancel)", none_means="the run's, or TOKA_API_KEY"
+            ),
+            "base_url": Flag(
+                "cancel: URL of a running server's OpenAI API, in place of a directory", none_means="none"
+            ),
             "limit": Flag("batches that list shows, the newest", minimum=1, maximum=MAX_INT32),
             "json": Flag("print JSON, one object per batch, as the API has it"),
         }

@@ -5,8 +5,12 @@ class CommandError(Exception):
     """The message is one line for the user, or one for each bad line of the input."""
 
 
-class InputRefused(CommandError):
-    """The input cannot be run as it is: what was stored for it is of no use."""
+class NothingToContinue(CommandError):
+    """What the run has stored is of no use: it is removed, so that the next run begins again."""
+
+
+class InputRefused(NothingToContinue):
+    """The input cannot be run as it is."""
 
 
 class NotOnServer(CommandError):

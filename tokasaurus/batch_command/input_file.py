@@ -1,5 +1,6 @@
 """The input of a run: a file with one request per line."""
 
+import codecs
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ class Fingerprint:
     sha256: str
 
 
-def fingerprint(path: Path) -> Fingerprint:
-    """Raises CommandError."""
+def fingerprint(path: Path, flag: str = "input") -> Fingerprint:
+    """flag: the one that names the file. Raises CommandError."""
     digest = hashlib.sha256()
     num_bytes = 0
     try:
@@ -29,7 +30,7 @@ def fingerprint(path: Path) -> Fingerprint:
                 digest.update(part)
                 num_bytes += len(part)
     except OSError as error:
-        raise CommandError(f"input={path}: {error.strerror}") from None
+        raise CommandError(f"{flag}={path}: {error.strerror}") from None
     return Fingerprint(num_bytes, digest.hexdigest())
 
 
@@ -47,18 +48,20 @@ def find_endpoint(path: Path) -> str:
 
 
 def request_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number, from 1; content) of each line that is not blank. Raises CommandError."""
+    """(number, from 1; content) of each line that is not blank, without the byte-order mark that editors of Windows
+    write at the start of a file. Raises CommandError."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, line
+                content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if content.strip():
+                    yield number, content
     except OSError as error:
         raise CommandError(f"input={path}: {error.strerror}") from None
 
 
 def custom_ids(path: Path) -> Iterator[str]:
-    """Of each line of a file that a server has found valid. Raises CommandError."""
+    """The custom_id of each line of a file that a server has found valid. Raises CommandError."""
     for number, line in request_lines(path):
         value = _parse(line)
         if value is None or not isinstance(value.get("custom_id"), str):

@@ -30,7 +30,7 @@ _TIME = re.compile(r"^\d\S+ \S+ ")
 
 
 class OwnServer:
-    """A server on a free port of the loopback address, within the context. `address` is its URL."""
+    """A server on a free port of the loopback address, which runs within the context. `address` is its URL."""
 
     def __init__(
         self, words: list[str], api_key: str, data_dir: Path, drain_s: float, show: Callable[[str], None]
@@ -121,7 +121,7 @@ class OwnServer:
         threading.Thread(target=self._read_output, args=args, name="server output", daemon=True).start()
 
     def _read_output(self, output: IO[str], log_path: Path) -> None:
-        """All of it goes to the log file, if that can be written; a server whose output nobody reads would lose it."""
+        """Copy the server's output to the log file, if that can be written, and to `_lines`, until it ends."""
         log: IO[str] | None = None
         with suppress(OSError):
             log = log_path.open("w", buffering=1)
@@ -136,7 +136,7 @@ class OwnServer:
         self._lines.put(None)
 
     def _show_once(self, line: str) -> None:
-        """Unless it says the same as the last one, apart from the time."""
+        """Show the line unless it says the same as the last one, apart from the time."""
         text = _TIME.sub("", line)
         if text.startswith("toka: "):
             self._last_words = text
@@ -145,7 +145,7 @@ class OwnServer:
         self._last_shown = text
 
     def _death(self, what: str) -> CommandError:
-        """With the launcher's last words, if there are any."""
+        """The error of a server that has ended: with the launcher's last words, if there are any."""
         code = self._process.wait()
         return CommandError(f"the server {what}: {self._last_words.removeprefix('toka: ') or f'exit code {code}'}")
 

@@ -17,7 +17,7 @@ _WINDOW_S = 60.0
 
 
 class Speed:
-    """Of the last minute. Times are seconds by any clock."""
+    """Lines and tokens per second in the last minute. Times are seconds by any clock."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int, int]] = deque()
@@ -46,8 +46,10 @@ class Speed:
 
 def describe(batch: BatchView, speed: Speed) -> str:
     """`120 of 2,000 lines done, 3 failed, 812.4 tokens/s, 2 min 10 s left`; failed lines are done, too."""
-    if batch.status == "validating" or batch.num_lines == 0:
+    if batch.status == "validating":
         return "the input is being validated"
+    if batch.num_lines == 0:  # a server that does not count them at once, or a batch without any
+        return f"the batch is {batch.status}"
     num_done = batch.num_completed + batch.num_failed
     text = f"{num_done:,} of {batch.num_lines:,} lines done, {batch.num_failed:,} failed"
     if batch.status != "in_progress":
@@ -58,7 +60,7 @@ def describe(batch: BatchView, speed: Speed) -> str:
 
 
 def show_time(seconds: float) -> str:
-    """The two largest units."""
+    """The time in its two largest units."""
     whole = round(seconds)
     minutes, hours = whole // 60, whole // 3600
     if hours:

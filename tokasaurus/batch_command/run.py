@@ -11,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from tokasaurus.batch_command.api import RETRY_SECONDS, BatchApi, BatchView, Waiter
+from tokasaurus.batch_command.api import MAX_SILENCE_SECONDS, BatchApi, BatchView, Waiter
 from tokasaurus.batch_command.config import RunConfig
-from tokasaurus.batch_command.errors import CommandError, InputRefused, NotOnServer
+from tokasaurus.batch_command.errors import CommandError, NothingToContinue, NotOnServer
 from tokasaurus.batch_command.input_file import find_endpoint, fingerprint
+from tokasaurus.batch_command.outcome import why_failed
 from tokasaurus.batch_command.own_server import GivenServer, OwnServer
 from tokasaurus.batch_command.progress import Progress, make_progress
-from tokasaurus.batch_command.results import merge_results
+from tokasaurus.batch_command.results import OutputFile, merge_results
 from tokasaurus.batch_command.state_file import (
     RunState,
     StateFile,
@@ -25,10 +26,8 @@ from tokasaurus.batch_command.state_file import (
     path_with_base_url,
     path_with_own_server,
 )
-from tokasaurus.server.batches.store.data_dir import NewContent
 from tokasaurus.server.batches.store.records import FINAL_STATUSES
 
-MAX_SHOWN_ERRORS = 20
 _STOP_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Seconds between two looks at the batch. The first are quick, for a short batch.
 _FIRST_POLL_S = 0.1
@@ -46,14 +45,15 @@ def run_batch(config: RunConfig, words: list[str]) -> int:
     """Run the batch to its end; call from the main thread. Returns the exit code.
 
     0: the output is complete. 1: it is not; one line on stderr says why. 128 + N: stopped by signal N."""
+    run = _Run(config, words)
     try:
         with _signals_raise():
-            print(_Run(config, words).run())
+            print(run.run())
     except CommandError as error:
         print(f"toka batch: {error}", file=sys.stderr)
         return 1
     except _Stopped as stopped:
-        print("toka batch: stopped; the same command continues where it was", file=sys.stderr)
+        print(f"toka batch: stopped; {run.what_goes_on()}the same command continues where it was", file=sys.stderr)
         return 128 + stopped.number
     return 0
 
@@ -85,6 +85,8 @@ class _Run:
         self._server_words = words
         self._input = Path(config.input)
         self._output = Path(config.output)
+        self._batch: BatchView | None = None
+        """As the server has last described it."""
 
     def run(self) -> str:
         """The line that sums up the complete run. Raises CommandError."""
@@ -96,21 +98,41 @@ class _Run:
             stack.callback(self._state_file.close)
             stored = self._state_file.read()
             self._state = new_state if stored is None or stored.file_id is None else stored
+            self._check_state(new_state)
             if self._is_written():
                 self._state_file.remove()
                 return f"{self._output} is complete already"
             try:
-                self._check_state(new_state)
                 summary = self._run_batch()
             except BaseException as error:
-                if self._state.file_id is None or isinstance(error, InputRefused):  # there is nothing to continue
+                if self._state.file_id is None or isinstance(error, NothingToContinue):
                     self._state_file.remove()
+                elif isinstance(error, NotOnServer):  # the upload has expired, or somebody has deleted the batch
+                    raise CommandError(f"{error}; {self._how_to_begin_again()}") from None
                 raise
             self._state_file.remove()
         return summary
 
+    def what_goes_on(self) -> str:
+        """What a running server still does for a run that was stopped; empty if nothing."""
+        url = self._config.base_url
+        if url is None or self._batch is None or self._batch.status in FINAL_STATUSES:
+            return ""
+        batch_id = self._batch.id
+        return f"{batch_id} goes on running on the server (toka batch cancel {batch_id} base_url={url} ends it); "
+
+    def _how_to_begin_again(self) -> str:
+        return f"delete {self._state_file.to_delete} to begin again"
+
     def _check_output(self) -> None:
         """Raises CommandError."""
+        try:
+            self._check_paths()
+        except OSError as error:
+            raise CommandError(f"output={self._output}: {error.strerror}") from None
+
+    def _check_paths(self) -> None:
+        """Raises CommandError and OSError."""
         if not self._output.parent.is_dir():
             raise CommandError(f"output={self._output}: there is no directory {self._output.parent}")
         if self._output.is_dir():
@@ -128,11 +150,15 @@ class _Run:
         return path_with_own_server(self._output) if own else path_with_base_url(self._output)
 
     def _is_written(self) -> bool:
-        """The last run was interrupted after its output was complete. Raises CommandError if the output exists, and
-        must not be replaced."""
+        """Whether the last run, with this input, was interrupted after its output was complete.
+
+        Raises CommandError if the output exists, and must not be replaced."""
         if not self._output.exists():
             return False
-        if self._state.output_sha256 is not None and fingerprint(self._output).sha256 == self._state.output_sha256:
+        if (
+            self._state.output_sha256 is not None
+            and fingerprint(self._output, "output").sha256 == self._state.output_sha256
+        ):
             return True
         if not self._config.overwrite:
             if self._state.file_id is None:
@@ -142,7 +168,7 @@ class _Run:
 
     def _check_state(self, new_state: RunState) -> None:
         """Raises CommandError if the stored state is of another run."""
-        again = f"delete {self._state_file.to_delete} to begin again"
+        again = self._how_to_begin_again()
         if self._state.input != new_state.input:
             raise CommandError(f"input={self._input}: was changed since its batch was begun; {again}")
         if self._state.base_url != new_state.base_url:
@@ -156,15 +182,16 @@ class _Run:
             stack.callback(progress.close)
             server, base_url, api_key = self._connect(stack, progress)
             api = BatchApi(
-                base_url, api_key, server, progress.note, RETRY_SECONDS, is_local=self._config.base_url is None
+                base_url, api_key, server, progress.note, MAX_SILENCE_SECONDS, is_local=self._config.base_url is None
             )
             stack.callback(api.close)
             batch = self._find_or_create(api, endpoint)
             started_s, tokens_before = time.monotonic(), batch.output_tokens
             batch = self._wait_for_end(api, batch, server, progress)
             seconds = time.monotonic() - started_s
-            self._check_end(batch)
-            self._write_output(api, batch)
+            if batch.status != "completed":
+                raise self._why_incomplete(api, batch)
+            self._write_results(api, batch, self._output)
         rate = (batch.output_tokens - tokens_before) / max(seconds, 1e-9)
         return (
             f"{batch.num_completed:,} lines completed, {batch.num_failed:,} failed, {batch.output_tokens:,} tokens, "
@@ -189,20 +216,22 @@ class _Run:
         if self._config.base_url is None:
             self._check_model(api.model_name())
         if self._state.batch_id is not None:
-            try:
-                return api.retrieve(self._state.batch_id)
-            except NotOnServer as error:
-                raise CommandError(f"{error}; delete {self._state_file.to_delete} to begin again") from None
-        batch = None
+            batch = api.retrieve(self._state.batch_id)
+            self._check_window(batch)
+            return batch
+        found = None
         if self._state.file_id is None:
             self._state = replace(self._state, file_id=api.upload(self._input))
             self._check_input()  # before the state makes the upload count
             self._state_file.save(self._state)
         else:  # the last run ended here: perhaps before it knew that the batch exists
             assert self._state.file_id is not None
-            batch = api.find(self._state.file_id)
+            found = api.find(self._state.file_id)
         assert self._state.file_id is not None
-        if batch is None:
+        if found is not None:
+            batch = found
+            self._check_window(batch)
+        else:
             default = "30d" if self._config.base_url is None else "24h"
             window = default if self._config.completion_window is None else self._config.completion_window
             batch = api.create(self._state.file_id, endpoint, window)
@@ -217,7 +246,16 @@ class _Run:
         elif self._state.model != name:
             raise CommandError(
                 f"the batch was begun with the model {self._state.model}, and this server serves {name}: name the same "
-                f"model=, or delete {self._state_file.to_delete} to begin again"
+                f"model=, or {self._how_to_begin_again()}"
+            )
+
+    def _check_window(self, batch: BatchView) -> None:
+        """Raises CommandError if the flag asks for another time than the batch has, which cannot be changed."""
+        asked = self._config.completion_window
+        if asked is not None and batch.completion_window not in (None, asked):
+            raise CommandError(
+                f"completion_window={asked}: {batch.id} was begun with {batch.completion_window}: leave the flag out "
+                f"to continue it, or {self._how_to_begin_again()}"
             )
 
     def _check_input(self) -> None:
@@ -225,59 +263,54 @@ class _Run:
         if fingerprint(self._input) != self._state.input:
             raise CommandError(f"input={self._input}: was changed while the batch ran")
 
-    @staticmethod
-    def _wait_for_end(api: BatchApi, batch: BatchView, server: Waiter, progress: Progress) -> BatchView:
+    def _wait_for_end(self, api: BatchApi, batch: BatchView, server: Waiter, progress: Progress) -> BatchView:
         """The finished batch. Raises CommandError."""
         longest_s = _REMOTE_POLL_S if isinstance(server, GivenServer) else _OWN_POLL_S
         pause_s = _FIRST_POLL_S
+        self._batch = batch
         while batch.status not in FINAL_STATUSES:
             progress.update(batch)
             server.wait(pause_s)
             pause_s = min(1.5 * pause_s, longest_s)
-            batch = api.retrieve(batch.id)
+            self._batch = batch = api.retrieve(batch.id)
         progress.update(batch)
         return batch
 
-    def _check_end(self, batch: BatchView) -> None:
-        """Raises CommandError unless each line has its own result."""
-        if batch.status == "completed":
-            return
+    def _why_incomplete(self, api: BatchApi, batch: BatchView) -> CommandError:
+        """The error of a batch that has not completed; the results that it has are written beside the output."""
         if batch.status == "failed" and not batch.result_file_ids:
-            raise InputRefused(show_errors(batch))
-        raise CommandError(
+            return why_failed(batch)
+        results = ""
+        if batch.result_file_ids:
+            partial = self._output.with_name(self._output.name + ".partial")
+            try:
+                self._write_results(api, batch, partial)
+                results = f"its results are in {partial}; "
+            except CommandError as error:
+                results = f"its results cannot be written: {error}; "
+        return CommandError(
             f"{batch.id} is {batch.status}, with {batch.num_completed:,} of {batch.num_lines:,} lines completed; "
-            f"delete {self._state_file.to_delete} to begin again"
+            f"{results}{self._how_to_begin_again()}"
         )
 
-    def _write_output(self, api: BatchApi, batch: BatchView) -> None:
-        """Raises CommandError: then there is no output."""
-        directory = self._output.parent
+    def _write_results(self, api: BatchApi, batch: BatchView, path: Path) -> None:
+        """Write the results in the order of the input. Raises CommandError: then `path` is as it was."""
+        is_complete = batch.status == "completed"
         try:
             with ExitStack() as stack:
                 results = []
                 for file_id in batch.result_file_ids:
-                    results.append(stack.enter_context(tempfile.TemporaryFile(dir=directory)))
+                    results.append(stack.enter_context(tempfile.TemporaryFile(dir=path.parent)))
                     api.download(file_id, results[-1])
                 self._check_input()
-                output = NewContent(self._output)
-                stack.callback(output.discard)
-                digest = merge_results(self._input, results, output)
-                self._state = replace(self._state, output_sha256=digest)
-                self._state_file.save(self._state)
+                output = stack.enter_context(OutputFile(path, batch.id))
+                digest = merge_results(self._input, results, output, is_complete)
+                # it may have appeared since the run began
+                if not self._config.overwrite and path.exists() and fingerprint(path, "output").sha256 != digest:
+                    raise CommandError(f"{path} exists; overwrite=T replaces it")
+                if is_complete:
+                    self._state = replace(self._state, output_sha256=digest)
+                    self._state_file.save(self._state)
                 output.commit()
         except OSError as error:
-            raise CommandError(f"output={self._output}: {error.strerror}") from None
-
-
-def show_errors(batch: BatchView) -> str:
-    """Why the input is refused: a line for each bad line, up to MAX_SHOWN_ERRORS."""
-    errors = [error for error in batch.errors if error.get("code") != "more_errors"]
-    lines = [f"{batch.id} failed, since its input is bad:"]
-    for error in errors[:MAX_SHOWN_ERRORS]:
-        place = "the file" if error.get("line") is None else f"line {error['line']}"
-        param = f"{error['param']}: " if error.get("param") else ""
-        lines.append(f"{place}: {param}{error.get('message')}")
-    if len(errors) > MAX_SHOWN_ERRORS:
-        at_least = "at least " if len(errors) < len(batch.errors) else ""
-        lines.append(f"and {at_least}{len(errors) - MAX_SHOWN_ERRORS} more")
-    return "\n".join(lines)
+            raise CommandError(f"{path}: {error.strerror}") from None

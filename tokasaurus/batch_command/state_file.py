@@ -13,6 +13,7 @@ import orjson
 
 from tokasaurus.batch_command.errors import CommandError
 from tokasaurus.batch_command.input_file import Fingerprint
+from tokasaurus.server.batches.store.data_dir import sync_directory
 
 # What a server and a run put into the directory of a run that has its own server.
 _IN_DIRECTORY = ("lock", "database.sqlite", "database.sqlite-wal", "database.sqlite-shm", "files", "server.log")
@@ -131,15 +132,6 @@ def parse_state(content: bytes, path: Path) -> RunState:
         return RunState(**orjson.loads(content))
     except (orjson.JSONDecodeError, TypeError):
         raise CommandError(f"{path} is damaged, or of another version: delete it to begin again") from None
-
-
-def sync_directory(directory: Path) -> None:
-    """What was renamed in it is on the disk. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _hold(path: Path) -> BinaryIO:

@@ -11,10 +11,11 @@ import apsw
 import orjson
 
 from tokasaurus.batch_command.api import BatchApi
-from tokasaurus.batch_command.config import StoredConfig
-from tokasaurus.batch_command.errors import CommandError
+from tokasaurus.batch_command.config import StoredConfig, key_of_environment
+from tokasaurus.batch_command.errors import CommandError, NotOnServer
 from tokasaurus.batch_command.own_server import GivenServer
 from tokasaurus.batch_command.state_file import STATE_NAME, parse_state
+from tokasaurus.flags import FlagError
 from tokasaurus.server.batches.location import default_data_dir
 from tokasaurus.server.batches.objects import batch_object, to_json
 from tokasaurus.server.batches.store.batches import cancel_batch, get_batch, list_batches
@@ -27,63 +28,105 @@ from tokasaurus.server.batches.store.store import open_store
 
 Result = TypeVar("Result")
 
-_CANCEL_RETRY_S = 5.0
+_MAX_SILENCE_SECONDS = 5.0
+# Statuses of batches that can be cancelled.
+_RUNNING = ("validating", "in_progress")
 
 
 def list_stored(config: StoredConfig) -> int:
-    """Print a line for each batch, the newest first. Returns the exit code."""
-    return _report(config, lambda root: _read(root, lambda connection: _listing(connection, config, root)))
+    """Print a line for each batch, the newest first. Returns the exit code. Raises FlagError."""
+    _check_no_url(config)
+
+    def listing() -> str:
+        root = _root(config)
+        return _read(root, lambda connection: _listing(connection, config, root))
+
+    return _report(listing)
 
 
 def show_stored(config: StoredConfig, batch_id: str) -> int:
-    """Print a batch with its errors. Returns the exit code."""
+    """Print a batch with its errors. Returns the exit code. Raises FlagError."""
+    _check_no_url(config)
 
-    def show(root: Path) -> str:
+    def show() -> str:
+        root = _root(config)
         batch = _read(root, lambda connection: get_batch(connection, batch_id))
         if batch is None:
-            raise CommandError(f"{root} has no batch {batch_id}; toka batch list shows those there are")
+            raise _no_batch(root, batch_id)
         return to_json(batch_object(batch)).decode() if config.json else _fields(batch)
 
-    return _report(config, show)
+    return _report(show)
 
 
 def cancel_stored(config: StoredConfig, batch_id: str) -> int:
-    """Cancel a batch: by the server that runs on the directory, or, if there is none, in its database, so that the next
-    server writes what is done. Returns the exit code."""
+    """Cancel a batch: by the server at base_url, by the one that runs on the directory, or, if there is none, in its
+    database, so that the next server writes what is done. Returns the exit code."""
 
-    def cancel(root: Path) -> str:
+    def cancel() -> str:
+        if config.base_url is not None:
+            key = config.api_key or key_of_environment()
+            status = _cancel_by_server(config.base_url, key, batch_id, is_local=False)
+            return _cancelled(batch_id, status)
+        root = _root(config)
         _check_exists(root)
         try:
-            with open_store(root, "toka batch cancel") as store:
-                batch = store.database.submit(lambda connection: _cancel(connection, batch_id)).result()
-                if batch is None:
-                    raise CommandError(f"{root} has no batch {batch_id}; toka batch list shows those there are")
-                status = batch.status
+            status = _cancel_in_database(root, batch_id)
         except DataDirInUse:
-            return f"{batch_id} is {_cancel_on_server(root, config, batch_id)}"
-        if status == "cancelling":
-            return f"{batch_id} is cancelling; the next server on {root} writes the results that it has"
-        return f"{batch_id} is {status}"
+            return _cancelled(batch_id, _cancel_on_directory(root, config, batch_id))
+        text = _cancelled(batch_id, status)
+        return f"{text}; the next server on {root} writes the results that it has" if status == "cancelling" else text
 
-    return _report(config, cancel)
+    return _report(cancel)
 
 
-def _report(config: StoredConfig, action: Callable[[Path], str]) -> int:
-    root = default_data_dir(config.port) if config.data_dir is None else Path(config.data_dir).expanduser()
+def _report(action: Callable[[], str]) -> int:
+    """Print what the action returns, if it is not empty. Returns the exit code."""
     try:
-        print(action(root))
+        text = action()
     except (CommandError, StoreError) as error:
         print(f"toka batch: {error}", file=sys.stderr)
         return 1
+    if text:
+        print(text)
     return 0
+
+
+def _check_no_url(config: StoredConfig) -> None:
+    """Raises FlagError."""
+    if config.base_url is not None:
+        raise FlagError("base_url: only of cancel; list and show read a directory")
+
+
+def _root(config: StoredConfig) -> Path:
+    """The data directory. Raises CommandError."""
+    try:
+        return default_data_dir(config.port) if config.data_dir is None else Path(config.data_dir).expanduser()
+    except RuntimeError:
+        flag = f"port={config.port}" if config.data_dir is None else f"data_dir={config.data_dir}"
+        raise CommandError(f"{flag}: there is no such home directory; data_dir= names another directory") from None
 
 
 def _check_exists(root: Path) -> None:
     """Raises CommandError."""
-    if not DataDir(root).database.exists():
+    try:
+        exists = DataDir(root).database.exists()
+    except OSError as error:
+        raise CommandError(f"cannot read {root}: {error.strerror}") from None
+    if not exists:
         raise CommandError(
             f"{root} has no batches: no server has stored any there (data_dir=, or port=, names another)"
         )
+
+
+def _no_batch(root: Path, batch_id: str) -> CommandError:
+    return CommandError(f"{root} has no batch {batch_id}; toka batch list shows those there are")
+
+
+def _cancelled(batch_id: str, status: str) -> str:
+    """The line for a batch that is cancelled or will be. Raises CommandError for any other status."""
+    if status not in ("cancelling", "cancelled"):
+        raise CommandError(f"{batch_id} cannot be cancelled: it is {status}")
+    return f"{batch_id} is {status}"
 
 
 def _read(root: Path, operation: Callable[[apsw.Connection], Result]) -> Result:
@@ -148,35 +191,53 @@ def _time(seconds: int) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _cancel(connection: apsw.Connection, batch_id: str) -> BatchRecord | None:
-    batch = get_batch(connection, batch_id)
-    return None if batch is None else cancel_batch(connection, batch.number, int(time.time()))
+def _cancel_in_database(root: Path, batch_id: str) -> str:
+    """The batch's status. Raises CommandError and StoreError."""
+
+    def cancel(connection: apsw.Connection) -> BatchRecord | None:
+        batch = get_batch(connection, batch_id)
+        return None if batch is None else cancel_batch(connection, batch.number, int(time.time()))
+
+    with open_store(root, "toka batch cancel") as store:
+        batch = store.database.submit(cancel).result()
+    if batch is None:
+        raise _no_batch(root, batch_id)
+    return batch.status
 
 
-def _cancel_on_server(root: Path, config: StoredConfig, batch_id: str) -> str:
-    """The batch's status. Raises CommandError."""
+def _cancel_on_directory(root: Path, config: StoredConfig, batch_id: str) -> str:
+    """The status of a batch, cancelled by the server that runs on the directory. Raises CommandError."""
     address = DataDir(root).read_owner()
     if not address.startswith("http"):
         raise CommandError(f"{root} is in use ({address}); try again")
     for any_address, loopback in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
         address = address.replace(any_address, loopback)
-    key = config.api_key or os.environ.get("TOKA_API_KEY") or _key_of_run(root)
+    key = config.api_key or _key_of_run(root) or os.environ.get("TOKA_API_KEY")
+    try:
+        return _cancel_by_server(f"{address}/v1", key, batch_id, is_local=True)
+    except NotOnServer:
+        raise _no_batch(root, batch_id) from None
+
+
+def _cancel_by_server(base_url: str, key: str | None, batch_id: str, is_local: bool) -> str:
+    """The batch's status. Raises CommandError."""
     api = BatchApi(
-        f"{address}/v1",
+        base_url,
         key,
         GivenServer(),
         note=lambda line: print(line, file=sys.stderr),
-        retry_s=_CANCEL_RETRY_S,
-        is_local=True,
+        max_silence_s=_MAX_SILENCE_SECONDS,
+        is_local=is_local,
     )
     try:
-        return api.cancel(batch_id).status
+        batch = api.retrieve(batch_id)
+        return api.cancel(batch_id).status if batch.status in _RUNNING else batch.status
     finally:
         api.close()
 
 
 def _key_of_run(root: Path) -> str | None:
-    """The key of the server that `toka batch` has started, if it has."""
+    """The random key of the server that `toka batch` has started, if it has. The environment has keys of others."""
     try:
         content = (root / STATE_NAME).read_bytes()
     except OSError:

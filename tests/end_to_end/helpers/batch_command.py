@@ -17,8 +17,14 @@ _FLAGS = (
     "max_tokens_per_forward=256",
     "max_seqs_per_forward=4",
 )
-# A run must not ask a proxy for its own server.
-_ENVIRONMENT = {**os.environ, "HTTP_PROXY": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+# A run must not ask a proxy for its own server, nor may a key for other servers be sent to it.
+_ENVIRONMENT = {
+    **os.environ,
+    "HTTP_PROXY": "http://127.0.0.1:9",
+    "http_proxy": "http://127.0.0.1:9",
+    "TOKA_API_KEY": "of-another-server",
+    "OPENAI_API_KEY": "of-another-server",
+}
 
 
 class BatchCommand:

@@ -32,7 +32,7 @@ class NewContent:
             file.flush()
             os.fsync(file.fileno())
         self._temporary.replace(self._path)
-        _sync_directory(self._path.parent)
+        sync_directory(self._path.parent)
 
     def discard(self) -> None:
         """Nothing remains, unless it is committed."""
@@ -137,10 +137,10 @@ def _make_directory(path: Path) -> None:
         return
     _make_directory(path.parent)
     path.mkdir(mode=0o700, exist_ok=True)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     """Names in the directory are on the disk. Raises OSError."""
     directory = os.open(path, os.O_RDONLY)
     try:

@@ -1,0 +1,29 @@
+"""Runs in processes of their own, and how far they are."""
+
+import subprocess
+import sys
+import time
+
+from tests.server.helpers.live_server import LiveServer
+
+RUN = "import sys; from tokasaurus.cli import batch_main; sys.exit(batch_main())"
+
+
+def start(words: list[str]) -> subprocess.Popen[str]:
+    """`toka batch` in a process of its own."""
+    return subprocess.Popen([sys.executable, "-c", RUN, *words], stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_lines(server: LiveServer, num_lines: int, status: str | None = None) -> None:
+    """Wait until the server's only batch has so many completed lines, and the status."""
+    deadline = time.monotonic() + 20
+    while not _has_lines(server, num_lines, status):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _has_lines(server: LiveServer, num_lines: int, status: str | None) -> bool:
+    batches = server.http.get("/v1/batches").json()["data"]
+    return any(
+        batch["request_counts"]["completed"] >= num_lines and status in (None, batch["status"]) for batch in batches
+    )
