@@ -96,6 +96,11 @@ def test_a_run_is_cancelled_over_its_data_directory(model: Path, tmp_path: Path)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 1
     assert f"toka batch: {batch_id} is cancelled, with " in output
+    partial = tmp_path / "out.jsonl.partial"
+    assert f"; its results are in {partial}; delete {command.data_dir} to begin again" in output
+    results = read_results(partial)
+    assert [result["custom_id"] for result in results] == [f"c{index}" for index in range(num_lines)]
+    assert sum(result["error"] is None for result in results) >= 3
     shown = json.loads(command.of_stored("show", batch_id, "json=T"))
     assert shown["status"] == "cancelled"
     assert sum(shown["request_counts"][kind] for kind in ("completed", "failed")) == num_lines
