@@ -133,7 +133,7 @@ async def measure_all(store: Store, num_lines: int, result_bytes: int) -> list[C
     assert (num_found, errors) == (num_lines, []), errors
 
     def start(connection: apsw.Connection) -> BatchRecord:
-        return start_batch(connection, batch.number, num_lines, "model", int(time.time()))
+        return start_batch(connection, batch.number, num_lines, int(time.time()))
 
     def finalize(connection: apsw.Connection) -> BatchRecord:
         return begin_finalizing(connection, batch.number, "completed", int(time.time()))

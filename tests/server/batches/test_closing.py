@@ -40,7 +40,7 @@ def fill(root: Path, final_status: BatchStatus = "expired") -> None:
         add_file(connection, new_file(INPUT_FILE))
         number = add_batch(connection, new_batch()).number
         add_lines(connection, number, new_lines(NUM_LINES), range(NUM_LINES))
-        start_batch(connection, number, NUM_LINES, "model", 1_700_000_001)
+        start_batch(connection, number, NUM_LINES, 1_700_000_001)
         finished = [line for line in new_lines(NUM_LINES) if outcome(line.number) != "unfinished"]
         results = [
             LineResult(line.number, False, answered_line(line.custom_id, b'{"text":"%d"}' % line.number), 3, 1, 2)
@@ -133,7 +133,7 @@ def test_a_file_without_lines_is_not_made(tmp_path: Path, kinds: set[str]) -> No
     def begin(connection: apsw.Connection) -> None:
         number = add_batch(connection, new_batch()).number
         add_lines(connection, number, new_lines(len(kinds)), range(len(kinds)))
-        start_batch(connection, number, len(kinds), "model", 1)
+        start_batch(connection, number, len(kinds), 1)
         record_results(connection, number, [LineResult(0, "error" in kinds, b"{}\n")])
         begin_finalizing(connection, number, "completed", 2)
 

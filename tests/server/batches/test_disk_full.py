@@ -168,7 +168,7 @@ def test_lines_that_cannot_be_claimed(served_model: ServedModel, disk: Disk, cap
         engine.start()
         wait_until_ready(server.http)
         deadline_s = time.monotonic() + 20
-        while "lines of batches cannot be started, trying again: no space is left" not in caplog.text:
+        while "cannot be started, trying again every second: no space is left" not in caplog.text:
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
         assert not engine.requests

@@ -1,7 +1,6 @@
 """Batches from their creation to their end, over restarts of the server, without HTTP."""
 
 import asyncio
-import threading
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -9,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import pytest
 import uvloop
 
 from tests.server.batches.helpers.batch_service import input_lines, running_service, texts_of
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.batches.limits import BatchLimits
-from tokasaurus.server.engine_client.queue_limits import QueueLimits
-from tokasaurus.server.errors import QueueFull
 from tokasaurus.server.served_model import ServedModel
 
 
@@ -210,82 +205,15 @@ def test_a_batch_waits_for_a_server_of_its_model(served_model: ServedModel, tmp_
     run(test())
 
 
-def test_lines_wait_for_the_engine_and_run_again_after_its_death(served_model: ServedModel, tmp_path: Path) -> None:
+def test_a_batch_that_is_not_validated_yet_waits_for_its_model_too(served_model: ServedModel, tmp_path: Path) -> None:
     async def test() -> None:
-        engine = FakeEngine(script=never)
-        async with running_service(served_model, tmp_path, engine, is_engine_up=False) as running:
-            batch = await running.create(*prompts(5))
-            await running.wait_for(batch.number, lambda current: current.status == "in_progress")
-            await asyncio.sleep(0.2)
-            assert not engine.requests
-            engine.start()
-            await running.until(lambda engine: len(engine.requests) == 5)
-            await running.replace_engine(FakeEngine())
-            finished = await running.finish(batch.number)
-            assert (finished.num_completed, finished.num_failed) == (5, 0)
-
-    run(test())
-
-
-def test_batches_share_the_engine_and_live_requests_come_first(served_model: ServedModel, tmp_path: Path) -> None:
-    """The engine holds what it was sent: at most the limit of each batch's share, and always marked as background."""
-
-    async def test() -> None:
-        engine, limits = FakeEngine(script=never), BatchLimits(max_sequences_in_engine=40)
-        async with running_service(
-            served_model, tmp_path, engine, limits, QueueLimits(max_requests=1, max_sequences=1)
-        ) as running:
-            first = await running.create(*[{"prompt": "a", "n": 4} for _ in range(200)])
-            await running.until(lambda engine: len(engine.requests) == 10)
-            running.client.check_queue("a live client")
-            second = await running.create(*[{"prompt": "b"} for _ in range(200)])
-            await running.until(lambda engine: len(engine.requests) == 10 + 20)
-            await asyncio.sleep(0.2)
-            assert len(engine.requests) == 30
-            assert all(request.is_background for request in engine.requests)
-            assert {request.client for request in engine.requests} == {f"batch:{first.id}", f"batch:{second.id}"}
-            live = [
-                replace(request, request_id=f"live {index}", is_background=False, client="a live client")
-                for index, request in enumerate(engine.requests[-2:])
-            ]
-            waiting = asyncio.ensure_future(running.client.generate(live[:1]))
-            await running.until(lambda engine: len(engine.requests) == 31)
-            with pytest.raises(QueueFull):
-                await running.client.generate(live[1:])
-            waiting.cancel()
-
-    run(test())
-
-
-def test_a_line_that_the_engine_never_survives_fails_and_its_neighbours_do_not(
-    served_model: ServedModel, tmp_path: Path
-) -> None:
-    """The engine dies whenever it has received the one line with max_tokens=7."""
-
-    async def test() -> None:
-        deaths = 0
-
-        def script(request: GenerateRequest, index: int) -> Reply | None:
-            if request.max_new_tokens == 7:
-                has_killer.set()
-                return None
-            return echo(request, index) if not has_killer.is_set() else None
-
-        has_killer = threading.Event()
-        engine = FakeEngine(script=script)
-        async with running_service(served_model, tmp_path, engine) as running:
-            bodies = [{"prompt": f"line {index}", "max_tokens": 7 if index == 3 else 20} for index in range(20)]
-            batch = await running.create(*bodies)
-            ending = asyncio.ensure_future(running.finish(batch.number))
-            while not ending.done():
-                if has_killer.is_set():
-                    deaths += 1
-                    await running.replace_engine(FakeEngine(script=script), before_start=has_killer.clear)
-                await asyncio.sleep(0.005)
-            finished = await ending
-            assert (finished.status, finished.num_completed, finished.num_failed) == ("completed", 19, 1)
-            (failed,) = running.lines_of(finished.error_file_id)
-            assert (failed["custom_id"], failed["response"]["body"]["error"]["code"]) == ("3", "engine_died")
-            assert 12 <= deaths <= 60
+        async with running_service(served_model, tmp_path) as running:
+            batch = await running.create(*prompts(3))
+        async with running_service(replace(served_model, name="another"), tmp_path) as running:
+            await asyncio.sleep(0.3)
+            assert (await running.read(batch.number)).status in ("validating", "in_progress")
+            assert not running.engine.requests
+        async with running_service(served_model, tmp_path) as running:
+            assert (await running.finish(batch.number)).num_completed == 3
 
     run(test())

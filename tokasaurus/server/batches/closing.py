@@ -1,12 +1,12 @@
 """The end of a batch: its output and error files are written from the ledger. Every step may be repeated."""
 
-import asyncio
 import hashlib
 
 import apsw
 
 from tokasaurus.server.batches.results import unrun_line
 from tokasaurus.server.batches.store.batches import finish_batch, read_batch
+from tokasaurus.server.batches.store.blocking import run_blocking
 from tokasaurus.server.batches.store.data_dir import NewContent
 from tokasaurus.server.batches.store.database import explain
 from tokasaurus.server.batches.store.files import add_file
@@ -113,7 +113,7 @@ async def _write_file(
             first = await store.database.read(write_some)
         if content is None:
             return None
-        await asyncio.to_thread(content.commit)
+        await run_blocking(content.commit)
     except OSError as error:
         raise explain(error) from None
     finally:

@@ -83,6 +83,9 @@ class ResultRecorder:
                     logger.error("results of batches cannot be stored, trying again every second: %s", error)
                 self.problem = error
                 await asyncio.sleep(RETRY_SECONDS)
+            except Exception:
+                logger.exception("results of batches cannot be stored, trying again every second")
+                await asyncio.sleep(RETRY_SECONDS)
             else:
                 break
         if self.problem is not None:

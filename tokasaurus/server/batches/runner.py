@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from contextlib import suppress
 
 import apsw
@@ -9,16 +11,16 @@ import apsw
 from tokasaurus.server.batches.limits import BatchLimits
 from tokasaurus.server.batches.recorder import ResultRecorder
 from tokasaurus.server.batches.results import answered_line, refused_line
-from tokasaurus.server.batches.running_batch import MAX_ATTEMPTS, LineSize, RunningBatch
+from tokasaurus.server.batches.running_batch import MAX_ATTEMPTS, LineSize, RunningBatch, most_together
 from tokasaurus.server.batches.store.database import Database
 from tokasaurus.server.batches.store.errors import StoreError
-from tokasaurus.server.batches.store.ledger import pending_lines, release_lines, start_lines
+from tokasaurus.server.batches.store.ledger import release_lines, start_lines
 from tokasaurus.server.batches.store.records import LineResult, PendingLine
 from tokasaurus.server.client_identity import use_key_salt
-from tokasaurus.server.errors import ApiError, EngineDied
+from tokasaurus.server.errors import AnswerTooLargeError, ApiError, EngineDied, GrammarValidatorFailed
 from tokasaurus.server.generation.line import LineRefused, ParsedLine, parse_line
 from tokasaurus.server.parsing.json_values import MAX_INLINE_BYTES
-from tokasaurus.server.prepare.requests import Origin
+from tokasaurus.server.prepare.origin import Origin
 from tokasaurus.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -27,13 +29,13 @@ MAX_BYTES_IN_FLIGHT = 64 << 20
 """Bytes of the lines that run; one line more may begin."""
 MAX_WAITING_BYTES = 64 << 20
 """Bytes of results that are not stored, while lines are started."""
+MAX_RESULT_BYTES = 512 << 20
+"""Of one line. SQLite stores up to 10^9."""
 RETRY_SECONDS = 1.0
 STOP_SECONDS = 2.0
 """Longest time to store results at the server's end."""
-_LINES_PER_READ = 256
 _MAX_BYTES_AHEAD = 16 << 20
-# The event loop serves others in between.
-_TASKS_PER_CANCEL = 64
+_INTERNAL_ERROR = "internal error; the server's log has the details"
 # Reasons for which a line waits again: the engine or the server cannot serve anybody now.
 _TEMPORARY = (429, 503)
 
@@ -56,10 +58,17 @@ class BatchRunner:
         """By number."""
         self._has_news = asyncio.Event()
         self._starting = asyncio.Lock()
+        self._attempts: Counter[int] = Counter()
+        """Lines that run, by how often they had been started before."""
         self.num_completed = 0
         """Lines since the server's start."""
         self.num_failed = 0
         """Lines since the server's start."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in the engine."""
+        return sum(batch.num_sequences for batch in self._batches.values())
 
     @property
     def num_running(self) -> int:
@@ -73,28 +82,37 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Runs lines until it is cancelled, which `stop_all` must follow."""
-        problem = ""
         while True:
             await self._has_news.wait()
             self._has_news.clear()
             try:
                 self._state.check_ready()
-                for batch in list(self._batches.values()):
-                    async with self._starting:
-                        if not batch.is_stopping:
-                            await self._start_lines(batch)
-                problem = ""
-                continue
             except ApiError:  # the engine is not ready
-                pass
-            except StoreError as error:
-                if str(error) != problem:
-                    logger.error("lines of batches cannot be started, trying again every second: %s", error)
-                problem = str(error)
-            except Exception:
-                logger.exception("lines of batches cannot be started, trying again")
-            self._has_news.set()
-            await asyncio.sleep(RETRY_SECONDS)
+                self._try_later()
+                continue
+            for batch in list(self._batches.values()):
+                async with self._starting:
+                    await self._try_to_start_lines(batch)
+
+    async def _try_to_start_lines(self, batch: RunningBatch) -> None:
+        """What goes wrong with one batch must not keep the others from running."""
+        if batch.is_stopping or batch.has_ended.is_set() or time.monotonic() < batch.waits_until_s:
+            return
+        try:
+            await self._start_lines(batch)
+            batch.problem = ""
+            return
+        except StoreError as error:
+            if str(error) != batch.problem:
+                logger.error("lines of %s cannot be started, trying again every second: %s", batch.record.id, error)
+            batch.problem = str(error)
+        except Exception:
+            logger.exception("lines of %s cannot be started, trying again", batch.record.id)
+        batch.waits_until_s = time.monotonic() + RETRY_SECONDS
+        self._try_later()
+
+    def _try_later(self) -> None:
+        asyncio.get_running_loop().call_later(RETRY_SECONDS, self._has_news.set)
 
     async def stop(self, batch: RunningBatch) -> None:
         """Cancel the lines that run. Results that have arrived are stored."""
@@ -102,7 +120,7 @@ class BatchRunner:
             return
         batch.is_stopping = True
         async with self._starting:
-            await _cancel(batch)
+            await batch.cancel_tasks()
             batch.content.close()
         await self._recorder.flush()
         self._has_news.set()  # the others' shares have grown
@@ -116,7 +134,7 @@ class BatchRunner:
         for batch in batches:
             batch.is_stopping = True
             batch.released += [(size.number, False) for size in batch.tasks.values()]
-            await _cancel(batch)
+            await batch.cancel_tasks()
             batch.content.close()
             try:
                 await self._release(batch)
@@ -129,22 +147,44 @@ class BatchRunner:
         await self._release(batch)
         if self._recorder.problem is not None or self._recorder.num_waiting_bytes >= MAX_WAITING_BYTES:
             return  # until results are stored
-        share = max(1, self._limits.max_sequences_in_engine // len(self._batches))
-        max_bytes = MAX_BYTES_IN_FLIGHT // len(self._batches)
+        share = self._share()
+        max_bytes = MAX_BYTES_IN_FLIGHT // max(1, len(self._batches))
         if batch.tasks and batch.num_sequences > share * 7 // 8:
             return
         while not batch.is_stopping and batch.num_sequences < share and batch.num_bytes < max_bytes:
             if not batch.ahead and not batch.is_exhausted:
-                await self._read_ahead(batch)
+                await batch.read_ahead(self._database, _MAX_BYTES_AHEAD // max(1, len(self._batches)))
             lines: list[tuple[PendingLine, bytes | None]] = []
             room = share - batch.num_sequences
-            while batch.ahead and len(lines) < room and batch.may_start(batch.ahead[0][0], len(lines)):
+            while batch.ahead and len(lines) < room and self._may_start(batch, lines):
                 lines.append(batch.ahead.popleft())
             if not lines:
                 break
-            if not await self._start(batch, lines, share):
-                break
+            try:
+                if not await self._start(batch, lines, share):
+                    break
+            except BaseException:
+                batch.run_again(lines[0][0].number)
+                raise
         self._end_if_done(batch)
+
+    def _share(self) -> int:
+        """Sequences that each batch with waiting lines may have in the engine: what the others leave, equally."""
+        waiting = [batch for batch in self._batches.values() if batch.has_waiting_lines]
+        num_others = self.num_sequences - sum(batch.num_sequences for batch in waiting)
+        return max(1, (self._limits.max_sequences_in_engine - num_others) // max(1, len(waiting)))
+
+    def _may_start(self, batch: RunningBatch, before: list[tuple[PendingLine, bytes | None]]) -> bool:
+        """Whether the first line of `ahead` may run with all lines that run, and those that are about to."""
+        (line, _), *_ = batch.ahead
+        num_others = self.num_running + len(before)
+        attempts = max(line.attempts, *(line.attempts for line, _ in before), *self._attempts, 0)
+        if any(other.waits_to_be_alone for other in self._batches.values() if other is not batch):
+            return False
+        most = most_together(attempts)
+        may_start = most is None or num_others < most
+        batch.waits_to_be_alone = not may_start and most_together(line.attempts) is not None
+        return may_start
 
     async def _start(self, batch: RunningBatch, lines: list[tuple[PendingLine, bytes | None]], share: int) -> bool:
         """Start lines; those for which there is no room go back to `ahead`. Returns whether all started."""
@@ -153,61 +193,47 @@ class BatchRunner:
         for line, content in lines:
             if num_sequences >= share:
                 break
-            outcome = await self._parse(line, content)
-            size = LineSize(line.number, 1, line.size)
+            outcome = await self._parse(batch.record.id, line, content)
+            size = LineSize(line.number, 1, line.size, line.attempts)
             if isinstance(outcome, ParsedLine):
                 size.num_sequences = outcome.num_sequences
             parsed.append((line, outcome, size))
             num_sequences += size.num_sequences
             await asyncio.sleep(0)  # let other tasks run
-        batch.ahead.extendleft(reversed(lines[len(parsed) :]))
         numbers = [line.number for line, _, _ in parsed]
 
         def start(connection: apsw.Connection) -> None:
             start_lines(connection, batch.record.number, numbers)
 
-        try:
-            await self._database.write(start)
-        except StoreError:
-            batch.run_again(numbers[0])
-            raise
+        await self._database.write(start)
+        batch.ahead.extendleft(reversed(lines[len(parsed) :]))
         if batch.is_stopping:
             return False
         for line, outcome, size in parsed:
             task = asyncio.create_task(self._run_line(batch, line, outcome))
             batch.add(task, size)
+            self._attempts[line.attempts] += 1
             task.add_done_callback(lambda task: self._note_end(batch, task))
-            await asyncio.sleep(0)  # let other tasks run
+        await asyncio.sleep(0)  # let other tasks run
         return len(parsed) == len(lines)
 
-    async def _read_ahead(self, batch: RunningBatch) -> None:
-        """Fill `ahead` with the next lines that wait."""
-
-        def read(connection: apsw.Connection) -> list[tuple[PendingLine, bytes | None]]:
-            lines: list[tuple[PendingLine, bytes | None]] = []
-            num_bytes = 0
-            for line in pending_lines(connection, batch.record.number, batch.first, _LINES_PER_READ):
-                lines.append((line, batch.read(line)))
-                num_bytes += line.size
-                if num_bytes >= _MAX_BYTES_AHEAD:
-                    break
-            return lines
-
-        batch.ahead.extend(await self._database.read(read))
-        if batch.ahead:
-            batch.first = batch.ahead[-1][0].number + 1
-        batch.is_exhausted = not batch.ahead
-
-    async def _parse(self, line: PendingLine, content: bytes | None) -> ParsedLine | LineRefused:
+    async def _parse(self, batch_id: str, line: PendingLine, content: bytes | None) -> ParsedLine | LineRefused:
         if content is None:
             return LineRefused(line.custom_id, ApiError("the line cannot be read from the input file any more"))
         max_values = self._state.limits.max_json_values
         try:
             if len(content) <= MAX_INLINE_BYTES:
-                return parse_line(content, max_values)
-            return await self._state.text_threads.run(len(content), parse_line, content, max_values)
+                parsed = parse_line(content, max_values)
+            else:
+                parsed = await self._state.text_threads.run(len(content), parse_line, content, max_values)
         except LineRefused as refusal:
             return refusal
+        except Exception:
+            logger.exception("a line of %s cannot be parsed", batch_id)
+            return LineRefused(line.custom_id, ApiError(_INTERNAL_ERROR))
+        if parsed.custom_id != line.custom_id:
+            return LineRefused(line.custom_id, ApiError("the input file was changed after its validation"))
+        return parsed
 
     async def _run_line(self, batch: RunningBatch, line: PendingLine, parsed: ParsedLine | LineRefused) -> None:
         try:
@@ -215,15 +241,17 @@ class BatchRunner:
         except ApiError as error:
             if error.status in _TEMPORARY:
                 await asyncio.sleep(RETRY_SECONDS)
-                batch.released.append((line.number, False))
-                return
-            if isinstance(error, EngineDied) and line.attempts + 1 < MAX_ATTEMPTS:
+            may_be_its_own = isinstance(error, EngineDied | GrammarValidatorFailed)
+            if may_be_its_own and line.attempts + 1 < MAX_ATTEMPTS:
                 batch.released.append((line.number, True))
+                return
+            if error.status in _TEMPORARY and not may_be_its_own:
+                batch.released.append((line.number, False))
                 return
             result = LineResult(line.number, True, refused_line(line.custom_id, error))
         except Exception:
             logger.exception("a line of a batch failed")
-            internal = ApiError("internal error; the server's log has the details")
+            internal = ApiError(_INTERNAL_ERROR)
             result = LineResult(line.number, True, refused_line(line.custom_id, internal))
         task = asyncio.current_task()
         assert task is not None
@@ -242,6 +270,8 @@ class BatchRunner:
         use_key_salt(batch.record.cache_salt)
         origin = Origin(parsed.num_bytes, batch.client, line.seed, is_background=True)
         answer = await parsed.answer(self._state, origin)
+        if len(answer.content) > MAX_RESULT_BYTES:
+            raise AnswerTooLargeError(f"the answer has more than {MAX_RESULT_BYTES} bytes")
         usage = answer.usage
         return LineResult(
             line.number,
@@ -268,7 +298,10 @@ class BatchRunner:
         batch.run_again(min(number for number, _ in released))
 
     def _note_end(self, batch: RunningBatch, task: "asyncio.Task[None]") -> None:
-        batch.remove(task)
+        size = batch.remove(task)
+        self._attempts[size.attempts] -= 1
+        if not self._attempts[size.attempts]:
+            del self._attempts[size.attempts]
         self._end_if_done(batch)
         self._has_news.set()
 
@@ -277,12 +310,3 @@ class BatchRunner:
             del self._batches[batch.record.number]
             batch.content.close()
             batch.has_ended.set()
-
-
-async def _cancel(batch: RunningBatch) -> None:
-    tasks = list(batch.tasks)
-    for first in range(0, len(tasks), _TASKS_PER_CANCEL):
-        some = tasks[first : first + _TASKS_PER_CANCEL]
-        for task in some:
-            task.cancel()
-        await asyncio.gather(*some, return_exceptions=True)

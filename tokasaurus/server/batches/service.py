@@ -44,6 +44,10 @@ from tokasaurus.server.state import ServerState
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
+MAX_PAUSE_SECONDS = 60.0
+"""Before a batch is tried again that failed because of a bug."""
+SECONDS_BETWEEN_LOOKS = 30.0
+"""How long a batch waits before it looks at the clock again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,7 @@ class BatchService:
             expires_at=now + new.window_seconds,
             created_at=now,
             status="validating",
+            model=self._model_name,
             cache_salt=key_salt(),
             metadata=new.metadata,
             output_expires_after=new.output_expires_after,
@@ -154,7 +159,7 @@ class BatchService:
 
     async def _advance_to_end(self, batch: BatchRecord) -> None:
         """Do what the batch's status asks for, until it is finished. Tries again while the disk is full."""
-        problem = ""
+        problem, pause_s = "", RETRY_SECONDS
         while batch.status not in FINAL_STATUSES:
             try:
                 batch = await self._advance(batch)
@@ -164,15 +169,19 @@ class BatchService:
                 problem = str(error)
                 await asyncio.sleep(RETRY_SECONDS)
             except Exception:
-                logger.exception("%s cannot continue before the server is started again", batch.id)
-                return
+                logger.exception("%s cannot continue, trying again in %g s", batch.id, pause_s)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_SECONDS)
 
     async def _advance(self, batch: BatchRecord) -> BatchRecord:
         """The batch with its next status. Raises StoreError."""
+        if batch.status in ("validating", "in_progress") and batch.model != self._model_name:
+            logger.warning("%s waits for a server of its model, %s", batch.id, batch.model)
+            await self._wait_for_end(batch, asyncio.Event())
+            return await self._begin_finalizing(batch, "expired")
         match batch.status:
             case "validating":
-                async with self._validating:
-                    return await self._until_cancelled(batch, self._validate(batch))
+                return await self._until_cancelled(batch, self._validate_in_turn(batch))
             case "in_progress":
                 return await self._run_lines(batch)
         if batch.in_progress_at is None:  # cancelled while it was validated: it may have a part of its lines
@@ -194,6 +203,11 @@ class BatchService:
             await asyncio.gather(working, cancelled, return_exceptions=True)
         return await self.store.database.read(lambda connection: read_batch(connection, batch.number))
 
+    async def _validate_in_turn(self, batch: BatchRecord) -> BatchRecord:
+        """One after the other: each reads a file, and writes its lines."""
+        async with self._validating:
+            return await self._validate(batch)
+
     async def _validate(self, batch: BatchRecord) -> BatchRecord:
         try:
             num_lines, errors = await fill_ledger(self.store, batch, self.limits)
@@ -204,7 +218,7 @@ class BatchService:
         now = int(time.time())
         if not errors:
             return await self.store.database.write(
-                lambda connection: start_batch(connection, batch.number, num_lines, self._model_name, now)
+                lambda connection: start_batch(connection, batch.number, num_lines, now)
             )
         await clear_ledger(self.store, batch.number)
         found = dump_errors(errors)
@@ -212,10 +226,6 @@ class BatchService:
 
     async def _run_lines(self, batch: BatchRecord) -> BatchRecord:
         """Returns when no line runs any more: all have a result, or the batch was cancelled or has expired."""
-        if batch.model != self._model_name:
-            logger.warning("%s waits for a server of its model, %s", batch.id, batch.model)
-            await self._wait_for_end(batch, asyncio.Event())
-            return await self._begin_finalizing(batch, "expired")
         await self.store.database.write(lambda connection: release_running(connection, batch.number))
         try:
             content = self.store.data_dir.open_content(batch.input_file_id)
@@ -225,7 +235,11 @@ class BatchService:
             return await self._begin_finalizing(batch, "failed", found)
         running = RunningBatch(batch, content)
         self._runner.add(running)
-        await self._wait_for_end(batch, running.has_ended)
+        try:
+            await self._wait_for_end(batch, running.has_ended)
+        except Exception:
+            await self._runner.stop(running)
+            raise
         if not running.has_ended.is_set():
             await self._runner.stop(running)
             return await self._begin_finalizing(batch, "expired")
@@ -235,8 +249,11 @@ class BatchService:
         """Until `has_ended`, or the batch is cancelled or expires."""
         waits = [asyncio.ensure_future(event.wait()) for event in (has_ended, self._cancelled[batch.number])]
         try:
-            seconds = max(0.0, batch.expires_at - time.time())
-            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            done: set[asyncio.Task[bool]] = set()
+            while not done and (seconds := batch.expires_at - time.time()) > 0:
+                # the clock may be set meanwhile, or the machine sleep
+                seconds = min(seconds, SECONDS_BETWEEN_LOOKS)
+                done, _ = await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()

@@ -146,9 +146,11 @@ class EngineClient:
     @asynccontextmanager
     async def _submitted(self, requests: Sequence[GenerateRequest], collector: Collector) -> AsyncIterator[None]:
         """Runs the requests within the context, a part of them at a time. Raises as `check_queue`."""
-        if not requests[0].is_background:
-            num_sequences = sum(request.num_sequences for request in requests)
-            num_tokens = sum(len(request.prompt_ids) for request in requests)
+        num_sequences = sum(request.num_sequences for request in requests)
+        num_tokens = sum(len(request.prompt_ids) for request in requests)
+        if requests[0].is_background:
+            self._work.check_size(num_sequences, num_tokens)
+        else:
             self.check_queue(requests[0].client, num_sequences, num_tokens)
             self._work.add(requests[0].client, len(requests), num_sequences, num_tokens)  # before other bodies' checks
         submitted: deque[PendingRequest] = deque()

@@ -53,13 +53,11 @@ class UnfinishedWork:
         limits, total = self.limits, self._total
         own = self._by_client.get(client, _Counts())
         num_clients = len(self._by_client) + (client not in self._by_client)
+        self.check_size(num_sequences, num_tokens)
         bounds = (
             ("max_queued_sequences", limits.max_sequences, num_sequences, own.num_sequences, total.num_sequences),
             ("max_queued_tokens", limits.max_tokens, num_tokens, own.num_tokens, total.num_tokens),
         )
-        for flag, limit, num_new, _, _ in bounds:
-            if limit is not None and num_new > limit:
-                raise InvalidRequest(f"the body has {num_new} {_UNITS[flag]}: at most {limit} are accepted ({flag})")
         if limits.max_requests is not None:
             is_full = total.num_sequences - num_running >= limits.max_requests
             if is_full and own.num_sequences >= limits.max_requests // num_clients:
@@ -70,6 +68,15 @@ class UnfinishedWork:
                     f"{num_all} {_UNITS[flag]} are unfinished and the body has {num_new}: "
                     f"at most {limit} are accepted ({flag})"
                 )
+
+    def check_size(self, num_sequences: int, num_tokens: int) -> None:
+        """Raises InvalidRequest if a body alone exceeds a limit. num_tokens: as for `check`."""
+        for flag, limit, num_new in (
+            ("max_queued_sequences", self.limits.max_sequences, num_sequences),
+            ("max_queued_tokens", self.limits.max_tokens, num_tokens),
+        ):
+            if limit is not None and num_new > limit:
+                raise InvalidRequest(f"the body has {num_new} {_UNITS[flag]}: at most {limit} are accepted ({flag})")
 
     def add(self, client: str, num_requests: int, num_sequences: int, num_tokens: int) -> None:
         """A body of `client` is submitted. Each of its requests must be removed.

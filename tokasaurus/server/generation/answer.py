@@ -15,7 +15,8 @@ from tokasaurus.server.engine_client.collectors import (
     SequenceAborted,
 )
 from tokasaurus.server.errors import AnswerTooLargeError, GrammarTooComplex, InvalidRequest, NumericalError
-from tokasaurus.server.prepare.requests import Origin, Prepared, num_prompt_values
+from tokasaurus.server.prepare.origin import Origin
+from tokasaurus.server.prepare.requests import Prepared, num_prompt_values
 from tokasaurus.server.protocol.chat import ChatCompletion
 from tokasaurus.server.protocol.completions import Completion
 from tokasaurus.server.protocol.sampling_fields import SamplingFields

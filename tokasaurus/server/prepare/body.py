@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from tokasaurus.messages.lifecycle import EngineLimits
-from tokasaurus.server.prepare.requests import Draft, Origin, Prepared, draft_chat, draft_completion
+from tokasaurus.server.prepare.origin import Origin
+from tokasaurus.server.prepare.requests import Draft, Prepared, draft_chat, draft_completion
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.resources.text_threads import TextThreads

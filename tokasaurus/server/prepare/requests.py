@@ -13,6 +13,7 @@ from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from tokasaurus.server.prepare.chat_prompt import encode_messages, too_long
 from tokasaurus.server.prepare.echo import Echo, make_echo
+from tokasaurus.server.prepare.origin import Origin
 from tokasaurus.server.prepare.tool_choice import resolve_tools
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest, Prompt
@@ -39,20 +40,8 @@ _MIN_TOP_P = 1e-6
 # Bounds within which dividing or multiplying a logit by the penalty stays in float32's range.
 _REPETITION_PENALTIES = (1e-30, 1e30)
 _UINT64_MASK = 2**64 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a body comes from."""
-
-    num_bytes: int = 0
-    """Size of the body."""
-    client: str = ""
-    """Who sent it, by `client_of`."""
-    seed: int | None = None
-    """Unsigned 64 bits, for a body that gives none; None draws one."""
-    is_background: bool = False
-    """Its requests wait behind all others, and are not counted in the limits of the queue."""
+# Between the seeds of a body's prompts, if its origin gives one: odd, and with bits everywhere.
+_SEED_STEP = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +109,7 @@ def draft_completion(body: CompletionRequest, model: ServedModel, limits: Engine
         if body.max_tokens is not None:
             max_new_tokens = _checked_max_tokens(body.max_tokens, "max_tokens", prompt_ids, room)
         request_id = f"{response_id}-{index}"
-        request = _request(request_id, body, prompt_ids, max_new_tokens, num_top, model, origin)
+        request = _request(request_id, body, prompt_ids, max_new_tokens, num_top, model, origin, index)
         requests.append(_with_prompt_logprobs(request, num_prompt_top, num_top if body.echo else None))
         if body.echo:
             echoes.append(make_echo(prompt, prompt_ids, model.tokenizer, wants_offsets=num_top is not None))
@@ -285,6 +274,7 @@ def _request(
     num_top_logprobs: int | None,
     model: ServedModel,
     origin: Origin,
+    prompt_index: int = 0,
 ) -> GenerateRequest:
     """num_top_logprobs: None for no logprobs, 0 for the sampled tokens' logprobs only."""
     if num_top_logprobs is not None and not model.allow_logprobs:
@@ -306,7 +296,7 @@ def _request(
         num_sequences=body.n,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
-        seed=_seed(body, origin),
+        seed=_seed(body, origin, prompt_index),
         stop_strings=body.stop,
         ignore_eos=body.ignore_eos,
         want_logprobs=num_top_logprobs is not None,
@@ -322,7 +312,9 @@ def _request(
     )
 
 
-def _seed(body: SamplingFields, origin: Origin) -> int:
+def _seed(body: SamplingFields, origin: Origin, prompt_index: int) -> int:
     if body.seed is not None:
         return body.seed & _UINT64_MASK
-    return secrets.randbits(64) if origin.seed is None else origin.seed
+    if origin.seed is None:
+        return secrets.randbits(64)
+    return (origin.seed + prompt_index * _SEED_STEP) & _UINT64_MASK

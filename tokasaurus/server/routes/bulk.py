@@ -12,7 +12,7 @@ from tokasaurus.server.errors import ClientGone, ServerStopping
 from tokasaurus.server.generation.line import LineRefused, parse_line
 from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.parsing.json_values import MAX_INLINE_BYTES
-from tokasaurus.server.prepare.requests import Origin
+from tokasaurus.server.prepare.origin import Origin
 from tokasaurus.server.protocol.bulk import LINE_SCHEMA, RESULT_SCHEMA
 from tokasaurus.server.routes.bulk_lines import BulkRun, IncomingBody, Line, refused
 from tokasaurus.server.routes.event_stream import HEADERS

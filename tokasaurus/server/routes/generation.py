@@ -16,7 +16,8 @@ from tokasaurus.server.generation.answer import (
     raising_api_errors,
 )
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
-from tokasaurus.server.prepare.requests import Origin, Prepared, num_prompt_values
+from tokasaurus.server.prepare.origin import Origin
+from tokasaurus.server.prepare.requests import Prepared, num_prompt_values
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
 from tokasaurus.server.respond.stream import AnswerStream
 from tokasaurus.server.routes.event_stream import EventStream

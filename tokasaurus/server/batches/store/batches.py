@@ -37,13 +37,13 @@ def unfinished_batches(connection: apsw.Connection) -> list[BatchRecord]:
     return list(select(connection, BatchRecord, f"status NOT IN ({marks}) ORDER BY number", FINAL_STATUSES))
 
 
-def start_batch(connection: apsw.Connection, number: int, num_lines: int, model: str, now: int) -> BatchRecord:
+def start_batch(connection: apsw.Connection, number: int, num_lines: int, now: int) -> BatchRecord:
     """A validated batch starts to run; one that is no longer validating is left as it is."""
     _set(
         connection,
         number,
-        "status = 'in_progress', in_progress_at = ?, num_lines = ?, model = ?",
-        (now, num_lines, model),
+        "status = 'in_progress', in_progress_at = ?, num_lines = ?",
+        (now, num_lines),
         "status = 'validating'",
     )
     return read_batch(connection, number)

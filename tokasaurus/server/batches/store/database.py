@@ -205,7 +205,7 @@ class Database:
                 future.set_exception(explain(error))
             return
         try:
-            results = [operation(self._writing) for operation, _ in group]
+            outcomes = [self._run(operation) for operation, _ in group]
             self._writing.execute("COMMIT")
         except BaseException as error:
             self._roll_back()
@@ -216,8 +216,25 @@ class Database:
                 known = isinstance(error, (apsw.Error, OSError))
                 group[0][1].set_exception(explain(error) if known else error)
             return
-        for (_, future), result in zip(group, results, strict=True):
-            future.set_result(result)
+        for (_, future), (result, refusal) in zip(group, outcomes, strict=True):
+            if refusal is None:
+                future.set_result(result)
+            else:
+                future.set_exception(refusal)
+
+    def _run(self, operation: Operation[Any]) -> tuple[Any, Exception | None]:
+        """(what the operation returned, what it raised): if it refuses to write, for example because a file does not
+        exist, the others of its transaction are not affected. Raises apsw.Error and OSError."""
+        self._writing.execute("SAVEPOINT operation")
+        try:
+            outcome: tuple[Any, Exception | None] = operation(self._writing), None
+        except (apsw.Error, OSError):  # SQLite may have ended the transaction
+            raise
+        except Exception as error:
+            self._writing.execute("ROLLBACK TO operation")
+            outcome = None, error
+        self._writing.execute("RELEASE operation")
+        return outcome
 
     def _roll_back(self) -> None:
         if not self._writing.get_autocommit():

@@ -40,7 +40,7 @@ class BatchRecord:
     final_status: BatchStatus | None = None
     """What it will be when its output files are written; None while it may still run lines."""
     model: str | None = None
-    """Name of the model that runs its lines; None until it is validated."""
+    """Name of the model that runs its lines: the server's when it was created."""
     cache_salt: str = ""
     """Of the API key that created it; see `cache_salt_per_key`."""
     metadata: str | None = None
