@@ -128,6 +128,17 @@ def test_an_undisturbed_end(finalizing: Path, tmp_path: Path) -> None:
         check_closed(store, close(store))  # the second changes nothing
 
 
+def test_the_space_of_the_ledger_is_given_back(finalizing: Path, tmp_path: Path) -> None:
+    shutil.copytree(finalizing, tmp_path / "data")
+    with open_store(tmp_path / "data", "") as store:
+        ((num_pages,),) = rows(store, "PRAGMA page_count")
+        close(store)
+        assert rows(store, "PRAGMA freelist_count") == [(0,)]
+        assert rows(store, "PRAGMA page_count")[0][0] < num_pages / 2
+    with open_store(tmp_path / "data", "") as store:
+        assert rows(store, "PRAGMA integrity_check") == [("ok",)]
+
+
 @pytest.mark.parametrize("kinds", [set(), {"output"}, {"error"}])
 def test_a_file_without_lines_is_not_made(tmp_path: Path, kinds: set[str]) -> None:
     def begin(connection: apsw.Connection) -> None:

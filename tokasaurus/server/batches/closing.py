@@ -11,6 +11,7 @@ from tokasaurus.server.batches.store.data_dir import NewContent
 from tokasaurus.server.batches.store.database import explain
 from tokasaurus.server.batches.store.files import add_file
 from tokasaurus.server.batches.store.ledger import (
+    free_space,
     record_results,
     remove_lines,
     results_in_order,
@@ -21,6 +22,7 @@ from tokasaurus.server.batches.store.store import Store
 
 # Few, so that other transactions and other threads have their turn.
 _LINES_PER_STEP = 512
+_PAGES_PER_STEP = 1024
 _BYTES_PER_STEP = 4 << 20
 """Of results; a step may have one result more."""
 
@@ -57,9 +59,14 @@ async def close_batch(store: Store, batch: BatchRecord, keep_seconds: int, now: 
 
 
 async def clear_ledger(store: Store, number: int) -> None:
-    """Remove all lines of a batch, some at a time. Raises StoreError."""
+    """Remove all lines of a batch, some at a time, and give their space back. Raises StoreError."""
     while await store.database.write(lambda connection: remove_lines(connection, number, _LINES_PER_STEP)):
         pass
+    num_before = None
+    while num_free := await store.database.write(lambda connection: free_space(connection, _PAGES_PER_STEP)):
+        if num_free == num_before:  # a database that cannot shrink, or lines of other batches are removed meanwhile
+            break
+        num_before = num_free
 
 
 def output_file_id(batch: BatchRecord, kind: str) -> str:

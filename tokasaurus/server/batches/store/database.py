@@ -75,6 +75,8 @@ def _open_for_writing(path: Path, may_be_new: bool) -> apsw.Connection:
         connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
         connection.close()
         raise
+    if not was_killed and check_version(connection) == 0:  # it cannot be set once there are tables
+        connection.pragma("auto_vacuum", "incremental")
     connection.pragma("journal_mode", "wal")
     connection.pragma("synchronous", "full")
     connection.pragma("fullfsync", True)  # macOS: its fsync does not reach the disk

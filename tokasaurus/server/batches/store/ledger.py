@@ -33,6 +33,12 @@ def remove_lines(connection: apsw.Connection, batch: int, most: int) -> int:
     return len(keys)
 
 
+def free_space(connection: apsw.Connection, most: int) -> int:
+    """Give up to `most` unused pages of the database back to the file system; returns how many are left."""
+    connection.execute(f"PRAGMA incremental_vacuum({most})").fetchall()
+    return int(connection.pragma("freelist_count"))
+
+
 def finished_ledgers(connection: apsw.Connection) -> list[int]:
     """Numbers of the finished batches that have lines."""
     marks = ", ".join("?" * len(FINAL_STATUSES))
