@@ -31,7 +31,8 @@ toka batch input=FILE output=FILE [...]   run a file of requests; run again,
                                           it continues
 toka batch list [data_dir=DIR ...]        batches that servers have stored
 toka batch show ID [data_dir=DIR ...]     one of them
-toka batch cancel ID [data_dir=DIR ...]   stop it, and keep what is done"""
+toka batch cancel ID [data_dir=DIR ...]   stop it, and keep what is done; or
+                                          base_url=URL for one of any server"""
 
 
 def main(args: list[str] | None = None) -> int:

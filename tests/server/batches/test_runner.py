@@ -2,16 +2,13 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import apsw
 import pytest
-import uvloop
 
-from tests.server.batches.helpers.batch_service import running_service
+from tests.server.batches.helpers.batch_service import prompts, run, running_service
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.batches import runner, running_batch
@@ -22,17 +19,6 @@ from tokasaurus.server.engine_client.queue_limits import QueueLimits
 from tokasaurus.server.errors import QueueFull
 from tokasaurus.server.generation.line import ParsedLine, parse_line
 from tokasaurus.server.served_model import ServedModel
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    async def limited() -> None:
-        await asyncio.wait_for(test, 40)
-
-    uvloop.run(limited())
-
-
-def prompts(num: int) -> list[dict[str, Any]]:
-    return [{"prompt": f"line {index}", "max_tokens": 20} for index in range(num)]
 
 
 def test_lines_wait_for_the_engine_and_run_again_after_its_death(served_model: ServedModel, tmp_path: Path) -> None:

@@ -2,29 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import orjson
-import uvloop
 
-from tests.server.batches.helpers.batch_service import input_lines, running_service, texts_of
+from tests.server.batches.helpers.batch_service import input_lines, prompts, run, running_service, texts_of
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.served_model import ServedModel
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    async def limited() -> None:
-        await asyncio.wait_for(test, 40)
-
-    uvloop.run(limited())
-
-
-def prompts(num: int) -> list[dict[str, Any]]:
-    return [{"prompt": f"line {index}", "max_tokens": 20} for index in range(num)]
 
 
 def test_every_line_gets_the_answer_of_a_live_request(served_model: ServedModel, tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
+import uvloop
 
 from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tokasaurus.messages.replica_connection import send_connection
@@ -88,6 +89,17 @@ class RunningService:
         if file_id is None:
             return []
         return [orjson.loads(line) for line in self.store.data_dir.content_path(file_id).read_bytes().splitlines()]
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(test, 40)
+
+    uvloop.run(limited())
+
+
+def prompts(num: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"line {index}", "max_tokens": 20} for index in range(num)]
 
 
 def input_lines(*bodies: dict[str, Any], url: str = COMPLETIONS) -> bytes:
