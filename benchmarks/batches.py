@@ -123,7 +123,7 @@ def measure_large_files(flags: Sequence[str], num_lines: int) -> list[Measured]:
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[Measured]]] = {
     "throughput": lambda args: measure_throughput(args.flags, args.rounds, args.requests),
-    "first_token": lambda args: measure_first_token(args.flags, min(2, args.rounds), args.requests),
+    "first_token": lambda args: measure_first_token(args.flags, args.rounds, args.requests),
     "large_files": lambda args: measure_large_files(args.flags, args.lines),
 }
 
@@ -213,12 +213,13 @@ async def _check_results(client: BatchClient, batch: dict[str, Any], num_lines: 
 
 
 def large_rows(name: str, times: dict[str, tuple[float, float]], watch: ServerWatch) -> list[Measured]:
+    """Targets are those of the validation. While lines run, the engine takes all cores."""
     rows = []
     for phase, (began_s, ended_s) in times.items():
-        is_timed = phase == "validation"
+        has_targets = phase == "validation"
         seconds, health_s = ended_s - began_s, watch.health_s(began_s, ended_s)
-        target = f"at most {MAX_VALIDATION_S:g} s" if is_timed else ""
-        passed = seconds <= MAX_VALIDATION_S if is_timed else None
+        target = f"at most {MAX_VALIDATION_S:g} s" if has_targets else ""
+        passed = seconds <= MAX_VALIDATION_S if has_targets else None
         rows.append(Measured(f"{name}: {phase}", f"{seconds:.2f} s", target, passed))
         if health_s:
             longest_s = max(health_s)
@@ -226,9 +227,9 @@ def large_rows(name: str, times: dict[str, tuple[float, float]], watch: ServerWa
             rows.append(
                 Measured(
                     f"{name}: {phase}: longest of {len(health_s)} /health",
-                    f"{1000 * longest_s:.0f} ms ({late} later than the target)",
-                    f"at most {1000 * MAX_HEALTH_S:.0f} ms",
-                    longest_s <= MAX_HEALTH_S,
+                    f"{1000 * longest_s:.0f} ms ({late} later than 50 ms)",
+                    f"at most {1000 * MAX_HEALTH_S:.0f} ms" if has_targets else "",
+                    longest_s <= MAX_HEALTH_S if has_targets else None,
                 )
             )
     growth = watch.growth_bytes
@@ -261,10 +262,8 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("flags", nargs="*", metavar="NAME=VALUE", help="flags of the server")
-    parser.add_argument(
-        "--rounds", type=int, default=3, metavar="R", help="default: %(default)s; at most 2 first_token"
-    )
-    parser.add_argument("--requests", type=int, default=256, metavar="N", help="of each load (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="R", help="default: %(default)s")
+    parser.add_argument("--requests", type=int, default=64, metavar="N", help="of each load (default: %(default)s)")
     parser.add_argument("--lines", type=int, default=NUM_LINES, metavar="N", help="of a large file (default: 50,000)")
     args = parser.parse_intermixed_args(argv)
     try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -17,10 +18,11 @@ from benchmarks.workloads import OfferedRequest
 LOADS = ("live", "batch")
 NUM_PROBES = 20
 PROBES_PER_S = 1.0
-"""Poisson arrivals."""
-SETTLE_S = 8.0
-"""From the start of a load until the first probe: the load's prompts are computed meanwhile."""
+"""Poisson arrivals, at the same times beside each load."""
+SETTLE_TIMEOUT_S = 120.0
+"""The load must run within this, before the first probe is sent."""
 _WORDS_PER_PROMPT = 40
+_RUNNING = re.compile(r"^toka_requests_running\{.*\} (\S+)$", re.MULTILINE)
 _TIMEOUT_S = 600.0
 
 
@@ -32,16 +34,29 @@ async def first_token_times(
     load: of LOADS. num_at_once: live requests of the load in flight; a batch decides that itself. Raises
     ServerError."""
     running = _live_load(base_url, requests, num_at_once, seed) if load == "live" else _batch(base_url, requests, seed)
-    rng = random.Random(f"{load} {seed}")
+    words_rng, arrivals_rng = random.Random(f"{load} {seed}"), random.Random(seed)
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     async with running, aiohttp.ClientSession(timeout=timeout) as session:
-        await asyncio.sleep(SETTLE_S)
+        await _wait_until_running(session, base_url, num_at_once)
+        await _probe(session, base_url, f"Its answer comes after the prompts of the load: {load} {seed}")
         probes = []
         for number in range(NUM_PROBES):
-            words = " ".join(str(rng.randrange(1000)) for _ in range(_WORDS_PER_PROMPT))
+            words = " ".join(str(words_rng.randrange(1000)) for _ in range(_WORDS_PER_PROMPT))
             probes.append(asyncio.create_task(_probe(session, base_url, f"Probe {number}: {words}")))
-            await asyncio.sleep(rng.expovariate(PROBES_PER_S))
+            await asyncio.sleep(arrivals_rng.expovariate(PROBES_PER_S))
         return list(await asyncio.gather(*probes))
+
+
+async def _wait_until_running(session: aiohttp.ClientSession, base_url: str, num_requests: int) -> None:
+    """Raises ServerError if fewer run after SETTLE_TIMEOUT_S: probes would wait with the others for a place."""
+    deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
+    running = 0
+    while running < num_requests:
+        if time.monotonic() > deadline_s:
+            raise ServerError(f"{running} of {num_requests} requests of the load run: use fewer, or a larger KV cache")
+        await asyncio.sleep(0.2)
+        async with session.get(f"{base_url.removesuffix('/v1')}/metrics") as answer:
+            running = sum(int(float(value)) for value in _RUNNING.findall(await answer.text()))
 
 
 async def _probe(session: aiohttp.ClientSession, base_url: str, prompt: str) -> float:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from benchmarks import batches, first_token
 from benchmarks.batches import Measured, print_rows
+from benchmarks.client import ServerError
 from benchmarks.server_watch import ServerWatch
 from benchmarks.workloads import OfferedRequest
 from tests.helpers.tiny_model import save_tiny_model
@@ -51,18 +53,28 @@ def test_both_ways_send_the_same_requests(server: LiveServer, way: str) -> None:
 def test_probes_are_sent_beside_the_load(server: LiveServer, load: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer_probes(request: GenerateRequest, index: int) -> Reply:
         is_probe = request.max_new_tokens == 4
+        num_running = sum(one.max_new_tokens != 4 for one in server.engine.requests)
+        server.engine.stats = replace(server.engine.stats, num_running=num_running)
         return answer_in_full(request, index) if is_probe else Reply([97], finish_reason=None)
 
     monkeypatch.setattr(server.engine, "script", answer_probes)
-    monkeypatch.setattr(first_token, "SETTLE_S", 0.5)
     monkeypatch.setattr(first_token, "PROBES_PER_S", 100)
     requests = [OfferedRequest({"prompt": "x"}, 1, 100, 0.0, True)] * NUM_REQUESTS
     times = asyncio.run(first_token.first_token_times(f"{server.url}/v1", load, requests, NUM_REQUESTS, 0))
     assert len(times) == first_token.NUM_PROBES
     assert all(0 < seconds < 5 for seconds in times)
     lengths = [request.max_new_tokens for request in server.engine.requests]
-    assert lengths.count(4) == first_token.NUM_PROBES
-    assert len(lengths) == first_token.NUM_PROBES + NUM_REQUESTS
+    assert lengths.count(4) == 1 + first_token.NUM_PROBES
+    assert lengths.index(4) == NUM_REQUESTS, "the load comes first"
+    assert len(lengths) == 1 + first_token.NUM_PROBES + NUM_REQUESTS
+
+
+def test_a_load_that_does_not_run_whole_is_an_error(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.engine, "script", lambda *_: Reply([97], finish_reason=None))
+    monkeypatch.setattr(first_token, "SETTLE_TIMEOUT_S", 0.5)
+    requests = [OfferedRequest({"prompt": "x"}, 1, 100, 0.0, True)] * NUM_REQUESTS
+    with pytest.raises(ServerError, match="0 of 8 requests of the load run"):
+        asyncio.run(first_token.first_token_times(f"{server.url}/v1", "live", requests, NUM_REQUESTS, 0))
 
 
 def test_large_files_are_measured_in_a_real_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -81,6 +93,6 @@ def test_large_files_are_measured_in_a_real_server(monkeypatch: pytest.MonkeyPat
 def test_missed_targets_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     watch = ServerWatch([(1.0, 0.01), (2.0, 0.4), (9.0, 3.0)], 50_000_000, 0)
     rows = batches.large_rows("file", {"upload": (0.0, 1.5), "validation": (1.5, 3.0)}, watch)
-    assert [row.passed for row in rows] == [None, True, True, False, True, None]
+    assert [row.passed for row in rows] == [None, None, True, False, True, None]
     print_rows([*rows, Measured("x", "1")], Console(width=200))
     assert capsys.readouterr().out.count("NO") == 1

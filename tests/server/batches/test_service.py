@@ -10,6 +10,7 @@ import orjson
 from tests.server.batches.helpers.batch_service import input_lines, prompts, run, running_service, texts_of
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
 from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.server.batches.limits import BatchLimits
 from tokasaurus.server.served_model import ServedModel
 
 
@@ -119,6 +120,27 @@ def test_cancelling_at_any_moment_ends_the_batch(served_model: ServedModel, tmp_
                 assert batch.num_lines in (0, 100)
                 results = running.lines_of(batch.output_file_id) + running.lines_of(batch.error_file_id)
                 assert sorted(int(line["custom_id"]) for line in results) == list(range(batch.num_lines))
+
+    run(test())
+
+
+def test_more_batches_than_may_run_together_wait_for_their_turn(served_model: ServedModel, tmp_path: Path) -> None:
+    async def test() -> None:
+        engine = FakeEngine(script=never)
+        async with running_service(served_model, tmp_path, engine, BatchLimits(max_running_batches=2)) as running:
+            batches = []
+            for _ in range(4):
+                batch = await running.create(*prompts(1))
+                batches.append(await running.wait_for(batch.number, lambda current: current.status == "in_progress"))
+            await running.until(lambda engine: len(engine.requests) == 2)
+            await running.service.cancel(batches[2].id)  # it waits for its turn
+            assert (await running.finish(batches[2].number)).status == "cancelled"
+            assert len(engine.requests) == 2
+            await running.service.cancel(batches[0].id)
+            assert (await running.finish(batches[0].number)).status == "cancelled"
+            await running.until(lambda engine: len(engine.requests) == 3)
+            expiring = await running.finish((await running.create(*prompts(1), window_s=1)).number)
+            assert (expiring.status, expiring.num_failed, len(engine.requests)) == ("expired", 1, 3)
 
     run(test())
 

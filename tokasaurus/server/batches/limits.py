@@ -13,7 +13,7 @@ DAY_SECONDS = 86_400
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Each field but the last has the name, the default and the meaning of a flag."""
+    """Each field but the last two has the name, the default and the meaning of a flag."""
 
     max_file_bytes: int = 200 << 20
     """Bytes of an uploaded file."""
@@ -25,6 +25,8 @@ class BatchLimits:
     """Days after which files and finished batches are removed."""
     max_sequences_in_engine: int = 2048
     """Sequences of batches that the engine may have; a line more may begin."""
+    max_running_batches: int = 64
+    """Batches whose lines run together, each with an open file; others wait for their turn, in the order of arrival."""
 
 
 def batch_limits(config: ServerConfig) -> BatchLimits:

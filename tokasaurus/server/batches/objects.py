@@ -1,9 +1,10 @@
 """Records of the store → the objects that clients see."""
 
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import orjson
+from fastapi import Response
 
 from tokasaurus.server.batches.store.records import BatchRecord, FileRecord
 from tokasaurus.server.protocol.storage.batches import (
@@ -59,14 +60,23 @@ def batch_list(records: list[BatchRecord], has_more: bool) -> BatchList:
 
 def to_json(value: object) -> bytes:
     """value: a dataclass; fields that are None are left out, at any depth."""
-    assert is_dataclass(value)
-    assert not isinstance(value, type)
-    return orjson.dumps(asdict(value, dict_factory=_without_nulls))
+    return orjson.dumps(_without_nulls(value))
+
+
+def json_response(value: object) -> Response:
+    """An answer with this object, as `to_json` writes it."""
+    return Response(to_json(value), media_type="application/json")
 
 
 def _ends(records: list[FileRecord] | list[BatchRecord]) -> tuple[str | None, str | None]:
     return (records[0].id, records[-1].id) if records else (None, None)
 
 
-def _without_nulls(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in fields if value is not None}
+def _without_nulls(value: object) -> object:
+    """Dataclasses, also in lists, as dictionaries. Faster than `asdict`, which copies every value."""
+    if isinstance(value, list):
+        return [_without_nulls(one) for one in value]
+    if not is_dataclass(value):
+        return value
+    pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
+    return {name: _without_nulls(one) for name, one in pairs if one is not None}

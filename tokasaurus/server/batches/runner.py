@@ -35,6 +35,7 @@ RETRY_SECONDS = 1.0
 STOP_SECONDS = 2.0
 """Longest time to store results at the server's end."""
 _MAX_BYTES_AHEAD = 16 << 20
+_STARTS_AT_ONCE = 8
 _INTERNAL_ERROR = "internal error; the server's log has the details"
 # Reasons for which a line waits again: the engine or the server cannot serve anybody now.
 _TEMPORARY = (429, 503)
@@ -207,14 +208,15 @@ class BatchRunner:
 
         await self._database.write(start)
         batch.ahead.extendleft(reversed(lines[len(parsed) :]))
-        if batch.is_stopping:
-            return False
-        for line, outcome, size in parsed:
+        for index, (line, outcome, size) in enumerate(parsed):
+            if batch.is_stopping:
+                return False
             task = asyncio.create_task(self._run_line(batch, line, outcome))
             batch.add(task, size)
             self._attempts[line.attempts] += 1
             task.add_done_callback(lambda task: self._note_end(batch, task))
-        await asyncio.sleep(0)  # let other tasks run
+            if index % _STARTS_AT_ONCE == 0:
+                await asyncio.sleep(0)  # the event loop serves nobody else while lines are prepared
         return len(parsed) == len(lines)
 
     async def _parse(self, batch_id: str, line: PendingLine, content: bytes | None) -> ParsedLine | LineRefused:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -34,11 +34,12 @@ from tokasaurus.server.batches.store.batches import (
 from tokasaurus.server.batches.store.errors import ContentMissing, StoreError
 from tokasaurus.server.batches.store.files import get_file
 from tokasaurus.server.batches.store.ledger import release_running
-from tokasaurus.server.batches.store.records import FINAL_STATUSES, BatchRecord, BatchStatus
+from tokasaurus.server.batches.store.records import FINAL_STATUSES, BatchRecord
 from tokasaurus.server.batches.store.store import Store
 from tokasaurus.server.batches.validation import ValidationDied, fill_ledger
 from tokasaurus.server.client_identity import key_salt
 from tokasaurus.server.errors import DataDirMissing, InvalidRequest
+from tokasaurus.server.protocol.storage.batches import BatchStatus
 from tokasaurus.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class BatchService:
         self._cancelled: dict[int, asyncio.Event] = {}
         """Set when the batch is cancelled, by its number."""
         self._validating = asyncio.Lock()
+        self._places = asyncio.Semaphore(limits.max_running_batches)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -177,13 +179,13 @@ class BatchService:
         """The batch with its next status. Raises StoreError."""
         if batch.status in ("validating", "in_progress") and batch.model != self._model_name:
             logger.warning("%s waits for a server of its model, %s", batch.id, batch.model)
-            await self._wait_for_end(batch, asyncio.Event())
+            await self._wait_for_end(batch, asyncio.Event().wait())
             return await self._begin_finalizing(batch, "expired")
         match batch.status:
             case "validating":
                 return await self._until_cancelled(batch, self._validate_in_turn(batch))
             case "in_progress":
-                return await self._run_lines(batch)
+                return await self._run_lines_in_turn(batch)
         if batch.in_progress_at is None:  # cancelled while it was validated: it may have a part of its lines
             await clear_ledger(self.store, batch.number)
         keep_seconds = batch.output_expires_after or self.limits.keep_days * DAY_SECONDS
@@ -224,6 +226,17 @@ class BatchService:
         found = dump_errors(errors)
         return await self.store.database.write(lambda connection: fail_batch(connection, batch.number, found, now))
 
+    async def _run_lines_in_turn(self, batch: BatchRecord) -> BatchRecord:
+        place = asyncio.ensure_future(self._places.acquire())
+        try:
+            await self._wait_for_end(batch, place)
+            if not place.done():
+                return await self._begin_finalizing(batch, "expired")
+            return await self._run_lines(batch)
+        finally:
+            if place.done() and not place.cancelled():
+                self._places.release()
+
     async def _run_lines(self, batch: BatchRecord) -> BatchRecord:
         """Returns when no line runs any more: all have a result, or the batch was cancelled or has expired."""
         await self.store.database.write(lambda connection: release_running(connection, batch.number))
@@ -236,7 +249,7 @@ class BatchService:
         running = RunningBatch(batch, content)
         self._runner.add(running)
         try:
-            await self._wait_for_end(batch, running.has_ended)
+            await self._wait_for_end(batch, running.has_ended.wait())
         except Exception:
             await self._runner.stop(running)
             raise
@@ -245,11 +258,11 @@ class BatchService:
             return await self._begin_finalizing(batch, "expired")
         return await self._begin_finalizing(batch, "completed")
 
-    async def _wait_for_end(self, batch: BatchRecord, has_ended: asyncio.Event) -> None:
-        """Until `has_ended`, or the batch is cancelled or expires."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (has_ended, self._cancelled[batch.number])]
+    async def _wait_for_end(self, batch: BatchRecord, end: Awaitable[bool]) -> None:
+        """Until `end`, which is cancelled otherwise, or the batch is cancelled or expires."""
+        waits = [asyncio.ensure_future(one) for one in (end, self._cancelled[batch.number].wait())]
         try:
-            done: set[asyncio.Task[bool]] = set()
+            done: set[asyncio.Future[bool]] = set()
             while not done and (seconds := batch.expires_at - time.time()) > 0:
                 # the clock may be set meanwhile, or the machine sleep
                 seconds = min(seconds, SECONDS_BETWEEN_LOOKS)

@@ -14,9 +14,9 @@ from typing import BinaryIO
 import orjson
 
 from tokasaurus.server.batches.input_errors import MAX_SHOWN_ERRORS, InputError
+from tokasaurus.server.protocol.storage.custom_id import MAX_CUSTOM_ID_CHARS
 
 LINES_PER_PART = 500
-MAX_CUSTOM_ID_CHARS = 512
 _METHOD = "POST"
 
 

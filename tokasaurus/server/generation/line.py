@@ -11,9 +11,10 @@ from tokasaurus.server.generation.answer import Answer, Body, Build, Prepare, ge
 from tokasaurus.server.parsing.json_values import load_json, validate_body
 from tokasaurus.server.prepare.body import prepare_chat, prepare_completion
 from tokasaurus.server.prepare.origin import Origin
-from tokasaurus.server.protocol.bulk import MAX_CUSTOM_ID_CHARS, BulkLine
+from tokasaurus.server.protocol.bulk import BulkLine
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
+from tokasaurus.server.protocol.storage.custom_id import MAX_CUSTOM_ID_CHARS
 from tokasaurus.server.respond.whole import build_chat_completion, build_completion
 from tokasaurus.server.state import ServerState
 

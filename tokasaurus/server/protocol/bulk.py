@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_CUSTOM_ID_CHARS = 512
+from tokasaurus.server.protocol.storage.custom_id import MAX_CUSTOM_ID_CHARS
 
 
 class BulkLine(BaseModel):

@@ -6,7 +6,7 @@ import apsw
 import orjson
 from fastapi import APIRouter, Query, Request, Response
 
-from tokasaurus.server.batches.objects import batch_list, batch_object, to_json
+from tokasaurus.server.batches.objects import batch_list, batch_object, json_response, to_json
 from tokasaurus.server.batches.service import NewBatch, batches_of
 from tokasaurus.server.batches.store.batches import get_batch, list_batches
 from tokasaurus.server.batches.store.records import BatchRecord
@@ -32,7 +32,7 @@ async def create_batch(request: Request, body: CreateBatch) -> Response:
         metadata=None if body.metadata is None else orjson.dumps(body.metadata).decode(),
         output_expires_after=None if body.output_expires_after is None else body.output_expires_after.seconds,
     )
-    return _json(batch_object(await batches_of(request).create(new)))
+    return json_response(batch_object(await batches_of(request).create(new)))
 
 
 router.include_router(_body_router)
@@ -57,7 +57,7 @@ async def retrieve_batch(request: Request, batch_id: str) -> Response:
     """The batch as it is now."""
     store = batches_of(request).store
     batch = await store.database.read(lambda connection: get_batch(connection, batch_id))
-    return _json(batch_object(_require(batch, batch_id)))
+    return json_response(batch_object(_require(batch, batch_id)))
 
 
 @router.post(
@@ -68,14 +68,10 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
     batch = _require(await batches_of(request).cancel(batch_id), batch_id)
     if batch.status != "cancelling":
         raise Conflict(f"the batch cannot be cancelled: its status is {batch.status!r}")
-    return _json(batch_object(batch))
+    return json_response(batch_object(batch))
 
 
 def _require(batch: BatchRecord | None, batch_id: str) -> BatchRecord:
     if batch is None:
         raise NotFound(f"there is no batch with the id {shorten(batch_id)!r}")
     return batch
-
-
-def _json(value: object) -> Response:
-    return Response(to_json(value), media_type="application/json")

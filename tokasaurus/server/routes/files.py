@@ -16,7 +16,7 @@ from tokasaurus.server.batches.library import (
     find_file,
     open_file,
 )
-from tokasaurus.server.batches.objects import file_list, file_object, to_json
+from tokasaurus.server.batches.objects import file_list, file_object, json_response, to_json
 from tokasaurus.server.batches.service import BatchService, batches_of
 from tokasaurus.server.batches.store.blocking import run_blocking
 from tokasaurus.server.batches.store.errors import StoreError
@@ -88,7 +88,7 @@ async def upload_file(request: Request) -> Response:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal():
         check_upload_size(int(announced), service.limits.max_file_bytes)
-    return _json(file_object(await _receive(request, service)))
+    return json_response(file_object(await _receive(request, service)))
 
 
 async def _receive(request: Request, service: BatchService) -> FileRecord:
@@ -130,7 +130,7 @@ async def list_all_files(request: Request, query: Annotated[ListFiles, Query()])
 @router.get("/v1/files/{file_id}", responses={200: {"model": FileObject}, **error_responses(404, 501)})
 async def retrieve_file(request: Request, file_id: str) -> Response:
     """What is known of a file."""
-    return _json(file_object(await find_file(batches_of(request).store, file_id)))
+    return json_response(file_object(await find_file(batches_of(request).store, file_id)))
 
 
 @router.get(
@@ -150,8 +150,4 @@ async def retrieve_content(request: Request, file_id: str) -> Response:
 async def remove_file(request: Request, file_id: str) -> Response:
     """Delete a file. A file that an unfinished batch reads cannot be deleted."""
     await delete_file(batches_of(request).store, file_id)
-    return _json(FileDeleted(file_id))
-
-
-def _json(value: object) -> Response:
-    return Response(to_json(value), media_type="application/json")
+    return json_response(FileDeleted(file_id))

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import apsw
 
-from tokasaurus.server.batches.store.records import FINAL_STATUSES, BatchRecord, BatchStatus
+from tokasaurus.server.batches.store.records import FINAL_STATUSES, BatchRecord
 from tokasaurus.server.batches.store.rows import insert, page, select
+from tokasaurus.server.protocol.storage.batches import BatchStatus
 
 
 def add_batch(connection: apsw.Connection, record: BatchRecord) -> BatchRecord:

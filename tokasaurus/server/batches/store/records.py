@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
 
-Purpose = Literal["batch", "batch_output"]
-BatchStatus = Literal[
-    "validating", "failed", "in_progress", "finalizing", "completed", "cancelling", "cancelled", "expired"
-]
+from tokasaurus.server.protocol.storage.batches import BatchStatus
+from tokasaurus.server.protocol.storage.files import Purpose
+
 FINAL_STATUSES: tuple[BatchStatus, ...] = ("failed", "completed", "cancelled", "expired")
 """A batch with one of these never changes again."""
 

@@ -9,6 +9,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchem
 from tokasaurus.server.protocol.sampling_fields import value_error
 from tokasaurus.server.protocol.storage.files import ExpiresAfter
 
+BatchStatus = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]
 MAX_WINDOW_SECONDS = 30 * 86_400
 _WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -120,9 +123,7 @@ class BatchObject:
     endpoint: str
     input_file_id: str
     completion_window: str
-    status: Literal[
-        "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
-    ]
+    status: BatchStatus
     created_at: int
     expires_at: int
     request_counts: BatchRequestCounts

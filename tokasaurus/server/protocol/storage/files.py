@@ -7,6 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tokasaurus.server.protocol.strict_object import StrictObject
 
+Purpose = Literal["batch", "batch_output"]
+"""Of a file that a client sent, and of one that a batch wrote."""
+
 
 class ExpiresAfter(StrictObject):
     """seconds: how long a file is kept, counted from its creation."""
@@ -35,13 +38,13 @@ class ListFiles(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class FileObject:
-    """bytes: its size. purpose: "batch" of a file that a client sent, "batch_output" of one that a batch wrote."""
+    """bytes: its size."""
 
     id: str
     bytes: int
     created_at: int
     filename: str
-    purpose: Literal["batch", "batch_output"]
+    purpose: Purpose
     expires_at: int | None = None
     object: Literal["file"] = "file"
     status: Literal["processed"] = "processed"
