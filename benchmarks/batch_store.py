@@ -40,17 +40,17 @@ TICK_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one part of a batch's life."""
+    """What one part of a batch's life costs."""
 
     part: str
     num_lines: int
     wall_s: float
     cpu_s: float
-    """Of this process: its event loop and the store's threads."""
+    """CPU time of this process: its event loop and the store's threads."""
     longest_stall_ms: float
     """Longest time for which the event loop served nobody else."""
     memory_mb: float
-    """By which the peak memory of this process grew."""
+    """Growth of this process's peak memory."""
 
     @property
     def us_per_line(self) -> float:

@@ -53,9 +53,9 @@ class BatchView:
     num_failed: int
     output_tokens: int
     errors: list[dict[str, Any]]
-    """Of the input file: code, message, line (from 1), param."""
+    """Errors of the input file: code, message, line (from 1), param."""
     result_file_ids: list[str]
-    """Of the output file and the error file, if they exist."""
+    """Ids of the output file and the error file, if they exist."""
     completion_window: str | None
     """None if the server does not say."""
 

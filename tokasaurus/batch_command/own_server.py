@@ -42,7 +42,7 @@ class OwnServer:
         self._stop_s = drain_s + _STOP_S
         self._show = show
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        """Of its output; None after the last."""
+        """Lines of its output; None after the last."""
         self._last_shown = ""
         self._last_words = ""
         self.address = ""
@@ -99,7 +99,7 @@ class OwnServer:
                 return
 
     def _start(self) -> None:
-        """From the main thread: on Linux, the server is killed when the thread that has started it ends."""
+        """Call it in the main thread: on Linux, the server is killed when the thread that has started it ends."""
         lifeline, self._lifeline_writer = os.pipe()
         command = [sys.executable, "-m", "tokasaurus.batch_command.server_process", str(os.getpid()), str(lifeline)]
         try:

@@ -29,7 +29,7 @@ class RunState:
     base_url: str | None = None
     """None for a server of the run's own."""
     api_key: str | None = None
-    """Of the run's own server."""
+    """Key of the run's own server."""
     file_id: str | None = None
     """None until the input is uploaded."""
     batch_id: str | None = None
@@ -37,7 +37,7 @@ class RunState:
     model: str | None = None
     """Name of the model of the run's own server, which the batch belongs to."""
     output_sha256: str | None = None
-    """Of the complete output; None until it is written."""
+    """Checksum of the complete output; None until it is written."""
 
     @property
     def input(self) -> Fingerprint:

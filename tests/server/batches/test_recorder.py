@@ -22,7 +22,7 @@ NUM_LINES = 600
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    """With two batches, all of whose lines run."""
+    """A database with two batches, all of whose lines run."""
 
     def fill(connection: apsw.Connection) -> None:
         for name in ("batch_1", "batch_2"):
@@ -68,7 +68,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def set_full(database: Database, is_full: bool) -> None:
-    """By SQLite's own limit of pages."""
+    """Set SQLite's own limit of pages."""
     pages = 1 if is_full else 1 << 20
     database.submit(lambda connection: connection.pragma("max_page_count", pages)).result()
 

@@ -41,7 +41,7 @@ def read(
 
 
 def codes(content: bytes) -> list[tuple[str, int | None, str | None]]:
-    """Of the errors, with their lines and params."""
+    """(code, line, param) of each error."""
     _, errors = read(content)
     return [(error.code, error.line, error.param) for error in errors]
 

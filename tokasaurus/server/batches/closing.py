@@ -24,7 +24,7 @@ from tokasaurus.server.batches.store.store import Store
 _LINES_PER_STEP = 512
 _PAGES_PER_STEP = 1024
 _BYTES_PER_STEP = 4 << 20
-"""Of results; a step may have one result more."""
+"""Bytes of results that one step writes; it may have one result more."""
 
 _WHY_UNFINISHED = {
     "expired": ("batch_expired", "the batch's completion window ended before this line was finished"),

@@ -15,7 +15,7 @@ class InputError:
     code: str
     message: str
     line: int | None = None
-    """From 1; None if it is the whole file's."""
+    """The line's number, from 1; None if the error is the whole file's."""
     param: str | None = None
 
 

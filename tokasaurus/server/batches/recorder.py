@@ -23,7 +23,7 @@ MAX_GROUP = 1024
 class _Group:
     def __init__(self) -> None:
         self.results: dict[int, list[LineResult]] = defaultdict(list)
-        """By batch."""
+        """Results of each batch, by its number."""
         self.num_results = 0
         self.num_bytes = 0
         self.is_stored = asyncio.Event()
@@ -35,13 +35,13 @@ class ResultRecorder:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._groups: deque[_Group] = deque()
-        """That are not being stored yet; the last one may grow."""
+        """Groups that are not being stored yet; the last one may grow."""
         self._has_results = asyncio.Event()
         self._flushing = asyncio.Lock()
         self.problem: StoreError | None = None
         """Why results cannot be stored now; None if they can."""
         self.num_waiting_bytes = 0
-        """Of the results that are not stored yet."""
+        """Bytes of the results that are not stored yet."""
 
     async def store(self, batch: int, result: LineResult) -> None:
         """Returns when the result is on the disk. batch: its number. If the caller is cancelled, it is stored

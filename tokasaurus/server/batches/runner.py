@@ -30,7 +30,7 @@ MAX_BYTES_IN_FLIGHT = 64 << 20
 MAX_WAITING_BYTES = 64 << 20
 """Bytes of results that are not stored, while lines are started."""
 MAX_RESULT_BYTES = 512 << 20
-"""Of one line. SQLite stores up to 10^9."""
+"""Largest result of one line. SQLite stores up to 10^9 bytes."""
 RETRY_SECONDS = 1.0
 STOP_SECONDS = 2.0
 """Longest time to store results at the server's end."""
@@ -56,7 +56,7 @@ class BatchRunner:
         self._recorder = recorder
         self._limits = limits
         self._batches: dict[int, RunningBatch] = {}
-        """By number."""
+        """The batches that run, by number."""
         self._has_news = asyncio.Event()
         self._starting = asyncio.Lock()
         self._attempts: Counter[int] = Counter()
@@ -127,7 +127,7 @@ class BatchRunner:
         self._has_news.set()  # the others' shares have grown
 
     async def stop_all(self) -> None:
-        """For the server's end: lines that run will run again at its next start."""
+        """Stop at the server's end: lines that run now run again at its next start."""
         with suppress(asyncio.TimeoutError):  # if the disk is full, lines run again whose results are lost
             await asyncio.wait_for(self._recorder.flush(), STOP_SECONDS)
         batches = list(self._batches.values())

@@ -20,7 +20,7 @@ MAX_ATTEMPTS = 12
 # A line that makes the server die must not do so for ever, and must not make lines beside it fail. So each death lets
 # fewer of the lines that were running at it run together, of all batches, until one of them is alone.
 _MOST_TOGETHER = (None, None, None, 1024, 256, 64, 16, 4)
-"""By attempts; one line beyond."""
+"""Indexed by attempts; a line with more attempts runs alone."""
 
 
 def most_together(attempts: int) -> int | None:
@@ -55,16 +55,16 @@ class RunningBatch:
     tasks: dict[asyncio.Task[None], LineSize] = field(default_factory=dict)
     """Lines that run: in the engine, or with a result that is not stored yet."""
     num_sequences: int = 0
-    """Of the lines in the engine."""
+    """Sequences of its lines in the engine."""
     num_bytes: int = 0
-    """Of the lines in the engine."""
+    """Bytes of its lines in the engine."""
     is_exhausted: bool = False
     """No line waits."""
     is_stopping: bool = False
     waits_to_be_alone: bool = False
     """Its next line may have made the server die, and waits until fewer lines run; no others start meanwhile."""
     waits_until_s: float = 0.0
-    """By time.monotonic(): no line starts before, because the last start failed."""
+    """No line starts before this time, in seconds of time.monotonic(), because the last start failed."""
     problem: str = ""
     """Why lines cannot be started now; "" if they can."""
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 60.0
-"""Before a batch is tried again that failed because of a bug."""
+"""Longest pause before a batch that failed because of a bug is tried again."""
 SECONDS_BETWEEN_LOOKS = 30.0
 """How long a batch waits before it looks at the clock again."""
 

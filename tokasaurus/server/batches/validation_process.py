@@ -34,9 +34,9 @@ class InputReader:
         self._max_lines = max_lines
         self._max_line_bytes = max_line_bytes
         self._line_of: dict[str, int] = {}
-        """By custom_id."""
+        """Number of the line with each custom_id."""
         self._num_lines = 0
-        """That are not blank."""
+        """Lines so far that are not blank."""
         self.errors: list[InputError] = []
         """The first MAX_SHOWN_ERRORS."""
         self.num_errors = 0

@@ -51,7 +51,7 @@ class ParsedLine:
     num_bytes: int
     endpoint: Endpoint[Any]
     body: Any
-    """Of the endpoint's body model."""
+    """The line's body, validated by the endpoint's body model."""
 
     @property
     def num_sequences(self) -> int:

@@ -39,7 +39,7 @@ class FormReader:
         """content_type: the header of the request."""
         self._receiver = receiver
         self._name = ""
-        """Of the part that is being read."""
+        """Name of the part that is being read."""
         self._is_file = False
         self._value = bytearray()
         self._header_name, self._header_value = bytearray(), bytearray()

@@ -77,7 +77,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(which=BATCHES, numbers=NUMBERS.map(lambda numbers: list(dict.fromkeys(numbers))))
     def start(self, which: int, numbers: list[int]) -> None:
-        """Of any lines: those that do not wait are left alone."""
+        """Start any lines: those that do not wait are left alone."""
         start_lines(self.connection, self.batches[which].number, numbers)
         for number in numbers:
             line = self.batches[which].lines[number]
@@ -104,7 +104,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(which=BATCHES, numbers=NUMBERS, has_failed=st.booleans())
     def record(self, which: int, numbers: list[int], has_failed: bool) -> None:
-        """Of running, waiting and finished lines, of one line twice, and of a line that does not exist."""
+        """Record running, waiting and finished lines, one line twice, and a line that does not exist."""
         results = [new_result(number, has_failed) for number in [*numbers, NUM_LINES]]
         record_results(self.connection, self.batches[which].number, results)
         for result in results[:-1]:

@@ -98,7 +98,7 @@ class DataDir:
             raise StoreError(f"the content of {file_id} cannot be read now: {path}: {error.strerror}") from None
 
     def new_content(self, file_id: str) -> "NewContent":
-        """To be written, and then committed or discarded. Raises OSError."""
+        """A content to write, and then to commit or discard. Raises OSError."""
         return NewContent(self.content_path(file_id))
 
     def remove_content(self, file_id: str) -> None:

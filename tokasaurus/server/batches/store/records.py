@@ -40,7 +40,7 @@ class BatchRecord:
     model: str | None = None
     """Name of the model that runs its lines: the server's when it was created."""
     cache_salt: str = ""
-    """Of the API key that created it; see `cache_salt_per_key`."""
+    """Salt of the API key that created the batch; see `cache_salt_per_key`."""
     metadata: str | None = None
     """JSON object of strings."""
     errors: str | None = None
@@ -80,7 +80,7 @@ class NewLine:
     """A line of a valid input file. start, size: its place in the file, in bytes, without the line end."""
 
     number: int
-    """From 0."""
+    """The line's number, from 0."""
     custom_id: str
     start: int
     size: int
@@ -97,7 +97,7 @@ class PendingLine:
     attempts: int
     """How often it has been started."""
     seed: int
-    """For its body if that has none: unsigned 64 bits, drawn once, so that each attempt gives the same text."""
+    """Used if the line's body has none: unsigned 64 bits, drawn once, so that each attempt gives the same text."""
 
 
 @dataclass(frozen=True, slots=True)

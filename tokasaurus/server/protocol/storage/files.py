@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tokasaurus.server.protocol.strict_object import StrictObject
 
 Purpose = Literal["batch", "batch_output"]
-"""Of a file that a client sent, and of one that a batch wrote."""
+"""Purpose of a file that a client sent, and of one that a batch wrote."""
 
 
 class ExpiresAfter(StrictObject):
