@@ -8,7 +8,7 @@ PARTS ?=
 CPP_FILES = $(shell find tokasaurus tests -name '*.h' -o -name '*.cpp')
 PREBUILT := tokasaurus/model/cpu/prebuilt
 
-.PHONY: serve test lint types unit test-clients test-neon test-wheel wheel bench-manager torture soak format clean
+.PHONY: serve test lint types unit test-clients test-gpu test-neon test-wheel wheel bench-manager torture soak format clean
 
 serve: .venv/installed
 	$(BIN)/toka $(SERVE_ARGS)
@@ -29,6 +29,10 @@ unit: .venv/installed-dev
 
 test-clients: .venv/installed-dev
 	$(BIN)/python -m tests.clients.in_environments $(CLIENTS)
+
+# What needs a CUDA device; docs/gpu.md. One line without one.
+test-gpu: .venv/installed-dev
+	$(BIN)/python -m tests.gpu
 
 # Kernels for NEON, cross-compiled, in an emulator: minutes
 test-neon: .venv/installed-dev

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ class OwnServer:
     base_url: str
     """Up to and including /v1."""
     launcher_pid: int
+    start_lines: tuple[str, ...] = ()
+    """What it printed last until it was ready."""
 
     def server_pid(self) -> int:
         """Process id of the HTTP server. Linux only."""
@@ -46,10 +49,11 @@ def running_server(flags: Sequence[str]) -> Iterator[str]:
 
 
 @contextmanager
-def own_server(flags: Sequence[str]) -> Iterator[OwnServer]:
+def own_server(flags: Sequence[str], start_timeout_s: float | None = None) -> Iterator[OwnServer]:
     """Run `toka` with these flags on a free port while the block runs.
 
-    Yields when it is ready. If it does not start, raises ServerError with its last lines of output. Its files and
+    Yields when it is ready. If it does not start, within `start_timeout_s` seconds if that is given, raises ServerError
+    with its last lines of output. Its files and
     batches are removed at the end, unless the flags say where they are stored."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -66,14 +70,19 @@ def own_server(flags: Sequence[str]) -> Iterator[OwnServer]:
         ) as process,
     ):
         assert process.stdout is not None
+        too_late = threading.Timer(threading.TIMEOUT_MAX if start_timeout_s is None else start_timeout_s, process.kill)
+        too_late.daemon = True
+        too_late.start()
         try:
             lines = deque[str](maxlen=_NUM_LINES_KEPT)
             while not any(line.startswith("ready:") for line in lines):
                 if not (line := process.stdout.readline()):
                     raise ServerError("the server did not start:\n" + "".join(lines))
                 lines.append(line)
-            yield OwnServer(f"http://127.0.0.1:{port}/v1", process.pid)
+            too_late.cancel()
+            yield OwnServer(f"http://127.0.0.1:{port}/v1", process.pid, tuple(line.rstrip() for line in lines))
         finally:
+            too_late.cancel()
             process.terminate()
             try:
                 process.communicate(timeout=_STOP_TIMEOUT_S)

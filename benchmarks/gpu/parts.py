@@ -1,0 +1,112 @@
+"""The measurements of one server on a GPU: workloads over HTTP, and the time of decode steps."""
+
+import asyncio
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks import throughput
+from benchmarks.client import UNREACHABLE, ClientOptions, ServerError, open_client
+from benchmarks.workloads import OfferedRequest
+
+PROMPT = "What does a dinosaur eat?"
+_SAMPLE = re.compile(r"^(toka_\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much each part asks for."""
+
+    questions: int
+    samples: int
+    """Of each question."""
+    max_tokens: int
+    """Of each sample."""
+    requests: int
+    """Of sharegpt."""
+    mean_tokens: int
+    """Of prompts and of outputs of sharegpt, in tokens."""
+    num_rows: tuple[int, ...]
+    """Sequences that decode together in each measurement of steps."""
+    num_steps: int
+    """Decode steps of each of them."""
+
+
+async def measure_monkeys(base_url: str, sizes: Sizes, _directory: Path) -> dict[str, Any]:
+    """Many samples of few questions behind one long prefix. Raises ServerError."""
+    arguments = ["--questions", str(sizes.questions), "--samples", str(sizes.samples)]
+    return await _measure_workload(base_url, ["monkeys", *arguments, "--max-tokens", str(sizes.max_tokens)])
+
+
+async def measure_sharegpt(base_url: str, sizes: Sizes, directory: Path) -> dict[str, Any]:
+    """Unrelated requests, all at once. directory: the model's. Raises ServerError."""
+    arguments = ["--requests", str(sizes.requests), "--mean-tokens", str(sizes.mean_tokens), "--concurrency", "0"]
+    cap = ["--cap", str(4 * sizes.mean_tokens), "--tokenizer", str(directory)]
+    return await _measure_workload(base_url, ["sharegpt", *arguments, *cap])
+
+
+async def measure_steps(base_url: str, sizes: Sizes, _directory: Path) -> dict[str, Any]:
+    """Seconds of a decode step, and the part of the time in which the worker was not busy. Raises ServerError."""
+    rows = []
+    options = ClientOptions(base_url, None, 600.0, usage_per_choice=False, extra_body={})
+    async with open_client(options) as client:
+        for num_rows in sizes.num_rows:
+            request = OfferedRequest({"prompt": PROMPT}, num_rows, sizes.num_steps, 0.6, ignore_eos=True)
+            before = await read_metrics(base_url)
+            started_s = time.perf_counter()
+            [result] = await client.offer([request], "default", None)
+            wall_s = time.perf_counter() - started_s
+            if result.error is not None:
+                raise ServerError(result.error)
+            busy_s = (await read_metrics(base_url))["toka_forward_seconds_total"] - before["toka_forward_seconds_total"]
+            rows.append(
+                {
+                    "num_rows": num_rows,
+                    "step_ms": 1000 * busy_s / sizes.num_steps,
+                    "wall_ms": 1000 * wall_s / sizes.num_steps,
+                    "idle_share": max(0.0, 1 - busy_s / wall_s),
+                }
+            )
+    return {"steps": rows}
+
+
+async def read_metrics(base_url: str) -> dict[str, float]:
+    """The server's counters by name, summed over replicas and other labels. Raises ServerError."""
+    url = f"{base_url.removesuffix('/v1')}/metrics"
+    try:
+        async with aiohttp.ClientSession() as session, session.get(url) as answer:
+            text = await answer.text()
+    except UNREACHABLE as error:
+        raise ServerError(f"{url}: {error!r}") from None
+    values: dict[str, float] = {}
+    for name, _, value in _SAMPLE.findall(text):
+        values[name] = values.get(name, 0.0) + float(value)
+    return values
+
+
+async def _measure_workload(base_url: str, arguments: Sequence[str]) -> dict[str, Any]:
+    args, requests = throughput.parse([*arguments, "--base-url", base_url])
+    before = await read_metrics(base_url)
+    report = await throughput.measure(args, requests)
+    after = await read_metrics(base_url)
+    if report.summary.num_failed:
+        error = next(result.error for result in report.requests if result.error is not None)
+        raise ServerError(f"{report.summary.num_failed} requests failed: {error}")
+    changed = {name: value - before.get(name, 0.0) for name, value in after.items() if name.endswith("_total")}
+    return {"summary": asdict(report.summary), "client_cpu_s": report.client_cpu_s, "metrics": changed}
+
+
+def run_part(name: str, base_url: str, sizes: Sizes, directory: Path, timeout_s: float) -> dict[str, Any]:
+    """The part's measurements. Raises ServerError, also after `timeout_s` seconds."""
+    try:
+        return asyncio.run(asyncio.wait_for(PARTS[name](base_url, sizes, directory), timeout_s))
+    except asyncio.TimeoutError:
+        raise ServerError(f"it was not finished after {timeout_s:.0f} s") from None
+
+
+PARTS = {"steps": measure_steps, "monkeys": measure_monkeys, "sharegpt": measure_sharegpt}
