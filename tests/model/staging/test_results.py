@@ -39,11 +39,12 @@ def test_all_results_of_a_step_arrive_by_one_copy(is_late: bool) -> None:
             assert transfers.num_downloads == step
 
 
-def test_results_that_are_read_late_are_not_overwritten() -> None:
-    """More steps than there are buffers before any result is read, while no copy runs before the host waits for it."""
+@pytest.mark.parametrize("is_late", [False, True])
+def test_results_that_are_read_late_are_not_overwritten(is_late: bool) -> None:
+    """More steps than there are buffers before any result is read."""
     rng = random.Random(5)
     with pretended():
-        results = PackedResults(PretendTransfers(is_late=True))
+        results = PackedResults(PretendTransfers(is_late))
         steps = [random_results(rng) for _ in range(4 * RING_SIZE)]
         fetched = [results.fetch({name: on_device(tensor) for name, tensor in step.items()}) for step in steps]
         for _ in range(2):

@@ -54,14 +54,12 @@ class PackedResults:
         before = self._fetched[self._index]
         if before is not None:
             before.arrays()
-        # Large elements first: then each tensor starts at a multiple of its element's size.
-        in_order = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-        packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in in_order.values()])
+        packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
         num_bytes = packed.numel()
         if len(self._pinned[self._index]) < num_bytes:
             self._pinned[self._index] = self._transfers.pinned(2 * num_bytes)
         target = self._pinned[self._index][:num_bytes]
-        fetched = _Packed(in_order, target, self._transfers.download(packed, target))
+        fetched = _Packed(tensors, target, self._transfers.download(packed, target))
         self._fetched[self._index] = fetched
         return fetched
 
