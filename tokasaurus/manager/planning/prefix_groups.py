@@ -12,6 +12,7 @@ from tokasaurus.messages.lifecycle import HydragenCosts
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
+Float64Array = NDArray[np.float64]
 
 MOST_ANCESTORS = 32
 """Most nodes above a sequence's deepest shared node that are considered for its group. It bounds the work of grouping;
@@ -35,9 +36,9 @@ class Grouping:
 class _Candidates:
     """Nodes whose prefix may become a group's, longest prefixes first: every node comes before its ancestors."""
 
-    parents: list[int]
+    parents: Int64Array
     """[K] position of the next candidate above the node; K if there is none."""
-    num_rows: list[int]
+    num_rows: Int64Array
     """[K] sequences whose deepest candidate is the node."""
     num_blocks: Int64Array
     """[K] blocks from the root to the node's end."""
@@ -74,31 +75,53 @@ def group_by_prefix(
     The size of the tree matters only where more than a few nodes lie between a sequence's end and its shared part.
     """
     found = _find_candidates(node_of_sequence, parents, end_blocks, num_sequences, min_blocks)
-    num_tokens = found.num_blocks * page_size
-    saved_by_row = (num_tokens * (1 - costs.per_row_token) - costs.per_row).tolist()
-    costs_of = (num_tokens * costs.per_group_token + costs.per_group).tolist()
-    thresholds = _thresholds(found, saved_by_row, costs_of, min_group_size)
+    num_tokens = (found.num_blocks * page_size).astype(np.float64)
+    saved_by_row = num_tokens * (1 - costs.per_row_token) - costs.per_row
+    cost = num_tokens * costs.per_group_token + costs.per_group
+    is_leaf = np.ones(len(num_tokens) + 1, np.bool_)
+    is_leaf[found.parents] = False
+    leaves, inner = np.flatnonzero(is_leaf[:-1]), np.flatnonzero(~is_leaf[:-1])
+    thresholds = _thresholds(found, leaves, inner, saved_by_row, cost, min_group_size)
+    node_of_group, group_of = _form_groups(found, leaves, inner, saved_by_row, thresholds)
+    num_blocks = np.append(0, found.num_blocks[node_of_group])
+    return Grouping(group_of[found.of_sequence], num_blocks)
 
+
+def _form_groups(
+    found: _Candidates, leaves: Int64Array, inner: Int64Array, saved_by_row: Float64Array, thresholds: Float64Array
+) -> tuple[Int64Array, Int64Array]:
+    """Arguments and thresholds as in _thresholds -> the node of each group, and [K + 1] the group of each node's own
+    rows, 0 for none."""
+    node_of_group: list[int] = []
+    group_of, saved_above = [0] * (len(thresholds) + 1), [0.0] * (len(thresholds) + 1)
     # In reverse order, parents come first: the group that a node's rows could join is known before the node's turn.
-    num_blocks_of, num_candidates = found.num_blocks.tolist(), len(found.parents)
-    num_blocks = [0]
-    group_of = [0] * (num_candidates + 1)  # the last entry: rows without a candidate
-    saved_above = [0.0] * (num_candidates + 1)
-    for node in range(num_candidates - 1, -1, -1):
-        parent = found.parents[node]
-        saved = saved_above[parent]
-        if saved < thresholds[node]:
-            group_of[node], saved_above[node] = len(num_blocks), saved_by_row[node]
-            num_blocks.append(num_blocks_of[node])
-        else:
-            group_of[node], saved_above[node] = group_of[parent], saved
-    return Grouping(np.array(group_of, np.int64)[found.of_sequence], np.array(num_blocks, np.int64))
+    rows = zip(
+        inner.tolist(), *(array[inner].tolist() for array in (found.parents, saved_by_row, thresholds)), strict=True
+    )
+    for node, parent, saved, threshold in reversed(list(rows)):
+        group_of[node], saved_above[node] = group_of[parent], saved_above[parent]
+        if saved_above[parent] < threshold:
+            node_of_group.append(node)
+            group_of[node], saved_above[node] = len(node_of_group), saved
+    groups, parents = np.array(group_of, np.int64), found.parents[leaves]
+    forms_group = np.array(saved_above)[parents] < thresholds[leaves]
+    own_groups = len(node_of_group) + np.cumsum(forms_group)
+    groups[leaves] = np.where(forms_group, own_groups, groups[parents])
+    return np.append(np.array(node_of_group, np.int64), leaves[forms_group]), groups
 
 
-def _thresholds(found: _Candidates, saved_by_row: list[float], cost: list[float], min_group_size: int) -> list[float]:
+def _thresholds(
+    found: _Candidates,
+    leaves: Int64Array,
+    inner: Int64Array,
+    saved_by_row: Float64Array,
+    cost: Float64Array,
+    min_group_size: int,
+) -> Float64Array:
     """[K] The node's group is formed exactly if a row that joins the next group above saves less than this.
 
-    saved_by_row, cost: [K]; a group of m rows at the node saves m * saved_by_row - cost. 0: never formed.
+    leaves: nodes below which there is no other; inner: all others, both in order. saved_by_row, cost: [K]; a group of m
+    rows at the node saves m * saved_by_row - cost. 0: never formed.
 
     Let best(x) be the most that the rows below a node can save if each may also save x in a group above; it grows with
     x. At x = 0 rows join no group. If no group is formed at the node, best is the sum over its children and its own
@@ -107,22 +130,37 @@ def _thresholds(found: _Candidates, saved_by_row: list[float], cost: list[float]
     save as much as with x = saved_by_row, less the node's cost, whatever the group above saves. So best is the larger
     of the two, and the threshold is where they are equal.
     """
-    thresholds = [0.0] * len(found.parents)
-    num_alone = [*found.num_rows, 0]  # rows below the node that are in no group if x = 0
+    size = len(found.parents) + 1
+    thresholds = np.zeros(size - 1)
+    own_rows = found.num_rows[leaves]
+    own_thresholds = saved_by_row[leaves] - cost[leaves] / own_rows
+    is_formed = (own_thresholds > 0) & (own_rows >= min_group_size)
+    thresholds[leaves] = np.where(is_formed, own_thresholds, 0.0)
+    formed = leaves[is_formed]
+    parents, rows, limits = found.parents[formed], found.num_rows[formed], thresholds[formed]
+
+    alone = np.append(found.num_rows, 0)
+    np.add.at(alone, found.parents[leaves[~is_formed]], own_rows[~is_formed])
+    num_alone: list[int] = alone.tolist()  # rows below the node that are in no group if x = 0
     # Of the groups below: (threshold, rows that join the group above where x passes it); the sum of these rows; and the
     # sum of thresholds times rows. If x passes all, best grows by (num_alone + num_joining) * x - offset.
-    joins_of: list[list[tuple[float, int]]] = [[] for _ in num_alone]
-    num_joining, offset = [0] * len(num_alone), [0.0] * len(num_alone)
-    for node, parent in enumerate(found.parents):
-        joins, saved = joins_of[node], saved_by_row[node]
-        if joins:
-            joins.sort()
-            while joins and joins[-1][0] > saved:  # saves more than here and further up: stays a group
-                threshold, count = joins.pop()
-                num_joining[node] -= count
-                offset[node] -= threshold * count
+    joins_of: list[list[tuple[float, int]]] = [[] for _ in range(size)]
+    for parent, join in zip(parents.tolist(), zip(limits.tolist(), rows.tolist(), strict=True), strict=True):
+        joins_of[parent].append(join)
+    num_joining = np.bincount(parents, rows, size).tolist()
+    offset = np.bincount(parents, rows * limits, size).tolist()
+
+    of_inner = zip(
+        inner.tolist(), *(array[inner].tolist() for array in (found.parents, saved_by_row, cost)), strict=True
+    )
+    for node, parent, saved, own_cost in of_inner:
+        joins = sorted(joins_of[node])
+        while joins and joins[-1][0] > saved:  # saves more than here and further up: stays a group
+            threshold, count = joins.pop()
+            num_joining[node] -= count
+            offset[node] -= threshold * count
         num_rows = num_alone[node] + num_joining[node]
-        gain = num_rows * saved - offset[node] - cost[node]
+        gain = num_rows * saved - offset[node] - own_cost
         if gain > 0 and num_rows >= min_group_size:
             num_passed, count, passed_offset = _passed(joins, num_alone[node], gain)
             thresholds[node] = threshold = (gain + passed_offset) / count
@@ -188,8 +226,8 @@ def _find_candidates(
     parent_positions = np.full(len(nodes), len(nodes), np.int64)
     parent_positions[ups > 0] = positions(ups[ups > 0])
     return _Candidates(
-        parent_positions.tolist(),
-        num_rows[:-1].tolist(),
+        parent_positions,
+        num_rows[:-1],
         end_blocks[nodes].astype(np.int64),
         own_positions[index_in_own],
     )
