@@ -20,6 +20,7 @@ from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
 from tokasaurus.manager.state.engine_state import EngineState, HydragenOptions
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
+from tokasaurus.messages.lifecycle import HydragenCosts
 
 Members = set[tuple[int, int]]
 """{(slot, admission number)}: each identifies a sequence from one admission until its preemption or end."""
@@ -286,3 +287,12 @@ def test_many_questions_with_few_samples_form_one_group() -> None:
     driver = make_driver()
     run_all(driver, requests)
     assert groups_of_steps(driver) == [([], 2), ([({1, 2, 3, 4, 5, 6}, 2)], 8)]
+
+
+def test_costs_count_in_tokens() -> None:
+    """Groups by question save 20 tokens each, one group 24; with 19 for each group the latter is better."""
+    driver = make_driver()
+    costs = HydragenCosts(per_group=19.0)
+    driver = EngineDriver(replace(driver.options, hydragen=HydragenOptions(2, 1, costs)), step_seconds=(0.01,))
+    run_all(driver, FOUR_REQUESTS)
+    assert groups_of_steps(driver)[1] == ([({1, 2, 3, 4}, 2)], 10)
