@@ -62,7 +62,7 @@ INNER_LAYERS = {
     ],
     # planning: pure functions over arrays and numbers, which know no engine state.
     "manager": [["loop"], ["engine"], ["state"], ["planning", "kv_cache"]],
-    "model": [["worker"], ["execution"], ["decoder", "sampling"], ["attention"], ["cpu", "parallel"]],
+    "model": [["worker"], ["execution"], ["decoder", "sampling"], ["attention"], ["cpu", "parallel", "staging"]],
 }
 
 

@@ -93,9 +93,9 @@ SERVER_FLAGS = FlagTable(
                 none_means="auto",
             ),
             "hydragen_min_group_size": _count(
-                "minimum sequences of a prefix group", minimum=2, none_means="measured at start-up"
+                "minimum sequences of a prefix group", minimum=2, none_means="any that saves time"
             ),
-            "hydragen_min_prefix_len": _count("minimum tokens of a shared prefix", none_means="measured at start-up"),
+            "hydragen_min_prefix_len": _count("minimum tokens of a shared prefix", none_means="any that saves time"),
         },
         "scheduler": {
             "scheduling_steps_ahead": _count("steps sent to the model ahead of their results"),

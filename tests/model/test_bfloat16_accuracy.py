@@ -22,6 +22,7 @@ from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.sampling.prompt_logprobs import compute_prompt_logprobs
+from tokasaurus.model.staging.staging import ON_HOST
 from tokasaurus.model.worker.device import choose_kv_cache_dtype
 from tokasaurus.text.tokenizer import Tokenizer
 
@@ -102,7 +103,7 @@ class LogprobModel:
             1, int32([1]), int32([len(tokens)]), 0, int32(tokens), changes, prompt_logprobs=prompt_logprobs
         )
         self.slots.apply(changes)
-        batch = build_batch(step, self.slots, PAGE_SIZE, CPU)
+        batch = build_batch(step, self.slots, PAGE_SIZE, ON_HOST)
         self.backend.plan(batch.layout)
         with torch.inference_mode():
             return self.model(batch.token_ids, None, batch.positions, self.executor, batch.layout), batch

@@ -28,6 +28,7 @@ from tokasaurus.messages.generation import CancelRequest, EngineUpdate, Generate
 from tokasaurus.messages.lifecycle import (
     DEFAULT_HYDRAGEN,
     HEARTBEAT_SECONDS,
+    KV_READS,
     Alive,
     EngineLimits,
     EngineStats,
@@ -219,19 +220,21 @@ def engine_options(
 
 
 def _hydragen_options(config: ServerConfig, limits: EngineLimits) -> HydragenOptions | None:
-    """Thresholds from the flags, or from the worker's measurements where a flag is not set.
+    """Minimums from the flags, and costs from the worker's measurements.
 
-    None if flags disable prefix groups, or if the worker measured no benefit and no flag asks for them.
+    None if flags disable prefix groups, or if the worker measured no benefit and no flag asks for them. If both
+    minimums are set, the worker measures nothing, and groups are compared by the KV that they read.
     """
-    asked = (config.use_hydragen, config.hydragen_min_group_size, config.hydragen_min_prefix_len) != (None, None, None)
+    size, length = config.hydragen_min_group_size, config.hydragen_min_prefix_len
+    asked = (config.use_hydragen, size, length) != (None, None, None)
     if config.use_hydragen is False or (limits.hydragen is None and not asked):
         return None
-    found = limits.hydragen or DEFAULT_HYDRAGEN
-    size, length = config.hydragen_min_group_size, config.hydragen_min_prefix_len
-    min_prefix_len = found.min_prefix_len if length is None else length
+    if size is not None and length is not None:
+        return HydragenOptions(size, -(-length // limits.page_size), KV_READS)
     return HydragenOptions(
-        min_group_size=found.min_group_size if size is None else size,
-        min_blocks=-(-min_prefix_len // limits.page_size),
+        min_group_size=2 if size is None else size,
+        min_blocks=1 if length is None else -(-length // limits.page_size),
+        costs=limits.hydragen or DEFAULT_HYDRAGEN,
     )
 
 

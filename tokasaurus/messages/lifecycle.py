@@ -5,22 +5,40 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class HydragenThresholds:
-    """Smallest prefix group for which shared-prefix attention is faster."""
+class HydragenCosts:
+    """Time of attention to a shared prefix by a prefix group, in tokens: the time that a row attending alone takes for
+    each token of its context. A group of m rows whose prefix has L tokens takes
 
-    min_group_size: int
-    """Sequences."""
-    min_prefix_len: int
-    """Tokens."""
+        per_group + per_group_token * L + m * (per_row + per_row_token * L),
+
+    and the same rows alone take m * L.
+    """
+
+    per_group: float = 0.0
+    """Such as the launch of a kernel, or threads that wait for each other."""
+    per_group_token: float = 1.0
+    """The group reads each token of the prefix once."""
+    per_row: float = 0.0
+    """Such as a second pass over the row's query, and the merge of its two results."""
+    per_row_token: float = 0.0
+    """Multiplying each row with each token; 0 where reading takes all the time."""
+
+    def saved(self, num_rows: int, num_tokens: int) -> float:
+        """What a group saves, in tokens; negative if its rows are faster alone."""
+        by_row = num_tokens * (1.0 - self.per_row_token) - self.per_row
+        return num_rows * by_row - self.per_group - num_tokens * self.per_group_token
 
 
-DEFAULT_HYDRAGEN = HydragenThresholds(min_group_size=32, min_prefix_len=256)
-"""Used when nothing was measured."""
+KV_READS = HydragenCosts()
+"""Counts the tokens of KV that are read, and nothing else."""
+
+DEFAULT_HYDRAGEN = HydragenCosts(per_group=8192.0)
+"""Used when nothing was measured: a group of 33 rows has to share more than 256 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Capacity of the engine, known once the worker has sized its KV cache, and thresholds measured on its device."""
+    """Capacity of the engine, known once the worker has sized its KV cache, and costs measured on its device."""
 
     num_kv_blocks: int
     """Blocks that sequences may use; excludes the padding block."""
@@ -28,7 +46,7 @@ class EngineLimits:
     """Tokens per block."""
     max_tokens_per_sequence: int
     """Prompt and completion tokens of one sequence: the smallest of model context, KV cache and flag."""
-    hydragen: HydragenThresholds | None = DEFAULT_HYDRAGEN
+    hydragen: HydragenCosts | None = DEFAULT_HYDRAGEN
     """None if no prefix group is faster."""
     seconds_per_token: float = 1.0
     """Time per token of the warm-up's forwards, in seconds: larger forwards take no longer, apart from attention. Used

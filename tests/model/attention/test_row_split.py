@@ -8,12 +8,13 @@ import torch
 from hypothesis import given, settings
 
 from tests.model.helpers.row_split_cases import NAMED_CASES, Case, CaseStep, cases
-from tests.model.helpers.steps import CPU, one_thread
+from tests.model.helpers.steps import one_thread
 from tokasaurus.model.attention.backend import PagedLayout
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.execution.device_batch import build_batch
+from tokasaurus.model.staging.staging import ON_HOST
 
 
 def attend(name: str, case: Case, grouped: bool) -> tuple[torch.Tensor, PagedLayout]:
@@ -24,7 +25,7 @@ def attend(name: str, case: Case, grouped: bool) -> tuple[torch.Tensor, PagedLay
     backend.plan(PagedLayout(torch.arange(len(made.key)), ()))
     backend.write(made.key, made.value, 0)
     step = made.step if grouped else dataclasses.replace(made.step, groups=None)
-    batch = build_batch(step, made.slots, case.page_size, CPU)
+    batch = build_batch(step, made.slots, case.page_size, ON_HOST)
     backend.plan(batch.layout)
     return attend_rows(backend, made.query[: len(batch.token_ids)], 0, batch.layout), batch.layout
 

@@ -15,6 +15,7 @@ from tokasaurus.model.decoder.decoder import Decoder, DecoderOptions
 from tokasaurus.model.execution.device_batch import build_batch
 from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.staging.staging import ON_HOST
 
 NUM_LAYERS = 3
 
@@ -65,7 +66,7 @@ def run_stage(case: Case, options: DecoderOptions, kernels: Kernels, by_kernels:
     backend.plan(PagedLayout(torch.arange(len(made.key)), ()))
     for layer in range(NUM_LAYERS):
         backend.write(made.key, made.value, layer)
-    batch = build_batch(step, made.slots, case.page_size, CPU)
+    batch = build_batch(step, made.slots, case.page_size, ON_HOST)
     backend.plan(batch.layout)
     hidden = random_rows(len(batch.token_ids), HIDDEN_SIZE, case.dtype).to(kernels.activation_dtype(case.dtype))
     stage = make_stage(case, options, kernels if by_kernels else None)

@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+import torch
 
 from tests.model.helpers.sampling_rows import with_params
 from tests.model.helpers.steps import CPU, int32
@@ -10,6 +11,7 @@ from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.messages.slots import LogitRules
 from tokasaurus.model.sampling.logit_rules import RuledRows, SlotRules
 from tokasaurus.model.sampling.sample import SamplingRows
+from tokasaurus.model.staging.staging import ON_HOST
 
 PAGE_SIZE = 4
 
@@ -83,4 +85,8 @@ class Contexts:
 
     def select(self, slots: list[int]) -> RuledRows | None:
         lengths = int32([len(self.num_tokens[slot]) for slot in slots])
-        return self.rules.select(int32(slots), lengths, self.tables, PAGE_SIZE)
+
+        def tables_of(some_slots: np.ndarray, num_blocks: int) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(self.tables[some_slots, :num_blocks]))
+
+        return self.rules.select(int32(slots), lengths, tables_of, PAGE_SIZE, ON_HOST)

@@ -19,6 +19,7 @@ from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution.runner import ModelRunner, StepResult
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
+from tokasaurus.model.staging.transfers import Transfers
 
 CPU = torch.device("cpu")
 NOTHING = np.zeros(0, np.int32)
@@ -34,6 +35,7 @@ def make_runner(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     compiler: Compiler | None = None,
+    transfers: Transfers | None = None,
 ) -> ModelRunner:
     heads = info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim
     shape = KVShape(*heads, page_size, dtype, device, model.activation_dtype)
@@ -42,7 +44,7 @@ def make_runner(
     chosen.allocate(num_blocks + 1)
     slots = SlotTable(SlotTableSize(num_slots + 1, -(-info.context_length // page_size)), device)
     slots.rules.allocate((num_blocks + 1) * page_size)
-    return ModelRunner(model, chosen, slots, page_size, device, kernels, compiler)
+    return ModelRunner(model, chosen, slots, page_size, device, kernels, compiler, transfers)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def rules_of_rows(num_rows: int, biases: dict[int, tuple[tuple[int, float], ...]
     rules = {row: Rule(biases=tuple((*bias, ALWAYS) for bias in own)) for row, own in biases.items()}
     contexts = Contexts({row: [1] for row in range(num_rows)}, num_rows)
     contexts.open(list(range(num_rows)), rules)
-    selected = contexts.rules.select(int32(list(range(num_rows))), int32([1] * num_rows), contexts.tables, 4)
+    selected = contexts.select(list(range(num_rows)))
     assert selected is not None
     return selected
 

@@ -119,7 +119,7 @@ def regroup(state: EngineState) -> None:
     decode = state.queues.decoding()
     grouping = group_by_prefix(
         *(slots.nodes[decode], tree.parents, tree.end_blocks, tree.num_sequences),
-        *(options.min_group_size, options.min_blocks),
+        *(options.min_group_size, options.min_blocks, options.costs, state.options.limits.page_size),
     )
     slots.groups[decode] = grouping.group_of_sequence
     state.group_num_blocks = grouping.num_blocks

@@ -1,15 +1,25 @@
 """Prefix groups: decoding sequences that attend to a shared prefix together. Source: Hydragen, arXiv 2402.05099."""
 
+# N sequences, K candidate nodes
+
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.planning.shared_blocks import deepest_shared_nodes
+from tokasaurus.messages.lifecycle import HydragenCosts
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
+Float64Array = NDArray[np.float64]
+
+MOST_ANCESTORS = 32
+"""Most nodes above a sequence's deepest shared node that are considered for its group. It bounds the work of grouping;
+nodes at which no other sequence joins are skipped and do not count."""
+
+_MOST_SKIPPED = 32
+"""Most nodes in a row that are skipped; the next one is considered without need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +32,20 @@ class Grouping:
     """[G + 1], blocks in each group's shared prefix; entry 0 is 0."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """Nodes whose prefix may become a group's, longest prefixes first: every node comes before its ancestors."""
+
+    parents: Int64Array
+    """[K] position of the next candidate above the node; K if there is none."""
+    num_rows: Int64Array
+    """[K] sequences whose deepest candidate is the node."""
+    num_blocks: Int64Array
+    """[K] blocks from the root to the node's end."""
+    of_sequence: Int64Array
+    """[N] position of the deepest candidate of each sequence; K if it has none."""
+
+
 def group_by_prefix(
     node_of_sequence: Int64Array,
     parents: Int32Array,
@@ -29,45 +53,192 @@ def group_by_prefix(
     num_sequences: Int32Array,
     min_group_size: int,
     min_blocks: int,
+    costs: HydragenCosts,
+    page_size: int,
 ) -> Grouping:
-    """Group sequences that share a prefix of whole blocks, longest prefixes first.
+    """Choose the disjoint groups of sequences sharing a prefix of whole blocks that save most time of attention.
 
     node_of_sequence: [N] deepest prefix tree node that each decoding sequence uses. parents, end_blocks, num_sequences:
-    the tree by node index, as for find_shared_blocks.
-    min_group_size: fewest sequences that repay the second pass over their queries. min_blocks: shortest prefix in
-    blocks, at least 1.
+    the tree by node index, as for find_shared_blocks. min_group_size, min_blocks: smallest group (at least 2) and
+    shortest prefix (at least 1 block) allowed. page_size: tokens per block.
 
-    Nodes are visited deepest first. A node with enough sequences becomes a group; otherwise its sequences join those of
-    its parent. So samples of one question share the whole question in a group, not just the beginning common to all
-    questions.
+    A group of m sequences whose prefix has L tokens saves, in tokens of KV that a sequence need not read,
+
+        m * L - (costs.per_group + costs.per_group_token * L + m * (costs.per_row + costs.per_row_token * L)).
+
+    The groups' total is the largest possible one, if no more than MOST_ANCESTORS candidates lie above any node and
+    every group of that optimum has min_group_size sequences. A group that would get fewer is not formed, and its
+    sequences may join a group above; the total may then be smaller than the best with that limit.
+
+    Work: at most MOST_ANCESTORS * _MOST_SKIPPED array operations over the sequences, and a few Python steps for each
+    candidate: the deepest shared nodes and the nodes where their paths meet, fewer than 2 * N if all sequences decode.
+    The size of the tree matters only where more than a few nodes lie between a sequence's end and its shared part.
     """
-    deepest = deepest_shared_nodes(node_of_sequence, parents, num_sequences)
-    is_long = end_blocks[deepest] >= min_blocks
-    nodes, node_indices, counts = np.unique(deepest[is_long], return_inverse=True, return_counts=True)
-    num_ungrouped = dict(zip(nodes.tolist(), counts.tolist(), strict=True))
-    group_of_node: dict[int, int] = {}
-    joined: dict[int, int] = {}
-    num_blocks = [0]
-    deepest_first = [(-int(end_blocks[node]), node) for node in num_ungrouped]
-    heapify(deepest_first)
-    while deepest_first:
-        _, node = heappop(deepest_first)
-        if num_ungrouped[node] >= min_group_size:
-            group_of_node[node] = len(num_blocks)
-            num_blocks.append(int(end_blocks[node]))
-            continue
-        parent = int(parents[node])
-        if end_blocks[parent] >= min_blocks:
-            if parent not in num_ungrouped:
-                num_ungrouped[parent] = 0
-                heappush(deepest_first, (-int(end_blocks[parent]), parent))
-            num_ungrouped[parent] += num_ungrouped[node]
-            joined[node] = parent
+    found = _find_candidates(node_of_sequence, parents, end_blocks, num_sequences, min_blocks)
+    num_tokens = (found.num_blocks * page_size).astype(np.float64)
+    saved_by_row = num_tokens * (1 - costs.per_row_token) - costs.per_row
+    cost = num_tokens * costs.per_group_token + costs.per_group
+    is_leaf = np.ones(len(num_tokens) + 1, np.bool_)
+    is_leaf[found.parents] = False
+    leaves, inner = np.flatnonzero(is_leaf[:-1]), np.flatnonzero(~is_leaf[:-1])
+    thresholds = _thresholds(found, leaves, inner, saved_by_row, cost, min_group_size)
+    node_of_group, group_of = _form_groups(found, leaves, inner, saved_by_row, thresholds)
+    num_blocks = np.append(0, found.num_blocks[node_of_group])
+    return Grouping(group_of[found.of_sequence], num_blocks)
 
-    # Parents are visited after their children; in reverse order, a parent's group is known before its children need it.
-    for node, parent in reversed(joined.items()):
-        group_of_node[node] = group_of_node.get(parent, 0)
-    group_of_sequence = np.zeros(len(node_of_sequence), np.int64)
-    groups = np.array([group_of_node.get(node, 0) for node in nodes.tolist()], np.int64)
-    group_of_sequence[is_long] = groups[node_indices]
-    return Grouping(group_of_sequence, np.array(num_blocks))
+
+def _form_groups(
+    found: _Candidates, leaves: Int64Array, inner: Int64Array, saved_by_row: Float64Array, thresholds: Float64Array
+) -> tuple[Int64Array, Int64Array]:
+    """Arguments and thresholds as in _thresholds -> the node of each group, and [K + 1] the group of each node's own
+    rows, 0 for none."""
+    node_of_group: list[int] = []
+    group_of, saved_above = [0] * (len(thresholds) + 1), [0.0] * (len(thresholds) + 1)
+    # In reverse order, parents come first: the group that a node's rows could join is known before the node's turn.
+    rows = zip(
+        inner.tolist(), *(array[inner].tolist() for array in (found.parents, saved_by_row, thresholds)), strict=True
+    )
+    for node, parent, saved, threshold in reversed(list(rows)):
+        group_of[node], saved_above[node] = group_of[parent], saved_above[parent]
+        if saved_above[parent] < threshold:
+            node_of_group.append(node)
+            group_of[node], saved_above[node] = len(node_of_group), saved
+    groups, parents = np.array(group_of, np.int64), found.parents[leaves]
+    forms_group = np.array(saved_above)[parents] < thresholds[leaves]
+    own_groups = len(node_of_group) + np.cumsum(forms_group)
+    groups[leaves] = np.where(forms_group, own_groups, groups[parents])
+    return np.append(np.array(node_of_group, np.int64), leaves[forms_group]), groups
+
+
+def _thresholds(
+    found: _Candidates,
+    leaves: Int64Array,
+    inner: Int64Array,
+    saved_by_row: Float64Array,
+    cost: Float64Array,
+    min_group_size: int,
+) -> Float64Array:
+    """[K] The node's group is formed exactly if a row that joins the next group above saves less than this.
+
+    leaves: nodes below which there is no other; inner: all others, both in order. saved_by_row, cost: [K]; a group of m
+    rows at the node saves m * saved_by_row - cost. 0: never formed.
+
+    Let best(x) be the most that the rows below a node can save if each may also save x in a group above; it grows with
+    x. At x = 0 rows join no group. If no group is formed at the node, best is the sum over its children and its own
+    rows; it is convex, with a slope of as many rows as join the group above. That number grows where x passes the
+    threshold of a group below, whose rows are then better off above. If a group is formed at the node, the rows below
+    save as much as with x = saved_by_row, less the node's cost, whatever the group above saves. So best is the larger
+    of the two, and the threshold is where they are equal.
+    """
+    size = len(found.parents) + 1
+    thresholds = np.zeros(size - 1)
+    own_rows = found.num_rows[leaves]
+    own_thresholds = saved_by_row[leaves] - cost[leaves] / own_rows
+    is_formed = (own_thresholds > 0) & (own_rows >= min_group_size)
+    thresholds[leaves] = np.where(is_formed, own_thresholds, 0.0)
+    formed = leaves[is_formed]
+    parents, rows, limits = found.parents[formed], found.num_rows[formed], thresholds[formed]
+
+    alone = np.append(found.num_rows, 0)
+    np.add.at(alone, found.parents[leaves[~is_formed]], own_rows[~is_formed])
+    num_alone: list[int] = alone.tolist()  # rows below the node that are in no group if x = 0
+    # Of the groups below: (threshold, rows that join the group above where x passes it); the sum of these rows; and the
+    # sum of thresholds times rows. If x passes all, best grows by (num_alone + num_joining) * x - offset.
+    joins_of: list[list[tuple[float, int]]] = [[] for _ in range(size)]
+    for parent, join in zip(parents.tolist(), zip(limits.tolist(), rows.tolist(), strict=True), strict=True):
+        joins_of[parent].append(join)
+    num_joining = np.bincount(parents, rows, size).tolist()
+    offset = np.bincount(parents, rows * limits, size).tolist()
+
+    of_inner = zip(
+        inner.tolist(), *(array[inner].tolist() for array in (found.parents, saved_by_row, cost)), strict=True
+    )
+    for node, parent, saved, own_cost in of_inner:
+        joins = sorted(joins_of[node])
+        while joins and joins[-1][0] > saved:  # saves more than here and further up: stays a group
+            threshold, count = joins.pop()
+            num_joining[node] -= count
+            offset[node] -= threshold * count
+        num_rows = num_alone[node] + num_joining[node]
+        gain = num_rows * saved - offset[node] - own_cost
+        if gain > 0 and num_rows >= min_group_size:
+            num_passed, count, passed_offset = _passed(joins, num_alone[node], gain)
+            thresholds[node] = threshold = (gain + passed_offset) / count
+            joins[:num_passed] = [(threshold, count)]
+            num_joining[node] = num_rows
+            offset[node] += threshold * count - passed_offset
+        else:
+            num_alone[parent] += num_alone[node]
+        joins_of[parent] += joins
+        num_joining[parent] += num_joining[node]
+        offset[parent] += offset[node]
+    return thresholds
+
+
+def _passed(joins: list[tuple[float, int]], num_alone: int, gain: float) -> tuple[int, int, float]:
+    """How many of the sorted `joins` the smallest x passes at which best without a group here has grown by `gain`; the
+    rows that then join the group above; and the offset: x is (gain + offset) / rows."""
+    num_rows, offset = num_alone, 0.0
+    for index, (threshold, count) in enumerate(joins):
+        if num_rows * threshold - offset >= gain:
+            return index, num_rows, offset
+        num_rows += count
+        offset += threshold * count
+    return len(joins), num_rows, offset
+
+
+def _find_candidates(
+    node_of_sequence: Int64Array,
+    parents: Int32Array,
+    end_blocks: Int32Array,
+    num_sequences: Int32Array,
+    min_blocks: int,
+) -> _Candidates:
+    """Arguments as for group_by_prefix. Candidates are the deepest shared nodes, and the nodes above them where other
+    sequences join: between two of these, the same sequences share less."""
+    deepest = deepest_shared_nodes(node_of_sequence, parents, num_sequences)
+    own, index_in_own, counts = np.unique(deepest, return_inverse=True, return_counts=True)
+    is_long = end_blocks[own] >= min_blocks
+    level = own[is_long]
+    nodes, ups = level, np.zeros(0, np.int32)
+    for _ in range(MOST_ANCESTORS):
+        up = _next_joined(level, parents, num_sequences)
+        up[end_blocks[up] < min_blocks] = 0
+        ups = np.concatenate((ups, up))
+        level = np.setdiff1d(up[up > 0], nodes)
+        if not level.size:
+            break
+        nodes = np.concatenate((nodes, level))
+    ups = np.concatenate((ups, np.zeros(len(nodes) - len(ups), np.int32)))
+
+    order = np.argsort(-end_blocks[nodes], kind="stable")
+    nodes, ups = nodes[order], ups[order]
+    by_index = np.argsort(nodes)
+
+    def positions(wanted: Int32Array) -> Int64Array:
+        """[len(wanted)] positions of candidates, which `wanted` must be."""
+        return by_index[np.searchsorted(nodes, wanted, sorter=by_index)]
+
+    own_positions = np.full(len(own), len(nodes), np.int64)
+    own_positions[is_long] = positions(own[is_long])
+    num_rows = np.zeros(len(nodes) + 1, np.int64)
+    num_rows[own_positions] = counts  # the last entry is not used
+    parent_positions = np.full(len(nodes), len(nodes), np.int64)
+    parent_positions[ups > 0] = positions(ups[ups > 0])
+    return _Candidates(
+        parent_positions,
+        num_rows[:-1],
+        end_blocks[nodes].astype(np.int64),
+        own_positions[index_in_own],
+    )
+
+
+def _next_joined(nodes: Int32Array, parents: Int32Array, num_sequences: Int32Array) -> Int32Array:
+    """The first node above each of `nodes` that more sequences use; a node before it if that is far away."""
+    up = parents[nodes]
+    for _ in range(_MOST_SKIPPED):
+        is_same = num_sequences[up] == num_sequences[nodes]
+        if not is_same.any():
+            break
+        up = np.where(is_same, parents[up], up)
+    return up

@@ -12,6 +12,9 @@ from tokasaurus.manager.planning.kv_simulation import SharedLoads
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
+_MOST_SINGLE_LEVELS = 8
+"""Levels climbed one by one, before all nodes of the tree are visited."""
+
 
 @dataclass(frozen=True, slots=True)
 class SharedBlocks:
@@ -32,15 +35,20 @@ def deepest_shared_nodes(
 ) -> Int32Array:
     """[N] deepest node on the path of each sequence that another sequence uses too; the root if there is none.
 
-    Arguments as for find_shared_blocks. Each round doubles the number of levels climbed, so a deep tree takes few
-    rounds.
+    Arguments as for find_shared_blocks. The first rounds climb one level each and take O(N), however large the tree.
+    After them, each round doubles the number of levels climbed, so a deep tree takes few rounds.
     """
     assert num_sequences[0] >= 2, "the root must count as shared, or the climb does not end"
+    deepest: Int32Array = node_of_sequence.astype(parents.dtype)
+    for _ in range(_MOST_SINGLE_LEVELS):
+        is_private = num_sequences[deepest] < 2
+        if not is_private.any():
+            return deepest
+        deepest = np.where(is_private, parents[deepest], deepest)
     toward_shared = np.where(num_sequences < 2, parents, np.arange(len(parents), dtype=parents.dtype))
-    deepest: Int32Array = toward_shared[node_of_sequence]
     while num_sequences[deepest].min(initial=2) < 2:
-        toward_shared = toward_shared[toward_shared]
         deepest = toward_shared[deepest]
+        toward_shared = toward_shared[toward_shared]
     return deepest
 
 

@@ -18,7 +18,7 @@ from tokasaurus.manager.state.sequence import Sequence, TokenCounts
 from tokasaurus.manager.state.sequence_queues import SequenceQueues
 from tokasaurus.manager.state.slot_arrays import SlotArrays
 from tokasaurus.messages.generation import SequenceDelta
-from tokasaurus.messages.lifecycle import EngineLimits, EngineStats
+from tokasaurus.messages.lifecycle import KV_READS, EngineLimits, EngineStats, HydragenCosts
 from tokasaurus.monitoring.step_stats import StepTotals
 from tokasaurus.text.stop_strings import StopTokens
 
@@ -51,6 +51,8 @@ class HydragenOptions:
     """Fewest sequences in a group."""
     min_blocks: int
     """Fewest blocks in the shared prefix."""
+    costs: HydragenCosts = KV_READS
+    """A group is formed only if it saves time by these."""
 
 
 @dataclass(frozen=True, slots=True)

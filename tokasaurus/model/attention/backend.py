@@ -11,7 +11,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-# T tokens in this forward, H query heads, K key/value heads, D head size, S segments, B blocks of the longest segment
+from tokasaurus.model.staging.staging import Staging
+
+# T tokens in this forward, H query heads, K key/value heads, D head size, S segments, B blocks of the longest segment,
+# N blocks of all segments together
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +44,36 @@ class KVShape:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockLists:
+    """A part's segments on a device other than the host: compressed sparse rows (CSR) of blocks, and lengths.
+
+    The device's tensors are filled after plan, by the time that the forward's first layer runs.
+    """
+
+    host_starts: Tensor
+    """int32 [S + 1], on the host: segment s has the blocks host_starts[s] : host_starts[s + 1] of `blocks`."""
+
+    starts: Tensor
+    """int32 [S + 1], the same on the device."""
+
+    blocks: Tensor
+    """int32 [N], block ids."""
+
+    last_lengths: Tensor
+    """int32 [S], tokens in each segment's last block."""
+
+    query_starts: Tensor
+    """int32 [S + 1], as in PagedPart."""
+
+    kv_lengths: Tensor
+    """int32 [S], as in PagedPart."""
+
+
+@dataclass(frozen=True, slots=True)
 class PagedPart:
     """Consecutive query rows of a forward, in S segments, each with its own list of blocks.
 
-    Its tensors are on the host, where a backend's plan reads them.
+    Its tensors are on the host, where a backend's plan reads them; `lists` has what the device reads.
     """
 
     first_row: int
@@ -55,8 +84,8 @@ class PagedPart:
     query_starts: Tensor
     """int32 [S + 1], relative to first_row: segment s has rows query_starts[s] : query_starts[s + 1]."""
 
-    block_table: Tensor
-    """int32 [S, B]. Segments may share blocks."""
+    block_table: Tensor | None
+    """int32 [S, B]. Segments may share blocks. None if `lists` has the blocks."""
 
     kv_lengths: Tensor
     """int32 [S], tokens to attend to. Later positions in the segment's blocks may have any finite values; later blocks
@@ -69,6 +98,9 @@ class PagedPart:
     is_partial: bool = False
     """The part covers only some of the tokens its rows attend to. Its output stays float32, to be merged with another
     part's."""
+
+    lists: BlockLists | None = None
+    """None if the device is the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +116,9 @@ class PagedLayout:
     prefix: PagedPart | None = None
     """Shared prefixes of the rows of parts[0], one segment per prefix group; parts[0] then covers the tokens after the
     prefix, and both are partial. None without prefix groups."""
+
+    staging: Staging | None = None
+    """Brings the arrays of a backend's plan to the device; None if the plan does so itself."""
 
 
 class AttentionBackend(Protocol):
@@ -105,7 +140,11 @@ class AttentionBackend(Protocol):
         """
 
     def plan(self, layout: PagedLayout) -> None:
-        """Prepare for the layers of one forward."""
+        """Prepare for the layers of one forward.
+
+        Reads only the layout's host tensors, and launches nothing on a device: the layout's tensors there, and those
+        that the plan stages, are filled afterwards.
+        """
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
         """Store key and value [T, K, D] at the planned layout's kv_indices."""

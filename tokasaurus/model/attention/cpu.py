@@ -82,6 +82,7 @@ class CpuBackend:
 
 def _struct(part: PagedPart) -> PagedPartStruct:
     table = part.block_table
+    assert table is not None, "a CPU reads tables on the host"
     return PagedPartStruct(
         *(part.first_row, part.num_rows, table.shape[0], part.query_starts.data_ptr()),
         *(table.data_ptr(), table.stride(0), part.kv_lengths.data_ptr(), part.causal, part.is_partial),

@@ -36,10 +36,10 @@ class ReferenceBackend:
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
         output = torch.empty(query.shape, dtype=torch.float32 if part.is_partial else query.dtype, device=query.device)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        for segment in range(part.block_table.shape[0]):
+        for segment in range(len(part.kv_lengths)):
             start, end = part.query_starts[segment : segment + 2].tolist()
             kv_length = int(part.kv_lengths[segment])
-            key, value = self._gather(layer_index, part.block_table[segment], kv_length)
+            key, value = self._gather(layer_index, _blocks_of(part, segment), kv_length)
             for row in range(start, end):
                 visible = kv_length - (end - 1 - row) if part.causal else kv_length
                 output[row], lse[row] = self._attend_one(query[row], key[:visible], value[:visible])
@@ -63,3 +63,12 @@ class ReferenceBackend:
         """query [H, D], key and value [L, H, D] -> output [H, D] and lse [H] in float32."""
         scores = torch.einsum("hd,lhd->hl", query.float(), key) * query.shape[-1] ** -0.5
         return torch.einsum("hl,lhd->hd", scores.softmax(dim=-1), value), scores.logsumexp(dim=-1)
+
+
+def _blocks_of(part: PagedPart, segment: int) -> Tensor:
+    """int32, at least as many blocks as the segment has."""
+    if part.lists is not None:
+        start, end = part.lists.host_starts[segment : segment + 2].tolist()
+        return part.lists.blocks[start:end]
+    assert part.block_table is not None
+    return part.block_table[segment]

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, as_stored
+from tokasaurus.model.attention.block_lists import padded_tables
 from tokasaurus.model.attention.shared_prefix import merge_partial
+from tokasaurus.model.staging.staging import DirectStaging
 
 # T tokens, S segments in a bucket, H query heads, K key/value heads, G = H / K, D head size, B blocks, P page size,
 # L = B * P tokens of KV, Q query rows of a segment
@@ -58,6 +60,7 @@ class TorchBackend:
 
     def plan(self, layout: PagedLayout) -> None:
         self._kv_indices = layout.kv_indices
+        self._staging = layout.staging or DirectStaging(self._shape.device)
         self._layout = layout  # keeps the parts alive: _buckets is keyed by their ids
         parts = layout.parts if layout.prefix is None else (*layout.parts, layout.prefix)
         self._buckets = {id(part): self._make_buckets(part) for part in parts}
@@ -138,7 +141,7 @@ class TorchBackend:
 
     def _pad(self, part: PagedPart, members: list[int], starts: list[int], lengths: list[int]) -> list[_Bucket]:
         """One bucket of these segments, or several of consecutive rows if one segment alone has too many scores."""
-        device = self._shape.device
+        staging = self._staging
         index = torch.tensor(members)
         longest = max(lengths[member] for member in members)
         first = part.query_starts[index].long()
@@ -155,10 +158,10 @@ class TorchBackend:
             # A padding row sees one token, so that its softmax is finite; its result is dropped.
             visible = visible.masked_fill(~is_row, 1)
             num_blocks = -(-int(visible.max()) // self._shape.page_size)  # early rows of a long prefill see few tokens
-            table = part.block_table[index, :num_blocks].long().flatten().to(device)
+            table = padded_tables(part, index, num_blocks, staging)
             rows = (first.unsqueeze(1) + offsets).masked_fill(~is_row, 0)
             valid = is_row.flatten().nonzero().squeeze(1)
-            buckets.append(_Bucket(table, rows.to(device), valid.to(device), visible.to(device)))
+            buckets.append(_Bucket(table, *(staging.to_device(x.numpy()) for x in (rows, valid, visible))))
         return buckets
 
 

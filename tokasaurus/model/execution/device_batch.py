@@ -1,20 +1,21 @@
 """Build the tensors of one forward from its ForwardInput and the state of the slots."""
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.messages.forward import ForwardInput, PrefixGroups, PromptLogprobsInput
-from tokasaurus.model.attention.backend import PagedLayout, PagedPart
+from tokasaurus.messages.forward import ForwardInput, PromptLogprobsInput
+from tokasaurus.model.attention.backend import PagedLayout
+from tokasaurus.model.execution.layout import LayoutBuilder
 from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.sampling.noise import position_keys
-from tokasaurus.model.sampling.params import params_to_device
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE, PromptLogprobTargets
 from tokasaurus.model.sampling.sample import SamplingRows, TopRows
+from tokasaurus.model.staging.staging import Staging
 
 # T tokens, S rows of the batch (one per running slot), R rows that sample; T and R with padding, if any
 
@@ -70,17 +71,15 @@ def padded_count(count: int) -> int:
 
 
 def build_batch(
-    step: ForwardInput, slots: SlotTable, page_size: int, device: torch.device, is_padded: bool = True
+    step: ForwardInput, slots: SlotTable, page_size: int, staging: Staging, is_padded: bool = True
 ) -> DeviceBatch:
-    """The batch of `step`. Advances the slots' positions past the step.
+    """The batch of `step`, whose device tensors are filled once `staging` has sent them. Advances the slots' positions
+    past the step.
 
     Precondition: the changes of `step` are already applied to `slots`.
     is_padded: pad tokens and logit rows to one of few counts.
     """
-
-    def to_device(array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
+    to_device = staging.to_device
     first_positions = slots.positions[step.slots]
     kv_lengths = first_positions + step.num_tokens
     slots.positions[step.slots] = kv_lengths
@@ -95,30 +94,36 @@ def build_batch(
     blocks[token_positions < slots.first_writes[step.slots][token_rows]] = 0
     kv_indices = blocks.astype(np.int64) * page_size + token_positions % page_size
 
-    decoded = slots.last_tokens[to_device(step.slots[: step.num_decode].astype(np.int64))]
-
     def pad(count: int) -> NDArray[np.int64]:
         return np.zeros(padded_count(count) - count if is_padded else 0, np.int64)
 
     padding = pad(int(starts[-1]))  # token 0 at position 0, its key and value in the padding block
-    token_ids = torch.cat((decoded, to_device(np.concatenate((step.prompt_ids, padding)))))
-
     all_kv_indices = to_device(np.concatenate((kv_indices, padding)))
-    slots.rules.tokens[all_kv_indices] = token_ids.int()
+    token_ids = torch.empty(len(all_kv_indices), dtype=torch.int64, device=all_kv_indices.device)
+    decode_slots = to_device(step.slots[: step.num_decode].astype(np.int64))
+    prompt_ids = to_device(np.concatenate((step.prompt_ids, padding)))
+
+    def fill_token_ids() -> None:
+        torch.cat((slots.last_tokens[decode_slots], prompt_ids), out=token_ids)
+        slots.rules.tokens[all_kv_indices] = token_ids.int()
+
+    staging.then(fill_token_ids)
 
     # A decode row is past its prompt; a prefill row samples if its chunk ends the prompt.
     samples = kv_lengths >= slots.num_prompt_tokens[step.slots]
     sampled_slots = step.slots[samples]
+    device_slots = to_device(sampled_slots.astype(np.int64))
     params = slots.sampling.take(sampled_slots)  # several times as fast as indexing a structured array
     want_logprobs = slots.want_logprobs[sampled_slots]
     any_logprobs = bool(want_logprobs.any())
     keys = position_keys(slots.noise_keys[sampled_slots], kv_lengths[samples])
+    first_blocks = partial(slots.first_blocks, staging=staging)
     sampling = SamplingRows(
         params=params,
-        device_params=params_to_device(params, device),
+        device_params=slots.device_params(params, device_slots, staging),
         noise_keys=to_device(keys.astype(np.int64)),
         any_logprobs=any_logprobs,
-        rules=slots.rules.select(sampled_slots, kv_lengths[samples], slots.block_tables, page_size),
+        rules=slots.rules.select(sampled_slots, kv_lengths[samples], first_blocks, page_size, staging),
         top=_top_rows(slots.num_top_logprobs[sampled_slots]) if any_logprobs else None,
         masks=step.masks,
     )
@@ -131,14 +136,13 @@ def build_batch(
         prompt_logprobs = PromptLogprobTargets(
             to_device(rows), to_device(step.prompt_logprobs.target_ids), step.prompt_logprobs.num_top
         )
-    parts, prefix = _parts(step, slots, starts, kv_lengths, page_size)
     return DeviceBatch(
         token_ids=token_ids,
         positions=to_device(np.concatenate((token_positions, padding))),
         logit_rows=to_device(np.concatenate((logit_rows, pad(len(logit_rows))))),
         num_sampled=len(logit_rows),
-        sampled_slots=to_device(sampled_slots.astype(np.int64)),
-        layout=PagedLayout(all_kv_indices, parts, prefix),
+        sampled_slots=device_slots,
+        layout=LayoutBuilder(step, slots, starts, kv_lengths, page_size, staging).build(all_kv_indices),
         sampling=sampling,
         want_logprobs=want_logprobs,
         token_slots=step.slots[token_rows],
@@ -162,68 +166,3 @@ def _top_rows(counts: NDArray[np.int32]) -> TopRows | None:
     """counts: int32 [R], number of top-k logprobs that each row asked for. None if no row asked."""
     rows = np.flatnonzero(counts)
     return TopRows(rows, int(counts.max())) if len(rows) else None
-
-
-def _parts(
-    step: ForwardInput,
-    slots: SlotTable,
-    starts: NDArray[np.int32],
-    kv_lengths: NDArray[np.int32],
-    page_size: int,
-) -> tuple[tuple[PagedPart, ...], PagedPart | None]:
-    """The parts of the layout, and the prefix part of the prefix groups.
-
-    Parts, each omitted if empty: grouped decode rows over the tokens after their prefix; the other decode rows; the
-    prefill rows.
-    """
-    num_grouped, prefix = 0, None
-    skipped = np.zeros(len(step.slots), np.int32)  # blocks of each row that the prefix part covers
-    if step.groups is not None:
-        num_grouped = int(step.groups.sizes.sum())
-        skipped[:num_grouped] = np.repeat(step.groups.num_blocks, step.groups.sizes)
-        prefix = _prefix_part(step.slots, step.groups, slots.block_tables, page_size)
-    parts = []
-    for begin, end in ((0, num_grouped), (num_grouped, step.num_decode), (step.num_decode, len(step.slots))):
-        if begin == end:
-            continue
-        is_partial = end == num_grouped
-        own_lengths = kv_lengths[begin:end] - skipped[begin:end] * np.int32(page_size)
-        longest = int(own_lengths.max())
-        num_columns = -(-longest // page_size)
-        if is_partial:
-            columns = skipped[begin:end, None] + np.arange(num_columns)
-            np.minimum(columns, slots.block_tables.shape[1] - 1, out=columns)
-            tables = slots.block_tables[step.slots[begin:end, None], columns]
-        else:
-            tables = slots.block_tables[step.slots[begin:end], :num_columns]
-        parts.append(
-            PagedPart(
-                first_row=int(starts[begin]),
-                num_rows=int(starts[end] - starts[begin]),
-                query_starts=torch.from_numpy(starts[begin : end + 1] - starts[begin]),
-                block_table=torch.from_numpy(tables),
-                kv_lengths=torch.from_numpy(own_lengths),
-                causal=True,
-                is_partial=is_partial,
-            )
-        )
-    return tuple(parts), prefix
-
-
-def _prefix_part(
-    row_slots: NDArray[np.int32], groups: PrefixGroups, block_tables: NDArray[np.int32], page_size: int
-) -> PagedPart:
-    """One segment per group; its blocks are the first blocks in the table of the group's first row."""
-    query_starts = np.zeros(len(groups.sizes) + 1, np.int32)
-    np.cumsum(groups.sizes, out=query_starts[1:])
-    lengths = groups.num_blocks * np.int32(page_size)
-    tables = block_tables[row_slots[query_starts[:-1]], : int(groups.num_blocks.max())]
-    return PagedPart(
-        first_row=0,
-        num_rows=int(query_starts[-1]),
-        query_starts=torch.from_numpy(query_starts),
-        block_table=torch.from_numpy(tables),
-        kv_lengths=torch.from_numpy(lengths),
-        causal=False,
-        is_partial=True,
-    )

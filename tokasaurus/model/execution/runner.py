@@ -17,26 +17,29 @@ from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, compute_prompt_logprobs
 from tokasaurus.model.sampling.sample import Sampled, sample
+from tokasaurus.model.staging.packed import PackedStaging
+from tokasaurus.model.staging.results import Fetched, HostResults, PackedResults, Results
+from tokasaurus.model.staging.staging import DirectStaging, Staging
+from tokasaurus.model.staging.transfers import CudaTransfers, Transfers
 
 # T tokens in this forward, E hidden size, R rows that sample
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The sampled tokens and logprobs of one step; the copies to the host may still be running."""
+    """The sampled tokens and logprobs of one step; the copy to the host may still be running."""
 
     step_id: int
-    token_ids: Tensor
-    """int32 [R]."""
-
-    logprobs: Tensor | None
-    """float32 [R], or None if no row asked."""
+    outputs: Fetched
+    """token_ids int32 [R]; is_finite bool [T], whether a token's hidden state, and the logits computed from it, if any,
+    are finite. If some row asked for them: logprobs float32 [R]; top_ids and top_logprobs of Sampled; the fields of
+    PromptLogprobsOutput, each with "prompt_" before its name."""
 
     want_logprobs: NDArray[np.bool_]
     """bool [R], rows that asked for logprobs."""
 
-    is_finite: Tensor
-    """bool [T], whether a token's hidden state, and the logits computed from it, if any, are finite."""
+    top_rows: NDArray[np.int64] | None
+    """int64 [A], rows that asked for top-k logprobs; None if no row asked."""
 
     token_slots: NDArray[np.int32]
     """int32 [T]."""
@@ -47,32 +50,19 @@ class StepResult:
     token_blocks: NDArray[np.int32]
     """int32 [T]."""
 
-    arrived: torch.cuda.Event | None
-    """Recorded after the copies on an asynchronous device; None if the tensors are already on the host."""
-
     num_recompiles: int = 0
     """Compilations after warm-up that this step waited for."""
 
     phase_seconds: tuple[float, ...] = ()
     """As in ForwardOutput."""
 
-    top: tuple[NDArray[np.int64], Tensor, Tensor] | None = None
-    """Rows that asked for top-k logprobs, int64 [A], with top_ids and top_logprobs of Sampled; None if no row asked."""
-
-    prompt_logprobs: TokenLogprobs | None = None
-    """Prompt logprobs; None if no row asked."""
-
     def host_token_ids(self) -> NDArray[np.int32]:
         """int32 [R]. Waits for this step, not for later ones."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.token_ids.numpy()
+        return self.outputs.arrays()["token_ids"]
 
     def host_nonfinite(self) -> NonfiniteTokens | None:
         """Tokens that are not finite; None if all are. Waits for this step."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        tokens = np.flatnonzero(~self.is_finite.numpy())
+        tokens = np.flatnonzero(~self.outputs.arrays()["is_finite"])
         if not len(tokens):
             return None
         first = tokens[np.unique(self.token_slots[tokens], return_index=True)[1]]
@@ -80,35 +70,22 @@ class StepResult:
 
     def host_logprobs(self) -> NDArray[np.float32] | None:
         """float32 [R], NaN for rows that did not ask; None if no row asked. Waits for this step."""
-        if self.logprobs is None:
-            return None
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return np.where(self.want_logprobs, self.logprobs.numpy(), np.float32(np.nan))
+        logprobs = self.outputs.arrays().get("logprobs")
+        return None if logprobs is None else np.where(self.want_logprobs, logprobs, np.float32(np.nan))
 
     def host_top(self) -> TopOfRows | None:
         """Top-k logprobs of sampled tokens; None if no row asked. Waits for this step."""
-        if self.top is None:
+        if self.top_rows is None:
             return None
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        rows, token_ids, logprobs = self.top
-        return TopOfRows(rows, token_ids.numpy(), logprobs.numpy())
+        arrays = self.outputs.arrays()
+        return TopOfRows(self.top_rows, arrays["top_ids"], arrays["top_logprobs"])
 
     def host_prompt_logprobs(self) -> PromptLogprobsOutput | None:
         """Prompt logprobs; None if no row asked. Waits for this step."""
-        if self.prompt_logprobs is None:
+        arrays = self.outputs.arrays()
+        if "prompt_logprobs" not in arrays:
             return None
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return PromptLogprobsOutput(*(tensor.numpy() for tensor in self.prompt_logprobs))
-
-
-def _copy_to_host(tensor: Tensor) -> Tensor:
-    """Start a copy without waiting for it, which requires pinned memory. A CPU tensor is returned as it is."""
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        return PromptLogprobsOutput(*(arrays[f"prompt_{name}"] for name in TokenLogprobs._fields))
 
 
 class ModelRunner:
@@ -123,13 +100,18 @@ class ModelRunner:
         device: torch.device,
         kernels: Kernels | None,
         compiler: Compiler | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
-        """compiler: compiles parts of the model; None if nothing is compiled."""
+        """compiler: compiles parts of the model; None if nothing is compiled. transfers: how arrays
+        reach the device and results return; None: as is best for `device`."""
         self._model = model
         self._backend = backend
         self._slots = slots
         self._page_size = page_size
-        self._device = device
+        if transfers is None and device.type != "cpu":
+            transfers = CudaTransfers(device)
+        self._staging: Staging = DirectStaging(device) if transfers is None else PackedStaging(transfers)
+        self._results: Results = HostResults() if transfers is None else PackedResults(transfers)
         self._kernels = kernels
         self._compiler = compiler
         self._executor = choose_executor(model, backend)
@@ -143,43 +125,36 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, step: ForwardInput) -> StepResult:
         """Run one step. On an asynchronous device, returns before the result is computed."""
-        self._slots.apply(step.changes)
-        batch = build_batch(step, self._slots, self._page_size, self._device, not self.always_on_kernels)
+        staging = self._staging
+        staging.begin()
+        self._slots.apply(step.changes, staging)
+        batch = build_batch(step, self._slots, self._page_size, staging, not self.always_on_kernels)
         self._backend.plan(batch.layout)
+        staging.send()
         hidden = self._model(batch.token_ids, None, batch.positions, self._executor, batch.layout)
         is_finite = torch.linalg.vector_norm(hidden[: len(batch.token_slots)], torch.inf, dim=-1) < torch.inf
         sampled = self._sample(hidden, batch)
         is_finite[batch.logit_rows[: batch.num_sampled]] &= sampled.tokens >= 0
         tokens = sampled.tokens.clamp(min=0)  # later steps may embed it before the manager ends the sequence
         self._slots.last_tokens[batch.sampled_slots] = tokens
-        host_tokens = _copy_to_host(tokens.int())
-        host_logprobs = None if sampled.logprobs is None else _copy_to_host(sampled.logprobs)
-        top = None
-        if batch.sampling.top is not None and sampled.top_ids is not None and sampled.top_logprobs is not None:
-            top = batch.sampling.top.rows, _copy_to_host(sampled.top_ids), _copy_to_host(sampled.top_logprobs)
-        prompt_logprobs = None
+        outputs = {"token_ids": tokens.int(), "is_finite": is_finite}
+        optional = ("logprobs", sampled.logprobs), ("top_ids", sampled.top_ids), ("top_logprobs", sampled.top_logprobs)
+        outputs |= {name: tensor for name, tensor in optional if tensor is not None}
         if batch.prompt_logprobs is not None:
             computed = compute_prompt_logprobs(hidden, batch.prompt_logprobs, self._model.logits, self._kernels)
             is_finite[batch.prompt_logprobs.rows[: len(computed.logprobs)]] &= torch.isfinite(computed.logprobs)
-            prompt_logprobs = TokenLogprobs(*map(_copy_to_host, computed))
-        arrived = None
-        if self._device.type == "cuda":
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
+            outputs |= {f"prompt_{name}": tensor for name, tensor in computed._asdict().items()}
+        staging.finish()
         return StepResult(
             step.step_id,
-            host_tokens,
-            host_logprobs,
+            self._results.fetch(outputs),
             batch.want_logprobs,
-            _copy_to_host(is_finite),
+            None if batch.sampling.top is None else batch.sampling.top.rows,
             batch.token_slots,
             batch.token_positions,
             batch.token_blocks,
-            arrived,
             self._new_recompiles(),
             () if self._kernels is None else self._kernels.phase_seconds(),
-            top,
-            prompt_logprobs,
         )
 
     def _sample(self, hidden: Tensor, batch: DeviceBatch) -> Sampled:

@@ -5,11 +5,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tokasaurus.messages.sampling import SAMPLING_DTYPE
 from tokasaurus.messages.slots import SlotChanges, SlotOpens
+from tokasaurus.model.execution.device_slots import DeviceSlots
 from tokasaurus.model.sampling.logit_rules import SlotRules
 from tokasaurus.model.sampling.noise import sequence_keys
+from tokasaurus.model.sampling.params import params_to_device
+from tokasaurus.model.staging.staging import ON_HOST, Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,8 @@ class SlotTableSize:
 class SlotTable:
     """State per slot, in arrays indexed by slot.
 
-    All are on the host, except tokens (last_tokens, rules.tokens): no step waits for those to reach the host.
+    All are on the host, except tokens (last_tokens, rules.tokens): no step waits for those to reach the host. If the
+    device is not the host, on_device has copies of the arrays that forwards read there and that would be long to send.
     """
 
     def __init__(self, size: SlotTableSize, device: torch.device) -> None:
@@ -46,14 +51,17 @@ class SlotTable:
         self.num_top_logprobs: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.rules = SlotRules(slots, device)
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.on_device = None if device.type == "cpu" else DeviceSlots(slots, size.max_blocks, device)
 
-    def apply(self, changes: SlotChanges) -> None:
+    def apply(self, changes: SlotChanges, staging: Staging = ON_HOST) -> None:
         """Close slots, open slots, append blocks, then copy the beginnings of block tables."""
         self.block_tables[changes.closed] = 0
         self.num_blocks[changes.closed] = 0
         self.rules.close(changes.closed)
         if changes.opened is not None:
             self._open(changes.opened)
+            if self.on_device is not None:
+                self.on_device.open(changes.opened, staging)
         copies = changes.copies
         if copies is not None:
             self.num_blocks[copies.slots] = copies.num_blocks
@@ -64,11 +72,32 @@ class SlotTable:
             ordered = slots[order]
             first = np.searchsorted(ordered, ordered, side="left")
             rank = np.arange(len(ordered)) - first
-            self.block_tables[ordered, self.num_blocks[ordered] + rank] = changes.block_ids[order]
+            columns, ids = self.num_blocks[ordered] + rank, changes.block_ids[order]
+            self.block_tables[ordered, columns] = ids
+            if self.on_device is not None:
+                self.on_device.append(ordered, columns, ids, staging)
             np.add.at(self.num_blocks, slots, 1)
         if copies is not None:
             for slot, source, num_blocks in zip(copies.slots, copies.source_slots, copies.num_blocks, strict=True):
                 self.block_tables[slot, :num_blocks] = self.block_tables[source, :num_blocks]
+            if self.on_device is not None:
+                self.on_device.copy(copies, staging)
+
+    def first_blocks(self, slots: NDArray[np.int32], num_blocks: int, staging: Staging) -> Tensor:
+        """The first num_blocks blocks of the tables of slots [A]: int32 [A, num_blocks], contiguous, on the device once
+        staged work is launched."""
+        if self.on_device is not None:
+            return self.on_device.tables(slots, num_blocks, staging)
+        return staging.to_device(np.ascontiguousarray(self.block_tables[slots, :num_blocks]))
+
+    def device_params(self, params: NDArray[np.void], slots: Tensor, staging: Staging) -> Tensor:
+        """Sampling parameters of A slots on the device, int32 [A, F], once staged work is launched.
+
+        params: SAMPLING_DTYPE [A], of the slots. slots: int64 [A], staged.
+        """
+        if self.on_device is not None:
+            return self.on_device.sampling(slots, staging)
+        return params_to_device(params, slots.device)
 
     def _open(self, opened: SlotOpens) -> None:
         slots = opened.slots

@@ -1,7 +1,7 @@
 """Logit biases and penalties: store them per slot and apply them to rows of logits."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokasaurus.messages.slots import LogitRules
 from tokasaurus.model.sampling.params import ParamColumns
+from tokasaurus.model.staging.staging import Staging
 
 # R rows that sample, V vocabulary
 
@@ -93,13 +94,15 @@ class SlotRules:
         self,
         slots: NDArray[np.int32],
         num_tokens: NDArray[np.int32],
-        block_tables: NDArray[np.int32],
+        tables_of: Callable[[NDArray[np.int32], int], Tensor],
         page_size: int,
+        staging: Staging,
     ) -> RuledRows | None:
         """The rows whose rules apply in this step; None if there are none.
 
         slots: int32 [R], of the rows that sample. num_tokens: int32 [R], tokens that their sequences have so far.
-        block_tables: int32 [slots, max_blocks], of all slots.
+        tables_of: maps slots, int32 [A], and a number of blocks to the first blocks of their tables, int32 [A, blocks]
+        on the device.
         """
         rows = np.flatnonzero(self._has_penalties[slots] | (num_tokens < self._last_bias_ends[slots]))
         if not len(rows):
@@ -118,16 +121,13 @@ class SlotRules:
             rows=rows,
             tokens=self.tokens,
             page_size=page_size,
-            block_tables=self._to_device(block_tables[slots, : -(-int(lengths.max()) // page_size)]),
-            lengths=self._to_device(lengths),
-            num_request_tokens=self._to_device(self._num_request_tokens[slots]),
+            block_tables=tables_of(slots, -(-int(lengths.max()) // page_size)),
+            lengths=staging.to_device(lengths),
+            num_request_tokens=staging.to_device(self._num_request_tokens[slots]),
             bias_starts=starts,
-            bias_ids=self._to_device(np.concatenate([ids for ids, _ in biases])),
-            bias_values=self._to_device(np.concatenate([values for _, values in biases])),
+            bias_ids=staging.to_device(np.concatenate([ids for ids, _ in biases])),
+            bias_values=staging.to_device(np.concatenate([values for _, values in biases])),
         )
-
-    def _to_device(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
 
 _NO_BIAS = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32)

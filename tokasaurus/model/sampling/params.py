@@ -17,10 +17,14 @@ ParamColumns: TypeAlias = dict[str, Tensor]
 """Each field of SAMPLING_DTYPE, by name: float32 or int32 [R]."""
 
 
+def as_words(params: NDArray[np.void]) -> NDArray[np.int32]:
+    """SAMPLING_DTYPE [R] -> int32 [R, F], which shares its memory."""
+    return params.view(np.int32).reshape(len(params), len(_DTYPES))
+
+
 def params_to_device(params: NDArray[np.void], device: torch.device) -> Tensor:
     """SAMPLING_DTYPE [R] -> int32 [R, F]: the same bytes in one copy, or the same memory if `device` is the CPU."""
-    words = params.view(np.int32).reshape(len(params), len(_DTYPES))
-    return torch.from_numpy(words).to(device)
+    return torch.from_numpy(as_words(params)).to(device)
 
 
 def columns_of(device_params: Tensor) -> ParamColumns:

@@ -1,5 +1,7 @@
 """Sample tokens from logits, and compute their log-probabilities."""
 
+import functools
+import importlib.util
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,6 +90,8 @@ def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -> Sampl
     assert masks is None or masks.bits.shape == (len(masks.rows), num_mask_words(logits.shape[1])), "one bit per token"
     if kernels is not None and logits.device.type == "cpu" and logits.dtype in ACTIVATION_DTYPES:
         return _sample_by_kernels(logits, rows, kernels)
+    if logits.device.type == "cuda" and _has_triton():
+        return sample_by_triton(logits, rows)
     any_sampled = bool((rows.params["temperature"] > 0).any())
     is_plain = not any_sampled and rows.rules is None and masks is None
     drawn = logits.argmax(dim=-1) if is_plain else _draw(logits, rows, any_sampled)
@@ -125,6 +129,38 @@ def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> 
         top = index_of_row, torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32)
     kernels.sample(logits, rows.device_params, rows.noise_keys, rules, masks, tokens, logprobs, top)
     return Sampled(tokens, logprobs, *(() if top is None else top[1:]))
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def sample_by_triton(logits: Tensor, rows: SamplingRows) -> Sampled:
+    """As `sample`, in one kernel, or one for each 64 rows if the logits of some are changed."""
+    from tokasaurus.model.sampling import triton_sample
+
+    masks = None
+    if rows.masks is not None:
+        bits = torch.from_numpy(rows.masks.bits.view(np.int32)).to(logits.device)
+        masks = _indices_of_rows(rows.masks.rows, len(logits)).to(logits.device), bits
+    parts = []
+    for chunk in _chunks(len(logits)) if rows.rules is not None else [slice(0, len(logits))]:
+        changed = None
+        if rows.rules is not None:
+            # All rows of the chunk are copied: which ones have rules need not be known on the device.
+            adjusted = logits[chunk].to(torch.float32, copy=True)
+            change_logits(adjusted, rows.rules, columns_of(rows.device_params[chunk]), chunk.start)
+            changed = torch.arange(len(adjusted), dtype=torch.int32, device=logits.device), adjusted
+        own_masks = None if masks is None else (masks[0][chunk], masks[1])
+        parts.append(
+            triton_sample.draw(logits[chunk], rows.device_params[chunk], rows.noise_keys[chunk], changed, own_masks)
+        )
+    tokens, chosen, normalizers = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    if not rows.any_logprobs:
+        return Sampled(tokens)
+    top = () if rows.top is None else _top_logprobs(logits, rows.top, normalizers)
+    return Sampled(tokens, chosen - normalizers, *top)
 
 
 def _indices_of_rows(rows: NDArray[np.integer[Any]], num_rows: int) -> Tensor:

@@ -19,7 +19,7 @@ from tokasaurus.messages.lifecycle import (
     DEFAULT_HYDRAGEN,
     EngineLimits,
     Failed,
-    HydragenThresholds,
+    HydragenCosts,
     PhaseDone,
     Ready,
     UserError,
@@ -37,7 +37,7 @@ from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.device import choose_activation_dtype, choose_device, choose_dtype, choose_kv_cache_dtype
 from tokasaurus.model.worker.forward_memory import ForwardMemory, largest_forward, reserve
-from tokasaurus.model.worker.hydragen_thresholds import measure_thresholds
+from tokasaurus.model.worker.hydragen_costs import describe, measure_costs
 from tokasaurus.model.worker.kv_memory import (
     CPU_FRACTION,
     CUDA_FRACTION,
@@ -195,15 +195,11 @@ def start_worker(
         if compiler is not None:
             compiler.end_warm_up()
             details.append(f"{compiler.num_compilations} functions compiled")
-    hydragen: HydragenThresholds | None = DEFAULT_HYDRAGEN
+    hydragen: HydragenCosts | None = DEFAULT_HYDRAGEN
     if config.use_hydragen is not False and None in (config.hydragen_min_group_size, config.hydragen_min_prefix_len):
         with phase("shared prefixes") as details, torch.inference_mode():
-            hydragen = measure_thresholds(backend, shape, plan.num_blocks, config.max_seqs_per_forward)
-            details.append(
-                "not faster on this device"
-                if hydragen is None
-                else f"faster from {hydragen.min_group_size} sequences and {hydragen.min_prefix_len} tokens on"
-            )
+            hydragen = measure_costs(backend, shape, plan.num_blocks, config.max_seqs_per_forward)
+            details.append(describe(hydragen))
     if kernels is not None:
         kernels.reset_phases()
     # not earlier: the measurements above need an idle machine

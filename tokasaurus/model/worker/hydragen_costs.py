@@ -1,31 +1,37 @@
-"""Measure the smallest prefix group and shortest prefix for which shared-prefix attention is faster on this device."""
+"""Measure what shared-prefix attention of a prefix group costs on this device, compared with its rows alone."""
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.messages.lifecycle import DEFAULT_HYDRAGEN, HydragenThresholds
+from tokasaurus.messages.lifecycle import DEFAULT_HYDRAGEN, HydragenCosts
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.row_split import attend_rows
+from tokasaurus.model.worker.stopwatch import make_stopwatch
 
-_NUM_ROWS = (64, 32, 16, 8, 4, 2)
+_NUM_ROWS = (512, 256, 128, 64, 32, 16, 8, 4, 2)
 """Rows of a trial: the first number for which the cache has room is used."""
 
-_GROUP_SIZES = (2, 4, 8, 16, 32)
-_PREFIX_LENGTHS = (64, 128, 256, 512, 1024)
+_MOST_CPU_ROWS = 64
+"""Most rows of a trial on a CPU, which is fully used by fewer rows than a GPU."""
+
+_GROUP_SIZES = (2, 8, 32, 128, 512)
+_PREFIX_LENGTHS = (128, 256, 512, 1024)
 _NUM_OWN_TOKENS = 32
 _NUM_ROUNDS = 7
 
-_MOST_OF_LARGEST = 1.5
-"""A group is large enough if a row takes at most this many times as long as in the largest group. Smaller groups are
-still faster than separate rows, but would take rows out of large groups with a shorter prefix, and lose more there."""
+_MOST_SECONDS = 1.0
+"""Time after which no further round begins, except the second: backends without kernels are slow."""
 
 _LEAST_GAIN = 1.1
-"""Least speedup over separate rows; a smaller one does not repay the manager's work of grouping."""
+"""Least speedup of the largest group over separate rows; a smaller one does not repay the work of grouping."""
 
 _COLD_BYTES = 64 << 20
 """Bytes of keys and values that a trial reads before it reads the same ones again: more than processors cache."""
@@ -34,35 +40,83 @@ _LEAST_LENGTH = 256
 """Least length of the longest prefix tried, in tokens: if the cache is too small for it, nothing is measured."""
 
 
-def measure_thresholds(
-    backend: AttentionBackend, shape: KVShape, num_blocks: int, max_rows: int
-) -> HydragenThresholds | None:
+def measure_costs(backend: AttentionBackend, shape: KVShape, num_blocks: int, max_rows: int) -> HydragenCosts | None:
     """None if no group is faster than separate rows; DEFAULT_HYDRAGEN if the cache is too small to measure.
 
     The backend's cache must be allocated, with num_blocks besides the padding block; its contents are overwritten.
-    max_rows: most rows of a forward. Takes a tenth of a second on a CPU with the kernels, seconds without them.
+    max_rows: most rows of a forward. Takes tenths of a second on a CPU with the kernels, seconds without them.
     """
     trial = _Trial(backend, shape, num_blocks)
+    most_rows = max_rows if shape.device.type == "cuda" else min(max_rows, _MOST_CPU_ROWS)
     for num_rows in _NUM_ROWS:
         lengths = [length for length in _PREFIX_LENGTHS if trial.fits(num_rows, length)]
-        if num_rows <= max_rows and lengths and lengths[-1] >= _LEAST_LENGTH:
+        if num_rows > most_rows or not lengths or lengths[-1] < _LEAST_LENGTH:
+            continue
+        lengths = [lengths[-1] // 4, lengths[-1]]
+        try:
             # None only after a second measurement: other processes start at the same time and may disturb the first.
-            return _find_thresholds(trial, num_rows, lengths) or _find_thresholds(trial, num_rows, lengths)
+            return _find_costs(trial, num_rows, lengths) or _find_costs(trial, num_rows, lengths)
+        except torch.OutOfMemoryError:  # on CUDA, where the cache fills the memory: plain torch gathers keys and values
+            continue
     return DEFAULT_HYDRAGEN
 
 
-def _find_thresholds(trial: "_Trial", num_rows: int, lengths: Sequence[int]) -> HydragenThresholds | None:
+def describe(costs: HydragenCosts | None) -> str:
+    """What was measured, for the user."""
+    if costs is None:
+        return "not faster on this device"
+    return (
+        ", ".join(
+            f"{num_rows} sequences save {max(0.0, costs.saved(num_rows, 1024)) / (num_rows * 1024):.0%}"
+            for num_rows in (4, 32)
+        )
+        + " of attention to 1,024 shared tokens"
+    )
+
+
+def _find_costs(trial: "_Trial", num_rows: int, lengths: Sequence[int]) -> HydragenCosts | None:
     sizes = [size for size in _GROUP_SIZES if size <= num_rows]
-    times = trial.times(sizes, num_rows, lengths[-1])
-    for size in sizes:
-        is_large = times[size].together_s <= _MOST_OF_LARGEST * times[sizes[-1]].together_s
-        if is_large and times[size].gain >= _LEAST_GAIN:
-            # The longest prefix is fast enough: `times` above measured it.
-            pays = (
-                length for length in lengths[:-1] if trial.times([size], num_rows, length)[size].gain >= _LEAST_GAIN
-            )
-            return HydragenThresholds(size, next(pays, lengths[-1]))
-    return None
+    times = {
+        (size, length): taken for length in lengths for size, taken in trial.times(sizes, num_rows, length).items()
+    }
+    costs = fit_costs({point: taken.together_s / taken.alone_s for point, taken in times.items()}, _NUM_OWN_TOKENS)
+    size, length = sizes[-1], lengths[-1]
+    alone = size * (length + _NUM_OWN_TOKENS)
+    return costs if alone >= _LEAST_GAIN * (alone - costs.saved(size, length)) else None
+
+
+def fit_costs(ratios: dict[tuple[int, int], float], num_own_tokens: int) -> HydragenCosts:
+    """The costs, none of them negative, that explain measured times with the smallest squared relative errors.
+
+    ratios: {(rows of each group, tokens of its prefix): time in groups over time of the same rows alone}. Each row has
+    num_own_tokens more, to which it attends alone in both.
+    """
+    size, length = np.array(list(ratios), np.float64).T
+    whole = length + num_own_tokens
+    taken_by_row = np.array(list(ratios.values())) * whole - num_own_tokens
+    terms = np.stack((1 / size, length / size, np.ones_like(size), length), axis=1)
+    # per_group, per_group_token, per_row, per_row_token
+    found = _least_squares_not_negative(terms / whole[:, None], taken_by_row / whole)
+    # A group of one row is never faster than the row alone; a fit of larger groups might say so.
+    found[1] = max(found[1], 1.0 - found[3])
+    return HydragenCosts(*found.tolist())
+
+
+def _least_squares_not_negative(terms: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """terms [n, k], values [n] -> the x [k] without negative entries for which terms @ x is nearest to values.
+
+    Tries each set of entries that are not 0, so k must be small.
+    """
+    num_terms = terms.shape[1]
+    best, best_error = np.zeros(num_terms), float(np.square(values).sum())
+    for size in range(1, num_terms + 1):
+        for chosen in itertools.combinations(range(num_terms), size):
+            part, *_ = np.linalg.lstsq(terms[:, chosen], values, rcond=None)
+            error = float(np.square(terms[:, chosen] @ part - values).sum())
+            if (part >= 0).all() and error < best_error:
+                best, best_error = np.zeros(num_terms), error
+                best[list(chosen)] = part
+    return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +126,6 @@ class _Times:
     alone_s: float
     together_s: float
 
-    @property
-    def gain(self) -> float:
-        return self.alone_s / self.together_s
-
 
 class _Trial:
     """Times decode rows that share prefixes and have a few tokens of their own after it."""
@@ -84,6 +134,7 @@ class _Trial:
         self._backend = backend
         self._shape = shape
         self._num_blocks = num_blocks
+        self._stopwatch = make_stopwatch(shape.device)
         self._layer = 0
         self._num_written = Counter[int]()  # blocks written in each layer
         self._own_blocks = -(-_NUM_OWN_TOKENS // shape.page_size)
@@ -101,7 +152,10 @@ class _Trial:
         num_layers = {size: self._prepare_layers(size, num_rows, prefix_length) for size in group_sizes}
         query = torch.zeros((num_rows, shape.num_heads, shape.head_dim), dtype=shape.query_dtype, device=shape.device)
         shortest = {size: [float("inf"), float("inf")] for size in group_sizes}
-        for _ in range(_NUM_ROUNDS):
+        start_s = time.perf_counter()
+        for round_index in range(_NUM_ROUNDS):
+            if round_index >= 2 and time.perf_counter() - start_s > _MOST_SECONDS / 2:  # two lengths are measured
+                break
             for size, both in layouts.items():
                 for which, layout in enumerate(both):
                     # Another layer each time, as in a forward: the last one's data is in the processor's cache.
@@ -136,15 +190,7 @@ class _Trial:
 
     def _time(self, query: Tensor, layer: int, layout: PagedLayout) -> float:
         self._backend.plan(layout)
-        self._wait()
-        started = time.perf_counter()
-        attend_rows(self._backend, query, layer, layout)
-        self._wait()
-        return time.perf_counter() - started
-
-    def _wait(self) -> None:
-        if self._shape.device.type == "cuda":
-            torch.cuda.synchronize(self._shape.device)
+        return self._stopwatch.seconds(lambda: attend_rows(self._backend, query, layer, layout))
 
     def _layouts(self, group_size: int, num_rows: int, prefix_length: int) -> tuple[PagedLayout, PagedLayout]:
         """The layouts of the same rows as separate rows and in groups."""

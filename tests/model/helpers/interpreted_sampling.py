@@ -1,0 +1,98 @@
+"""Compares the Triton sampler, run by Triton's interpreter, with torch and the C++ kernels. Run as a module.
+
+A process of its own: the variable TRITON_INTERPRET must be set before anything imports Triton, and then holds for all.
+"""
+
+import dataclasses
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+
+from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
+from tests.model.helpers.sampling_rows import make_masks, make_rows, noise_keys, with_params
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.sampling.sample import Sampled, SamplingRows, TopRows, sample, sample_by_triton
+
+
+def random_case(seed: int, num_rows: int, vocab_size: int, is_limited: bool) -> tuple[torch.Tensor, SamplingRows]:
+    """Greedy and sampled rows; few distinct logits, so that many tie at the borders of limits."""
+    rng = np.random.default_rng(seed)
+    logits = rng.integers(-12, 12, (num_rows, vocab_size)) * rng.choice([0.03, 0.3, 1.0])
+    logits[rng.random(logits.shape) < 0.1] = -np.inf
+    seeds, positions = rng.integers(0, 2**63, num_rows).tolist(), rng.integers(1, 9999, num_rows).tolist()
+    rows = make_rows(
+        rng.choice([0.0, 0.5, 1.0, 1.7], num_rows).tolist(),
+        rng.choice([1.0, 0.9, 0.5, 0.05] if is_limited else [1.0], num_rows).tolist(),
+        noise_keys(seeds, [seed] * num_rows, positions),
+    )
+    if is_limited:
+        top_k, min_p = rng.choice([0, 1, 3, 17, 6000], num_rows), rng.choice([0.0, 0.013, 0.31, 1.0], num_rows)
+        rows = with_params(rows, top_k=top_k, min_p=min_p)
+    return torch.tensor(logits, dtype=torch.float32), rows
+
+
+def check(logits: torch.Tensor, rows: SamplingRows) -> None:
+    """Equal tokens, except where a sum of many probabilities may reach top_p one token apart; equal logprobs."""
+    ours, plain = sample_by_triton(logits, rows), sample(logits, rows, None)
+    compiled = sample(logits, rows, load_kernels()) if logits.dtype != torch.float64 else plain
+    for other in (plain, compiled):
+        equal = ours.tokens == other.tokens
+        assert equal.float().mean() >= 0.98, (ours.tokens, other.tokens)
+        check_logprobs(ours, other, equal & (ours.tokens >= 0))
+
+
+def check_logprobs(ours: Sampled, other: Sampled, where: torch.Tensor) -> None:
+    assert (ours.logprobs is None) == (other.logprobs is None)
+    if ours.logprobs is not None and other.logprobs is not None:
+        torch.testing.assert_close(ours.logprobs[where], other.logprobs[where], atol=1e-5, rtol=1e-5, equal_nan=True)
+    if ours.top_logprobs is not None and other.top_logprobs is not None:
+        torch.testing.assert_close(ours.top_logprobs, other.top_logprobs, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def check_rules(logits: torch.Tensor, rows: SamplingRows) -> None:
+    """Penalties and biases of a third of the rows each, and of none."""
+    rng = np.random.default_rng(2)
+    contexts = {slot: rng.integers(0, logits.shape[1], 50).tolist() for slot in range(1, len(logits) + 1)}
+    state = Contexts(contexts, len(logits) + 1)
+    by_slot = {}
+    for slot in contexts:
+        if slot % 3 == 0:
+            by_slot[slot] = Rule(20, presence=1.5, frequency=0.5, repetition=1.4)
+        elif slot % 3 == 1:
+            by_slot[slot] = Rule(20, biases=((slot, 12.0, ALWAYS), (2 * slot, -np.inf, ALWAYS)))
+    state.open(list(contexts), by_slot)
+    ruled = state.with_rules(rows, list(contexts))
+    check(logits, ruled)
+    assert not torch.equal(sample_by_triton(logits, ruled).tokens, sample_by_triton(logits, rows).tokens)
+
+
+def main() -> None:
+    for seed, (num_rows, vocab_size) in enumerate([(1, 1), (3, 7), (16, 64), (12, 1003), (4, 5000)]):
+        check(*random_case(seed, num_rows, vocab_size, is_limited=False))
+    for seed, (num_rows, vocab_size) in enumerate([(12, 5), (16, 50), (12, 300), (2, 2500)]):
+        check(*random_case(seed, num_rows, vocab_size, is_limited=True))
+
+    logits, rows = random_case(9, 12, 333, is_limited=False)
+    check(logits.bfloat16(), rows)
+    allowed = np.random.default_rng(1).random((5, 333)) < 0.1
+    allowed[:, 5] = True
+    masked = dataclasses.replace(rows, masks=make_masks(dict(zip([0, 2, 3, 7, 11], allowed, strict=True))))
+    check(logits, masked)
+    drawn = sample_by_triton(logits, masked).tokens[[0, 2, 3, 7, 11]]
+    assert allowed[np.arange(5), drawn.numpy()].all()
+    check(torch.full((12, 333), -torch.inf), masked)
+    check(logits, dataclasses.replace(rows, top=TopRows(np.array([1, 4]), 6)))
+    check(logits, dataclasses.replace(rows, any_logprobs=False))
+    broken = logits.clone()
+    broken[1, 17], broken[2, 332], broken[3, 0] = torch.nan, torch.inf, torch.nan
+    check(broken, rows)
+    assert (sample_by_triton(broken, rows).tokens < 0).tolist() == [index in (1, 2, 3) for index in range(12)]
+    check_rules(logits, rows)
+    print("all equal")
+
+
+if __name__ == "__main__":
+    main()

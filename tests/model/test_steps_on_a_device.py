@@ -1,0 +1,174 @@
+"""Whole steps on a device whose tensors cannot be read or copied without the host's noticing: none makes it wait."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
+from tests.model.helpers.greedy_decoding import load
+from tests.model.helpers.prefix_samples import Samples
+from tests.model.helpers.pretend_device import (
+    DEVICE,
+    HostTransfers,
+    PretendTransfers,
+    Refused,
+    move_to_device,
+    on_device,
+    on_host,
+    pretended,
+)
+from tests.model.helpers.steps import StepDriver, make_runner, one_thread
+from tokasaurus.messages.forward import ForwardInput
+from tokasaurus.model.execution.runner import ModelRunner, StepResult
+from tokasaurus.model.staging.packed import RING_SIZE
+from tokasaurus.model.worker.warmup import ForwardLimits, small_forwards
+
+PAGE_SIZE = 16
+LIMITS = ForwardLimits(max_tokens=256, max_seqs=20, context_length=256, vocab_size=VOCAB_SIZE)
+
+
+def host_runner(directory: Path, transfers: PretendTransfers | None = None) -> ModelRunner:
+    model, info = load(directory)
+    return make_runner(model, info, "torch", PAGE_SIZE, transfers=transfers)
+
+
+def device_runner(directory: Path, transfers: PretendTransfers) -> ModelRunner:
+    """Call and use it in `pretended`."""
+    model, info = load(directory)
+    move_to_device(model)
+    return make_runner(model, info, "torch", PAGE_SIZE, device=DEVICE, transfers=transfers)
+
+
+def answer(result: StepResult) -> list[np.ndarray]:
+    """All results of a step, as arrays."""
+    arrays = [result.host_token_ids()]
+    for optional in (result.host_logprobs(), result.host_top(), result.host_prompt_logprobs(), result.host_nonfinite()):
+        if isinstance(optional, np.ndarray):
+            arrays.append(optional)
+        elif optional is not None:
+            arrays += [getattr(optional, field.name) for field in dataclasses.fields(optional)]
+    return arrays
+
+
+def check_equal(answers: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for array, expected_array in zip(answers, expected, strict=True):
+        np.testing.assert_allclose(array, expected_array, rtol=1e-5, atol=1e-5)
+
+
+def test_steps_of_every_kind_with_every_output(tmp_path: Path) -> None:
+    """Prefill, decode, both together and prefix groups; penalties, biases, masks, limits, logprobs, top-k logprobs and
+    prompt logprobs."""
+    save_tiny_model(tmp_path, "llama")
+    steps = list(small_forwards(LIMITS, PAGE_SIZE))
+    on_cpu = host_runner(tmp_path)
+    expected = [answer(on_cpu.run(step)) for step in steps]
+    with pretended() as mode:
+        runner = device_runner(tmp_path, PretendTransfers())
+        for step, expected_answer in zip(steps, expected, strict=True):
+            mode.num_excused = 0
+            check_equal(answer(runner.run(step)), expected_answer)
+            is_plain = step.masks is None
+            assert is_plain <= (mode.num_excused == 0), "exceptions are for rules, limits, masks and top-k logprobs"
+    assert {len(arrays) for arrays in expected} == {1, 5, 9}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_samples_in_prefix_groups(family: str, tmp_path: Path) -> None:
+    """Prompts in chunks beside decode rows, shared blocks and groups, against the same steps on the host."""
+    save_tiny_model(tmp_path, family)
+
+    def run(runner: ModelRunner) -> dict[int, list[tuple[int, float | None]]]:
+        samples = Samples(StepDriver(runner, PAGE_SIZE), PAGE_SIZE, seed=3)
+        with one_thread():
+            samples.run(12, grouped=True)
+        assert samples.num_grouped > 30
+        return samples.sampled
+
+    expected = run(host_runner(tmp_path))
+    with pretended() as mode:
+        sampled = run(device_runner(tmp_path, PretendTransfers()))
+        assert mode.num_excused == 0
+    for slot, pairs in expected.items():
+        assert [token for token, _ in sampled[slot]] == [token for token, _ in pairs]
+        assert [logprob for _, logprob in sampled[slot]] == pytest.approx([logprob for _, logprob in pairs], abs=1e-5)
+
+
+def test_buffers_keep_their_addresses_over_a_thousand_steps(tmp_path: Path) -> None:
+    """With plain memory as the device's: the pretended device takes a minute for as many steps."""
+    save_tiny_model(tmp_path, "llama")
+    transfers = HostTransfers()
+
+    def run(steps: list[ForwardInput]) -> None:
+        for step in steps:
+            runner.run(step).host_token_ids()
+
+    with one_thread():
+        runner = host_runner(tmp_path, transfers)
+        steps = list(small_forwards(LIMITS, PAGE_SIZE))
+        run(steps * RING_SIZE)
+        addresses = [buffer.data_ptr() for buffer in transfers.buffers]
+        assert len(addresses) == 3 * RING_SIZE, "pinned and device memory of the inputs, pinned memory of the results"
+        num_uploads, num_downloads = len(transfers.uploads), transfers.num_downloads
+        run((steps * 1000)[:1000])
+    assert [buffer.data_ptr() for buffer in transfers.buffers] == addresses
+    sources = [source for source, _ in transfers.uploads[num_uploads:]]
+    assert len(sources) == 1000, "one copy a step"
+    assert sources == (sources[:RING_SIZE] * 1000)[:1000]
+    assert len(set(sources)) == RING_SIZE
+    assert transfers.num_downloads - num_downloads == 1000
+
+
+CALLS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x[0].item(),
+    "int": lambda x: int(x[0]),
+    "cpu": lambda x: x.cpu(),
+    "to the host": lambda x: x.to("cpu"),
+    "if": lambda x: bool((x > 0).any()),
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(x > 0),
+    "mask": lambda x: x[x > 0],
+    "assignment by mask": lambda x: x.__setitem__(x > 0, torch.zeros(1, device=DEVICE)),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "unique": lambda x: x.unique(),
+    "repeat_interleave": lambda x: torch.repeat_interleave(x, x),
+    "equal": lambda x: torch.equal(x, x),
+    "copy from the host": lambda x: x.copy_(torch.zeros(4, dtype=torch.int64)),
+    "copy of a number": lambda x: x.copy_(torch.zeros((), dtype=torch.int64)),
+    "copy to the host": lambda x: torch.zeros(4, dtype=torch.int64).copy_(x),
+    "host index": lambda x: x[torch.zeros(2, dtype=torch.int64)],
+    "host operand": lambda x: x + torch.zeros(4),
+    "to the device": lambda _: torch.zeros(4).to(DEVICE),
+    "new from a list": lambda _: torch.tensor([1, 2], device=DEVICE) + 1,
+    "pinned": lambda _: torch.empty(4, pin_memory=True),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_device_refuses(name: str) -> None:
+    with pretended():
+        x = on_device(torch.tensor([2, 0, 1, 3]))
+        with pytest.raises(Refused):
+            CALLS[name](x)
+
+
+@pytest.mark.parametrize("name", ["tolist", "numpy"])
+def test_torch_does_not_read_a_tensor_of_the_device(name: str) -> None:
+    with pretended():
+        x = on_device(torch.tensor([2, 0, 1, 3]))
+        with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
+            getattr(x, name)()
+
+
+def test_the_device_computes() -> None:
+    with pretended():
+        x = on_device(torch.tensor([2, 0, 1, 3]))
+        x[torch.arange(0, 4, 2, device=DEVICE)] += 5
+        y = torch.repeat_interleave(x, x % 3, output_size=1) * torch.tensor(2.5)
+        assert y.device == DEVICE
+        assert on_host(x).tolist() == [7, 0, 6, 3]
+        assert on_host(y).tolist() == [17.5]

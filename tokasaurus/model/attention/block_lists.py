@@ -1,0 +1,42 @@
+"""Block lists of segments, built on the device from the block tables of all slots."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tokasaurus.model.attention.backend import BlockLists, PagedPart
+from tokasaurus.model.staging.staging import Staging
+
+# S segments of a part, N blocks of all of them, M of the segments, B blocks of the longest of these
+
+
+def fill_blocks(block_tables: Tensor, first_entries: Tensor, starts: Tensor, blocks: Tensor) -> None:
+    """Fill `blocks`, int32 [N], of BlockLists with the given starts, int32 [S + 1].
+
+    block_tables: int32 [slots, blocks], contiguous. first_entries: int64 [S], where each segment's blocks begin in the
+    flattened tables, minus where they begin in `blocks`. Never waits for the device.
+    """
+    entries = torch.arange(len(blocks), device=blocks.device)
+    segments = torch.searchsorted(starts[1:], entries, right=True)
+    torch.index_select(block_tables.view(-1), 0, entries + first_entries[segments], out=blocks)
+
+
+def padded_tables(part: PagedPart, segments: Tensor, num_blocks: int, staging: Staging) -> Tensor:
+    """The first num_blocks blocks of M segments, int64 [M * num_blocks] on the device, once staged work is launched.
+
+    segments: int64 [M], on the host. A shorter segment's entries after its blocks are any of the cache's blocks.
+    """
+    if part.lists is None:
+        assert part.block_table is not None
+        return staging.to_device(part.block_table[segments, :num_blocks].long().flatten().numpy())
+    tables = torch.empty(len(segments) * num_blocks, dtype=torch.int64, device=part.lists.blocks.device)
+    staging.then(partial(_fill_tables, part.lists, staging.to_device(segments.numpy()), tables.view(-1, num_blocks)))
+    return tables
+
+
+def _fill_tables(lists: BlockLists, segments: Tensor, tables: Tensor) -> None:
+    """segments: int64 [M]. tables: int64 [M, B]."""
+    first, last = lists.starts[segments].unsqueeze(1), lists.starts[segments + 1].unsqueeze(1) - 1
+    columns = torch.arange(tables.shape[1], device=tables.device)
+    tables.copy_(lists.blocks[(first + columns).minimum(last)])

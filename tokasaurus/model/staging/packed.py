@@ -1,0 +1,110 @@
+"""All arrays of a step in one pinned buffer, sent by one asynchronous copy."""
+
+from collections.abc import Callable
+from typing import Any
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tokasaurus.model.staging.staging import NUMPY_DTYPES
+from tokasaurus.model.staging.transfers import Event, Transfers
+
+# N bytes of a buffer
+
+RING_SIZE = 3
+"""Buffers in turn: the running step reads one, the step queued after it another, while the host fills the third."""
+
+_ALIGNMENT = 16
+"""Bytes: each array starts at a multiple, as vectorised loads need it."""
+
+_FIRST_BYTES = 1 << 20
+"""Size of a new input buffer: a step of 8,192 tokens without masks fits."""
+
+
+class PackedStaging:
+    """Implements Staging for a device with memory of its own.
+
+    Each buffer is a pair of pinned and device memory. A pinned buffer is written again only after its copy has ended,
+    and device memory only after the step that reads it; with RING_SIZE buffers and one step queued behind the running
+    one, the host never waits for either. A step that does not fit takes several copies, and the larger buffer stays.
+    """
+
+    def __init__(self, transfers: Transfers, num_bytes: int = _FIRST_BYTES) -> None:
+        self._transfers = transfers
+        self._ring = [_Buffer(transfers, num_bytes) for _ in range(RING_SIZE)]
+        self._index = 0
+        self._outgrown: list[_Buffer] = []  # of this step
+        self._used = 0
+        self._is_sent = False
+        self._work: list[Callable[[], object]] = []
+
+    def begin(self) -> None:
+        self._index = (self._index + 1) % RING_SIZE
+        self._ring[self._index].wait_until_free()
+        self._outgrown.clear()
+        self._used = 0
+        self._is_sent = False
+        self._work.clear()  # of a step that failed
+
+    def to_device(self, array: NDArray[Any]) -> Tensor:
+        assert not self._is_sent, "arrays are staged before they are sent"
+        if self._used + array.nbytes > self._ring[self._index].num_bytes:
+            self._grow(array.nbytes)
+        buffer, start = self._ring[self._index], self._used
+        self._used += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return buffer.write(array, start)
+
+    def then(self, work: Callable[[], object]) -> None:
+        self._work.append(work)
+
+    def send(self) -> None:
+        self._upload()
+        self._is_sent = True
+        work, self._work = self._work, []
+        for launch in work:
+            launch()
+
+    def finish(self) -> None:
+        self._ring[self._index].read = self._transfers.record()
+
+    def _upload(self) -> None:
+        if self._used:
+            self._ring[self._index].upload(self._transfers, self._used)
+
+    def _grow(self, num_bytes: int) -> None:
+        """Send what is staged so far, and replace the buffer by one that fits a step twice as large."""
+        self._upload()
+        outgrown = self._ring[self._index]
+        self._outgrown.append(outgrown)  # staged tensors share its device memory
+        self._ring[self._index] = _Buffer(self._transfers, 2 * (outgrown.num_bytes + num_bytes))
+        self._used = 0
+
+
+class _Buffer:
+    """Pinned memory and as much device memory, read as tensors and arrays of each dtype."""
+
+    def __init__(self, transfers: Transfers, num_bytes: int) -> None:
+        self.num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._pinned = transfers.pinned(self.num_bytes)
+        self._on_device = transfers.on_device(self.num_bytes)
+        host = self._pinned.numpy()
+        self._arrays = {dtype: host.view(dtype) for dtype in NUMPY_DTYPES.values()}
+        self._tensors = {dtype: self._on_device.view(kind) for kind, dtype in NUMPY_DTYPES.items()}
+        self._copied: Event | None = None
+        self.read = transfers.record()
+        """After the work that reads the device memory, or that used it before it became this buffer's."""
+
+    def write(self, array: NDArray[Any], start: int) -> Tensor:
+        """array: at least 1-dimensional, of a dtype of NUMPY_DTYPES. start: byte offset."""
+        first = start // array.itemsize
+        self._arrays[array.dtype][first : first + array.size] = array.reshape(-1)
+        flat = self._tensors[array.dtype].narrow(0, first, array.size)
+        return flat if array.ndim == 1 else flat.view(array.shape)
+
+    def upload(self, transfers: Transfers, num_bytes: int) -> None:
+        self._copied = transfers.upload(self._pinned[:num_bytes], self._on_device[:num_bytes], self.read)
+
+    def wait_until_free(self) -> None:
+        """Wait until the pinned memory may be written."""
+        if self._copied is not None:
+            self._copied.synchronize()
