@@ -85,12 +85,14 @@ class ReplicaProcesses:
         self._started_s = self._alive_s = self._looked_s = time.monotonic()
         self._is_ready, self.restart_at_s = False, None
         inputs: list[Sender[ForwardInput]] = []
-        for rank in range(config.pp_size * config.tp_size):
+        num_workers = config.pp_size * config.tp_size
+        for rank in range(num_workers):
             input_in: Receiver[ForwardInput]
             input_out: Sender[ForwardInput]
             input_in, input_out = make_channel()
             worker = ChildProcess(f"model worker (rank {rank})", f"toka-worker-{rank}", self._worker_entry)
-            self.children.append(self._group.start(worker, config, self._checkpoint, rank, input_in, outputs_out))
+            index = self._index * num_workers + rank
+            self.children.append(self._group.start(worker, config, self._checkpoint, index, input_in, outputs_out))
             input_in.close()
             inputs.append(input_out)
         manager = ChildProcess("manager", "toka-manager", self._manager_entry)

@@ -37,7 +37,7 @@ def run_manager(config, checkpoint, requests, updates, inputs, outputs, status) 
                 requests.receive(0.5)
 
 
-def run_worker(config, checkpoint, rank, inputs, outputs, status) -> None:
+def run_worker(config, checkpoint, index, inputs, outputs, status) -> None:
     status.send(PhaseDone("worker", "load weights", 1.25, "7 of [7] layers"))
     ready = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
     outputs.send(ready)
@@ -46,11 +46,17 @@ def run_worker(config, checkpoint, rank, inputs, outputs, status) -> None:
         inputs.receive()
 
 
-def run_worker_that_raises(config, checkpoint, rank, inputs, outputs, status) -> None:
+def run_worker_that_reports_its_index(config, checkpoint, index, inputs, outputs, status) -> None:
+    status.send(PhaseDone("worker", "index", 0.0, str(index)))
+    with contextlib.suppress(ChannelClosed):
+        inputs.receive()
+
+
+def run_worker_that_raises(config, checkpoint, index, inputs, outputs, status) -> None:
     raise RuntimeError("tensor broke\nsecond line")
 
 
-def run_worker_with_user_error(config, checkpoint, rank, inputs, outputs, status) -> None:
+def run_worker_with_user_error(config, checkpoint, index, inputs, outputs, status) -> None:
     # A full pipe that nobody reads must not keep a failing process alive.
     _unread, sender = make_channel()
     for _ in range(100):
@@ -58,16 +64,16 @@ def run_worker_with_user_error(config, checkpoint, rank, inputs, outputs, status
     raise UserError("kv_cache_num_tokens=7 does not fit")
 
 
-def run_worker_that_returns(config, checkpoint, rank, inputs, outputs, status) -> None:
+def run_worker_that_returns(config, checkpoint, index, inputs, outputs, status) -> None:
     pass
 
 
-def run_worker_that_never_starts(config, checkpoint, rank, inputs, outputs, status) -> None:
+def run_worker_that_never_starts(config, checkpoint, index, inputs, outputs, status) -> None:
     status.send(PhaseDone("worker", "stuck", 0.0))
     threading.Event().wait()
 
 
-def run_worker_that_will_not_end(config, checkpoint, rank, inputs, outputs, status) -> None:
+def run_worker_that_will_not_end(config, checkpoint, index, inputs, outputs, status) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ready = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
     outputs.send(ready)
@@ -75,7 +81,7 @@ def run_worker_that_will_not_end(config, checkpoint, rank, inputs, outputs, stat
     threading.Event().wait()
 
 
-def run_worker_that_returns_after_ready(config, checkpoint, rank, inputs, outputs, status) -> None:
+def run_worker_that_returns_after_ready(config, checkpoint, index, inputs, outputs, status) -> None:
     outputs.send(Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64)))
     outputs.flush(1)
     time.sleep(0.5)

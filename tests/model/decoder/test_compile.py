@@ -147,7 +147,7 @@ def test_a_worker_compiles_before_it_is_ready(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     phases: list[PhaseDone] = []
     config = parse_server_config([*FLAGS, "torch_compile=T"])
-    worker = start_worker(config, resolve_checkpoint(str(tmp_path)), Mesh(), phases.append)
+    worker = start_worker(config, resolve_checkpoint(str(tmp_path)), Mesh(), 0, phases.append)
     assert {done.phase: done.detail for done in phases}["warm-up"] == "2 functions compiled"
     with torch.compiler.set_stance("fail_on_recompile"):
         assert worker.runner.run(single_token(LIMITS)).num_recompiles == 0
@@ -174,5 +174,5 @@ def test_without_a_working_compiler_the_worker_gives_a_one_line_error(
         torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}),
         pytest.raises(UserError, match=f"^torch_compile=T: .*{message}.*$") as caught,
     ):
-        start_worker(config, resolve_checkpoint(str(model)), Mesh(), lambda _: None)
+        start_worker(config, resolve_checkpoint(str(model)), Mesh(), 0, lambda _: None)
     assert "\n" not in str(caught.value)

@@ -17,7 +17,9 @@ class Segment:
     kv_length: int
 
 
-def make_part(segments: list[Segment], tables: list[list[int]], first_row: int, causal: bool) -> PagedPart:
+def make_part(
+    segments: list[Segment], tables: list[list[int]], first_row: int, causal: bool, is_partial: bool = False
+) -> PagedPart:
     starts = torch.tensor([0, *torch.tensor([s.num_rows for s in segments]).cumsum(0).tolist()], dtype=torch.int32)
     width = max(len(table) for table in tables)
     padded = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
@@ -28,6 +30,7 @@ def make_part(segments: list[Segment], tables: list[list[int]], first_row: int, 
         block_table=padded,
         kv_lengths=torch.tensor([s.kv_length for s in segments], dtype=torch.int32),
         causal=causal,
+        is_partial=is_partial,
     )
 
 

@@ -5,6 +5,14 @@ import pytest
 from tokasaurus.model.parallel.mesh import Mesh
 
 
+@pytest.mark.parametrize(("pp_size", "tp_size"), [(1, 1), (3, 1), (1, 4), (2, 3)])
+def test_workers_are_numbered_by_replica_then_stage_then_shard(pp_size: int, tp_size: int) -> None:
+    expected = [
+        Mesh(pp, pp_size, tp, tp_size) for _replica in range(3) for pp in range(pp_size) for tp in range(tp_size)
+    ]
+    assert [Mesh.of_worker(index, pp_size, tp_size) for index in range(len(expected))] == expected
+
+
 @pytest.mark.parametrize("num_layers", [8, 9, 15, 30, 32])
 @pytest.mark.parametrize("pp_size", [1, 2, 3, 8])
 def test_stages_are_even_and_hold_every_layer_once_in_order(num_layers: int, pp_size: int) -> None:

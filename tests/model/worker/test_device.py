@@ -1,13 +1,52 @@
-"""Dtypes of weights, activations and KV cache, by flag, device and processor."""
+"""The device, and the dtypes of weights, activations and KV cache, by flag, device and processor."""
 
 import pytest
 import torch
 
+from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
-from tokasaurus.model.worker.device import choose_activation_dtype, choose_dtype, choose_kv_cache_dtype
+from tokasaurus.model.worker.device import (
+    choose_activation_dtype,
+    choose_device,
+    choose_dtype,
+    choose_kv_cache_dtype,
+)
 
 CPU = torch.device("cpu")
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def pretend_cuda_devices(count: int, monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """-> the devices that become the current one, as they do."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    return current
+
+
+@pytest.mark.parametrize("name", ["cuda", None])
+def test_each_worker_has_a_cuda_device_of_its_own_as_the_current_one(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = pretend_cuda_devices(3, monkeypatch)
+    expected = [torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cuda:2")]
+    assert [choose_device(name, index) for index in range(3)] == expected
+    assert current == expected
+
+
+def test_a_worker_without_a_cuda_device_of_its_own_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = pretend_cuda_devices(2, monkeypatch)
+    with pytest.raises(UserError, match="worker 3 has no device of its own; torch sees only 2"):
+        choose_device("cuda", 2)
+    assert current == []
+
+
+@pytest.mark.parametrize(("name", "num_devices"), [("cpu", 2), (None, 0)])
+def test_workers_share_the_cpu(name: str | None, num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = pretend_cuda_devices(num_devices, monkeypatch)
+    assert [choose_device(name, index) for index in (0, 5)] == [CPU, CPU]
+    assert current == []
 
 
 def kernels_with(has_bfloat16_arithmetic: bool, monkeypatch: pytest.MonkeyPatch) -> Kernels:

@@ -77,4 +77,4 @@ def test_a_flag_that_the_worker_cannot_satisfy_is_a_user_error(flags: list[str],
     save_tiny_model(tmp_path, "qwen2")
     config = parse_server_config([*FLAGS, "kv_cache_num_tokens=100", *flags])
     with pytest.raises(UserError, match=message):
-        start_worker(config, resolve_checkpoint(str(tmp_path)), Mesh(), lambda _: None)
+        start_worker(config, resolve_checkpoint(str(tmp_path)), Mesh(), 0, lambda _: None)

@@ -85,33 +85,27 @@ class TorchBackend:
         return merge_partial(first, second, dtype)
 
     def _attend_bucket(self, query: Tensor, layer_index: int, bucket: _Bucket) -> tuple[Tensor, Tensor]:
-        """query [S, Q, H, D] -> output [S, Q, H, D], lse [S, Q, H]."""
+        """query [S, Q, H, D] -> output [S, Q, H, D] and lse [S, Q, H], both float32."""
         num_segments, num_rows, num_heads, head_dim = query.shape
         num_kv_heads = self._shape.num_kv_heads
         group = num_heads // num_kv_heads
-        key = (
-            self._keys[layer_index]
-            .index_select(1, bucket.block_table)
-            .view(num_kv_heads * num_segments, -1, head_dim)
-            .to(query.dtype)
-        )
-        value = (
-            self._values[layer_index]
-            .index_select(1, bucket.block_table)
-            .view(num_kv_heads * num_segments, -1, head_dim)
-            .to(query.dtype)
+        key, value = (
+            cache[layer_index].index_select(1, bucket.block_table).view(num_kv_heads * num_segments, -1, head_dim)
+            for cache in (self._keys, self._values)
         )
         # [S, Q, K, G, D] -> [K, S, G, Q, D] -> [K * S, G * Q, D]
         grouped = query.view(num_segments, num_rows, num_kv_heads, group, head_dim).permute(2, 0, 3, 1, 4)
-        grouped = grouped.reshape(num_kv_heads * num_segments, group * num_rows, head_dim) * head_dim**-0.5
-        scores = torch.bmm(grouped, key.transpose(1, 2)).float()  # [K * S, G * Q, L]
+        grouped = grouped.reshape(num_kv_heads * num_segments, group * num_rows, head_dim)
+        # [K * S, G * Q, L]. Scaled in float32: D ** -0.5 is exact in bfloat16 only where D is a power of 4.
+        scores = _bmm_in_float32(grouped, key.to(query.dtype).transpose(1, 2)).mul_(head_dim**-0.5)
         positions = torch.arange(key.shape[1], device=query.device)
         hidden = positions >= bucket.visible.unsqueeze(-1)  # [S, Q, L]
         scores = scores.view(num_kv_heads, num_segments, group, num_rows, -1)
         scores.masked_fill_(hidden.unsqueeze(1).unsqueeze(0), -torch.inf)
         lse = scores.logsumexp(dim=-1)  # [K, S, G, Q]
-        weights = (scores - lse.unsqueeze(-1)).exp_().to(value.dtype).view(*grouped.shape[:2], -1)
-        output = torch.bmm(weights, value).view(num_kv_heads, num_segments, group, num_rows, head_dim)
+        weights = scores.sub_(lse.unsqueeze(-1)).exp_().view(*grouped.shape[:2], -1)
+        output = _bmm_in_float32(weights, value.to(query.dtype))
+        output = output.view(num_kv_heads, num_segments, group, num_rows, head_dim)
         return (
             output.permute(1, 3, 0, 2, 4).reshape(num_segments, num_rows, num_heads, head_dim),
             lse.permute(1, 3, 0, 2).reshape(num_segments, num_rows, num_heads),
@@ -125,30 +119,31 @@ class TorchBackend:
         order = sorted(range(len(lengths)), key=lambda segment: (num_rows[segment], lengths[segment]), reverse=True)
         buckets: list[_Bucket] = []
         members: list[int] = []
+        most_rows = longest = shortest = 0  # of the members
         for segment in order:
-            if members and not self._fits(members, segment, num_rows, lengths):
-                buckets += self._pad(part, members, starts, lengths)
-                members = []
+            rows, length = num_rows[segment], lengths[segment]
+            if members:
+                longest, shortest = max(longest, length), min(shortest, length)
+                is_similar = 2 * rows >= most_rows and longest <= 2 * shortest
+                if not is_similar or not self._fits((len(members) + 1) * longest, most_rows):
+                    buckets += self._pad(part, members, starts, lengths)
+                    members = []
+            if not members:
+                most_rows, longest, shortest = rows, length, length
             members.append(segment)
         return buckets + self._pad(part, members, starts, lengths)
 
-    def _fits(self, members: list[int], segment: int, num_rows: list[int], lengths: list[int]) -> bool:
-        longest = max(lengths[member] for member in members)
-        shortest = min(lengths[member] for member in members)
-        similar = 2 * lengths[segment] >= longest and lengths[segment] <= 2 * shortest
-        rows = num_rows[members[0]]
-        num_tokens = (len(members) + 1) * max(longest, lengths[segment])
-        scores = num_tokens * rows * self._shape.num_heads
+    def _fits(self, num_tokens: int, num_rows: int) -> bool:
+        """num_tokens: of KV in a bucket, with padding. num_rows: of each of its segments."""
+        scores = num_tokens * num_rows * self._shape.num_heads
         gathered = num_tokens * self._shape.num_kv_heads * self._shape.head_dim
-        is_small = scores <= _MAX_SCORES and gathered <= _MAX_GATHERED
-        return similar and 2 * num_rows[segment] >= rows and is_small
+        return scores <= _MAX_SCORES and gathered <= _MAX_GATHERED
 
     def _pad(self, part: PagedPart, members: list[int], starts: list[int], lengths: list[int]) -> list[_Bucket]:
         """One bucket of these segments, or several of consecutive rows if one segment alone has too many scores."""
         staging = self._staging
         index = torch.tensor(members)
         longest = max(lengths[member] for member in members)
-        table = padded_tables(part, index, -(-longest // self._shape.page_size), staging)
         first = part.query_starts[index].long()
         count = part.query_starts[index + 1].long() - first
         most_rows = max(starts[member + 1] - starts[member] for member in members)
@@ -162,7 +157,19 @@ class TorchBackend:
                 visible = visible - (count.unsqueeze(1) - 1 - offsets)
             # A padding row sees one token, so that its softmax is finite; its result is dropped.
             visible = visible.masked_fill(~is_row, 1)
+            num_blocks = -(-int(visible.max()) // self._shape.page_size)  # early rows of a long prefill see few tokens
+            table = padded_tables(part, index, num_blocks, staging)
             rows = (first.unsqueeze(1) + offsets).masked_fill(~is_row, 0)
             valid = is_row.flatten().nonzero().squeeze(1)
             buckets.append(_Bucket(table, *(staging.to_device(x.numpy()) for x in (rows, valid, visible))))
         return buckets
+
+
+def _bmm_in_float32(first: Tensor, second: Tensor) -> Tensor:
+    """first [N, I, J] @ second [N, J, L] -> float32 [N, I, L], never rounded to the dtype of an operand.
+
+    On CUDA, first is rounded to second's dtype: the product of 16-bit operands is many times faster there.
+    """
+    if second.device.type == "cuda" and second.dtype != torch.float32:
+        return torch.bmm(first.to(second.dtype), second, out_dtype=torch.float32)
+    return torch.bmm(first.float(), second.float())  # a CPU's bmm has no out_dtype

@@ -1,5 +1,7 @@
 """The position of a worker among the workers of its replica."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup
@@ -15,6 +17,11 @@ class Mesh:
     tp_size: int = 1
     tp_group: ProcessGroup | None = None
     """The tensor-parallel ranks of this stage; None, and unused, if tp_size is 1."""
+
+    @classmethod
+    def of_worker(cls, index: int, pp_size: int, tp_size: int) -> Mesh:
+        """index: among the workers of all replicas, (replica * pp_size + pp_rank) * tp_size + tp_rank."""
+        return cls(index // tp_size % pp_size, pp_size, index % tp_size, tp_size)
 
     @property
     def is_first_stage(self) -> bool:

@@ -9,13 +9,25 @@ from tokasaurus.model.cpu.build import LibraryUnavailable, machine_sets
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def choose_device(name: str | None) -> torch.device:
-    """name: "cpu", "cuda", or None: CUDA if available, else CPU. Raises UserError if CUDA is asked for and missing."""
+def choose_device(name: str | None, index: int) -> torch.device:
+    """The device of a worker. A CUDA device becomes the calling thread's current one.
+
+    name: "cpu", "cuda", or None: CUDA if available, else CPU.
+    index: among the workers of all replicas. Each has a CUDA device of its own; all share a CPU.
+    Raises UserError if CUDA is asked for and missing, or has too few devices.
+    """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
+    if name == "cpu":
+        return torch.device(name)
+    if not torch.cuda.is_available():
         raise UserError("device=cuda: torch sees no CUDA device on this machine")
-    return torch.device(name)
+    num_devices = torch.cuda.device_count()
+    if index >= num_devices:
+        raise UserError(f"device=cuda: worker {index + 1} has no device of its own; torch sees only {num_devices}")
+    device = torch.device(name, index)
+    torch.cuda.set_device(device)  # else tensors and streams that name no index would be made on cuda:0
+    return device
 
 
 def choose_dtype(name: str | None, device: torch.device, kernels: Kernels | None, is_compiled: bool) -> torch.dtype:

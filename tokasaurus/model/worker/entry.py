@@ -59,14 +59,17 @@ PROCESS = "model worker"
 def run_worker(
     config: ServerConfig,
     checkpoint: Checkpoint,
-    rank: int,
+    index: int,
     inputs: Receiver[ForwardInput],
     outputs: Sender[ForwardOutput | Ready],
     status: Sender[PhaseDone | Ready | Failed],
 ) -> None:
-    """Run the steps of one rank of one replica until `inputs` is closed. rank: pp_rank * tp_size + tp_rank."""
-    mesh = Mesh(rank // config.tp_size, config.pp_size, rank % config.tp_size, config.tp_size)
-    worker = start_worker(config, checkpoint, mesh, status.send)
+    """Run the steps of one rank of one replica until `inputs` is closed.
+
+    index: among the workers of all replicas, as in Mesh.of_worker.
+    """
+    mesh = Mesh.of_worker(index, config.pp_size, config.tp_size)
+    worker = start_worker(config, checkpoint, mesh, index, status.send)
     if mesh.replies:
         outputs.send(Ready(PROCESS, worker.limits))
     status.send(Ready(PROCESS, worker.limits))
@@ -89,10 +92,11 @@ class StartedWorker:
 
 
 def start_worker(
-    config: ServerConfig, checkpoint: Checkpoint, mesh: Mesh, report: Callable[[PhaseDone], None]
+    config: ServerConfig, checkpoint: Checkpoint, mesh: Mesh, index: int, report: Callable[[PhaseDone], None]
 ) -> StartedWorker:
     """Load the model, size the KV cache, warm up, and compile if the config asks for it. Raises UserError.
 
+    index: among the workers of all replicas; it chooses the CUDA device.
     With the CPU attention backend, the KV cache's memory is reserved on return and touched in the background.
     """
 
@@ -116,14 +120,14 @@ def start_worker(
     check_weight_sizes(weight_files(checkpoint.directory), info)
     context_length = min(info.context_length, config.max_num_tokens_per_request or info.context_length)
     with phase("device") as details:
-        device = choose_device(config.device)
+        device = choose_device(config.device, index)
         if device.type != "cpu" and config.cpu_isa is not None:
             raise UserError(f"cpu_isa={config.cpu_isa}: only device=cpu allows it, not device={device.type}")
         kernels = load_kernels(config.cpu_isa) if device.type == "cpu" else None
         dtype = choose_dtype(config.dtype, device, kernels, config.torch_compile)
         activation_dtype = choose_activation_dtype(dtype, kernels, config.torch_compile)
         kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, dtype, activation_dtype)
-        details.append(f"{device.type}, {_describe_dtypes(dtype, activation_dtype, kv_cache_dtype)}")
+        details.append(f"{device}, {_describe_dtypes(dtype, activation_dtype, kv_cache_dtype)}")
         if device.type == "cpu":
             num_threads = set_worker_threads(config.dp_size * config.pp_size * config.tp_size)
             details.append(f"{num_threads} threads")
