@@ -80,3 +80,14 @@ def test_streams_that_began_at_different_times_keep_their_own_times(monkeypatch)
         assert all(STREAM_SECONDS <= later - earlier < 0.0281 for earlier, later in itertools.pairwise(found[:-1]))
     assert set(times["r0"]) != set(times["r1"])
     assert_equals_simulation(join(driver.deltas), requests)
+
+
+def test_nothing_is_due_after_the_last_stream_has_ended(monkeypatch) -> None:
+    """Otherwise an idle manager would wake every two milliseconds."""
+    driver = StreamDriver(monkeypatch, 0.001)
+    driver.step([streamed(make_request(3, 5, 1, 5, ignore_eos=True))])
+    driver.tokens_of_step()
+    driver.tokens_of_step()
+    assert driver.state.stream_due_s < math.inf
+    driver.run_until_idle()
+    assert driver.state.stream_due_s == math.inf

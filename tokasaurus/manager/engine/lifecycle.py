@@ -219,6 +219,8 @@ def _free_slot_and_blocks(state: EngineState, sequence: Sequence, keep_kv: bool 
         state.num_with_stop_tokens -= 1
     state.num_streamed -= sequence.request.is_streamed
     slots.is_streamed[slot] = False
+    if state.num_streamed == 0:
+        state.stream_due_s = np.inf  # or the manager would go on waking for it
     state.sequences[slot] = None
     state.free_slots.append(slot)
     if sequence.is_open:
