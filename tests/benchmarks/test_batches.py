@@ -1,6 +1,7 @@
-"""Runs against a server of this project with a scripted engine, and against a real server."""
+"""Runs against a server of this project with a scripted engine, and against a real server; and the store alone."""
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import batches, first_token
+from benchmarks.batch_store import INPUT_FILE, main, write_input
 from benchmarks.batches import Measured, print_rows
 from benchmarks.client import ServerError
 from benchmarks.server_watch import ServerWatch
@@ -19,6 +21,7 @@ from tests.server import conftest as fixtures
 from tests.server.helpers.fake_engine import FakeEngine, Reply
 from tests.server.helpers.live_server import LiveServer, live_server
 from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.server.batches.store.data_dir import DataDir
 from tokasaurus.server.served_model import ServedModel
 
 served_model = fixtures.served_model
@@ -96,3 +99,29 @@ def test_missed_targets_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row.passed for row in rows] == [None, None, True, False, True, None]
     print_rows([*rows, Measured("x", "1")], Console(width=200))
     assert capsys.readouterr().out.count("NO") == 1
+
+
+@pytest.mark.parametrize(("num_lines", "num_bytes"), [(100, 100_000), (1000, 4_000_000)])
+def test_the_stores_input_file_has_its_size(tmp_path: Path, num_lines: int, num_bytes: int) -> None:
+    data_dir = DataDir(tmp_path)
+    data_dir.open("a test")
+    write_input(data_dir, num_lines, num_bytes)
+    content = data_dir.content_path(INPUT_FILE).read_bytes()
+    data_dir.close()
+    assert content.count(b"\n") == num_lines
+    assert 0.95 < len(content) / num_bytes < 1.05
+
+
+def test_each_part_of_the_store_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--lines", "3000", "--file-mb", "1", "--result-bytes", "200", "--directory", str(tmp_path)]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    rows = re.findall(r"│ (\w+) +│ +(\d+) │ +([\d.]+) │ +([\d.]+) │ +([\d.]+) │", printed)
+    assert [(part, lines) for part, lines, *_ in rows] == [
+        ("validate", "3000"),
+        ("record", "3000"),
+        ("finalize", "3000"),
+    ]
+    assert all(0 < float(us_per_line) < 10_000 for *_, us_per_line in rows)
+    assert "process that reads the file: CPU" in printed
+    assert list(tmp_path.iterdir()) == []

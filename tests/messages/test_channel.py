@@ -61,6 +61,19 @@ def test_send_never_blocks_and_the_rest_is_written_once_somebody_reads() -> None
     assert [receiver.receive(10).number for _ in range(100)] == list(range(100))
 
 
+def test_what_fits_into_the_pipe_is_written_by_send_itself() -> None:
+    """No thread takes part, so nothing waits for the GIL."""
+    receiver, sender = make_channel()
+    num_threads = threading.active_count()
+    for number in range(20):
+        sender.send(Numbered(number, bytes(300_000)))
+        assert [message.number for message in receiver.drain()] == [number]
+    for number in range(8):
+        sender.send(Numbered(number, bytes(100_000)))
+    assert threading.active_count() == num_threads
+    assert [message.number for message in receiver.drain()] == list(range(8))
+
+
 def test_a_half_written_message_of_a_killed_process_neither_blocks_nor_arrives() -> None:
     receiver, sender = make_channel()
     process = start(send_large_for_ever, sender)

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.manager.engine.engine import Engine
-from tokasaurus.manager.engine.worker_watch import WorkerWatch
+from tokasaurus.manager.planning.intake import Intake
 from tokasaurus.manager.state.engine_state import (
     EngineOptions,
     EngineState,
     HydragenOptions,
     LengthPredictorOptions,
+    Tuning,
     make_state,
 )
 from tokasaurus.manager.state.grammar_manager import Grammars
+from tokasaurus.manager.worker_watch import WorkerWatch
 from tokasaurus.messages.channel import HasFileno, Receiver, Sender, wait
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
@@ -37,6 +40,7 @@ from tokasaurus.messages.lifecycle import (
     Ready,
 )
 from tokasaurus.monitoring.cores import available_cores
+from tokasaurus.monitoring.garbage import GarbageCollector
 from tokasaurus.monitoring.step_stats import StepStats
 from tokasaurus.monitoring.timing import BusyFraction
 from tokasaurus.text.grammars import load_grammar_vocabulary
@@ -56,6 +60,13 @@ LARGE_BYTES = 16 << 20
 THREAD_END_SECONDS = 1.0
 """Longest wait for a grammar thread to end at shutdown, in seconds."""
 
+SWITCH_SECONDS = 0.0005
+"""Longest time that a thread waits for this process's GIL, in seconds: ten times shorter than Python's own, so that
+the threads that read grammars and write what a full pipe did not take follow the pace of a fast device."""
+
+MIN_STREAM_WAIT = 0.002
+"""Shortest sleep until unsent tokens of a stream are due, in seconds: streams that are due soon wait for each other."""
+
 STATS_UPDATE_SECONDS = 0.25
 """Interval between updates of the server's counters while no sequence starts or ends, in seconds."""
 
@@ -68,6 +79,7 @@ def run_manager(
     inputs: list[Sender[ForwardInput]],
     outputs: Receiver[ForwardOutput | Ready],
     status: Sender[PhaseDone | Ready | Failed | Alive],
+    tuning: Tuning = Tuning(),  # noqa: B008  (it is frozen)
 ) -> None:
     """Process entry. Returns when `requests` or `outputs` is closed, before or after the worker is ready.
 
@@ -76,6 +88,8 @@ def run_manager(
     started = time.perf_counter()
     # Freeing one large array makes glibc keep the memory of smaller arrays freed later. Otherwise every array of some
     # tens of kilobytes is returned to the system and faulted in again.
+    if tuning.switches_threads_fast:
+        sys.setswitchinterval(SWITCH_SECONDS)
     large = np.empty(LARGE_BYTES, np.uint8)
     del large
     decoder = load_token_decoder(checkpoint.tokenizer_directory)
@@ -86,6 +100,7 @@ def run_manager(
     limits = _await_worker(requests, outputs, early)
     if limits is not None:
         options = engine_options(config, checkpoint.info.eos_ids, limits, decoder, stop_tokens)
+        options = replace(options, tuning=tuning)
         updates.send(Ready("manager", limits))
         status.send(Ready("manager", limits))
         state = make_state(options, grammars)
@@ -152,7 +167,9 @@ def _serve(
     readers: list[HasFileno | int] = [requests, outputs]
     if state.grammars is not None:
         readers.append(state.grammars.reader)
-    engine, busy = Engine(state, send), BusyFraction()
+    engine, busy, tuning = Engine(state, send), BusyFraction(), state.options.tuning
+    garbage = GarbageCollector() if tuning.collects_in_pauses else None
+    intake = Intake()
     last_stats, last_update_s = state.stats(), time.monotonic()
     watch, last_alive_s = WorkerWatch(watchdog_s, last_update_s), -math.inf
     while not (requests.is_closed or outputs.is_closed):
@@ -176,8 +193,17 @@ def _serve(
             logger.info(line)
         timeouts = [step_stats.seconds_to_report(now_s), busy.seconds_to_report(now_s)]
         to_heartbeat_s = max(0.0, last_alive_s + HEARTBEAT_SECONDS - now_s)
+        timeouts += [max(MIN_STREAM_WAIT, state.stream_due_s - now_s), 0.0 if requests.has_whole_message else None]
+        if garbage is not None:
+            garbage.collect(engine.seconds_left(), is_idle=state.num_running == 0 and state.queues.num_waiting == 0)
         wait(readers, min((s for s in timeouts if s is not None and s < to_heartbeat_s), default=to_heartbeat_s))
-        messages = requests.drain()
+        if tuning.bounds_intake:
+            most = intake.most_messages(engine.seconds_left(), is_idle=not state.steps_in_flight)
+            start_s = time.monotonic()
+            messages = requests.drain(most)
+            intake.note(len(messages), time.monotonic() - start_s + engine.seconds_per_message * len(messages))
+        else:
+            messages = requests.drain()
 
 
 def engine_options(

@@ -61,7 +61,7 @@ class SteppedDriver(EngineDriver):
         monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
         self.events: list[tuple[str, int]] = []
         super().__init__(make_options(200, deferred_tasks=mode), (STEP_SECONDS,))
-        self.state.step_seconds = STEP_SECONDS
+        self.assume_step_seconds(STEP_SECONDS)
         self.slow = DeferredTask("slow", lambda _: True, self.run_slow, 5, slow_seconds)
         self.engine.tasks.append(self.slow)
 
@@ -128,6 +128,8 @@ def test_a_task_is_deferred_when_the_running_step_is_nearly_done(monkeypatch):
     driver.events_of_step(make_request(1, 5, 4, 60, ignore_eos=True))
     for seconds_since_result, expected in [(0.0, True), (0.015, True), (0.017, False)]:
         driver.slow.has_work = lambda _: False
+        driver.now_s += 1
+        driver.step()  # sees no result, so the next one has only just arrived
         driver.events_of_step()
         driver.now_s += seconds_since_result
         driver.slow.has_work, driver.slow.seconds = lambda _: True, 0.012

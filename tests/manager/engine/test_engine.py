@@ -18,7 +18,7 @@ from tests.manager.helpers.strategies import (
 )
 from tokasaurus.manager.engine.lifecycle import sampled_tokens
 from tokasaurus.manager.planning.length_predictor import Forecast
-from tokasaurus.manager.state.engine_state import EngineOptions
+from tokasaurus.manager.state.engine_state import EngineOptions, Tuning
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.generation import CancelRequest
 
@@ -165,6 +165,7 @@ def test_sending_steps_ahead_changes_no_token(step_seconds):
     results = []
     for max_steps_ahead in (1, 8):
         driver = EngineDriver(make_options(max_steps_ahead=max_steps_ahead), (step_seconds,))
+        driver.assume_step_seconds(step_seconds)
         driver.step(requests)
         driver.run_until_idle()
         results.append({(delta.request_id, delta.sequence_index): delta.token_ids for delta in driver.deltas})
@@ -227,3 +228,23 @@ def test_a_stop_at_the_last_allowed_token_has_finish_reason_stop():
         driver.step([request])
         driver.run_until_idle()
         assert [delta.finish_reason for delta in driver.deltas] == [reason]
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_if_many_results_arrive_at_once_steps_are_sent_before_all_are_applied(is_on):
+    """The worker has two steps left when six results are seen: it should not wait until all six are applied."""
+    driver = EngineDriver(make_options(200, tuning=Tuning(sends_between_results=is_on)), (0.002,))
+    driver.assume_step_seconds(0.002)
+    request = make_request(1, 5, 4, 60, ignore_eos=True)
+    driver.step([request])
+    assert len(driver.queue) == 8
+    applied: list[int] = []
+    send = driver.engine._send
+    driver.engine._send = lambda message: (applied.append(driver.state.last_result_id), send(message))
+    driver.step([], 6)
+    assert len(driver.queue) == 8
+    assert applied[-1] == 5
+    assert (applied[0] < 5) is is_on
+    driver.run_until_idle()
+    assert_equals_simulation(driver.deltas, [request])
+    assert driver.most_in_flight == 8

@@ -86,6 +86,7 @@ def test_every_sequence_equals_its_simulation_and_follows_its_grammar(monkeypatc
 
 def test_sequences_without_grammars_run_more_steps_ahead_than_those_with_grammars():
     driver = make_driver()
+    driver.assume_step_seconds(0.01)
     plain, other = make_request(1, 6, 3, 60, ignore_eos=True), grammar_request(2, ANYTHING, 3, 60)
     driver.step([plain, other])
     rows = []

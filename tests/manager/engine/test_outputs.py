@@ -14,9 +14,13 @@ from tests.manager.helpers.simulation import assert_equals_simulation, decode_te
 from tests.manager.helpers.strategies import STOP_TOKENS, random_shape
 from tokasaurus.manager.engine.lifecycle import sampled_tokens
 from tokasaurus.manager.engine.outputs import apply_output
+from tokasaurus.manager.state.engine_state import Tuning
 from tokasaurus.messages.forward import ForwardOutput
 from tokasaurus.messages.generation import CancelRequest
 from tokasaurus.text.stop_strings import StopTokens
+
+EACH_TOKEN = Tuning(coalesces_streams=False)
+"""Streams get a delta in every step."""
 
 
 def run_counting_texts(stop_strings: tuple[str, ...], mode: str, stop_tokens: StopTokens | None) -> int:
@@ -117,11 +121,11 @@ def test_joined_deltas_equal_the_whole_sequence_despite_deferred_tasks_and_preem
     for delta in driver.deltas:
         assert delta.finish_reason is not None or delta.request_id not in whole
     driver.assert_nothing_is_left()
-    assert not driver.state.streaming
+    assert driver.state.num_streamed == 0
 
 
 def test_streams_resume_after_preemption_where_they_stopped():
-    driver = EngineDriver(make_options(12, deferred_tasks="always"), forecast=EndsNext())
+    driver = EngineDriver(make_options(12, deferred_tasks="always", tuning=EACH_TOKEN), forecast=EndsNext())
     requests = [streamed(make_request(n, 5, 2, 30, ("zz",) * (n % 2), True, n % 3 == 0)) for n in range(4)]
     driver.run(requests)
     assert driver.state.stats().total_preemptions > 4
@@ -132,7 +136,9 @@ def test_streams_resume_after_preemption_where_they_stopped():
 @pytest.mark.parametrize("stop_strings", [(), ("never",)])
 def test_each_token_is_streamed_in_the_step_in_which_its_result_arrives(stop_strings):
     request = streamed(make_request(3, 5, 2, 20, stop_strings, ignore_eos=True, want_logprobs=True))
-    driver = EngineDriver(make_options(40, deferred_tasks="always", stop_tokens=STOP_TOKENS), (0.01,))
+    driver = EngineDriver(
+        make_options(40, deferred_tasks="always", stop_tokens=STOP_TOKENS, tuning=EACH_TOKEN), (0.01,)
+    )
     driver.step([request])
     expected = [simulate(request, index)[0] for index in range(2)]
     for position in range(20):

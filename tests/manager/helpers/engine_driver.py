@@ -89,6 +89,11 @@ class EngineDriver:
             self.state.forecast = self.forecast
         self.engine = Engine(self.state, self.send)
 
+    def assume_step_seconds(self, seconds: float) -> None:
+        """Let the engine expect that every step takes this time, whatever it computes."""
+        self.state.step_seconds = seconds
+        self.state.step_time_model.weights = np.array([seconds, *[1e-15] * 4])
+
     def send(self, message: ForwardInput) -> None:
         self.queue.append(message)
         self.most_in_flight = max(self.most_in_flight, len(self.queue))
@@ -182,5 +187,5 @@ class EngineDriver:
 def make_quick_driver(options: EngineOptions, seed: int = 0, forecast: Forecast | None = None) -> EngineDriver:
     """An engine whose measured step time is so short that it sends max_steps_ahead steps ahead."""
     driver = EngineDriver(options, (QUICK_STEP_SECONDS,), forecast, random.Random(seed))
-    driver.state.step_seconds = QUICK_STEP_SECONDS
+    driver.assume_step_seconds(QUICK_STEP_SECONDS)
     return driver

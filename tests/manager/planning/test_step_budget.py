@@ -14,6 +14,7 @@ from tokasaurus.manager.planning.step_budget import (
     num_steps_to_keep_in_flight,
     prefill_rate,
     split_prefill,
+    wants_another_step,
 )
 
 
@@ -72,6 +73,33 @@ def test_steps_ahead_are_the_fewest_that_keep_the_worker_busy(step_seconds, max_
         while (expected - 1) * step_seconds < SECONDS_QUEUED:
             expected += 1
     assert num_steps_to_keep_in_flight(step_seconds, max_steps_ahead) == min(expected, max_steps_ahead)
+
+
+@pytest.mark.parametrize(
+    ("behind", "expected"),
+    [
+        ([], 2),
+        ([0.002] * 20, 8),
+        ([0.004] * 20, 8),
+        ([0.01] * 20, 4),
+        ([0.06, 0.002, 0.002], 2),
+        ([0.002, 0.06, 0.002], 3),
+        ([0.002] * 3 + [0.06] * 9, 5),
+    ],
+)
+def test_steps_are_sent_until_enough_seconds_of_work_are_behind_the_running_one(behind, expected):
+    """behind: times of the steps that would be sent behind the running one."""
+    num_in_flight = 0
+    while wants_another_step(num_in_flight, sum(behind[: max(0, num_in_flight - 1)]) if behind else None, 0.025, 8):
+        num_in_flight += 1
+    assert num_in_flight == expected
+
+
+@pytest.mark.parametrize("seconds_queued", [None, 0.0, 1.0])
+def test_max_steps_ahead_is_never_exceeded(seconds_queued):
+    assert not wants_another_step(1, seconds_queued, 0.025, 1)
+    assert wants_another_step(1, seconds_queued, 0.025, 2)
+    assert not wants_another_step(2, seconds_queued, 0.025, 2)
 
 
 def test_average_step_seconds_starts_at_the_first_step_and_follows_a_change():

@@ -1,5 +1,6 @@
 """One step of the manager: apply messages and results, run deferred tasks if there is time, send steps."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterable
 
@@ -13,17 +14,27 @@ from tokasaurus.manager.engine.grammar_scheduling import is_better_later, ready_
 from tokasaurus.manager.engine.input_building import num_blocks_short, start_step
 from tokasaurus.manager.engine.length_updates import forecast_is_old, note_ends, update_forecast
 from tokasaurus.manager.engine.lifecycle import find_starts, preempt
-from tokasaurus.manager.engine.outputs import apply_output, check_stop_strings, stream_new_tokens
+from tokasaurus.manager.engine.outputs import apply_output, check_stop_strings
 from tokasaurus.manager.engine.requests import add_request, cancel_request
+from tokasaurus.manager.engine.streams import stream_new_tokens
 from tokasaurus.manager.planning.prefix_groups import group_by_prefix
 from tokasaurus.manager.planning.shared_blocks import find_shared_blocks
-from tokasaurus.manager.planning.step_budget import num_steps_to_keep_in_flight, split_prefill
+from tokasaurus.manager.planning.step_budget import (
+    SECONDS_QUEUED,
+    num_steps_to_keep_in_flight,
+    split_prefill,
+    wants_another_step,
+)
+from tokasaurus.manager.planning.step_time_model import NUM_FEATURES
 from tokasaurus.manager.planning.victims import choose_victims
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
 from tokasaurus.monitoring.timing import SectionTimers
+
+SECONDS_IN_HURRY = 0.01
+"""With less work than this in the worker's queue, a step is sent before all results that have arrived are applied."""
 
 MOST_READING_SECONDS = 0.002
 """Longest time a step waits for grammar matchers to read tokens, in seconds."""
@@ -38,12 +49,16 @@ class Engine:
     def __init__(self, state: EngineState, send: Callable[[ForwardInput], None]) -> None:
         self.state = state
         self.timers = SectionTimers()
+        self.seconds_per_message = 0.0
+        """Time to handle a request or cancellation, mean over the latest step with any."""
         self._send = send
-        self._step_began_s = 0.0
+        self._step_began_s = 0.0  # estimate for the oldest step in flight
+        self._looked_s = 0.0  # when results were last taken from the channel
+        self._num_unapplied = 0  # results that have arrived for the oldest steps in flight, but are not applied yet
         self.tasks = [
             DeferredTask("admission", lambda state: state.queues.num_waiting > 0, admit_waiting, max_steps_deferred=4),
             DeferredTask("stop strings", lambda state: state.has_uncounted, check_stop_strings, max_steps_deferred=8),
-            DeferredTask("streams", lambda state: bool(state.streaming), stream_new_tokens, max_steps_deferred=4),
+            DeferredTask("streams", lambda state: state.num_streamed > 0, stream_new_tokens, max_steps_deferred=4),
             DeferredTask("grouping", _groups_are_old, regroup, max_steps_deferred=8),
             DeferredTask("length predictor", forecast_is_old, update_forecast, max_steps_deferred=16),
         ]
@@ -56,25 +71,41 @@ class Engine:
         """Do everything that can be done now, and add finished sequences and streamed tokens to `state.deltas`."""
         state, timers = self.state, self.timers
         with timers.section("requests"):
+            start_s, messages = time.perf_counter(), list(messages)
             for message in messages:
                 if isinstance(message, GenerateRequest):
                     add_request(state, message)
                 else:
                     cancel_request(state, message.request_id)
+            if messages:
+                self.seconds_per_message = (time.perf_counter() - start_s) / len(messages)
         with timers.section("results"):
-            for result in results:
-                apply_output(state, result)
-                self._step_began_s = time.perf_counter()
+            self._apply(list(results))
             if state.grammars is not None:
-                state.grammars.read(min(MOST_READING_SECONDS, self._seconds_left() / 4))
+                state.grammars.read(min(MOST_READING_SECONDS, self.seconds_left() / 4))
                 if state.grammars.has_finished:
                     apply_grammars(state)
             note_ends(state)
-        if self._seconds_left() <= sum(task.seconds for task in self.tasks if task.has_work(state)):
+        if self.seconds_left() <= sum(task.seconds for task in self.tasks if task.has_work(state)):
             self._fill_worker_queue()
         for task in self.tasks:
             self._consider(task)
         self._fill_worker_queue()
+
+    def _apply(self, results: list[ForwardOutput]) -> None:
+        """Apply results, and send steps in between while the worker may run out of them.
+
+        Many results have arrived if the previous round took long. Then the worker has few steps left.
+        """
+        now_s = time.perf_counter()
+        self._num_unapplied = len(results)
+        for result in results:
+            apply_output(self.state, result)
+            self._note_end(result, now_s)
+            self._num_unapplied -= 1
+            if self._num_unapplied and self.state.options.tuning.sends_between_results:
+                self._fill_worker_queue(SECONDS_IN_HURRY)
+        self._looked_s = now_s
 
     def _consider(self, task: DeferredTask) -> None:
         """Run `task` or defer it. Never deferred while the worker has no step: deferring would then gain nothing."""
@@ -82,7 +113,7 @@ class Engine:
         if not task.has_work(state):
             task.num_steps_deferred = 0
             return
-        if may_run(task, self._seconds_left(), state.options.deferred_tasks) or not state.steps_in_flight:
+        if may_run(task, self.seconds_left(), state.options.deferred_tasks) or not state.steps_in_flight:
             start_s = time.perf_counter()
             with self.timers.section(task.name):
                 task.run(state)
@@ -90,19 +121,53 @@ class Engine:
         else:
             task.num_steps_deferred += 1
 
-    def _seconds_left(self) -> float:
+    def _note_end(self, result: ForwardOutput, now_s: float) -> None:
+        """The worker has begun its next step when `result` was ready: at a moment that has to be estimated.
+
+        The worker was busy with the result's step for `forward_seconds`; the result arrived after the previous look.
+        """
+        end_s = now_s
+        if self.state.options.tuning.predicts_steps:
+            end_s = min(now_s, max(self._looked_s, self._step_began_s + result.forward_seconds))
+        self._step_began_s = end_s
+
+    def seconds_left(self) -> float:
         """Estimated time that the worker needs for the steps in flight, in seconds."""
         state = self.state
-        seconds = len(state.steps_in_flight) * (state.step_seconds or 0.0)
-        return max(0.0, seconds - (time.perf_counter() - self._step_began_s))
+        elapsed_s = time.perf_counter() - self._step_began_s
+        if not state.options.tuning.predicts_steps:
+            seconds = len(state.steps_in_flight) * (state.step_seconds or 0.0)
+            return max(0.0, seconds - elapsed_s)
+        # Results that arrive during a round are read after it: meanwhile the worker may go on to later steps.
+        return max(0.0, state.step_time_model.predict(self._features(self._num_unapplied)) - elapsed_s)
 
-    def _fill_worker_queue(self) -> None:
-        """Send steps until the worker has as many as it should, or nothing is left to compute."""
+    def _features(self, start: int) -> NDArray[np.float64]:
+        """Sum of the features of the steps in flight from number `start` on."""
+        features = np.zeros(NUM_FEATURES)
+        for step in itertools.islice(self.state.steps_in_flight, start, None):
+            features += step.features
+        return features
+
+    def _wants_step(self, seconds_wanted: float) -> bool:
+        state, max_steps = self.state, self.state.options.max_steps_ahead
+        num_in_flight = len(state.steps_in_flight) - self._num_unapplied
+        if not state.options.tuning.predicts_steps:
+            return num_in_flight < num_steps_to_keep_in_flight(state.step_seconds, max_steps)
+        queued, model = self._features(self._num_unapplied + 1), state.step_time_model
+        seconds_queued = model.predict(queued) if model.knows(queued) else None
+        return wants_another_step(num_in_flight, seconds_queued, seconds_wanted, max_steps)
+
+    def _fill_worker_queue(self, seconds_wanted: float = SECONDS_QUEUED) -> None:
+        """Send steps until the worker has `seconds_wanted` of work in its queue, or nothing is left to compute."""
         state = self.state
-        num_steps = num_steps_to_keep_in_flight(state.step_seconds, state.options.max_steps_ahead)
         with self.timers.section("steps"):
-            while len(state.steps_in_flight) < num_steps and (message := next_step(state)) is not None:
-                if len(state.steps_in_flight) == 1:
+            while self._wants_step(seconds_wanted):
+                if self._num_unapplied and num_blocks_short(state, ready_to_decode(state)) > 0:
+                    return  # results that have arrived may free blocks: preempt nothing yet
+                message = next_step(state)
+                if message is None:
+                    return
+                if len(state.steps_in_flight) - self._num_unapplied == 1:
                     self._step_began_s = time.perf_counter()
                 with self.timers.section("sending"):
                     self._send(message)

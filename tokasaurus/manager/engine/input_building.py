@@ -7,6 +7,7 @@ from tokasaurus.manager.engine.grammar_scheduling import build_masks
 from tokasaurus.manager.engine.logit_rules import build_logit_rules
 from tokasaurus.manager.engine.token_counters import count_computed, count_shared, count_start
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk, build_prompt_logprobs_input
+from tokasaurus.manager.planning.step_time_model import step_features
 from tokasaurus.manager.planning.step_times import step_cost
 from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
 from tokasaurus.manager.state.sequence import Phase, Sequence
@@ -72,9 +73,11 @@ def start_step(state: EngineState, ready: NDArray[np.int64], chunks: list[int]) 
         len(message.prompt_ids),
         state.blocks.num_allocations,
     )
-    cost = step_cost(message.num_tokens, state.slots.num_kv_tokens[message.slots])
+    num_kv_tokens = state.slots.num_kv_tokens[message.slots]
+    cost = step_cost(message.num_tokens, num_kv_tokens)
+    features = step_features(message.num_tokens, num_kv_tokens, len(decode))
     state.steps_in_flight.append(
-        StepInFlight(step_id, sampled, num_rows, num_prefill_tokens, logprob_chunks, num_allocations, cost)
+        StepInFlight(step_id, sampled, num_rows, num_prefill_tokens, logprob_chunks, num_allocations, cost, features)
     )
     _sort_by_phase(state, decode, done)
     state.slots_to_close = []

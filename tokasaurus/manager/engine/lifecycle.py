@@ -77,8 +77,10 @@ def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = No
     state.num_with_stops += sequence.stop_matcher is not None
     state.num_with_grammars += sequence.has_grammar
     state.num_background += request.is_background
-    if request.is_streamed:
-        state.streaming[sequence] = None
+    state.num_streamed += request.is_streamed
+    slots.is_streamed[slot] = request.is_streamed
+    slots.num_streamed_tokens[slot] = sequence.num_streamed_tokens
+    slots.streamed_s[slot] = -np.inf
     state.sequences[slot] = sequence
     sequence.slot, sequence.node, sequence.num_tree_blocks = slot, node, num_tree_blocks
     sequence.phase = Phase.PREFILL
@@ -215,8 +217,10 @@ def _free_slot_and_blocks(state: EngineState, sequence: Sequence, keep_kv: bool 
     if sequence.request.stop_token_ids:
         slots.stop_token_ids[slot] = -1
         state.num_with_stop_tokens -= 1
-    if sequence.request.is_streamed:
-        del state.streaming[sequence]
+    state.num_streamed -= sequence.request.is_streamed
+    slots.is_streamed[slot] = False
+    if state.num_streamed == 0:
+        state.stream_due_s = np.inf  # or the manager would go on waking for it
     state.sequences[slot] = None
     state.free_slots.append(slot)
     if sequence.is_open:

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from tokasaurus.manager.engine.grammar_scheduling import note_tokens
 from tokasaurus.manager.engine.lifecycle import keep_prompt_logprobs, release, sampled_logprobs, sampled_tokens
 from tokasaurus.manager.planning.step_budget import average_step_seconds
+from tokasaurus.manager.planning.step_time_model import IS_OF_DECODE
 from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.forward import ForwardOutput, NonfiniteTokens, TopOfRows
@@ -27,7 +28,7 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     step = state.steps_in_flight.popleft()
     assert step.step_id == output.step_id, f"result of step {output.step_id}, expected {step.step_id}"
     assert len(step.sampled) == len(output.token_ids), f"step {step.step_id}: {len(output.token_ids)} tokens"
-    state.step_seconds = average_step_seconds(state.step_seconds, output.forward_seconds)
+    state.step_seconds = _expected_step_seconds(state, step, output.forward_seconds)
     state.step_times.note(step.cost, output.forward_seconds)
     state.step_totals.num_steps += 1
     state.step_totals.num_rows += step.num_rows
@@ -64,6 +65,14 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     for slot, is_stop in zip(slots[ends].tolist(), stops[ends].tolist(), strict=True):
         end_sequence(state, slot, is_stop)
     state.last_result_id = step.step_id
+
+
+def _expected_step_seconds(state: EngineState, step: StepInFlight, seconds: float) -> float:
+    """Learn that `step` took `seconds`; return the time of a step with its decode rows, but without its prefill."""
+    if not state.options.tuning.predicts_steps:
+        return average_step_seconds(state.step_seconds, seconds)
+    state.step_time_model.note(step.features, seconds)
+    return state.step_time_model.predict(step.features * IS_OF_DECODE)
 
 
 def _mark_for_stop_check(state: EngineState, slots: NDArray[np.int64], token_ids: NDArray[np.int32]) -> int:
@@ -192,7 +201,7 @@ def abort(state: EngineState, sequence: Sequence, error: str) -> None:
     release(state, sequence)
     sequence.num_cached_tokens = 0
     logprobs: list[float] | None = [] if sequence.request.want_logprobs else None
-    state.deltas.append(_delta(sequence, [], logprobs, "stop", error, "grammar_too_complex"))
+    state.deltas.append(make_delta(sequence, [], logprobs, "stop", error, "grammar_too_complex"))
 
 
 def _finish(
@@ -214,7 +223,7 @@ def _finish(
     release(state, sequence)
     error_code: ErrorCode | None = "grammar_too_complex" if error else None
     new_ids = token_ids[sequence.num_streamed_tokens :]
-    state.deltas.append(_delta(sequence, new_ids, logprobs, reason, error, error_code))
+    state.deltas.append(make_delta(sequence, new_ids, logprobs, reason, error, error_code))
 
 
 def _end_nonfinite(state: EngineState, step: StepInFlight, found: NonfiniteTokens) -> None:
@@ -235,45 +244,11 @@ def _end_nonfinite(state: EngineState, step: StepInFlight, found: NonfiniteToken
             release(state, sequence, keep_kv=False)
             sequence.num_cached_tokens = sequence.num_cached_tokens or 0
             logprobs: list[float] | None = [] if sequence.request.want_logprobs else None
-            state.deltas.append(_delta(sequence, [], logprobs, "stop", NUMERICAL_ERROR, "numerical_error"))
+            state.deltas.append(make_delta(sequence, [], logprobs, "stop", NUMERICAL_ERROR, "numerical_error"))
         blocks.free(blocks.tree.discard(block))
 
 
-def stream_new_tokens(state: EngineState) -> None:
-    """Add deltas for the running sequences that are streamed and have new tokens.
-
-    With stop strings, only tokens known not to follow one are sent, because a sent token cannot be withdrawn.
-    """
-    arrays = state.slots
-    slots = np.array([sequence.slot for sequence in state.streaming], np.int64)
-    num_generated = arrays.num_known_tokens[slots] - arrays.num_prompt_tokens[slots]
-    num_final = np.where(arrays.has_stops[slots], arrays.num_counted_tokens[slots], num_generated)
-    columns = (num_generated, num_final, arrays.last_tokens[slots], state.last_logprobs[slots])
-    for sequence, generated, final, last_token, last_logprob in zip(
-        state.streaming, *(column.tolist() for column in columns), strict=True
-    ):
-        num_new = final - sequence.num_streamed_tokens
-        if num_new <= 0:
-            continue
-        keep_prompt_logprobs(state, sequence)
-        logprobs: list[float] | None = None
-        # The usual case needs no read of the blocks. A token kept over a preemption is not the slot's last token.
-        if num_new == 1 and final == generated > len(sequence.kept_token_ids):
-            token_ids = [last_token]
-            if sequence.request.want_logprobs:
-                logprobs = [last_logprob]
-        else:
-            most = generated - max(sequence.num_streamed_tokens, len(sequence.kept_token_ids))
-            new_ids = sampled_tokens(state, sequence, most).tolist()
-            token_ids = (sequence.kept_token_ids[sequence.num_streamed_tokens :] + new_ids)[:num_new]
-            if sequence.request.want_logprobs:
-                new_logprobs = sampled_logprobs(state, sequence, most).tolist()
-                logprobs = (sequence.kept_logprobs[sequence.num_streamed_tokens :] + new_logprobs)[:num_new]
-        state.deltas.append(_delta(sequence, token_ids, logprobs, None))
-        sequence.num_streamed_tokens = final
-
-
-def _delta(
+def make_delta(
     sequence: Sequence,
     token_ids: list[int],
     logprobs: list[float] | None,

@@ -48,8 +48,21 @@ def average_step_seconds(average: float | None, newest: float) -> float:
     return newest if average is None else average + NEW_STEP_WEIGHT * (newest - average)
 
 
+def wants_another_step(
+    num_in_flight: int, seconds_queued: float | None, seconds_wanted: float, max_steps_ahead: int
+) -> bool:
+    """Whether to send one more step when the worker has `num_in_flight` steps.
+
+    seconds_queued: predicted time of the steps behind the running one; None while nothing can be predicted. The running
+    step does not count, however long it is: once it ends, only the steps behind it keep the worker busy.
+    """
+    if num_in_flight < 2:
+        return num_in_flight < max_steps_ahead
+    return seconds_queued is not None and seconds_queued < seconds_wanted and num_in_flight < max_steps_ahead
+
+
 def num_steps_to_keep_in_flight(step_seconds: float | None, max_steps_ahead: int) -> int:
-    """Steps to keep in flight: the running one, and `SECONDS_QUEUED` of work behind it.
+    """Steps in flight if each takes `step_seconds`: the running one, and `SECONDS_QUEUED` of work behind it.
 
     More steps would not make the worker busier: they would compute more tokens for sequences whose eos has not arrived
     yet, and delay a new request's first step. So many short steps of 2 ms are in flight, but only two of 100 ms. There

@@ -1,5 +1,6 @@
 """All mutable state of a manager."""
 
+import math
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as TokenIds
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from tokasaurus.manager.kv_cache.block_allocator import BlockAllocator
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk
 from tokasaurus.manager.planning.length_predictor import CompletionLengths, Forecast, prior_forecast
+from tokasaurus.manager.planning.step_time_model import StepTimeModel
 from tokasaurus.manager.planning.step_times import StepTimes
 from tokasaurus.manager.state.grammar_manager import Grammars
 from tokasaurus.manager.state.samples import Samples
@@ -56,6 +58,24 @@ class HydragenOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Tuning:
+    """Measures that keep the worker busy. A server has all of them; benchmarks show what each is worth."""
+
+    bounds_intake: bool = True
+    """Only as many new requests are read in one round as there is time for."""
+    coalesces_streams: bool = True
+    """A stream gets a delta at most every STREAM_SECONDS, not one for each token."""
+    collects_in_pauses: bool = True
+    """Python's garbage collector runs when there is time for it, not at any moment."""
+    predicts_steps: bool = True
+    """Steps are sent ahead by the predicted time of each, not by the average time of all."""
+    sends_between_results: bool = True
+    """If many results have arrived, steps are sent before all of them are applied."""
+    switches_threads_fast: bool = True
+    """Threads wait for the GIL for at most SWITCH_SECONDS."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """What stays fixed while the manager runs."""
 
@@ -88,6 +108,8 @@ class EngineOptions:
     """When deferred tasks run. "always": at once; "deferred": as late as allowed; None: not while the worker's queue
     is short."""
 
+    tuning: Tuning = Tuning()
+
     @property
     def num_slots(self) -> int:
         """Most sequences running at once: each decoding sequence needs a row and a token in every step."""
@@ -109,6 +131,8 @@ class StepInFlight:
     """The block allocator's count when the step was sent."""
     cost: float
     """By `step_cost`."""
+    features: NDArray[np.float64]
+    """By `step_features`."""
 
 
 @dataclass(slots=True)
@@ -157,7 +181,8 @@ class EngineState:
     last_result_id: int = -1
     """The newest step whose results have arrived; -1 before the first."""
     step_seconds: float | None = None
-    """Moving average of the worker's time per step; None before the first result."""
+    """Expected time of a step without prefill; None before the first result."""
+    step_time_model: StepTimeModel = field(default_factory=StepTimeModel)
     step_times: StepTimes = field(default_factory=lambda: StepTimes(1.0))
     num_admissions: int = 0
     num_with_stops: int = 0
@@ -172,8 +197,10 @@ class EngineState:
     """Running sequences with a grammar."""
     num_background: int = 0
     """Running sequences of background requests."""
-    streaming: dict[Sequence, None] = field(default_factory=dict)
+    num_streamed: int = 0
     """Running sequences whose tokens are sent as they arrive."""
+    stream_due_s: float = math.inf
+    """When the next delta of a stream with unsent tokens is due, by time.monotonic."""
     starts_are_stale: bool = False
     """A sequence left during prefill: others may have relied on its blocks, so their first positions must be found
     again."""

@@ -78,5 +78,11 @@ class SlotArrays:
         """A token that may end a stop string has arrived since the last check for stop strings."""
         self.num_counted_tokens = zeros()
         """Sampled tokens already checked for stop strings and counted as generated; used only with stop strings."""
+        self.is_streamed = false()
+        """A running sequence whose tokens are sent as they arrive."""
+        self.num_streamed_tokens = zeros()
+        """Sampled tokens already in deltas; used only if `is_streamed`."""
+        self.streamed_s = np.full(num_slots + 1, -np.inf)
+        """When its newest delta was made, by time.monotonic; -inf before the first since its admission."""
         self.block_tables: NDArray[np.int32] = np.zeros((num_slots + 1, max_blocks + 1), np.int32)
         """[slots, most blocks of a sequence + 1]; 0, the padding block, after the sequence's own blocks."""

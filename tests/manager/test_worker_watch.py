@@ -4,8 +4,8 @@ import numpy as np
 
 from tests.manager.helpers.requests import make_request
 from tokasaurus.manager.engine.engine import Engine
-from tokasaurus.manager.engine.worker_watch import PAUSE_SECONDS, WorkerWatch
 from tokasaurus.manager.state.engine_state import EngineOptions, EngineState, make_state
+from tokasaurus.manager.worker_watch import PAUSE_SECONDS, WorkerWatch
 from tokasaurus.messages.lifecycle import EngineLimits
 
 WATCHDOG_S = 10.0
