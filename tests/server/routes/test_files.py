@@ -31,8 +31,8 @@ def test_content_that_was_cut_off_is_not_sent(server: LiveServer) -> None:
 
 
 def test_a_download_continues_while_the_file_is_deleted(server: LiveServer) -> None:
-    """The file is larger than the buffers of the connection."""
-    content = bytes(range(256)) * (20 << 12)
+    """The file is larger than the buffers of the connection, which may grow to 36 MiB on Linux."""
+    content = bytes(range(256)) * (64 << 12)
     file = upload(server, content)
     with server.http.stream("GET", f"{FILES}/{file['id']}/content") as download:
         parts = download.iter_raw()
@@ -44,7 +44,7 @@ def test_a_download_continues_while_the_file_is_deleted(server: LiveServer) -> N
 
 
 def test_a_download_that_is_given_up_closes_the_file(server: LiveServer, tmp_path: Path) -> None:
-    file = upload(server, b"x" * (20 << 20))
+    file = upload(server, b"x" * (64 << 20))
     with server.http.stream("GET", f"{FILES}/{file['id']}/content") as download:
         next(download.iter_raw())
         assert open_files(tmp_path) == 1
