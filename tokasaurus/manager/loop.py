@@ -86,8 +86,9 @@ def run_manager(
     limits = _await_worker(requests, outputs, early)
     if limits is not None:
         options = engine_options(config, checkpoint.info.eos_ids, limits, decoder, stop_tokens)
-        updates.send(Ready("manager", limits))
+        # The launcher first: if this process dies once the server is ready, it must know that the start succeeded.
         status.send(Ready("manager", limits))
+        updates.send(Ready("manager", limits))
         state = make_state(options, grammars)
         channels = _Channels(requests, updates, inputs, outputs, status)
         _serve(state, StepStats(config.stats_report_seconds), config.watchdog_seconds, early, channels)
