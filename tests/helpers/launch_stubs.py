@@ -29,8 +29,9 @@ def run_server(config, checkpoint, listener: socket.socket, launcher, status) ->
 
 def run_manager(config, checkpoint, requests, updates, inputs, outputs, status) -> None:
     with contextlib.suppress(ChannelClosed):
-        updates.send(outputs.receive())
+        limits = outputs.receive()
         status.send(Ready("manager"))
+        updates.send(limits)
         while True:
             status.send(Alive())
             with contextlib.suppress(TimeoutError):

@@ -86,10 +86,10 @@ def run_manager(
     inputs: one channel per rank of the replica's worker; each channel gets every message, and is closed at the end.
     """
     started = time.perf_counter()
-    # Freeing one large array makes glibc keep the memory of smaller arrays freed later. Otherwise every array of some
-    # tens of kilobytes is returned to the system and faulted in again.
     if tuning.switches_threads_fast:
         sys.setswitchinterval(SWITCH_SECONDS)
+    # Freeing one large array makes glibc keep the memory of smaller arrays freed later. Otherwise every array of some
+    # tens of kilobytes is returned to the system and faulted in again.
     large = np.empty(LARGE_BYTES, np.uint8)
     del large
     decoder = load_token_decoder(checkpoint.tokenizer_directory)
@@ -101,8 +101,9 @@ def run_manager(
     if limits is not None:
         options = engine_options(config, checkpoint.info.eos_ids, limits, decoder, stop_tokens)
         options = replace(options, tuning=tuning)
-        updates.send(Ready("manager", limits))
+        # The launcher first: if this process dies once the server is ready, it must know that the start succeeded.
         status.send(Ready("manager", limits))
+        updates.send(Ready("manager", limits))
         state = make_state(options, grammars)
         channels = _Channels(requests, updates, inputs, outputs, status)
         _serve(state, StepStats(config.stats_report_seconds), config.watchdog_seconds, early, channels)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,6 +111,30 @@ def test_one_line_that_cannot_be_parsed_does_not_harm_the_others(
         async with running_service(served_model, tmp_path) as running:
             batch = await running.finish((await running.create(*prompts(10))).number)
             assert (batch.status, batch.num_completed, batch.num_failed) == ("completed", 9, 1)
+
+    run(test())
+
+
+def test_lines_that_could_not_be_started_are_tried_again_on_a_busy_event_loop(
+    served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [apsw.FullError] * 20
+
+    def read(connection: apsw.Connection, batch: int, first: int, most: int) -> list[PendingLine]:
+        if failures:
+            raise failures.pop()
+        return pending_lines(connection, batch, first, most)
+
+    async def test() -> None:
+        monkeypatch.setattr(running_batch, "pending_lines", read)
+        monkeypatch.setattr(runner, "RETRY_SECONDS", 0.02)
+        async with running_service(served_model, tmp_path) as running:
+            batch = await running.create(*prompts(3))
+            deadline_s = time.monotonic() + 20
+            while failures:  # while the loop is never idle, its timers may be a millisecond early
+                assert time.monotonic() < deadline_s, f"{len(failures)} failures left"
+                await asyncio.sleep(0)
+            assert (await running.finish(batch.number)).num_completed == 3
 
     run(test())
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from contextlib import suppress
 
@@ -89,7 +88,7 @@ class BatchRunner:
             try:
                 self._state.check_ready()
             except ApiError:  # the engine is not ready
-                self._try_later()
+                asyncio.get_running_loop().call_later(RETRY_SECONDS, self._has_news.set)
                 continue
             for batch in list(self._batches.values()):
                 async with self._starting:
@@ -97,7 +96,7 @@ class BatchRunner:
 
     async def _try_to_start_lines(self, batch: RunningBatch) -> None:
         """What goes wrong with one batch must not keep the others from running."""
-        if batch.is_stopping or batch.has_ended.is_set() or time.monotonic() < batch.waits_until_s:
+        if batch.is_stopping or batch.has_ended.is_set() or batch.is_pausing:
             return
         try:
             await self._start_lines(batch)
@@ -109,11 +108,12 @@ class BatchRunner:
             batch.problem = str(error)
         except Exception:
             logger.exception("lines of %s cannot be started, trying again", batch.record.id)
-        batch.waits_until_s = time.monotonic() + RETRY_SECONDS
-        self._try_later()
+        batch.is_pausing = True
+        asyncio.get_running_loop().call_later(RETRY_SECONDS, self._end_pause, batch)
 
-    def _try_later(self) -> None:
-        asyncio.get_running_loop().call_later(RETRY_SECONDS, self._has_news.set)
+    def _end_pause(self, batch: RunningBatch) -> None:
+        batch.is_pausing = False
+        self._has_news.set()
 
     async def stop(self, batch: RunningBatch) -> None:
         """Cancel the lines that run. Results that have arrived are stored."""

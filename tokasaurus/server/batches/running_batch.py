@@ -63,8 +63,8 @@ class RunningBatch:
     is_stopping: bool = False
     waits_to_be_alone: bool = False
     """Its next line may have made the server die, and waits until fewer lines run; no others start meanwhile."""
-    waits_until_s: float = 0.0
-    """No line starts before this time, in seconds of time.monotonic(), because the last start failed."""
+    is_pausing: bool = False
+    """No line starts now, because the last start failed."""
     problem: str = ""
     """Why lines cannot be started now; "" if they can."""
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
