@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -207,6 +208,40 @@ def test_most_tokens_cannot_end_a_stop_and_stops_with_the_same_last_characters_s
     row = stop_tokens.row(["\n\n"])
     assert stop_tokens.may_end[row].tolist() == [False] * 4 + [True, False]
     assert stop_tokens.row(["a "]) == 0, "a decoder may drop the space of a first token"
+
+
+@given(
+    texts=st.lists(st.text("ab:\u00e9\u4e2d\U0001f600\ufffd \n\ud800", max_size=5), min_size=1, max_size=12),
+    sets=st.lists(
+        st.lists(st.text("ab:\u00e9\u4e2d\U0001f600\n\ud800\U0010ffff", min_size=1, max_size=3), min_size=1), max_size=6
+    ),
+)
+def test_a_row_has_the_tokens_that_a_scan_of_all_texts_finds(texts: list[str], sets: list[list[str]]) -> None:
+    stop_tokens = StopTokens(texts)
+    rows = [stop_tokens.row(stops) for stops in sets]
+    assert all(rows), "row 0 is for stop strings that any token may end"
+    for stops, row in zip(sets, rows, strict=True):
+        ends = [stop[-1] for stop in stops] + ["\ufffd"]
+        assert stop_tokens.may_end[row].tolist() == [any(end in text for end in ends) for text in texts]
+    assert stop_tokens.may_end[0].all()
+
+
+def test_a_new_row_does_not_read_the_texts_of_a_large_vocabulary() -> None:
+    """128,256 tokens of 1 to 12 characters. The limit is a hundredth of the time of a scan in Python."""
+    rng = np.random.default_rng(0)
+    ends = rng.integers(1, 13, 128_256).cumsum()
+    text = "".join(map(chr, rng.integers(33, 1024, int(ends[-1])).tolist()))
+    texts = [text[start:end] for start, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)]
+    stop_tokens = StopTokens(texts)
+    seconds = []
+    for first in range(40, 1000, 16):
+        stops = [chr(number) for number in range(first, first + 16)]
+        start_s = time.thread_time()
+        row = stop_tokens.row(stops)
+        seconds.append(time.thread_time() - start_s)
+        assert row > 0
+    assert min(seconds) < 0.002
+    assert stop_tokens.may_end[1].tolist() == [any(chr(number) in text for number in range(40, 56)) for text in texts]
 
 
 def test_the_number_of_rows_is_bounded() -> None:

@@ -194,15 +194,23 @@ class StopTokens:
     """
 
     def __init__(self, token_texts: Sequence[str]) -> None:
-        self._token_texts = token_texts
+        # Every character of every token, sorted by code point, so that the tokens with a character are one slice.
+        characters = np.frombuffer("".join(token_texts).encode("utf-32-le", "surrogatepass"), np.uint32)
+        owners = np.repeat(np.arange(len(token_texts), dtype=np.int32), [len(text) for text in token_texts])
+        order = characters.argsort(kind="stable")
+        self._characters, self._owners = characters[order], owners[order]
         self._row_of_characters: dict[frozenset[str], int] = {}
-        self.may_end: NDArray[np.bool_] = np.ones((1, len(token_texts)), np.bool_)
+        # Room for all rows: the system provides memory only for those in use, and no row is ever copied.
+        self._rows = np.empty((_MOST_ROWS + 1, len(token_texts)), np.bool_)
+        self._rows[0] = True
+        self.may_end: NDArray[np.bool_] = self._rows[:1]
         """bool [rows, V]: whether a token may complete a stop string; in row 0 every token may."""
 
     def row(self, stops: Sequence[str]) -> int:
         """The row of `may_end` for these stop strings: tokens whose text contains the last character of one of them.
 
-        A token with an incomplete character may contain any character, so it is included.
+        A token with an incomplete character may contain any character, so it is included. The texts are not read
+        for a new row, because the manager sends no step meanwhile.
         """
         characters = frozenset(stop[-1] for stop in stops)
         # A decoder may drop a first token's leading space, and U+FFFD may come from any token with incomplete UTF-8.
@@ -213,8 +221,11 @@ class StopTokens:
             row = len(self.may_end)
             if row > _MOST_ROWS:
                 return 0
-            sought = [*characters, _REPLACEMENT]
-            contains_sought = [any(character in text for character in sought) for text in self._token_texts]
-            self.may_end = np.concatenate((self.may_end, np.array([contains_sought], np.bool_)))
+            self._rows[row] = False
+            sought = np.array([ord(character) for character in (*characters, _REPLACEMENT)], np.uint32)
+            starts, ends = self._characters.searchsorted(sought), self._characters.searchsorted(sought, "right")
+            for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+                self._rows[row, self._owners[start:end]] = True
+            self.may_end = self._rows[: row + 1]
             self._row_of_characters[characters] = row
         return row
