@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.manager.engine.admission import admit_waiting
+from tokasaurus.manager.engine.admission import admit_waiting, can_admit
 from tokasaurus.manager.engine.deferred_tasks import DeferredTask, may_run
 from tokasaurus.manager.engine.grammar_results import apply_grammars
 from tokasaurus.manager.engine.grammar_scheduling import is_better_later, ready_to_decode
@@ -41,7 +41,7 @@ class Engine:
         self._send = send
         self._step_began_s = 0.0
         self.tasks = [
-            DeferredTask("admission", lambda state: state.queues.num_waiting > 0, admit_waiting, max_steps_deferred=4),
+            DeferredTask("admission", can_admit, admit_waiting, max_steps_deferred=4),
             DeferredTask("stop strings", lambda state: state.has_uncounted, check_stop_strings, max_steps_deferred=8),
             DeferredTask("streams", lambda state: bool(state.streaming), stream_new_tokens, max_steps_deferred=4),
             DeferredTask("grouping", _groups_are_old, regroup, max_steps_deferred=8),

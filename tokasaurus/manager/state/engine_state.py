@@ -158,6 +158,10 @@ class EngineState:
     """Moving average of the worker's time per step; None before the first result."""
     step_times: StepTimes = field(default_factory=lambda: StepTimes(1.0))
     num_admissions: int = 0
+    num_releases: int = 0
+    """Sequences that have left their slot."""
+    blocked_admission: tuple[int, int] | None = None
+    """`next_step_id` and `num_releases` when the next waiting sequence did not fit; None if it has not been tried."""
     num_with_stops: int = 0
     """Running sequences with stop strings."""
     has_uncounted: bool = False
