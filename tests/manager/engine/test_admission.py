@@ -12,6 +12,7 @@ from tests.manager.helpers.engine_driver import QUICK_STEP_SECONDS, EndsNext, ma
 from tests.manager.helpers.kv_usage_replay import copy_state, replay_usage
 from tests.manager.helpers.requests import Shape, make_requests
 from tests.manager.helpers.strategies import CACHE_SALTS, random_shape
+from tokasaurus.manager.engine import admission
 from tokasaurus.manager.engine.admission import (
     MOST_STEPS_BLOCKED,
     RUNNING_PER_RELEASE,
@@ -283,7 +284,8 @@ def test_sequences_obviously_fit_if_they_fit_without_sharing_blocks(prompts, max
     assert num_obviously_fitting(candidates, num_blocks, page_size) == expected
 
 
-def test_a_large_batch_admits_again_once_enough_sequences_have_left_or_after_a_few_steps():
+def test_a_large_batch_admits_again_once_enough_sequences_have_left_or_after_a_few_steps(monkeypatch):
+    monkeypatch.setattr(admission, "MOST_ADMITTED", 1000)
     options = make_options(2000, 1, max_tokens_per_forward=1024, max_seqs_per_forward=1024)
     driver = make_quick_driver(options)
     state = driver.state

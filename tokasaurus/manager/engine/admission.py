@@ -24,6 +24,13 @@ MIN_DESCRIBED = 8
 MOST_ROUNDS = 4
 """Most groups of candidates admitted in one step; the worker may idle meanwhile."""
 
+MOST_ADMITTED = 96
+"""Most sequences admitted in one step, so that it takes a few milliseconds however many samples a request has. Twice
+the usual number of sequences that leave may come on top: else a batch of short completions would shrink."""
+
+NEW_RELEASES_WEIGHT = 0.1
+"""Weight of the newest number in the moving average of sequences that leave between two admissions."""
+
 RUNNING_PER_RELEASE = 256
 """While the next sequence does not fit, admission waits until one in this many running sequences has left. Every
 round costs about as much as ending ten sequences, and a batch that lacks one sequence in 256 is hardly smaller."""
@@ -126,15 +133,26 @@ def admit_waiting(state: EngineState) -> None:
     A sequence that does not fit blocks all behind it; otherwise a long prompt might never be admitted.
     """
     state.blocked_admission = None
+    num_left = _most_to_admit(state)
     for _ in range(MOST_ROUNDS):
-        num_described = max(MIN_DESCRIBED, 2 * state.onboard_batch)
+        num_described = min(num_left, max(MIN_DESCRIBED, 2 * state.onboard_batch))
         sequences = state.queues.first_waiting(min(len(state.free_slots), num_described))
         if not sequences:
             return
         candidates = describe(state, sequences)
-        if _admit_fitting(state, candidates) < len(sequences):
+        num_admitted = _admit_fitting(state, candidates)
+        if num_admitted < len(sequences):
             state.blocked_admission = (state.next_step_id, state.num_releases)
             return
+        num_left -= num_admitted
+
+
+def _most_to_admit(state: EngineState) -> int:
+    """Most sequences that this call of `admit_waiting` may admit, at least MOST_ADMITTED."""
+    num_new = state.num_releases - state.num_releases_counted
+    state.num_releases_counted = state.num_releases
+    state.usual_releases += NEW_RELEASES_WEIGHT * (num_new - state.usual_releases)
+    return MOST_ADMITTED + int(2 * state.usual_releases)
 
 
 def can_admit(state: EngineState) -> bool:
