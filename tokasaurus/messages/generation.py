@@ -64,10 +64,11 @@ class GenerateRequest:
     client: str = ""
     """Who sent the request. Waiting sequences of different clients are admitted by turns."""
     priority: int = 0
-    """Among the waiting sequences of one client, those with the lowest value are admitted first."""
+    """Among the waiting sequences of one client, those with the lowest value are admitted first, unless others were
+    added much earlier (SEQUENCES_PER_PRIORITY in the manager's queue)."""
     is_background: bool = False
-    """Admitted only while no sequence of another request waits, except background ones; not counted in the server's
-    limits of the queue."""
+    """Admitted while no sequence of another request waits, except background ones; under a constant load also after
+    every 64 others. Not counted in the server's limits of the queue."""
 
 
 @dataclass(frozen=True, slots=True)

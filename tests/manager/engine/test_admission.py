@@ -12,10 +12,13 @@ from tests.manager.helpers.engine_driver import QUICK_STEP_SECONDS, EndsNext, ma
 from tests.manager.helpers.kv_usage_replay import copy_state, replay_usage
 from tests.manager.helpers.requests import Shape, make_requests
 from tests.manager.helpers.strategies import CACHE_SALTS, random_shape
+from tokasaurus.manager.engine import admission
 from tokasaurus.manager.engine.admission import (
+    MOST_STEPS_BLOCKED,
+    RUNNING_PER_RELEASE,
     admit_described,
     admit_waiting,
-    describe,
+    can_admit,
     num_fitting,
     num_obviously_fitting,
     simulate_candidates,
@@ -24,8 +27,9 @@ from tokasaurus.manager.engine.engine import next_step
 from tokasaurus.manager.engine.kv_forecast import forecast_kv
 from tokasaurus.manager.engine.lifecycle import admit
 from tokasaurus.manager.engine.outputs import apply_output
-from tokasaurus.manager.engine.requests import add_request
+from tokasaurus.manager.engine.requests import add_request, cancel_request
 from tokasaurus.manager.planning.kv_simulation import fits_together
+from tokasaurus.manager.state.candidates import describe
 from tokasaurus.manager.state.engine_state import EngineOptions, EngineState
 from tokasaurus.manager.state.sequence import Sequence
 from tokasaurus.messages.lifecycle import EngineLimits
@@ -278,3 +282,27 @@ def test_sequences_obviously_fit_if_they_fit_without_sharing_blocks(prompts, max
     expected = max(num for num in range(len(prompts) + 1) if len(set().union(*touched[:num])) <= num_blocks)
     candidates = describe(state, state.queues.first_waiting(100))
     assert num_obviously_fitting(candidates, num_blocks, page_size) == expected
+
+
+def test_a_large_batch_admits_again_once_enough_sequences_have_left_or_after_a_few_steps(monkeypatch):
+    monkeypatch.setattr(admission, "MOST_ADMITTED", 1000)
+    options = make_options(2000, 1, max_tokens_per_forward=1024, max_seqs_per_forward=1024)
+    driver = make_quick_driver(options)
+    state = driver.state
+    assert not can_admit(state)
+    requests = make_requests([Shape(0, 0, 1, 1, 3)] * 800, options.limits)
+    driver.step(requests)
+    assert state.num_running == 666, "as many as fit, with three blocks each"
+    assert len(state.steps_in_flight) > 0
+    assert not can_admit(state)
+    for request in requests[: state.num_running // RUNNING_PER_RELEASE]:
+        assert not can_admit(state)
+        cancel_request(state, request.request_id)
+    assert can_admit(state)
+    state.num_releases -= 1
+    assert not can_admit(state)
+    state.next_step_id += MOST_STEPS_BLOCKED
+    assert can_admit(state)
+    state.next_step_id -= MOST_STEPS_BLOCKED
+    state.steps_in_flight.clear()
+    assert can_admit(state), "the worker has nothing to do"

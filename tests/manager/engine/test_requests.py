@@ -1,12 +1,15 @@
 """Tests in which order a running engine admits the requests of several clients."""
 
+import time
 from dataclasses import replace
 
 from tests.manager.helpers.engine_driver import EngineDriver, make_options
 from tests.manager.helpers.requests import make_request
 from tests.manager.helpers.simulation import simulate
+from tokasaurus.manager.engine.admission import MOST_ADMITTED
 from tokasaurus.manager.state.fair_queue import QUANTUM
 from tokasaurus.messages.generation import CancelRequest
+from tokasaurus.messages.lifecycle import EngineLimits
 
 NUM_SLOTS = 4
 
@@ -49,3 +52,44 @@ def test_requests_finish_by_priority_and_background_requests_last() -> None:
     driver.run_until_idle()
     assert [delta.request_id for delta in driver.deltas] == ["r2", "r4", "r0", "r3", "r1", "r9"]
     driver.assert_nothing_is_left()
+
+
+def largest_steps(num_samples: int) -> tuple[int, float, float]:
+    """Fill an engine of 512 slots with one request, then cancel it.
+
+    Returns the most sequences admitted in a step, and the CPU milliseconds of the slowest step and of the step that
+    cancels.
+    """
+    limits = EngineLimits(40_000, 16, 1024)
+    driver = EngineDriver(make_options(limits=limits, max_seqs_per_forward=512, max_tokens_per_forward=4096))
+    state = driver.state
+    request = make_request(1, num_sequences=num_samples, max_new_tokens=200, ignore_eos=True)
+    most_admitted, seconds = 0, []
+    step = driver.engine.step
+
+    def timed_step(*args) -> None:
+        nonlocal most_admitted
+        num_before, start_s = state.num_admissions, time.thread_time()
+        step(*args)
+        seconds.append(time.thread_time() - start_s)
+        most_admitted = max(most_admitted, state.num_admissions - num_before)
+
+    driver.engine.step = timed_step
+    driver.step([request])
+    while state.num_running < min(num_samples, 512):
+        driver.step([], 1)
+    slowest_s = max(seconds)
+    driver.step([CancelRequest("r1")])
+    cancel_s = seconds[-1]
+    driver.run_until_idle()
+    driver.assert_nothing_is_left()
+    return most_admitted, slowest_s * 1e3, cancel_s * 1e3
+
+
+def test_a_request_with_65536_samples_is_admitted_in_short_steps() -> None:
+    """Three tries, since a busy machine may stretch a step. A step that created all samples would take a third of a
+    second, and one that filled the batch some 30 ms."""
+    tries = [largest_steps(65_536) for _ in range(3)]
+    assert {most_admitted for most_admitted, _, _ in tries} == {MOST_ADMITTED}
+    assert min(slowest_ms for _, slowest_ms, _ in tries) < 15
+    assert min(cancel_ms for _, _, cancel_ms in tries) < 30, "512 running sequences leave; most others do not exist"

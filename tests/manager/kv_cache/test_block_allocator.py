@@ -162,3 +162,30 @@ def test_allocating_too_much_or_freeing_twice_fails_an_assertion():
         allocator.free(allocated)
     with pytest.raises(AssertionError, match="block 2 freed twice"):
         allocator.free(allocated[[1, 1]])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_evicting_for_several_allocations_takes_the_same_blocks(seed):
+    """Two equal allocators with cached and free blocks; only one evicts for all allocations at once."""
+    rng = random.Random(seed)
+    num_blocks, num_cached = 40, rng.randrange(41)
+    sizes = [rng.randrange(6) for _ in range(8)]
+    while sum(sizes) > num_blocks:
+        sizes.pop()
+    taken = []
+    for evicts_first in (False, True):
+        allocator = BlockAllocator(num_blocks, PAGE)
+        cached = allocator.allocate(num_cached)
+        for start in range(0, num_cached, 3):
+            blocks = cached[start : start + 3]
+            tokens = np.full(PAGE * len(blocks), start, np.int32).tobytes()
+            allocator.tree.release(allocator.tree.insert(allocator.tree.root, tokens, blocks))
+        if evicts_first:
+            allocator.evict_for(sum(sizes))
+            assert allocator.num_free == max(num_blocks - num_cached, sum(sizes))
+        assert allocator.num_available == num_blocks
+        taken.append([block for size in sizes for block in allocator.allocate(size).tolist()])
+        assert allocator.num_available == num_blocks - sum(sizes)
+    num_free = num_blocks - num_cached
+    assert taken[0][:num_free] == taken[1][:num_free]
+    assert sorted(taken[0]) == sorted(taken[1])

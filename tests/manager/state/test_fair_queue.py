@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.manager.helpers.requests import make_request
-from tokasaurus.manager.state.fair_queue import MOST_DROPPED, QUANTUM, FairQueue
+from tokasaurus.manager.state import fair_queue, sequence_queues
+from tokasaurus.manager.state.fair_queue import MOST_DROPPED, QUANTUM, SEQUENCES_PER_PRIORITY, FairQueue
 from tokasaurus.manager.state.samples import Samples
 from tokasaurus.manager.state.sequence import Phase, Sequence, make_prompt
-from tokasaurus.manager.state.sequence_queues import SequenceQueues
+from tokasaurus.manager.state.sequence_queues import LIVE_PER_BACKGROUND, SequenceQueues
 from tokasaurus.manager.state.slot_arrays import SlotArrays
 from tokasaurus.messages.generation import GenerateRequest
 
@@ -28,6 +30,8 @@ class Item:
     request: GenerateRequest
     sequence: Sequence | None = None
     samples: Samples | None = None
+    rank: int = 0
+    """Sequences that its client had added before, and the worth of its priority in sequences."""
 
 
 class SlowClass:
@@ -41,11 +45,19 @@ class SlowClass:
         """Sequences taken in this turn."""
         self.waiting: list[Item] = []
         """In order of arrival."""
+        self.num_added: dict[str, int] = {}
+        """By client, since it last had no sequence in `waiting`."""
 
-    def add(self, item: Item) -> None:
-        self.waiting.append(item)
-        if item.request.client not in self.clients:
-            self.clients.append(item.request.client)
+    def add(self, *items: Item) -> None:
+        """`items` are the samples of one request."""
+        client = items[0].request.client
+        if client not in self.clients:
+            self.clients.append(client)
+            self.num_added[client] = 0
+        for item in items:
+            item.rank = self.num_added[client] + fair_queue.SEQUENCES_PER_PRIORITY * item.request.priority
+        self.waiting += items
+        self.num_added[client] += len(items)
 
     def remove(self, item: Item) -> None:
         if item in self.preempted:
@@ -62,7 +74,7 @@ class SlowClass:
             return self.preempted.pop(0)
         client = self.clients[0]
         of_client = [item for item in self.waiting if item.request.client == client]
-        item = min(of_client, key=lambda item: item.request.priority)  # the first of equals
+        item = min(of_client, key=lambda item: item.rank)  # the first of equals
         self.num_taken += 1
         self.remove(item)
         if client in self.clients and self.num_taken == QUANTUM:
@@ -80,6 +92,8 @@ class SlowClass:
 class SlowQueue:
     def __init__(self) -> None:
         self.classes = {False: SlowClass(), True: SlowClass()}
+        self.num_overtaken = 0
+        """Live sequences taken in a row while a background one waited."""
 
     def class_of(self, item: Item) -> SlowClass:
         return self.classes[item.request.is_background]
@@ -89,10 +103,17 @@ class SlowQueue:
 
     def take(self) -> Item:
         live, background = self.classes.values()
-        return (live if live.preempted or live.waiting else background).take()
+        if not (background.preempted or background.waiting):
+            return live.take()
+        if not (live.preempted or live.waiting) or self.num_overtaken == sequence_queues.LIVE_PER_BACKGROUND:
+            self.num_overtaken = 0
+            return background.take()
+        self.num_overtaken += 1
+        return live.take()
 
     def in_order(self) -> list[Item]:
         copy = SlowQueue()
+        copy.num_overtaken = self.num_overtaken
         copy.classes = {is_background: one.copy() for is_background, one in self.classes.items()}
         return [copy.take() for _ in self.all()]
 
@@ -133,7 +154,7 @@ class Pair:
         self.queues.add_samples(samples)
         for item in items:
             item.samples = samples
-            self.slow.class_of(item).add(item)
+        self.slow.class_of(items[0]).add(*items)
 
     def block(self, item: Item) -> None:
         assert item.sequence is not None
@@ -186,9 +207,17 @@ operation_strategy = st.tuples(
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.lists(operation_strategy, max_size=60))
-def test_sequences_are_seen_and_taken_in_the_order_of_the_oracle(operations) -> None:
+@given(st.lists(operation_strategy, max_size=60), st.sampled_from([1, 8, 256]), st.sampled_from([1, 5, 64]))
+def test_sequences_are_seen_and_taken_in_the_order_of_the_oracle(operations, per_priority, per_background) -> None:
     """Clients, priorities, samples, cancellation, preemption, grammars and the background class, all together."""
+    with (
+        patch.object(fair_queue, "SEQUENCES_PER_PRIORITY", per_priority),
+        patch.object(sequence_queues, "LIVE_PER_BACKGROUND", per_background),
+    ):
+        compare_with_oracle(operations)
+
+
+def compare_with_oracle(operations) -> None:
     pair = Pair()
     for name, kind, count in operations:
         waiting = pair.slow.all()
@@ -251,12 +280,44 @@ def test_few_cancelled_sequences_stay_in_memory(num_kept: int) -> None:
     sequences = [make_sequence(number, "a", priority=number % 3) for number in range(2000)]
     for sequence in sequences:
         queue.add(sequence)
-    ordered = sorted(sequences, key=lambda sequence: sequence.request.priority)
+    ordered = list(queue.in_order())
     for sequence in reversed(ordered[num_kept:]):
         sequence.phase = Phase.FINISHED
         queue.remove(sequence)
-    num_held = sum(client._num_entries for client in queue._clients.values())
-    assert num_held == sum(len(held) for client in queue._clients.values() for held in client._by_priority.values())
+    num_held = sum(len(client._entries) for client in queue._clients.values())
     assert num_held <= (2 * num_kept + MOST_DROPPED if num_kept else 0)
     assert list(queue.in_order()) == ordered[:num_kept]
     assert bool(queue) is (num_kept > 0)
+
+
+@pytest.mark.parametrize(("num_before", "num_levels"), [(0, 1), (0, 3), (10, 2)])
+def test_an_endless_stream_of_urgent_sequences_does_not_starve_the_others(num_before: int, num_levels: int) -> None:
+    """One urgent sequence arrives for each that is admitted."""
+    queue = FairQueue()
+    for number in range(num_before):
+        queue.add(make_sequence(number, priority=-1))
+    waiting = make_sequence(num_before, priority=num_levels - 1)
+    queue.add(waiting)
+    num_overtaking = 0
+    while True:
+        queue.add(make_sequence(100 + num_overtaking, priority=-1))
+        if queue.take() is waiting:
+            break
+        num_overtaking += 1
+        assert num_overtaking < 10_000
+    assert num_overtaking == num_before + num_levels * SEQUENCES_PER_PRIORITY - 1
+
+
+def test_endless_live_requests_leave_a_share_to_background_requests() -> None:
+    queues = SequenceQueues(SlotArrays(4, 4))
+    background = [make_sequence(number, is_background=True) for number in range(3)]
+    for sequence in background:
+        queues.add_waiting(sequence)
+    taken: list[Sequence] = []
+    while not taken or taken[-1] is not background[-1]:
+        queues.add_waiting(make_sequence(10 + len(taken)))
+        queues.add_waiting(make_sequence(10_000 + len(taken)))
+        taken.append(queues.take_first_waiting())
+        assert len(taken) <= 3 * (LIVE_PER_BACKGROUND + 1)
+    places = [taken.index(sequence) for sequence in background]
+    assert places == [LIVE_PER_BACKGROUND, 2 * LIVE_PER_BACKGROUND + 1, 3 * LIVE_PER_BACKGROUND + 2]

@@ -1,15 +1,11 @@
 """Which waiting sequences to admit: first a worst-case bound, then a KV simulation of every future step."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.engine.kv_forecast import KVForecast, expected_decode_steps, forecast_kv, wanted_prefill_rate
 from tokasaurus.manager.engine.lifecycle import admit
-from tokasaurus.manager.kv_cache.prefix_tree import PrefixMatch, PrefixNode, PrefixTree
-from tokasaurus.manager.kv_cache.prompt_logprobs import first_position, num_leading
+from tokasaurus.manager.kv_cache.prefix_tree import PrefixMatch
 from tokasaurus.manager.planning.kv_simulation import (
     SequenceLoads,
     SharedLoads,
@@ -17,8 +13,8 @@ from tokasaurus.manager.planning.kv_simulation import (
     fits_together,
     simulate_kv,
 )
+from tokasaurus.manager.state.candidates import Candidates, describe
 from tokasaurus.manager.state.engine_state import EngineState
-from tokasaurus.manager.state.sequence import Sequence
 
 Int64Array = NDArray[np.int64]
 
@@ -28,143 +24,24 @@ MIN_DESCRIBED = 8
 MOST_ROUNDS = 4
 """Most groups of candidates admitted in one step; the worker may idle meanwhile."""
 
+MOST_ADMITTED = 96
+"""Most sequences admitted in one step, so that it takes a few milliseconds however many samples a request has. Twice
+the usual number of sequences that leave may come on top: else a batch of short completions would shrink."""
+
+NEW_RELEASES_WEIGHT = 0.1
+"""Weight of the newest number in the moving average of sequences that leave between two admissions."""
+
+RUNNING_PER_RELEASE = 256
+"""While the next sequence does not fit, admission waits until one in this many running sequences has left. Every
+round costs about as much as ending ten sequences, and a batch that lacks one sequence in 256 is hardly smaller."""
+
+MOST_STEPS_BLOCKED = 4
+"""Most steps that admission waits so: expected lengths change, and other sequences may come first."""
+
+RUNNING_PER_UNTRIED = 1024
+"""Admission stops searching once it leaves at most one sequence untried for this many running ones."""
+
 _NOW = np.zeros(1, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class SampleGroup:
-    """Consecutive candidates that are samples of one prompt.
-
-    A sample that computes prompt logprobs always starts a new SampleGroup.
-    """
-
-    start: int
-    """Index of the first sample among the candidates."""
-    match: PrefixMatch
-    """The cached prefix of the prompt, found in the prefix tree."""
-    first_position: int
-    """Prompt position where the first sample's prefill starts. The other samples start after the shared blocks."""
-    num_cached_blocks: int
-    """Blocks of the prompt in `match`, or in the prefix tree once the candidates before it are admitted."""
-    path: list[tuple[int, int]]
-    """(node, number of blocks used in it) for the whole prompt blocks that the samples share.
-
-    An existing node of the tree is given by its index, a node that candidates will add by a negative number.
-    """
-    last_node: int | None
-    """New node for the whole block that contains the prompt's last token; None if there is none.
-
-    Only the first sample uses it: the last token is always computed, so its block is never shared.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """K waiting sequences, in admission order."""
-
-    num_prompt_tokens: Int64Array
-    """[K] tokens to prefill, cached ones included."""
-    num_to_compute: Int64Array
-    """[K] prompt tokens to compute, at least 1."""
-    decode_steps: Int64Array
-    """[K] expected decode steps after the prefill."""
-    sample_groups: list[SampleGroup]
-    """The candidates grouped by prompt, in the same order."""
-
-
-def describe(state: EngineState, sequences: list[Sequence]) -> Candidates:
-    """What admission needs to know about the waiting `sequences`."""
-    num_kept = np.array([len(sequence.kept_token_ids) for sequence in sequences])
-    max_tokens = np.array([sequence.max_sampled_tokens for sequence in sequences])
-    decode_steps = max_tokens - num_kept - 1
-    if state.forecast is not None:
-        ranks = state.num_admissions + np.arange(len(sequences))
-        expected = state.forecast.expected(num_kept, max_tokens, ranks) - num_kept - 1
-        decode_steps = np.where([sequence.may_stop for sequence in sequences], expected, decode_steps)
-    num_prompt_tokens = np.array([len(sequence.prompt) for sequence in sequences])
-    page_size = state.options.limits.page_size
-    sample_groups = _group_by_prompt(state, sequences)
-    first_positions = (num_prompt_tokens - 1) // page_size * page_size
-    first_positions[[sample_group.start for sample_group in sample_groups]] = [
-        sample_group.first_position for sample_group in sample_groups
-    ]
-    return Candidates(num_prompt_tokens, num_prompt_tokens - first_positions, decode_steps, sample_groups)
-
-
-def _group_by_prompt(state: EngineState, sequences: list[Sequence]) -> list[SampleGroup]:
-    """Find each prompt's cached prefix and the prefix it shares with earlier candidates, using a scratch tree.
-
-    In the scratch tree a prompt starts where its cached prefix ends. Block ids there follow all existing block ids.
-    """
-    tree, page_size = state.blocks.tree, state.options.limits.page_size
-    block_bytes = 4 * page_size
-    scratch_tree = PrefixTree(page_size)
-    most_new = sum(len(sequence.prompt) for sequence in sequences) // page_size
-    numbers, num_numbered = np.arange(most_new, dtype=np.int32) + len(state.blocks.tokens), 0
-    reserved_num_top = np.empty(0, np.int32)
-    if state.blocks.prompt_logprobs is not None and any(sequence.needs_prompt_logprobs for sequence in sequences):
-        reserved_num_top = state.blocks.prompt_logprobs.reserved(most_new)
-    found: list[tuple[int, int, int, PrefixMatch, PrefixNode, int | None]] = []
-    prompt = None
-    for index, sequence in enumerate(sequences):
-        if sequence.prompt is prompt and not sequence.needs_prompt_logprobs:
-            continue
-        prompt = sequence.prompt
-        num_whole, num_shared = len(prompt) // page_size, (len(prompt) - 1) // page_size
-        whole_match = tree.match(prompt.token_bytes, sequence.salt, num_whole)
-        match = whole_match.first_blocks(num_shared)
-        branch = b"%d %d " % (match.node.index, match.num_blocks) + sequence.salt
-        rest = prompt.token_bytes[match.num_blocks * block_bytes : num_shared * block_bytes]
-        scratch_match = scratch_tree.match(rest, branch)
-        node = scratch_tree.acquire(scratch_match)
-        num_cached = match.num_blocks + scratch_match.num_blocks
-        new = numbers[num_numbered : num_numbered + num_whole - num_cached]
-        num_numbered += len(new)
-        start = num_cached * page_size
-        if sequence.needs_prompt_logprobs:
-            cached = np.concatenate((tree.blocks_on_path(match), scratch_tree.blocks_on_path(scratch_match)))
-            num_with_logprobs = _add_reservation(
-                reserved_num_top, cached, new, sequence.request.num_top_prompt_logprobs
-            )
-            start = first_position(num_with_logprobs, page_size)
-        num_new = num_shared - num_cached
-        if num_new:
-            node = scratch_tree.insert(node, rest[scratch_match.num_blocks * block_bytes :], new[:num_new], branch)
-        last_node = None
-        if num_whole > num_shared and whole_match.num_blocks < num_whole:
-            last_bytes = prompt.token_bytes[num_shared * block_bytes : num_whole * block_bytes]
-            last = scratch_tree.insert(node, last_bytes, new[num_new:], branch)
-            last_node = None if last is node else -last.index
-        found.append((index, start, num_cached, match, node, last_node))
-    sample_groups = []
-    for index, start, num_cached, match, node, last_node in found:
-        path = [(-ancestor.index, len(ancestor.blocks)) for ancestor in _ancestors(scratch_tree, node)]
-        end = match.num_blocks
-        for ancestor in _ancestors(tree, match.node):
-            path.append((ancestor.index, end - ancestor.parent.end_block))
-            end = ancestor.parent.end_block
-        sample_groups.append(SampleGroup(index, match, start, num_cached, path, last_node))
-    return sample_groups
-
-
-def _add_reservation(
-    reserved_num_top: NDArray[np.int32], cached: NDArray[np.int32], new: NDArray[np.int32], num_top: int
-) -> int:
-    """Reserve prompt logprobs with top-k size `num_top` for a prompt's `cached` and `new` blocks.
-
-    Updates `reserved_num_top`, by block id. Returns how many leading `cached` blocks already had enough reserved: the
-    prompt need not compute logprobs for these.
-    """
-    num_with_logprobs = num_leading(reserved_num_top[cached], num_top)
-    reserved_num_top[cached], reserved_num_top[new] = np.maximum(reserved_num_top[cached], num_top), num_top
-    return num_with_logprobs
-
-
-def _ancestors(tree: PrefixTree, node: PrefixNode) -> Iterator[PrefixNode]:
-    """The node and its ancestors, without the root."""
-    while node is not tree.root:
-        yield node
-        node = node.parent
 
 
 def simulate_candidates(candidates: Candidates, num: int, kv_forecast: KVForecast, page_size: int) -> UsageCurve:
@@ -215,18 +92,19 @@ def num_fitting(
     page_size: int,
     batch: int,
     most: int,
+    most_untried: int = 0,
 ) -> int:
     """How many candidates fit according to the KV simulation, at most num_certain + most.
 
     The first `num_certain` are known to fit. Tries `batch` candidates more, then twice as many more each time. After
-    the first group that does not fit, bisects.
+    the first group that does not fit, bisects, until at most `most_untried` others may fit as well.
     """
     num, limit = num_certain, min(len(candidates.decode_steps), num_certain + most) + 1
     limit = min(
         limit, _num_prompts_with_room(candidates, num_blocks - int(kv_forecast.curve.at(_NOW)[0]), page_size) + 1
     )
     has_failed = False
-    while num + 1 < limit:
+    while num + 1 + (most_untried if has_failed and num > num_certain else 0) < limit:
         tried = num + (limit - num) // 2 if has_failed else min(num + batch, limit - 1)
         if fits_together(kv_forecast.curve, simulate_candidates(candidates, tried, kv_forecast, page_size), num_blocks):
             num, batch = tried, 2 * batch
@@ -237,11 +115,16 @@ def num_fitting(
 
 def _num_prompts_with_room(candidates: Candidates, num_blocks: int, page_size: int) -> int:
     """How many candidates' prompts alone fit into `num_blocks`: an upper bound on the number to admit."""
+    return int(np.searchsorted(np.cumsum(_num_prompt_blocks(candidates, page_size)), num_blocks, side="right"))
+
+
+def _num_prompt_blocks(candidates: Candidates, page_size: int) -> Int64Array:
+    """[K] blocks to allocate when each candidate is admitted after those before it."""
     num_prompt_blocks = -(-candidates.num_prompt_tokens // page_size)
-    num_new = num_prompt_blocks - (candidates.num_prompt_tokens - 1) // page_size
-    for sample_group in candidates.sample_groups:
-        num_new[sample_group.start] = num_prompt_blocks[sample_group.start] - sample_group.num_cached_blocks
-    return int(np.searchsorted(np.cumsum(num_new), num_blocks, side="right"))
+    num_new: Int64Array = num_prompt_blocks - (candidates.num_prompt_tokens - 1) // page_size
+    starts = [sample_group.start for sample_group in candidates.sample_groups]
+    num_new[starts] = num_prompt_blocks[starts] - [group.num_cached_blocks for group in candidates.sample_groups]
+    return num_new
 
 
 def admit_waiting(state: EngineState) -> None:
@@ -249,14 +132,38 @@ def admit_waiting(state: EngineState) -> None:
 
     A sequence that does not fit blocks all behind it; otherwise a long prompt might never be admitted.
     """
+    state.blocked_admission = None
+    num_left = _most_to_admit(state)
     for _ in range(MOST_ROUNDS):
-        num_described = max(MIN_DESCRIBED, 2 * state.onboard_batch)
+        num_described = min(num_left, max(MIN_DESCRIBED, 2 * state.onboard_batch))
         sequences = state.queues.first_waiting(min(len(state.free_slots), num_described))
         if not sequences:
             return
         candidates = describe(state, sequences)
-        if _admit_fitting(state, candidates) < len(sequences):
+        num_admitted = _admit_fitting(state, candidates)
+        if num_admitted < len(sequences):
+            state.blocked_admission = (state.next_step_id, state.num_releases)
             return
+        num_left -= num_admitted
+
+
+def _most_to_admit(state: EngineState) -> int:
+    """Most sequences that this call of `admit_waiting` may admit, at least MOST_ADMITTED."""
+    num_new = state.num_releases - state.num_releases_counted
+    state.num_releases_counted = state.num_releases
+    state.usual_releases += NEW_RELEASES_WEIGHT * (num_new - state.usual_releases)
+    return MOST_ADMITTED + int(2 * state.usual_releases)
+
+
+def can_admit(state: EngineState) -> bool:
+    """Whether sequences wait, and enough has changed since the next one did not fit. Always if the worker is idle."""
+    if not state.queues.num_waiting:
+        return False
+    if state.blocked_admission is None or not state.steps_in_flight:
+        return True
+    step_id, num_releases = state.blocked_admission
+    num_awaited = state.num_running // RUNNING_PER_RELEASE
+    return state.num_releases - num_releases >= num_awaited or state.next_step_id - step_id >= MOST_STEPS_BLOCKED
 
 
 def _admit_fitting(state: EngineState, candidates: Candidates) -> int:
@@ -273,7 +180,8 @@ def _admit_fitting(state: EngineState, candidates: Candidates) -> int:
             rate = state.prefill_rate
             kv_forecast = forecast_kv(state, rate)
         num = num_fitting(
-            candidates, num_certain, kv_forecast, num_blocks, page_size, state.onboard_batch, most_at_once
+            *(candidates, num_certain, kv_forecast, num_blocks, page_size, state.onboard_batch, most_at_once),
+            most_untried=state.num_running // RUNNING_PER_UNTRIED,
         )
         state.onboard_batch = min(most_at_once, max(1, num))
     if num == 0 and not state.num_running:
@@ -293,6 +201,7 @@ def admit_described(state: EngineState, candidates: Candidates, num: int) -> Non
     tree, page_size = state.blocks.tree, state.options.limits.page_size
     sample_groups = [sample_group for sample_group in candidates.sample_groups if sample_group.start < num]
     cached = [tree.acquire(sample_group.match) for sample_group in sample_groups]
+    state.blocks.evict_for(int(_num_prompt_blocks(candidates, page_size)[:num].sum()))
     ends = [*(sample_group.start for sample_group in sample_groups), num][1:]
     for sample_group, node, end in zip(sample_groups, cached, ends, strict=True):
         sequence = state.queues.take_first_waiting()

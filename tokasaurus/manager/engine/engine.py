@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.manager.engine.admission import admit_waiting
+from tokasaurus.manager.engine.admission import admit_waiting, can_admit
 from tokasaurus.manager.engine.deferred_tasks import DeferredTask, may_run
 from tokasaurus.manager.engine.grammar_results import apply_grammars
 from tokasaurus.manager.engine.grammar_scheduling import is_better_later, ready_to_decode
@@ -56,7 +56,7 @@ class Engine:
         self._looked_s = 0.0  # when results were last taken from the channel
         self._num_unapplied = 0  # results that have arrived for the oldest steps in flight, but are not applied yet
         self.tasks = [
-            DeferredTask("admission", lambda state: state.queues.num_waiting > 0, admit_waiting, max_steps_deferred=4),
+            DeferredTask("admission", can_admit, admit_waiting, max_steps_deferred=4),
             DeferredTask("stop strings", lambda state: state.has_uncounted, check_stop_strings, max_steps_deferred=8),
             DeferredTask("streams", lambda state: state.num_streamed > 0, stream_new_tokens, max_steps_deferred=4),
             DeferredTask("grouping", _groups_are_old, regroup, max_steps_deferred=8),

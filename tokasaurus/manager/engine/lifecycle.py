@@ -223,6 +223,7 @@ def _free_slot_and_blocks(state: EngineState, sequence: Sequence, keep_kv: bool 
         state.stream_due_s = np.inf  # or the manager would go on waking for it
     state.sequences[slot] = None
     state.free_slots.append(slot)
+    state.num_releases += 1
     if sequence.is_open:
         state.slots_to_close.append(slot)
     sequence.slot, sequence.node = 0, None

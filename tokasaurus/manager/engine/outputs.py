@@ -46,7 +46,7 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     is_valid = state.slots.opened_at[slots] <= step.step_id
     if output.top is not None:
         _record_top_logprobs(state, slots, is_valid, output.top)
-    if not is_valid.all():
+    if np.count_nonzero(is_valid) < len(slots):
         slots, token_ids = slots[is_valid], token_ids[is_valid]
         logprobs = None if logprobs is None else logprobs[is_valid]
     num_known = _record_tokens(state, slots, token_ids, logprobs)
@@ -55,7 +55,8 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     stops = np.zeros(len(slots), np.bool_)
     for eos_id in state.options.eos_ids:
         stops |= token_ids == eos_id
-    stops &= state.slots.ends_at_eos[slots]
+    rows = np.flatnonzero(stops)
+    stops[rows] = state.slots.ends_at_eos[slots[rows]]
     if state.num_with_stop_tokens:
         stops |= (state.slots.stop_token_ids[slots] == token_ids[:, None]).any(axis=1)
     is_last = num_known > state.slots.max_kv_tokens[slots]
@@ -143,14 +144,18 @@ def _record_tokens(
     """
     arrays, page_size = state.slots, state.options.limits.page_size
     positions = arrays.num_known_tokens[slots]
-    table_indices, offsets = np.divmod(positions, page_size)
-    block_ids = arrays.block_tables[slots, table_indices]
-    state.blocks.tokens[block_ids, offsets] = token_ids
+    table_indices = positions // page_size
+    # Flat indices: NumPy reads and writes with one index array in half the time that it takes with two.
+    blocks = arrays.block_tables.reshape(-1).take(slots * arrays.block_tables.shape[1] + table_indices)
+    kv_indices = blocks.astype(np.int64)
+    kv_indices *= page_size
+    kv_indices += positions - table_indices * page_size
+    state.blocks.tokens.reshape(-1)[kv_indices] = token_ids
     arrays.last_tokens[slots] = token_ids
     if logprobs is not None:
         if state.block_logprobs is None:
             state.block_logprobs = np.full(state.blocks.tokens.shape, np.nan, np.float32)
-        state.block_logprobs[block_ids, offsets] = logprobs
+        state.block_logprobs.reshape(-1)[kv_indices] = logprobs
         state.last_logprobs[slots] = logprobs
     positions += 1
     arrays.num_known_tokens[slots] = positions

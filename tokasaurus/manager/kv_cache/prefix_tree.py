@@ -5,8 +5,8 @@ their blocks are needed. A parent is used whenever a child is, so all unused blo
 """
 
 import heapq
-from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,8 +45,7 @@ class PrefixNode:
         """Tick at which `num_sequences` last fell to 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """The first `num_blocks` blocks on the path from the root to `node`, the last of them in `node`.
 
     Valid until one of these blocks is evicted or trimmed; it stays valid when nodes are split.

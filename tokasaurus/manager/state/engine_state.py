@@ -185,6 +185,14 @@ class EngineState:
     step_time_model: StepTimeModel = field(default_factory=StepTimeModel)
     step_times: StepTimes = field(default_factory=lambda: StepTimes(1.0))
     num_admissions: int = 0
+    num_releases: int = 0
+    """Sequences that have left their slot."""
+    num_releases_counted: int = 0
+    """`num_releases` at the last admission."""
+    usual_releases: float = 0.0
+    """Moving average of the sequences that leave between two admissions."""
+    blocked_admission: tuple[int, int] | None = None
+    """`next_step_id` and `num_releases` when the next waiting sequence did not fit; None if it has not been tried."""
     num_with_stops: int = 0
     """Running sequences with stop strings."""
     has_uncounted: bool = False

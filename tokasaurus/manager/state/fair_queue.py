@@ -1,6 +1,7 @@
-"""The order in which waiting sequences are admitted: by turns among clients, by priority within a client."""
+"""The order in which waiting sequences are admitted: by turns among clients, by priority and age within
+a client."""
 
-from bisect import insort
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from itertools import islice
@@ -11,92 +12,81 @@ from tokasaurus.manager.state.sequence import Phase, Sequence
 QUANTUM = 16
 """Sequences of one client in a turn: samples of one prompt stay together, so that they share its prefill."""
 
+SEQUENCES_PER_PRIORITY = 256
+"""Worth of one level of priority: a sequence comes before those of its client with the next higher value, unless they
+were added at least so many sequences earlier."""
+
 MOST_DROPPED = 64
 """Cancelled sequences that a client's queue may hold however few of its sequences wait."""
 
 
 class ClientQueue:
-    """The waiting sequences of one client: lowest priority value first, then first come, first served.
+    """The waiting sequences of one client: lowest rank first, and first come, first served among equals.
+
+    The rank of an entry is the number of sequences that the client had added before it, plus SEQUENCES_PER_PRIORITY
+    times its priority. So a lower priority value comes first, but one level is worth at most so many later sequences:
+    under an endless stream of urgent requests, the others come to their turn.
 
     An entry is a sequence, or the Samples for which sequences are still to be created. A cancelled entry is never at
     the front; elsewhere it stays until too many have been cancelled.
     """
 
     def __init__(self) -> None:
-        self._by_priority: dict[int, deque[Sequence | Samples]] = {}
-        self._priorities: list[int] = []
-        """The keys of `_by_priority`, sorted."""
-        self._num_entries = 0
-        """Entries in `_by_priority`, cancelled ones included."""
+        self._entries: list[tuple[int, Sequence | Samples]] = []
+        """(rank, entry), the first one last, since a list is shortened fast at its end. Includes cancelled entries."""
+        self._num_added = 0
+        """Sequences added so far."""
         self.num_waiting = 0
         """Sequences, including those to be created."""
 
     def add(self, entry: Sequence | Samples) -> None:
-        priority = entry.request.priority
-        queue = self._by_priority.get(priority)
-        if queue is None:
-            queue = self._by_priority[priority] = deque()
-            insort(self._priorities, priority)
-        queue.append(entry)
-        self._num_entries += 1
-        self.num_waiting += entry.num_to_create if isinstance(entry, Samples) else 1
+        rank = self._num_added + SEQUENCES_PER_PRIORITY * entry.request.priority
+        self._entries.insert(bisect_left(self._entries, -rank, key=_minus_rank), (rank, entry))
+        num_sequences = entry.num_to_create if isinstance(entry, Samples) else 1
+        self._num_added += num_sequences
+        self.num_waiting += num_sequences
 
     def count_cancelled(self, num: int) -> None:
         """`num` of its sequences no longer wait."""
         self.num_waiting -= num
         self._drop_cancelled_at_front()
-        if self._num_entries > 2 * self.num_waiting + MOST_DROPPED:
-            self._drop_all_cancelled()
+        if len(self._entries) > 2 * self.num_waiting + MOST_DROPPED:
+            self._entries = [ranked for ranked in self._entries if _waits(ranked[1])]
 
     def take(self) -> Sequence:
         """Remove and return the first sequence. Precondition: there is one."""
-        queue = self._by_priority[self._priorities[0]]
-        entry = queue[0]
+        entry = self._entries[-1][1]
         if isinstance(entry, Samples):
             entry = entry.create()
         else:
-            queue.popleft()
-            self._num_entries -= 1
+            self._entries.pop()
         self.num_waiting -= 1
         self._drop_cancelled_at_front()
         return entry
 
     def in_order(self) -> Iterator[Sequence]:
         """Its sequences in the order in which `take` would return them, each created when it is reached."""
-        for priority in self._priorities:
-            queue, index = self._by_priority[priority], 0
-            while index < len(queue):
-                entry = queue[index]
-                if isinstance(entry, Samples):
-                    if not entry.num_to_create:
-                        index += 1
-                        continue
-                    entry = entry.create()
-                    queue.insert(index, entry)
-                    self._num_entries += 1
-                index += 1
-                if entry.phase is Phase.WAITING:
-                    yield entry
+        entries, num_after = self._entries, len(self._entries)
+        while num_after:
+            rank, entry = entries[num_after - 1]
+            if isinstance(entry, Samples):
+                if not entry.num_to_create:
+                    num_after -= 1
+                    continue
+                entry = entry.create()
+                entries.insert(num_after, (rank, entry))
+            else:
+                num_after -= 1
+            if entry.phase is Phase.WAITING:
+                yield entry
 
     def _drop_cancelled_at_front(self) -> None:
-        while self._priorities:
-            queue = self._by_priority[self._priorities[0]]
-            while queue:
-                if _waits(queue[0]):
-                    return
-                queue.popleft()
-                self._num_entries -= 1
-            del self._by_priority[self._priorities.pop(0)]
+        while self._entries and not _waits(self._entries[-1][1]):
+            self._entries.pop()
 
-    def _drop_all_cancelled(self) -> None:
-        for priority, queue in list(self._by_priority.items()):
-            waiting = deque(entry for entry in queue if _waits(entry))
-            if waiting:
-                self._by_priority[priority] = waiting
-            else:
-                del self._by_priority[priority]
-        self._priorities = sorted(self._by_priority)
-        self._num_entries = sum(map(len, self._by_priority.values()))
+
+def _minus_rank(ranked: tuple[int, Sequence | Samples]) -> int:
+    return -ranked[0]
 
 
 def _waits(entry: Sequence | Samples) -> bool:

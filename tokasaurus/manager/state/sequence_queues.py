@@ -1,7 +1,8 @@
 """The ordered queues of waiting and prefilling sequences, and the decoding slots."""
 
 from collections import OrderedDict
-from itertools import chain, islice
+from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +12,15 @@ from tokasaurus.manager.state.samples import Samples
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.manager.state.slot_arrays import SlotArrays
 
+LIVE_PER_BACKGROUND = 64
+"""Live sequences admitted for each background one while both wait."""
+
 
 class SequenceQueues:
     """Which sequences wait, prefill and decode. Draining sequences are in none of the three.
 
-    Waiting sequences are admitted in the order of FairQueue; background requests wait until no other sequence does.
+    Waiting sequences are admitted in the order of FairQueue, those of background requests after all others; but one of
+    them is admitted after LIVE_PER_BACKGROUND others that were taken while it waited, so that none waits for ever.
     Sequences that wait for their grammar count in `num_waiting`, but have no place in that order yet.
 
     `prefilling` is an OrderedDict because cancelled sequences leave from the middle, and because taking the first key
@@ -25,6 +30,8 @@ class SequenceQueues:
     def __init__(self, slots: SlotArrays) -> None:
         self._slots = slots
         self._live, self._background = FairQueue(), FairQueue()
+        self._num_live_taken = 0
+        """Live sequences taken since the last background one, while a background one waited."""
         self._blocked: set[Sequence] = set()
         self.num_waiting = 0
         self.prefilling: OrderedDict[Sequence, None] = OrderedDict()
@@ -72,12 +79,34 @@ class SequenceQueues:
 
     def first_waiting(self, most: int) -> list[Sequence]:
         """Up to `most` waiting sequences, in admission order. Creates those that do not exist yet."""
-        return list(islice(chain(self._live.in_order(), self._background.in_order()), most))
+        return list(islice(self._in_order(), most))
+
+    def _in_order(self) -> Iterator[Sequence]:
+        live, background = self._live.in_order(), self._background.in_order()
+        num_live_taken, next_background = self._num_live_taken, next(background, None)
+        for sequence in live:
+            if next_background is None:
+                yield sequence
+                continue
+            if num_live_taken == LIVE_PER_BACKGROUND:
+                yield next_background
+                num_live_taken, next_background = 0, next(background, None)
+            yield sequence
+            num_live_taken += next_background is not None
+        if next_background is not None:
+            yield next_background
+            yield from background
 
     def take_first_waiting(self) -> Sequence:
         """Remove and return the first waiting sequence. Precondition: there is one that is not blocked."""
         self.num_waiting -= 1
-        return (self._live or self._background).take()
+        if not self._background:
+            return self._live.take()
+        if self._live and self._num_live_taken < LIVE_PER_BACKGROUND:
+            self._num_live_taken += 1
+            return self._live.take()
+        self._num_live_taken = 0
+        return self._background.take()
 
     def _queue_of(self, entry: Sequence | Samples) -> FairQueue:
         return self._background if entry.request.is_background else self._live
