@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +80,16 @@ def describe(state: EngineState, sequences: list[Sequence]) -> Candidates:
     return Candidates(num_prompt_tokens, num_prompt_tokens - first_positions, decode_steps, sample_groups)
 
 
+class _CachedPrompt(NamedTuple):
+    first: int
+    """Index of its first sample among the candidates."""
+    whole_match: PrefixMatch
+    match: PrefixMatch
+    """Without the block that contains the prompt's last token."""
+    key: bytes
+    """Equal for prompts that continue the same cached prefix with the same block."""
+
+
 def _group_by_prompt(state: EngineState, sequences: list[Sequence]) -> list[SampleGroup]:
     """Find each prompt's cached prefix and the prefix it shares with earlier candidates.
 
@@ -87,7 +98,7 @@ def _group_by_prompt(state: EngineState, sequences: list[Sequence]) -> list[Samp
     """
     tree, page_size = state.blocks.tree, state.options.limits.page_size
     block_bytes = 4 * page_size
-    matches: list[tuple[int, PrefixMatch, PrefixMatch, bytes]] = []
+    prompts: list[_CachedPrompt] = []
     num_with_key: dict[bytes, int] = {}
     prompt = None
     for index, sequence in enumerate(sequences):
@@ -100,13 +111,13 @@ def _group_by_prompt(state: EngineState, sequences: list[Sequence]) -> list[Samp
         start = match.num_blocks * block_bytes
         key = _branch(match, sequence.salt) + token_bytes[start : start + block_bytes]
         num_with_key[key] = num_with_key.get(key, 0) + 1
-        matches.append((index, whole_match, match, key))
-    is_alone = [num_with_key[key] == 1 and not sequences[index].needs_prompt_logprobs for index, _, _, key in matches]
-    others = [match for match, alone in zip(matches, is_alone, strict=True) if not alone]
+        prompts.append(_CachedPrompt(index, whole_match, match, key))
+    is_alone = [num_with_key[key] == 1 and not sequences[index].needs_prompt_logprobs for index, _, _, key in prompts]
+    others = [prompt for prompt, alone in zip(prompts, is_alone, strict=True) if not alone]
     shared = {group.start: group for group in _share(state, sequences, others)} if others else {}
     new_nodes = count(FIRST_NODE_ALONE, -1)
     sample_groups = []
-    for (index, whole_match, match, _), alone in zip(matches, is_alone, strict=True):
+    for (index, whole_match, match, _), alone in zip(prompts, is_alone, strict=True):
         if not alone:
             sample_groups.append(shared[index])
             continue
@@ -119,24 +130,21 @@ def _group_by_prompt(state: EngineState, sequences: list[Sequence]) -> list[Samp
     return sample_groups
 
 
-def _share(
-    state: EngineState, sequences: list[Sequence], matches: list[tuple[int, PrefixMatch, PrefixMatch, bytes]]
-) -> list[SampleGroup]:
+def _share(state: EngineState, sequences: list[Sequence], prompts: list[_CachedPrompt]) -> list[SampleGroup]:
     """The groups of prompts that may share blocks with each other, found with a scratch tree.
 
     In the scratch tree a prompt starts where its cached prefix ends. Block ids there follow all existing block ids.
-    matches: (index of the first sample, match of all its blocks, match without the block of the last token, unused).
     """
     tree, page_size = state.blocks.tree, state.options.limits.page_size
     block_bytes = 4 * page_size
     scratch_tree = PrefixTree(page_size)
-    most_new = sum(len(sequences[index].prompt) for index, *_ in matches) // page_size
+    most_new = sum(len(sequences[index].prompt) for index, *_ in prompts) // page_size
     numbers, num_numbered = np.arange(most_new, dtype=np.int32) + len(state.blocks.tokens), 0
     reserved_num_top = np.empty(0, np.int32)
     if state.blocks.prompt_logprobs is not None and any(sequence.needs_prompt_logprobs for sequence in sequences):
         reserved_num_top = state.blocks.prompt_logprobs.reserved(most_new)
     found: list[tuple[int, int, int, PrefixMatch, PrefixNode, int | None]] = []
-    for index, whole_match, match, _ in matches:
+    for index, whole_match, match, _ in prompts:
         sequence = sequences[index]
         prompt = sequence.prompt
         num_whole, num_shared = len(prompt) // page_size, (len(prompt) - 1) // page_size

@@ -1,7 +1,6 @@
-"""The order in which waiting sequences are admitted: by turns among clients, by priority and age within
-a client."""
+"""The order in which waiting sequences are admitted: by turns among clients, by priority and age within a client."""
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from itertools import islice
@@ -32,8 +31,8 @@ class ClientQueue:
     """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[int, Sequence | Samples]] = []
-        """(rank, entry), the first one last, since a list is shortened fast at its end. Includes cancelled entries."""
+        self._entries: deque[tuple[int, Sequence | Samples]] = deque()
+        """(rank, entry) by rank. Includes cancelled entries."""
         self._num_added = 0
         """Sequences added so far."""
         self.num_waiting = 0
@@ -41,7 +40,10 @@ class ClientQueue:
 
     def add(self, entry: Sequence | Samples) -> None:
         rank = self._num_added + SEQUENCES_PER_PRIORITY * entry.request.priority
-        self._entries.insert(bisect_left(self._entries, -rank, key=_minus_rank), (rank, entry))
+        if not self._entries or self._entries[-1][0] <= rank:
+            self._entries.append((rank, entry))
+        else:
+            self._entries.insert(bisect_right(self._entries, rank, key=_rank), (rank, entry))
         num_sequences = entry.num_to_create if isinstance(entry, Samples) else 1
         self._num_added += num_sequences
         self.num_waiting += num_sequences
@@ -51,42 +53,41 @@ class ClientQueue:
         self.num_waiting -= num
         self._drop_cancelled_at_front()
         if len(self._entries) > 2 * self.num_waiting + MOST_DROPPED:
-            self._entries = [ranked for ranked in self._entries if _waits(ranked[1])]
+            self._entries = deque(ranked for ranked in self._entries if _waits(ranked[1]))
 
     def take(self) -> Sequence:
         """Remove and return the first sequence. Precondition: there is one."""
-        entry = self._entries[-1][1]
+        entry = self._entries[0][1]
         if isinstance(entry, Samples):
             entry = entry.create()
         else:
-            self._entries.pop()
+            self._entries.popleft()
         self.num_waiting -= 1
         self._drop_cancelled_at_front()
         return entry
 
     def in_order(self) -> Iterator[Sequence]:
         """Its sequences in the order in which `take` would return them, each created when it is reached."""
-        entries, num_after = self._entries, len(self._entries)
-        while num_after:
-            rank, entry = entries[num_after - 1]
+        entries, index = self._entries, 0
+        while index < len(entries):
+            rank, entry = entries[index]
             if isinstance(entry, Samples):
                 if not entry.num_to_create:
-                    num_after -= 1
+                    index += 1
                     continue
                 entry = entry.create()
-                entries.insert(num_after, (rank, entry))
-            else:
-                num_after -= 1
+                entries.insert(index, (rank, entry))
+            index += 1
             if entry.phase is Phase.WAITING:
                 yield entry
 
     def _drop_cancelled_at_front(self) -> None:
-        while self._entries and not _waits(self._entries[-1][1]):
-            self._entries.pop()
+        while self._entries and not _waits(self._entries[0][1]):
+            self._entries.popleft()
 
 
-def _minus_rank(ranked: tuple[int, Sequence | Samples]) -> int:
-    return -ranked[0]
+def _rank(ranked: tuple[int, Sequence | Samples]) -> int:
+    return ranked[0]
 
 
 def _waits(entry: Sequence | Samples) -> bool:
