@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.manager.helpers.block_accounting import assert_each_block_has_one_owner
 from tests.manager.helpers.engine_driver import QUICK_STEP_SECONDS, EndsNext, make_options, make_quick_driver
 from tests.manager.helpers.kv_usage_replay import copy_state, replay_usage
-from tests.manager.helpers.requests import Shape, make_requests
+from tests.manager.helpers.requests import Shape, make_request, make_requests
 from tests.manager.helpers.strategies import CACHE_SALTS, random_shape
 from tokasaurus.manager.engine import admission
 from tokasaurus.manager.engine.admission import (
@@ -27,7 +27,7 @@ from tokasaurus.manager.engine.engine import next_step
 from tokasaurus.manager.engine.kv_forecast import forecast_kv
 from tokasaurus.manager.engine.lifecycle import admit
 from tokasaurus.manager.engine.outputs import apply_output
-from tokasaurus.manager.engine.requests import add_request, cancel_request
+from tokasaurus.manager.engine.requests import add_request, cancel_request, release_cancelled
 from tokasaurus.manager.planning.kv_simulation import fits_together
 from tokasaurus.manager.state.candidates import describe
 from tokasaurus.manager.state.engine_state import EngineOptions, EngineState
@@ -298,6 +298,7 @@ def test_a_large_batch_admits_again_once_enough_sequences_have_left_or_after_a_f
     for request in requests[: state.num_running // RUNNING_PER_RELEASE]:
         assert not can_admit(state)
         cancel_request(state, request.request_id)
+        release_cancelled(state)
     assert can_admit(state)
     state.num_releases -= 1
     assert not can_admit(state)
@@ -306,3 +307,19 @@ def test_a_large_batch_admits_again_once_enough_sequences_have_left_or_after_a_f
     state.next_step_id -= MOST_STEPS_BLOCKED
     state.steps_in_flight.clear()
     assert can_admit(state), "the worker has nothing to do"
+
+
+def test_a_step_admits_all_that_fit_although_each_search_adds_few():
+    options = make_options(140, 1, max_tokens_per_forward=1024, max_seqs_per_forward=64, onboard_batch_size=1)
+    state = make_quick_driver(options).state
+    for number in range(10):
+        num_prompt, num_new = [(1, 20), (20, 1)][number % 2]
+        add_request(state, make_request(number, num_prompt, 1, num_new, ignore_eos=True))
+    assert options.limits.num_kv_blocks < 10 * (20 + 1), "not all can have their full length at the same time"
+    admit_waiting(state)
+    assert state.num_running == 10
+    assert state.blocked_admission is None
+    add_request(state, make_request(10, 60, 1, 1, ignore_eos=True))
+    admit_waiting(state)
+    assert state.num_running == 10
+    assert state.blocked_admission is not None

@@ -146,3 +146,14 @@ def test_the_mode_changes_no_token(mode):
     driver.run_until_idle()
     assert_equals_simulation(driver.deltas, requests)
     assert len(driver.deltas) == 18
+
+
+def test_a_round_that_applies_several_results_defers_a_task_by_as_many_steps(monkeypatch):
+    driver = SteppedDriver(monkeypatch, "deferred", 0.001)
+    driver.events_of_step(make_request(1, 5, 4, 60, ignore_eos=True))
+    runs = []
+    for _ in range(13):
+        driver.events = []
+        driver.step([], 2)
+        runs.append(sum(name == "run" for name, _ in driver.events))
+    assert runs[:12] == [0, 0, 0, 1] * 3, "it is deferred by 2, 4 and 6 steps, and 5 are allowed"

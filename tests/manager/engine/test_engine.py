@@ -198,7 +198,7 @@ def test_a_cancelled_request_frees_its_slots_and_blocks_in_the_same_step(steps_b
 
 def test_prefill_and_decode_share_every_step():
     """A long prefill does not stop other sequences from decoding, and takes no more steps than its tokens need."""
-    driver = EngineDriver(make_options(60, max_tokens_per_forward=10, max_steps_ahead=1))
+    driver = EngineDriver(make_options(60, max_tokens_per_forward=10, max_steps_ahead=1, deferred_tasks="always"))
     short = make_request(1, 4, 1, 30, ignore_eos=True)
     long = make_request(2, 90, 1, 1, ignore_eos=True)
     driver.step([short])

@@ -140,8 +140,8 @@ def admit_waiting(state: EngineState) -> None:
         if not sequences:
             return
         candidates = describe(state, sequences)
-        num_admitted = _admit_fitting(state, candidates)
-        if num_admitted < len(sequences):
+        num_admitted, is_blocked = _admit_fitting(state, candidates)
+        if is_blocked:
             state.blocked_admission = (state.next_step_id, state.num_releases)
             return
         num_left -= num_admitted
@@ -166,14 +166,16 @@ def can_admit(state: EngineState) -> bool:
     return state.num_releases - num_releases >= num_awaited or state.next_step_id - step_id >= MOST_STEPS_BLOCKED
 
 
-def _admit_fitting(state: EngineState, candidates: Candidates) -> int:
-    """Admit the first candidates that fit. Returns how many."""
+def _admit_fitting(state: EngineState, candidates: Candidates) -> tuple[int, bool]:
+    """Admit the first candidates that fit. Returns how many, and whether the next one does not fit."""
     page_size, most_at_once = state.options.limits.page_size, state.options.onboard_batch_size
     num_blocks = int(state.blocks.num_blocks * state.options.target_utilization)
     rate = wanted_prefill_rate(state, candidates.num_to_compute, candidates.decode_steps)
     num_unreserved = num_blocks - state.blocks.num_used - _num_blocks_still_needed(state)
     num_certain = num = num_obviously_fitting(candidates, num_unreserved, page_size)
-    if num < len(candidates.decode_steps) and most_at_once is not None:
+    most = len(candidates.decode_steps)
+    if num < most and most_at_once is not None:
+        most = min(most, num_certain + most_at_once)
         kv_forecast = forecast_kv(state, rate)
         if rate != state.prefill_rate and state.num_running and kv_forecast.curve.peak > num_blocks:
             # The running sequences do not fit at this rate, but did at the rate at which they were admitted.
@@ -189,7 +191,7 @@ def _admit_fitting(state: EngineState, candidates: Candidates) -> int:
     if num:
         state.prefill_rate = rate
         admit_described(state, candidates, num)
-    return num
+    return num, num < most
 
 
 def admit_described(state: EngineState, candidates: Candidates, num: int) -> None:

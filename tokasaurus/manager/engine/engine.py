@@ -15,7 +15,7 @@ from tokasaurus.manager.engine.input_building import num_blocks_short, start_ste
 from tokasaurus.manager.engine.length_updates import forecast_is_old, note_ends, update_forecast
 from tokasaurus.manager.engine.lifecycle import find_starts, preempt
 from tokasaurus.manager.engine.outputs import apply_output, check_stop_strings
-from tokasaurus.manager.engine.requests import add_request, cancel_request
+from tokasaurus.manager.engine.requests import add_request, cancel_request, release_cancelled
 from tokasaurus.manager.engine.streams import stream_new_tokens
 from tokasaurus.manager.planning.prefix_groups import group_by_prefix
 from tokasaurus.manager.planning.shared_blocks import find_shared_blocks
@@ -54,6 +54,7 @@ class Engine:
         self._send = send
         self._step_began_s = 0.0  # estimate for the oldest step in flight
         self._looked_s = 0.0  # when results were last taken from the channel
+        self._num_applied = 0  # results applied in this round
         self._num_unapplied = 0  # results that have arrived for the oldest steps in flight, but are not applied yet
         self.tasks = [
             DeferredTask("admission", can_admit, admit_waiting, max_steps_deferred=4),
@@ -79,6 +80,7 @@ class Engine:
                     cancel_request(state, message.request_id)
             if messages:
                 self.seconds_per_message = (time.perf_counter() - start_s) / len(messages)
+            release_cancelled(state)
         with timers.section("results"):
             self._apply(list(results))
             if state.grammars is not None:
@@ -98,7 +100,7 @@ class Engine:
         Many results have arrived if the previous round took long. Then the worker has few steps left.
         """
         now_s = time.perf_counter()
-        self._num_unapplied = len(results)
+        self._num_applied = self._num_unapplied = len(results)
         for result in results:
             apply_output(self.state, result)
             self._note_end(result, now_s)
@@ -119,7 +121,7 @@ class Engine:
                 task.run(state)
             task.note_run(time.perf_counter() - start_s)
         else:
-            task.num_steps_deferred += 1
+            task.num_steps_deferred += max(1, self._num_applied)
 
     def _note_end(self, result: ForwardOutput, now_s: float) -> None:
         """The worker has begun its next step when `result` was ready: at a moment that has to be estimated.

@@ -4,10 +4,13 @@ from tokasaurus.manager.engine.lifecycle import release
 from tokasaurus.manager.engine.outputs import abort
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.samples import Samples
-from tokasaurus.manager.state.sequence import Sequence, make_prompt
+from tokasaurus.manager.state.sequence import Phase, Sequence, make_prompt
 from tokasaurus.manager.state.top_logprobs import KeptTop
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.text.stop_strings import StopMatcher
+
+MOST_RELEASED = 96
+"""Most cancelled sequences that leave their slots in one step, so that it takes a few milliseconds."""
 
 
 def add_request(state: EngineState, request: GenerateRequest) -> None:
@@ -66,9 +69,10 @@ def _add_with_grammar(state: EngineState, samples: Samples) -> None:
 
 
 def cancel_request(state: EngineState, request_id: str) -> None:
-    """End every sequence of the request, in any phase. Later results of steps in flight for them are discarded.
+    """End every sequence of the request. Later results of steps in flight for them are discarded.
 
-    An id that is unknown, or whose sequences have all finished, is no error.
+    Waiting sequences end at once. Running ones, of which there may be thousands, end in this and the next steps: see
+    `release_cancelled`. An id that is unknown, or whose sequences have all finished, is no error.
     """
     samples = state.unfinished.get(request_id)
     if samples is None:
@@ -76,5 +80,20 @@ def cancel_request(state: EngineState, request_id: str) -> None:
     if samples.num_to_create:
         state.queues.drop_samples(samples)
     for sequence in list(samples.sequences):
-        release(state, sequence)
-    state.unfinished.pop(request_id, None)  # still there if all created sequences had finished
+        if sequence.phase is Phase.WAITING:
+            release(state, sequence)
+        else:
+            state.cancelled.append(sequence)
+    if not samples.sequences:
+        state.unfinished.pop(request_id, None)
+
+
+def release_cancelled(state: EngineState) -> None:
+    """End up to MOST_RELEASED running sequences of cancelled requests. The others run on until a later call; the server
+    ignores what they generate."""
+    num_released = 0
+    while state.cancelled and num_released < MOST_RELEASED:
+        sequence = state.cancelled.popleft()
+        if sequence.phase is not Phase.FINISHED:
+            release(state, sequence)
+            num_released += 1

@@ -185,6 +185,8 @@ class EngineState:
     step_time_model: StepTimeModel = field(default_factory=StepTimeModel)
     step_times: StepTimes = field(default_factory=lambda: StepTimes(1.0))
     num_admissions: int = 0
+    cancelled: deque[Sequence] = field(default_factory=deque)
+    """Sequences of cancelled requests that ran at the cancellation and may still do so."""
     num_releases: int = 0
     """Sequences that have left their slot."""
     num_releases_counted: int = 0
