@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from tests.model.helpers.pretend_device import (
     on_host,
     pretended,
 )
+from tests.model.helpers.rule_contexts import ALWAYS, Rule, make_rules
+from tests.model.helpers.sampling_rows import make_masks
 from tests.model.helpers.steps import StepDriver, make_runner, one_thread
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.model.execution.runner import ModelRunner, StepResult
@@ -67,14 +70,60 @@ def test_steps_of_every_kind_with_every_output(tmp_path: Path) -> None:
     steps = list(small_forwards(LIMITS, PAGE_SIZE))
     on_cpu = host_runner(tmp_path)
     expected = [answer(on_cpu.run(step)) for step in steps]
-    with pretended() as mode:
+    with pretended():
         runner = device_runner(tmp_path, PretendTransfers())
         for step, expected_answer in zip(steps, expected, strict=True):
-            mode.num_excused = 0
             check_equal(answer(runner.run(step)), expected_answer)
-            is_plain = step.masks is None
-            assert is_plain <= (mode.num_excused == 0), "exceptions are for rules, limits, masks and top-k logprobs"
     assert {len(arrays) for arrays in expected} == {1, 5, 9}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": {"temperature": 1.0},
+    "top_p": {"temperature": 1.0, "top_p": 0.7},
+    "top_k": {"temperature": 1.0, "top_k": 4},
+    "min_p": {"temperature": 1.0, "min_p": 0.1},
+    "presence": {"rules": make_rules({1: Rule(2)}), "presence_penalty": 1.5},
+    "frequency": {"rules": make_rules({1: Rule(2)}), "frequency_penalty": 0.5},
+    "repetition": {"rules": make_rules({1: Rule(2)}), "repetition_penalty": 1.3},
+    "biases": {"rules": make_rules({1: Rule(biases=((7, 3.0, ALWAYS), (7, -1.0, 17)))})},
+    "top logprobs": {"num_top": 4},
+    "prompt logprobs": {"num_prompt_top": 3},
+    "masks": {},
+}
+
+
+def run_option(runner: ModelRunner, option: str) -> list[object]:
+    """One slot with the option beside a plain one: a prefill whose other chunk does not sample, decode beside the rest
+    of it, and decode of both, over the borders of blocks. -> all results."""
+    masks = make_masks({0: np.arange(VOCAB_SIZE) % 3 == 1}) if option == "masks" else None
+    driver = StepDriver(runner, PAGE_SIZE)
+    prompt = np.random.default_rng(0).integers(0, VOCAB_SIZE, 35).tolist()
+    driver.open(1, prompt[:14], **OPTIONS[option])
+    driver.open(2, prompt)
+    results: list[object] = []
+    for decode, prefill in (([], [(1, 14), (2, 20)]), ([1], [(2, 15)]), *[([1, 2], [])] * 4):
+        results += [driver.run(decode, prefill, masks=masks), driver.top, driver.logprobs_by_slot]
+    return results
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_steps_of_every_kind_with_one_option(option: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    with one_thread():
+        expected = run_option(host_runner(tmp_path), option)
+        with pretended():
+            results = run_option(device_runner(tmp_path, PretendTransfers()), option)
+    check_equal([np.array(numbers(results))], [np.array(numbers(expected))])
+
+
+def numbers(value: object) -> list[float]:
+    """All numbers in lists, tuples, dictionaries and dataclasses, in order."""
+    if dataclasses.is_dataclass(value):
+        value = dataclasses.astuple(value)
+    if isinstance(value, dict):
+        value = list(value.items())
+    return [number for item in value for number in numbers(item)] if isinstance(value, list | tuple) else [float(value)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -90,9 +139,8 @@ def test_samples_in_prefix_groups(family: str, tmp_path: Path) -> None:
         return samples.sampled
 
     expected = run(host_runner(tmp_path))
-    with pretended() as mode:
+    with pretended():
         sampled = run(device_runner(tmp_path, PretendTransfers()))
-        assert mode.num_excused == 0
     for slot, pairs in expected.items():
         assert [token for token, _ in sampled[slot]] == [token for token, _ in pairs]
         assert [logprob for _, logprob in sampled[slot]] == pytest.approx([logprob for _, logprob in pairs], abs=1e-5)

@@ -9,12 +9,12 @@ import torch
 
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import load
-from tests.model.helpers.sampling_rows import make_rows, noise_keys
+from tests.model.helpers.sampling_rows import make_rows, noise_keys, top_rows
 from tests.model.helpers.steps import CPU, NOTHING, StepDriver, int32, make_runner, open_greedy
 from tokasaurus.messages.slots import SlotChanges
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
-from tokasaurus.model.sampling.sample import Sampled, TopRows, sample
+from tokasaurus.model.sampling.sample import Sampled, sample
 
 
 @pytest.fixture(params=["kernels", "torch"])
@@ -27,7 +27,7 @@ def sample_with_top(logits: torch.Tensor, rows: list[int], count: int, kernels: 
     num_rows = len(logits)
     keys = noise_keys([1] * num_rows, [0] * num_rows, list(range(num_rows)))
     plain = make_rows([0.0, 0.8] * (num_rows // 2), [1.0] * num_rows, keys)
-    return sample(logits, dataclasses.replace(plain, top=TopRows(np.array(rows), count)), kernels)
+    return sample(logits, dataclasses.replace(plain, top=top_rows(rows, count)), kernels)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,16 +5,19 @@ A process of its own: the variable TRITON_INTERPRET must be set before anything 
 
 import dataclasses
 import os
+import unittest.mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
 
+from tests.model.helpers.pretend_device import on_device, on_host, pretended, with_tensors_on_device
 from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
-from tests.model.helpers.sampling_rows import make_masks, make_rows, noise_keys, with_params
+from tests.model.helpers.sampling_rows import make_rows, noise_keys, staged_masks, top_rows, with_params
 from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.sampling.sample import Sampled, SamplingRows, TopRows, sample, sample_by_triton
+from tokasaurus.model.sampling import triton_sample
+from tokasaurus.model.sampling.sample import Sampled, SamplingRows, sample, sample_by_triton
 
 
 def random_case(seed: int, num_rows: int, vocab_size: int, is_limited: bool) -> tuple[torch.Tensor, SamplingRows]:
@@ -69,6 +72,35 @@ def check_rules(logits: torch.Tensor, rows: SamplingRows) -> None:
     assert not torch.equal(sample_by_triton(logits, ruled).tokens, sample_by_triton(logits, rows).tokens)
 
 
+def check_device(logits: torch.Tensor, rows: SamplingRows) -> None:
+    """With every option, the host does not wait for the device; the kernel itself runs on the host."""
+    everything = dataclasses.replace(rows, masks=staged_masks({1: np.arange(333) % 3 == 0}), top=top_rows([1, 4], 6))
+    contexts = Contexts({slot: [3, 5, 9] for slot in range(1, 13)}, 13)
+    rules = {2: Rule(1, repetition=1.4), 7: Rule(biases=((5, 30.0, ALWAYS), (5, -1.0, ALWAYS)))}
+    contexts.open(list(range(1, 13)), rules)
+    everything = contexts.with_rules(everything, list(range(1, 13)))
+    expected = sample_by_triton(logits, everything)
+    assert expected.tokens[6] == 5
+
+    with unittest.mock.patch.object(triton_sample, "draw", draw_on_host), pretended():
+        sampled = sample_by_triton(on_device(logits), with_tensors_on_device(everything))
+    assert all(map(torch.equal, map(on_host, sampled), expected))
+
+
+_draw = triton_sample.draw
+
+
+def _on_host(value: object) -> object:
+    if isinstance(value, tuple):
+        return tuple(map(_on_host, value))
+    return on_host(value) if isinstance(value, torch.Tensor) else value
+
+
+def draw_on_host(*arguments: object) -> triton_sample.Drawn:
+    """`draw` for tensors of the pretended device."""
+    return with_tensors_on_device(_draw(*map(_on_host, arguments)))
+
+
 def main() -> None:
     for seed, (num_rows, vocab_size) in enumerate([(1, 1), (3, 7), (16, 64), (12, 1003), (4, 5000)]):
         check(*random_case(seed, num_rows, vocab_size, is_limited=False))
@@ -79,18 +111,19 @@ def main() -> None:
     check(logits.bfloat16(), rows)
     allowed = np.random.default_rng(1).random((5, 333)) < 0.1
     allowed[:, 5] = True
-    masked = dataclasses.replace(rows, masks=make_masks(dict(zip([0, 2, 3, 7, 11], allowed, strict=True))))
+    masked = dataclasses.replace(rows, masks=staged_masks(dict(zip([0, 2, 3, 7, 11], allowed, strict=True))))
     check(logits, masked)
     drawn = sample_by_triton(logits, masked).tokens[[0, 2, 3, 7, 11]]
     assert allowed[np.arange(5), drawn.numpy()].all()
     check(torch.full((12, 333), -torch.inf), masked)
-    check(logits, dataclasses.replace(rows, top=TopRows(np.array([1, 4]), 6)))
+    check(logits, dataclasses.replace(rows, top=top_rows([1, 4], 6)))
     check(logits, dataclasses.replace(rows, any_logprobs=False))
     broken = logits.clone()
     broken[1, 17], broken[2, 332], broken[3, 0] = torch.nan, torch.inf, torch.nan
     check(broken, rows)
     assert (sample_by_triton(broken, rows).tokens < 0).tolist() == [index in (1, 2, 3) for index in range(12)]
     check_rules(logits, rows)
+    check_device(logits, rows)
     print("all equal")
 
 

@@ -1,6 +1,7 @@
 """Rows and masks to sample with, and the distributions that draws are compared with."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -9,10 +10,14 @@ from tests.model.helpers.steps import CPU, int32
 from tokasaurus.messages.forward import TokenMasks
 from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.cpu.bindings import Kernels
+from tokasaurus.model.sampling.chosen_rows import choose_rows
+from tokasaurus.model.sampling.limits import has_limits, limited_rows
 from tokasaurus.model.sampling.noise import position_keys, sequence_keys
 from tokasaurus.model.sampling.params import params_to_device
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, fill_token_logprobs
-from tokasaurus.model.sampling.sample import SamplingRows
+from tokasaurus.model.sampling.sample import SamplingRows, TopRows
+from tokasaurus.model.sampling.token_masks import DeviceMasks, stage_masks
+from tokasaurus.model.staging.staging import ON_HOST
 
 
 def noise_keys(seeds: list[int], samples: list[int], positions: list[int]) -> torch.Tensor:
@@ -28,7 +33,8 @@ def make_rows(
     """top_k, min_p: the same for all rows."""
     values = zip(temperatures, top_ps, strict=True)
     params = np.array([SamplingParams(*row, top_k, min_p) for row in values], SAMPLING_DTYPE)
-    return SamplingRows(params, params_to_device(params, CPU), keys, any_logprobs=True)
+    limited = limited_rows(has_limits(params), ON_HOST)
+    return SamplingRows(params, params_to_device(params, CPU), keys, any_logprobs=True, limited=limited)
 
 
 def with_params(rows: SamplingRows, **columns: np.ndarray) -> SamplingRows:
@@ -36,7 +42,8 @@ def with_params(rows: SamplingRows, **columns: np.ndarray) -> SamplingRows:
     params = rows.params.copy()
     for name, values in columns.items():
         params[name] = values
-    return dataclasses.replace(rows, params=params, device_params=params_to_device(params, CPU))
+    limited = limited_rows(has_limits(params), ON_HOST)
+    return dataclasses.replace(rows, params=params, device_params=params_to_device(params, CPU), limited=limited)
 
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
@@ -66,6 +73,16 @@ def make_masks(allowed: dict[int, np.ndarray]) -> TokenMasks:
     padded = [np.pad(row, (0, -len(row) % 32)).reshape(-1, 32) for row in allowed.values()]
     bits = (np.stack(padded).astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(axis=2).astype(np.uint32)
     return TokenMasks(int32(list(allowed)), bits)
+
+
+def staged_masks(allowed: dict[int, np.ndarray]) -> DeviceMasks:
+    """As make_masks, for `sample`."""
+    return stage_masks(make_masks(allowed), ON_HOST)
+
+
+def top_rows(rows: Sequence[int], count: int) -> TopRows:
+    """Some rows that want `count` top-k logprobs each."""
+    return TopRows(choose_rows(np.array(rows), ON_HOST), count)
 
 
 def token_logprobs_of(

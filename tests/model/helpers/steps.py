@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tokasaurus.checkpoint import ModelInfo
-from tokasaurus.messages.forward import ForwardInput, PrefixGroups, PromptLogprobsInput
+from tokasaurus.messages.forward import ForwardInput, PrefixGroups, PromptLogprobsInput, TokenMasks
 from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.messages.slots import LogitRules, SlotChanges, SlotOpens
 from tokasaurus.model.attention.backend import KVShape
@@ -132,7 +132,11 @@ class StepDriver:
         return max(0, len(self._prompts[slot]) - self._done[slot])
 
     def run(
-        self, decode: list[int], prefill: list[tuple[int, int]], groups: list[tuple[int, int]] | None = None
+        self,
+        decode: list[int],
+        prefill: list[tuple[int, int]],
+        groups: list[tuple[int, int]] | None = None,
+        masks: TokenMasks | None = None,
     ) -> dict[int, tuple[int, float | None]]:
         """decode: slots. prefill: (slot, tokens) of each chunk. groups: (number of slots, shared blocks) of each group;
         groups cover the first slots of `decode` in order. -> the sampled (token, logprob) by slot."""
@@ -166,6 +170,7 @@ class StepDriver:
             changes=changes,
             groups=None if groups is None else PrefixGroups(*map(int32, zip(*groups, strict=True))),
             prompt_logprobs=wanted,
+            masks=masks,
         )
         result = self.runner.run(step)
         top = result.host_top()

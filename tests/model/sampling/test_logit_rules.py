@@ -129,7 +129,7 @@ def rules_by_slot(state: Contexts) -> dict[int, tuple[int, int]]:
     slots = sorted(state.num_tokens)
     ruled = state.select(slots)
     assert ruled is not None
-    columns = ruled.rows.tolist(), ruled.lengths.tolist(), np.diff(ruled.bias_starts).tolist()
+    columns = ruled.rows.on_host.tolist(), ruled.lengths.tolist(), np.diff(ruled.bias_starts).tolist()
     return {slots[row]: (length, count) for row, length, count in zip(*columns, strict=True)}
 
 

@@ -1,18 +1,28 @@
 """Sampling against distributions computed the plain way, and the kernels against torch."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.model.helpers.sampling_rows import LOGITS, chi_square, inside_limits, make_rows, noise_keys, with_params
+from tests.model.helpers.pretend_device import on_device, on_host, pretended, with_tensors_on_device
+from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
+from tests.model.helpers.sampling_rows import (
+    LOGITS,
+    chi_square,
+    inside_limits,
+    make_rows,
+    noise_keys,
+    staged_masks,
+    top_rows,
+    with_params,
+)
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.sampling.noise import gumbel_noise
-from tokasaurus.model.sampling.params import columns_of
-from tokasaurus.model.sampling.sample import outside_limits, sample
-
-NO_KEYS = torch.zeros(1, 2, dtype=torch.int64)
+from tokasaurus.model.sampling.sample import SamplingRows, sample
 
 
 @pytest.fixture(params=["kernels", "torch"])
@@ -113,29 +123,6 @@ def test_the_only_token_that_top_p_leaves_is_drawn_whatever_its_noise(
     logits[0, token] = 30
     tokens, _, *_ = sample(logits, make_rows([1.0], [0.9], noise_keys([0], [0], [position])), kernels)
     assert tokens.tolist() == [token]
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    logits=st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=40),
-    top_p=st.floats(1 / 64, 1.0, width=32),
-)
-def test_top_p_keeps_the_fewest_most_likely_tokens_that_reach_it(logits: list[float], top_p: float) -> None:
-    probabilities = torch.tensor(logits).softmax(dim=-1)
-    excluded = outside_limits(torch.tensor([logits]), columns_of(make_rows([1.0], [top_p], NO_KEYS).device_params))[0]
-    kept = probabilities[~excluded]
-    assert kept.sum() >= min(top_p, 1) - 1e-5
-    assert excluded.sum() == 0 or probabilities[excluded].max() < kept.min()
-    # Without the least likely kept token, and its equals, top_p would not be reached.
-    assert kept[kept > kept.min()].sum() < top_p + 1e-5
-
-
-def test_top_p_reaches_past_the_candidates_of_a_flat_distribution() -> None:
-    logits = torch.linspace(0, 0.01, 5000).unsqueeze(0)
-    excluded = outside_limits(logits, columns_of(make_rows([1.0], [0.9], NO_KEYS).device_params))[0]
-    ordered = logits[0].softmax(dim=-1).sort(descending=True).values
-    expected = int((ordered.cumsum(0) < 0.9).sum()) + 1
-    assert abs(int((~excluded).sum()) - expected) <= 1
 
 
 def test_greedy_rows_take_the_maximum_beside_sampled_ones(kernels: Kernels | None) -> None:
@@ -264,3 +251,55 @@ def test_the_draw_of_a_row_does_not_depend_on_other_rows(kernels: Kernels | None
     for row in (0, 63, 64, 129):
         alone, _, *_ = sample(logits[row : row + 1], make_rows([1.0], [1.0], keys[row : row + 1]), kernels)
         assert alone.tolist() == together[row : row + 1].tolist()
+
+
+NUM_ROWS, VOCAB_SIZE = 130, 3000
+LIMITS = {
+    "top_p": {"top_p": 0.6},
+    "top_k": {"top_k": 40},
+    "top_k above all": {"top_k": 2 * VOCAB_SIZE},
+    "min_p": {"min_p": 0.02},
+    "all limits": {"top_p": 0.9, "top_k": 60, "min_p": 0.001},
+}
+
+
+def rows_with(option: str) -> SamplingRows:
+    """130 rows: two chunks and a part of one. The last 40 have the option; every fifth row is greedy."""
+    keys = noise_keys(list(range(NUM_ROWS)), [0] * NUM_ROWS, [3] * NUM_ROWS)
+    rows = make_rows([0.0, 1.0, 0.8, 1.3, 1.0] * (NUM_ROWS // 5), [1.0] * NUM_ROWS, keys)
+    chosen = range(NUM_ROWS - 40, NUM_ROWS)
+    if option in LIMITS:
+        columns = {name: rows.params[name].copy() for name in LIMITS[option]}
+        for name, column in columns.items():
+            column[chosen] = LIMITS[option][name]
+        return with_params(rows, **columns)
+    if option == "masks":
+        rng = np.random.default_rng(0)
+        return dataclasses.replace(rows, masks=staged_masks({row: rng.random(VOCAB_SIZE) < 0.01 for row in chosen}))
+    if option == "top":
+        return dataclasses.replace(rows, top=top_rows(chosen, 5))
+    rng = np.random.default_rng(1)
+    contexts = {slot: rng.integers(0, VOCAB_SIZE, 30).tolist() for slot in range(NUM_ROWS)}
+    state = Contexts(contexts, NUM_ROWS)
+    biases = Rule(biases=((7, 30.0, ALWAYS), (7, -2.0, ALWAYS), (9, 29.0, ALWAYS)))
+    penalties = Rule(10, presence=-12.5, frequency=0.5, repetition=1.4)
+    state.open(list(contexts), dict.fromkeys(chosen, {"biases": biases, "penalties": penalties}[option]))
+    return state.with_rules(rows, list(contexts))
+
+
+@pytest.mark.parametrize("option", [*LIMITS, "masks", "top", "biases", "penalties"])
+def test_the_host_does_not_wait_for_a_device_that_draws_the_same_tokens(option: str) -> None:
+    rows = rows_with(option)
+    logits = torch.randn(NUM_ROWS, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 2
+    expected = sample(logits, rows, None)
+    with pretended():
+        sampled = sample(on_device(logits), with_tensors_on_device(rows), None)
+    for result, expected_result in zip(sampled, expected, strict=True):
+        assert (result is None) == (expected_result is None)
+        if result is not None:
+            assert torch.equal(on_host(result), expected_result)
+    if option == "top":
+        assert expected.top_ids is not None
+    elif option != "top_k above all":
+        plain = sample(logits, make_rows(rows.params["temperature"].tolist(), [1.0] * NUM_ROWS, rows.noise_keys), None)
+        assert (plain.tokens[-40:] != expected.tokens[-40:]).sum() >= 4, "the option changes draws"

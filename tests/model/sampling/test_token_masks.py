@@ -17,6 +17,8 @@ from tests.model.helpers.sampling_rows import (
     make_masks,
     make_rows,
     noise_keys,
+    staged_masks,
+    top_rows,
     with_params,
 )
 from tests.model.helpers.steps import NOTHING, int32, make_runner, open_greedy
@@ -25,7 +27,7 @@ from tokasaurus.messages.slots import SlotChanges
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.sampling.logit_rules import RuledRows
 from tokasaurus.model.sampling.noise import gumbel_noise
-from tokasaurus.model.sampling.sample import SamplingRows, TopRows, sample
+from tokasaurus.model.sampling.sample import SamplingRows, sample
 
 
 @pytest.fixture(params=["kernels", "torch"])
@@ -63,7 +65,7 @@ def test_draws_follow_the_softmax_of_the_allowed_tokens(
     probabilities /= probabilities.sum()
     keys = noise_keys([7] * num_draws, [0] * num_draws, list(range(num_draws)))
     rows = make_rows([temperature] * num_draws, [top_p] * num_draws, keys, top_k, min_p)
-    masks = make_masks(dict.fromkeys(range(num_draws), allowed))
+    masks = staged_masks(dict.fromkeys(range(num_draws), allowed))
     tokens = sample(torch.tensor(LOGITS).repeat(num_draws, 1), dataclasses.replace(rows, masks=masks), kernels).tokens
     counts = np.bincount(tokens.numpy(), minlength=len(LOGITS))
     assert 2 <= inside.sum() < 5
@@ -94,8 +96,8 @@ def test_with_every_sampling_feature_the_draw_is_the_best_allowed_token(
     rows = dataclasses.replace(
         with_params(make_rows(temperatures.tolist(), top_ps.tolist(), keys), top_k=top_ks, min_p=min_ps),
         rules=rules_of_rows(num_rows, biases),
-        masks=make_masks({int(row): allowed[row] for row in np.flatnonzero(masked)}),
-        top=TopRows(np.arange(0, num_rows, 2), 3),
+        masks=staged_masks({int(row): allowed[row] for row in np.flatnonzero(masked)}),
+        top=top_rows(range(0, num_rows, 2), 3),
     )
     sampled = sample(logits, rows, kernels)
     tokens = sampled.tokens.numpy()
@@ -129,7 +131,7 @@ def test_a_mask_that_allows_the_unmasked_draw_does_not_change_it(kernels: Kernel
     allowed = np.random.default_rng(0).random((100, 2500)) < 0.3
     allowed[np.arange(0, 100, 2), free[::2]] = True
     allowed[np.arange(1, 100, 2), free[1::2]] = False
-    masks = make_masks(dict(enumerate(allowed)))
+    masks = staged_masks(dict(enumerate(allowed)))
     drawn = sample(logits, dataclasses.replace(sampled_rows(100), masks=masks), kernels).tokens.numpy()
     assert (drawn[::2] == free[::2]).all()
     assert (drawn[1::2] != free[1::2]).all()
@@ -148,7 +150,7 @@ def test_the_only_allowed_token_is_drawn_whatever_its_bias(
     rows = dataclasses.replace(
         rows,
         rules=None if bias is None else rules_of_rows(vocab_size, biases),
-        masks=make_masks(dict(enumerate(np.eye(vocab_size, dtype=np.bool_)))),
+        masks=staged_masks(dict(enumerate(np.eye(vocab_size, dtype=np.bool_)))),
     )
     logits = torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(1)) * 5
     assert sample(logits, rows, kernels).tokens.tolist() == only
@@ -163,7 +165,7 @@ def test_an_allowed_token_is_preferred_to_allowed_tokens_with_a_bias_of_minus_in
     forbidden = ((40, -np.inf), (41, -np.inf))
     rules = rules_of_rows(2, {0: forbidden, 1: (*forbidden, (77, -np.inf))})
     rows = sampled_rows(2, temperature)
-    rows = dataclasses.replace(rows, rules=rules, masks=make_masks({0: allowed, 1: allowed}))
+    rows = dataclasses.replace(rows, rules=rules, masks=staged_masks({0: allowed, 1: allowed}))
     drawn = sample(torch.zeros(2, 100), rows, kernels).tokens.tolist()
     assert drawn[0] == 77
     assert drawn[1] in (40, 41, 77)
@@ -176,7 +178,7 @@ def test_a_masked_row_draws_an_allowed_token_or_none_if_its_logits_are_not_numbe
 ) -> None:
     allowed = np.zeros(100, np.bool_)
     allowed[[50, 99]] = True
-    rows = dataclasses.replace(sampled_rows(3, temperature), masks=make_masks({1: allowed}))
+    rows = dataclasses.replace(sampled_rows(3, temperature), masks=staged_masks({1: allowed}))
     logits = torch.randn(3, 100)
     logits[1] = value
     tokens = sample(logits, rows, kernels).tokens.tolist()

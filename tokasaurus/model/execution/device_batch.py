@@ -12,9 +12,12 @@ from tokasaurus.messages.forward import ForwardInput, PromptLogprobsInput
 from tokasaurus.model.attention.backend import PagedLayout
 from tokasaurus.model.execution.layout import LayoutBuilder
 from tokasaurus.model.execution.slot_table import SlotTable
+from tokasaurus.model.sampling.chosen_rows import choose_rows
+from tokasaurus.model.sampling.limits import limited_rows
 from tokasaurus.model.sampling.noise import position_keys
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE, PromptLogprobTargets
 from tokasaurus.model.sampling.sample import SamplingRows, TopRows
+from tokasaurus.model.sampling.token_masks import stage_masks
 from tokasaurus.model.staging.staging import Staging
 
 # T tokens, S rows of the batch (one per running slot), R rows that sample; T and R with padding, if any
@@ -123,9 +126,10 @@ def build_batch(
         device_params=slots.device_params(params, device_slots, staging),
         noise_keys=to_device(keys.astype(np.int64)),
         any_logprobs=any_logprobs,
+        limited=limited_rows(slots.is_limited[sampled_slots], staging),
         rules=slots.rules.select(sampled_slots, kv_lengths[samples], first_blocks, page_size, staging),
-        top=_top_rows(slots.num_top_logprobs[sampled_slots]) if any_logprobs else None,
-        masks=step.masks,
+        top=_top_rows(slots.num_top_logprobs[sampled_slots], staging) if any_logprobs else None,
+        masks=None if step.masks is None else stage_masks(step.masks, staging),
     )
     logit_rows = starts[1:][samples].astype(np.int64) - 1
     prompt_logprobs = None
@@ -162,7 +166,7 @@ def _logprob_rows(prompt_logprobs: PromptLogprobsInput, starts: NDArray[np.int32
     return rows
 
 
-def _top_rows(counts: NDArray[np.int32]) -> TopRows | None:
+def _top_rows(counts: NDArray[np.int32], staging: Staging) -> TopRows | None:
     """counts: int32 [R], number of top-k logprobs that each row asked for. None if no row asked."""
     rows = np.flatnonzero(counts)
-    return TopRows(rows, int(counts.max())) if len(rows) else None
+    return TopRows(choose_rows(rows, staging), int(counts.max())) if len(rows) else None

@@ -149,7 +149,7 @@ class ModelRunner:
             step.step_id,
             self._results.fetch(outputs),
             batch.want_logprobs,
-            None if batch.sampling.top is None else batch.sampling.top.rows,
+            None if batch.sampling.top is None else batch.sampling.top.rows.on_host,
             batch.token_slots,
             batch.token_positions,
             batch.token_blocks,

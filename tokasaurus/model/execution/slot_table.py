@@ -10,6 +10,7 @@ from torch import Tensor
 from tokasaurus.messages.sampling import SAMPLING_DTYPE
 from tokasaurus.messages.slots import SlotChanges, SlotOpens
 from tokasaurus.model.execution.device_slots import DeviceSlots
+from tokasaurus.model.sampling.limits import has_limits
 from tokasaurus.model.sampling.logit_rules import SlotRules
 from tokasaurus.model.sampling.noise import sequence_keys
 from tokasaurus.model.sampling.params import params_to_device
@@ -46,6 +47,8 @@ class SlotTable:
         of a whole prompt are added when its slot opens."""
         self.num_blocks: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.sampling: NDArray[np.void] = np.zeros(slots, SAMPLING_DTYPE)
+        self.is_limited: NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        """From has_limits."""
         self.noise_keys: NDArray[np.uint64] = np.zeros(slots, np.uint64)
         self.want_logprobs: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self.num_top_logprobs: NDArray[np.int32] = np.zeros(slots, np.int32)
@@ -105,6 +108,7 @@ class SlotTable:
         self.first_writes[slots] = opened.first_positions if opened.first_writes is None else opened.first_writes
         self.num_prompt_tokens[slots] = opened.num_prompt_tokens
         self.sampling[slots] = opened.sampling
+        self.is_limited[slots] = has_limits(opened.sampling)
         self.noise_keys[slots] = sequence_keys(opened.seeds, opened.sample_indices)
         self.want_logprobs[slots] = opened.want_logprobs
         self.num_top_logprobs[slots] = 0 if opened.num_top_logprobs is None else opened.num_top_logprobs

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.messages.slots import LogitRules
+from tokasaurus.model.sampling.chosen_rows import ChosenRows, choose_rows
 from tokasaurus.model.sampling.params import ParamColumns
 from tokasaurus.model.staging.staging import Staging
 
@@ -19,8 +20,7 @@ from tokasaurus.model.staging.staging import Staging
 class RuledRows:
     """The A of the R rows that sample whose logits are changed before sampling. See LogitRules."""
 
-    rows: NDArray[np.int64]
-    """int64 [A], indices into R, ascending, on the host."""
+    rows: ChosenRows
 
     tokens: Tensor
     """int32 [kv indices], the token at each kv index; see SlotRules.tokens."""
@@ -39,6 +39,9 @@ class RuledRows:
 
     bias_starts: NDArray[np.int64]
     """int64 [A + 1], where each row's biases start in bias_ids and bias_values; on the host."""
+
+    device_bias_starts: Tensor
+    """int64 [A + 1], the same."""
 
     bias_ids: Tensor
     """int32 [biases], token ids."""
@@ -118,13 +121,14 @@ class SlotRules:
         starts = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(ids) for ids, _ in biases], out=starts[1:])
         return RuledRows(
-            rows=rows,
+            rows=choose_rows(rows, staging),
             tokens=self.tokens,
             page_size=page_size,
             block_tables=tables_of(slots, -(-int(lengths.max()) // page_size)),
             lengths=staging.to_device(lengths),
             num_request_tokens=staging.to_device(self._num_request_tokens[slots]),
             bias_starts=starts,
+            device_bias_starts=staging.to_device(starts),
             bias_ids=staging.to_device(np.concatenate([ids for ids, _ in biases])),
             bias_values=staging.to_device(np.concatenate([values for _, values in biases])),
         )
@@ -138,15 +142,16 @@ def change_logits(logits: Tensor, rules: RuledRows, params: ParamColumns, first_
 
     params: [r], of the same rows.
     """
-    begin, end = np.searchsorted(rules.rows, (first_row, first_row + len(logits))).tolist()
-    if begin == end:
+    own = rules.rows.within(first_row, len(logits))
+    if own.start == own.stop:
         return
-    device, own = logits.device, slice(begin, end)
-    rows = torch.from_numpy(rules.rows[own] - first_row).to(device)
+    device = logits.device
+    rows = rules.rows.on_device[own] - first_row
     changed = logits[rows]
-    starts = rules.bias_starts[begin : end + 1]
-    biased = torch.from_numpy(np.repeat(np.arange(end - begin), np.diff(starts))).to(device)
-    some = slice(int(starts[0]), int(starts[-1]))
+    first_bias, last_bias = int(rules.bias_starts[own.start]), int(rules.bias_starts[own.stop])
+    some = slice(first_bias, last_bias)
+    counts = rules.device_bias_starts[own.start : own.stop + 1].diff()
+    biased = torch.repeat_interleave(counts, output_size=last_bias - first_bias)
     changed.index_put_((biased, rules.bias_ids[some].long()), rules.bias_values[some], accumulate=True)
 
     kv_indices = rules.block_tables[own].long().unsqueeze(2) * rules.page_size + torch.arange(

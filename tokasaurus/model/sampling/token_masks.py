@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from tokasaurus.messages.forward import TokenMasks
+from tokasaurus.model.sampling.chosen_rows import ChosenRows, choose_rows
+from tokasaurus.model.staging.staging import Staging
 
 # A rows with a mask, V vocabulary
 
@@ -16,6 +18,22 @@ _BITS = 32
 
 def num_mask_words(vocab_size: int) -> int:
     return -(-vocab_size // _BITS)
+
+
+class DeviceMasks(NamedTuple):
+    """A TokenMasks on the device."""
+
+    rows: ChosenRows
+    """The A rows with a mask."""
+
+    bits: Tensor
+    """int32 [A, words], the bits of TokenMasks."""
+
+
+def stage_masks(masks: TokenMasks, staging: Staging) -> DeviceMasks:
+    """The masks are on the device once `staging` has sent them."""
+    assert len(masks.bits) == len(masks.rows), "one mask per row"
+    return DeviceMasks(choose_rows(masks.rows, staging), staging.to_device(masks.bits.view(np.int32)))
 
 
 class MaskedRows(NamedTuple):
@@ -41,12 +59,13 @@ class MaskedRows(NamedTuple):
         tokens[self.rows] = torch.where(self.is_allowed.gather(1, drawn), drawn, first).squeeze(1)
 
 
-def masked_rows(masks: TokenMasks, logits: Tensor, first_row: int) -> MaskedRows:
-    """The rows with a mask among logits [rows, V], which are the rows of a step from `first_row` on."""
+def masked_rows(masks: DeviceMasks, logits: Tensor, first_row: int) -> MaskedRows | None:
+    """The rows with a mask among logits [rows, V], which are the rows of a step from `first_row` on; None if there are
+    none."""
     num_rows, vocab_size = logits.shape
-    own = slice(*np.searchsorted(masks.rows, (first_row, first_row + num_rows)).tolist())
-    words = torch.from_numpy(masks.bits[own].view(np.int32)).to(logits.device)
+    own = masks.rows.within(first_row, num_rows)
+    if own.start == own.stop:
+        return None
     shifts = torch.arange(_BITS, dtype=torch.int32, device=logits.device)
-    is_allowed = ((words.unsqueeze(2) >> shifts) & 1).bool().flatten(1)[:, :vocab_size]
-    rows = torch.from_numpy(masks.rows[own].astype(np.int64) - first_row).to(logits.device)
-    return MaskedRows(rows, is_allowed)
+    is_allowed = ((masks.bits[own].unsqueeze(2) >> shifts) & 1).bool().flatten(1)[:, :vocab_size]
+    return MaskedRows(masks.rows.on_device[own] - first_row, is_allowed)
