@@ -176,5 +176,5 @@ def as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if dtype == torch.float16:
         limits = torch.finfo(dtype)
-        x = x.clamp(limits.min, limits.max)
+        x = x.float().clamp(limits.min, limits.max)  # bfloat16 would round the limits to 65536, beyond the range
     return x.to(dtype)
