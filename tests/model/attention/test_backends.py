@@ -77,20 +77,20 @@ def test_a_float16_cache_beside_float32_activations_equals_the_reference(name: s
     torch.testing.assert_close(result, attend_all("reference", shape, segments, True, 0, 3), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["cpu", "torch", "reference"])
-def test_a_float16_cache_rounds_as_torch_does_and_stays_finite(name: str) -> None:
-    """A row that attends to one token returns the value of that token."""
-    shape = KVShape(1, 1, 1, 64, 16, torch.float16, CPU, activation_dtype=torch.float32)
+def test_a_float16_cache_rounds_as_torch_does_and_stays_finite(name: str, dtype: torch.dtype) -> None:
+    """A row that attends to one token returns the value of that token. dtype: of the activations."""
+    shape = KVShape(1, 1, 1, 64, 16, torch.float16, CPU, activation_dtype=dtype)
     backend = make_backend(name, shape, load_kernels())
     backend.allocate(2)
-    value = torch.cat((torch.tensor([1e6, -7e4, 65504.0, 65519.0, 1e-8, 3e-8, 6e-5, -0.0]), torch.randn(56))).view(
-        1, 1, 64
-    )
+    values = torch.tensor([1e6, -7e4, 65504.0, 65519.0, 1e-8, 3e-8, 6e-5, -0.0])
+    value = torch.cat((values, torch.randn(56))).view(1, 1, 64).to(dtype)
     part = make_part([Segment(1, 1)], [[1]], first_row=0, causal=True)
     backend.plan(PagedLayout(torch.tensor([16]), (part,)))
-    backend.write(torch.full((1, 1, 64), 1e6), value, 0)
-    output, _ = backend.attend(torch.zeros(1, 1, 64), 0, part)
-    torch.testing.assert_close(output, value.clamp(-65504, 65504).half().float(), atol=0, rtol=0)
+    backend.write(torch.full((1, 1, 64), 1e6, dtype=dtype), value, 0)
+    output, _ = backend.attend(torch.zeros(1, 1, 64, dtype=dtype), 0, part)
+    torch.testing.assert_close(output, value.float().clamp(-65504, 65504).half().to(dtype), atol=0, rtol=0)
 
 
 def test_the_reference_is_scaled_dot_product_attention() -> None:

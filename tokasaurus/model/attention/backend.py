@@ -47,7 +47,8 @@ class KVShape:
 class BlockLists:
     """A part's segments on a device other than the host: compressed sparse rows (CSR) of blocks, and lengths.
 
-    The device's tensors are filled after plan, by the time that the forward's first layer runs.
+    The device's tensors are filled after plan, by the time that the forward's first layer runs. FlashInfer calls
+    starts, blocks and last_lengths indptr, indices and last_page_len.
     """
 
     host_starts: Tensor
@@ -147,7 +148,7 @@ class AttentionBackend(Protocol):
         """
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
-        """Store key and value [T, K, D] at the planned layout's kv_indices."""
+        """Store key and value [T, K, D] at the planned layout's kv_indices. Those in block 0 need not be stored."""
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
         """query [num_rows, H, D] of a planned part -> output [num_rows, H, D] and LSE, float32 [num_rows, H].
@@ -176,5 +177,5 @@ def as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if dtype == torch.float16:
         limits = torch.finfo(dtype)
-        x = x.clamp(limits.min, limits.max)
+        x = x.float().clamp(limits.min, limits.max)  # bfloat16 would round the limits to 65536, beyond the range
     return x.to(dtype)

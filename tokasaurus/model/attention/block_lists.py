@@ -6,20 +6,36 @@ import torch
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import BlockLists, PagedPart
+from tokasaurus.model.attention.triton_choice import uses_triton
 from tokasaurus.model.staging.staging import Staging
 
 # S segments of a part, N blocks of all of them, M of the segments, B blocks of the longest of these
 
 
-def fill_blocks(block_tables: Tensor, first_entries: Tensor, starts: Tensor, blocks: Tensor) -> None:
-    """Fill `blocks`, int32 [N], of BlockLists with the given starts, int32 [S + 1].
+def fill_lists(block_tables: Tensor, first_entries: Tensor, page_size: int, lists: BlockLists) -> None:
+    """Fill the starts, blocks and last lengths of `lists` from its kv_lengths. Never waits for the device.
 
     block_tables: int32 [slots, blocks], contiguous. first_entries: int64 [S], where each segment's blocks begin in the
-    flattened tables, minus where they begin in `blocks`. Never waits for the device.
+    flattened tables. A segment of no tokens has no blocks, and page_size as its last length.
     """
-    entries = torch.arange(len(blocks), device=blocks.device)
-    segments = torch.searchsorted(starts[1:], entries, right=True)
-    torch.index_select(block_tables.view(-1), 0, entries + first_entries[segments], out=blocks)
+    if uses_triton(block_tables.device):
+        from tokasaurus.model.attention import triton_kernels
+
+        triton_kernels.fill_lists(block_tables, first_entries, page_size, lists)
+    else:
+        fill_lists_by_torch(block_tables, first_entries, page_size, lists)
+
+
+def fill_lists_by_torch(block_tables: Tensor, first_entries: Tensor, page_size: int, lists: BlockLists) -> None:
+    """`fill_lists` with stock torch operations."""
+    counts = (lists.kv_lengths + (page_size - 1)) // page_size
+    lists.last_lengths.copy_(lists.kv_lengths - (counts - 1) * page_size)
+    lists.starts[:1].zero_()
+    lists.starts[1:].copy_(counts.cumsum(0))
+    entries = torch.arange(len(lists.blocks), device=lists.blocks.device)
+    segments = torch.searchsorted(lists.starts[1:], entries, right=True)
+    entries += (first_entries - lists.starts[:-1])[segments]
+    torch.index_select(block_tables.view(-1), 0, entries, out=lists.blocks)
 
 
 def padded_tables(part: PagedPart, segments: Tensor, num_blocks: int, staging: Staging) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, as_stored
 from tokasaurus.model.attention.block_lists import padded_tables
 from tokasaurus.model.attention.shared_prefix import merge_partial
+from tokasaurus.model.attention.triton_choice import uses_triton
 from tokasaurus.model.staging.staging import DirectStaging
 
 # T tokens, S segments in a bucket, H query heads, K key/value heads, G = H / K, D head size, B blocks, P page size,
@@ -67,9 +68,17 @@ class TorchBackend:
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
         shape = self._shape
-        for cache, new in ((self._keys, key), (self._values, value)):
-            tokens = cache[layer_index].view(shape.num_kv_heads, -1, shape.head_dim)
-            tokens[:, self._kv_indices] = as_stored(new.transpose(0, 1), cache.dtype)
+        keys, values = (
+            cache[layer_index].view(shape.num_kv_heads, -1, shape.head_dim) for cache in (self._keys, self._values)
+        )
+        if uses_triton(shape.device):
+            from tokasaurus.model.attention import triton_kernels
+
+            by_token = keys.transpose(0, 1), values.transpose(0, 1)
+            triton_kernels.write_kv(*by_token, key, value, self._kv_indices, shape.page_size)
+            return
+        for tokens, new in ((keys, key), (values, value)):
+            tokens[:, self._kv_indices] = as_stored(new.transpose(0, 1), tokens.dtype)
 
     def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
         output = torch.empty(query.shape, dtype=torch.float32 if part.is_partial else query.dtype, device=query.device)
@@ -82,6 +91,10 @@ class TorchBackend:
         return output, lse
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+        if uses_triton(self._shape.device):
+            from tokasaurus.model.attention import triton_kernels
+
+            return triton_kernels.merge_partial(first, second, dtype)
         return merge_partial(first, second, dtype)
 
     def _attend_bucket(self, query: Tensor, layer_index: int, bucket: _Bucket) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.model.attention.backend import BlockLists, PagedLayout, PagedPart
-from tokasaurus.model.attention.block_lists import fill_blocks
+from tokasaurus.model.attention.block_lists import fill_lists
 from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.staging.staging import Staging
 
@@ -129,16 +129,16 @@ class LayoutBuilder:
         counts = -(-kv_lengths // np.int32(self._page_size))
         starts = np.zeros(len(counts) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
-        first_entries = row_slots.astype(np.int64) * tables.shape[1] - starts[:-1]
+        first_entries = row_slots.astype(np.int64) * tables.shape[1]
         if first_blocks is not None:
             first_entries += first_blocks
         lists = BlockLists(
             host_starts=torch.from_numpy(starts),
-            starts=to_device(starts),
+            starts=torch.empty(len(starts), dtype=torch.int32, device=tables.device),
             blocks=torch.empty(int(starts[-1]), dtype=torch.int32, device=tables.device),
-            last_lengths=to_device(kv_lengths - (counts - 1) * np.int32(self._page_size)),
+            last_lengths=torch.empty(len(counts), dtype=torch.int32, device=tables.device),
             query_starts=to_device(query_starts),
             kv_lengths=to_device(kv_lengths),
         )
-        self._staging.then(partial(fill_blocks, tables, to_device(first_entries), lists.starts, lists.blocks))
+        self._staging.then(partial(fill_lists, tables, to_device(first_entries), self._page_size, lists))
         return lists

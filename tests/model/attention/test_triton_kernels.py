@@ -1,0 +1,90 @@
+"""The Triton kernels of attention without a GPU: interpreted against slow oracles, and compiled for a GPU."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokasaurus.model.attention.triton_choice import uses_triton
+
+try:
+    TRITON = tuple(int(part) for part in version("triton").split(".")[:2])
+except PackageNotFoundError:
+    TRITON = (0, 0)
+needs_triton = pytest.mark.skipif(TRITON == (0, 0), reason="Triton is not installed: it has wheels for Linux alone")
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tokasaurus.model.attention import triton_kernels
+
+kernel = getattr(triton_kernels, {name!r})
+constants, types = {constants!r}, {types!r}
+signature = {{name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}}
+indexed = {{(kernel.arg_names.index(name),): value for name, value in constants.items()}}
+source = ASTSource(fn=kernel, signature=signature, constexprs=indexed)
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+assert "sm_90" in compiled.asm["ptx"]
+assert len(compiled.asm["cubin"]) > 2_000
+"""
+KERNELS = {
+    "write": (
+        "_write_token",
+        {"FIRST_STORED": 16, "NUM_HEADS": 8, "HEAD_DIM": 128, "LARGEST": None, "BLOCK": 1024},
+        {"key": "*bf16", "value": "*bf16", "keys": "*bf16", "values": "*bf16", "kv_indices": "*i64"},
+    ),
+    "write in float16": (
+        "_write_token",
+        {"FIRST_STORED": 16, "NUM_HEADS": 3, "HEAD_DIM": 80, "LARGEST": 65504.0, "BLOCK": 256},
+        {"key": "*bf16", "value": "*bf16", "keys": "*fp16", "values": "*fp16", "kv_indices": "*i64"},
+    ),
+    "merge": (
+        "_merge_rows",
+        {"HEAD_DIM": 128, "ROWS": 16, "COLUMNS": 128},
+        {"first": "*fp32", "first_lse": "*fp32", "second": "*fp32", "second_lse": "*fp32", "merged": "*bf16"},
+    ),
+    "lists": (
+        "_list_blocks",
+        {"PAGE_SIZE": 16, "BLOCK": 1024},
+        {"tables": "*i32", "first_entries": "*i64", "kv_lengths": "*i32"}
+        | {"starts": "*i32", "blocks": "*i32", "last_lengths": "*i32"},
+    ),
+}
+
+
+def run(*arguments: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def has_ptxas() -> bool:
+    found = find_spec("triton")
+    return found is not None and (Path(str(found.origin)).parent / "backends/nvidia/bin/ptxas").exists()
+
+
+@needs_triton
+@pytest.mark.skipif(TRITON < (3, 9), reason="the interpreter of Triton before 3.9 fails on NumPy 2.4")
+def test_interpreted_kernels_equal_slow_oracles() -> None:
+    assert run("-m", "tests.model.attention.helpers.interpreted_attention") == "all equal\n"
+
+
+@needs_triton
+@pytest.mark.skipif(not has_ptxas(), reason="no ptxas beside Triton")
+@pytest.mark.parametrize("kind", KERNELS)
+def test_the_kernels_compile_for_hopper(kind: str) -> None:
+    name, constants, types = KERNELS[kind]
+    run("-W", "ignore", "-c", COMPILE.format(name=name, constants=constants, types=types))
+
+
+def test_plain_torch_serves_devices_other_than_cuda() -> None:
+    assert not uses_triton(torch.device("cpu"))
+    assert not uses_triton(torch.device("meta"))
+    assert uses_triton(torch.device("cuda", 0)) == (TRITON != (0, 0))
