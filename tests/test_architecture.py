@@ -62,7 +62,13 @@ INNER_LAYERS = {
     ],
     # planning: pure functions over arrays and numbers, which know no engine state.
     "manager": [["loop"], ["engine", "worker_watch"], ["state"], ["planning", "kv_cache"]],
-    "model": [["worker"], ["execution"], ["decoder", "sampling"], ["attention"], ["cpu", "parallel", "staging"]],
+    "model": [
+        ["worker"],
+        ["execution"],
+        ["decoder", "sampling"],
+        ["attention"],
+        ["cpu", "parallel", "staging", "triton_choice"],
+    ],
 }
 
 

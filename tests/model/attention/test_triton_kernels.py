@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tokasaurus.model.attention.triton_choice import uses_triton
+from tokasaurus.model.triton_choice import uses_triton
 
 try:
     TRITON = tuple(int(part) for part in version("triton").split(".")[:2])

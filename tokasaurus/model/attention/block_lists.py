@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import BlockLists, PagedPart
-from tokasaurus.model.attention.triton_choice import uses_triton
 from tokasaurus.model.staging.staging import Staging
+from tokasaurus.model.triton_choice import uses_triton
 
 # S segments of a part, N blocks of all of them, M of the segments, B blocks of the longest of these
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, as_stored
 from tokasaurus.model.attention.block_lists import padded_tables
 from tokasaurus.model.attention.shared_prefix import merge_partial
-from tokasaurus.model.attention.triton_choice import uses_triton
 from tokasaurus.model.staging.staging import DirectStaging
+from tokasaurus.model.triton_choice import uses_triton
 
 # T tokens, S segments in a bucket, H query heads, K key/value heads, G = H / K, D head size, B blocks, P page size,
 # L = B * P tokens of KV, Q query rows of a segment

@@ -1,7 +1,5 @@
 """Sample tokens from logits, and compute their log-probabilities."""
 
-import functools
-import importlib.util
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +16,7 @@ from tokasaurus.model.sampling.logit_rules import RuledRows, change_logits
 from tokasaurus.model.sampling.noise import gumbel_noise
 from tokasaurus.model.sampling.params import columns_of
 from tokasaurus.model.sampling.token_masks import DeviceMasks, masked_rows, num_mask_words
+from tokasaurus.model.triton_choice import uses_triton
 
 # R rows that sample, V vocabulary
 
@@ -89,7 +88,7 @@ def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -> Sampl
     assert masks is None or masks.bits.shape[1] == num_mask_words(logits.shape[1]), "one bit per token"
     if kernels is not None and logits.device.type == "cpu" and logits.dtype in ACTIVATION_DTYPES:
         return _sample_by_kernels(logits, rows, kernels)
-    if logits.device.type == "cuda" and _has_triton():
+    if uses_triton(logits.device):
         return sample_by_triton(logits, rows)
     any_sampled = bool((rows.params["temperature"] > 0).any())
     is_plain = not any_sampled and rows.rules is None and masks is None
@@ -127,11 +126,6 @@ def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> 
         top = index_of_row, torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32)
     kernels.sample(logits, rows.device_params, rows.noise_keys, rules, masks, tokens, logprobs, top)
     return Sampled(tokens, logprobs, *(() if top is None else top[1:]))
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def sample_by_triton(logits: Tensor, rows: SamplingRows) -> Sampled:

@@ -7,7 +7,7 @@ import torch
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Whether `triton_kernels` can be imported, and runs on tensors of this device."""
+    """Whether Triton is installed and runs on tensors of this device."""
     return device.type == "cuda" and _has_triton()
 
 
