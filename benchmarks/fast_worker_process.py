@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.fast_device import COUNTERS, DeviceSpeed, pin, run_fast_worker
 from benchmarks.manager_load import MAX_TOKENS_PER_SEQUENCE, PAGE_SIZE, Load
-from benchmarks.manager_process import TIMEOUT_S, cpu_seconds, write_checkpoint
+from benchmarks.manager_process import TIMEOUT_S, cpu_seconds, waiting_seconds, write_checkpoint
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.config import ServerConfig
 from tokasaurus.manager.loop import run_manager
@@ -106,12 +106,6 @@ class IdleShare:
     """Which measures were off, for people."""
     medians: IdleWindow
     windows: list[IdleWindow]
-
-
-def waiting_seconds(pid: int) -> float:
-    """Seconds that the threads of the process were ready to run but had no core. Linux only."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text().split()[1]) for task in tasks) / 1e9
 
 
 def run_pinned_manager(cores: set[int], niceness: int, *arguments: Any) -> None:

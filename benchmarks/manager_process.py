@@ -81,9 +81,18 @@ class ProcessCost:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU seconds of all current threads of the process. Works on Linux only."""
+    """CPU seconds of all current threads of the process. Linux only."""
+    return _schedstat_seconds(pid, 0)
+
+
+def waiting_seconds(pid: int) -> float:
+    """Seconds that the threads of the process were ready to run but had no core. Linux only."""
+    return _schedstat_seconds(pid, 1)
+
+
+def _schedstat_seconds(pid: int, column: int) -> float:
     tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+    return sum(int((task / "schedstat").read_text().split()[column]) for task in tasks) / 1e9
 
 
 def write_checkpoint(directory: Path) -> Checkpoint:

@@ -3,20 +3,14 @@
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.helpers.installed_triton import TRITON, needs_interpreter, needs_triton
 from tokasaurus.model.triton_choice import uses_triton
-
-try:
-    TRITON = tuple(int(part) for part in version("triton").split(".")[:2])
-except PackageNotFoundError:
-    TRITON = (0, 0)
-needs_triton = pytest.mark.skipif(TRITON == (0, 0), reason="Triton is not installed: it has wheels for Linux alone")
 
 COMPILE = """
 import triton
@@ -71,7 +65,7 @@ def has_ptxas() -> bool:
 
 
 @needs_triton
-@pytest.mark.skipif(TRITON < (3, 9), reason="the interpreter of Triton before 3.9 fails on NumPy 2.4")
+@needs_interpreter
 def test_interpreted_kernels_equal_slow_oracles() -> None:
     assert run("-m", "tests.model.attention.helpers.interpreted_attention") == "all equal\n"
 

@@ -3,15 +3,12 @@
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-try:
-    TRITON = tuple(int(part) for part in version("triton").split(".")[:2])
-except PackageNotFoundError:
-    TRITON = (0, 0)
-pytestmark = pytest.mark.skipif(TRITON == (0, 0), reason="Triton is not installed: it has wheels for Linux alone")
+from tests.helpers.installed_triton import needs_interpreter, needs_triton
+
+pytestmark = needs_triton
 
 COMPILE = """
 import triton
@@ -41,7 +38,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.skipif(TRITON < (3, 9), reason="the interpreter of Triton before 3.9 fails on NumPy 2.4")
+@needs_interpreter
 def test_interpreted_draws_equal_torch_and_the_kernels() -> None:
     assert run("-m", "tests.model.helpers.interpreted_sampling") == "all equal\n"
 

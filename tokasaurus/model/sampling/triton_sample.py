@@ -115,6 +115,21 @@ def _adjusted(
 
 
 @triton.jit
+def _adjusted_block(
+    row, start, vocab_size, changed_row, changed_size, mask_row, masked_size, temperature, HAS_CHANGED: tl.constexpr,
+    HAS_MASKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(adjusted logits of the row's tokens from `start` on; which of these are in the vocabulary)"""
+    offsets = start + tl.arange(0, BLOCK)
+    in_row = offsets < vocab_size
+    raw = tl.load(row + offsets, mask=in_row, other=float("-inf")).to(tl.float32)
+    adjusted, _ = _adjusted(
+        raw, offsets, in_row, changed_row, changed_size, mask_row, masked_size, temperature, HAS_CHANGED, HAS_MASKS
+    )
+    return adjusted, in_row
+
+
+@triton.jit
 def _least_key(
     row, vocab_size, changed_row, changed_size, mask_row, masked_size, temperature, largest, least, counts, limit,
     HAS_CHANGED: tl.constexpr, HAS_MASKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -133,21 +148,10 @@ def _least_key(
         above_second = tl.zeros((BLOCK,), tl.float32)
         above_third = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, vocab_size, BLOCK):
-            offsets = start + tl.arange(0, BLOCK)
-            in_row = offsets < vocab_size
-            raw = tl.load(row + offsets, mask=in_row, other=float("-inf")).to(tl.float32)
-            adjusted, _ = _adjusted(
-                raw,
-                offsets,
-                in_row,
-                changed_row,
-                changed_size,
-                mask_row,
-                masked_size,
-                temperature,
-                HAS_CHANGED,
-                HAS_MASKS,
-            )
+            adjusted, in_row = _adjusted_block(
+                row, start, vocab_size, changed_row, changed_size, mask_row, masked_size, temperature, HAS_CHANGED,
+                HAS_MASKS, BLOCK,
+            )  # fmt: skip
             keys = _key(adjusted)
             mass = tl.where(keys >= least, tl.exp(adjusted - largest), 0.0)
             amount = tl.where(in_row, tl.where(counts, 1.0, mass), 0.0)
@@ -206,21 +210,10 @@ def _draw_row(
     if is_limited & (asked > 0.0):
         largest_of = tl.full((BLOCK,), float("-inf"), tl.float32)
         for start in range(0, vocab_size, BLOCK):
-            offsets = start + tl.arange(0, BLOCK)
-            in_row = offsets < vocab_size
-            raw = tl.load(row + offsets, mask=in_row, other=float("-inf")).to(tl.float32)
-            adjusted, _ = _adjusted(
-                raw,
-                offsets,
-                in_row,
-                changed_row,
-                changed_size,
-                mask_row,
-                masked_size,
-                temperature,
-                HAS_CHANGED,
-                HAS_MASKS,
-            )
+            adjusted, _ = _adjusted_block(
+                row, start, vocab_size, changed_row, changed_size, mask_row, masked_size, temperature, HAS_CHANGED,
+                HAS_MASKS, BLOCK,
+            )  # fmt: skip
             largest_of = tl.maximum(largest_of, adjusted)
         largest = tl.max(largest_of)
         if (largest > float("-inf")) & (largest < float("inf")):
