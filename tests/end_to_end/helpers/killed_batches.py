@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -91,11 +91,17 @@ class RestartedToka:
 
     def kill(self, victim: str) -> None:
         """kill -9. When the server or the launcher is gone, all others must end within seconds."""
-        pid = self.wait_for(SERVER if victim == LAUNCHER else victim)
-        children = self.toka.children()
-        if victim == LAUNCHER:
-            pid = self.toka.process.pid
-        os.kill(pid, signal.SIGKILL)
+        children: dict[str, int] = {}
+        is_sent = False
+        while not is_sent:
+            pid = self.wait_for(SERVER if victim == LAUNCHER else victim)
+            children = self.toka.children()
+            if victim == LAUNCHER:
+                pid = self.toka.process.pid
+            # Of the process before it, which ended with the one that was killed last, only the id may be left.
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                is_sent = True
         self.kills[victim] += 1
         if victim in (LAUNCHER, SERVER):
             self.toka.process.wait(timeout=20)

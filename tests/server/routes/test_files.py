@@ -46,7 +46,8 @@ def test_a_download_continues_while_the_file_is_deleted(server: LiveServer) -> N
 def test_a_download_that_is_given_up_closes_the_file(server: LiveServer, tmp_path: Path) -> None:
     file = upload(server, b"x" * (64 << 20))
     with server.http.stream("GET", f"{FILES}/{file['id']}/content") as download:
-        next(download.iter_raw())
+        parts = download.iter_raw()  # kept: httpx closes the connection when the iterator is gone
+        next(parts)
         assert open_files(tmp_path) == 1
     deadline = time.monotonic() + 10
     while open_files(tmp_path) > 0:
