@@ -195,7 +195,7 @@ def _serve(
         timeouts = [step_stats.seconds_to_report(now_s), busy.seconds_to_report(now_s)]
         to_heartbeat_s = max(0.0, last_alive_s + HEARTBEAT_SECONDS - now_s)
         timeouts += [max(MIN_STREAM_WAIT, state.stream_due_s - now_s)]
-        timeouts += [0.0 if requests.has_whole_message or state.cancelled else None]
+        timeouts += [0.0 if requests.has_whole_message or state.cancelled or state.ending else None]
         if garbage is not None:
             garbage.collect(engine.seconds_left(), is_idle=state.num_running == 0 and state.queues.num_waiting == 0)
         wait(readers, min((s for s in timeouts if s is not None and s < to_heartbeat_s), default=to_heartbeat_s))

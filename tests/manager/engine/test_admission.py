@@ -26,7 +26,7 @@ from tokasaurus.manager.engine.admission import (
 from tokasaurus.manager.engine.engine import next_step
 from tokasaurus.manager.engine.kv_forecast import forecast_kv
 from tokasaurus.manager.engine.lifecycle import admit
-from tokasaurus.manager.engine.outputs import apply_output
+from tokasaurus.manager.engine.outputs import apply_output, release_ending
 from tokasaurus.manager.engine.requests import add_request, cancel_request, release_cancelled
 from tokasaurus.manager.planning.kv_simulation import fits_together
 from tokasaurus.manager.state.candidates import describe
@@ -153,6 +153,7 @@ def test_a_sequence_waits_only_if_blocks_would_run_out(shapes, options, num_ahea
         num_results = max(driver.rng.randint(0, 2), len(driver.queue) - num_ahead + 1)
         for message in [driver.queue.popleft() for _ in range(num_results) if driver.queue]:
             apply_output(state, driver.worker.forward(message, QUICK_STEP_SECONDS))
+        release_ending(state)
         num_waiting = None
         while num_waiting != state.queues.num_waiting:
             num_waiting = state.queues.num_waiting

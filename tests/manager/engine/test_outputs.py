@@ -1,5 +1,6 @@
 """Tests how results are applied: which texts are decoded, which tokens count, and when deltas are sent."""
 
+import random
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -12,11 +13,13 @@ from tests.manager.helpers.engine_driver import EndsNext, EngineDriver, make_opt
 from tests.manager.helpers.requests import make_request, make_requests, sequence_keys, streamed
 from tests.manager.helpers.simulation import assert_equals_simulation, decode_text, join, simulate
 from tests.manager.helpers.strategies import STOP_TOKENS, random_shape
+from tokasaurus.manager.engine import outputs
 from tokasaurus.manager.engine.lifecycle import sampled_tokens
-from tokasaurus.manager.engine.outputs import apply_output
+from tokasaurus.manager.engine.outputs import MOST_RELEASED, apply_output
 from tokasaurus.manager.state.engine_state import Tuning
 from tokasaurus.messages.forward import ForwardOutput
-from tokasaurus.messages.generation import CancelRequest
+from tokasaurus.messages.generation import CancelRequest, GenerateRequest
+from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.text.stop_strings import StopTokens
 
 EACH_TOKEN = Tuning(coalesces_streams=False)
@@ -178,4 +181,60 @@ def test_a_cancelled_stream_sends_no_more_deltas():
     driver.deltas.clear()
     driver.run_until_idle()
     assert {delta.request_id for delta in driver.deltas} == {"r0"}
+    driver.assert_nothing_is_left()
+
+
+NUM_COMMON_ENDS = 3 * MOST_RELEASED
+
+
+def driver_of_common_end() -> tuple[EngineDriver, GenerateRequest]:
+    """An engine whose sequences, the samples of a request, have all ended in the same step. They had all waited for
+    their prompt, whose prefill takes more steps than their admission. The first have left."""
+    limits = EngineLimits(5000, 4, 8000)
+    options = make_options(limits=limits, max_seqs_per_forward=NUM_COMMON_ENDS, max_tokens_per_forward=NUM_COMMON_ENDS)
+    driver = EngineDriver(options, (0.002,))
+    request = make_request(0, 8 * NUM_COMMON_ENDS + 1, NUM_COMMON_ENDS, 2, ignore_eos=True)
+    driver.step([request])
+    while not driver.state.ending:
+        driver.step([], 1)
+    assert driver.state.num_releases == len(driver.deltas) == MOST_RELEASED
+    assert len(driver.state.ending) == NUM_COMMON_ENDS - MOST_RELEASED
+    return driver, request
+
+
+def test_hundreds_of_sequences_that_end_at_once_leave_in_short_turns():
+    driver, request = driver_of_common_end()
+    state = driver.state
+    while state.ending:
+        num_before = state.num_releases
+        driver.step([], 1)
+        assert 0 < state.num_releases - num_before <= MOST_RELEASED + int(2 * state.usual_releases)
+    driver.run_until_idle()
+    assert_equals_simulation(driver.deltas, [request])
+    driver.assert_nothing_is_left()
+
+
+def test_sequences_cancelled_while_they_wait_for_their_end_leave_once():
+    driver, request = driver_of_common_end()
+    num_to_leave = [len(driver.state.ending)]
+    driver.step([CancelRequest(request.request_id)], 1)
+    while driver.queue or driver.state.ending or driver.state.cancelled:
+        num_to_leave.append(driver.state.num_running)
+        driver.step([], 1)
+    assert num_to_leave[:3] == [2 * MOST_RELEASED, MOST_RELEASED, 0]
+    assert len(driver.deltas) == MOST_RELEASED
+    driver.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("num_ahead", [1, 2, 8])
+def test_a_few_ends_per_turn_change_no_result_and_preempt_nothing(num_ahead, monkeypatch):
+    """Sequences that keep their blocks while they wait for their end give way before any other is preempted."""
+    monkeypatch.setattr(outputs, "MOST_RELEASED", 1)
+    requests = [make_request(number, 5, 6, 6 + 8 * (number % 2), ignore_eos=True) for number in range(30)]
+    options = make_options(36, max_seqs_per_forward=30, max_tokens_per_forward=64, max_steps_ahead=num_ahead)
+    driver = EngineDriver(options, (0.001,), rng=random.Random(num_ahead))
+    driver.run(requests)
+    driver.run_until_idle()
+    assert_equals_simulation(driver.deltas, requests)
+    assert driver.state.totals.preemptions == 0
     driver.assert_nothing_is_left()

@@ -126,7 +126,7 @@ class EngineDriver:
             jobs.popleft()()
 
     def run_until_idle(self, most_results: int = 3) -> None:
-        while self.queue or any(self.jobs):
+        while self.queue or self.state.ending or any(self.jobs):
             self.step([], self.rng.randint(1, most_results))
         assert self.state.queues.num_waiting == 0, "sequences wait but no step was sent"
 
@@ -135,7 +135,7 @@ class EngineDriver:
 
         check_share: fraction of the steps after which the owners of all blocks are checked."""
         unsent, to_cancel, cancelled = deque(requests), [], set(cancelled)
-        while unsent or self.queue or to_cancel or any(self.jobs) or self.state.queues.num_waiting:
+        while unsent or self.queue or self.state.ending or to_cancel or any(self.jobs) or self.state.queues.num_waiting:
             messages: list[GenerateRequest | CancelRequest] = []
             while unsent and self.rng.random() < 0.5:
                 messages.append(unsent.popleft())

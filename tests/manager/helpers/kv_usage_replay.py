@@ -9,7 +9,7 @@ from tests.manager.helpers.fake_prompt_logprobs import zero_prompt_logprobs
 from tokasaurus.manager.engine.engine import next_step
 from tokasaurus.manager.engine.grammar_scheduling import ready_to_decode
 from tokasaurus.manager.engine.input_building import num_blocks_short
-from tokasaurus.manager.engine.outputs import apply_output
+from tokasaurus.manager.engine.outputs import apply_output, release_ending
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.messages.forward import ForwardOutput
 
@@ -47,6 +47,7 @@ def replay_usage(state: EngineState) -> list[int]:
             apply_output(
                 state, ForwardOutput(oldest.step_id, token_ids, None, seconds, prompt_logprobs=prompt_logprobs)
             )
+            release_ending(state)
         num_short = num_blocks_short(state, ready_to_decode(state))
         if num_short > 0:
             return [*used, state.blocks.num_blocks + num_short]

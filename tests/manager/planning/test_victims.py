@@ -15,7 +15,7 @@ from tests.manager.helpers.simulation import assert_equals_simulation
 from tokasaurus.manager.engine.admission import admit_waiting
 from tokasaurus.manager.engine.engine import make_room, next_step
 from tokasaurus.manager.engine.lifecycle import preempt, sampled_tokens
-from tokasaurus.manager.engine.outputs import apply_output
+from tokasaurus.manager.engine.outputs import apply_output, release_ending
 from tokasaurus.manager.engine.requests import add_request
 from tokasaurus.manager.planning.victims import choose_victims
 from tokasaurus.manager.state.sequence import Phase, Sequence
@@ -96,6 +96,7 @@ def test_the_cheapest_sequences_are_preempted_and_then_wait_first_in_line():
             for _ in range(max(rng.randint(0, 2), len(driver.queue) - options.max_steps_ahead + 1)):
                 if driver.queue:
                     apply_output(state, driver.worker.forward(driver.queue.popleft()))
+            release_ending(state)
             admit_waiting(state)
             num_short = expected_num_short(driver)
             if num_short > 0:

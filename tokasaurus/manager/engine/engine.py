@@ -14,7 +14,7 @@ from tokasaurus.manager.engine.grammar_scheduling import is_better_later, ready_
 from tokasaurus.manager.engine.input_building import num_blocks_short, start_step
 from tokasaurus.manager.engine.length_updates import forecast_is_old, note_ends, update_forecast
 from tokasaurus.manager.engine.lifecycle import find_starts, preempt
-from tokasaurus.manager.engine.outputs import apply_output, check_stop_strings
+from tokasaurus.manager.engine.outputs import apply_output, check_stop_strings, release_all_ending, release_ending
 from tokasaurus.manager.engine.requests import add_request, cancel_request, release_cancelled
 from tokasaurus.manager.engine.streams import stream_new_tokens
 from tokasaurus.manager.planning.prefix_groups import group_by_prefix
@@ -80,9 +80,10 @@ class Engine:
                     cancel_request(state, message.request_id)
             if messages:
                 self.seconds_per_message = (time.perf_counter() - start_s) / len(messages)
-            release_cancelled(state)
+            num_cancelled = release_cancelled(state)
         with timers.section("results"):
             self._apply(list(results))
+            release_ending(state, num_cancelled)
             if state.grammars is not None:
                 state.grammars.read(min(MOST_READING_SECONDS, self.seconds_left() / 4))
                 if state.grammars.has_finished:
@@ -200,6 +201,7 @@ def next_step(state: EngineState) -> ForwardInput | None:
     """
     ready = ready_to_decode(state)
     if num_blocks_short(state, ready) > 0:
+        release_all_ending(state)
         check_stop_strings(state)  # before preemption makes sampled tokens part of the prompt
         ready = make_room(state)
     if state.starts_are_stale:
@@ -246,6 +248,7 @@ def _victims(state: EngineState, num_short: int) -> list[Sequence]:
     num_freed += needs_block & ~arrays.awaits_matcher[slots]
     sequences = [state.sequences[slot] for slot in slots.tolist()]
     num_freed[[sequence is None or sequence.phase is Phase.DRAINING for sequence in sequences]] = 0
+    num_freed[arrays.is_ending[slots]] = 0
     is_being_read = arrays.awaits_matcher[slots] & (arrays.num_known_tokens[slots] > arrays.num_kv_tokens[slots])
     num_freed[is_being_read] = 0
     victims = choose_victims(num_lost, num_freed, arrays.admitted_at[slots], num_short)

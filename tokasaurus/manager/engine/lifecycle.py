@@ -209,7 +209,7 @@ def _free_slot_and_blocks(state: EngineState, sequence: Sequence, keep_kv: bool 
     slots.block_tables[slot, : slots.num_covered_tokens[slot] // state.options.limits.page_size] = 0
     state.groups_are_old |= bool(slots.is_decoding[slot])
     slots.opened_at[slot] = NEVER
-    slots.is_running[slot] = slots.is_decoding[slot] = False
+    slots.is_running[slot] = slots.is_decoding[slot] = slots.is_ending[slot] = False
     state.num_with_stops -= sequence.stop_matcher is not None
     state.num_with_grammars -= sequence.has_grammar
     state.num_background -= sequence.request.is_background

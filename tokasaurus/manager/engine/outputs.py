@@ -9,18 +9,23 @@ from tokasaurus.manager.planning.step_budget import average_step_seconds
 from tokasaurus.manager.planning.step_time_model import IS_OF_DECODE
 from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
 from tokasaurus.manager.state.sequence import Phase, Sequence
+from tokasaurus.manager.state.slot_arrays import NEVER
 from tokasaurus.messages.forward import ForwardOutput, NonfiniteTokens, TopOfRows
 from tokasaurus.messages.generation import ErrorCode, FinishReason, SequenceDelta
 from tokasaurus.text.stop_strings import StopMatcher
 
 NUMERICAL_ERROR = "the model computed numbers for this request that are not finite (NaN or infinity)"
 
+MOST_RELEASED = 96
+"""Most sequences that leave their slots in one step of the manager, beyond those that usually do, so that it takes a
+few milliseconds."""
+
 MOST_SPECIAL_TOKENS = 16
 """Most special tokens among the last tokens of a completion. With more, all of it is read for stop strings."""
 
 
 def apply_output(state: EngineState, output: ForwardOutput) -> None:
-    """Apply the result of the oldest step in flight. Sequences that it ends are released and their deltas added.
+    """Apply the result of the oldest step in flight. The sequences that it ends are left to `release_ending`.
 
     A step may be sent before an earlier result ends one of its sequences. The token of such a sequence is discarded
     and not counted.
@@ -41,6 +46,7 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
         assert output.prompt_logprobs is not None, f"step {step.step_id}: no prompt logprobs"
         state.blocks.prompt_logprobs.note(step.logprob_chunks, output.prompt_logprobs)
     if output.nonfinite is not None:
+        release_all_ending(state)
         _end_nonfinite(state, step, output.nonfinite)
     slots, token_ids, logprobs = step.sampled, output.token_ids, output.logprobs
     is_valid = state.slots.opened_at[slots] <= step.step_id
@@ -63,9 +69,46 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     if state.num_with_grammars:
         is_last &= ~note_tokens(state, slots, token_ids, stops)
     ends = np.flatnonzero(stops | is_last)
-    for slot, is_stop in zip(slots[ends].tolist(), stops[ends].tolist(), strict=True):
-        end_sequence(state, slot, is_stop)
+    if len(ends):
+        _mark_ending(state, slots[ends], stops[ends])
     state.last_result_id = step.step_id
+
+
+def _mark_ending(state: EngineState, slots: NDArray[np.int64], is_stop: NDArray[np.bool_]) -> None:
+    """Sequences whose last token is known: no step computes them, no task reads them, and they are to be ended.
+
+    slots: int64 [E]. is_stop: bool [E], as for end_sequence.
+    """
+    arrays = state.slots
+    state.groups_are_old |= bool(arrays.is_decoding[slots].any())
+    arrays.is_decoding[slots] = arrays.is_streamed[slots] = False
+    arrays.has_stops[slots] = arrays.may_have_stopped[slots] = arrays.may_stop[slots] = False
+    arrays.opened_at[slots] = NEVER  # results of later steps are discarded
+    arrays.max_kv_tokens[slots] = arrays.num_kv_tokens[slots]
+    arrays.is_ending[slots] = True
+    state.ending.extend(zip((state.sequences[slot] for slot in slots.tolist()), is_stop.tolist(), strict=True))
+
+
+def release_ending(state: EngineState, num_released: int = 0) -> None:
+    """End marked sequences, as many as a step of a few milliseconds allows after num_released others have left.
+
+    The rest keep their slots and blocks until a later call. Thousands of sequences may end in the same step, while the
+    worker needs its next one within milliseconds.
+    """
+    _release_ending(state, MOST_RELEASED + int(2 * state.usual_releases) - num_released)
+
+
+def release_all_ending(state: EngineState) -> None:
+    """End every sequence that is marked: its blocks are needed, or may not be in use."""
+    _release_ending(state, len(state.ending))
+
+
+def _release_ending(state: EngineState, most: int) -> None:
+    while state.ending and most > 0:
+        sequence, is_stop = state.ending.popleft()
+        if sequence is not None and sequence.phase is not Phase.FINISHED:  # not cancelled meanwhile
+            end_sequence(state, sequence.slot, is_stop)
+            most -= 1
 
 
 def _expected_step_seconds(state: EngineState, step: StepInFlight, seconds: float) -> float:

@@ -1,16 +1,13 @@
 """Add and cancel requests."""
 
 from tokasaurus.manager.engine.lifecycle import release
-from tokasaurus.manager.engine.outputs import abort
+from tokasaurus.manager.engine.outputs import MOST_RELEASED, abort
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.samples import Samples
 from tokasaurus.manager.state.sequence import Phase, Sequence, make_prompt
 from tokasaurus.manager.state.top_logprobs import KeptTop
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.text.stop_strings import StopMatcher
-
-MOST_RELEASED = 96
-"""Most cancelled sequences that leave their slots in one step, so that it takes a few milliseconds."""
 
 
 def add_request(state: EngineState, request: GenerateRequest) -> None:
@@ -88,12 +85,13 @@ def cancel_request(state: EngineState, request_id: str) -> None:
         state.unfinished.pop(request_id, None)
 
 
-def release_cancelled(state: EngineState) -> None:
-    """End up to MOST_RELEASED running sequences of cancelled requests. The others run on until a later call; the server
-    ignores what they generate."""
+def release_cancelled(state: EngineState) -> int:
+    """End up to MOST_RELEASED running sequences of cancelled requests; return how many. The others run on until a later
+    call; the server ignores what they generate."""
     num_released = 0
     while state.cancelled and num_released < MOST_RELEASED:
         sequence = state.cancelled.popleft()
         if sequence.phase is not Phase.FINISHED:
             release(state, sequence)
             num_released += 1
+    return num_released

@@ -187,6 +187,9 @@ class EngineState:
     num_admissions: int = 0
     cancelled: deque[Sequence] = field(default_factory=deque)
     """Sequences of cancelled requests that ran at the cancellation and may still do so."""
+    ending: deque[tuple[Sequence | None, bool]] = field(default_factory=deque)
+    """Sequences whose last token is known, and that still have their slots unless they were cancelled since; and
+    whether a stop ends them rather than their length."""
     num_releases: int = 0
     """Sequences that have left their slot."""
     num_releases_counted: int = 0

@@ -51,6 +51,8 @@ class SlotArrays:
         self.is_running = false()
         self.is_decoding = false()
         """A running sequence past its prefill: decodes in every step, unless it awaits its matcher."""
+        self.is_ending = false()
+        """Its last token is known, and it is about to leave its slot."""
         self.ends_at_eos = false()
         """An eos token ends it."""
         self.stop_token_ids = np.full((num_slots + 1, MAX_STOP_TOKEN_IDS), -1)
