@@ -58,9 +58,9 @@ def assert_each_block_has_one_owner(state: EngineState) -> None:
 
     num_cached_in_use = 0
     for node in nodes:
-        assert node.num_sequences == tree.num_sequences[node.index] == users[node.index]
-        assert node.end_block == tree.end_blocks[node.index] == node.parent.end_block + len(node.blocks)
-        assert tree.parents[node.index] == node.parent.index
+        assert node.num_sequences == tree.arrays.num_sequences[node.index] == users[node.index]
+        assert node.end_block == tree.arrays.end_blocks[node.index] == node.parent.end_block + len(node.blocks)
+        assert tree.arrays.parents[node.index] == node.parent.index
         num_cached_in_use += len(node.blocks) if users[node.index] else 0
     assert tree.num_blocks == len(cached)
     assert blocks.num_used == len(own) + num_cached_in_use

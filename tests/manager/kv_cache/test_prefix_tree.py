@@ -150,7 +150,11 @@ class TreeAndTrie:
             assert node.parent is parent
             assert len(node.tokens) == len(node.blocks) * PAGE * 4 > 0
             assert node.end_block == begin + len(node.blocks)
-            arrays = tree.parents[node.index], tree.end_blocks[node.index], tree.num_sequences[node.index]
+            arrays = (
+                tree.arrays.parents[node.index],
+                tree.arrays.end_blocks[node.index],
+                tree.arrays.num_sequences[node.index],
+            )
             assert arrays == (parent.index, node.end_block, node.num_sequences)
             assert node.index not in indices | {0}
             indices.add(node.index)
@@ -166,8 +170,8 @@ class TreeAndTrie:
         }
         assert tree.num_blocks == len(blocks)
         assert tree.num_unused_blocks == sum(not block.users for block in blocks.values())
-        assert (tree.parents[0], tree.end_blocks[0]) == (0, 0)
-        assert tree.num_sequences[0] > len(self.users)
+        assert (tree.arrays.parents[0], tree.arrays.end_blocks[0]) == (0, 0)
+        assert tree.arrays.num_sequences[0] > len(self.users)
         for user in self.users:
             assert user.node.end_block == user.num_acquired
 
@@ -276,7 +280,7 @@ def test_new_nodes_reuse_the_indices_of_evicted_nodes():
     for first in range(1000):
         tree.release(tree.insert(tree.root, as_bytes([first, 0]), np.array([1])))
         tree.evict(1)
-    assert len(tree.parents) == len(tree.end_blocks) == len(tree.num_sequences) == 2
+    assert len(tree.arrays.parents) == len(tree.arrays.end_blocks) == len(tree.arrays.num_sequences) == 2
 
 
 def test_misuse_of_the_tree_fails_an_assertion():

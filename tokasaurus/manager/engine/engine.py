@@ -182,7 +182,7 @@ def _groups_are_old(state: EngineState) -> bool:
 
 def regroup(state: EngineState) -> None:
     """Find the prefix groups: decoding sequences that attend to a shared prefix together."""
-    options, slots, tree = state.options.hydragen, state.slots, state.blocks.tree
+    options, slots, tree = state.options.hydragen, state.slots, state.blocks.tree.arrays
     assert options is not None
     decode = state.queues.decoding()
     grouping = group_by_prefix(
@@ -236,7 +236,7 @@ def make_room(state: EngineState) -> NDArray[np.int64]:
 
 def _victims(state: EngineState, num_short: int) -> list[Sequence]:
     """Running sequences to preempt when `num_short` blocks are missing; empty if none can be preempted."""
-    arrays, tree, page_size = state.slots, state.blocks.tree, state.options.limits.page_size
+    arrays, tree, page_size = state.slots, state.blocks.tree.arrays, state.options.limits.page_size
     slots = np.flatnonzero(arrays.is_running)
     shared = find_shared_blocks(
         arrays.nodes[slots], np.zeros(len(slots), np.int64), tree.parents, tree.end_blocks, tree.num_sequences

@@ -70,7 +70,7 @@ def wanted_prefill_rate(state: EngineState, num_tokens: Int64Array, num_steps: I
 
 def forecast_kv(state: EngineState, prefill_rate: int | None) -> KVForecast:
     """Simulate the running sequences to their expected ends, with at most `prefill_rate` prefill tokens per step."""
-    arrays, tree, page_size = state.slots, state.blocks.tree, state.options.limits.page_size
+    arrays, tree, page_size = state.slots, state.blocks.tree.arrays, state.options.limits.page_size
     most_ahead = state.options.max_steps_ahead
     if state.step_seconds is not None:
         wanted = num_steps_to_keep_in_flight(state.step_seconds, most_ahead)

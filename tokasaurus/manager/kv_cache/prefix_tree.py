@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.manager.kv_cache.node_arrays import NodeArrays
+
 BYTES_PER_TOKEN = 4
 ROOT_SEQUENCES = 1 << 30
 """Reference count of the root, above any other node's: the root counts as shared and is never an unused leaf."""
@@ -63,11 +65,7 @@ class PrefixMatch(NamedTuple):
 
 
 class PrefixTree:
-    """The tree, and per-node arrays for KV simulations.
-
-    Arrays are indexed by node index; the root has index 0 and is its own parent. They are replaced when they grow, and
-    entries at unused indices are meaningless.
-    """
+    """The tree, and per-node arrays for KV simulations."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -77,13 +75,7 @@ class PrefixTree:
         """Blocks in the tree."""
         self.num_unused_blocks = 0
         """Blocks of nodes that no sequence uses."""
-        self.parents = np.zeros(1, np.int32)
-        """Index of each node's parent."""
-        self.end_blocks = np.zeros(1, np.int32)
-        """Each node's `end_block`."""
-        self.num_sequences = np.full(1, ROOT_SEQUENCES, np.int32)
-        """Each node's reference count."""
-        self._free_indices: list[int] = []
+        self.arrays = NodeArrays(ROOT_SEQUENCES)
         self._tick = 0
         # Heap of (last_used, entry number, node); an entry is valid while its node is an unused leaf since that tick.
         self._unused_leaves: list[tuple[int, int, PrefixNode]] = []
@@ -153,7 +145,7 @@ class PrefixTree:
             if node.num_sequences == 0:
                 self.num_unused_blocks -= len(node.blocks)
             node.num_sequences += 1
-            self.num_sequences[node.index] = node.num_sequences
+            self.arrays.num_sequences[node.index] = node.num_sequences
             node = node.parent
         return deepest
 
@@ -171,7 +163,7 @@ class PrefixTree:
         node.key = node.tokens[: self._block_bytes]
         node.parent = upper
         upper.children[node.key] = node
-        self.parents[node.index] = upper.index
+        self.arrays.parents[node.index] = upper.index
         return upper
 
     def insert(self, node: PrefixNode, tokens: bytes, blocks: NDArray[np.int32], salt: bytes = b"") -> PrefixNode:
@@ -199,7 +191,7 @@ class PrefixTree:
         while node is not self.root:
             assert node.num_sequences > 0, "node released more often than acquired"
             node.num_sequences -= 1
-            self.num_sequences[node.index] = node.num_sequences
+            self.arrays.num_sequences[node.index] = node.num_sequences
             if node.num_sequences == 0:
                 node.last_used = self._tick
                 self.num_unused_blocks += len(node.blocks)
@@ -271,11 +263,11 @@ class PrefixTree:
             node.blocks = node.blocks[:num_kept]
             node.tokens = node.tokens[: num_kept * self._block_bytes]
             node.end_block -= len(removed)
-            self.end_blocks[node.index] = node.end_block
+            self.arrays.end_blocks[node.index] = node.end_block
             return removed
         parent = node.parent
         del parent.children[node.key]
-        self._free_indices.append(node.index)
+        self.arrays.remove(node.index)
         node.index = -1
         if parent.num_sequences == 0 and not parent.children:
             self._push_unused_leaf(parent, parent.last_used)
@@ -284,25 +276,12 @@ class PrefixTree:
     def _push_unused_leaf(self, node: PrefixNode, last_used: int) -> None:
         """Add an unused leaf to the eviction heap."""
         # Every release of the same prefix leaves an entry, which eviction may never reach.
-        if len(self._unused_leaves) > 2 * len(self.parents):
+        if len(self._unused_leaves) > 2 * len(self.arrays.parents):
             self._unused_leaves = [entry for entry in self._unused_leaves if self._is_unused_leaf(entry[2], entry[0])]
             heapq.heapify(self._unused_leaves)
         heapq.heappush(self._unused_leaves, (last_used, next(self._entry_numbers), node))
 
     def _add(self, node: PrefixNode) -> None:
         """Register a new node with its parent and in the arrays."""
-        if not self._free_indices:
-            self._grow()
-        node.index = index = self._free_indices.pop()
+        node.index = self.arrays.add(node.parent.index, node.end_block, node.num_sequences)
         node.parent.children[node.key] = node
-        self.parents[index] = node.parent.index
-        self.end_blocks[index] = node.end_block
-        self.num_sequences[index] = node.num_sequences
-
-    def _grow(self) -> None:
-        size = len(self.parents)
-        empty = np.zeros(size, np.int32)
-        self.parents = np.concatenate([self.parents, empty])
-        self.end_blocks = np.concatenate([self.end_blocks, empty])
-        self.num_sequences = np.concatenate([self.num_sequences, empty])
-        self._free_indices.extend(range(2 * size - 1, size - 1, -1))
