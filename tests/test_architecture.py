@@ -26,9 +26,11 @@ OWN_FOLDERS = {
     "clients",
     "clients/lm_eval_tasks",
     "end_to_end",
+    "end_to_end/batches",
     "gpu",
     "server/http",
     "torture",
+    "torture/fuzz",
 }
 
 # From the top down. A package or module imports from lines below its own, never from its own line.

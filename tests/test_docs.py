@@ -30,7 +30,8 @@ def test_every_fault_names_a_test_that_exists() -> None:
 def test_the_table_of_the_torture_has_the_rows_of_every_part() -> None:
     table = OPERATIONS.partition("## make torture")[2]
     shown = set(re.findall(r"^\| (\w+) \|", table, flags=re.MULTILINE)) - {"part"}
-    parts = {path.stem for path in (ROOT / "tests" / "torture").glob("[!_t]*.py")}
+    folder = ROOT / "tests" / "torture"
+    parts = {path.stem for pattern in ("[!_t]*.py", "fuzz/[!_t]*.py") for path in folder.glob(pattern)}
     assert shown == parts | {"stops"}
 
 

@@ -12,7 +12,6 @@ NOT_BUILT = frozenset(
     {
         "trust_remote_code",
         "rope_scaling",
-        "dp_size",
         "pp_size",
         "tp_size",
         "pp_num_buffer_stages",

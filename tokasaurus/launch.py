@@ -113,7 +113,8 @@ def _start_all(
 def _watch(processes: _Processes, stop_signals: StopSignals, report: StartupReport) -> str | None:
     """Wait for a stop signal or a final failure: None for a signal, else one line that names the failed process.
 
-    A replica that fails after it has once been ready is started again.
+    A replica that fails after it has once been ready is started again. One that fails too often is given up, which is
+    final only if no other is left.
     """
     server = processes.server
     while True:
@@ -128,12 +129,10 @@ def _watch(processes: _Processes, stop_signals: StopSignals, report: StartupRepo
             return server_failure
         for replica, failure in zip(processes.replicas, failures, strict=True):
             final = None if failure is None else _handle_failure(replica, failure, report)
-            if final is not None:
-                return final
-            if replica.restart_at_s is not None and time.monotonic() >= replica.restart_at_s:
+            if final is None and replica.restart_at_s is not None and time.monotonic() >= replica.restart_at_s:
                 final = _start_again(replica, report)
-                if final is not None:
-                    return final
+            if final is not None and not _can_do_without(replica, processes.replicas, final, report):
+                return final
 
 
 def _seconds_to_look(replicas: list[ReplicaProcesses]) -> float:
@@ -161,7 +160,7 @@ def _start_again(replica: ReplicaProcesses, report: StartupReport) -> str | None
     try:
         replica.start()
     except OSError as error:  # no memory, processes or files; or the server has just died, which is seen next
-        return _handle_failure(replica, f"the engine cannot be started: {error.strerror}", report)
+        return _handle_failure(replica, f"{replica.name} cannot be started: {error.strerror}", report)
     return None
 
 
@@ -171,13 +170,27 @@ def _handle_failure(replica: ReplicaProcesses, failure: str, report: StartupRepo
         return failure
     pause_s = replica.policy.note_failure(time.monotonic())
     if pause_s is None:
-        return f"{failure}; the engine has failed too often (max_restarts)"
+        return f"{failure}; {replica.name} has failed too often (max_restarts)"
     replica.num_restarts += 1
     when = "now" if pause_s == 0 else f"in {pause_s:g} s"
-    report.show_line(f"toka: {failure}; restart {replica.num_restarts} of the engine {when}")
+    report.show_line(f"toka: {failure}; restart {replica.num_restarts} of {replica.name} {when}")
     replica.stop()
     replica.restart_at_s = time.monotonic() + pause_s
     return None
+
+
+def _can_do_without(
+    replica: ReplicaProcesses, replicas: list[ReplicaProcesses], failure: str, report: StartupReport
+) -> bool:
+    """Give the replica up for good; False if it was never ready, or if no other is left."""
+    replica.is_given_up = True
+    num_left = sum(not other.is_given_up for other in replicas)
+    if num_left == 0 or not replica.has_been_ready:
+        return False
+    replica.stop()
+    replica.restart_at_s = None
+    report.show_line(f"toka: {failure}; {num_left} of {len(replicas)} replicas go on")
+    return True
 
 
 def _stop_at_once(server: Child) -> None:
@@ -187,20 +200,20 @@ def _stop_at_once(server: Child) -> None:
 
 
 def _drain(group: ProcessGroup, processes: _Processes, stop_signals: StopSignals, drain_s: float) -> None:
-    """Let the server finish its open requests and exit. If the engine dies meanwhile, they cannot finish."""
+    """Let the server finish its open requests and exit. If all replicas die meanwhile, they cannot finish."""
     server = processes.server.process
     server.terminate()
     deadline = time.monotonic() + drain_s + SERVER_GRACE_S
-    others = [child.process.sentinel for child in processes.managers_and_workers]
-    if not others:
-        _stop_at_once(processes.server)
+    is_stopping, intact = False, processes.replicas
     while server.is_alive() and (seconds := deadline - time.monotonic()) > 0:
-        ready = wait([stop_signals.reader, server.sentinel, *others], seconds)
+        intact = [replica for replica in intact if replica.is_intact]
+        if not intact and not is_stopping:
+            _stop_at_once(processes.server)
+            is_stopping = True
+        others = [child.process.sentinel for replica in intact for child in replica.children]
+        wait([stop_signals.reader, server.sentinel, *others], seconds)
         if stop_signals.take():
             group.kill()
-        if any(other in ready for other in others):
-            _stop_at_once(processes.server)
-            others = []
 
 
 def _end_in_order(group: ProcessGroup, processes: _Processes, stop_signals: StopSignals, drain_s: float) -> None:

@@ -56,6 +56,9 @@ class ReplicaProcesses:
         """When to start again, by time.monotonic(); None while it runs."""
         self.has_been_ready = False
         self.num_restarts = 0
+        self.is_given_up = False
+        """It has failed too often and is not started again, while other replicas go on."""
+        self.name = "the engine" if config.dp_size == 1 else f"replica {index}"
         self.policy = RestartPolicy(config.max_restarts)
         self._index = index
         self._group = group
@@ -112,6 +115,11 @@ class ReplicaProcesses:
         self._group.remove(self.children)
         self.children = []
 
+    @property
+    def is_intact(self) -> bool:
+        """It has been started, and none of its processes has died."""
+        return bool(self.children) and all(child.process.is_alive() for child in self.children)
+
     def find_failure(self, report: StartupReport) -> str | None:
         """One line that says which process failed and how; None if none did."""
         now_s = time.monotonic()
@@ -145,7 +153,7 @@ class ReplicaProcesses:
     def _note_ready(self, now_s: float, report: StartupReport) -> None:
         start_s = now_s - self._started_s
         if self.has_been_ready:
-            report.show_line(f"the engine is ready again after {start_s:.1f} s (restart {self.num_restarts})")
+            report.show_line(f"{self.name} is ready again after {start_s:.1f} s (restart {self.num_restarts})")
         else:
             self._longest_start_s = max(MIN_START_SECONDS, START_FACTOR * start_s)
         self._is_ready, self.has_been_ready, self._alive_s = True, True, now_s
@@ -157,7 +165,7 @@ class ReplicaProcesses:
         if self._is_ready and now_s - self._alive_s > self._config.watchdog_seconds + LATE_SECONDS:
             return f"manager gave no sign of life for {now_s - self._alive_s:.0f} s (watchdog_seconds)"
         if not self._is_ready and now_s - self._started_s > self._longest_start_s:
-            return f"the engine did not start in {self._longest_start_s:.0f} s"
+            return f"{self.name} did not start in {self._longest_start_s:.0f} s"
         return None
 
 

@@ -69,6 +69,16 @@ def run_worker_that_returns(config, checkpoint, index, inputs, outputs, status) 
     pass
 
 
+def run_worker_that_returns_in_replica_1(config, checkpoint, index, inputs, outputs, status) -> None:
+    ready = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
+    outputs.send(ready)
+    status.send(ready)
+    time.sleep(0.5)  # for the manager to be ready
+    if index == 0:
+        with contextlib.suppress(ChannelClosed):
+            inputs.receive()
+
+
 def run_worker_that_never_starts(config, checkpoint, index, inputs, outputs, status) -> None:
     status.send(PhaseDone("worker", "stuck", 0.0))
     threading.Event().wait()

@@ -17,13 +17,13 @@ from tests.torture import (
     connections,
     deaths,
     drain,
-    fuzz_bodies,
-    fuzz_checkpoints,
     health,
     limits,
     numerics,
+    replicas,
     soak,
 )
+from tests.torture.fuzz import fuzz_bodies, fuzz_checkpoints
 from tests.torture.helpers.reports import Report
 from tests.torture.helpers.row_printer import show_rows
 from tests.torture.helpers.rows import Row, print_table
@@ -39,6 +39,7 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
     "drain": drain.run_drain,
     "stops": deaths.run_stops,
     "deaths": deaths.run_deaths,
+    "replicas": replicas.run_replicas,
     "batches": batches.run_batches,
 }
 

@@ -150,6 +150,9 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         stats_by_replica = {str(index): stats for index, stats in enumerate(self._read_stats()) if stats is not None}
+        yield GaugeMetricFamily(
+            "toka_replicas_up", "Replicas that accept requests, out of dp_size.", value=len(stats_by_replica)
+        )
         for name, help_text, value in _GAUGES:
             gauge = GaugeMetricFamily(name, help_text, labels=["replica"])
             for replica, stats in stats_by_replica.items():

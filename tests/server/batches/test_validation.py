@@ -89,7 +89,8 @@ def test_a_process_that_always_dies_is_given_up(
     store: Store, batch: BatchRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     replace_python(tmp_path, monkeypatch, 100, DEATHS["killed"])
-    with pytest.raises(ValidationDied, match="-9"):
+    # asyncio says 255 where another part of this process has learnt of the child's end first
+    with pytest.raises(ValidationDied, match=r"-9|255"):
         asyncio.run(fill_ledger(store, batch, BatchLimits()))
     assert num_runs(tmp_path) == 3
     assert f"the validation of {batch.id} died (3 of 3 tries)" in caplog.text

@@ -73,6 +73,28 @@ def test_a_stream_restarts_a_request_until_some_of_it_was_read() -> None:
     run(use())
 
 
+def test_a_stream_restarts_what_was_read_if_nothing_of_it_was_sent() -> None:
+    async def use() -> None:
+        collector = StreamCollector([make_request("a", [1], 2), make_request("b", [1])])
+        collector.add(0, make_delta(0, [1]))
+        collector.add(0, make_delta(1, [2], "stop"))
+        collector.add(1, make_delta(0, [7]))
+        assert len(await collector.read()) == 3
+        assert not collector.restart(0), "it may be on its way to the client"
+        collector.note_nothing_sent()
+        assert collector.take_restarted() == set()
+        assert collector.restart(0)
+        assert collector.take_restarted() == {0}
+        for delta in (make_delta(0, [3], "stop"), make_delta(1, [4], "stop")):
+            collector.add(0, delta)
+        assert [(index, delta.token_ids) for index, delta in await collector.read()] == [(0, [3]), (0, [4])]
+        collector.add(1, make_delta(0, [8], "stop"))
+        assert [delta.token_ids for _, delta in await collector.read()] == [[8]]
+        assert await collector.read() == []
+
+    run(use())
+
+
 def test_a_failure_reaches_the_waiting_or_the_next_reader() -> None:
     async def use() -> None:
         error = RuntimeError("the engine is gone")

@@ -8,10 +8,9 @@ import pytest
 import uvloop
 
 from tests.server.helpers.client_driver import make_request
-from tests.server.helpers.fake_engine import FakeEngine, Reply, hand_over, never
+from tests.server.helpers.fake_engine import FakeEngine, Reply, hand_over, never, start_again
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits
-from tokasaurus.messages.replica_connection import send_connection
 from tokasaurus.server.engine_client.client import MAX_REPLAYS, EngineClient
 from tokasaurus.server.engine_client.collectors import StreamCollector
 from tokasaurus.server.errors import EngineDied, EngineRestarting
@@ -35,16 +34,6 @@ def run(use: Callable[[EngineClient, list[FakeEngine]], Awaitable[None]], *engin
     finally:
         for engine in engines:
             engine.stop()
-
-
-def start_again(dead: FakeEngine, replica: int = 0, limits: EngineLimits | None = None) -> FakeEngine:
-    """What the launcher does: a new engine on new channels."""
-    engine = FakeEngine(script=dead.script, limits=dead.limits if limits is None else limits)
-    engine.launcher_end = dead.launcher_end
-    assert dead.launcher_end is not None
-    send_connection(dead.launcher_end, replica, engine.connection)
-    engine.start()
-    return engine
 
 
 def streamed(request_id: str, prompt_ids: list[int]) -> GenerateRequest:

@@ -211,3 +211,13 @@ def hand_over(*engines: FakeEngine) -> socket.socket:
 
 def never(_request: GenerateRequest, _index: int) -> Reply | None:
     return None
+
+
+def start_again(dead: FakeEngine, replica: int = 0, limits: EngineLimits | None = None) -> FakeEngine:
+    """What the launcher does: a new engine on new channels."""
+    engine = FakeEngine(script=dead.script, limits=dead.limits if limits is None else limits)
+    engine.launcher_end = dead.launcher_end
+    assert dead.launcher_end is not None
+    send_connection(dead.launcher_end, replica, engine.connection)
+    engine.start()
+    return engine

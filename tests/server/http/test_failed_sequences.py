@@ -1,14 +1,17 @@
 """A sequence that ends with an error fails the whole answer with status 400; no choice is reported as finished."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import orjson
 import pytest
 
 from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_openai_error, minimal_body
-from tests.server.helpers.fake_engine import Reply
+from tests.server.helpers.fake_engine import Reply, start_again
 from tests.server.helpers.live_server import LiveServer
 from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.server.served_model import ServedModel
 
 TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required", "max_tokens": 100}
 GRAMMARS: list[tuple[str, dict[str, Any], str]] = [
@@ -71,3 +74,35 @@ def test_a_bulk_line_with_a_failed_sequence_has_the_error_as_its_result(server: 
     result = orjson.loads(response.content)
     assert result["response"]["status_code"] == 400
     assert (result["error"]["param"], result["error"]["code"]) == ("guided_regex", "grammar_too_complex")
+
+
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_a_stream_whose_tokens_made_no_text_yet_outlives_its_engine(
+    server: LiveServer, served_model: ServedModel, route: str
+) -> None:
+    """The first of a character's tokens has been read, but nothing has been sent: the answer comes from the engine's
+    next start alone."""
+    tokens = served_model.tokenizer.encode("\U0001f99c", add_special_tokens=False)
+    assert len(tokens) > 1
+    server.engine.script = lambda _request, index: Reply(tokens[:1], None, None) if index == 0 else None
+    body = minimal_body(route) | {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.http.post, route, json=body)
+        server.engine.wait_until(lambda engine: len(engine.requests) == 1)
+        time.sleep(0.3)  # for the first token to be read
+        assert not answer.done()
+        server.engine.die()
+        server.engine.script = lambda _request, _index: Reply(tokens, None, "stop")
+        second = start_again(server.engine)
+        events = [line.removeprefix("data: ") for line in answer.result().text.split("\n\n") if line]
+    second.stop()
+    assert answer.result().status_code == 200
+    chunks = [orjson.loads(event) for event in events[:-1]]
+    texts = {0: "", 1: ""}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            delta = choice.get("delta", choice)
+            texts[choice["index"]] += delta.get("text", delta.get("content")) or ""
+    assert texts == {0: "\U0001f99c", 1: "\U0001f99c"}
+    assert chunks[-1]["usage"]["completion_tokens"] == 2 * len(tokens)
+    assert events[-1] == "[DONE]"

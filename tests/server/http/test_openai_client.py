@@ -175,6 +175,7 @@ def test_generation_answers_503_until_the_engine_is_ready(served_model: ServedMo
         assert metric_values(server.http) == {
             "toka_log_records_dropped_total": 0,
             "toka_engine_restarts_total": 0,
+            "toka_replicas_up": 0,
         }, "none of the engine"
         engine.start()
         wait_until_ready(server.http)
@@ -190,7 +191,10 @@ def metric_values(http: httpx.Client) -> dict[str, float]:
 
 def test_metrics_are_exact_as_soon_as_an_answer_arrives(server: LiveServer) -> None:
     at_start = metric_values(server.http)
-    assert {name: value for name, value in at_start.items() if value} == {"toka_kv_blocks_total": 64}
+    assert {name: value for name, value in at_start.items() if value} == {
+        "toka_kv_blocks_total": 64,
+        "toka_replicas_up": 1,
+    }
     server.engine.script = lambda request, index: replace(echo(request, index), num_cached_tokens=index)
     server.engine.stats = replace(
         server.engine.stats, total_preemptions=2, total_recomputed_tokens=70, manager_busy_fraction=0.125

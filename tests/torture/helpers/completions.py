@@ -2,6 +2,7 @@
 
 import http.client
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,12 @@ def complete(port: int, body: dict[str, object], timeout_s: float = TIMEOUT_S) -
         connection.close()
 
 
-def stream(port: int, body: dict[str, object], timeout_s: float = TIMEOUT_S) -> Streamed:
+def stream(
+    port: int,
+    body: dict[str, object],
+    timeout_s: float = TIMEOUT_S,
+    on_first_event: Callable[[], object] = lambda: None,
+) -> Streamed:
     """Reads to the end. Raises as `complete`."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     try:
@@ -94,6 +100,8 @@ def stream(port: int, body: dict[str, object], timeout_s: float = TIMEOUT_S) -> 
             if streamed.is_error_last:
                 streamed.error_codes.append(event["error"]["code"])
             else:
+                if not streamed.num_events:
+                    on_first_event()
                 streamed.num_events += 1
                 streamed.text += "".join(choice["text"] for choice in event["choices"])
         return streamed

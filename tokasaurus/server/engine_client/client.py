@@ -192,7 +192,7 @@ class EngineClient:
         up = [replica for replica in self._replicas if replica.is_ready]
         if not up:
             return
-        replica = up[choose_replica([replica.num_unfinished_sequences for replica in up])]
+        replica = choose_replica(up, pending.request)
         assert replica.connection is not None, "a replica that is up is connected"
         pending.replica = replica
         replica.num_unfinished_sequences += pending.num_unfinished

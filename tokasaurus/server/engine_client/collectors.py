@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -155,7 +155,9 @@ class StreamCollector:
         self._num_unread_last_deltas = sum(self._num_sequences)
         # (request index, sequence index) -> its unread deltas; the sequence that has waited longest comes first.
         self._unread: OrderedDict[tuple[int, int], list[SequenceDelta]] = OrderedDict()
-        self._begun_requests: set[int] = set()  # requests of which a delta has been read
+        self._begun_requests: set[int] = set()  # requests of which the client may have received something
+        self._num_read_last_deltas = Counter[int]()  # by request index
+        self._restarted: set[int] = set()
         self._error: Exception | None = None
         self._has_news = asyncio.Event()
 
@@ -202,7 +204,9 @@ class StreamCollector:
                 self._unread[key] = rest
                 self._unread.move_to_end(key, last=False)
             self._begun_requests.add(key[0])
-            self._num_unread_last_deltas -= taken.finish_reason is not None
+            if taken.finish_reason is not None:
+                self._num_unread_last_deltas -= 1
+                self._num_read_last_deltas[key[0]] += 1
             deltas.append((key[0], taken))
             if rest:
                 break  # each sequence has at most one delta in a result
@@ -211,14 +215,25 @@ class StreamCollector:
     def restart(self, request_index: int) -> bool:
         """Forgets everything that came for this request, because the engine will run it again from the start.
 
-        False, and nothing changes, if `read` has returned a delta of it. Precondition: the request has an unfinished
-        sequence.
+        False, and nothing changes, if the client may have received a part of it. Precondition: the request has an
+        unfinished sequence.
         """
         if request_index in self._begun_requests:
             return False
+        self._num_unread_last_deltas += self._num_read_last_deltas.pop(request_index, 0)
+        self._restarted.add(request_index)
         for sequence_index in range(self._num_sequences[request_index]):
             self._unread.pop((request_index, sequence_index), None)
         return True
+
+    def note_nothing_sent(self) -> None:
+        """The client has received nothing of what was read so far, so every request may still be restarted."""
+        self._begun_requests.clear()
+
+    def take_restarted(self) -> set[int]:
+        """Indices of the requests restarted since the last call: what was read of them before is void."""
+        restarted, self._restarted = self._restarted, set()
+        return restarted
 
     def fail(self, error: Exception) -> None:
         """Makes the waiting or next `read` raise `error`, unless everything has been read. The first error counts."""

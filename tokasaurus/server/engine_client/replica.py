@@ -1,9 +1,10 @@
 """What the server knows of one replica."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats
 from tokasaurus.messages.replica_connection import ReplicaConnection
+from tokasaurus.server.engine_client.prefix_index import PrefixIndex
 
 
 @dataclass(slots=True, eq=False)
@@ -18,10 +19,13 @@ class Replica:
     """None while it is not ready."""
     num_unfinished_sequences: int = 0
     num_starts: int = 0
+    prefixes: PrefixIndex = field(default_factory=lambda: PrefixIndex(0))
+    """Of the prompts that it was sent since its last start."""
 
     def start(self, limits: EngineLimits) -> None:
         """It is ready."""
         self.is_ready, self.limits = True, limits
+        self.prefixes = PrefixIndex(limits.num_kv_blocks * limits.page_size)
         self.stats = EngineStats(
             num_running=0,
             num_waiting=0,

@@ -68,12 +68,14 @@ class AnswerStream(ABC):
             for request_index, delta in self._ready(deltas)
         ]
         usage = self._usage.usage() if self._options.continuous_usage_stats else None
-        events = [self.first_events(self.num_unsent_first)]
+        events: list[bytes] = []
         shows_ids = self._prepared.return_token_ids
         for index, delta in added:
             if delta.text or delta.logprobs or delta.finish_reason is not None or (shows_ids and delta.token_ids):
                 events += [self._event([choice], usage) for choice in self._chunk_choices(index, delta)]
-        return b"".join(events)
+        if not events:
+            return b""
+        return self.first_events(self.num_unsent_first) + b"".join(events)
 
     @property
     def num_unsent_first(self) -> int:

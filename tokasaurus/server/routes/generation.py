@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from fastapi import Request, Response
 
+from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.server.client_identity import client_of
 from tokasaurus.server.disconnect import run_while_connected
 from tokasaurus.server.generation.answer import (
@@ -47,30 +48,46 @@ async def answer_generation(
     state, origin = state_of(request), Origin(num_body_bytes(request), client_of(request))
     if body.stream:
         prepared = await run_while_connected(request.receive, prepare_checked(state, body, origin, prepare))
-        answers = stream(prepared, state.model, body.stream_options or StreamOptions())
-        return EventStream(_events(state, prepared, answers))
+        options = body.stream_options or StreamOptions()
+        return EventStream(_events(state, prepared, lambda: stream(prepared, state.model, options)))
     work = generate_answer(state, body, origin, prepare, build)
     answer = await run_while_connected(request.receive, work)
     return Response(answer.content, media_type="application/json")
 
 
-async def _events(state: ServerState, prepared: Prepared, answer: AnswerStream) -> AsyncGenerator[bytes, None]:
-    """The events of a stream. If closed before its end, the requests are cancelled in the engine."""
+async def _events(
+    state: ServerState, prepared: Prepared, make_answer: Callable[[], AnswerStream]
+) -> AsyncGenerator[bytes, None]:
+    """The events of a stream. If closed before its end, the requests are cancelled in the engine.
+
+    Until the first event, the engine may run requests again whose first tokens have been read, but made no text yet.
+    """
     num_values = num_prompt_values(prepared)
+    answer, has_sent, unsent = make_answer(), False, list[tuple[int, SequenceDelta]]()
     with raising_api_errors(prepared):
         async with state.engine.stream(prepared.requests) as collector:
             while deltas := await collector.read(MAX_VALUES_AT_ONCE):
+                if restarted := collector.take_restarted():
+                    answer = make_answer()
+                    deltas = [(index, delta) for index, delta in unsent if index not in restarted] + deltas
+                    unsent.clear()
                 while answer.num_unsent_first > MAX_FIRST_CHOICES:
                     if answer.shows_prompts(deltas):  # prompts may be long
                         yield await state.text_threads.run(num_values, answer.first_events, MAX_FIRST_CHOICES)
                     else:
                         yield answer.first_events(MAX_FIRST_CHOICES)
+                    has_sent = True
                 if answer.shows_prompts(deltas):
                     events = await state.text_threads.run(num_values, answer.events, deltas)
                 else:
                     events = answer.events(deltas)
                 if events:
+                    has_sent = True
+                    unsent.clear()
                     yield events  # the reader lets other tasks run
-                else:
-                    await asyncio.sleep(0)
+                    continue
+                if not has_sent:
+                    unsent += deltas
+                    collector.note_nothing_sent()
+                await asyncio.sleep(0)
     yield answer.end()

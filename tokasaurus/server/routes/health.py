@@ -19,9 +19,12 @@ async def health() -> JSONResponse:
 
 @router.get("/ready", responses=error_responses(503))
 async def ready(request: Request) -> JSONResponse:
-    """The engine is up; 503 until then, while it restarts, and from a stop signal on."""
-    state_of(request).check_ready()
-    return JSONResponse({"status": "ready"})
+    """At least one replica is up; 503 until all have been, while none is, and from a stop signal on."""
+    state = state_of(request)
+    state.check_ready()
+    stats = state.engine.stats
+    num_up = sum(one is not None for one in stats)
+    return JSONResponse({"status": "ready", "replicas": len(stats), "replicas_up": num_up})
 
 
 @router.get("/ping")

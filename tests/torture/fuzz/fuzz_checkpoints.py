@@ -1,7 +1,7 @@
 """Damaged and hostile model files: each is loaded, or refused in one line, in little time and memory.
 
-`python -m tests.torture.fuzz_checkpoints [NUM_CASES]` runs the cases in child processes and ends with 1 if any of them
-ended in a traceback, took too long or needed too much memory. The same number always gives the same cases.
+`python -m tests.torture.fuzz.fuzz_checkpoints [NUM_CASES]` runs the cases in child processes and ends with 1 if any of
+them ended in a traceback, took too long or needed too much memory. The same number always gives the same cases.
 """
 
 import faulthandler

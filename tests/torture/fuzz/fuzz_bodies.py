@@ -1,8 +1,8 @@
 """Mutated request bodies against a real HTTP server: each is answered, or refused with OpenAI's error object.
 
-`python -m tests.torture.fuzz_bodies [NUM_CASES]` ends with 1 if any answer had status 500, was not in OpenAI's form or
-did not come, or if the server logged a traceback. The engine behind the server is scripted. The same number always
-gives the same bodies.
+`python -m tests.torture.fuzz.fuzz_bodies [NUM_CASES]` ends with 1 if any answer had status 500, was not in OpenAI's
+form or did not come, or if the server logged a traceback. The engine behind the server is scripted. The same number
+always gives the same bodies.
 """
 
 import logging

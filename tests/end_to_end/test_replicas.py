@@ -1,0 +1,71 @@
+"""Two replicas behind one port: they give one replica's texts, and one of them may die under load."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
+from tests.helpers.processes import assert_all_end
+from tests.helpers.tiny_model import save_tiny_model
+from tests.torture.helpers.replica_kills import NUM_STREAMS, engine_processes, kill_once, learn_texts
+
+FLAGS = ("dtype=float32", "kv_cache_num_tokens=32768", "max_tokens_per_forward=256", "max_seqs_per_forward=32")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny_model(directory, "llama")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[str]:
+    """Each request's text on a server with one replica."""
+    with running_toka(f"model={model}", *FLAGS) as toka:
+        return learn_texts(toka.port)
+
+
+@pytest.fixture
+def toka(model: Path) -> Iterator[TokaProcess]:
+    with running_toka(f"model={model}", *FLAGS, "dp_size=2") as toka:
+        yield toka
+
+
+def test_a_killed_replica_fails_alone_and_comes_back(toka: TokaProcess, expected: list[str]) -> None:
+    assert learn_texts(toka.port) == expected
+    assert httpx.get(f"{toka.url}/ready").json() == {"status": "ready", "replicas": 2, "replicas_up": 2}
+    processes = engine_processes(toka)
+    assert sorted(process.name() for process in processes) == ["toka-manager"] * 2 + ["toka-worker-0"] * 2
+    rng = random.Random(1)
+    for _ in range(2):
+        report = kill_once(toka, expected, rng)
+        assert not report.faults
+        assert report.num_ended_streams + report.num_whole_streams == NUM_STREAMS
+        assert report.told_s < 10, "also on a busy machine; make torture measures a free one"
+    wait_for(lambda: toka.gauge("toka_kv_blocks_used") == 0, 10)
+    assert learn_texts(toka.port) == expected
+    children = [child.pid for child in psutil.Process(toka.process.pid).children()]
+    assert toka.stop() == 0
+    assert_all_end(children, within_s=0.1)
+
+
+def test_chats_return_to_the_replica_that_has_their_turns(toka: TokaProcess) -> None:
+    """Six chats of four turns, each turn of all chats at once. They take turns to be the first, so that each would
+    change its replica if only the load counted."""
+    chats = [f"Chat {number}: " + f"{number} " * 40 for number in range(6)]
+    for turn in range(4):
+        body = {"model": "default", "prompt": chats, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{toka.url}/v1/completions", json=body, timeout=60).json()
+        details = answer["usage"]["prompt_tokens_details"]
+        if turn:
+            # all but the last block of each earlier turn, and what this turn adds
+            assert details["cached_tokens"] >= answer["usage"]["prompt_tokens"] - len(chats) * (16 + 20 + 20)
+        chats = [
+            chat + choice["text"] + f" and {turn} more." for chat, choice in zip(chats, answer["choices"], strict=True)
+        ]
+        chats = chats[1:] + chats[:1]
