@@ -46,9 +46,9 @@ _LLAMA3_ROPE = {
 }
 
 
-def family_config(family: str, tied: bool = False) -> PretrainedConfig:
+def family_config(family: str, tied: bool = False, vocab_size: int = VOCAB_SIZE) -> PretrainedConfig:
     """family: "llama" (with llama3 rope scaling), "qwen2", "qwen3", or "mistral"."""
-    sizes = {**_SIZES, "tie_word_embeddings": tied}
+    sizes = {**_SIZES, "tie_word_embeddings": tied, "vocab_size": vocab_size}
     if family == "llama":
         return LlamaConfig(**sizes, rope_parameters=_LLAMA3_ROPE)
     if family == "qwen2":
@@ -61,11 +61,16 @@ def family_config(family: str, tied: bool = False) -> PretrainedConfig:
 
 
 def save_tiny_model(
-    directory: Path, family: str, tied: bool = False, max_shard_size: str = "5GB", seed: int = 0
+    directory: Path,
+    family: str,
+    tied: bool = False,
+    max_shard_size: str = "5GB",
+    seed: int = 0,
+    vocab_size: int = VOCAB_SIZE,
 ) -> PreTrainedModel:
     """Writes the checkpoint and its tokenizer; returns the model in float32, to be the oracle."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(family_config(family, tied), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(family_config(family, tied, vocab_size), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Norm weights of 1 and biases of 0, transformers' initial values, would hide a missing norm or bias. The

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tokasaurus.messages.channel import ChannelClosed, Sender, make_channel, wait
+from tokasaurus.messages.channel import ChannelClosed, Sender, make_channel, send_to_all, wait
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -126,3 +126,32 @@ def test_threads_may_send_at_once() -> None:
     assert sorted(numbers) == list(range(1000))
     for base in range(0, 1000, 200):
         assert [n for n in numbers if base <= n < base + 200] == list(range(base, base + 200))
+
+
+class CountsPickles:
+    """Counts in the sending process how often it is pickled."""
+
+    num_pickles = 0
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        CountsPickles.num_pickles += 1
+        return CountsPickles, ()
+
+
+def test_a_message_to_several_readers_is_pickled_once_and_reaches_each_in_order() -> None:
+    channels = [make_channel() for _ in range(3)]
+    senders = [sender for _, sender in channels]
+    senders[1].send("before")
+    send_to_all(senders, CountsPickles())
+    send_to_all(senders, "after")
+    assert CountsPickles.num_pickles == 1
+    for number, (receiver, _) in enumerate(channels):
+        received = [type(message).__name__ for message in receiver.drain()]
+        assert received == ["str"] * (number == 1) + ["CountsPickles", "str"]
+
+
+def test_a_reader_that_has_gone_does_not_keep_a_message_from_the_others() -> None:
+    (gone, first), (receiver, second) = make_channel(), make_channel()
+    gone.close()
+    send_to_all([first, second], Numbered(7))
+    assert receiver.receive(10).number == 7

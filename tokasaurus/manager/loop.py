@@ -25,7 +25,7 @@ from tokasaurus.manager.state.engine_state import (
 )
 from tokasaurus.manager.state.grammar_manager import Grammars
 from tokasaurus.manager.worker_watch import WorkerWatch
-from tokasaurus.messages.channel import HasFileno, Receiver, Sender, wait
+from tokasaurus.messages.channel import HasFileno, Receiver, Sender, send_to_all, wait
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
 from tokasaurus.messages.lifecycle import (
@@ -161,8 +161,7 @@ def _serve(
     """
 
     def send(forward_input: ForwardInput) -> None:
-        for channel in channels.inputs:
-            channel.send(forward_input)
+        send_to_all(channels.inputs, forward_input)
 
     requests, outputs = channels.requests, channels.outputs
     readers: list[HasFileno | int] = [requests, outputs]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import assert_equals_oracle, load
@@ -104,11 +105,11 @@ def test_pipeline_stages_run_one_after_the_other_equal_the_whole(tied: bool, tmp
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
 
 
-def run_tensor_shard(rank: int, directory: Path, rendezvous: Path, token_ids: torch.Tensor) -> None:
+def run_tensor_shard(rank: int, tp_size: int, directory: Path, rendezvous: Path, token_ids: torch.Tensor) -> None:
     """In a process of its own: rank 0 saves the logits."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    mesh = Mesh(tp_rank=rank, tp_size=2, tp_group=torch.distributed.group.WORLD)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=tp_size)
+    mesh = Mesh(tp_rank=rank, tp_size=tp_size, tp_group=torch.distributed.group.WORLD)
     model, model_info = load(directory, mesh, packed=True)
     logits = run_whole_prompt(model, model_info, mesh, None, token_ids)
     if rank == 0:
@@ -116,14 +117,25 @@ def run_tensor_shard(rank: int, directory: Path, rendezvous: Path, token_ids: to
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_tensor_parallel_processes_equal_one(family: str, tmp_path: Path) -> None:
-    oracle = save_tiny_model(tmp_path, family)
-    token_ids = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(0))
-    torch.multiprocessing.spawn(run_tensor_shard, args=(tmp_path, tmp_path / "rendezvous", token_ids), nprocs=2)
+def assert_tensor_shards_equal_the_whole(directory: Path, oracle: PreTrainedModel, tp_size: int) -> None:
+    num_tokens = oracle.config.vocab_size
+    token_ids = torch.randint(num_tokens, (40,), generator=torch.Generator().manual_seed(0))
+    token_ids[0] = num_tokens - 1
+    arguments = (tp_size, directory, directory / "rendezvous", token_ids)
+    torch.multiprocessing.spawn(run_tensor_shard, args=arguments, nprocs=tp_size)
     with torch.inference_mode():
         expected = oracle(token_ids.unsqueeze(0)).logits[0]
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.load(directory / "logits.pt"), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_tensor_parallel_processes_equal_one(family: str, tmp_path: Path) -> None:
+    assert_tensor_shards_equal_the_whole(tmp_path, save_tiny_model(tmp_path, family), 2)
+
+
+def test_four_ranks_share_two_kv_heads_and_a_vocabulary_that_does_not_divide(tmp_path: Path) -> None:
+    oracle = save_tiny_model(tmp_path, "qwen2", tied=True, vocab_size=VOCAB_SIZE + 3)
+    assert_tensor_shards_equal_the_whole(tmp_path, oracle, 4)
 
 
 def test_concatenated_tensor_shards_equal_the_whole(tmp_path: Path) -> None:

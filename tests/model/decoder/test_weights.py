@@ -8,7 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.tiny_model import save_tiny_model
 from tests.model.helpers.greedy_decoding import load
-from tokasaurus.checkpoint import CheckpointError
+from tokasaurus.checkpoint import CheckpointError, read_model_info, weight_files
+from tokasaurus.model.decoder.registry import build_decoder
+from tokasaurus.model.decoder.weights import load_weights
+from tokasaurus.model.parallel.mesh import Mesh
 
 
 def rewrite(directory: Path, change: dict[str, torch.Tensor | None]) -> None:
@@ -58,3 +61,22 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(CheckpointError, match=r"model.safetensors is not a readable safetensors file"):
         load(tmp_path)
+
+
+def test_two_ranks_together_load_each_byte_of_split_weights_once(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen2", max_shard_size="300KB")
+    files = weight_files(tmp_path)
+    assert len(files) == 2
+    stored = {name: tensor.nbytes for file in files for name, tensor in load_file(file).items()}
+    replicated = sum(size for name, size in stored.items() if name.endswith("norm.weight"))
+    num_bytes = 0
+
+    def count(size: int) -> None:
+        nonlocal num_bytes
+        num_bytes += size
+
+    for rank in range(2):
+        model = build_decoder(read_model_info(tmp_path), Mesh(tp_rank=rank, tp_size=2), torch.float32)
+        model.materialize(torch.device("cpu"), 512)
+        load_weights(files, model.weight_shards(), model.ignores, count)
+    assert num_bytes == sum(stored.values()) + replicated

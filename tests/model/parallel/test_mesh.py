@@ -53,6 +53,20 @@ def test_kv_heads_that_do_not_divide_are_refused(num_kv_heads: int, tp_size: int
         Mesh(tp_size=tp_size).kv_head_shard(num_kv_heads)
 
 
+@pytest.mark.parametrize(("vocab_size", "tp_size"), [(4, 4), (272, 4), (275, 4), (273, 2), (49152, 3), (151_936, 7)])
+def test_vocabulary_shards_are_even_and_hold_every_token_once_in_order(vocab_size: int, tp_size: int) -> None:
+    shards = [Mesh(tp_rank=rank, tp_size=tp_size).vocab_shard(vocab_size) for rank in range(tp_size)]
+    assert [token for start, length in shards for token in range(start, start + length)] == list(range(vocab_size))
+    lengths = [length for _, length in shards]
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_more_ranks_than_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"vocabulary \(3\).*tp_size=4"):
+        Mesh(tp_size=4).vocab_shard(3)
+
+
 def test_one_rank_of_the_last_stage_replies() -> None:
     ranks = [Mesh(stage, 2, shard, 2) for stage in range(2) for shard in range(2)]
     assert [mesh.replies for mesh in ranks] == [False, False, True, False]

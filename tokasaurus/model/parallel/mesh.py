@@ -55,6 +55,17 @@ class Mesh:
         length = size // self.tp_size
         return self.tp_rank * length, length
 
+    def vocab_shard(self, vocab_size: int) -> tuple[int, int]:
+        """(start, length) of this rank's token ids; lengths differ by at most one, and the first ranks have more.
+
+        Raises ValueError if there are fewer token ids than ranks.
+        """
+        if vocab_size < self.tp_size:
+            raise ValueError(f"vocabulary ({vocab_size}) cannot be divided among tp_size={self.tp_size}")
+        base, longer = divmod(vocab_size, self.tp_size)
+        start = self.tp_rank * base + min(self.tp_rank, longer)
+        return start, base + (1 if self.tp_rank < longer else 0)
+
     def kv_head_shard(self, num_kv_heads: int) -> tuple[int, int]:
         """(start, length) of this rank's KV heads. With fewer heads than ranks, neighbouring ranks share a head."""
         if num_kv_heads < self.tp_size and self.tp_size % num_kv_heads == 0:

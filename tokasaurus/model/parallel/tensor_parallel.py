@@ -3,6 +3,7 @@
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.nn import functional
 
 from tokasaurus.model.parallel.mesh import Mesh
 
@@ -14,10 +15,14 @@ def sum_over_shards(partial: Tensor, mesh: Mesh) -> Tensor:
     return partial
 
 
-def gather_last_dim(shard: Tensor, mesh: Mesh) -> Tensor:
-    """shard [..., V / tp_size] -> [..., V], concatenated in rank order, on every rank."""
+def gather_vocab(shard: Tensor, vocab_size: int, mesh: Mesh) -> Tensor:
+    """shard [R, length of mesh.vocab_shard] -> [R, vocab_size], in the order of token ids, on every rank."""
     if mesh.tp_size == 1:
         return shard
-    shards = [torch.empty_like(shard) for _ in range(mesh.tp_size)]
-    torch.distributed.all_gather(shards, shard.contiguous(), group=mesh.tp_group)
-    return torch.cat(shards, dim=-1)
+    base, num_longer = divmod(vocab_size, mesh.tp_size)
+    lengths = [base + 1] * num_longer + [base] * (mesh.tp_size - num_longer)
+    # all_gather takes shards of one shape only, so the shorter ones are padded.
+    padded = functional.pad(shard, (0, lengths[0] - shard.shape[-1])).contiguous()
+    shards = [torch.empty_like(padded) for _ in range(mesh.tp_size)]
+    torch.distributed.all_gather(shards, padded, group=mesh.tp_group)
+    return torch.cat([part[..., :length] for part, length in zip(shards, lengths, strict=True)], dim=-1)

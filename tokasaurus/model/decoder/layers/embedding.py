@@ -9,14 +9,14 @@ from tokasaurus.model.decoder.layers.linear import Linear
 from tokasaurus.model.decoder.layers.norm import RMSNorm
 from tokasaurus.model.decoder.weights import WeightShard
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.tensor_parallel import gather_last_dim, sum_over_shards
+from tokasaurus.model.parallel.tensor_parallel import gather_vocab, sum_over_shards
 
 
 class VocabShard(Linear):
     """Rows of a [vocab, E] matrix for this rank's range of token ids; serves as embedding, as LM head, or as both."""
 
     def __init__(self, info: ModelInfo, mesh: Mesh, dtype: torch.dtype) -> None:
-        start, length = mesh.shard(info.vocab_size, "vocabulary")
+        start, length = mesh.vocab_shard(info.vocab_size)
         super().__init__(info.hidden_size, length, bias=False, dtype=dtype)
         self._start = start
         self._length = length
@@ -45,7 +45,7 @@ class VocabShard(Linear):
         """hidden [R, E], normalised by `norm` -> logits [R, vocab] in hidden's dtype. The next call may overwrite
         them."""
         if self.packed is None or self._mesh.tp_size > 1 or not self.runs_on_kernels(hidden.shape[0]):
-            return gather_last_dim(self(hidden, norm), self._mesh)
+            return gather_vocab(self(hidden, norm), self._shape[0], self._mesh)
         # Keep the memory: an allocation of this size would go back to the system when freed, and allocating it again,
         # zeroed and page by page, would take a quarter of the gemm's time.
         if self._logits is None or len(self._logits) < len(hidden):
