@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 def make_backend(name: str | None, shape: KVShape, kernels: Kernels | None) -> AttentionBackend:
-    """name: "cpu", "torch", "flashinfer", "reference", or None for the fastest that supports the shape. kernels: None if
-    unavailable. FlashInfer may compile its kernels first, which takes minutes.
+    """name: "cpu", "torch", "flashinfer", "reference", or None for the fastest that supports the shape. kernels: None
+    if unavailable. FlashInfer may compile its kernels first, which takes minutes.
 
     Raises ValueError if the named backend cannot serve this device or model.
     """

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, as_stored
+from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart, as_stored
 from tokasaurus.model.attention.shared_prefix import merge_partial
 from tokasaurus.model.staging.packed import RING_SIZE
 from tokasaurus.model.staging.staging import DirectStaging
@@ -29,11 +29,11 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 
 _CUDA_CORE_GROUPS = (1, 2, 3)
-"""Query heads per KV head for which decode runs on CUDA cores. FlashInfer has these kernels for 4, 6 and 8 too, and none
-for 5 and 7; its manual advises tensor cores for groups of 4 and more."""
+"""Query heads per KV head for which decode runs on CUDA cores. FlashInfer has these kernels for 4, 6 and 8 too, but not
+for 5 and 7. Tensor cores are taken from 4 on: not measured."""
 
 _MIN_WORKSPACE = 128 << 20
-"""Bytes for partial results of long contexts that FlashInfer splits, as its manual advises."""
+"""Bytes, as its manual advises, for partial results of long contexts that FlashInfer splits."""
 
 _PREFILL_TILE = 128
 """Most query rows of a prefill tile (FA2DetermineCtaTileQ)."""
@@ -61,8 +61,8 @@ class Library(Protocol):
 
 @dataclass(slots=True)
 class _WrapperSet:
-    """The wrappers of one forward. Each has host memory that its plan's copy to the device reads: the set may be planned
-    again once `copied` has happened."""
+    """The wrappers of one forward. Each has host memory that its plan's copy to the device reads: the set may be
+    planned again once `copied` has happened."""
 
     prefill: list[Wrapper] = field(default_factory=list)
     decode: list[Wrapper] = field(default_factory=list)
@@ -103,7 +103,7 @@ class FlashInferBackend:
     """KV cache as keys and values [layers, blocks, P, K, D], the layout that FlashInfer calls NHD."""
 
     def __init__(self, shape: KVShape, library: Library) -> None:
-        """Creates the workspaces and compiles the kernels: minutes at first use, unless FlashInfer has them in its cache."""
+        """Creates the workspaces and compiles the kernels: minutes, unless FlashInfer has them in its cache."""
         self._shape = shape
         self._library = library
         self._use_tensor_cores = shape.num_heads // shape.num_kv_heads not in _CUDA_CORE_GROUPS
@@ -232,8 +232,8 @@ class FlashInferBackend:
         }
 
     def _kv_lists(self, part: PagedPart) -> tuple[Tensor, Tensor, Tensor]:
-        """FlashInfer's indptr [S + 1] and last_page_len [S] on the host, where its plan reads them, and between them its
-        indices [N] on the device; all int32. A segment without tokens has no blocks, and a last length of 0."""
+        """FlashInfer's indptr [S + 1] and last_page_len [S] on the host, where its plan reads them; between them its
+        indices [N] on the device. All are int32. A segment without tokens has no blocks, and a last length of 0."""
         page_size = self._shape.page_size
         counts = (part.kv_lengths + (page_size - 1)) // page_size
         last_lengths = part.kv_lengths - (counts - 1).clamp_min(0) * page_size
@@ -250,16 +250,18 @@ class FlashInferBackend:
         """Run each kernel once on the padding block: FlashInfer compiles one for each dtype of the output."""
         shape = self._shape
         self.allocate(1)
-        one_row, two_rows = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
-        table, length = torch.zeros((1, 1), dtype=torch.int32), torch.tensor([min(2, shape.page_size)], dtype=torch.int32)
+        length = torch.ones(1, dtype=torch.int32)
+        block = torch.zeros(1, dtype=torch.int32, device=shape.device)
+        starts = torch.tensor([0, 1], dtype=torch.int32)
+        lists = BlockLists(starts, starts, block, length, starts, length)
         query = torch.zeros((2, shape.num_heads, shape.head_dim), dtype=shape.query_dtype, device=shape.device)
         no_tokens = torch.zeros(0, dtype=torch.int64, device=shape.device)
         for is_partial in (False, True):
-            for starts in (one_row, two_rows):
-                causal = not (is_partial and starts is two_rows)
-                part = PagedPart(0, int(starts[-1]), starts, table, length, causal, is_partial)
+            for num_rows in (1, 2):  # decode, prefill
+                rows = torch.tensor([0, num_rows], dtype=torch.int32)
+                part = PagedPart(0, num_rows, rows, None, length, causal=False, is_partial=is_partial, lists=lists)
                 self.plan(PagedLayout(no_tokens, (part,)))
-                self.attend(query[: part.num_rows], 0, part)
+                self.attend(query[:num_rows], 0, part)
 
 
 def _is_decode(part: PagedPart) -> bool:

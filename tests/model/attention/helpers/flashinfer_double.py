@@ -41,8 +41,9 @@ class _Wrapper:
         self._bind("__init__", args, options)
         workspace, layout = args
         assert workspace.dtype == torch.uint8
-        assert not workspace.any(), "FlashInfer wants a workspace that starts as zeros"
+        assert workspace.device != CPU or not workspace.any(), "FlashInfer wants a workspace that starts as zeros"
         assert layout == "NHD"
+        self._device = workspace.device
         self._init_options = options
         self._plan: _Plan | None = None
         self.num_plans = self.num_runs = 0
@@ -61,6 +62,7 @@ class _Wrapper:
             assert array.dtype == torch.int32
             assert array.dim() == 1
             assert array.is_contiguous()
+        assert blocks.device == self._device, "run reads it there"
         for array in (starts, kv_starts, last_lengths):
             assert array.device == CPU, "plan would wait for the device"
         assert len(starts) == len(kv_starts) == len(last_lengths) + 1
@@ -95,8 +97,8 @@ class _Wrapper:
             assert cache.shape[1:] == (known["page_size"], known["num_kv_heads"], head_dim)
             assert cache.dtype == known["kv_data_type"]
             assert cache.is_contiguous()
-        output = torch.zeros(query.shape, dtype=known["o_data_type"])
-        lse = torch.full(query.shape[:2], -torch.inf)
+        output = torch.zeros(query.shape, dtype=known["o_data_type"], device=query.device)
+        lse = torch.full(query.shape[:2], -torch.inf, device=query.device)
         for segment, last_length in enumerate(plan.last_lengths):
             rows = slice(*plan.starts[segment : segment + 2])
             blocks = plan.blocks[slice(*plan.kv_starts[segment : segment + 2])].long()
@@ -152,8 +154,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: floa
     key, value = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (key, value))
     scores = torch.einsum("rhd,lhd->rhl", query, key) * (scale / math.log(2))
     if causal:
-        last_seen = torch.arange(num_rows) + (length - num_rows)
-        scores.masked_fill_((torch.arange(length) > last_seen.unsqueeze(1)).unsqueeze(1), -torch.inf)
+        last_seen = torch.arange(num_rows, device=query.device) + (length - num_rows)
+        scores.masked_fill_(
+            (torch.arange(length, device=query.device) > last_seen.unsqueeze(1)).unsqueeze(1), -torch.inf
+        )
     lse = torch.logsumexp(scores * math.log(2), dim=-1) / math.log(2)
     weights = torch.exp2(scores - lse.unsqueeze(-1)).nan_to_num(0.0)
     return torch.einsum("rhl,lhd->rhd", weights, value), lse

@@ -1,7 +1,8 @@
 """The parameters of FlashInfer's calls, read from the package's source: it cannot be imported without its own needs.
 
 Recorded for the versions that the backend is written for: `python -m tests.model.attention.helpers.flashinfer_source
-VERSION=DIRECTORY ...`, where each directory has the unpacked package, prints the record. `make test-flashinfer` compares it.
+VERSION=DIRECTORY ...`, where each directory has the unpacked package, prints the record. `make test-flashinfer`
+compares it with both packages.
 """
 
 import ast
