@@ -11,7 +11,7 @@ from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tests.model.attention.helpers import flashinfer_double
 from tests.model.attention.helpers.flashinfer_problems import problems
 from tests.model.helpers.float64_attention import attention_beside_float64
-from tests.model.helpers.greedy_decoding import load
+from tests.model.helpers.greedy_decoding import assert_equals_oracle, load, oracle_greedy
 from tests.model.helpers.paged_problems import CPU, Segment, attend_all, fill, make_part
 from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.pretend_device import DEVICE, PretendTransfers, move_to_device, pretended
@@ -179,3 +179,38 @@ def test_the_workspace_holds_the_partial_results_of_all_tiles_at_once(
     size = flashinfer_backend.workspace_bytes(shape, 132)
     assert size >= max(needed, 128 * 2**20)
     assert size <= max(needed, 128 * 2**20) + 2**20
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_has_the_greedy_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    """Prompts in chunks of random sizes beside decode rows."""
+    assert_equals_oracle(tmp_path, save_tiny_model(tmp_path, family), "flashinfer", seed=2)
+
+
+@pytest.mark.usefixtures("_double")
+def test_a_preempted_sequence_goes_on_with_the_same_tokens(tmp_path: Path) -> None:
+    """Its prompt and tokens are computed again in other blocks, in chunks, beside a sequence that decodes."""
+    oracle = save_tiny_model(tmp_path, "llama")
+    model, info = load(tmp_path)
+    driver = StepDriver(make_runner(model, info, "flashinfer"))
+    prompts = {1: [5 * i % 250 for i in range(1, 40)], 2: [3 * i % 250 for i in range(1, 20)]}
+    tokens: dict[int, list[int]] = {1: [], 2: []}
+
+    def run(decode: list[int], prefill: list[tuple[int, int]], owners: dict[int, int]) -> None:
+        for slot, (token, _) in driver.run(decode, prefill).items():
+            tokens[owners[slot]].append(token)
+
+    for slot, prompt in prompts.items():
+        driver.open(slot, prompt)
+    run([], [(1, 39), (2, 19)], {1: 1, 2: 2})
+    for _ in range(5):
+        run([1, 2], [], {1: 1, 2: 2})
+    again = prompts[1] + tokens[1]
+    driver.open(3, again)
+    for chunk in (20, len(again) - 20):
+        run([2], [(3, chunk)], {2: 2, 3: 1})
+    for _ in range(6):
+        run([2, 3], [], {2: 2, 3: 1})
+    for slot, prompt in prompts.items():
+        assert tokens[slot] == oracle_greedy(oracle, prompt, len(tokens[slot]))[0]
