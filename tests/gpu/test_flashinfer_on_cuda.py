@@ -12,7 +12,7 @@ from tests.end_to_end.helpers.toka_process import running_toka
 from tests.helpers.tiny_model import family_config, save_byte_tokenizer
 from tests.model.helpers.float64_attention import attention_beside_float64
 from tests.model.helpers.greedy_decoding import oracle_greedy
-from tests.model.helpers.paged_problems import Segment, fill, make_part, scattered_tables
+from tests.model.helpers.paged_problems import Segment, make_part, scattered_tables
 from tokasaurus.model.attention.backend import KVShape, PagedLayout
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.row_split import attend_rows
@@ -52,13 +52,16 @@ def test_rows_in_prefix_groups_have_the_attention_of_the_torch_backend(sizes: li
         (make_part(suffixes, tables[len(prefixes) :], 0, causal=True, is_partial=True),),
         make_part(prefixes, tables[: len(prefixes)], 0, causal=False, is_partial=True),
     )
-    query = torch.randn(sum(sizes), 8, 64, generator=torch.Generator().manual_seed(0)).to(CUDA, torch.bfloat16)
+    torch.manual_seed(0)
+    query = torch.randn(sum(sizes), 8, 64).to(CUDA, torch.bfloat16)
+    key, value = (torch.randn(num_blocks * 16, 2, 64).to(CUDA, torch.bfloat16) for _ in range(2))
     results = []
     for name in ("torch", "flashinfer"):
         backend = make_backend(name, shape, None)
         backend.allocate(num_blocks)
-        with torch.device(CUDA):  # the helper's keys and values; the same in both runs
-            fill(backend, shape, [*prefixes, *suffixes], tables)
+        backend.plan(PagedLayout(torch.arange(num_blocks * 16, device=CUDA), ()))
+        for layer in range(2):
+            backend.write(key, value, layer)
         backend.plan(layout)
         results.append(attend_rows(backend, query, 1, layout))
     torch.testing.assert_close(*results, atol=2e-2, rtol=0)
