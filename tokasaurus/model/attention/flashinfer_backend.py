@@ -184,8 +184,9 @@ class FlashInferBackend:
         return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
 
     def _new_decode(self) -> Wrapper:
+        # Not "auto": since 0.7 that may be cuDNN, which has rules of its own for its lists and buffers.
         return self._library.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "NHD", use_tensor_cores=self._use_tensor_cores
+            self._workspace, "NHD", use_tensor_cores=self._use_tensor_cores, backend="fa2"
         )
 
     def _run_plans(self, wrappers: _WrapperSet, plans: list[Callable[[], None]]) -> None:
