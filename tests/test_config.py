@@ -142,6 +142,8 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
             "attention_backend=flash",
             "attention_backend=flash: must be torch, cpu, flashinfer or reference, or None (auto)",
         ),
+        ("attention_backend=flashinfer device=cpu", "attention_backend=flashinfer: does not run with device=cpu"),
+        ("attention_backend=flashinfer dtype=float32", "attention_backend=flashinfer: does not run with dtype=float32"),
         ("log_level=loud", "log_level=loud: must be error, warning, info or debug"),
         ("model=", "model=: must be some text, or None (demo)"),
         ("host=", "host=: must be some text"),
