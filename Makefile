@@ -6,9 +6,10 @@ CLIENTS ?=
 PARTS ?=
 
 CPP_FILES = $(shell find tokasaurus tests -name '*.h' -o -name '*.cpp')
+FLASHINFER_VERSIONS := 0.6.18.post1 0.7.2.post1
 PREBUILT := tokasaurus/model/cpu/prebuilt
 
-.PHONY: serve test lint types unit test-clients test-gpu test-neon test-wheel wheel bench-manager torture soak format clean
+.PHONY: serve test lint types unit test-clients test-gpu test-neon test-flashinfer test-wheel wheel bench-manager torture soak format clean
 
 serve: .venv/installed
 	$(BIN)/toka $(SERVE_ARGS)
@@ -37,6 +38,14 @@ test-gpu: .venv/installed-dev
 # Kernels for NEON, cross-compiled, in an emulator: minutes
 test-neon: .venv/installed-dev
 	$(BIN)/python -m pytest -m neon
+
+# FlashInfer's calls against the packages of both versions, each in a folder of its own: 80 MB to fetch
+test-flashinfer: .venv/installed-dev
+	for version in $(FLASHINFER_VERSIONS); do \
+		test -d .venv-flashinfer/$$version || $(BIN)/python -m pip install --quiet --no-deps \
+			--target .venv-flashinfer/$$version flashinfer-python==$$version || exit 1; \
+	done
+	$(BIN)/python -m pytest tests/check_flashinfer.py
 
 # dist/tokasaurus-*.whl, which carries the kernels compiled. setuptools would put what build/ still has into it.
 wheel: .venv/installed
@@ -76,4 +85,4 @@ format: .venv/installed-dev
 	touch $@ .venv/installed
 
 clean:
-	rm -rf .venv .venv-clients build dist $(PREBUILT)
+	rm -rf .venv .venv-clients .venv-flashinfer build dist $(PREBUILT)

@@ -139,9 +139,11 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
         ),
         ("dtype=int8", "dtype=int8: must be bfloat16, float16 or float32, or None (auto)"),
         (
-            "attention_backend=flashinfer",
-            "attention_backend=flashinfer: must be torch, cpu or reference, or None (auto)",
+            "attention_backend=flash",
+            "attention_backend=flash: must be torch, cpu, flashinfer or reference, or None (auto)",
         ),
+        ("attention_backend=flashinfer device=cpu", "attention_backend=flashinfer: does not run with device=cpu"),
+        ("attention_backend=flashinfer dtype=float32", "attention_backend=flashinfer: does not run with dtype=float32"),
         ("log_level=loud", "log_level=loud: must be error, warning, info or debug"),
         ("model=", "model=: must be some text, or None (demo)"),
         ("host=", "host=: must be some text"),

@@ -120,6 +120,9 @@ class ServerConfig(Config):
                 f"kv_cache_num_tokens={self.kv_cache_num_tokens}: must be at least one page of "
                 f"page_size={self.page_size} tokens"
             )
+        for name, value in (("device", "cpu"), ("dtype", "float32"), ("kv_cache_dtype", "float32")):
+            if self.attention_backend == "flashinfer" and getattr(self, name) == value:
+                raise FlagError(f"attention_backend=flashinfer: does not run with {name}={value}")
         if self.early_stopping_init_std is not None and self.early_stopping_init_mean is None:
             raise FlagError(
                 f"early_stopping_init_std={self.early_stopping_init_std}: needs early_stopping_init_mean beside it"

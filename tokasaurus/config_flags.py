@@ -82,7 +82,7 @@ SERVER_FLAGS = FlagTable(
             "cudagraph_step": _count("difference between graph sizes, in sequences"),
             "attention_backend": Flag(
                 "attention implementation; auto depends on the device",
-                choices=("torch", "cpu", "reference"),
+                choices=("torch", "cpu", "flashinfer", "reference"),
                 none_means="auto",
             ),
         },

@@ -46,6 +46,7 @@ RUNS = (
     ServerRun(LLAMA_1B, ("steps", "monkeys", "sharegpt")),
     ServerRun(LLAMA_8B, ("steps", "monkeys", "sharegpt")),
     ServerRun(LLAMA_1B, ("monkeys",), ("use_hydragen=F",)),
+    ServerRun(LLAMA_1B, ("steps",), ("attention_backend=torch",)),  # beside FlashInfer, where that is installed
 )
 TINY_RUNS = (ServerRun(TINY, ("steps", "monkeys", "sharegpt")), ServerRun(TINY, ("monkeys",), ("use_hydragen=F",)))
 

@@ -156,7 +156,8 @@ def start_worker(
         activation_dtype=activation_dtype,
     )
     try:
-        backend = make_backend(config.attention_backend, shape, kernels)
+        with phase("attention") if device.type == "cuda" else nullcontext():  # FlashInfer may compile for minutes
+            backend = make_backend(config.attention_backend, shape, kernels)
     except ValueError as error:
         raise UserError(str(error)) from error
     max_blocks = -(-context_length // config.page_size)

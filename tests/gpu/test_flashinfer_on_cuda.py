@@ -1,0 +1,99 @@
+"""FlashInfer's kernels on a CUDA device against float64 on the CPU, and a server that uses them."""
+
+import statistics
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.end_to_end.helpers.toka_process import running_toka
+from tests.helpers.tiny_model import family_config, save_byte_tokenizer
+from tests.model.helpers.float64_attention import attention_beside_float64
+from tests.model.helpers.greedy_decoding import oracle_greedy
+from tests.model.helpers.paged_problems import Segment, make_part, scattered_tables
+from tokasaurus.model.attention.backend import KVShape, PagedLayout
+from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.attention.row_split import attend_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    pytest.importorskip("flashinfer", reason="pip install 'tokasaurus[cuda]'")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", range(1, 9))
+def test_decode_and_prefill_equal_float64(group: int, head_dim: int) -> None:
+    shape = KVShape(1, 2 * group, 2, head_dim, 16, torch.bfloat16, CUDA)
+    decode = [Segment(1, length) for length in (1, 16, 17, 600, 8192)]
+    for segments in (decode, [Segment(1, 1), Segment(40, 200), Segment(16, 16), Segment(5, 3000)]):
+        (output, lse), (expected, expected_lse) = attention_beside_float64("flashinfer", shape, segments)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=2e-3, rtol=0)
+        torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("sizes", [[1], [2, 1, 7], [64, 3], [512]])
+def test_rows_in_prefix_groups_have_the_attention_of_the_torch_backend(sizes: list[int]) -> None:
+    """Group g shares a prefix of 16 * (20 + g) tokens; each row has 1 to 40 tokens of its own."""
+    shape = KVShape(2, 8, 2, 64, 16, torch.bfloat16, CUDA)
+    prefixes = [Segment(size, 16 * (20 + group)) for group, size in enumerate(sizes)]
+    suffixes = [Segment(1, 1 + 7 * row % 40) for row in range(sum(sizes))]
+    tables, num_blocks = scattered_tables([*prefixes, *suffixes], 16, seed=2)
+    layout = PagedLayout(
+        torch.zeros(0, dtype=torch.int64, device=CUDA),
+        (make_part(suffixes, tables[len(prefixes) :], 0, causal=True, is_partial=True),),
+        make_part(prefixes, tables[: len(prefixes)], 0, causal=False, is_partial=True),
+    )
+    torch.manual_seed(0)
+    query = torch.randn(sum(sizes), 8, 64).to(CUDA, torch.bfloat16)
+    key, value = (torch.randn(num_blocks * 16, 2, 64).to(CUDA, torch.bfloat16) for _ in range(2))
+    results = []
+    for name in ("torch", "flashinfer"):
+        backend = make_backend(name, shape, None)
+        backend.allocate(num_blocks)
+        backend.plan(PagedLayout(torch.arange(num_blocks * 16, device=CUDA), ()))
+        for layer in range(2):
+            backend.write(key, value, layer)
+        backend.plan(layout)
+        results.append(attend_rows(backend, query, 1, layout))
+    torch.testing.assert_close(*results, atol=2e-2, rtol=0)
+
+
+def test_a_servers_logprobs_are_as_near_to_float32_as_the_torch_backends(tmp_path: Path) -> None:
+    oracle = save_model(tmp_path)
+    errors = {name: logprob_errors(tmp_path, oracle, name, "cuda") for name in ("torch", "flashinfer")}
+    assert errors["flashinfer"] <= 1.5 * errors["torch"] + 1e-3
+
+
+def save_model(directory: Path) -> PreTrainedModel:
+    """A tiny model with a head size that FlashInfer has kernels for."""
+    config = family_config("qwen3")
+    config.head_dim = 64
+    torch.manual_seed(0)
+    oracle = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    oracle.save_pretrained(directory)
+    save_byte_tokenizer(directory)
+    return oracle
+
+
+def logprob_errors(directory: Path, oracle: PreTrainedModel, backend: str, device: str) -> float:
+    """Mean error of the first greedy token's log-probability, over prompts in one batch with shared prefixes."""
+    few_shots = [7 * index % 250 + 1 for index in range(100)]
+    prompts = [few_shots + [3 * index % 250 for index in range(1, length)] for length in range(2, 60)]
+    flags = (f"model={directory}", f"device={device}", "dtype=bfloat16", "kv_cache_num_tokens=16384")
+    with running_toka(*flags, f"attention_backend={backend}", "hydragen_min_group_size=2") as toka:
+        body = {"model": "default", "prompt": prompts, "max_tokens": 16, "temperature": 0, "logprobs": 1}
+        answer = httpx.post(f"{toka.url}/v1/completions", json=body | {"ignore_eos": True}, timeout=600)
+        assert answer.status_code == 200, answer.text
+    choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
+    expected = [oracle_greedy(oracle, prompt, 1)[1][0] for prompt in prompts]
+    pairs = zip(choices, expected, strict=True)
+    return statistics.mean(abs(choice["logprobs"]["token_logprobs"][0] - right) for choice, right in pairs)

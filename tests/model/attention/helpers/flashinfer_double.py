@@ -1,0 +1,163 @@
+"""FlashInfer's wrappers on the CPU, slowly: they check how they are called, then compute with FlashInfer's conventions.
+
+LSE of base 2; outputs of the planned dtype, from sums in float32; 0 and -inf for a row that sees no token; a causal row
+sees the tokens up to its own, the last row being the last token. Computed in float32, one segment at a time.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.model.attention.helpers.flashinfer_source import DECODE, PREFILL, recorded_signatures
+from tokasaurus.model.attention import flashinfer_backend
+
+# S segments, N blocks of all segments, R rows, H query heads, K key/value heads, D head size, P page size, L tokens
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class _Plan:
+    options: dict[str, Any]
+    starts: list[int]
+    """Of the segments' rows; S + 1."""
+
+    kv_starts: list[int]
+    blocks: Tensor
+    last_lengths: list[int]
+    causal: bool
+
+
+class _Wrapper:
+    """What both wrappers share."""
+
+    NAME: str
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._bind("__init__", args, options)
+        workspace, layout = args
+        assert workspace.dtype == torch.uint8
+        assert workspace.device != CPU or not workspace.any(), "FlashInfer wants a workspace that starts as zeros"
+        assert layout == "NHD"
+        assert options["backend"] == "fa2", "others have other conventions, and auto chooses by version and device"
+        self._device = workspace.device
+        self._init_options = options
+        self._plan: _Plan | None = None
+        self.num_plans = self.num_runs = 0
+
+    def _bind(self, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        for version, signature in recorded_signatures(self.NAME, method).items():
+            try:
+                signature.bind(*args, **options)
+            except TypeError as error:
+                raise AssertionError(f"{self.NAME}.{method} of FlashInfer {version}: {error}") from error
+
+    def _note_plan(
+        self, starts: Tensor, kv_starts: Tensor, blocks: Tensor, last_lengths: Tensor, causal: bool, **options: Any
+    ) -> None:
+        for array in (starts, kv_starts, blocks, last_lengths):
+            assert array.dtype == torch.int32
+            assert array.dim() == 1
+            assert array.is_contiguous()
+        assert blocks.device == self._device, "run reads it there"
+        for array in (starts, kv_starts, last_lengths):
+            assert array.device == CPU, "plan would wait for the device"
+        assert len(starts) == len(kv_starts) == len(last_lengths) + 1
+        assert starts[0] == kv_starts[0] == 0
+        assert (starts.diff() >= 0).all()
+        assert (kv_starts.diff() >= 0).all()
+        assert kv_starts[-1] == len(blocks)
+        is_empty = kv_starts.diff() == 0
+        assert (last_lengths[is_empty] == 0).all(), "FlashInfer adds it to the length of a segment without blocks"
+        assert (last_lengths[~is_empty] >= 1).all()
+        assert (last_lengths <= options["page_size"]).all()
+        for name in ("q_data_type", "kv_data_type", "o_data_type"):
+            assert isinstance(options[name], torch.dtype)
+        assert options["num_qo_heads"] % options["num_kv_heads"] == 0
+        # The blocks are kept as they are: on a device they are filled after the plan.
+        self._plan = _Plan(options, starts.tolist(), kv_starts.tolist(), blocks, last_lengths.tolist(), causal)
+        self.num_plans += 1
+
+    def run(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """query [R, H, D]; key and value of a layer, [blocks, P, K, D] -> [R, H, D], and LSE [R, H] in float32."""
+        self._bind("run", args, options)
+        assert options == {"return_lse": True}
+        query, (keys, values) = args
+        plan = self._plan
+        assert plan is not None
+        known = plan.options
+        head_dim = known.get("head_dim_qk", known.get("head_dim"))
+        assert query.shape == (plan.starts[-1], known["num_qo_heads"], head_dim)
+        assert query.is_contiguous()
+        assert query.dtype == known["q_data_type"]
+        for cache in (keys, values):
+            assert cache.shape[1:] == (known["page_size"], known["num_kv_heads"], head_dim)
+            assert cache.dtype == known["kv_data_type"]
+            assert cache.is_contiguous()
+        output = torch.zeros(query.shape, dtype=known["o_data_type"], device=query.device)
+        lse = torch.full(query.shape[:2], -torch.inf, device=query.device)
+        for segment, last_length in enumerate(plan.last_lengths):
+            rows = slice(*plan.starts[segment : segment + 2])
+            blocks = plan.blocks[slice(*plan.kv_starts[segment : segment + 2])].long()
+            length = max(0, len(blocks) - 1) * known["page_size"] + last_length
+            key, value = (cache[blocks].flatten(0, 1)[:length].float() for cache in (keys, values))
+            output[rows], lse[rows] = _attend(query[rows].float(), key, value, plan.causal, known["sm_scale"])
+        self.num_runs += 1
+        return output, lse
+
+
+class PrefillWrapper(_Wrapper):
+    NAME = PREFILL
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        self._bind("plan", args, options)
+        causal = options.pop("causal")
+        self._note_plan(*args, causal=causal, **options)
+        starts, kv_starts, _, last_lengths = args
+        lengths = (kv_starts.diff() - 1).clamp_min(0) * options["page_size"] + last_lengths
+        assert not causal or (lengths >= starts.diff()).all(), "rows of a causal segment are its last tokens"
+
+
+class DecodeWrapper(_Wrapper):
+    """One row for each segment."""
+
+    NAME = DECODE
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        self._bind("plan", args, options)
+        group = options["num_qo_heads"] // options["num_kv_heads"]
+        # DISPATCH_GQA_GROUP_SIZE: the groups that decode on CUDA cores is compiled for.
+        assert self._init_options["use_tensor_cores"] or group in (1, 2, 3, 4, 6, 8)
+        self._note_plan(torch.arange(len(args[0]), dtype=torch.int32), *args, causal=False, **options)
+
+
+class Library:
+    BatchPrefillWithPagedKVCacheWrapper = PrefillWrapper
+    BatchDecodeWithPagedKVCacheWrapper = DecodeWrapper
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on `attention_backend=flashinfer` is the double, on any device and in any dtype."""
+    monkeypatch.setattr(flashinfer_backend, "why_unfit", lambda _shape: None)
+    monkeypatch.setattr(flashinfer_backend, "load_library", Library)
+    monkeypatch.setattr(flashinfer_backend, "_MIN_WORKSPACE", 1 << 20)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """query [R, H, D], key and value [L, K, D] -> output [R, H, D] and base-2 LSE [R, H]."""
+    num_rows, num_heads, _ = query.shape
+    length, num_kv_heads, _ = key.shape
+    key, value = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (key, value))
+    scores = torch.einsum("rhd,lhd->rhl", query, key) * (scale / math.log(2))
+    if causal:
+        last_seen = torch.arange(num_rows, device=query.device) + (length - num_rows)
+        scores.masked_fill_(
+            (torch.arange(length, device=query.device) > last_seen.unsqueeze(1)).unsqueeze(1), -torch.inf
+        )
+    lse = torch.logsumexp(scores * math.log(2), dim=-1) / math.log(2)
+    weights = torch.exp2(scores - lse.unsqueeze(-1)).nan_to_num(0.0)
+    return torch.einsum("rhl,lhd->rhd", weights, value), lse

@@ -1,0 +1,216 @@
+"""The FlashInfer backend's own code over a double of FlashInfer, which checks each call and computes on the CPU."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from tests.helpers.tiny_model import FAMILIES, save_tiny_model
+from tests.model.attention.helpers import flashinfer_double
+from tests.model.attention.helpers.flashinfer_problems import problems
+from tests.model.helpers.float64_attention import attention_beside_float64
+from tests.model.helpers.greedy_decoding import assert_equals_oracle, load, oracle_greedy
+from tests.model.helpers.paged_problems import CPU, Segment, attend_all, fill, make_part
+from tests.model.helpers.prefix_samples import Samples
+from tests.model.helpers.pretend_device import DEVICE, PretendTransfers, move_to_device, pretended
+from tests.model.helpers.steps import StepDriver, make_runner, one_thread
+from tokasaurus.model.attention import choose, flashinfer_backend
+from tokasaurus.model.attention.backend import KVShape, PagedLayout
+from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.attention.torch_backend import TorchBackend
+
+CUDA = torch.device("cuda")
+NO_TOKENS = torch.zeros(0, dtype=torch.int64)
+
+
+@pytest.fixture
+def _double(monkeypatch: pytest.MonkeyPatch) -> None:
+    flashinfer_double.install(monkeypatch)
+
+
+@pytest.mark.usefixtures("_double")
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(problem=problems())
+def test_ragged_batches_equal_the_reference(problem: tuple[KVShape, list[Segment], bool, int]) -> None:
+    shape, segments, causal, seed = problem
+    result = attend_all("flashinfer", shape, segments, causal, layer=1, seed=seed)
+    expected = attend_all("reference", shape, segments, causal, layer=1, seed=seed)
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("_double")
+def test_a_partial_part_in_bfloat16_is_float32_and_has_a_natural_lse() -> None:
+    shape = KVShape(1, 6, 2, 64, 16, torch.bfloat16, CPU)
+    segments = [Segment(1, 600), Segment(1, 33), Segment(40, 200)]
+    (output, lse), (expected, expected_lse) = attention_beside_float64("flashinfer", shape, segments)
+    assert output.dtype == lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=0)
+    torch.testing.assert_close(output.double(), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_rows_that_see_no_token_have_no_weight_in_a_merge(num_rows: int) -> None:
+    shape = KVShape(1, 4, 2, 32, 16, torch.float32, CPU)
+    backend = make_backend("flashinfer", shape, None)
+    backend.allocate(4)
+    fill(backend, shape, [Segment(1, 40)], [[3, 1, 2]])
+    empty = make_part([Segment(num_rows, 0)], [[0]], 0, causal=False, is_partial=True)
+    full = make_part([Segment(num_rows, 40)], [[3, 1, 2]], 0, causal=False, is_partial=True)
+    backend.plan(PagedLayout(NO_TOKENS, (full,), empty))
+    query = torch.randn(num_rows, 4, 32)
+    nothing, everything = backend.attend(query, 0, empty), backend.attend(query, 0, full)
+    assert (nothing[1] == -torch.inf).all()
+    torch.testing.assert_close(backend.merge(nothing, everything, torch.float32), everything[0], atol=0, rtol=0)
+
+
+@pytest.mark.usefixtures("_double")
+def test_parts_of_one_layout_have_wrappers_of_their_own_planned_once_for_all_layers() -> None:
+    shape = KVShape(3, 2, 1, 16, 16, torch.float32, CPU)
+    backend = make_backend("flashinfer", shape, None)
+    backend.allocate(5)
+    table = [3, 1, 2, 4]
+    fill(backend, shape, [Segment(1, 60)], [table])
+    pieces = [
+        (3, 0),
+        (3, 1),
+        (1, 2),
+        (1, 0),
+        (3, 2),
+        (1, 1),
+    ]  # rows, and the first block, of more parts than a step has
+    parts = tuple(make_part([Segment(rows, 30)], [table[i : i + 2]], 0, causal=False) for rows, i in pieces)
+    query = torch.randn(3, 2, 16)
+    alone = []
+    for part in parts:
+        backend.plan(PagedLayout(NO_TOKENS, (part,)))
+        alone.append([backend.attend(query[: part.num_rows], layer, part) for layer in range(3)])
+    backend.plan(PagedLayout(NO_TOKENS, parts))
+    wrappers = list(backend._planned.values())  # type: ignore[attr-defined]
+    before = [wrapper.num_plans for wrapper in wrappers]
+    together = [[backend.attend(query[: part.num_rows], layer, part) for layer in range(3)] for part in parts]
+    torch.testing.assert_close(together, alone, atol=0, rtol=0)
+    assert len(set(map(id, wrappers))) == len(parts)
+    assert [wrapper.num_plans for wrapper in wrappers] == before
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("page_size", [16, 7])
+def test_a_model_samples_the_tokens_of_the_torch_backend(family: str, page_size: int, tmp_path: Path) -> None:
+    """Prompts in chunks beside decode rows, with and without prefix groups."""
+    save_tiny_model(tmp_path, family)
+    model, info = load(tmp_path)
+    runs = []
+    for backend, grouped in (("torch", False), ("flashinfer", False), ("flashinfer", True)):
+        driver = StepDriver(make_runner(model, info, backend, page_size), page_size)
+        samples = Samples(driver, page_size, seed=FAMILIES.index(family))
+        with one_thread():
+            samples.run(15, grouped)
+        runs.append(samples.sampled)
+        assert (samples.num_grouped > 50) is grouped
+    for others in runs[1:]:
+        check_equal(others, runs[0])
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_with_staged_plans_never_wait_for_the_device(family: str, tmp_path: Path) -> None:
+    """On a device that refuses calls which would wait; the lists of blocks are built there, after the plan."""
+    save_tiny_model(tmp_path, family)
+
+    def run(backend: str, device: torch.device, transfers: PretendTransfers | None) -> dict[int, list]:
+        model, info = load(tmp_path)
+        if device == DEVICE:
+            move_to_device(model)
+        runner = make_runner(model, info, backend, device=device, transfers=transfers)
+        samples = Samples(StepDriver(runner, 16), 16, seed=3)
+        with one_thread():
+            samples.run(12, grouped=True)
+        assert samples.num_grouped > 30
+        return samples.sampled
+
+    expected = run("torch", CPU, None)
+    with pretended():
+        sampled = run("flashinfer", DEVICE, PretendTransfers())
+    check_equal(sampled, expected)
+
+
+def check_equal(sampled: dict[int, list], expected: dict[int, list]) -> None:
+    """Pairs of token and log-probability by slot."""
+    assert sampled.keys() == expected.keys()
+    for slot, pairs in expected.items():
+        assert [token for token, _ in sampled[slot]] == [token for token, _ in pairs]
+        assert [logprob for _, logprob in sampled[slot]] == pytest.approx([logprob for _, logprob in pairs], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        (KVShape(1, 4, 2, 64, 16, torch.bfloat16, CPU), "device=cpu"),
+        (KVShape(1, 4, 2, 64, 16, torch.float32, CUDA), "not float32 and float32"),
+        (KVShape(1, 4, 2, 64, 16, torch.float16, CUDA, torch.bfloat16), "not bfloat16 and float16"),
+        (KVShape(1, 4, 2, 80, 16, torch.bfloat16, CUDA), "head size 80"),
+        (KVShape(1, 4, 2, 64, 16, torch.bfloat16, CUDA), "tokasaurus\\[cuda\\]"),
+    ],
+)
+def test_what_flashinfer_cannot_serve_is_refused_by_name_and_served_by_torch_otherwise(
+    shape: KVShape, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(flashinfer_backend.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ValueError, match=f"attention_backend=flashinfer: .*{why}"):
+        make_backend("flashinfer", shape, None)
+    assert isinstance(make_backend(None, shape, None), TorchBackend)
+    assert [record.name for record in caplog.records] == ([choose.__name__] if shape.device == CUDA else [])
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (32, 8, 128), (64, 8, 128), (8, 1, 256)]
+)
+def test_the_workspace_holds_the_partial_results_of_all_tiles_at_once(
+    num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    """132 multiprocessors with 2 thread blocks each; a tile is 128 rows of one KV head, in float32, with its LSE."""
+    shape = KVShape(1, num_heads, num_kv_heads, head_dim, 16, torch.bfloat16, CUDA)
+    tiles_of_a_head = math.ceil(132 * 2 / num_kv_heads)
+    needed = tiles_of_a_head * num_heads * 128 * (head_dim * 4 + 4)
+    size = flashinfer_backend.workspace_bytes(shape, 132)
+    assert size >= max(needed, 128 * 2**20)
+    assert size <= max(needed, 128 * 2**20) + 2**20
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_has_the_greedy_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    """Prompts in chunks of random sizes beside decode rows."""
+    assert_equals_oracle(tmp_path, save_tiny_model(tmp_path, family), "flashinfer", seed=2)
+
+
+@pytest.mark.usefixtures("_double")
+def test_a_preempted_sequence_goes_on_with_the_same_tokens(tmp_path: Path) -> None:
+    """Its prompt and tokens are computed again in other blocks, in chunks, beside a sequence that decodes."""
+    oracle = save_tiny_model(tmp_path, "llama")
+    model, info = load(tmp_path)
+    driver = StepDriver(make_runner(model, info, "flashinfer"))
+    prompts = {1: [5 * i % 250 for i in range(1, 40)], 2: [3 * i % 250 for i in range(1, 20)]}
+    tokens: dict[int, list[int]] = {1: [], 2: []}
+
+    def run(decode: list[int], prefill: list[tuple[int, int]], owners: dict[int, int]) -> None:
+        for slot, (token, _) in driver.run(decode, prefill).items():
+            tokens[owners[slot]].append(token)
+
+    for slot, prompt in prompts.items():
+        driver.open(slot, prompt)
+    run([], [(1, 39), (2, 19)], {1: 1, 2: 2})
+    for _ in range(5):
+        run([1, 2], [], {1: 1, 2: 2})
+    again = prompts[1] + tokens[1]
+    driver.open(3, again)
+    for chunk in (20, len(again) - 20):
+        run([2], [(3, chunk)], {2: 2, 3: 1})
+    for _ in range(6):
+        run([2, 3], [], {2: 2, 3: 1})
+    for slot, prompt in prompts.items():
+        assert tokens[slot] == oracle_greedy(oracle, prompt, len(tokens[slot]))[0]

@@ -1,0 +1,270 @@
+"""Paged attention by FlashInfer's kernels on CUDA: written for versions 0.6.18 and 0.7.2, not yet run on a GPU.
+
+Rows that are segments of their own (decode) take FlashInfer's decode wrapper, other parts its prefill wrapper "fa2".
+FlashInfer's log-sum-exp (LSE) is base 2, and its `merge_state` takes no float32: parts are merged by our own kernel.
+"""
+
+import importlib.util
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart, as_stored
+from tokasaurus.model.attention.shared_prefix import merge_partial
+from tokasaurus.model.staging.packed import RING_SIZE
+from tokasaurus.model.staging.staging import DirectStaging
+from tokasaurus.model.triton_choice import uses_triton
+
+# T tokens, S segments of a part, N blocks of all segments, H query heads, K key/value heads, D head size, P page size
+
+HEAD_DIMS = (64, 128, 256)
+"""Head sizes that both of FlashInfer's kernels, prefill and decode, are written for."""
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+_CUDA_CORE_GROUPS = (1, 2, 3)
+"""Query heads per KV head for which decode runs on CUDA cores. FlashInfer has these kernels for 4, 6 and 8 too, but not
+for 5 and 7. Tensor cores are taken from 4 on: not measured."""
+
+_MIN_WORKSPACE = 128 << 20
+"""Bytes, as its manual advises, for partial results of long contexts that FlashInfer splits."""
+
+_PREFILL_TILE = 128
+"""Most query rows of a prefill tile (FA2DetermineCtaTileQ)."""
+
+_BLOCKS_PER_PROCESSOR = 2
+"""Thread blocks of prefill that FlashInfer counts on for each multiprocessor."""
+
+_LN_2 = math.log(2)
+
+
+class Wrapper(Protocol):
+    """What is used of FlashInfer's wrappers: the plan of one part of a forward, then one run per layer."""
+
+    def plan(self, *args: Tensor, **options: Any) -> None: ...
+
+    def run(self, query: Tensor, kv_cache: tuple[Tensor, Tensor], *, return_lse: bool) -> tuple[Tensor, Tensor]: ...
+
+
+class Library(Protocol):
+    """What is used of the package `flashinfer`."""
+
+    BatchPrefillWithPagedKVCacheWrapper: Callable[..., Wrapper]
+    BatchDecodeWithPagedKVCacheWrapper: Callable[..., Wrapper]
+
+
+@dataclass(slots=True)
+class _WrapperSet:
+    """The wrappers of one forward. Each has host memory that its plan's copy to the device reads: the set may be
+    planned again once `copied` has happened."""
+
+    prefill: list[Wrapper] = field(default_factory=list)
+    decode: list[Wrapper] = field(default_factory=list)
+    copied: torch.cuda.Event | None = None
+
+
+def load_library() -> Library:
+    import flashinfer
+
+    return cast(Library, flashinfer)
+
+
+def why_unfit(shape: KVShape) -> str | None:
+    """Why FlashInfer cannot serve this device or model, or None if it can."""
+    if shape.device.type != "cuda":
+        return f"it does not run on device={shape.device.type}"
+    if shape.dtype not in DTYPES or shape.query_dtype != shape.dtype:
+        names = (str(dtype).removeprefix("torch.") for dtype in (shape.query_dtype, shape.dtype))
+        return "it needs dtype and kv_cache_dtype both bfloat16 or both float16, not {} and {}".format(*names)
+    if shape.head_dim not in HEAD_DIMS:
+        return f"it has no kernels for head size {shape.head_dim}, only for {', '.join(map(str, HEAD_DIMS))}"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "it is not installed (pip install 'tokasaurus[cuda]')"
+    return None
+
+
+def workspace_bytes(shape: KVShape, num_processors: int) -> int:
+    """Bytes for the partial results of split contexts: all tiles that FlashInfer runs at once, in float32 with LSE.
+
+    num_processors: multiprocessors of the device.
+    """
+    tiles = -(-num_processors * _BLOCKS_PER_PROCESSOR // shape.num_kv_heads)
+    needed = tiles * shape.num_heads * _PREFILL_TILE * (shape.head_dim + 1) * 4
+    return max(_MIN_WORKSPACE, -(-needed // (1 << 20)) << 20)
+
+
+class FlashInferBackend:
+    """KV cache as keys and values [layers, blocks, P, K, D], the layout that FlashInfer calls NHD."""
+
+    def __init__(self, shape: KVShape, library: Library) -> None:
+        """Creates the workspaces and compiles the kernels: minutes, unless FlashInfer has them in its cache."""
+        self._shape = shape
+        self._library = library
+        self._use_tensor_cores = shape.num_heads // shape.num_kv_heads not in _CUDA_CORE_GROUPS
+        on_cuda = shape.device.type == "cuda"
+        processors = torch.cuda.get_device_properties(shape.device).multi_processor_count if on_cuda else 1
+        # One for all wrappers: their kernels run one after another, on one stream.
+        self._workspace = torch.zeros(workspace_bytes(shape, processors), dtype=torch.uint8, device=shape.device)
+        self._sets = [_WrapperSet() for _ in range(RING_SIZE)]
+        for wrappers in self._sets:  # now, so that the KV cache leaves their memory free
+            for _ in range(2):  # a forward without prefix groups has one part of each kind, one with groups two
+                wrappers.prefill.append(self._new_prefill())
+                wrappers.decode.append(self._new_decode())
+        self._next_set = 0
+        self._planned: dict[int, Wrapper] = {}
+        self._compile()
+
+    def allocate(self, num_blocks: int) -> None:
+        shape = self._shape
+        size = (shape.num_layers, num_blocks, shape.page_size, shape.num_kv_heads, shape.head_dim)
+        self._keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        self._values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+    def touch_in_background(self, _num_threads: int, /) -> list[threading.Thread]:
+        return []
+
+    def plan(self, layout: PagedLayout) -> None:
+        """FlashInfer's own plans run when the staged arrays are sent, since they launch copies to the device."""
+        self._kv_indices = layout.kv_indices
+        self._layout = layout  # keeps the parts alive: _planned is keyed by their ids
+        self._planned = {}
+        parts = layout.parts if layout.prefix is None else (*layout.parts, layout.prefix)
+        if not parts:
+            return
+        wrappers = self._sets[self._next_set]
+        self._next_set = (self._next_set + 1) % len(self._sets)
+        staging = layout.staging or DirectStaging(self._shape.device)
+        num_prefill = num_decode = 0
+        plans: list[Callable[[], None]] = []
+        for part in parts:
+            if _is_decode(part):
+                if num_decode == len(wrappers.decode):
+                    wrappers.decode.append(self._new_decode())
+                wrapper, plan = wrappers.decode[num_decode], self._plan_decode
+                num_decode += 1
+            else:
+                if num_prefill == len(wrappers.prefill):
+                    wrappers.prefill.append(self._new_prefill())
+                wrapper, plan = wrappers.prefill[num_prefill], self._plan_prefill
+                num_prefill += 1
+            self._planned[id(part)] = wrapper
+            plans.append(partial(plan, wrapper, part))
+        staging.then(partial(self._run_plans, wrappers, plans))
+
+    def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
+        keys, values = (cache[layer_index].flatten(0, 1) for cache in (self._keys, self._values))  # [tokens, K, D]
+        if uses_triton(self._shape.device):
+            from tokasaurus.model.attention import triton_kernels
+
+            triton_kernels.write_kv(keys, values, key, value, self._kv_indices, self._shape.page_size)
+            return
+        for tokens, new in ((keys, key), (values, value)):
+            tokens[self._kv_indices] = as_stored(new, tokens.dtype)
+
+    def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
+        kv_cache = self._keys[layer_index], self._values[layer_index]
+        output, lse = self._planned[id(part)].run(query.contiguous(), kv_cache, return_lse=True)
+        return output, lse * _LN_2
+
+    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+        if uses_triton(self._shape.device):
+            from tokasaurus.model.attention import triton_kernels
+
+            return triton_kernels.merge_partial(first, second, dtype)
+        return merge_partial(first, second, dtype)
+
+    def _new_prefill(self) -> Wrapper:
+        # Not "auto": on Hopper that is "fa3", which does not split long contexts of few segments.
+        return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
+
+    def _new_decode(self) -> Wrapper:
+        # Not "auto": since 0.7 that may be cuDNN, which has rules of its own for its lists and buffers.
+        return self._library.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, "NHD", use_tensor_cores=self._use_tensor_cores, backend="fa2"
+        )
+
+    def _run_plans(self, wrappers: _WrapperSet, plans: list[Callable[[], None]]) -> None:
+        if wrappers.copied is not None:
+            wrappers.copied.synchronize()
+        for plan in plans:
+            plan()
+        if self._shape.device.type == "cuda":
+            if wrappers.copied is None:
+                wrappers.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            wrappers.copied.record()
+
+    def _plan_prefill(self, wrapper: Wrapper, part: PagedPart) -> None:
+        shape = self._shape
+        wrapper.plan(
+            part.query_starts,
+            *self._kv_lists(part),
+            num_qo_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim_qk=shape.head_dim,
+            page_size=shape.page_size,
+            causal=part.causal,
+            **self._options(part),
+        )
+
+    def _plan_decode(self, wrapper: Wrapper, part: PagedPart) -> None:
+        shape = self._shape
+        wrapper.plan(
+            *self._kv_lists(part),
+            num_qo_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            page_size=shape.page_size,
+            **self._options(part),
+        )
+
+    def _options(self, part: PagedPart) -> dict[str, object]:
+        shape = self._shape
+        return {
+            "sm_scale": shape.head_dim**-0.5,
+            "q_data_type": shape.query_dtype,
+            "kv_data_type": shape.dtype,
+            "o_data_type": torch.float32 if part.is_partial else shape.query_dtype,
+        }
+
+    def _kv_lists(self, part: PagedPart) -> tuple[Tensor, Tensor, Tensor]:
+        """FlashInfer's indptr [S + 1] and last_page_len [S] on the host, where its plan reads them; between them its
+        indices [N] on the device. All are int32. A segment without tokens has no blocks, and a last length of 0."""
+        page_size = self._shape.page_size
+        counts = (part.kv_lengths + (page_size - 1)) // page_size
+        last_lengths = part.kv_lengths - (counts - 1).clamp_min(0) * page_size
+        if part.lists is not None:
+            return part.lists.host_starts, part.lists.blocks, last_lengths
+        assert part.block_table is not None
+        starts = torch.zeros(len(counts) + 1, dtype=torch.int32)
+        torch.cumsum(counts, 0, dtype=torch.int32, out=starts[1:])
+        table = part.block_table[:, : int(counts.max())]
+        blocks = table[torch.arange(table.shape[1]) < counts.unsqueeze(1)]
+        return starts, blocks.to(self._shape.device), last_lengths
+
+    def _compile(self) -> None:
+        """Run each kernel once on the padding block: FlashInfer compiles one for each dtype of the output."""
+        shape = self._shape
+        self.allocate(1)
+        length = torch.ones(1, dtype=torch.int32)
+        block = torch.zeros(1, dtype=torch.int32, device=shape.device)
+        starts = torch.tensor([0, 1], dtype=torch.int32)
+        lists = BlockLists(starts, starts, block, length, starts, length)
+        query = torch.zeros((2, shape.num_heads, shape.head_dim), dtype=shape.query_dtype, device=shape.device)
+        no_tokens = torch.zeros(0, dtype=torch.int64, device=shape.device)
+        for is_partial in (False, True):
+            for num_rows in (1, 2):  # decode, prefill
+                rows = torch.tensor([0, num_rows], dtype=torch.int32)
+                part = PagedPart(0, num_rows, rows, None, length, causal=False, is_partial=is_partial, lists=lists)
+                self.plan(PagedLayout(no_tokens, (part,)))
+                self.attend(query[:num_rows], 0, part)
+
+
+def _is_decode(part: PagedPart) -> bool:
+    """Whether each segment has exactly one row: then whether the part is causal makes no difference."""
+    return part.num_rows == len(part.kv_lengths) and bool((part.query_starts[1:] > part.query_starts[:-1]).all())
