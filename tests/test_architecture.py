@@ -37,7 +37,7 @@ OWN_FOLDERS = {
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["ping", "download", "batch_command"],
+    ["ping", "download", "batch_command", "plan_command"],
     ["launch"],
     ["replica_processes"],
     ["process_group", "startup_report", "restart_policy"],

@@ -227,18 +227,19 @@ def test_an_engine_that_dies_again_and_again_ends_the_server(launch) -> None:
 
 def test_replicas_go_on_without_one_that_dies_again_and_again_until_none_is_left(launch) -> None:
     launcher = launch("run_worker_that_returns_in_replica_1", "max_restarts=1", "dp_size=2")
+    assert "in 100 blocks of 16 for each of 2 replicas; " in launcher.wait_for_line("^ready: ")
     launcher.wait_for_line("1 of 2 replicas go on")
     lines = [line for line in launcher.lines if line.startswith("toka: ")]
     assert lines == [
-        "toka: model worker (rank 0) died: exit code 0; restart 1 of replica 1 now",
-        "toka: model worker (rank 0) died: exit code 0; replica 1 has failed too often (max_restarts); "
+        "toka: model worker 1 (rank 0) died: exit code 0; restart 1 of replica 1 now",
+        "toka: model worker 1 (rank 0) died: exit code 0; replica 1 has failed too often (max_restarts); "
         "1 of 2 replicas go on",
     ]
     before = launcher.children()
-    assert before.keys() == CHILDREN.keys()
-    os.kill(before["toka-manager"], signal.SIGKILL)
+    assert before.keys() == {"toka-server", "toka-manager0", "toka-worker0-0"}
+    os.kill(before["toka-manager0"], signal.SIGKILL)
     launcher.wait_for_line(r"^replica 0 is ready again")
-    os.kill(launcher.children()["toka-worker-0"], signal.SIGKILL)
+    os.kill(launcher.children()["toka-worker0-0"], signal.SIGKILL)
     assert launcher.exit_code(within_s=5) == 1
     assert launcher.lines[-1].endswith("(SIGKILL); replica 0 has failed too often (max_restarts)")
 

@@ -21,11 +21,16 @@ toka [name=value ...]            serve a model behind the OpenAI API;
                                  without model= the demo model
 toka ping prompt=TEXT [...]      ask a running server
 toka download model=NAME [...]   fetch a model without serving it
+toka plan model=NAME [...]       how its memory would be divided on a GPU
 toka batch input=F output=F ...  run a file of requests, without a server
 toka SUBCOMMAND --help, toka --version"""
 
 _PING_USAGE = "toka ping prompt=TEXT [name=value ...]   ask a running server"
 _DOWNLOAD_USAGE = "toka download model=NAME [name=value ...]   fetch a model without serving it"
+_PLAN_USAGE = """\
+toka plan model=NAME [name=value ...]   how a model's memory would be divided
+                                        on CUDA devices, which need not be
+                                        there; --json prints JSON"""
 _BATCH_USAGE = """\
 toka batch input=FILE output=FILE [...]   run a file of requests; run again,
                                           it continues
@@ -94,6 +99,23 @@ def download_main(args: list[str] | None = None) -> int:
     return download(config)
 
 
+def plan_main(args: list[str] | None = None) -> int:
+    """`toka plan`: returns the exit code, 2 also if the model does not fit."""
+    words = sys.argv[1:] if args is None else args
+    from tokasaurus.flags import FlagError
+    from tokasaurus.plan_command.config import PLAN_FLAGS, PlanConfig, parse_plan_config
+
+    if _wants_help(words):
+        return _print_help(_PLAN_USAGE, PlanConfig, PLAN_FLAGS)
+    try:
+        config = parse_plan_config(words)
+    except FlagError as error:
+        return _refuse("toka plan", str(error))
+    from tokasaurus.plan_command.command import plan
+
+    return plan(config)
+
+
 def batch_main(args: list[str] | None = None) -> int:
     """`toka batch`, also installed as `toka-batch`. Returns the exit code."""
     words = sys.argv[1:] if args is None else args
@@ -143,6 +165,7 @@ def _stored_batches(action: str, words: list[str]) -> int:
 _SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "ping": ping_main,
     "download": download_main,
+    "plan": plan_main,
     "batch": batch_main,
 }
 

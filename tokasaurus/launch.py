@@ -37,7 +37,7 @@ def serve(config: ServerConfig, entries: Entries | None = None) -> int:
 
     0: stopped on request. 1: start failed or a process failed; one line on stderr says why.
     """
-    report = StartupReport()
+    report = StartupReport(num_replicas=config.dp_size)
     setup_logging(config, "launcher")
     old_handlers = {
         number: signal.signal(number, signal.default_int_handler)

@@ -59,6 +59,7 @@ class ReplicaProcesses:
         self.is_given_up = False
         """It has failed too often and is not started again, while other replicas go on."""
         self.name = "the engine" if config.dp_size == 1 else f"replica {index}"
+        self._number = "" if config.dp_size == 1 else f" {index}"  # in the names of its processes
         self.policy = RestartPolicy(config.max_restarts)
         self._index = index
         self._group = group
@@ -93,12 +94,14 @@ class ReplicaProcesses:
             input_in: Receiver[ForwardInput]
             input_out: Sender[ForwardInput]
             input_in, input_out = make_channel()
-            worker = ChildProcess(f"model worker (rank {rank})", f"toka-worker-{rank}", self._worker_entry)
+            label, title = f"model worker{self._number} (rank {rank})", f"toka-worker{self._number.strip()}-{rank}"
+            worker = ChildProcess(label, title, self._worker_entry)
             index = self._index * num_workers + rank
             self.children.append(self._group.start(worker, config, self._checkpoint, index, input_in, outputs_out))
             input_in.close()
             inputs.append(input_out)
-        manager = ChildProcess("manager", "toka-manager", self._manager_entry)
+        title = f"toka-manager{self._number.strip()}"
+        manager = ChildProcess(f"manager{self._number}", title, self._manager_entry)
         channels = (requests_in, updates_out, inputs, outputs)
         self.children.append(self._group.start(manager, config, self._checkpoint, *channels))
         # The ends belong to the processes now: a copy here would keep a channel open after its process has died.

@@ -23,6 +23,7 @@ class StartupReport:
     address: str = ""
     model: str = ""
     started: float = field(default_factory=_start_of_process)
+    num_replicas: int = 1
     limits: EngineLimits | None = None
     is_server_up: bool = False
     is_ready: bool = False
@@ -45,7 +46,8 @@ class StartupReport:
 
     def show_phase(self, process: str, phase: PhaseDone) -> None:
         self._phases.setdefault(process, []).append(phase)
-        self.show_line(f"{phase.process:>12}  {phase.phase:<16} {phase.seconds:6.2f} s  {phase.detail}".rstrip())
+        kind = process.partition(" (")[0]  # without the rank
+        self.show_line(f"{kind:>12}  {phase.phase:<16} {phase.seconds:6.2f} s  {phase.detail}".rstrip())
 
     def note_ready(self, message: Ready, is_server: bool) -> None:
         self.limits = self.limits if message.limits is None else message.limits
@@ -63,6 +65,7 @@ class StartupReport:
         ]
         self.show_line(
             f"ready: {self.address} serves {self.model}; "
-            f"KV cache {num_tokens:,} tokens in {limits.num_kv_blocks:,} blocks of {limits.page_size}; "
+            f"KV cache {num_tokens:,} tokens in {limits.num_kv_blocks:,} blocks of {limits.page_size}"
+            f"{'' if self.num_replicas == 1 else f' for each of {self.num_replicas} replicas'}; "
             f"{', '.join(times)}; {time.perf_counter() - self.started:.1f} s in all"
         )

@@ -40,7 +40,10 @@ def test_a_killed_replica_fails_alone_and_comes_back(toka: TokaProcess, expected
     assert learn_texts(toka.port) == expected
     assert httpx.get(f"{toka.url}/ready").json() == {"status": "ready", "replicas": 2, "replicas_up": 2}
     processes = engine_processes(toka)
-    assert sorted(process.name() for process in processes) == ["toka-manager"] * 2 + ["toka-worker-0"] * 2
+    assert sorted(process.name() for process in processes) == [
+        *("toka-manager0", "toka-manager1"),
+        *("toka-worker0-0", "toka-worker1-0"),
+    ]
     rng = random.Random(1)
     for _ in range(2):
         report = kill_once(toka, expected, rng)

@@ -39,7 +39,7 @@ def run_replicas(num_kills: int = 20, seed: int = 1) -> list[Row]:
 
 
 def _report_rows(reports: list[KillReport]) -> list[Row]:
-    kills = Counter(report.title for report in reports)
+    kills = Counter("manager" if "manager" in report.title else "worker" for report in reports)
     what = ", ".join(f"{count} of {title}" for title, count in sorted(kills.items()))
     faults = [fault for report in reports for fault in report.faults]
     ended = sum(report.num_ended_streams for report in reports)

@@ -1,0 +1,126 @@
+"""`toka plan` on published shapes, against numbers worked out by hand."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plan_command.helpers.checkpoints import CONFIGS, save
+from tokasaurus.plan_command.config import parse_size
+
+GIB = 1 << 30
+
+
+def toka_plan(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tokasaurus", "plan", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def planned(*words: str) -> dict[str, Any]:
+    done = toka_plan(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def weights_of(worker: dict[str, Any]) -> int:
+    return next(part["bytes"] for part in worker["parts"] if part["name"] == "weights")
+
+
+# The numbers of parameters are those that the models' cards give. KV of a token: 2 x layers x KV heads x 128 x 2 B.
+@pytest.mark.parametrize(
+    ("name", "num_parameters", "kv_bytes_per_token"),
+    [
+        ("Llama-3.1-8B", 8_030_261_248, 131_072),
+        ("Llama-3.1-70B", 70_553_706_496, 327_680),
+        ("Qwen2.5-7B", 7_615_616_512, 57_344),
+    ],
+)
+def test_weights_and_kv_bytes_are_exact(checkpoint, name: str, num_parameters: int, kv_bytes_per_token: int) -> None:
+    plan = planned(f"model={checkpoint(name)}", "device_memory=160GiB")
+    (worker,) = plan["workers"]
+    assert weights_of(worker) == 2 * num_parameters
+    assert worker["kv_bytes_per_token"] == kv_bytes_per_token
+    fixed = sum(part["bytes"] for part in worker["parts"])
+    left = 160 * GIB - fixed
+    assert plan["kv_blocks"] == worker["kv_blocks"] == int(left * 0.95 / (16 * kv_bytes_per_token)) - 1
+    assert plan["kv_tokens"] == 16 * plan["kv_blocks"]
+    assert plan["sequences_at_once"]["4096"] == plan["kv_tokens"] // 4096
+    assert plan["max_tokens_per_sequence"] == min(131_072, plan["kv_tokens"])
+    assert all(part["reason"] for part in worker["parts"])
+
+
+def test_ranks_have_their_share(checkpoint) -> None:
+    """Llama-3.1-8B by hand: a layer has 218,103,808 parameters that are divided, and two norms of 4,096 that are not;
+    embedding and LM head have 525,336,576 each."""
+    directory = checkpoint("Llama-3.1-8B")
+    embedding, divided, norms = 525_336_576, 218_103_808, 8192
+    plan = planned(f"model={directory}", "tp_size=2")
+    assert [weights_of(worker) for worker in plan["workers"]] == [
+        2 * (embedding + 32 * (divided // 2 + norms) + 4096)  # half of two embeddings
+    ] * 2
+    assert {worker["kv_bytes_per_token"] for worker in plan["workers"]} == {65_536}
+    plan = planned(f"model={directory}", "tp_size=16")
+    # 8 KV heads on 16 ranks: each rank has 2 query heads and one whole KV head, which two ranks share.
+    query_and_mlp = 2 * 4096 * 4096 + 3 * 4096 * 14_336
+    of_layer = query_and_mlp // 16 + 2 * 128 * 4096 + norms
+    assert {weights_of(worker) for worker in plan["workers"]} == {2 * (2 * embedding // 16 + 32 * of_layer + 4096)}
+    assert {worker["kv_bytes_per_token"] for worker in plan["workers"]} == {131_072 // 8}
+    plan = planned(f"model={directory}", "pp_size=3")
+    assert [weights_of(worker) for worker in plan["workers"]] == [
+        2 * (embedding + 11 * (divided + norms)),
+        2 * 11 * (divided + norms),
+        2 * (10 * (divided + norms) + 4096 + embedding),
+    ]
+    assert [worker["kv_bytes_per_token"] for worker in plan["workers"]] == [45_056, 45_056, 40_960]
+    assert plan["kv_blocks"] == min(worker["kv_blocks"] for worker in plan["workers"])
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "expected"),
+    [
+        ("Llama-3.1-70B", ["device_memory=80GiB"], "a larger tp_size or pp_size"),
+        ("Llama-3.1-8B", ["device_memory=32GiB", "max_tokens_per_forward=500000"], "a lower max_tokens_per_forward"),
+        ("Llama-3.1-8B", ["tp_size=3"], "attention heads (32) cannot be divided among tp_size=3"),
+        ("Llama-3.1-8B", ["pp_size=33"], "pp_size=33 is more than the model's 32 layers"),
+        ("Llama-3.1-8B", ["device_memory=80"], "device_memory=80: must be a number and a unit"),
+        ("Llama-3.1-8B", ["host=x"], "host"),
+    ],
+)
+def test_what_does_not_fit_or_is_wrong_is_one_line_that_names_the_flag(checkpoint, name, words, expected) -> None:
+    done = toka_plan(f"model={checkpoint(name)}", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert expected in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_checkpoint_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    save(tmp_path / "other", CONFIGS["Llama-3.1-8B"], **{"model.embed_tokens.weight": (1000, 4096)})
+    for directory, expected in (
+        (tmp_path / "other", "config.json makes it (128256, 4096)"),
+        (tmp_path, "config.json"),
+    ):
+        done = toka_plan(f"model={directory}")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert expected in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_the_table_has_every_part_and_the_sizes_add_up(checkpoint) -> None:
+    began_s = time.monotonic()
+    done = toka_plan(f"model={checkpoint('Llama-3.1-8B')}", "device_memory=24GB")
+    assert time.monotonic() - began_s < 20, "nothing large is read or computed"
+    assert done.returncode == 0
+    for word in ("weights", "rotary table", "slots", "largest forward", "CUDA context", "KV cache", "kept free"):
+        assert word in done.stdout
+    assert "14.96 GiB" in done.stdout  # 16,060,522,496 B
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("80GiB", 80 * GIB), ("24GB", 24 * 10**9), ("1.5 GiB", 3 * GIB // 2), ("100 MiB", 100 << 20)]
+)
+def test_sizes_are_read_with_their_units(text: str, expected: int) -> None:
+    assert parse_size(text) == expected

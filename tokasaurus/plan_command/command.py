@@ -1,0 +1,130 @@
+"""Runs `toka plan`: reads a checkpoint's configuration and headers, and prints the plan."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tokasaurus.checkpoint import CheckpointError, ModelInfo
+from tokasaurus.checkpoint.hub import download_files
+from tokasaurus.checkpoint.info import read_model_info
+from tokasaurus.checkpoint.weight_files import check_weight_sizes, weight_files
+from tokasaurus.plan_command.config import PlanConfig, parse_size
+from tokasaurus.plan_command.memory_plan import DoesNotFit, MemoryPlan, Sizes, plan_memory, show_size
+
+SHOWN_LENGTHS = (1024, 4096, 32_768)
+"""Tokens of the sequences whose number is shown."""
+
+
+def plan(config: PlanConfig) -> int:
+    """Print the plan; returns the exit code: 1 if the model cannot be read, 2 if it does not fit."""
+    assert config.model is not None, "checked by finalize"
+    try:
+        info = read_info(config.model)
+        result = plan_memory(info, sizes_of(config, info))
+    except CheckpointError as error:
+        print(f"toka plan: {error}", file=sys.stderr)
+        return 1
+    except (DoesNotFit, ValueError) as error:
+        print(f"toka plan: {error}", file=sys.stderr)
+        return 2
+    if config.json:
+        print(json.dumps(as_json(result), indent=2))
+    else:
+        _print_plan(config.model, result)
+    return 0
+
+
+def read_info(model: str) -> ModelInfo:
+    """The model's configuration; of a directory, compared with the headers of its weights. Raises CheckpointError."""
+    directory = Path(model).expanduser()
+    if directory.is_file():
+        raise CheckpointError(f"{model}: toka plan reads directories in Hugging Face format, not files")
+    if not directory.is_dir():
+        return read_model_info(download_files(model, ["config.json", "generation_config.json"]))
+    info = read_model_info(directory)
+    check_weight_sizes(weight_files(directory), info)
+    return info
+
+
+def sizes_of(config: PlanConfig, info: ModelInfo) -> Sizes:
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return Sizes(
+        device_bytes=parse_size(config.device_memory),
+        dtype=dtype,
+        kv_cache_dtype=dtype if config.kv_cache_dtype is None else getattr(torch, config.kv_cache_dtype),
+        tp_size=config.tp_size,
+        pp_size=config.pp_size,
+        page_size=config.page_size,
+        max_tokens_per_forward=config.max_tokens_per_forward,
+        max_seqs_per_forward=config.max_seqs_per_forward,
+        context_length=min(info.context_length, config.max_num_tokens_per_request or info.context_length),
+        has_flashinfer=config.attention_backend != "torch",
+    )
+
+
+def as_json(result: MemoryPlan) -> dict[str, Any]:
+    """All sizes in bytes."""
+    workers = [
+        {
+            "pp_rank": worker.pp_rank,
+            "tp_rank": worker.tp_rank,
+            "parts": [
+                {"name": part.name, "bytes": part.num_bytes, "reason": part.reason, "exact": part.is_exact}
+                for part in worker.parts
+            ],
+            "kv_bytes_per_token": worker.kv_bytes_per_token,
+            "kv_blocks": worker.num_kv_blocks,
+        }
+        for worker in result.workers
+    ]
+    return {
+        "device_memory": result.sizes.device_bytes,
+        "tp_size": result.sizes.tp_size,
+        "pp_size": result.sizes.pp_size,
+        "workers": workers,
+        "page_size": result.sizes.page_size,
+        "kv_blocks": result.least.num_kv_blocks,
+        "kv_tokens": result.num_kv_tokens,
+        "max_tokens_per_sequence": min(result.sizes.context_length, result.num_kv_tokens),
+        "sequences_at_once": {str(length): result.num_sequences(length) for length in SHOWN_LENGTHS},
+    }
+
+
+def _print_plan(model: str, result: MemoryPlan) -> None:
+    sizes, least = result.sizes, result.least
+    console = Console()
+    title = f"{model} on {len(result.workers)} x {show_size(sizes.device_bytes)}"
+    if len(result.workers) > 1:
+        title += f": stage {least.pp_rank}, rank {least.tp_rank}, which has the fewest KV blocks"
+    table = Table(title=title, title_justify="left")
+    table.add_column("memory of the worker")
+    table.add_column("size", justify="right")
+    table.add_column("reason")
+    for part in least.parts:
+        table.add_row(part.name, show_size(part.num_bytes), part.reason + ("" if part.is_exact else "; an estimate"))
+    kv_bytes = (least.num_kv_blocks + 1) * least.kv_bytes_per_token * sizes.page_size
+    blocks = f"{least.num_kv_blocks:,} blocks of {sizes.page_size} tokens"
+    reason = f"{blocks} x {least.kv_bytes_per_token:,} B, and one for padding"
+    table.add_row("KV cache", show_size(kv_bytes), reason)
+    spare = sizes.device_bytes - least.num_fixed_bytes - kv_bytes
+    table.add_row("kept free", show_size(spare), "5 % of what the other parts leave, for fragmentation")
+    console.print(table)
+    if len(result.workers) > 1:
+        for worker in result.workers:
+            console.print(
+                f"stage {worker.pp_rank}, rank {worker.tp_rank}: {show_size(worker.parts[0].num_bytes)} of weights, "
+                f"room for {worker.num_kv_blocks:,} blocks",
+                highlight=False,
+            )
+    at_once = ", ".join(f"{result.num_sequences(length):,} of {length:,}" for length in SHOWN_LENGTHS)
+    longest = min(sizes.context_length, result.num_kv_tokens)
+    console.print(
+        f"KV cache for {result.num_kv_tokens:,} tokens: sequences at once, if they share nothing: {at_once} tokens; "
+        f"one sequence has at most {longest:,}",
+        highlight=False,
+    )

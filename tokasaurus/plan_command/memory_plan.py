@@ -1,0 +1,197 @@
+"""The memory of each worker on a CUDA device, part by part, with the reason of each number."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.model.attention.backend import KVShape
+from tokasaurus.model.attention.flashinfer_backend import HEAD_DIMS, workspace_bytes
+from tokasaurus.model.decoder.registry import build_decoder
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.worker.kv_memory import CUDA_FRACTION
+
+CONTEXT_BYTES = 600 << 20
+"""CUDA's context, cuBLAS and the kernels' code on the device: an estimate, which differs by device and version."""
+
+_NUM_PROCESSORS = 132
+"""Multiprocessors of an H100 or H200, on which the size of FlashInfer's workspace depends."""
+_WRAPPER_BYTES = 8 << 20
+_NUM_WRAPPERS = 12
+"""FlashInfer's own buffer in each of the wrappers that FlashInferBackend keeps."""
+
+
+class DoesNotFit(Exception):
+    """The message, one line, says what does not fit and which flag to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the plan depends on besides the model. Fields are flags of the same name."""
+
+    device_bytes: int
+    dtype: torch.dtype
+    kv_cache_dtype: torch.dtype
+    tp_size: int
+    pp_size: int
+    page_size: int
+    max_tokens_per_forward: int
+    max_seqs_per_forward: int
+    context_length: int
+    """Most tokens of a sequence, by the model and the flag."""
+    has_flashinfer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a worker's memory."""
+
+    name: str
+    num_bytes: int
+    reason: str
+    is_exact: bool
+    """Otherwise an estimate: the server measures it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """The memory of one worker."""
+
+    pp_rank: int
+    tp_rank: int
+    parts: tuple[Part, ...]
+    """All but the KV cache."""
+    kv_bytes_per_token: int
+    num_kv_blocks: int
+    """Usable blocks, without the padding block; below 1 if the parts leave no room."""
+
+    @property
+    def num_fixed_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of all workers of a replica."""
+
+    sizes: Sizes
+    workers: tuple[WorkerPlan, ...]
+
+    @property
+    def least(self) -> WorkerPlan:
+        """The worker with the fewest KV blocks, which decides for all."""
+        return min(self.workers, key=lambda worker: worker.num_kv_blocks)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return self.least.num_kv_blocks * self.sizes.page_size
+
+    def num_sequences(self, num_tokens: int) -> int:
+        """Sequences of `num_tokens` tokens that fit the KV cache at once, if they share nothing."""
+        return self.least.num_kv_blocks // -(-num_tokens // self.sizes.page_size)
+
+
+def plan_memory(info: ModelInfo, sizes: Sizes) -> MemoryPlan:
+    """Raises DoesNotFit, and ValueError for a tp_size or pp_size by which the model cannot be divided."""
+    meshes = [Mesh.of_worker(index, sizes.pp_size, sizes.tp_size) for index in range(sizes.pp_size * sizes.tp_size)]
+    plan = MemoryPlan(sizes, tuple(_plan_worker(info, mesh, sizes) for mesh in meshes))
+    least = plan.least
+    if least.num_kv_blocks < 1:
+        weights, *others = least.parts
+        of_others = least.num_fixed_bytes - weights.num_bytes
+        flag = "a larger tp_size or pp_size"
+        if weights.num_bytes < sizes.device_bytes // 2:
+            flag = "a lower max_tokens_per_forward or max_seqs_per_forward"
+        raise DoesNotFit(
+            f"device_memory={show_size(sizes.device_bytes)}: {show_size(weights.num_bytes)} of weights and "
+            f"{show_size(of_others)} of {', '.join(part.name for part in others)} leave no room for a KV cache; {flag} "
+            "needs less on each device"
+        )
+    return plan
+
+
+def _plan_worker(info: ModelInfo, mesh: Mesh, sizes: Sizes) -> WorkerPlan:
+    num_layers = len(mesh.stage_layers(info.num_layers))
+    shape = KVShape(
+        num_layers=num_layers,
+        num_heads=mesh.shard(info.num_heads, "attention heads")[1],
+        num_kv_heads=mesh.kv_head_shard(info.num_kv_heads)[1],
+        head_dim=info.head_dim,
+        page_size=sizes.page_size,
+        dtype=sizes.kv_cache_dtype,
+        device=torch.device("meta"),
+        activation_dtype=sizes.dtype,
+    )
+    parts = (
+        _weights(info, mesh, sizes, num_layers),
+        Part(
+            "rotary table",
+            sizes.context_length * info.head_dim * 4,
+            f"{sizes.context_length:,} positions x {info.head_dim} x 4 B",
+            is_exact=True,
+        ),
+        _slots(sizes),
+        _largest_forward(info, mesh, shape, sizes),
+        *_workspaces(shape, sizes),
+        Part("CUDA context", CONTEXT_BYTES, "context, cuBLAS and kernels' code", is_exact=False),
+    )
+    left = sizes.device_bytes - sum(part.num_bytes for part in parts)
+    bytes_per_token = shape.bytes_per_block // sizes.page_size
+    num_blocks = int(left * CUDA_FRACTION) // shape.bytes_per_block - 1  # minus the padding block, as in the server
+    return WorkerPlan(mesh.pp_rank, mesh.tp_rank, parts, bytes_per_token, num_blocks)
+
+
+def _weights(info: ModelInfo, mesh: Mesh, sizes: Sizes, num_layers: int) -> Part:
+    """Of the very modules that the server fills, which exist without memory until then."""
+    model = build_decoder(info, mesh, sizes.dtype)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_bytes = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+    what = f"{num_layers} of {info.num_layers} layers"
+    if mesh.tp_size > 1:
+        what += f", each divided by {mesh.tp_size}"
+    ends = [name for name, is_here in (("embedding", mesh.is_first_stage), ("LM head", mesh.is_last_stage)) if is_here]
+    if info.tie_embeddings and len(ends) == 2:
+        ends = ["embedding, which is also the LM head"]
+    reason = f"{num_parameters:,} parameters x {sizes.dtype.itemsize} B: {', '.join([what, *ends])}"
+    return Part("weights", num_bytes, reason, is_exact=True)
+
+
+def _slots(sizes: Sizes) -> Part:
+    num_slots = sizes.max_seqs_per_forward + 1
+    num_blocks = -(-sizes.context_length // sizes.page_size)
+    per_slot = 4 * num_blocks + 4 * len(SamplingParams._fields) + 8
+    reason = f"{num_slots:,} slots x {per_slot:,} B: a table of {num_blocks:,} blocks, sampling parameters, last token"
+    return Part("slots", num_slots * per_slot, reason, is_exact=True)
+
+
+def _largest_forward(info: ModelInfo, mesh: Mesh, shape: KVShape, sizes: Sizes) -> Part:
+    """The activations of a layer at its widest, and the logits. Layers run one after another in the same memory."""
+    num_tokens, item = sizes.max_tokens_per_forward, sizes.dtype.itemsize
+    query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention_row = 2 * info.hidden_size + 2 * (query + 2 * kv) + query
+    mlp_row = 2 * info.hidden_size + 3 * (info.intermediate_size // mesh.tp_size)
+    widest = max(attention_row, mlp_row)
+    num_bytes = num_tokens * widest * item
+    reason = f"{num_tokens:,} tokens x {widest:,} x {item} B of a layer"
+    if mesh.is_last_stage:
+        num_rows = min(sizes.max_seqs_per_forward, num_tokens)
+        num_bytes += num_rows * info.vocab_size * (item + 4)
+        reason += f" + {num_rows:,} rows x {info.vocab_size:,} logits x {item + 4} B (and in float32)"
+    return Part("largest forward", num_bytes, reason, is_exact=False)
+
+
+def _workspaces(shape: KVShape, sizes: Sizes) -> list[Part]:
+    if not sizes.has_flashinfer or shape.head_dim not in HEAD_DIMS or sizes.dtype == torch.float32:
+        return []
+    num_bytes = workspace_bytes(shape, _NUM_PROCESSORS) + _NUM_WRAPPERS * _WRAPPER_BYTES
+    reason = f"FlashInfer's workspace for {_NUM_PROCESSORS} multiprocessors, and {_NUM_WRAPPERS} wrappers x 8 MiB"
+    return [Part("attention workspaces", num_bytes, reason, is_exact=False)]
+
+
+def show_size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} GiB"
