@@ -120,6 +120,16 @@ def test_the_table_has_every_part_and_the_sizes_add_up(checkpoint) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "expected"),
+    [([], True), (["attention_backend=torch"], False), (["dtype=float32"], False), (["kv_cache_dtype=float16"], False)],
+)
+def test_flashinfers_workspace_is_planned_where_the_server_would_use_it(checkpoint, words, expected) -> None:
+    plan = planned(f"model={checkpoint('Llama-3.1-8B')}", *words)
+    names = [part["name"] for part in plan["workers"][0]["parts"]]
+    assert ("attention workspaces" in names) == expected
+
+
+@pytest.mark.parametrize(
     ("text", "expected"), [("80GiB", 80 * GIB), ("24GB", 24 * 10**9), ("1.5 GiB", 3 * GIB // 2), ("100 MiB", 100 << 20)]
 )
 def test_sizes_are_read_with_their_units(text: str, expected: int) -> None:

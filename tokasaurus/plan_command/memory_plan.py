@@ -182,7 +182,8 @@ def _largest_forward(info: ModelInfo, mesh: Mesh, shape: KVShape, sizes: Sizes) 
 
 
 def _workspaces(shape: KVShape, sizes: Sizes) -> list[Part]:
-    if not sizes.has_flashinfer or shape.head_dim not in HEAD_DIMS or sizes.dtype == torch.float32:
+    is_half = sizes.dtype != torch.float32 and sizes.kv_cache_dtype == sizes.dtype  # as FlashInfer requires
+    if not sizes.has_flashinfer or shape.head_dim not in HEAD_DIMS or not is_half:
         return []
     num_bytes = workspace_bytes(shape, _NUM_PROCESSORS) + _NUM_WRAPPERS * _WRAPPER_BYTES
     reason = f"FlashInfer's workspace for {_NUM_PROCESSORS} multiprocessors, and {_NUM_WRAPPERS} wrappers x 8 MiB"
