@@ -112,7 +112,9 @@ def _print_plan(model: str, result: MemoryPlan) -> None:
     reason = f"{blocks} x {least.kv_bytes_per_token:,} B, and one for padding"
     table.add_row("KV cache", show_size(kv_bytes), reason)
     spare = sizes.device_bytes - least.num_fixed_bytes - kv_bytes
-    table.add_row("kept free", show_size(spare), "5 % of what the other parts leave, for fragmentation")
+    table.add_row(
+        "kept free", show_size(spare), "5 % of what the other parts leave: fragmentation, token ids of the KV cache"
+    )
     console.print(table)
     if len(result.workers) > 1:
         for worker in result.workers:

@@ -10,10 +10,13 @@ from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.flashinfer_backend import HEAD_DIMS, workspace_bytes
 from tokasaurus.model.decoder.registry import build_decoder
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
 from tokasaurus.model.worker.kv_memory import CUDA_FRACTION
 
 CONTEXT_BYTES = 600 << 20
 """CUDA's context, cuBLAS and the kernels' code on the device: an estimate, which differs by device and version."""
+
+FORWARD = "largest forward"
 
 _NUM_PROCESSORS = 132
 """Multiprocessors of an H100 or H200, on which the size of FlashInfer's workspace depends."""
@@ -100,8 +103,9 @@ def plan_memory(info: ModelInfo, sizes: Sizes) -> MemoryPlan:
     if least.num_kv_blocks < 1:
         weights, *others = least.parts
         of_others = least.num_fixed_bytes - weights.num_bytes
+        forward = next(part for part in others if part.name == FORWARD)
         flag = "a larger tp_size or pp_size"
-        if weights.num_bytes < sizes.device_bytes // 2:
+        if least.num_fixed_bytes - forward.num_bytes < sizes.device_bytes:
             flag = "a lower max_tokens_per_forward or max_seqs_per_forward"
         raise DoesNotFit(
             f"device_memory={show_size(sizes.device_bytes)}: {show_size(weights.num_bytes)} of weights and "
@@ -175,10 +179,10 @@ def _largest_forward(info: ModelInfo, mesh: Mesh, shape: KVShape, sizes: Sizes) 
     num_bytes = num_tokens * widest * item
     reason = f"{num_tokens:,} tokens x {widest:,} x {item} B of a layer"
     if mesh.is_last_stage:
-        num_rows = min(sizes.max_seqs_per_forward, num_tokens)
+        num_rows = min(max(sizes.max_seqs_per_forward, LOGPROBS_AT_ONCE), num_tokens)
         num_bytes += num_rows * info.vocab_size * (item + 4)
         reason += f" + {num_rows:,} rows x {info.vocab_size:,} logits x {item + 4} B (and in float32)"
-    return Part("largest forward", num_bytes, reason, is_exact=False)
+    return Part(FORWARD, num_bytes, reason, is_exact=False)
 
 
 def _workspaces(shape: KVShape, sizes: Sizes) -> list[Part]:
