@@ -39,7 +39,7 @@ def test_a_worker_reports_its_phases_then_answers_every_step_in_order_and_ends(t
     status, status_out = make_channel()
     config = parse_server_config([*FLAGS, "kv_cache_num_tokens=100"])
     worker = threading.Thread(
-        target=run_worker, args=(config, checkpoint, 0, inputs_in, outputs_out, status_out), daemon=True
+        target=run_worker, args=(config, checkpoint, 0, None, inputs_in, outputs_out, status_out), daemon=True
     )
     worker.start()
     ready = outputs.receive(timeout_s=60)

@@ -15,10 +15,18 @@ def sum_over_shards(partial: Tensor, mesh: Mesh) -> Tensor:
     return partial
 
 
+def copy_from_first(tensor: Tensor, mesh: Mesh) -> None:
+    """tensor: contiguous, of the same shape and dtype on each rank. Overwritten with the first rank's values."""
+    if mesh.tp_size > 1 and tensor.numel() > 0:
+        torch.distributed.broadcast(tensor, group=mesh.tp_group, group_src=0)
+
+
 def gather_vocab(shard: Tensor, vocab_size: int, mesh: Mesh) -> Tensor:
     """shard [R, length of mesh.vocab_shard] -> [R, vocab_size], in the order of token ids, on every rank."""
     if mesh.tp_size == 1:
         return shard
+    if len(shard) == 0:  # on every rank
+        return shard.new_empty((0, vocab_size))
     base, num_longer = divmod(vocab_size, mesh.tp_size)
     lengths = [base + 1] * num_longer + [base] * (mesh.tp_size - num_longer)
     # all_gather takes shards of one shape only, so the shorter ones are padded.
