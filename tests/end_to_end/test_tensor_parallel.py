@@ -12,7 +12,7 @@ from tests.end_to_end.helpers.expected_texts import ask_all_at_once, ask_demo_mo
 from tests.end_to_end.helpers.mixed_requests import ask_mixed, assert_same_answers
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
 from tests.helpers.processes import assert_all_end
-from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
+from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
 from tests.torture.helpers.completions import make_body
 
 FLAGS = ("dtype=float32", "max_seqs_per_forward=16", "max_tokens_per_forward=64", "device=cpu")
@@ -45,6 +45,14 @@ def test_two_replicas_of_two_ranks(tmp_path: Path) -> None:
     assert_equals_one_process(tmp_path, "dp_size=2", "tp_size=2")
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("parallel", ["tp_size=2", "tp_size=4", "dp_size=2 tp_size=2", "tp_size=2 torch_compile=T"])
+def test_every_family_equals_one_process(family: str, parallel: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, family, tied=family == "qwen3", vocab_size=VOCAB_SIZE + 1)
+    assert_equals_one_process(tmp_path, *parallel.split())
+
+
 def ask_stories(toka: TokaProcess) -> list[str]:
     """The texts of eight requests, all at once; two samples of each."""
 
@@ -65,8 +73,13 @@ def test_requests_outlive_the_death_of_a_rank_and_nothing_is_left_over(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    with running_toka(f"model={tmp_path / 'model'}", *LARGE, "tp_size=2") as toka, ThreadPoolExecutor(1) as pool:
+    with running_toka(f"model={tmp_path / 'model'}", *LARGE) as toka:
         expected = ask_stories(toka)
+        assert toka.stop() == 0
+    assert not list(temporary.iterdir()), "one rank needs nobody to meet"
+    with running_toka(f"model={tmp_path / 'model'}", *LARGE, "tp_size=2") as toka, ThreadPoolExecutor(1) as pool:
+        assert any("1 replica x 2 tensor-parallel ranks = 2 model workers" in line for line in toka.lines)
+        assert ask_stories(toka) == expected
         before = toka.children()
         num_tokens = toka.gauge("toka_generation_tokens_total")
         answers: Future[list[str]] = pool.submit(ask_stories, toka)
@@ -86,7 +99,8 @@ def test_requests_outlive_the_death_of_a_rank_and_nothing_is_left_over(
     assert not list(temporary.iterdir())
 
 
-def test_three_ranks_give_the_demo_models_texts() -> None:
+@pytest.mark.parametrize("parallel", ["tp_size=3", pytest.param("dp_size=2 tp_size=3", marks=pytest.mark.ranks)])
+def test_three_ranks_give_the_demo_models_texts(parallel: str) -> None:
     """Three of nine query heads and one of three KV heads each. Greedy and seeded, with and without logprobs."""
     question = "Name the largest planet, and say why it is so large."
     bodies = [
@@ -102,6 +116,6 @@ def test_three_ranks_give_the_demo_models_texts() -> None:
         for number in range(4)
     ]
     expected = ask_demo_model((), bodies)
-    with running_toka(*FLAGS, "kv_cache_num_tokens=2048", "tp_size=3") as toka:
+    with running_toka(*FLAGS, "kv_cache_num_tokens=2048", *parallel.split()) as toka:
         assert num_diverged(expected, ask_all_at_once(toka, bodies)) <= 1, "ties are rare"
         assert toka.stop() == 0

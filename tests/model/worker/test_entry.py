@@ -62,6 +62,14 @@ def test_a_worker_reports_its_phases_then_answers_every_step_in_order_and_ends(t
     assert [answer.token_ids.tolist() for answer in answers] == [[token] for token in expected[0, 3:].tolist()]
 
 
+def test_ranks_that_cannot_divide_the_model_are_a_user_error_before_they_meet(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen2")
+    config = parse_server_config([*FLAGS, "kv_cache_num_tokens=100", "tp_size=3"])
+    (inputs, _), (_, outputs), (_, status) = make_channel(), make_channel(), make_channel()
+    with pytest.raises(UserError, match=r"^attention heads \(4\) cannot be divided among tp_size=3$"):
+        run_worker(config, resolve_checkpoint(str(tmp_path)), 0, tmp_path / "rendezvous", inputs, outputs, status)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -18,6 +18,11 @@ TIMEOUT = timedelta(minutes=5)
 may be so late. Nobody waits for a dead one: gloo notices its death at once, and so does the launcher."""
 
 
+def is_about_another_rank(error: RuntimeError) -> bool:
+    """Whether a collective failed, most likely because another rank has ended. Gloo has no error class of its own."""
+    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+
+
 @contextmanager
 def joined(mesh: Mesh, rendezvous: Path | None, device: torch.device) -> Iterator[Mesh]:
     """Inside, `mesh` with its tp_group. With one rank per stage, the same mesh.

@@ -36,7 +36,7 @@ from tokasaurus.model.decoder.weights import FilledModules, load_weights
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.process_group import joined
+from tokasaurus.model.parallel.process_group import is_about_another_rank, joined
 from tokasaurus.model.worker.device import choose_activation_dtype, choose_device, choose_dtype, choose_kv_cache_dtype
 from tokasaurus.model.worker.forward_memory import ForwardMemory, largest_forward, reserve
 from tokasaurus.model.worker.hydragen_costs import describe, measure_costs
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 PROCESS = "model worker"
 
 CAUSE_SECONDS = 1.0
-"""After an error that may be due to the failure of another rank: time for the other to report its own, in seconds."""
+"""After the failure of another rank: time for the launcher to learn its cause, in seconds."""
 
 
 def run_worker(
@@ -89,13 +89,12 @@ def run_worker(
             threads = nullcontext() if worker.kernels is None else leave_threads_to(worker.kernels)
             with threads:
                 run_steps(worker.runner, inputs, outputs if mesh.replies else None, steps_behind)
-    except RuntimeError:
-        if mesh.tp_size == 1:
+    except RuntimeError as error:
+        if mesh.tp_size == 1 or not is_about_another_rank(error):
             raise
         inputs.drain()
-        if not inputs.is_closed:  # otherwise another rank has ended before this one had done the same steps
-            # It may be that another rank has failed, and that this one only notices. The launcher then ends this one
-            # soon; until then, it must not report anything that hides the cause.
+        if not inputs.is_closed:  # otherwise another rank has ended in order, without steps that were never sent to it
+            # The launcher ends this worker because of the other one. A report of this one would hide the cause.
             time.sleep(CAUSE_SECONDS)
             raise
 
