@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.end_to_end.helpers.expected_texts import ask_all_at_once, ask_demo_model, num_diverged
-from tests.end_to_end.helpers.mixed_requests import ask_mixed, assert_same_answers
+from tests.end_to_end.helpers.mixed_requests import ask_mixed, ask_plain, assert_same_answers
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
@@ -25,10 +25,11 @@ GROUPS = ("use_hydragen=T", "hydragen_min_group_size=2", "hydragen_min_prefix_le
 def assert_equals_one_process(directory: Path, *parallel: str) -> None:
     """Sends the same mixed requests to a server of one process and to another with the flags `parallel`."""
     with running_toka(f"model={directory}", *LARGE) as toka:
-        expected = ask_mixed(toka)
+        expected, plain = ask_mixed(toka), ask_plain(toka)
         assert toka.stop() == 0
     with running_toka(f"model={directory}", *SMALL, *GROUPS, *parallel) as toka:
         assert_same_answers(ask_mixed(toka), expected)
+        assert ask_plain(toka) == plain
         for counter in ("preemptions", "prefix_cache_hit_tokens", "shared_prompt_tokens"):
             assert toka.gauge(f"toka_{counter}_total") > 0, counter
         assert toka.gauge("toka_kv_blocks_used") == 0

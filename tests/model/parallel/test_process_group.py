@@ -13,9 +13,26 @@ import torch
 
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.process_group import is_about_another_rank, joined
-from tokasaurus.model.parallel.tensor_parallel import copy_from_first, gather_vocab, sum_over_shards
+from tokasaurus.model.parallel.tensor_parallel import (
+    copy_from_first,
+    gather_vocab,
+    largest_over_shards,
+    sum_over_shards,
+)
 
 CPU = torch.device("cpu")
+
+# Of three ranks: the largest logits of five rows, and their tokens. The second row has equal ones, the fourth a NaN.
+LARGEST = (
+    torch.tensor(
+        [
+            [1.0, 7.5, -3.0, 9.0, -torch.inf],
+            [2.0, 7.0, -2.0, torch.nan, -torch.inf],
+            [3.0, 7.5, -4.0, 8.0, -1e30],
+        ]
+    ),
+    torch.tensor([[0, 1, 2, 0, 1], [5, 6, 7, -1, 5], [(1 << 31) - 2, 10, 11, 12, 13]]),
+)
 
 
 def run_rank(rank: int, num_ranks: int, rendezvous: Path, end: str, answers: Connection) -> None:
@@ -31,7 +48,8 @@ def run_rank(rank: int, num_ranks: int, rendezvous: Path, end: str, answers: Con
         nothing = gather_vocab(torch.empty((0, mesh.vocab_shard(7)[1])), 7, mesh)
         start, length = mesh.vocab_shard(7)
         logits = gather_vocab(torch.arange(start, start + length).float().expand(2, -1), 7, mesh)
-        answers.send((total.tolist(), tokens.tolist(), tuple(nothing.shape), logits.tolist()))
+        largest = largest_over_shards(*(column[rank] for column in LARGEST), mesh)
+        answers.send((total.tolist(), tokens.tolist(), tuple(nothing.shape), logits.tolist(), largest.tolist()))
         if rank == num_ranks - 1:
             if end == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -61,7 +79,7 @@ def test_ranks_compute_together_until_one_of_them_ends(end: str, tmp_path: Path)
     try:
         for rank in range(3):
             logits = [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]] * 2
-            assert receive(rank) == ([3.0, 111.0], [0, 1, 2], (0, 7), logits)
+            assert receive(rank) == ([3.0, 111.0], [0, 1, 2], (0, 7), logits, [(1 << 31) - 2, 1, 7, -1, 13])
         for rank in range(2):
             is_lost, seconds = receive(rank)
             assert is_lost

@@ -16,9 +16,9 @@ from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
 from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.tensor_parallel import copy_from_first
+from tokasaurus.model.parallel.tensor_parallel import copy_from_first, largest_over_shards
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, compute_prompt_logprobs
-from tokasaurus.model.sampling.sample import Sampled, sample
+from tokasaurus.model.sampling.sample import Sampled, sample, takes_largest
 from tokasaurus.model.staging.packed import PackedStaging
 from tokasaurus.model.staging.results import Fetched, HostResults, PackedResults, Results
 from tokasaurus.model.staging.staging import DirectStaging, Staging
@@ -165,8 +165,10 @@ class ModelRunner:
         """hidden [T, E]. A separate method, so that the logits are freed when it returns.
 
         The first tensor-parallel rank samples. The others get its tokens, without logprobs: their own arithmetic may
-        round differently.
+        round differently. If all rows only want the token with the largest logit, no logits are gathered.
         """
+        if self._mesh.tp_size > 1 and takes_largest(batch.sampling):
+            return self._sample_by_largest(hidden, batch)
         logits = self._model.logits(hidden[batch.logit_rows])[: batch.num_sampled]
         if self._mesh.tp_rank == 0:
             sampled = sample(logits, batch.sampling, self._kernels)
@@ -174,6 +176,13 @@ class ModelRunner:
             sampled = Sampled(torch.empty(len(logits), dtype=torch.int64, device=logits.device))
         copy_from_first(sampled.tokens, self._mesh)
         return sampled
+
+    def _sample_by_largest(self, hidden: Tensor, batch: DeviceBatch) -> Sampled:
+        logits, first_id = self._model.own_logits(hidden[batch.logit_rows])
+        logits = logits[: batch.num_sampled]
+        own = sample(logits, batch.sampling, self._kernels).tokens
+        values = logits.gather(1, own.clamp(min=0).unsqueeze(1)).squeeze(1)
+        return Sampled(largest_over_shards(values, torch.where(own < 0, own, own + first_id), self._mesh))
 
     def _new_recompiles(self) -> int:
         if self._compiler is None:
