@@ -16,17 +16,16 @@ from tokasaurus.messages.forward import ForwardInput, PrefixGroups, PromptLogpro
 from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.messages.slots import LogitRules, SlotChanges, SlotOpens
 from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.sampling.logit_rules import ruled_rows_at_once
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
 from tokasaurus.model.sampling.token_masks import num_mask_words
 
 _NUM_LIMITED_ROWS = 64
-"""Rows with limits, rules and masks. Sampling handles rows in chunks, so one chunk is enough; limits are slow on the
-flat logits of an artificial prompt."""
+"""Rows with limits and masks. Sampling handles rows in chunks, so one chunk is enough; limits are slow on the flat
+logits of an artificial prompt."""
 
-_LIMITED = SamplingParams(
-    top_p=0.9, top_k=2000, min_p=0.01, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.5
-)
-"""Of the rows with limits and rules."""
+_LIMITS = {"top_p": 0.9, "top_k": 2000, "min_p": 0.01}
+_PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5}
 
 _NUM_TOP = 20
 """Top-k logprobs of each sampled token and each prompt token: they take little memory."""
@@ -179,14 +178,18 @@ def _first_step(
     """Open a slot for each row; each row prefills the end of its prompt.
 
     No slot owns a block: all keys and values go to the padding block. The first row is greedy.
-    is_plain: no row has a sampling feature; otherwise the first _NUM_LIMITED_ROWS rows have limits, rules and masks.
+    is_plain: no row has a sampling feature; otherwise the first _NUM_LIMITED_ROWS rows have limits and masks, and as
+    many as are changed at once have rules.
     """
     num_rows = len(num_tokens)
-    num_limited = 0 if is_plain else _NUM_LIMITED_ROWS
     slots = np.arange(first_slot, first_slot + num_rows, dtype=np.int32)
-    ruled = slots[:num_limited]
+    masked, ruled = slots[:_NUM_LIMITED_ROWS], slots[: max(_NUM_LIMITED_ROWS, ruled_rows_at_once(limits.vocab_size))]
     sampling = np.array([SamplingParams()] * num_rows, SAMPLING_DTYPE)
-    sampling[:num_limited] = _LIMITED
+    if not is_plain:
+        for name, value in _LIMITS.items():
+            sampling[name][: len(masked)] = value
+        for name, value in _PENALTIES.items():
+            sampling[name][: len(ruled)] = value
     sampling["temperature"][:1] = 0
     opened = SlotOpens(
         slots=slots,
@@ -202,8 +205,8 @@ def _first_step(
     changes = SlotChanges(closed=_NOTHING, opened=opened, block_slots=_NOTHING, block_ids=_NOTHING)
     prompt_ids = np.zeros(int(num_tokens.sum()), np.int32)
     # Allow the whole vocabulary, and set the unused bits after its end too.
-    bits = np.full((len(ruled), num_mask_words(limits.vocab_size)), np.iinfo(np.uint32).max, np.uint32)
-    masks = None if is_plain else TokenMasks(np.arange(len(ruled), dtype=np.int32), bits)
+    bits = np.full((len(masked), num_mask_words(limits.vocab_size)), np.iinfo(np.uint32).max, np.uint32)
+    masks = None if is_plain else TokenMasks(np.arange(len(masked), dtype=np.int32), bits)
     return ForwardInput(0, slots, num_tokens, 0, prompt_ids, changes, masks=masks)
 
 
