@@ -43,7 +43,7 @@ def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def whole_warm_up(runner: ModelRunner) -> None:
-    warm_up(runner, LIMITS, is_context_costly=False)
+    warm_up(runner, LIMITS, 16, is_context_costly=False)
 
 
 def compiled_runner(

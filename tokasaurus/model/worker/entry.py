@@ -176,7 +176,7 @@ def start_worker(
     def run_largest() -> float:
         # Long contexts only on CUDA: the CPU kernels take the same memory at any context length. Plain torch on a CPU
         # bounds its attention memory, but would take too long here.
-        return warm_up(runner, limits, is_context_costly=device.type == "cuda")
+        return warm_up(runner, limits, config.page_size, is_context_costly=device.type == "cuda")
 
     with phase("KV cache") as details:
         plan = _plan_kv_cache(config, shape, backend, forward_memory, run_largest)

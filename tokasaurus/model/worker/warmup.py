@@ -85,15 +85,15 @@ def decode_after(step: ForwardInput) -> ForwardInput:
 
 
 def single_token(limits: ForwardLimits) -> ForwardInput:
-    """The smallest forward."""
-    return _first_step(np.ones(1, np.int32), np.zeros(1, np.int32), limits)
+    """The smallest forward, without any sampling feature."""
+    return _first_step(np.ones(1, np.int32), np.zeros(1, np.int32), limits, is_plain=True)
 
 
-def warm_up(runner: ModelRunner, limits: ForwardLimits, is_context_costly: bool) -> float:
-    """Run the largest forwards and wait for them -> seconds per token of the forward where these are fewest.
+def warm_up(runner: ModelRunner, limits: ForwardLimits, page_size: int, is_context_costly: bool) -> float:
+    """Run the largest forwards and a small one of each kind -> seconds per token of the forward where these are fewest.
 
-    These are the widest prefill and a decode after it; if is_context_costly (attention's memory grows with the
-    context), the longest ones; and the smallest forward, in case a compiler treats a size of 1 specially.
+    The largest are the widest prefill and a decode after it; and, if is_context_costly (attention's memory grows with
+    the context), the longest ones.
 
     The slots stay open in the worker. This is harmless: the manager opens a slot before it uses it.
     """
@@ -103,19 +103,23 @@ def warm_up(runner: ModelRunner, limits: ForwardLimits, is_context_costly: bool)
         steps.append(decode_after(widest))
     if is_context_costly:
         steps += [longest_prefill(limits), longest_last_tokens(limits)]
-    return min(_run_timed(runner, step) for step in (*steps, single_token(limits)))
+    largest = min(_run_timed(runner, step) for step in steps)
+    return min(largest, warm_up_small(runner, limits, page_size))
 
 
 def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInput]:
     """A small forward of each kind; run each before taking the next.
 
-    With every sampling feature: prefill with prompt logprobs, then decode. With none: prefill, decode together with
-    prefill, decode in a prefix group, and a single token.
+    With every sampling feature: prefill with prompt logprobs, then decode. The same prefill without masks, and one with
+    masks alone: Triton compiles a variant of a kernel for each. With none: prefill, decode together with prefill,
+    decode in a prefix group, and a single token, in case a compiler treats a size of 1 specially.
     """
     num_rows = min(_SMALL_ROWS, limits.max_seqs, limits.max_tokens)
     num_tokens = np.full(num_rows, min(_SMALL_TOKENS, limits.max_tokens // num_rows, limits.context_length), np.int32)
     start = np.zeros(num_rows, np.int32)
     prefill = _first_step(num_tokens, start, limits)
+    yield replace(prefill, masks=None)
+    yield replace(_first_step(num_tokens, start, limits, is_plain=True), masks=prefill.masks)
     yield _with_prompt_logprobs(prefill, limits)
     if limits.context_length > num_tokens[0]:
         yield replace(decode_after(prefill), masks=prefill.masks)
@@ -127,7 +131,7 @@ def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInp
         yield after_block
         groups = PrefixGroups(np.array([num_rows], np.int32), np.ones(1, np.int32))
         yield replace(decode_after(after_block), groups=groups)
-    yield _first_step(np.ones(1, np.int32), np.zeros(1, np.int32), limits, is_plain=True)
+    yield single_token(limits)
 
 
 def warm_up_small(runner: ModelRunner, limits: ForwardLimits, page_size: int) -> float:
