@@ -19,6 +19,7 @@ from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, compute_pro
 from tokasaurus.model.sampling.sample import Sampled, sample
 from tokasaurus.model.staging.packed import PackedStaging
 from tokasaurus.model.staging.results import Fetched, HostResults, PackedResults, Results
+from tokasaurus.model.staging.sizes import BufferSizes
 from tokasaurus.model.staging.staging import DirectStaging, Staging
 from tokasaurus.model.staging.transfers import CudaTransfers, Transfers
 
@@ -101,17 +102,21 @@ class ModelRunner:
         kernels: Kernels | None,
         compiler: Compiler | None = None,
         transfers: Transfers | None = None,
+        buffer_sizes: BufferSizes = BufferSizes(),  # noqa: B008  (it is frozen)
     ) -> None:
         """compiler: compiles parts of the model; None if nothing is compiled. transfers: how arrays
-        reach the device and results return; None: as is best for `device`."""
+        reach the device and results return; None: as is best for `device`. buffer_sizes: of their buffers."""
         self._model = model
         self._backend = backend
         self._slots = slots
         self._page_size = page_size
         if transfers is None and device.type != "cpu":
             transfers = CudaTransfers(device)
-        self._staging: Staging = DirectStaging(device) if transfers is None else PackedStaging(transfers)
-        self._results: Results = HostResults() if transfers is None else PackedResults(transfers)
+        self._staging: Staging = DirectStaging(device)
+        self._results: Results = HostResults()
+        if transfers is not None:
+            self._staging = PackedStaging(transfers, buffer_sizes.inputs)
+            self._results = PackedResults(transfers, buffer_sizes.results)
         self._kernels = kernels
         self._compiler = compiler
         self._executor = choose_executor(model, backend)

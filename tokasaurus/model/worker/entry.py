@@ -35,6 +35,7 @@ from tokasaurus.model.decoder.weights import FilledModules, load_weights
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.staging.sizes import sizes_for
 from tokasaurus.model.worker.device import choose_activation_dtype, choose_device, choose_dtype, choose_kv_cache_dtype
 from tokasaurus.model.worker.forward_memory import ForwardMemory, largest_forward, reserve
 from tokasaurus.model.worker.hydragen_costs import describe, measure_costs
@@ -163,9 +164,10 @@ def start_worker(
     max_blocks = -(-context_length // config.page_size)
     slots = SlotTable(SlotTableSize(config.max_seqs_per_forward + 1, max_blocks), device)
     slots.rules.allocate(config.page_size)  # the padding block: the first forwards write to no other
-    runner = ModelRunner(model, backend, slots, config.page_size, device, kernels, compiler)
-
     limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length, info.vocab_size)
+    sizes = sizes_for(limits.max_tokens, limits.max_seqs, limits.vocab_size, config.max_topk_logprobs)
+    runner = ModelRunner(model, backend, slots, config.page_size, device, kernels, compiler, buffer_sizes=sizes)
+
     forward_memory = None  # unknown where torch computes: its operations allocate temporaries of unknown size
     if runner.always_on_kernels:
         forward_memory = largest_forward(
