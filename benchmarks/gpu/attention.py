@@ -118,7 +118,7 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
     times: list[float] = []
     for _ in range(_WARM_ROUNDS + _ROUNDS):
         if device.type == "cuda":
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             began.record()
             work()
             ended.record()
