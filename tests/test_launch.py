@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,17 @@ import pytest
 from tests.helpers.processes import assert_all_end
 
 LAUNCHER = """
-import sys
+import os, sys
+from tokasaurus import launch
 from tokasaurus.config import parse_server_config
 from tokasaurus.launch import Entries, serve
+launch.SERVER_GRACE_S = launch.ENGINE_GRACE_S = float(os.environ["GRACE_S"])
 entries = Entries("launch_stubs:run_server", "launch_stubs:run_manager", "launch_stubs:" + sys.argv[1])
 sys.exit(serve(parse_server_config(sys.argv[2:]), entries))
 """
+
+LONG_GRACE_S = "600"
+"""Much longer than `Launcher.exit_code` waits: no process ends in time because its grace period is over."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +66,7 @@ class Launcher:
             [sys.executable, "-c", LAUNCHER, worker, f"model={model_directory}", "port=0", "cpu_isa=torch", *flags],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": tests},
+            env={"GRACE_S": LONG_GRACE_S, **os.environ, "PYTHONPATH": tests},
             start_new_session=True,
         )
         self.lines: list[str] = []
@@ -85,22 +91,25 @@ class Launcher:
         assert line is not None
         return line
 
-    def exit_code(self, within_s: float) -> int:
-        code = self.process.wait(timeout=within_s)
-        self._reader.join(timeout=5)
+    def exit_code(self) -> int:
+        code = self.process.wait(timeout=60)
+        self._reader.join(timeout=30)
         return code
 
     def children(self) -> dict[str, int]:
         """Pid of each child process of the launcher that has a `toka-` title, by title."""
         pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        names = {Path(f"/proc/{pid}/comm").read_text().strip(): int(pid) for pid in pids}
-        return {name: pid for name, pid in names.items() if name.startswith("toka-")}
+        found = {}
+        for pid in pids:
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                found[Path(f"/proc/{pid}/comm").read_text().strip()] = int(pid)
+        return {name: pid for name, pid in found.items() if name.startswith("toka-")}
 
     def end(self) -> None:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self._reader.join(timeout=5)
+        self._reader.join(timeout=30)
 
 
 @pytest.fixture
@@ -132,8 +141,8 @@ def test_ready_line_names_url_model_kv_size_and_phase_times(launch) -> None:
     assert processes.keys() == set(CHILDREN.values())
     assert re.fullmatch(r"imports \d+\.\d, load weights 1\.2", processes["model worker (rank 0)"])
     assert any("load weights" in line and line.endswith("1.25 s  7 of [7] layers") for line in launcher.lines)
-    with socket.create_connection(("127.0.0.1", int(match[1])), timeout=5) as connection:
-        assert connection.recv(100) == b"tiny-llama"
+    with socket.create_connection(("127.0.0.1", int(match[1])), timeout=30) as connection:
+        assert connection.makefile("rb").read() == b"tiny-llama"
     assert set(launcher.children()) == set(CHILDREN)
 
 
@@ -144,7 +153,7 @@ def test_signal_ends_all_with_exit_code_0(launch, number: signal.Signals) -> Non
     pids = list(launcher.children().values())
     # To the whole session, as a terminal does.
     os.killpg(launcher.process.pid, number) if number == signal.SIGINT else launcher.process.send_signal(number)
-    assert launcher.exit_code(within_s=5) == 0
+    assert launcher.exit_code() == 0
     assert_all_end(pids, within_s=0.1)
     assert launcher.lines[-1] == "stopped"
     assert not any("Traceback" in line for line in launcher.lines)
@@ -155,7 +164,7 @@ def test_signal_while_starting_ends_all_with_exit_code_0(launch) -> None:
     launcher.wait_for_line("stuck")
     pids = list(launcher.children().values())
     os.killpg(launcher.process.pid, signal.SIGINT)
-    assert launcher.exit_code(within_s=5) == 0
+    assert launcher.exit_code() == 0
     assert_all_end(pids, within_s=0.1)
     assert not any("Traceback" in line for line in launcher.lines)
 
@@ -168,16 +177,17 @@ def test_second_ctrl_c_kills_a_worker_that_will_not_end(launch) -> None:
     launcher.wait_for_line("^stopping")
     time.sleep(0.5)  # a signal that follows sooner counts as the same request
     launcher.process.send_signal(signal.SIGINT)
-    assert launcher.exit_code(within_s=2) == 0  # without it: grace periods of 4 s
+    assert launcher.exit_code() == 0  # without it: the grace period
     assert_all_end(pids, within_s=0.1)
 
 
-def test_sigterm_ends_a_worker_that_will_not_end(launch) -> None:
+def test_sigterm_ends_a_worker_that_will_not_end(launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRACE_S", "3")
     launcher = launch("run_worker_that_will_not_end")
     launcher.wait_for_line("^ready: ")
     pids = list(launcher.children().values())
     launcher.process.send_signal(signal.SIGTERM)
-    assert launcher.exit_code(within_s=9) == 0
+    assert launcher.exit_code() == 0
     assert_all_end(pids, within_s=0.1)
 
 
@@ -187,7 +197,7 @@ def test_kill_9_of_a_child_ends_the_others_and_names_it_without_restarts(launch,
     launcher.wait_for_line("^ready: ")
     children = launcher.children()
     os.kill(children[title], signal.SIGKILL)
-    assert launcher.exit_code(within_s=5) == 1
+    assert launcher.exit_code() == 1
     assert_all_end(list(children.values()), within_s=0.1)
     end = "" if title == "toka-server" else "; the engine has failed too often (max_restarts)"
     assert launcher.lines[-1] == f"toka: {CHILDREN[title]} died: killed by signal 9 (SIGKILL){end}"
@@ -210,13 +220,13 @@ def test_a_killed_part_of_the_engine_is_started_again(launch, title: str, number
     assert after["toka-worker-0"] != before["toka-worker-0"]
     assert_all_end([before["toka-manager"], before["toka-worker-0"]], within_s=0.1)
     launcher.process.send_signal(signal.SIGTERM)
-    assert launcher.exit_code(within_s=5) == 0
+    assert launcher.exit_code() == 0
     assert_all_end(list(after.values()), within_s=0.1)
 
 
 def test_an_engine_that_dies_again_and_again_ends_the_server(launch) -> None:
     launcher = launch("run_worker_that_returns_after_ready", "max_restarts=2")
-    assert launcher.exit_code(within_s=60) == 1
+    assert launcher.exit_code() == 1
     pauses = [line for line in launcher.lines if "of the engine" in line]
     plans = [line.partition("; ")[2] for line in pauses]
     assert plans == ["restart 1 of the engine now", "restart 2 of the engine in 1 s"]
@@ -240,7 +250,7 @@ def test_replicas_go_on_without_one_that_dies_again_and_again_until_none_is_left
     os.kill(before["toka-manager0"], signal.SIGKILL)
     launcher.wait_for_line(r"^replica 0 is ready again")
     os.kill(launcher.children()["toka-worker0-0"], signal.SIGKILL)
-    assert launcher.exit_code(within_s=5) == 1
+    assert launcher.exit_code() == 1
     assert launcher.lines[-1].endswith("(SIGKILL); replica 0 has failed too often (max_restarts)")
 
 
@@ -251,7 +261,10 @@ def test_a_stopped_manager_is_killed_and_started_again(launch) -> None:
     time.sleep(3)  # a healthy manager is left alone
     assert launcher.children() == before
     os.kill(before["toka-manager"], signal.SIGSTOP)
-    launcher.wait_for_line(r"^toka: manager gave no sign of life for [45] s \(watchdog_seconds\); restart 1")
+    line = launcher.wait_for_line(r"^toka: manager gave no sign of life for \d+ s \(watchdog_seconds\); restart 1")
+    seconds = re.search(r"for (\d+) s", line)
+    assert seconds is not None
+    assert 4 <= int(seconds[1]) < 30, "4 or 5 on a free machine"
     launcher.wait_for_line("^the engine is ready again")
     assert_all_end([before["toka-manager"], before["toka-worker-0"]], within_s=0.1)
 
@@ -274,26 +287,26 @@ def test_kill_9_of_the_launcher_leaves_no_child(launch) -> None:
     launcher.wait_for_line("^ready: ")
     pids = list(launcher.children().values())
     launcher.process.kill()
-    assert_all_end(pids, within_s=5)
+    assert_all_end(pids, within_s=30)
 
 
 def test_exception_while_starting_is_logged_and_ends_in_one_line(launch) -> None:
     launcher = launch("run_worker_that_raises")
-    assert launcher.exit_code(within_s=30) == 1
+    assert launcher.exit_code() == 1
     assert any("Traceback" in line for line in launcher.lines)
     assert launcher.lines[-1] == "toka: model worker (rank 0) failed: RuntimeError: tensor broke"
 
 
 def test_users_mistake_found_by_a_child_is_one_line_without_traceback(launch) -> None:
     launcher = launch("run_worker_with_user_error")
-    assert launcher.exit_code(within_s=30) == 1
+    assert launcher.exit_code() == 1
     assert launcher.lines[-1] == "toka: model worker (rank 0) failed: kv_cache_num_tokens=7 does not fit"
     assert not any("Traceback" in line for line in launcher.lines)
 
 
 def test_child_that_ends_by_itself_ends_the_server(launch) -> None:
     launcher = launch("run_worker_that_returns")
-    assert launcher.exit_code(within_s=30) == 1
+    assert launcher.exit_code() == 1
     assert launcher.lines[-1] == "toka: model worker (rank 0) died: exit code 0"
 
 
@@ -301,7 +314,7 @@ def test_busy_port_is_one_line(launch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         launcher = launch("run_worker", f"port={port}")
-        assert launcher.exit_code(within_s=30) == 1
+        assert launcher.exit_code() == 1
     assert launcher.lines == [
         f"toka: port={port}: cannot listen on 127.0.0.1: Address already in use; choose another port="
     ]
@@ -309,7 +322,7 @@ def test_busy_port_is_one_line(launch) -> None:
 
 def test_missing_model_is_one_line(launch, tmp_path: Path) -> None:
     launcher = launch("run_worker", f"model={tmp_path / 'absent.gguf'}")
-    assert launcher.exit_code(within_s=30) == 1
+    assert launcher.exit_code() == 1
     (line,) = (
         line for line in launcher.lines if line.startswith("toka: ")
     )  # other lines report the phases of the start

@@ -48,6 +48,12 @@ RUNS = (
     ServerRun(LLAMA_1B, ("monkeys",), ("use_hydragen=F",)),
     ServerRun(LLAMA_1B, ("steps",), ("attention_backend=torch",)),  # beside FlashInfer, where that is installed
 )
+ATTENTION_RUNS = (
+    ServerRun(LLAMA_8B, ("attention",)),
+    ServerRun(LLAMA_8B, ("attention",), ("attention_backend=torch",)),
+)
+ATTENTION_SECONDS = 150.0
+"""Time for attention alone; compiling FlashInfer's kernels takes most of it."""
 TINY_RUNS = (ServerRun(TINY, ("steps", "monkeys", "sharegpt")), ServerRun(TINY, ("monkeys",), ("use_hydragen=F",)))
 
 
@@ -102,6 +108,25 @@ def measure(runs: Sequence[ServerRun], flags: Sequence[str], sizes: Sizes, resul
             except (ServerError, OSError) as error:
                 for part in pending:
                     results.add(run, part, "not run", time.monotonic() - started_s, reason=str(error))
+
+
+def measure_attention(arguments: Sequence[str], results: Results, deadline_s: float) -> None:
+    """Attention without a server, in processes of their own, whose memory is free afterwards."""
+    for run in ATTENTION_RUNS:
+        started_s = time.monotonic()
+        backend = [f"--backend={flag.partition('=')[2]}" for flag in run.flags]
+        command = [sys.executable, "-m", "benchmarks.gpu.attention", *arguments, *backend]
+        timeout_s = min(ATTENTION_SECONDS, max(1.0, deadline_s - started_s))
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeout_s)
+            values = json.loads(done.stdout)
+        except subprocess.TimeoutExpired:
+            results.add(run, "attention", "failed", timeout_s, reason=f"it was not finished after {timeout_s:.0f} s")
+        except subprocess.CalledProcessError as error:
+            last_line = [*error.stderr.splitlines(), f"exit code {error.returncode}"][-1]
+            results.add(run, "attention", "failed", time.monotonic() - started_s, reason=last_line)
+        else:
+            results.add(run, "attention", "measured", time.monotonic() - started_s, attention=values)
 
 
 def _measure_server(
@@ -160,6 +185,13 @@ def print_results(results: Results, console: Console) -> None:
 def _shown(part: dict[str, Any]) -> str:
     if part["status"] != "measured":
         return f"{part['status']}: {part['reason']}"
+    if "attention" in part:
+        values = part["attention"]
+        return (
+            f"{values['backend']}: decode reads {values['decode_bytes_per_s'] / 1e9:,.0f} GB/s,"
+            f" {values['decode_share']:.2f} of a copy's; prefix {values['prefix_flop_per_s'] / 1e12:,.1f} TFLOP/s,"
+            f" {values['prefix_share']:.2f} of a matrix product's"
+        )
     if "steps" in part:
         return "\n".join(
             f"{row['num_rows']} rows: {row['step_ms']:.2f} ms, idle {row['idle_share']:.0%}" for row in part["steps"]
@@ -204,8 +236,10 @@ def main(argv: Sequence[str]) -> int:
     results.write()
     if args.dry_run:
         flags = ["device=cpu", "kv_cache_num_tokens=16384", *args.flags]
+        measure_attention(["--device=cpu", "--tiny"], results, deadline_s)
         measure(TINY_RUNS, flags, TINY_SIZES, results, deadline_s)
     else:
+        measure_attention(["--device=cuda"], results, deadline_s)
         measure(RUNS, ["device=cuda", *args.flags], SIZES, results, deadline_s)
     print_results(results, Console(width=None if sys.stdout.isatty() else 140))
     print(f"results: {path}")

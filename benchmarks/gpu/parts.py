@@ -51,7 +51,7 @@ async def measure_sharegpt(base_url: str, sizes: Sizes, directory: Path) -> dict
 
 
 async def measure_steps(base_url: str, sizes: Sizes, _directory: Path) -> dict[str, Any]:
-    """Seconds of a decode step, and the part of the time in which the worker was not busy. Raises ServerError."""
+    """Seconds of a decode step, and the part of the time in which the device waited for one. Raises ServerError."""
     rows = []
     options = ClientOptions(base_url, None, 600.0, usage_per_choice=False, extra_body={})
     async with open_client(options) as client:
@@ -63,13 +63,16 @@ async def measure_steps(base_url: str, sizes: Sizes, _directory: Path) -> dict[s
             wall_s = time.perf_counter() - started_s
             if result.error is not None:
                 raise ServerError(result.error)
-            busy_s = (await read_metrics(base_url))["toka_forward_seconds_total"] - before["toka_forward_seconds_total"]
+            after = await read_metrics(base_url)
+            busy_s, idle_s = (
+                after[name] - before[name] for name in ("toka_forward_seconds_total", "toka_device_idle_seconds_total")
+            )
             rows.append(
                 {
                     "num_rows": num_rows,
                     "step_ms": 1000 * busy_s / sizes.num_steps,
                     "wall_ms": 1000 * wall_s / sizes.num_steps,
-                    "idle_share": max(0.0, 1 - busy_s / wall_s),
+                    "idle_share": idle_s / wall_s,
                 }
             )
     return {"steps": rows}

@@ -14,7 +14,7 @@ import pytest
 
 from tests.batch_command.helpers.dropping_proxy import proxy_before
 from tests.batch_command.helpers.request_lines import read_results, request_line, text_of, write_requests
-from tests.batch_command.helpers.runs import RUN, start, wait_for_lines
+from tests.batch_command.helpers.runs import RUN, start, wait_for_batch, wait_for_lines
 from tests.server.helpers.fake_engine import Reply, echo, never
 from tests.server.helpers.live_server import LiveServer
 from tokasaurus.batch_command import run as run_module
@@ -64,7 +64,7 @@ def test_ctrl_c_says_how_to_continue_and_the_same_batch_continues(
     process = start(words)
     wait_for_lines(server, 10)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     (batch,) = server.http.get("/v1/batches").json()["data"]
     cancel = ["cancel", batch["id"], words[2]]
@@ -112,7 +112,7 @@ def test_after_a_kill_the_same_batch_continues_and_no_line_runs_twice(
 
     def answer_ten_and_wait(request: GenerateRequest, index: int) -> Reply | None:
         if len(server.engine.requests) > 10:
-            may_go_on.wait(20)
+            may_go_on.wait(60)
         return echo(request, index)
 
     server.engine.script = answer_ten_and_wait
@@ -138,7 +138,7 @@ def test_a_second_command_on_the_same_output_is_refused(
     assert batch_main(words) == 1
     assert "another toka batch is at work on this output" in capsys.readouterr().err
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
 
 
@@ -146,11 +146,11 @@ def test_a_changed_input_says_what_to_delete(
     words: list[str], server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.engine.script = never
+    source, state = tmp_path / "in.jsonl", tmp_path / "out.jsonl.toka.json"
     process = start(words)
-    wait_for_lines(server, 0)
+    wait_for_batch(state)
     process.kill()
     process.communicate()
-    source, state = tmp_path / "in.jsonl", tmp_path / "out.jsonl.toka.json"
     content = source.read_bytes()
     source.write_bytes(content.replace(b"c7", b"d7"))
     assert batch_main(words) == 1
@@ -234,7 +234,7 @@ def test_on_a_terminal_there_is_a_bar(words: list[str], server: LiveServer) -> N
     process.send_signal(signal.SIGINT)
     while b"the same command continues" not in shown:
         shown += os.read(terminal, 4096)
-    assert process.wait(timeout=20) == 130
+    assert process.wait(timeout=60) == 130
     os.close(terminal)
     (batch,) = httpx.get(f"{server.url}/v1/batches").json()["data"]
     server.http.post(f"/v1/batches/{batch['id']}/cancel").raise_for_status()

@@ -2,7 +2,6 @@
 
 import re
 import socket
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import orjson
 import pytest
 
 from tests.batch_command.helpers.request_lines import read_results, request_line, write_requests
-from tests.batch_command.helpers.runs import start, wait_for_lines
+from tests.batch_command.helpers.runs import start, wait_for_batch, wait_for_lines
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
 from tests.server.helpers.live_server import LiveServer, live_server
 from tokasaurus.batch_command import run as run_module
@@ -78,13 +77,14 @@ def test_an_output_that_was_deleted_on_the_server_says_what_to_delete(
 ) -> None:
     server.engine.script = never
     process = start(words)
+    wait_for_batch(tmp_path / "out.jsonl.toka.json")
     wait_for_lines(server, 0, "in_progress")
     process.kill()
     process.communicate()
     (batch,) = server.http.get("/v1/batches").json()["data"]
     server.http.post(f"/v1/batches/{batch['id']}/cancel").raise_for_status()
-    while (batch := server.http.get(f"/v1/batches/{batch['id']}").json())["status"] != "cancelled":
-        time.sleep(0.02)
+    wait_for_lines(server, 0, "cancelled")
+    (batch,) = server.http.get("/v1/batches").json()["data"]
     server.http.delete(f"/v1/files/{batch['error_file_id']}").raise_for_status()
     assert batch_main(words) == 1
     line = capsys.readouterr().err.splitlines()[-1]
@@ -102,11 +102,11 @@ def test_a_base_url_without_a_version_is_explained(
 
 
 def test_another_completion_window_than_the_batch_has_is_refused(
-    words: list[str], server: LiveServer, capsys: pytest.CaptureFixture[str]
+    words: list[str], server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.engine.script = never
     process = start([*words, "completion_window=2h"])
-    wait_for_lines(server, 0)
+    wait_for_batch(tmp_path / "out.jsonl.toka.json")
     process.kill()
     process.communicate()
     assert batch_main([*words, "completion_window=3h"]) == 1

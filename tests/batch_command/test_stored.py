@@ -34,7 +34,7 @@ def make_batch(url: str, source: Path, api_key: str = "none") -> str:
 
 
 def wait_for(data_dir: Path, status: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     with closing(open_connection(data_dir / "database.sqlite", can_write=False)) as connection:
         while {row[0] for row in connection.execute("SELECT status FROM batches")} != {status}:
             assert time.monotonic() < deadline

@@ -46,7 +46,7 @@ def test_latency_is_the_servers_response_time(scripted_server: Any) -> None:
     scripted_server.latency_s = lambda body: body["max_tokens"] / 100
     results = offer(scripted_server.base_url, [offered(max_tokens=m) for m in (5, 20, 40)])
     for result, slept_s in zip(results, (0.05, 0.2, 0.4), strict=True):
-        assert slept_s <= result.latency_s < slept_s + 1
+        assert slept_s <= result.latency_s < slept_s + 10
         assert result.finished_s - result.sent_s == pytest.approx(result.latency_s)
 
 
@@ -54,7 +54,8 @@ def test_latency_is_the_servers_response_time(scripted_server: Any) -> None:
 def test_concurrency_is_reached_and_never_exceeded(
     scripted_server: Any, concurrency: int | None, expected: int
 ) -> None:
-    scripted_server.latency_s = lambda _: 0.8 if concurrency is None else 0.05
+    scripted_server.latency_s = lambda _: 0.05
+    scripted_server.least_in_flight = expected
     offer(scripted_server.base_url, [offered() for _ in range(12)], concurrency)
     assert scripted_server.max_in_flight == expected
     assert len(scripted_server.bodies) == 12
@@ -64,7 +65,7 @@ def test_requests_are_sent_when_they_are_due(scripted_server: Any) -> None:
     arrivals = (0.0, 0.1, 0.3)
     results = offer(scripted_server.base_url, [offered(arrival_s=arrival) for arrival in arrivals])
     for result, arrival_s in zip(results, arrivals, strict=True):
-        assert arrival_s <= result.sent_s < arrival_s + 1
+        assert arrival_s <= result.sent_s < arrival_s + 10
 
 
 def test_latency_of_a_due_request_includes_its_wait_for_a_connection(scripted_server: Any) -> None:
@@ -97,7 +98,7 @@ def test_failed_requests_are_marked_and_not_retried(scripted_server: Any) -> Non
 
 
 def test_slow_answer_is_a_failure(scripted_server: Any) -> None:
-    scripted_server.latency_s = lambda _: 0.5
+    scripted_server.latency_s = lambda _: 3.0
     [result] = offer(scripted_server.base_url, [offered()], timeout_s=0.1)
     assert result.error == "no answer within 0.1 s"
 

@@ -30,7 +30,7 @@ def test_every_request_is_sent_once_and_the_servers_time_is_counted(server: Live
     cost = server_cpu.measure(way, server_cpu.Target(f"{server.url}/v1", "secret"), 30)
     spent_s = time.process_time() - before
     assert (cost.way, cost.num_requests, cost.num_failed) == (way, 30, 0)
-    assert 0.8 * spent_s < cost.server_cpu_s <= spent_s
+    assert 0.6 * spent_s < cost.server_cpu_s <= spent_s
     assert cost.ms_per_request == pytest.approx(1000 * cost.server_cpu_s / 30)
     server.engine.wait_until(lambda engine: len(engine.requests) == 30)
     assert len({request.prompt_ids.tobytes() for request in server.engine.requests}) == 30

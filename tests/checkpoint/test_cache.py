@@ -133,7 +133,7 @@ def test_two_processes_repair_a_damaged_directory_once(tmp_path: Path) -> None:
     (built / "below" / "file").write_text("")
     command = [sys.executable, "-c", WRITE_AGAIN, str(built)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert "".join(outputs) == "built\n"
 

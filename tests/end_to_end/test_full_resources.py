@@ -27,7 +27,7 @@ MOUNT = "mount -t tmpfs -o size=4k tmpfs /dev/shm && head -c 4096 /dev/zero > /d
 
 def send_malformed(port: int) -> bytes:
     """The status line of the answer."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(b"this is not HTTP\r\n\r\n")
         return connection.makefile("rb").readline()
 
@@ -35,7 +35,7 @@ def send_malformed(port: int) -> bytes:
 def is_ready(toka: TokaProcess) -> bool:
     assert toka.process.poll() is None
     try:
-        return httpx.get(f"{toka.url}/ready", timeout=5).status_code == 200
+        return httpx.get(f"{toka.url}/ready", timeout=30).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -52,7 +52,7 @@ def test_malformed_requests_do_not_stop_a_server_whose_stderr_nobody_reads(tmp_p
     is_over = threading.Event()
 
     def watch_health() -> None:
-        with httpx.Client(timeout=10) as http:
+        with httpx.Client(timeout=60) as http:
             while not is_over.is_set():
                 began_s = time.monotonic()
                 assert http.get(f"{toka.url}/health").status_code == 200
@@ -66,12 +66,13 @@ def test_malformed_requests_do_not_stop_a_server_whose_stderr_nobody_reads(tmp_p
         for _ in range(NUM_MALFORMED):
             assert send_malformed(port).startswith(b"HTTP/1.1 400 ")
         body = {"model": "default", "prompt": "A", "max_tokens": 5}
-        assert httpx.post(f"{toka.url}/v1/completions", json=body, timeout=30).status_code == 200
+        assert httpx.post(f"{toka.url}/v1/completions", json=body, timeout=120).status_code == 200
         assert toka.gauge("toka_log_records_dropped_total") == 0  # so few lines fit in the queue
         is_over.set()
         watcher.join()
         assert len(waits_s) > 5
-        assert max(waits_s) < 1
+        late_s = [wait_s for wait_s in waits_s if wait_s >= 1]
+        assert len(late_s) <= 2, "the machine may stop for a second; a full pipe would hold up each"
         assert toka.stop() == 0
     finally:
         is_over.set()

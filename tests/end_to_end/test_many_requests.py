@@ -82,7 +82,7 @@ def test_bulk_lines_are_answered_and_are_cancelled_when_the_client_disconnects(t
     content = lines(1, 2).replace(b"line", b"first") + b"\n" + lines(12, 1500)  # all fit in the cache
     with httpx.stream("POST", f"{toka.url}/v1/bulk", content=content, timeout=300) as stream:
         assert orjson.loads(next(stream.iter_lines()))["custom_id"] == "first 0"
-    wait_for(lambda: toka.gauge("toka_requests_running") + toka.gauge("toka_requests_waiting") == 0, 30)
+    wait_for(lambda: toka.gauge("toka_requests_running") + toka.gauge("toka_requests_waiting") == 0, 60)
     assert toka.gauge("toka_kv_blocks_used") == blocks_at_start
 
 
@@ -96,7 +96,7 @@ def test_one_token_is_answered_while_thousands_of_another_clients_samples_wait(t
         assert answer.json()["usage"]["completion_tokens"] == 1
         assert toka.gauge("toka_requests_waiting") > 2500
         assert next(lines) is not None
-    wait_for(lambda: toka.gauge("toka_requests_running") + toka.gauge("toka_requests_waiting") == 0, 30)
+    wait_for(lambda: toka.gauge("toka_requests_running") + toka.gauge("toka_requests_waiting") == 0, 60)
 
 
 def test_greedy_chat_knows_the_capital_of_germany(toka: TokaProcess) -> None:

@@ -27,7 +27,7 @@ def toka() -> Iterator[TokaProcess]:
 
 
 def ask(toka: TokaProcess, route: str, **fields: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{toka.url}/v1/{route}", json={"model": "default", **fields}, timeout=60)
+    answer = httpx.post(f"{toka.url}/v1/{route}", json={"model": "default", **fields}, timeout=240)
     answer.raise_for_status()
     result: dict[str, Any] = answer.json()
     return result
@@ -142,7 +142,7 @@ def test_a_streamed_echo_equals_the_unstreamed_one(toka: TokaProcess) -> None:
     body |= {"echo": True, "logprobs": 1}
     ask(toka, "completions", **body)  # then both find the same prompt logprobs cached
     unstreamed = ask(toka, "completions", **body)["choices"]
-    client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0, timeout=60)
+    client = openai.OpenAI(base_url=f"{toka.url}/v1", api_key="none", max_retries=0, timeout=240)
     joined: dict[int, tuple[str, list[str], list[float]]] = {}
     for chunk in client.completions.create(**body, stream=True):
         (choice,) = chunk.choices

@@ -10,18 +10,11 @@ import pytest
 import torch
 
 from tests.end_to_end.helpers.toka_process import running_toka, wait_for
+from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
 from tokasaurus.text.tokenizer import Tokenizer
 
 SMALL = ("dtype=float32", "kv_cache_num_tokens=4096", "max_tokens_per_forward=256", "max_seqs_per_forward=16")
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def test_all_processes_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
@@ -30,7 +23,7 @@ def test_all_processes_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
         children = toka.children()
         assert len(children) == 3
         toka.process.kill()
-        wait_for(lambda: not any(is_alive(pid) for pid in children.values()), 5)
+        assert_all_end(list(children.values()), within_s=30)
 
 
 def test_a_served_local_checkpoint_matches_transformers(tmp_path: Path) -> None:
@@ -61,34 +54,38 @@ def test_a_served_local_checkpoint_matches_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_signal_lets_open_requests_finish_and_refuses_new_ones(number: signal.Signals, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
-    with running_toka(f"model={tmp_path}", *SMALL, "drain_seconds=60") as toka, ThreadPoolExecutor() as pool:
+    with (
+        running_toka(f"model={tmp_path}", *SMALL, "drain_seconds=300") as toka,
+        ThreadPoolExecutor() as pool,
+        httpx.Client(timeout=60) as http,
+    ):
         url = f"{toka.url}/v1/completions"
         body = {"model": "default", "prompt": "A", "n": 60, "max_tokens": 400, "ignore_eos": True}
-        request = pool.submit(httpx.post, url, json=body, timeout=60)
-        wait_for(lambda: toka.gauge("toka_requests_running") > 0, timeout_s=10)
+        request = pool.submit(httpx.post, url, json=body, timeout=300)
+        wait_for(lambda: toka.gauge("toka_requests_running") > 0, timeout_s=60)
         toka.process.send_signal(number)
-        wait_for(lambda: httpx.get(f"{toka.url}/ready").status_code == 503, timeout_s=5)
-        assert httpx.get(f"{toka.url}/health").status_code == 200
+        wait_for(lambda: http.get(f"{toka.url}/ready").status_code == 503, timeout_s=30)
+        assert http.get(f"{toka.url}/health").status_code == 200
         seconds = []
-        for _ in range(3):  # the machine may be busy
+        for _ in range(5):  # the machine may be busy
             started = time.monotonic()
-            refused = httpx.post(url, json=body)
+            refused = http.post(url, json=body)
             seconds.append(time.monotonic() - started)
-        assert min(seconds) < 0.2
+        assert min(seconds) < 0.3
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_stopping")
         assert int(refused.headers["Retry-After"]) > 0
         assert not request.done()
         choices = request.result().json()["choices"]
         assert [choice["finish_reason"] for choice in choices] == ["length"] * 60
-        assert toka.process.wait(timeout=10) == 0
+        assert toka.process.wait(timeout=60) == 0
 
 
 def test_requests_still_open_after_draining_end_with_an_error(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     with running_toka(f"model={tmp_path}", *SMALL, "drain_seconds=1") as toka, ThreadPoolExecutor() as pool:
         body = {"model": "default", "prompt": "A", "n": 2000, "max_tokens": 400, "ignore_eos": True}
-        request = pool.submit(httpx.post, f"{toka.url}/v1/completions", json=body, timeout=60)
-        wait_for(lambda: toka.gauge("toka_requests_running") > 0, timeout_s=10)
+        request = pool.submit(httpx.post, f"{toka.url}/v1/completions", json=body, timeout=300)
+        wait_for(lambda: toka.gauge("toka_requests_running") > 0, timeout_s=60)
         assert toka.stop() == 0
         answer = request.result()
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_stopping")

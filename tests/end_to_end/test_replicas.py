@@ -50,7 +50,7 @@ def test_a_killed_replica_fails_alone_and_comes_back(toka: TokaProcess, expected
         assert not report.faults
         assert report.num_ended_streams + report.num_whole_streams == NUM_STREAMS
         assert report.told_s < 10, "also on a busy machine; make torture measures a free one"
-    wait_for(lambda: toka.gauge("toka_kv_blocks_used") == 0, 10)
+    wait_for(lambda: toka.gauge("toka_kv_blocks_used") == 0, 60)
     assert learn_texts(toka.port) == expected
     children = [child.pid for child in psutil.Process(toka.process.pid).children()]
     assert toka.stop() == 0
@@ -63,7 +63,7 @@ def test_chats_return_to_the_replica_that_has_their_turns(toka: TokaProcess) -> 
     chats = [f"Chat {number}: " + f"{number} " * 40 for number in range(6)]
     for turn in range(4):
         body = {"model": "default", "prompt": chats, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"{toka.url}/v1/completions", json=body, timeout=60).json()
+        answer = httpx.post(f"{toka.url}/v1/completions", json=body, timeout=240).json()
         details = answer["usage"]["prompt_tokens_details"]
         if turn:
             # all but the last block of each earlier turn, and what this turn adds

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from tokasaurus.model.staging.transfers import CudaTransfers
 from tokasaurus.model.worker.stopwatch import make_stopwatch
 
 pytestmark = [
@@ -29,3 +30,18 @@ def test_on_cuda_the_launches_of_short_kernels_do_not_count() -> None:
     assert 0 < min(stopwatch.seconds(launch_many) for _ in range(5)) < launching_s + 1e-4
     large = torch.zeros(1 << 28, device=device)
     assert stopwatch.seconds(lambda: large.add_(1)) > 1e-4, "2 GiB of memory traffic"
+
+
+def test_marks_tell_how_long_the_device_waited() -> None:
+    device = torch.device("cuda", 0)
+    transfers = CudaTransfers(device)
+    x = torch.zeros(1 << 24, device=device)
+    x.add_(1)
+    torch.cuda.synchronize()
+    end = transfers.mark()
+    time.sleep(0.05)
+    begin = transfers.mark()
+    x.add_(1)
+    transfers.mark()
+    torch.cuda.synchronize()
+    assert 0.05 <= begin.seconds_since(end) < 1

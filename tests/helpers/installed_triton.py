@@ -1,5 +1,8 @@
-"""Which version of Triton is installed, and what its kernels' tests need."""
+"""Which version of Triton is installed; processes that interpret its kernels or compile them for a GPU."""
 
+import os
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
@@ -13,3 +16,36 @@ needs_triton = pytest.mark.skipif(TRITON == (0, 0), reason="Triton is not instal
 needs_interpreter = pytest.mark.skipif(
     TRITON < (3, 9), reason="the interpreter of Triton before 3.9 fails on NumPy 2.4, or Triton is not installed"
 )
+
+_COMPILE = """
+import importlib
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+kernel = getattr(importlib.import_module({module!r}), {kernel!r})
+pointers, constants = {pointers!r}, {constants!r}
+signature = {{name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}}
+indexed = {{(kernel.arg_names.index(name),): value for name, value in constants.items()}}
+source = ASTSource(fn=kernel, signature=signature, constexprs=indexed)
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={{"num_warps": {num_warps}}})
+assert "sm_90" in compiled.asm["ptx"]
+assert len(compiled.asm["cubin"]) > 1_000
+"""
+
+
+def run_python(*arguments: str) -> str:
+    """Run Python without Triton's interpreter, unless the code itself asks for it -> what it printed."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def compile_for_hopper(
+    module: str, kernel: str, pointers: dict[str, str], constants: dict[str, object], num_warps: int
+) -> None:
+    """Compile a kernel as a H200 would. pointers: the types of the arguments that are no int32. Needs ptxas, a part of
+    Triton's wheel."""
+    code = _COMPILE.format(module=module, kernel=kernel, pointers=pointers, constants=constants, num_warps=num_warps)
+    run_python("-W", "ignore", "-c", code)

@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 
 from tokasaurus.messages.channel import ChannelClosed, make_channel
 from tokasaurus.messages.lifecycle import Alive, EngineLimits, PhaseDone, Ready, UserError
@@ -32,10 +31,19 @@ def run_manager(config, checkpoint, requests, updates, inputs, outputs, status) 
         limits = outputs.receive()
         status.send(Ready("manager"))
         updates.send(limits)
+        for worker in inputs:
+            worker.send("ready")
         while True:
             status.send(Alive())
             with contextlib.suppress(TimeoutError):
                 requests.receive(0.5)
+
+
+def wait_for_end(inputs) -> None:
+    """Until the manager has ended."""
+    with contextlib.suppress(ChannelClosed):
+        while True:
+            inputs.receive()
 
 
 def run_worker(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
@@ -43,14 +51,12 @@ def run_worker(config, checkpoint, index, rendezvous, inputs, outputs, status) -
     ready = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
     outputs.send(ready)
     status.send(ready)
-    with contextlib.suppress(ChannelClosed):
-        inputs.receive()
+    wait_for_end(inputs)
 
 
 def run_worker_that_reports_its_index(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
     status.send(PhaseDone("worker", "index", 0.0, str(index)))
-    with contextlib.suppress(ChannelClosed):
-        inputs.receive()
+    wait_for_end(inputs)
 
 
 def run_worker_that_raises(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
@@ -73,10 +79,9 @@ def run_worker_that_returns_in_replica_1(config, checkpoint, index, rendezvous, 
     ready = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
     outputs.send(ready)
     status.send(ready)
-    time.sleep(0.5)  # for the manager to be ready
+    inputs.receive()  # the manager is ready, and the launcher has been told
     if index == 0:
-        with contextlib.suppress(ChannelClosed):
-            inputs.receive()
+        wait_for_end(inputs)
 
 
 def run_worker_that_never_starts(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
@@ -94,5 +99,4 @@ def run_worker_that_will_not_end(config, checkpoint, index, rendezvous, inputs, 
 
 def run_worker_that_returns_after_ready(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
     outputs.send(Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64)))
-    outputs.flush(1)
-    time.sleep(0.5)
+    inputs.receive()  # the manager is ready, and the launcher has been told

@@ -57,7 +57,7 @@ def test_send_never_blocks_and_the_rest_is_written_once_somebody_reads() -> None
     began_s = time.monotonic()
     for number in range(100):
         sender.send(Numbered(number, bytes(200_000)))
-    assert time.monotonic() - began_s < 2, "20 MB into a pipe of 1 MB that nobody reads"
+    assert time.monotonic() - began_s < 10, "20 MB into a pipe of 1 MB that nobody reads"
     assert [receiver.receive(10).number for _ in range(100)] == list(range(100))
 
 
@@ -81,7 +81,7 @@ def test_a_half_written_message_of_a_killed_process_neither_blocks_nor_arrives()
     assert wait([receiver], 10), "a part of the large message has arrived"
     began_s = time.monotonic()
     assert receiver.drain() == []
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < 10
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join(10)

@@ -40,10 +40,10 @@ def test_a_running_process_receives_connections_that_end_with_it() -> None:
         managers.append((requests_in, updates_out))
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
-    server.join(10)
+    server.join(60)
     for requests_in, _ in managers:
         with pytest.raises(ChannelClosed):
-            requests_in.receive(10)
+            requests_in.receive(60)
 
 
 def test_without_a_connection_there_is_none_and_without_a_launcher_an_error() -> None:

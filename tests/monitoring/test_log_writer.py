@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from tests.helpers.pipes import fill_pipe
+from tokasaurus.monitoring import log_writer
 from tokasaurus.monitoring.log_writer import MAX_LINES, LogWriter
 
 INVALID = "Invalid HTTP request received."
@@ -66,7 +68,7 @@ def test_a_full_pipe_never_blocks_and_what_is_dropped_is_counted(pipe: Reader) -
     began_s = time.monotonic()
     for number in range(MAX_LINES + 501):
         warn(pipe.log, f"line {number}")
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < 10, "a writer that waits would wait for ever"
     dropped = pipe.log.num_dropped
     assert 500 <= dropped <= 501  # the thread may hold one line already
     lines = pipe.read()
@@ -80,11 +82,13 @@ def test_a_full_pipe_never_blocks_and_what_is_dropped_is_counted(pipe: Reader) -
 
 def test_flushing_a_full_pipe_ends_in_time_and_the_second_time_at_once(pipe: Reader) -> None:
     fill_pipe(pipe.writer)
-    warn(pipe.log, "line")
     began_s = time.monotonic()
-    assert not pipe.log.flush_lines(0.3)
-    assert not pipe.log.flush_lines(0.3)
-    assert 0.2 < time.monotonic() - began_s < 0.5
+    warn(pipe.log, "line")
+    assert not pipe.log.flush_lines(3.0)
+    middle_s = time.monotonic()
+    assert 2.9 < middle_s - began_s < 30
+    assert not pipe.log.flush_lines(3.0)
+    assert time.monotonic() - middle_s < 2.5
 
 
 def test_lines_after_the_reader_has_left_are_dropped(pipe: Reader) -> None:
@@ -103,10 +107,13 @@ def test_a_pipe_that_another_process_made_non_blocking_loses_nothing(pipe: Reade
     assert len(pipe.read()) == 500
 
 
-def test_malformed_requests_cause_one_line_per_kind_and_second(pipe: Reader) -> None:
-    for _ in range(912):
-        warn(pipe.log, INVALID, "uvicorn.error")
-        warn(pipe.log, "Unsupported upgrade request.", "uvicorn.error")
+def test_malformed_requests_cause_one_line_per_kind_and_second(pipe: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = time.monotonic()
+    with monkeypatch.context() as stopped:  # all within one second, however slow the machine is
+        stopped.setattr(log_writer, "time", SimpleNamespace(monotonic=lambda: now_s))
+        for _ in range(912):
+            warn(pipe.log, INVALID, "uvicorn.error")
+            warn(pipe.log, "Unsupported upgrade request.", "uvicorn.error")
     time.sleep(1.5)
     assert sorted(pipe.read()) == [
         INVALID,
@@ -144,7 +151,7 @@ raise ValueError("last words")
 
 
 def test_the_last_lines_of_a_process_are_written_in_order() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT % 50], stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SCRIPT % 50], stderr=subprocess.PIPE, text=True, timeout=240)
     lines = [line.partition(" server: ")[2] or line for line in done.stderr.splitlines()]
     assert lines[:100] == [text % number for number in range(50) for text in ("record %d", "printed %d")]
     for words in ("careful", "ZeroDivisionError"):
@@ -155,9 +162,7 @@ def test_the_last_lines_of_a_process_are_written_in_order() -> None:
 def test_a_process_ends_although_nobody_reads_its_stderr() -> None:
     reader, writer = os.pipe()
     fill_pipe(writer)
-    began_s = time.monotonic()
     process = subprocess.Popen([sys.executable, "-c", SCRIPT % 3000], stderr=writer)
-    assert process.wait(timeout=30) == 1
-    assert time.monotonic() - began_s < 20
+    assert process.wait(timeout=120) == 1
     os.close(reader)
     os.close(writer)

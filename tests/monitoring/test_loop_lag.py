@@ -2,11 +2,19 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import pytest
 
 from tokasaurus.monitoring import loop_lag
 from tokasaurus.monitoring.loop_lag import LoopLag
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.05)
 
 
 def test_a_blocked_event_loop_is_a_stall_until_the_window_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,11 +27,10 @@ def test_a_blocked_event_loop_is_a_stall_until_the_window_has_passed(monkeypatch
             await asyncio.sleep(0.2)
             before = lag.num_stalls
             time.sleep(1.2)  # noqa: ASYNC251
-            await asyncio.sleep(0.2)
-            assert lag.num_stalls > before
+            await until(lambda: lag.num_stalls > before)
             assert 1.0 < lag.largest_s() < 20
-            await asyncio.sleep(3)
-            assert lag.largest_s() < 1.0, "a machine under load may have smaller lags"
+            # A machine under load may have lags of its own, and stop for a second now and then.
+            await until(lambda: lag.largest_s() < 1.0)
 
     asyncio.run(run())
 

@@ -112,7 +112,7 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
 def test_the_table_has_every_part_and_the_sizes_add_up(checkpoint) -> None:
     began_s = time.monotonic()
     done = toka_plan(f"model={checkpoint('Llama-3.1-8B')}", "device_memory=24GB")
-    assert time.monotonic() - began_s < 20, "nothing large is read or computed"
+    assert time.monotonic() - began_s < 60, "nothing large is read or computed"
     assert done.returncode == 0
     for word in ("weights", "rotary table", "slots", "largest forward", "CUDA context", "KV cache", "kept free"):
         assert word in done.stdout

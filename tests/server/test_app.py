@@ -70,9 +70,9 @@ class ServerProcess:
 
     def wait_ready(self) -> list[PhaseDone | Ready | Failed]:
         """Messages the process reported, up to and including Ready."""
-        messages = [self.status.receive(30)]
+        messages = [self.status.receive(60)]
         while not isinstance(messages[-1], Ready):
-            messages.append(self.status.receive(30))
+            messages.append(self.status.receive(60))
         return messages
 
 
@@ -89,8 +89,8 @@ def test_process_reports_ready_serves_requests_and_exits_with_0_on_sigterm(serve
     """One test covers the whole lifetime, since starting a process takes seconds."""
     engine = server_process.engine
     engine.script = lambda request, index: None if request.prompt_ids[0] == ord("z") else echo(request, index)
-    assert isinstance(server_process.status.receive(30), PhaseDone)
-    with httpx.Client(base_url=server_process.url, timeout=20, headers={"Authorization": f"Bearer {KEY}"}) as http:
+    assert isinstance(server_process.status.receive(60), PhaseDone)
+    with httpx.Client(base_url=server_process.url, timeout=60, headers={"Authorization": f"Bearer {KEY}"}) as http:
         assert http.get("/health").status_code == 200
         assert http.get("/ready").status_code == 503
         assert http.get("/v1/models", headers={"Authorization": "Bearer x"}).status_code == 401
@@ -117,16 +117,18 @@ def test_process_reports_ready_serves_requests_and_exits_with_0_on_sigterm(serve
         head = f"POST /v1/completions HTTP/1.1\r\n{headers}\r\n\r\n"
         connection.sendall(head.encode() + content)
         engine.wait_until(lambda engine: engine.requests[-1].prompt_ids[0] == ord("z"))
-        full = httpx.post(f"{server_process.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"})
+        full = httpx.post(
+            f"{server_process.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
+        )
         assert full.status_code == 429
         stopped = time.monotonic()
         server_process.process.terminate()
         # The running request gets a grace period, then a well-formed error.
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
-        assert 1.5 < time.monotonic() - stopped < 15
+        assert 1.5 < time.monotonic() - stopped < 60
         assert answer.startswith(b"HTTP/1.1 503")
         assert b"server_stopping" in answer
-    server_process.process.join(5)
+    server_process.process.join(60)
     assert server_process.process.exitcode == 0
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(server_process.url.rpartition(":")[2])))
@@ -135,11 +137,11 @@ def test_process_reports_ready_serves_requests_and_exits_with_0_on_sigterm(serve
 def test_sigterm_ends_the_server_with_an_open_connection_and_a_dead_engine(
     server_process: ServerProcess,
 ) -> None:
-    assert isinstance(server_process.status.receive(30), PhaseDone)
-    with httpx.Client(base_url=server_process.url, timeout=20) as http:  # its connection stays open
+    assert isinstance(server_process.status.receive(60), PhaseDone)
+    with httpx.Client(base_url=server_process.url, timeout=60) as http:  # its connection stays open
         assert http.get("/health").status_code == 200
         server_process.process.terminate()
-        server_process.process.join(10)
+        server_process.process.join(60)
     assert server_process.process.exitcode == 0
 
 
@@ -167,7 +169,7 @@ def test_process_raises_its_file_descriptor_limit_to_the_hard_limit(tokenizer_di
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     try:
-        assert isinstance(running.status.receive(30), PhaseDone)
+        assert isinstance(running.status.receive(60), PhaseDone)
         assert resource.prlimit(running.process.pid or 0, resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         running.process.kill()
@@ -175,11 +177,11 @@ def test_process_raises_its_file_descriptor_limit_to_the_hard_limit(tokenizer_di
 
 
 def test_unreadable_engine_update_ends_the_server_instead_of_losing_answers(server_process: ServerProcess) -> None:
-    assert isinstance(server_process.status.receive(30), PhaseDone)
-    with httpx.Client(base_url=server_process.url, timeout=20) as http:
+    assert isinstance(server_process.status.receive(60), PhaseDone)
+    with httpx.Client(base_url=server_process.url, timeout=60) as http:
         assert http.get("/health").status_code == 200
     server_process.engine.updates.send("no update")
-    server_process.process.join(10)
+    server_process.process.join(60)
     assert server_process.process.exitcode == 1
 
 
@@ -191,18 +193,18 @@ def resident_mb(process: SpawnProcess) -> float:
 
 
 def test_300_mb_of_headers_without_a_key_leave_the_memory_flat(server_process: ServerProcess) -> None:
-    assert isinstance(server_process.status.receive(30), PhaseDone)
+    assert isinstance(server_process.status.receive(60), PhaseDone)
     port = int(server_process.url.rpartition(":")[2])
-    with httpx.Client(base_url=server_process.url, timeout=20) as http:
+    with httpx.Client(base_url=server_process.url, timeout=60) as http:
         assert http.get("/health").status_code == 200
-    while isinstance(message := server_process.status.receive(30), PhaseDone):  # loading ends, and with it the growth
+    while isinstance(message := server_process.status.receive(60), PhaseDone):  # loading ends, and with it the growth
         if message.phase == "chat template":
             break
     before_mb = resident_mb(server_process.process)
     for endless in (b"a" * (60 << 20), b"a: b\r\n" * (10 << 20)):
         for start in (b"GET / HTTP/1.1\r\nA: ", b"GET / HTTP/1.1\r\n", b"GET /"):
-            with socket.create_connection(("127.0.0.1", port), 20) as connection, suppress(OSError):
+            with socket.create_connection(("127.0.0.1", port), 60) as connection, suppress(OSError):
                 connection.sendall(start + endless)
-    with httpx.Client(base_url=server_process.url, timeout=20) as http:
+    with httpx.Client(base_url=server_process.url, timeout=60) as http:
         assert http.get("/health").status_code == 200
     assert resident_mb(server_process.process) < before_mb + 30

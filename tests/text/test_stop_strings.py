@@ -103,11 +103,11 @@ def test_time_of_the_scanner_is_linear_in_the_new_text() -> None:
     """A search that compares every prefix of the stop string after each part would take minutes."""
     stop = "a" * 100_000 + "b"
     scanner = StopScanner([stop, "a" * 50_000 + "c"])
-    started = time.perf_counter()
+    started = time.thread_time()
     returned = [scanner.add("aaaa", 0, False) for _ in range(2_000)]
     assert returned == [("", False)] * 2_000
     assert scanner.add("c" + "a" * 200_000, 0, True) == ("aaaa" * 2_000 + "c" + "a" * 200_000, False)
-    assert time.perf_counter() - started < 5
+    assert time.thread_time() - started < 5
 
 
 @settings(max_examples=400)

@@ -129,6 +129,8 @@ class EngineStats:
     """Compilations of the model after warm-up, each of which delayed a step."""
     total_forward_seconds: float = 0.0
     """Seconds that the worker was busy with steps."""
+    total_device_idle_seconds: float = 0.0
+    """Seconds between steps in which the device computed nothing, although sequences were left to compute."""
     total_nonfinite_rows: int = 0
     """Rows of steps for which the model computed NaN or infinity."""
     phase_seconds: tuple[float, ...] = ()

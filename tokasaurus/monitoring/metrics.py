@@ -109,6 +109,11 @@ _COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
         lambda stats: stats.total_forward_seconds,
     ),
     (
+        "toka_device_idle_seconds",
+        "Seconds in which the device waited for the next step although sequences were left to compute.",
+        lambda stats: stats.total_device_idle_seconds,
+    ),
+    (
         "toka_manager_cpu_seconds",
         "CPU time of the manager process, in seconds.",
         lambda stats: stats.manager_cpu_seconds,

@@ -15,6 +15,8 @@ class StepTotals:
     num_prefill_tokens: int = 0
     busy_seconds: float = 0.0
     """As reported by the worker."""
+    idle_seconds: float = 0.0
+    """Between two steps, of which the first left sequences to compute."""
 
 
 class StepStats:

@@ -10,7 +10,10 @@ from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.flashinfer_backend import HEAD_DIMS, workspace_bytes
 from tokasaurus.model.decoder.registry import build_decoder
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.sampling.logit_rules import ruled_rows_at_once
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
+from tokasaurus.model.staging.packed import RING_SIZE
+from tokasaurus.model.staging.sizes import sizes_for
 from tokasaurus.model.worker.kv_memory import CUDA_FRACTION
 
 CONTEXT_BYTES = 600 << 20
@@ -136,6 +139,7 @@ def _plan_worker(info: ModelInfo, mesh: Mesh, sizes: Sizes) -> WorkerPlan:
             is_exact=True,
         ),
         _slots(sizes),
+        _inputs(info, sizes),
         _largest_forward(info, mesh, shape, sizes),
         *_workspaces(shape, sizes),
         Part("CUDA context", CONTEXT_BYTES, "context, cuBLAS and kernels' code", is_exact=False),
@@ -169,6 +173,13 @@ def _slots(sizes: Sizes) -> Part:
     return Part("slots", num_slots * per_slot, reason, is_exact=True)
 
 
+def _inputs(info: ModelInfo, sizes: Sizes) -> Part:
+    max_tokens, max_seqs = sizes.max_tokens_per_forward, sizes.max_seqs_per_forward
+    num_bytes = RING_SIZE * sizes_for(max_tokens, max_seqs, info.vocab_size, num_top=0).inputs
+    reason = f"{RING_SIZE} steps' arrays: {max_tokens:,} tokens and {max_seqs:,} rows with masks each"
+    return Part("inputs of steps", num_bytes, reason, is_exact=True)
+
+
 def _largest_forward(info: ModelInfo, mesh: Mesh, shape: KVShape, sizes: Sizes) -> Part:
     """The activations of a layer at its widest, and the logits. Layers run one after another in the same memory."""
     num_tokens, item = sizes.max_tokens_per_forward, sizes.dtype.itemsize
@@ -180,8 +191,9 @@ def _largest_forward(info: ModelInfo, mesh: Mesh, shape: KVShape, sizes: Sizes) 
     reason = f"{num_tokens:,} tokens x {widest:,} x {item} B of a layer"
     if mesh.is_last_stage:
         num_rows = min(max(sizes.max_seqs_per_forward, LOGPROBS_AT_ONCE), num_tokens)
-        num_bytes += num_rows * info.vocab_size * (item + 4)
-        reason += f" + {num_rows:,} rows x {info.vocab_size:,} logits x {item + 4} B (and in float32)"
+        num_ruled = min(num_rows, ruled_rows_at_once(info.vocab_size))
+        num_bytes += (num_rows * item + num_ruled * 8) * info.vocab_size
+        reason += f" + {info.vocab_size:,} logits x ({num_rows:,} rows x {item} B + {num_ruled:,} with penalties x 8 B)"
     return Part(FORWARD, num_bytes, reason, is_exact=False)
 
 

@@ -35,7 +35,7 @@ def proxy_before(url: str) -> Iterator[Proxy]:
                 return
             headers = {name: self.headers[name] for name in ("Content-Type", "Authorization") if self.headers[name]}
             name = f"{self.command} {self.path}"
-            answer = httpx.request(self.command, url + self.path, content=content, headers=headers, timeout=20)
+            answer = httpx.request(self.command, url + self.path, content=content, headers=headers, timeout=60)
             proxy.passed.append(name)
             if name in proxy.lost:
                 proxy.lost.remove(name)

@@ -3,6 +3,9 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+import orjson
 
 from tests.server.helpers.live_server import LiveServer
 
@@ -14,9 +17,17 @@ def start(words: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", RUN, *words], stderr=subprocess.PIPE, text=True)
 
 
+def wait_for_batch(state: Path) -> None:
+    """Wait until a run has stored which batch is its own. state: the file OUTPUT.toka.json."""
+    deadline = time.monotonic() + 60
+    while not state.exists() or not orjson.loads(state.read_bytes() or b"{}").get("batch_id"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def wait_for_lines(server: LiveServer, num_lines: int, status: str | None = None) -> None:
     """Wait until the server's only batch has so many completed lines, and the status."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not _has_lines(server, num_lines, status):
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -23,6 +23,7 @@ def test_a_dry_run_measures_every_part(tmp_path: Path) -> None:
     measured = [(part["part"], part["flags"]) for part in results["parts"]]
     plain: list[str] = []
     assert measured == [
+        *(("attention", flags) for flags in (plain, ["attention_backend=torch"])),
         *((name, plain) for name in ("start", "steps", "monkeys", "sharegpt")),
         *((name, ["use_hydragen=F"]) for name in ("start", "monkeys")),
     ]
@@ -30,10 +31,16 @@ def test_a_dry_run_measures_every_part(tmp_path: Path) -> None:
     by_name = {part["part"]: part for part in results["parts"]}
     sizes = gpu.TINY_SIZES
     num_monkeys = sizes.questions * sizes.samples * sizes.max_tokens
-    for metrics in (by_name["monkeys"]["metrics"], results["parts"][2]["metrics"]):
+    for metrics in (by_name["monkeys"]["metrics"], results["parts"][4]["metrics"]):
         # one warm-up request of at most 8 tokens comes before
         assert num_monkeys < metrics["toka_generation_tokens_total"] <= num_monkeys + 8
     assert by_name["sharegpt"]["summary"]["num_requests"] == sizes.requests
+    for part, backend in zip(results["parts"], ("CpuBackend", "TorchBackend"), strict=False):
+        values = part["attention"]
+        assert values["backend"] == backend
+        for share, rate, of in (("decode", "decode_bytes", "copy_bytes"), ("prefix", "prefix_flop", "matmul_flop")):
+            assert values[f"{share}_share"] == pytest.approx(values[f"{rate}_per_s"] / values[f"{of}_per_s"])
+            assert values[f"{rate}_per_s"] > 0
     for row, num_rows in zip(by_name["steps"]["steps"], sizes.num_rows, strict=True):
         assert row["num_rows"] == num_rows
         assert 0 < row["step_ms"] < row["wall_ms"] * 1.01

@@ -62,10 +62,10 @@ def test_an_interrupted_and_killed_run_ends_as_an_undisturbed_one(
         pids = processes_below(process.pid)
         assert len(pids) >= 4  # launcher, server, manager, worker
         os.kill(process.pid if victim == "command" else pids[0], number)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=90)
         assert process.returncode == code
         assert words in output
-        assert_all_end(pids, within_s=5)
+        assert_all_end(pids, within_s=30)
         before, stored = stored, command.results()
         assert before.items() <= stored.items()
         assert len(stored) < NUM_LINES
@@ -93,7 +93,7 @@ def test_a_run_is_cancelled_over_its_data_directory(model: Path, tmp_path: Path)
     command.wait_for_results(3)
     batch_id = command.of_stored("list").split()[0]
     assert command.of_stored("cancel", batch_id) == f"{batch_id} is cancelling\n"
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=90)
     assert process.returncode == 1
     assert f"toka batch: {batch_id} is cancelled, with " in output
     partial = tmp_path / "out.jsonl.partial"

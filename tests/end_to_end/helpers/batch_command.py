@@ -46,13 +46,13 @@ class BatchCommand:
     def run(self, *words: str) -> tuple[int, str]:
         """(exit code, all output)"""
         process = self.start(*words)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=300)
         return process.returncode, output
 
     def of_stored(self, *words: str) -> str:
         """Output of list, show or cancel."""
         command = [sys.executable, "-m", "tokasaurus", "batch", *words, f"data_dir={self.data_dir}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=_ENVIRONMENT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=_ENVIRONMENT)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -69,7 +69,7 @@ class BatchCommand:
         return dict(rows)
 
     def wait_for_results(self, num_lines: int) -> None:
-        wait_for(lambda: len(self.results()) >= num_lines, 90)
+        wait_for(lambda: len(self.results()) >= num_lines, 240)
 
 
 def processes_below(pid: int) -> list[int]:

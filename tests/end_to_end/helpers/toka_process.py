@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import httpx
 
 _START_TIMEOUT_S = 240
-_STOP_TIMEOUT_S = 20
+_STOP_TIMEOUT_S = 60
 
 
 @dataclass
@@ -31,7 +31,7 @@ class TokaProcess:
 
     def gauge(self, name: str) -> float:
         """The value of a metric, summed over its labels."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
         return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, flags=re.MULTILINE))
 
     def children(self) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """Tests how results are applied: which texts are decoded, which tokens count, and when deltas are sent."""
 
+import dataclasses
 import random
 from collections import defaultdict
 from collections.abc import Sequence
@@ -84,6 +85,32 @@ def test_recompiles_are_summed_over_all_steps():
         tokens = np.ones(len(step.sampled), np.int32)
         apply_output(driver.state, ForwardOutput(step.step_id, tokens, None, 0.01, num_recompiles))
     assert driver.state.stats().total_recompiles == 3
+
+
+def test_the_device_is_idle_only_while_sequences_are_left():
+    driver = EngineDriver()
+    idle_s = []
+
+    def answer(seconds, *messages):
+        """One result, before whose step the device was idle for so long."""
+        result = driver.worker.forward(driver.queue.popleft(), 0.01)
+        driver.engine.step(messages, [dataclasses.replace(result, idle_seconds=seconds)])
+        idle_s.append(driver.state.stats().total_device_idle_seconds)
+
+    driver.step([make_request(1, 5, 1, 20, ignore_eos=True)])
+    answer(100.0)
+    answer(0.25)
+    answer(0.5)
+    assert idle_s == [0, 0.25, 0.75], "no step came before the first"
+    driver.step([CancelRequest("r1")])
+    while driver.queue:
+        answer(0.0)
+    driver.step()
+    assert driver.state.num_running == 0
+    driver.step([make_request(2, 5, 1, 20, ignore_eos=True)])
+    answer(100.0)
+    answer(0.25)
+    assert idle_s[-2:] == [0.75, 1.0], "nothing was left to compute before the second request"
 
 
 @pytest.mark.parametrize(("step_id", "num_tokens"), [(1, 1), (0, 2)])

@@ -95,9 +95,9 @@ def largest_steps(num_samples: int) -> tuple[int, float, float]:
 
 
 def test_a_request_with_65536_samples_is_admitted_in_short_steps() -> None:
-    """Three tries, since a busy machine may stretch a step. A step that created all samples would take a third of a
-    second, and one that filled the batch, or ended all of it, some 30 ms."""
+    """Three tries, since a busy machine may stretch a step, which takes 2 to 5 ms. A step that created all samples
+    would take a third of a second. That none fills the batch, or ends all of it, the counts say."""
     tries = [largest_steps(65_536) for _ in range(3)]
     assert {most_admitted for most_admitted, _, _ in tries} == {MOST_ADMITTED}
-    assert min(slowest_ms for _, slowest_ms, _ in tries) < 15
-    assert min(cancel_ms for _, _, cancel_ms in tries) < 15
+    assert min(slowest_ms for _, slowest_ms, _ in tries) < 60
+    assert min(cancel_ms for _, _, cancel_ms in tries) < 60

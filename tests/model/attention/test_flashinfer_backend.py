@@ -20,6 +20,7 @@ from tokasaurus.model.attention import choose, flashinfer_backend
 from tokasaurus.model.attention.backend import KVShape, PagedLayout
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.torch_backend import TorchBackend
+from tokasaurus.model.execution.device_batch import padded_count
 
 CUDA = torch.device("cuda")
 NO_TOKENS = torch.zeros(0, dtype=torch.int64)
@@ -186,6 +187,26 @@ def test_the_workspace_holds_the_partial_results_of_all_tiles_at_once(
 def test_a_model_has_the_greedy_tokens_of_transformers(family: str, tmp_path: Path) -> None:
     """Prompts in chunks of random sizes beside decode rows."""
     assert_equals_oracle(tmp_path, save_tiny_model(tmp_path, family), "flashinfer", seed=2)
+
+
+@pytest.mark.usefixtures("_double")
+def test_padded_rows_change_nothing(tmp_path: Path) -> None:
+    """Each step decodes for all slots and prefills one more: 37 tokens first, 17 + 20 at last, padded to 38."""
+    oracle = save_tiny_model(tmp_path, "qwen2")
+    model, info = load(tmp_path)
+    driver = StepDriver(make_runner(model, info, "flashinfer"))
+    prompts = {slot: [(slot + 3) * i % 250 for i in range(length)] for slot, length in enumerate([37, 71, 33], start=1)}
+    prompts |= {slot: [slot * i % 250 for i in range(1, 21)] for slot in range(4, 19)}
+    tokens: dict[int, list[int]] = {slot: [] for slot in prompts}
+    for slot, prompt in prompts.items():
+        driver.open(slot, prompt)
+        decode = [other for other, sampled in tokens.items() if sampled]
+        num_tokens = len(decode) + len(prompt)
+        assert slot not in (1, 18) or padded_count(num_tokens) > num_tokens
+        for sampled_slot, (token, _) in driver.run(decode, [(slot, len(prompt))]).items():
+            tokens[sampled_slot].append(token)
+    for slot, prompt in prompts.items():
+        assert tokens[slot] == oracle_greedy(oracle, prompt, len(tokens[slot]))[0]
 
 
 @pytest.mark.usefixtures("_double")

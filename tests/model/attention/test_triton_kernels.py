@@ -1,32 +1,14 @@
 """The Triton kernels of attention without a GPU: interpreted against slow oracles, and compiled for a GPU."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.installed_triton import TRITON, needs_interpreter, needs_triton
+from tests.helpers.installed_triton import TRITON, compile_for_hopper, needs_interpreter, needs_triton, run_python
 from tokasaurus.model.triton_choice import uses_triton
 
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from tokasaurus.model.attention import triton_kernels
-
-kernel = getattr(triton_kernels, {name!r})
-constants, types = {constants!r}, {types!r}
-signature = {{name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}}
-indexed = {{(kernel.arg_names.index(name),): value for name, value in constants.items()}}
-source = ASTSource(fn=kernel, signature=signature, constexprs=indexed)
-compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-assert "sm_90" in compiled.asm["ptx"]
-assert len(compiled.asm["cubin"]) > 2_000
-"""
 KERNELS = {
     "write": (
         "_write_token",
@@ -52,13 +34,6 @@ KERNELS = {
 }
 
 
-def run(*arguments: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def has_ptxas() -> bool:
     found = find_spec("triton")
     return found is not None and (Path(str(found.origin)).parent / "backends/nvidia/bin/ptxas").exists()
@@ -67,7 +42,7 @@ def has_ptxas() -> bool:
 @needs_triton
 @needs_interpreter
 def test_interpreted_kernels_equal_slow_oracles() -> None:
-    assert run("-m", "tests.model.attention.helpers.interpreted_attention") == "all equal\n"
+    assert run_python("-m", "tests.model.attention.helpers.interpreted_attention") == "all equal\n"
 
 
 @needs_triton
@@ -75,7 +50,7 @@ def test_interpreted_kernels_equal_slow_oracles() -> None:
 @pytest.mark.parametrize("kind", KERNELS)
 def test_the_kernels_compile_for_hopper(kind: str) -> None:
     name, constants, types = KERNELS[kind]
-    run("-W", "ignore", "-c", COMPILE.format(name=name, constants=constants, types=types))
+    compile_for_hopper("tokasaurus.model.attention.triton_kernels", name, types, constants, num_warps=4)
 
 
 def test_plain_torch_serves_devices_other_than_cuda() -> None:

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import random
+import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def whole_warm_up(runner: ModelRunner) -> None:
-    warm_up(runner, LIMITS, is_context_costly=False)
+    warm_up(runner, LIMITS, 16, is_context_costly=False)
 
 
 def compiled_runner(
@@ -176,3 +177,16 @@ def test_without_a_working_compiler_the_worker_gives_a_one_line_error(
     ):
         start_worker(config, resolve_checkpoint(str(model)), Mesh(), 0, lambda _: None)
     assert "\n" not in str(caught.value)
+
+
+def test_any_failure_of_the_compiler_is_one_line_that_says_how_to_go_on(tmp_path: Path) -> None:
+    """As where Triton finds no ptxas, or one that is too old."""
+    save_tiny_model(tmp_path, "llama")
+
+    def fail(_self: Compiler, _graph: object, _inputs: object) -> Callable[..., object]:
+        raise RuntimeError("\nPTXAS error: Internal Triton PTX codegen error\nptxas: sm_99 is unknown")
+
+    with unittest.mock.patch.object(Compiler, "_compile_graph", fail), pytest.raises(UserError) as caught:
+        compiled_runner(tmp_path, "torch")
+    expected = "cannot compile here, PTXAS error: Internal Triton PTX codegen error; torch_compile=F needs none"
+    assert str(caught.value) == f"torch_compile=T: {expected}"

@@ -3,9 +3,12 @@
 A process of its own: the variable TRITON_INTERPRET must be set before anything imports Triton, and then holds for all.
 """
 
+import contextlib
 import dataclasses
 import os
 import unittest.mock
+from collections.abc import Callable
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -16,7 +19,9 @@ from tests.model.helpers.pretend_device import on_device, on_host, pretended, wi
 from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, staged_masks, top_rows, with_params
 from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.sampling import triton_sample
+from tokasaurus.model.sampling import logit_rules, triton_rules, triton_sample, triton_top
+from tokasaurus.model.sampling.logit_rules import change_logits
+from tokasaurus.model.sampling.params import columns_of
 from tokasaurus.model.sampling.sample import Sampled, SamplingRows, sample, sample_by_triton
 
 
@@ -72,8 +77,66 @@ def check_rules(logits: torch.Tensor, rows: SamplingRows) -> None:
     assert not torch.equal(sample_by_triton(logits, ruled).tokens, sample_by_triton(logits, rows).tokens)
 
 
+def check_changed_logits() -> None:
+    """Contexts and biases of which one program reads all, or a part; -inf among the logits; a row without rules."""
+    rng = np.random.default_rng(4)
+    vocab_size, num_rows = 2500, 9
+    lengths = [1, 7, 150, 158, 8, 16, 150, 1, 64]
+    contexts = {slot: rng.integers(0, 40, length).tolist() for slot, length in enumerate(lengths, start=1)}
+    state = Contexts(contexts, num_rows + 1)
+    by_slot = {
+        slot: Rule(
+            int(rng.integers(1, lengths[slot - 1] + 1)), *rng.choice([-1.5, 0.5, 0.0], 2), rng.choice([0.7, 1.4])
+        )
+        for slot in contexts
+        if slot != 5
+    }
+    for slot, count in ((2, 1), (4, 300), (8, 129)):
+        tokens, values = rng.permutation(vocab_size)[:count], rng.choice([-100.0, 3.25, -np.inf], count)
+        by_slot[slot].biases = tuple(
+            (int(token), float(value), ALWAYS) for token, value in zip(tokens, values, strict=True)
+        )
+    state.open(list(contexts), by_slot)
+    logits = torch.from_numpy(rng.normal(0, 5, (num_rows, vocab_size)).astype(np.float32))
+    logits[:, ::7] = -torch.inf
+    _, rows = random_case(0, num_rows, vocab_size, is_limited=False)
+    ruled = state.with_rules(rows, list(contexts))
+    assert ruled.rules is not None
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = logits.to(dtype).float().clone()
+        change_logits(expected, ruled.rules, columns_of(ruled.device_params), 0)
+        for own in (slice(0, 8), slice(3, 4), slice(2, 7)):
+            changed = triton_rules.changed_rows(logits.to(dtype), ruled.rules, own, ruled.device_params)
+            torch.testing.assert_close(changed, expected[ruled.rules.rows.on_device[own]], atol=1e-5, rtol=1e-6)
+
+
+def check_several_calls(logits: torch.Tensor, rows: SamplingRows) -> None:
+    """More rows with rules than one call may have."""
+    with unittest.mock.patch.object(logit_rules, "_SCRATCH_BYTES", 8 * logits.shape[1] * 3):
+        assert logit_rules.ruled_rows_at_once(logits.shape[1]) == 3
+        check_rules(logits, rows)
+
+
+def check_top() -> None:
+    """Against a sort in which smaller tokens come first: ties, -inf, one part and several, some of the rows."""
+    rng = np.random.default_rng(5)
+    for vocab_size, count, dtype in ((1, 1, torch.float32), (50, 50, torch.bfloat16), (20_000, 20, torch.float32)):
+        logits = torch.from_numpy(rng.integers(-9, 9, (5, vocab_size))).to(dtype)
+        logits[rng.random((5, vocab_size)) < 0.3] = -torch.inf
+        logits[2] = -torch.inf
+        rows = torch.tensor([0, 2, 3])
+        token_ids, values = triton_top.largest_logits(logits, rows, count)
+        for row, ids, largest in zip(rows.tolist(), token_ids, values, strict=True):
+            by_value = sorted(range(vocab_size), key=lambda token: (-float(logits[row, token]), token))
+            assert ids.tolist() == by_value[:count]
+            assert torch.equal(largest, logits[row, ids.long()].float())
+    broken = torch.full((1, 100), torch.nan)
+    token_ids, _ = triton_top.largest_logits(broken, torch.tensor([0]), 5)
+    assert set(token_ids.flatten().tolist()) < set(range(100))
+
+
 def check_device(logits: torch.Tensor, rows: SamplingRows) -> None:
-    """With every option, the host does not wait for the device; the kernel itself runs on the host."""
+    """With every option, the host does not wait for the device; the kernels themselves run on the host."""
     everything = dataclasses.replace(rows, masks=staged_masks({1: np.arange(333) % 3 == 0}), top=top_rows([1, 4], 6))
     contexts = Contexts({slot: [3, 5, 9] for slot in range(1, 13)}, 13)
     rules = {2: Rule(1, repetition=1.4), 7: Rule(biases=((5, 30.0, ALWAYS), (5, -1.0, ALWAYS)))}
@@ -82,23 +145,34 @@ def check_device(logits: torch.Tensor, rows: SamplingRows) -> None:
     expected = sample_by_triton(logits, everything)
     assert expected.tokens[6] == 5
 
-    with unittest.mock.patch.object(triton_sample, "draw", draw_on_host), pretended():
+    with contextlib.ExitStack() as stack:
+        for module, name in KERNELS:
+            kernel = KernelOnHost(getattr(module, name))
+            stack.enter_context(unittest.mock.patch.object(module, name, kernel))
+        stack.enter_context(pretended())
         sampled = sample_by_triton(on_device(logits), with_tensors_on_device(everything))
     assert all(map(torch.equal, map(on_host, sampled), expected))
 
 
-_draw = triton_sample.draw
+KERNELS = [
+    (triton_sample, "_draw_row"),
+    *((triton_rules, name) for name in ("_count_tokens", "_add_biases", "_change_rows")),
+    *((triton_top, name) for name in ("_largest_of_parts", "_largest_of_candidates")),
+]
 
 
-def _on_host(value: object) -> object:
-    if isinstance(value, tuple):
-        return tuple(map(_on_host, value))
-    return on_host(value) if isinstance(value, torch.Tensor) else value
+@dataclasses.dataclass
+class KernelOnHost:
+    """A kernel that is launched with tensors of the pretended device, and reads and writes their contents."""
 
+    kernel: Any
 
-def draw_on_host(*arguments: object) -> triton_sample.Drawn:
-    """`draw` for tensors of the pretended device."""
-    return with_tensors_on_device(_draw(*map(_on_host, arguments)))
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        def launch(*arguments: object, **constants: object) -> object:
+            contents = [on_host(value) if isinstance(value, torch.Tensor) else value for value in arguments]
+            return self.kernel[grid](*contents, **constants)
+
+        return launch
 
 
 def main() -> None:
@@ -123,6 +197,9 @@ def main() -> None:
     check(broken, rows)
     assert (sample_by_triton(broken, rows).tokens < 0).tolist() == [index in (1, 2, 3) for index in range(12)]
     check_rules(logits, rows)
+    check_several_calls(logits, rows)
+    check_changed_logits()
+    check_top()
     check_device(logits, rows)
     print("all equal")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokasaurus.model.staging.transfers import Event
+from tokasaurus.model.staging.transfers import Event, HostMark, Mark
 
 DEVICE = torch.device("meta", 1)
 """No tensor is ever allocated there: the mode answers every call that names it."""
@@ -221,6 +221,9 @@ class PretendTransfers:
 
     def record(self) -> Event:
         return PretendEvent()
+
+    def mark(self) -> Mark:
+        return HostMark()
 
     def _start(self, copy: Callable[[], object]) -> PretendEvent:
         event = PretendEvent(copy)

@@ -19,6 +19,7 @@ from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution.runner import ModelRunner, StepResult
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
+from tokasaurus.model.staging.sizes import BufferSizes
 from tokasaurus.model.staging.transfers import Transfers
 
 CPU = torch.device("cpu")
@@ -36,6 +37,7 @@ def make_runner(
     dtype: torch.dtype = torch.float32,
     compiler: Compiler | None = None,
     transfers: Transfers | None = None,
+    buffer_sizes: BufferSizes = BufferSizes(),  # noqa: B008  (it is frozen)
 ) -> ModelRunner:
     heads = info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim
     shape = KVShape(*heads, page_size, dtype, device, model.activation_dtype)
@@ -44,7 +46,7 @@ def make_runner(
     chosen.allocate(num_blocks + 1)
     slots = SlotTable(SlotTableSize(num_slots + 1, -(-info.context_length // page_size)), device)
     slots.rules.allocate((num_blocks + 1) * page_size)
-    return ModelRunner(model, chosen, slots, page_size, device, kernels, compiler, transfers)
+    return ModelRunner(model, chosen, slots, page_size, device, kernels, compiler, transfers, buffer_sizes)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def test_every_array_arrives_in_one_copy() -> None:
             assert len(transfers.uploads) - num_before == any(array.size for array in arrays)
 
 
-def test_a_step_that_does_not_fit_arrives_in_several_copies_and_soon_fits() -> None:
+def test_a_step_that_does_not_fit_arrives_in_several_copies_from_buffers_that_stay() -> None:
     rng = np.random.default_rng(1)
     arrays = [random_array(rng) for _ in range(200)]
     with pretended():
@@ -57,10 +57,33 @@ def test_a_step_that_does_not_fit_arrives_in_several_copies_and_soon_fits() -> N
             check(staged)
             staging.finish()
             num_copies.append(len(transfers.uploads) - num_before)
-    assert min(num_copies[:RING_SIZE]) > 1
-    # The buffer at the end of a step holds at least half of it.
-    assert max(num_copies[RING_SIZE : 2 * RING_SIZE]) <= 2
-    assert num_copies[2 * RING_SIZE :] == [1] * RING_SIZE
+            if len(num_copies) == RING_SIZE:
+                addresses = [buffer.data_ptr() for buffer in transfers.buffers]
+    assert min(num_copies) > 2
+    assert [buffer.data_ptr() for buffer in transfers.buffers] == addresses
+    assert len(set(num_copies)) == 1
+
+
+def test_soon_no_buffer_is_added_whatever_the_order_of_large_and_small_arrays() -> None:
+    arrays = [np.arange(20), np.arange(3), np.arange(4000), np.arange(30), np.arange(5)]
+    with pretended():
+        transfers = PretendTransfers()
+        staging = PackedStaging(transfers, num_bytes=256)
+
+        def stage(some: list[np.ndarray[Any, Any]]) -> None:
+            staging.begin()
+            staged = [(staging.to_device(array), array) for array in some]
+            staging.send()
+            check(staged)
+            staging.finish()
+
+        orders = (arrays[:2] + arrays[3:], arrays, arrays[::-1], arrays[:2])
+        for some in orders * 4 * RING_SIZE:
+            stage(some)
+        num_buffers = len(transfers.buffers)
+        for some in orders * RING_SIZE:
+            stage(some)
+        assert len(transfers.buffers) == num_buffers
 
 
 def test_a_buffer_is_written_again_only_after_its_copy() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.installed_triton import needs_interpreter, run_python
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.steps import make_runner
@@ -54,4 +55,10 @@ def test_a_runner_runs_every_warm_up_step(limits: ForwardLimits, tmp_path: Path)
     save_tiny_model(tmp_path, "llama")
     model, info = load(tmp_path)
     runner = make_runner(model, info, "torch", num_blocks=1, num_slots=limits.max_seqs)
-    warm_up(runner, limits, is_context_costly=True)
+    warm_up(runner, limits, 16, is_context_costly=True)
+
+
+@needs_interpreter
+def test_no_step_needs_a_variant_of_a_kernel_that_the_warm_up_did_not_compile() -> None:
+    printed = run_python("-W", "ignore", "-m", "tests.model.worker.helpers.kernel_variants")
+    assert printed == "done\n", "variants of Triton's kernels that only later steps launch"

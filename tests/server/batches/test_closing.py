@@ -202,7 +202,7 @@ for step in range(1000):
 
 def test_it_may_be_killed_before_each_step(finalizing: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILL_AT_EACH_STEP, str(finalizing), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, timeout=100, text=True, cwd=Path(__file__).parents[3])
+    done = subprocess.run(command, capture_output=True, timeout=400, text=True, cwd=Path(__file__).parents[3])
     assert not done.stderr
     statuses = [int(line) for line in done.stdout.split()]
     assert statuses == [-signal.SIGKILL] * (len(statuses) - 1) + [0]

@@ -60,7 +60,7 @@ async def num_stored(database: Database, batch: int) -> int:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while not (is_met := condition()):
         assert time.monotonic() < deadline_s
         await asyncio.sleep(0.005)

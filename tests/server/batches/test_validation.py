@@ -133,6 +133,6 @@ def test_the_process_ends_when_the_validation_is_cancelled(
         assert task.cancelled()
         return pid
 
-    pid = asyncio.run(asyncio.wait_for(cancel(), 20))
+    pid = asyncio.run(asyncio.wait_for(cancel(), 50))
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -187,7 +187,7 @@ def slow_read(content: bytes) -> tuple[list[tuple[str, int, int]], list[int]]:
 def run_process(path: Path, max_lines: int = 1000) -> list[Any]:
     command = [sys.executable, "-m", "tokasaurus.server.batches.validation_process"]
     done = subprocess.run(
-        [*command, str(path), ENDPOINT, str(max_lines), "1000"], stdout=subprocess.PIPE, check=True, timeout=60
+        [*command, str(path), ENDPOINT, str(max_lines), "1000"], stdout=subprocess.PIPE, check=True, timeout=240
     )
     return [orjson.loads(part) for part in done.stdout.splitlines()]
 
@@ -227,6 +227,6 @@ def test_the_process_ends_with_its_reader(tmp_path: Path) -> None:
     assert process.stderr is not None
     process.stdout.readline()
     process.stdout.close()
-    assert process.wait(30) == -signal.SIGPIPE
+    assert process.wait(120) == -signal.SIGPIPE
     assert process.stderr.read() == b""
     process.stderr.close()

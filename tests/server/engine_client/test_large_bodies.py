@@ -30,15 +30,15 @@ def run(
         client = EngineClient(hand_over(engine), 1, ready.set, queue_limits=limits)
         with client.listening():
             engine.start()
-            await asyncio.wait_for(ready.wait(), 10)
-            await asyncio.wait_for(use(client), 30)
+            await asyncio.wait_for(ready.wait(), 60)
+            await asyncio.wait_for(use(client), 90)
             while client.num_pending_requests:  # noqa: ASYNC110 - the client signals no event for this
                 await asyncio.sleep(0.005)
             assert client._work == UnfinishedWork(limits)
             assert client._replicas[0].num_unfinished_sequences == 0
 
     try:
-        asyncio.run(asyncio.wait_for(main(), 40))
+        asyncio.run(asyncio.wait_for(main(), 180))
     finally:
         engine.stop()
 

@@ -25,8 +25,8 @@ def run(use: Callable[[EngineClient, list[FakeEngine]], Awaitable[None]], *engin
         with client.listening():
             for engine in engines:
                 engine.start()
-            await asyncio.wait_for(ready.wait(), 10)
-            await asyncio.wait_for(use(client, list(engines)), 20)
+            await asyncio.wait_for(ready.wait(), 60)
+            await asyncio.wait_for(use(client, list(engines)), 60)
         assert client.num_pending_requests == 0
 
     try:

@@ -36,8 +36,8 @@ def run_with(engines: list[FakeEngine], use: Callable[[EngineClient], Awaitable[
         with client.listening():
             for engine in engines:
                 engine.start()
-            await asyncio.wait_for(ready.wait(), 10)
-            await asyncio.wait_for(use(client), 20)
+            await asyncio.wait_for(ready.wait(), 60)
+            await asyncio.wait_for(use(client), 60)
 
     uvloop.run(main())
     assert client.num_pending_requests == 0

@@ -89,6 +89,8 @@ class FakeEngine:
     """Tokens of each sequence per update of a streamed request."""
     pause_s: float = 0.0
     """Seconds between the updates of a streamed request."""
+    before_update: Callable[[], object] = lambda: None
+    """Called before each update of a streamed request but the first; the update waits for its end."""
     launcher_end: socket.socket | None = None
     """Set by `hand_over`: later connections of the replica can be sent over it."""
     max_deltas: int = 1 << 30
@@ -110,7 +112,7 @@ class FakeEngine:
     def stop(self) -> None:
         self._is_stopping = True
         if self._thread.is_alive():
-            self._thread.join(timeout=10)
+            self._thread.join(timeout=60)
 
     def die(self) -> None:
         """End as a killed manager does: nothing more is read or written."""
@@ -118,7 +120,7 @@ class FakeEngine:
         self._requests_in.close()
         self.updates.close()
 
-    def wait_until(self, condition: Callable[["FakeEngine"], bool], timeout_s: float = 10.0) -> None:
+    def wait_until(self, condition: Callable[["FakeEngine"], bool], timeout_s: float = 60.0) -> None:
         """Blocks until `condition` is true. Raises TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: condition(self), timeout_s):
@@ -175,7 +177,9 @@ class FakeEngine:
         if request.is_streamed:
             num_updates = max((max(1, -(-len(delta.token_ids) // self.delta_size)) for delta in deltas), default=0)
         for number in range(num_updates):
-            time.sleep(self.pause_s if number > 0 else 0)
+            if number > 0:
+                time.sleep(self.pause_s)
+                self.before_update()
             updated = [self._cut_delta(delta, number) for delta in deltas] if request.is_streamed else deltas
             # Reversed: sequences may finish in any order.
             sent = [delta for delta in updated[::-1] if delta is not None]

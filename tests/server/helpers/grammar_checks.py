@@ -58,5 +58,5 @@ async def refusal(checker: GrammarChecker, wrong: GrammarSource) -> str:
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"  # a zombie: dead, not yet reaped
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False

@@ -57,7 +57,7 @@ def http_server(app: ASGIApp, engine: EngineClient | None = None, **flags: Any) 
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(timeout=10)
+            thread.join(timeout=60)
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def live_server(
         salt_by_key = flags.get("cache_salt_per_key", False)
         app = create_app(model, client, keys, limits, names, salt_by_key, store, batch_limits)
         url = stack.enter_context(http_server(app, client, **flags))
-        http = stack.enter_context(httpx.Client(base_url=url, timeout=20, headers=headers))
+        http = stack.enter_context(httpx.Client(base_url=url, timeout=60, headers=headers))
         if start_engine:
             wait_until_ready(http)
         try:
@@ -98,14 +98,14 @@ def live_server(
 
 
 def wait_until_ready(http: httpx.Client) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while http.get("/ready").status_code != 200:
-        assert time.monotonic() < deadline, "the server is not ready after 10 s"
+        assert time.monotonic() < deadline, "the server is not ready after 60 s"
         time.sleep(0.01)
 
 
 def wait_until_clean(server: LiveServer) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while server.client.num_pending_requests > 0:
-        assert time.monotonic() < deadline, "requests are still pending after 10 s"
+        assert time.monotonic() < deadline, "requests are still pending after 60 s"
         time.sleep(0.01)

@@ -54,6 +54,25 @@ def read_all(connection: socket.socket) -> bytes:
         content += chunk
 
 
+def read_answer(connection: socket.socket) -> Answer:
+    """One whole answer with a content-length, however many pieces it arrives in; the connection stays open."""
+    content = bytearray()
+    while (end := content.find(b"\r\n\r\n")) < 0:
+        content += _receive(connection)
+    length = re.search(rb"content-length: (\d+)", content[:end], re.IGNORECASE)
+    assert length is not None, bytes(content)
+    while len(content) < end + 4 + int(length[1]):
+        content += _receive(connection)
+    (answer,) = parse_answers(bytes(content))
+    return answer
+
+
+def _receive(connection: socket.socket) -> bytes:
+    part = connection.recv(65536)
+    assert part, "the server closed the connection within an answer"
+    return part
+
+
 def parse_answers(content: bytes) -> list[Answer]:
     """Answers with a content-length, or with chunks; those with a status below 200 are left out."""
     answers = []

@@ -55,7 +55,7 @@ def create(client: openai.OpenAI, file: FileObject, window: Any = "24h", **field
 
 
 def poll(client: openai.OpenAI, batch: Batch, *until: str) -> Batch:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while batch.status not in until:
         assert time.monotonic() < deadline, batch
         time.sleep(0.02)
@@ -144,7 +144,7 @@ def test_a_bad_file_fails_its_batch(client: openai.OpenAI) -> None:
 def test_a_cancelled_batch_keeps_its_results(client: openai.OpenAI, server: LiveServer) -> None:
     file = upload(client, batch_line("done"), batch_line("waits", **WAITS), batch_line("refused", n=0))
     batch = create(client, file)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while (counts := client.batches.retrieve(batch.id).request_counts) is None or counts.completed + counts.failed < 2:
         assert time.monotonic() < deadline, counts
         time.sleep(0.02)
@@ -163,15 +163,15 @@ def test_a_cancelled_batch_keeps_its_results(client: openai.OpenAI, server: Live
     started = time.monotonic()
     with pytest.raises(openai.ConflictError, match="cancelled"):
         client.with_options(max_retries=5).batches.cancel(batch.id)
-    assert time.monotonic() - started < 1, "the client does not try again"
+    assert time.monotonic() - started < 8, "the client does not try again, which would take 11 s"
 
 
 def test_a_batch_expires_after_its_window(client: openai.OpenAI) -> None:
-    batch = create(client, upload(client, batch_line("done"), batch_line("waits", **WAITS)), window="2s")
+    batch = create(client, upload(client, batch_line("done"), batch_line("waits", **WAITS)), window="6s")
     expired = poll(client, batch, "expired")
-    assert expired.expires_at == batch.created_at + 2
+    assert expired.expires_at == batch.created_at + 6
     assert expired.expired_at is not None
-    assert 2 <= expired.expired_at - batch.created_at < 20
+    assert 6 <= expired.expired_at - batch.created_at < 40
     assert [line["custom_id"] for line in results(client, expired.output_file_id)] == ["done"]
     (late,) = results(client, expired.error_file_id)
     assert (late["custom_id"], late["response"], late["error"]["code"]) == ("waits", None, "batch_expired")
@@ -200,5 +200,5 @@ def test_the_asynchronous_client(server: LiveServer) -> None:
             assert batch.output_file_id is not None
             return (await client.files.content(batch.output_file_id)).text
 
-    line = orjson.loads(asyncio.run(asyncio.wait_for(run(), 30)))
+    line = orjson.loads(asyncio.run(asyncio.wait_for(run(), 60)))
     assert line["response"]["body"]["choices"][0]["finish_reason"] == "length"

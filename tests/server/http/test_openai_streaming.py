@@ -1,6 +1,7 @@
 """Streams read by the real OpenAI client, sync and async, compared with its unstreamed answers."""
 
 import asyncio
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_disconnecting_during_a_stream_cancels_its_requests(server: LiveServer) 
 
 def test_disconnecting_before_the_first_event_cancels_the_request(server: LiveServer) -> None:
     server.engine.script = lambda _request, _index: None
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=1, max_retries=0)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=3, max_retries=0)
     with pytest.raises(openai.APITimeoutError):
         client.completions.create(model="default", prompt="ok", stream=True)
     server.engine.wait_until(lambda engine: len(engine.cancelled) == 1)
@@ -153,11 +154,19 @@ def test_disconnecting_before_the_first_event_cancels_the_request(server: LiveSe
 def test_a_failure_during_a_stream_is_sent_as_an_event_and_raises_in_the_client(server: LiveServer) -> None:
     # Six tokens with three logprobs: the server fails at the fourth token.
     server.engine.script = lambda _request, _index: Reply(list(b"abcdef"), [-1.0] * 3)
-    server.engine.pause_s = 0.1
+    read = threading.Semaphore(0)
+    server.engine.before_update = lambda: read.acquire(timeout=60)  # else chunks that come together are one
     stream = sync_client(server).completions.create(model="default", prompt="a", logprobs=0, stream=True)
     texts: list[str] = []
+
+    def read_all() -> None:
+        for chunk in stream:
+            texts.append(chunk.choices[0].text)
+            read.release()
+
     with pytest.raises(openai.APIError) as failed:
-        texts.extend(chunk.choices[0].text for chunk in stream)
+        read_all()
+    read.release(10)
     assert texts == ["a", "b", "c"]
     assert (failed.value.type, failed.value.code) == ("server_error", None)
     wait_until_clean(server)

@@ -49,11 +49,15 @@ def test_a_long_text_full_of_marks_is_no_work() -> None:
 
 def test_what_is_refused_would_take_long_to_parse_and_the_check_does_not() -> None:
     content = b'{"prompt":[' + b"12345," * 5_000_000 + b"1]}"
-    started = time.perf_counter()
-    assert has_too_many_values(content, MAX_JSON_WORK)
-    checked = time.perf_counter()
-    orjson.loads(content)
-    assert checked - started < time.perf_counter() - checked
+    check_s, parse_s = [], []
+    for _ in range(3):
+        started = time.thread_time()
+        assert has_too_many_values(content, MAX_JSON_WORK)
+        checked = time.thread_time()
+        orjson.loads(content)
+        check_s.append(checked - started)
+        parse_s.append(time.thread_time() - checked)
+    assert min(check_s) < min(parse_s)
 
 
 def test_too_many_values_are_refused_with_the_reason(shared_server: LiveServer) -> None:

@@ -45,7 +45,7 @@ def create(server: LiveServer, input_file_id: str, **fields: object) -> dict[str
 
 
 def wait_for(server: LiveServer, batch_id: str, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition(batch := server.http.get(f"{BATCHES}/{batch_id}").json()):
         assert time.monotonic() < deadline, batch
         time.sleep(0.01)

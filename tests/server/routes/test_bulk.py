@@ -220,7 +220,7 @@ class Caller:
 
     def __init__(self, server: LiveServer, header: str = "Accept: */*") -> None:
         self._socket = socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port))
-        self._socket.settimeout(10)
+        self._socket.settimeout(60)
         self.answer = self._socket.makefile("rb")
         head = f"POST {BULK} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n{header}\r\n\r\n"
         self._socket.sendall(head.encode())

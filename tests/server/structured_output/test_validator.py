@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ import orjson
 import pytest
 
 from tests.server.helpers.grammar_checks import DEEP_REFERENCES, SLOW_REGEX, is_alive, refusal, run, source
-from tokasaurus.server.protocol.grammar_fields import GrammarFormat
+from tokasaurus.server.errors import GrammarValidatorFailed
+from tokasaurus.server.protocol.grammar_fields import GrammarFormat, GrammarSource
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.structured_output import validator
 from tokasaurus.server.structured_output.validator import GrammarChecker
@@ -80,36 +82,44 @@ def test_unsupported_or_invalid_grammar_is_refused_and_the_message_names_the_cau
     run(served_model, check_all)
 
 
+async def patient_refusal(checker: GrammarChecker, wrong: GrammarSource) -> str:
+    """Tries again while the machine is too busy to tell a slow grammar from a starved process, as clients are told."""
+    for _ in range(10):
+        with suppress(GrammarValidatorFailed):
+            return await refusal(checker, wrong)
+    raise AssertionError("a process has never had half of a core")
+
+
 def test_oversized_grammars_are_refused_in_time_and_block_nothing(served_model: ServedModel) -> None:
     """They block neither the event loop nor other grammars, though one crashes its process and one must be killed."""
 
     async def check_oversized(checker: GrammarChecker) -> None:
         good = source("regex", "a+")
         await checker.check(source("regex", "warm up"))
-        started = time.monotonic()
         oversized = [
             source("json_schema", DEEP_REFERENCES),
             source("regex", SLOW_REGEX),
             source("regex", "a" * (validator.MAX_GRAMMAR_CHARS + 1)),
         ]
-        refusals = [asyncio.create_task(refusal(checker, grammar)) for grammar in oversized]
-        longest_pause_s = 0.0
+        refusals = [asyncio.create_task(patient_refusal(checker, grammar)) for grammar in oversized]
+        longest_work_s, num_pauses = 0.0, 0
         await checker.check(good)
         assert not refusals[1].done()
         while not all(task.done() for task in refusals):
-            before = time.monotonic()
+            before = time.thread_time()
             await asyncio.sleep(0.01)
-            longest_pause_s = max(longest_pause_s, time.monotonic() - before)
+            longest_work_s = max(longest_work_s, time.thread_time() - before)
+            num_pauses += 1
         messages = [task.result() for task in refusals]
         assert "too deeply" in messages[0]
-        assert "longer than 1.5 s" in messages[1]
+        assert "longer than 4 s" in messages[1]
         assert "at most" in messages[2]
-        assert time.monotonic() - started < 1.5 + 3  # slack for other load on the machine
-        assert longest_pause_s < 0.3
+        assert longest_work_s < 0.3
+        assert num_pauses > 30, "300 on a free machine; a loop that waits for a process has none"
         await checker.check(source("regex", "b+"))  # the checker still works
         assert len(checker._processes) <= validator.MAX_PROCESSES
 
-    run(served_model, check_oversized, time_limit_s=1.5)
+    run(served_model, check_oversized, time_limit_s=4)
 
 
 def test_each_grammar_is_compiled_once(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +256,7 @@ def test_process_dies_with_its_server_while_compiling(tokenizer_directory: Path)
     assert is_alive(pid)
     server.kill()
     server.wait()
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 10  # compiling takes longer
     while is_alive(pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)

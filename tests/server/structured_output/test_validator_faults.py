@@ -26,7 +26,7 @@ def test_grammar_is_validated_though_the_idle_process_was_killed_or_stopped(
         assert process not in checker._processes
         assert not is_alive(process.pid)
 
-    run(served_model, harm_idle, time_limit_s=2)
+    run(served_model, harm_idle, time_limit_s=4)
 
 
 def test_it_is_not_the_clients_fault_if_every_process_is_killed(served_model: ServedModel) -> None:

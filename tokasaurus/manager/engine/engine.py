@@ -94,6 +94,8 @@ class Engine:
         for task in self.tasks:
             self._consider(task)
         self._fill_worker_queue()
+        if state.num_running == 0 and state.queues.num_waiting == 0:
+            state.has_had_work = False
 
     def _apply(self, results: list[ForwardOutput]) -> None:
         """Apply results, and send steps in between while the worker may run out of them.

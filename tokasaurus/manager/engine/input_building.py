@@ -76,8 +76,12 @@ def start_step(state: EngineState, ready: NDArray[np.int64], chunks: list[int]) 
     num_kv_tokens = state.slots.num_kv_tokens[message.slots]
     cost = step_cost(message.num_tokens, num_kv_tokens)
     features = step_features(message.num_tokens, num_kv_tokens, len(decode))
+    follows_work = bool(state.steps_in_flight) or state.has_had_work
     state.steps_in_flight.append(
-        StepInFlight(step_id, sampled, num_rows, num_prefill_tokens, logprob_chunks, num_allocations, cost, features)
+        StepInFlight(
+            *(step_id, sampled, num_rows, num_prefill_tokens, logprob_chunks, num_allocations),
+            *(cost, features, follows_work),
+        )
     )
     _sort_by_phase(state, decode, done)
     state.slots_to_close = []

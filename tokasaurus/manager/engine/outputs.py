@@ -39,6 +39,8 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     state.step_totals.num_rows += step.num_rows
     state.step_totals.num_prefill_tokens += step.num_prefill_tokens
     state.step_totals.busy_seconds += output.forward_seconds
+    if step.follows_work:
+        state.step_totals.idle_seconds += output.idle_seconds
     state.totals.recompiles += output.num_recompiles
     state.totals.phase_seconds = output.phase_seconds
     if step.logprob_chunks:
@@ -72,6 +74,7 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     if len(ends):
         _mark_ending(state, slots[ends], stops[ends])
     state.last_result_id = step.step_id
+    state.has_had_work = True
 
 
 def _mark_ending(state: EngineState, slots: NDArray[np.int64], is_stop: NDArray[np.bool_]) -> None:

@@ -133,6 +133,8 @@ class StepInFlight:
     """By `step_cost`."""
     features: NDArray[np.float64]
     """By `step_features`."""
+    follows_work: bool
+    """When the step before it ended, sequences were left to compute: until this one began, the device was idle."""
 
 
 @dataclass(slots=True)
@@ -233,6 +235,8 @@ class EngineState:
     """Recorded ends when `forecast` was fitted."""
     step_totals: StepTotals = field(default_factory=StepTotals)
     totals: Totals = field(default_factory=Totals)
+    has_had_work: bool = False
+    """Sequences have run or waited ever since the last result."""
 
     @property
     def num_running(self) -> int:
@@ -256,6 +260,7 @@ class EngineState:
             total_recompiles=self.totals.recompiles,
             total_nonfinite_rows=self.totals.nonfinite_rows,
             total_forward_seconds=self.step_totals.busy_seconds,
+            total_device_idle_seconds=self.step_totals.idle_seconds,
             phase_seconds=self.totals.phase_seconds,
             num_running_background=self.num_background,
             manager_cpu_seconds=manager_cpu_seconds,

@@ -46,9 +46,8 @@ class Compiler:
         """
         from torch._dynamo.decorators import mark_unbacked
         from torch._dynamo.exc import BackendCompilerFailed
-        from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
-        compiled = torch.compile(function, backend=self._compile_graph)
+        compiled = torch.compile(function, backend=self._compile_graph, fullgraph=True)
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if self._is_warm:
@@ -60,9 +59,11 @@ class Compiler:
             try:
                 return compiled(*args, **kwargs)
             except BackendCompilerFailed as error:
-                if not isinstance(error.inner_exception, (InvalidCxxCompiler, CppCompileError)):
-                    raise
-                raise UserError(f"torch_compile=T: cannot compile here, {_gist(error.inner_exception)}") from error
+                logger.debug("compilation failed", exc_info=error)
+                reason = _gist(error.inner_exception)
+                raise UserError(
+                    f"torch_compile=T: cannot compile here, {reason}; torch_compile=F needs none"
+                ) from error
 
         return call
 
@@ -83,6 +84,6 @@ class Compiler:
 
 
 def _gist(error: Exception) -> str:
-    """The line of a C++ compiler's output that says what is wrong."""
-    lines = str(error).splitlines()
+    """The line of a compiler's output that says what is wrong; else the error's first line."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return next((line for line in lines if "error:" in line), lines[0]).strip()

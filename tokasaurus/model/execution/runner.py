@@ -1,6 +1,7 @@
 """Run one forward: apply the slot changes, compute, sample, store the last tokens."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,8 +22,9 @@ from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, compute_pro
 from tokasaurus.model.sampling.sample import Sampled, sample, takes_largest
 from tokasaurus.model.staging.packed import PackedStaging
 from tokasaurus.model.staging.results import Fetched, HostResults, PackedResults, Results
+from tokasaurus.model.staging.sizes import BufferSizes
 from tokasaurus.model.staging.staging import DirectStaging, Staging
-from tokasaurus.model.staging.transfers import CudaTransfers, Transfers
+from tokasaurus.model.staging.transfers import CudaTransfers, HostMark, Mark, Transfers
 
 # T tokens in this forward, E hidden size, R rows that sample
 
@@ -57,6 +59,12 @@ class StepResult:
 
     phase_seconds: tuple[float, ...] = ()
     """As in ForwardOutput."""
+
+    begun: Mark = field(default_factory=HostMark)
+    """The step's arrays have arrived, and no work before it is left."""
+
+    ended: Mark = field(default_factory=HostMark)
+    """All its results are computed."""
 
     def host_token_ids(self) -> NDArray[np.int32]:
         """int32 [R]. Waits for this step, not for later ones."""
@@ -103,18 +111,24 @@ class ModelRunner:
         kernels: Kernels | None,
         compiler: Compiler | None = None,
         transfers: Transfers | None = None,
+        buffer_sizes: BufferSizes = BufferSizes(),  # noqa: B008  (it is frozen)
         mesh: Mesh = Mesh(),  # noqa: B008  (it is frozen)
     ) -> None:
         """compiler: compiles parts of the model; None if nothing is compiled. transfers: how arrays
-        reach the device and results return; None: as is best for `device`."""
+        reach the device and results return; None: as is best for `device`. buffer_sizes: of their buffers."""
         self._model = model
         self._backend = backend
         self._slots = slots
         self._page_size = page_size
         if transfers is None and device.type != "cpu":
             transfers = CudaTransfers(device)
-        self._staging: Staging = DirectStaging(device) if transfers is None else PackedStaging(transfers)
-        self._results: Results = HostResults() if transfers is None else PackedResults(transfers)
+        self._staging: Staging = DirectStaging(device)
+        self._results: Results = HostResults()
+        self._mark: Callable[[], Mark] = HostMark
+        if transfers is not None:
+            self._mark = transfers.mark
+            self._staging = PackedStaging(transfers, buffer_sizes.inputs)
+            self._results = PackedResults(transfers, buffer_sizes.results)
         self._kernels = kernels
         self._compiler = compiler
         self._executor = choose_executor(model, backend)
@@ -131,6 +145,8 @@ class ModelRunner:
         """Run one step. On an asynchronous device, returns before the result is computed."""
         staging = self._staging
         staging.begin()
+        begun: list[Mark] = []
+        staging.then(lambda: begun.append(self._mark()))
         self._slots.apply(step.changes, staging)
         batch = build_batch(step, self._slots, self._page_size, staging, not self.always_on_kernels)
         self._backend.plan(batch.layout)
@@ -149,6 +165,7 @@ class ModelRunner:
             is_finite[batch.prompt_logprobs.rows[: len(computed.logprobs)]] &= torch.isfinite(computed.logprobs)
             outputs |= {f"prompt_{name}": tensor for name, tensor in computed._asdict().items()}
         staging.finish()
+        ended = self._mark()
         return StepResult(
             step.step_id,
             self._results.fetch(outputs),
@@ -159,6 +176,7 @@ class ModelRunner:
             batch.token_blocks,
             self._new_recompiles(),
             () if self._kernels is None else self._kernels.phase_seconds(),
+            *(begun[0], ended),
         )
 
     def _sample(self, hidden: Tensor, batch: DeviceBatch) -> Sampled:

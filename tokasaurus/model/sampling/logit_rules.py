@@ -15,6 +15,15 @@ from tokasaurus.model.staging.staging import Staging
 
 # R rows that sample, V vocabulary
 
+_SCRATCH_BYTES = 128 << 20
+_SCRATCH_BYTES_PER_TOKEN = 8
+"""A word to count in, and a changed logit, for each token of the vocabulary."""
+
+
+def ruled_rows_at_once(vocab_size: int) -> int:
+    """Rows with rules whose logits a GPU changes at once, which bounds the memory: 130 for Llama 3's vocabulary."""
+    return max(1, _SCRATCH_BYTES // (_SCRATCH_BYTES_PER_TOKEN * vocab_size))
+
 
 @dataclass(frozen=True, slots=True)
 class RuledRows:

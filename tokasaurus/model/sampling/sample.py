@@ -1,5 +1,6 @@
 """Sample tokens from logits, and compute their log-probabilities."""
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
 from tokasaurus.model.cpu.structs import LogitRulesStruct
 from tokasaurus.model.sampling.chosen_rows import ChosenRows
 from tokasaurus.model.sampling.limits import limits_in_use, outside_limits
-from tokasaurus.model.sampling.logit_rules import RuledRows, change_logits
+from tokasaurus.model.sampling.logit_rules import RuledRows, change_logits, ruled_rows_at_once
 from tokasaurus.model.sampling.noise import gumbel_noise
 from tokasaurus.model.sampling.params import columns_of
 from tokasaurus.model.sampling.token_masks import DeviceMasks, masked_rows, num_mask_words
@@ -135,29 +136,34 @@ def _sample_by_kernels(logits: Tensor, rows: SamplingRows, kernels: Kernels) -> 
 
 
 def sample_by_triton(logits: Tensor, rows: SamplingRows) -> Sampled:
-    """As `sample`, in one kernel, or one for each 64 rows if the logits of some are changed."""
-    from tokasaurus.model.sampling import triton_sample
+    """As `sample`, in one kernel, or several if the logits of more rows are changed than fit in bounded memory."""
+    from tokasaurus.model.sampling import triton_rules, triton_sample, triton_top
 
+    num_rows, vocab_size = logits.shape
     masks = None
     if rows.masks is not None:
-        masks = rows.masks.rows.index_of_row(len(logits)), rows.masks.bits
+        masks = rows.masks.rows.index_of_row(num_rows), rows.masks.bits
+    bounds, ruled = [0, num_rows], None
+    if rows.rules is not None:
+        ruled = rows.rules, rows.rules.rows.index_of_row(num_rows)
+        at_once = ruled_rows_at_once(vocab_size)
+        bounds = [0, *rows.rules.rows.on_host[at_once::at_once].tolist(), num_rows]
     parts = []
-    for chunk in _chunks(len(logits)) if rows.rules is not None else [slice(0, len(logits))]:
+    for chunk in itertools.starmap(slice, itertools.pairwise(bounds)):
         changed = None
-        if rows.rules is not None:
-            # All rows of the chunk are copied: which ones have rules need not be known on the device.
-            adjusted = logits[chunk].to(torch.float32, copy=True)
-            change_logits(adjusted, rows.rules, columns_of(rows.device_params[chunk]), chunk.start)
-            changed = torch.arange(len(adjusted), dtype=torch.int32, device=logits.device), adjusted
-        own_masks = None if masks is None else (masks[0][chunk], masks[1])
-        parts.append(
-            triton_sample.draw(logits[chunk], rows.device_params[chunk], rows.noise_keys[chunk], changed, own_masks)
-        )
+        if ruled is not None:
+            rules, index_of_row = ruled
+            own = rules.rows.within(chunk.start, chunk.stop - chunk.start)
+            changed = index_of_row - own.start, triton_rules.changed_rows(logits, rules, own, rows.device_params)
+        parts.append(triton_sample.draw(logits, chunk, rows.device_params, rows.noise_keys, changed, masks))
     tokens, chosen, normalizers = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     if not rows.any_logprobs:
         return Sampled(tokens)
-    top = () if rows.top is None else _top_logprobs(logits, rows.top, normalizers)
-    return Sampled(tokens, chosen - normalizers, *top)
+    if rows.top is None:
+        return Sampled(tokens, chosen - normalizers)
+    of_top = rows.top.rows.on_device
+    top_ids, top_logits = triton_top.largest_logits(logits, of_top, rows.top.count)
+    return Sampled(tokens, chosen - normalizers, top_ids, top_logits - normalizers[of_top].unsqueeze(1))
 
 
 def _draw(logits: Tensor, rows: SamplingRows, any_sampled: bool) -> Tensor:

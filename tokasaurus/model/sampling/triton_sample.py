@@ -35,17 +35,18 @@ class Drawn(NamedTuple):
 
 def draw(
     logits: Tensor,
+    own: slice,
     device_params: Tensor,
     noise_keys: Tensor,
     changed: tuple[Tensor, Tensor] | None,
     masks: tuple[Tensor, Tensor] | None,
 ) -> Drawn:
-    """Draw a token from each row of logits [R, V], of any float dtype.
+    """Draw a token from some rows of logits [R, V], of any float dtype.
 
-    device_params: int32 [R, F], from params_to_device. noise_keys: int64 [R, 2].
-    changed: (int32 [R], float32 [C, V]): index of a row's changed logits, or -1. masks: (int32 [R], int32 [A, words]):
-    index of a row's bits, or -1; see TokenMasks."""
-    num_rows, vocab_size = logits.shape
+    own: which rows; R in Drawn is their number. device_params: int32 [R, F], from params_to_device. noise_keys: int64
+    [R, 2]. changed: (int32 [R], float32 [C, V]): index of a row's changed logits, or less than 0. masks: (int32 [R],
+    int32 [A, words]): index of a row's bits, or -1; see TokenMasks."""
+    num_rows, vocab_size = own.stop - own.start, logits.shape[1]
     device = logits.device
     assert logits.stride(1) == 1
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
@@ -54,7 +55,7 @@ def draw(
     changed_index, changed_logits = (device_params, logits) if changed is None else changed
     mask_index, mask_bits = (device_params, device_params) if masks is None else masks
     _draw_row[(num_rows,)](
-        *(logits, logits.stride(0), vocab_size, device_params, device_params.stride(0), noise_keys),
+        *(own.start, logits, logits.stride(0), vocab_size, device_params, device_params.stride(0), noise_keys),
         *(changed_index, changed_logits, mask_index, mask_bits, mask_bits.shape[1]),
         *(tokens, chosen, normalizers),
         HAS_CHANGED=changed is not None,
@@ -173,15 +174,16 @@ def _least_key(
     return high.to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _draw_row(
-    logits, row_stride, vocab_size, params, params_stride, noise_keys,
+    first, logits, row_stride, vocab_size, params, params_stride, noise_keys,
     changed_index, changed_logits, mask_index, mask_bits, num_words,
     tokens, chosen, normalizers,
     HAS_CHANGED: tl.constexpr, HAS_MASKS: tl.constexpr,
     TEMPERATURE: tl.constexpr, TOP_P: tl.constexpr, TOP_K: tl.constexpr, MIN_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    index = tl.program_id(0).to(tl.int64)
+    drawn = tl.program_id(0).to(tl.int64)
+    index = first + drawn
     row = logits + index * row_stride
     own_params = params + index * params_stride
     asked = tl.load(own_params + TEMPERATURE).to(tl.float32, bitcast=True)
@@ -258,6 +260,6 @@ def _draw_row(
     origin = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(sums * tl.exp(largest_raw - origin))
     token = tl.minimum(token, vocab_size - 1)  # if a NaN has won
-    tl.store(normalizers + index, largest + tl.log(total))
-    tl.store(chosen + index, tl.load(row + token).to(tl.float32))
-    tl.store(tokens + index, tl.where(tl.min(is_finite) == 1, token.to(tl.int64), -1))
+    tl.store(normalizers + drawn, largest + tl.log(total))
+    tl.store(chosen + drawn, tl.load(row + token).to(tl.float32))
+    tl.store(tokens + drawn, tl.where(tl.min(is_finite) == 1, token.to(tl.int64), -1))

@@ -1,11 +1,13 @@
 """All arrays of a step in one pinned buffer, sent by one asynchronous copy."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tokasaurus.model.staging.sizes import BufferSizes
 from tokasaurus.model.staging.staging import NUMPY_DTYPES
 from tokasaurus.model.staging.transfers import Event, Transfers
 
@@ -17,8 +19,7 @@ RING_SIZE = 3
 _ALIGNMENT = 16
 """Bytes: each array starts at a multiple, as vectorised loads need it."""
 
-_FIRST_BYTES = 1 << 20
-"""Size of a new input buffer: a step of 8,192 tokens without masks fits."""
+logger = logging.getLogger(__name__)
 
 
 class PackedStaging:
@@ -26,31 +27,33 @@ class PackedStaging:
 
     Each buffer is a pair of pinned and device memory. A pinned buffer is written again only after its copy has ended,
     and device memory only after the step that reads it; with RING_SIZE buffers and one step queued behind the running
-    one, the host never waits for either. A step that does not fit takes several copies, and the larger buffer stays.
+    one, the host never waits for either. A step that does not fit takes several copies, each from another buffer, which
+    stays for later steps: no buffer ever moves.
     """
 
-    def __init__(self, transfers: Transfers, num_bytes: int = _FIRST_BYTES) -> None:
+    def __init__(self, transfers: Transfers, num_bytes: int = BufferSizes().inputs) -> None:
         self._transfers = transfers
-        self._ring = [_Buffer(transfers, num_bytes) for _ in range(RING_SIZE)]
-        self._index = 0
-        self._outgrown: list[_Buffer] = []  # of this step
+        self._ring = [[_Buffer(transfers, num_bytes)] for _ in range(RING_SIZE)]
+        self._turn = 0
+        self._index = 0  # among the buffers of this turn
         self._used = 0
         self._is_sent = False
         self._work: list[Callable[[], object]] = []
 
     def begin(self) -> None:
-        self._index = (self._index + 1) % RING_SIZE
-        self._ring[self._index].wait_until_free()
-        self._outgrown.clear()
+        self._turn = (self._turn + 1) % RING_SIZE
+        for buffer in self._ring[self._turn]:
+            buffer.wait_until_free()
+        self._index = 0
         self._used = 0
         self._is_sent = False
         self._work.clear()  # of a step that failed
 
     def to_device(self, array: NDArray[Any]) -> Tensor:
         assert not self._is_sent, "arrays are staged before they are sent"
-        if self._used + array.nbytes > self._ring[self._index].num_bytes:
-            self._grow(array.nbytes)
-        buffer, start = self._ring[self._index], self._used
+        if self._used + array.nbytes > self._ring[self._turn][self._index].num_bytes:
+            self._continue_in_next_buffer(array.nbytes)
+        buffer, start = self._ring[self._turn][self._index], self._used
         self._used += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         return buffer.write(array, start)
 
@@ -65,19 +68,24 @@ class PackedStaging:
             launch()
 
     def finish(self) -> None:
-        self._ring[self._index].read = self._transfers.record()
+        read = self._transfers.record()
+        for buffer in self._ring[self._turn][: self._index + 1]:
+            buffer.read = read
 
     def _upload(self) -> None:
         if self._used:
-            self._ring[self._index].upload(self._transfers, self._used)
+            self._ring[self._turn][self._index].upload(self._transfers, self._used)
 
-    def _grow(self, num_bytes: int) -> None:
-        """Send what is staged so far, and replace the buffer by one that fits a step twice as large."""
+    def _continue_in_next_buffer(self, num_bytes: int) -> None:
+        """Send what is staged so far; what follows, at least num_bytes, goes to the turn's next buffer."""
         self._upload()
-        outgrown = self._ring[self._index]
-        self._outgrown.append(outgrown)  # staged tensors share its device memory
-        self._ring[self._index] = _Buffer(self._transfers, 2 * (outgrown.num_bytes + num_bytes))
+        buffers = self._ring[self._turn]
+        size = buffers[self._index].num_bytes
+        self._index += 1
         self._used = 0
+        if self._index == len(buffers) or buffers[self._index].num_bytes < num_bytes:
+            buffers.insert(self._index, _Buffer(self._transfers, max(2 * size, num_bytes)))
+            logger.info("a step's inputs do not fit in %s bytes: %s more", size, buffers[self._index].num_bytes)
 
 
 class _Buffer:

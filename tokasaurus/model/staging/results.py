@@ -9,11 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.model.staging.packed import RING_SIZE
+from tokasaurus.model.staging.sizes import BufferSizes
 from tokasaurus.model.staging.staging import NUMPY_DTYPES
 from tokasaurus.model.staging.transfers import Event, Transfers
-
-_FIRST_BYTES = 1 << 16
-"""Size of a new buffer: 8,000 rows with log-probabilities fit."""
 
 
 class Fetched(Protocol):
@@ -43,7 +41,7 @@ class PackedResults:
     A step's results are taken out of the pinned memory before a later step gets the same buffer.
     """
 
-    def __init__(self, transfers: Transfers, num_bytes: int = _FIRST_BYTES) -> None:
+    def __init__(self, transfers: Transfers, num_bytes: int = BufferSizes().results) -> None:
         self._transfers = transfers
         self._pinned = [transfers.pinned(num_bytes) for _ in range(RING_SIZE)]
         self._fetched: list[_Packed | None] = [None] * RING_SIZE

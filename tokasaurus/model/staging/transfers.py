@@ -1,5 +1,6 @@
 """Memory, asynchronous copies and events of a device."""
 
+import time
 from typing import Protocol
 
 import torch
@@ -13,6 +14,13 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Wait on the host until the work before this point is done."""
+
+
+class Mark(Protocol):
+    """A point in the computation, and when the device reached it."""
+
+    def seconds_since(self, earlier: "Mark") -> float:
+        """From `earlier` to here; waits for neither: the device must have passed both."""
 
 
 class Transfers(Protocol):
@@ -35,6 +43,32 @@ class Transfers(Protocol):
 
     def record(self) -> Event:
         """The end of the computation so far."""
+
+    def mark(self) -> Mark:
+        """The end of the computation so far, with its time."""
+
+
+class HostMark:
+    """A mark of a CPU, which has computed everything that was called."""
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, HostMark)
+        return self._at_s - earlier._at_s
+
+
+class CudaMark:
+    """An event that keeps its time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(device))
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, CudaMark)
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class CudaTransfers:
@@ -67,3 +101,6 @@ class CudaTransfers:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def mark(self) -> CudaMark:
+        return CudaMark(self._device)

@@ -37,6 +37,7 @@ from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.process_group import is_about_another_rank, joined
+from tokasaurus.model.staging.sizes import sizes_for
 from tokasaurus.model.worker.device import choose_activation_dtype, choose_device, choose_dtype, choose_kv_cache_dtype
 from tokasaurus.model.worker.forward_memory import ForwardMemory, largest_forward, reserve
 from tokasaurus.model.worker.hydragen_costs import describe, measure_costs
@@ -197,9 +198,11 @@ def start_worker(
     max_blocks = -(-context_length // config.page_size)
     slots = SlotTable(SlotTableSize(config.max_seqs_per_forward + 1, max_blocks), device)
     slots.rules.allocate(config.page_size)  # the padding block: the first forwards write to no other
-    runner = ModelRunner(model, backend, slots, config.page_size, device, kernels, compiler, mesh=mesh)
-
     limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length, info.vocab_size)
+    sizes = sizes_for(limits.max_tokens, limits.max_seqs, limits.vocab_size, config.max_topk_logprobs)
+    places = model, backend, slots, config.page_size, device, kernels, compiler
+    runner = ModelRunner(*places, mesh=mesh, buffer_sizes=sizes)
+
     forward_memory = None  # unknown where torch computes: its operations allocate temporaries of unknown size
     if runner.always_on_kernels:
         forward_memory = largest_forward(
@@ -210,7 +213,7 @@ def start_worker(
     def run_largest() -> float:
         # Long contexts only on CUDA: the CPU kernels take the same memory at any context length. Plain torch on a CPU
         # bounds its attention memory, but would take too long here.
-        return warm_up(runner, limits, is_context_costly=device.type == "cuda")
+        return warm_up(runner, limits, config.page_size, is_context_costly=device.type == "cuda")
 
     with phase("KV cache") as details:
         plan = _plan_kv_cache(config, shape, backend, forward_memory, run_largest)

@@ -7,6 +7,7 @@ from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.lifecycle import Ready
 from tokasaurus.model.execution.runner import ModelRunner, StepResult
+from tokasaurus.model.staging.transfers import Mark
 
 
 def run_steps(
@@ -24,15 +25,18 @@ def run_steps(
     waiting: deque[ForwardInput] = deque()
     running: deque[tuple[StepResult, float]] = deque()
     busy_until = 0.0
+    last_end: Mark | None = None
 
     def answer_oldest() -> None:
-        nonlocal busy_until
+        nonlocal busy_until, last_end
         result, started = running.popleft()
         token_ids = result.host_token_ids()
         now = time.perf_counter()
         # Do not count the time in which the previous step still occupied the device.
         seconds = now - max(started, busy_until)
         busy_until = now
+        idle_seconds = 0.0 if last_end is None else result.begun.seconds_since(last_end)
+        last_end = result.ended
         if outputs is not None:
             outputs.send(
                 ForwardOutput(
@@ -45,6 +49,7 @@ def run_steps(
                     result.host_top(),
                     result.host_prompt_logprobs(),
                     result.host_nonfinite(),
+                    idle_seconds,
                 )
             )
 

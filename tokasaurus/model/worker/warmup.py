@@ -16,17 +16,16 @@ from tokasaurus.messages.forward import ForwardInput, PrefixGroups, PromptLogpro
 from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.messages.slots import LogitRules, SlotChanges, SlotOpens
 from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.sampling.logit_rules import ruled_rows_at_once
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
 from tokasaurus.model.sampling.token_masks import num_mask_words
 
 _NUM_LIMITED_ROWS = 64
-"""Rows with limits, rules and masks. Sampling handles rows in chunks, so one chunk is enough; limits are slow on the
-flat logits of an artificial prompt."""
+"""Rows with limits and masks. Sampling handles rows in chunks, so one chunk is enough; limits are slow on the flat
+logits of an artificial prompt."""
 
-_LIMITED = SamplingParams(
-    top_p=0.9, top_k=2000, min_p=0.01, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.5
-)
-"""Of the rows with limits and rules."""
+_LIMITS = {"top_p": 0.9, "top_k": 2000, "min_p": 0.01}
+_PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5}
 
 _NUM_TOP = 20
 """Top-k logprobs of each sampled token and each prompt token: they take little memory."""
@@ -86,15 +85,15 @@ def decode_after(step: ForwardInput) -> ForwardInput:
 
 
 def single_token(limits: ForwardLimits) -> ForwardInput:
-    """The smallest forward."""
-    return _first_step(np.ones(1, np.int32), np.zeros(1, np.int32), limits)
+    """The smallest forward, without any sampling feature."""
+    return _first_step(np.ones(1, np.int32), np.zeros(1, np.int32), limits, is_plain=True)
 
 
-def warm_up(runner: ModelRunner, limits: ForwardLimits, is_context_costly: bool) -> float:
-    """Run the largest forwards and wait for them -> seconds per token of the forward where these are fewest.
+def warm_up(runner: ModelRunner, limits: ForwardLimits, page_size: int, is_context_costly: bool) -> float:
+    """Run the largest forwards and a small one of each kind -> seconds per token of the forward where these are fewest.
 
-    These are the widest prefill and a decode after it; if is_context_costly (attention's memory grows with the
-    context), the longest ones; and the smallest forward, in case a compiler treats a size of 1 specially.
+    The largest are the widest prefill and a decode after it; and, if is_context_costly (attention's memory grows with
+    the context), the longest ones.
 
     The slots stay open in the worker. This is harmless: the manager opens a slot before it uses it.
     """
@@ -104,19 +103,23 @@ def warm_up(runner: ModelRunner, limits: ForwardLimits, is_context_costly: bool)
         steps.append(decode_after(widest))
     if is_context_costly:
         steps += [longest_prefill(limits), longest_last_tokens(limits)]
-    return min(_run_timed(runner, step) for step in (*steps, single_token(limits)))
+    largest = min(_run_timed(runner, step) for step in steps)
+    return min(largest, warm_up_small(runner, limits, page_size))
 
 
 def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInput]:
     """A small forward of each kind; run each before taking the next.
 
-    With every sampling feature: prefill with prompt logprobs, then decode. With none: prefill, decode together with
-    prefill, decode in a prefix group, and a single token.
+    With every sampling feature: prefill with prompt logprobs, then decode. The same prefill without masks, and one with
+    masks alone: Triton compiles a variant of a kernel for each. With none: prefill, decode together with prefill,
+    decode in a prefix group, and a single token, in case a compiler treats a size of 1 specially.
     """
     num_rows = min(_SMALL_ROWS, limits.max_seqs, limits.max_tokens)
     num_tokens = np.full(num_rows, min(_SMALL_TOKENS, limits.max_tokens // num_rows, limits.context_length), np.int32)
     start = np.zeros(num_rows, np.int32)
     prefill = _first_step(num_tokens, start, limits)
+    yield replace(prefill, masks=None)
+    yield replace(_first_step(num_tokens, start, limits, is_plain=True), masks=prefill.masks)
     yield _with_prompt_logprobs(prefill, limits)
     if limits.context_length > num_tokens[0]:
         yield replace(decode_after(prefill), masks=prefill.masks)
@@ -128,7 +131,7 @@ def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInp
         yield after_block
         groups = PrefixGroups(np.array([num_rows], np.int32), np.ones(1, np.int32))
         yield replace(decode_after(after_block), groups=groups)
-    yield _first_step(np.ones(1, np.int32), np.zeros(1, np.int32), limits, is_plain=True)
+    yield single_token(limits)
 
 
 def warm_up_small(runner: ModelRunner, limits: ForwardLimits, page_size: int) -> float:
@@ -179,14 +182,18 @@ def _first_step(
     """Open a slot for each row; each row prefills the end of its prompt.
 
     No slot owns a block: all keys and values go to the padding block. The first row is greedy.
-    is_plain: no row has a sampling feature; otherwise the first _NUM_LIMITED_ROWS rows have limits, rules and masks.
+    is_plain: no row has a sampling feature; otherwise the first _NUM_LIMITED_ROWS rows have limits and masks, and as
+    many as are changed at once have rules.
     """
     num_rows = len(num_tokens)
-    num_limited = 0 if is_plain else _NUM_LIMITED_ROWS
     slots = np.arange(first_slot, first_slot + num_rows, dtype=np.int32)
-    ruled = slots[:num_limited]
+    masked, ruled = slots[:_NUM_LIMITED_ROWS], slots[: max(_NUM_LIMITED_ROWS, ruled_rows_at_once(limits.vocab_size))]
     sampling = np.array([SamplingParams()] * num_rows, SAMPLING_DTYPE)
-    sampling[:num_limited] = _LIMITED
+    if not is_plain:
+        for name, value in _LIMITS.items():
+            sampling[name][: len(masked)] = value
+        for name, value in _PENALTIES.items():
+            sampling[name][: len(ruled)] = value
     sampling["temperature"][:1] = 0
     opened = SlotOpens(
         slots=slots,
@@ -202,8 +209,8 @@ def _first_step(
     changes = SlotChanges(closed=_NOTHING, opened=opened, block_slots=_NOTHING, block_ids=_NOTHING)
     prompt_ids = np.zeros(int(num_tokens.sum()), np.int32)
     # Allow the whole vocabulary, and set the unused bits after its end too.
-    bits = np.full((len(ruled), num_mask_words(limits.vocab_size)), np.iinfo(np.uint32).max, np.uint32)
-    masks = None if is_plain else TokenMasks(np.arange(len(ruled), dtype=np.int32), bits)
+    bits = np.full((len(masked), num_mask_words(limits.vocab_size)), np.iinfo(np.uint32).max, np.uint32)
+    masks = None if is_plain else TokenMasks(np.arange(len(masked), dtype=np.int32), bits)
     return ForwardInput(0, slots, num_tokens, 0, prompt_ids, changes, masks=masks)
 
 

@@ -61,7 +61,7 @@ class RunningService:
 
     async def wait_for(self, number: int, condition: Callable[[BatchRecord], bool]) -> BatchRecord:
         """The batch as soon as it meets the condition."""
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 60
         while not condition(current := await self.read(number)):
             assert time.monotonic() < deadline_s, current
             await asyncio.sleep(0.01)
@@ -93,7 +93,7 @@ class RunningService:
 
 def run(test: Coroutine[Any, Any, None]) -> None:
     async def limited() -> None:
-        await asyncio.wait_for(test, 40)
+        await asyncio.wait_for(test, 180)
 
     uvloop.run(limited())
 

@@ -1,0 +1,133 @@
+"""Variants of Triton's kernels that steps launch and the warm-up before did not. Run as a module, which prints them.
+
+Triton compiles a kernel anew for other constants, dtypes, and for pointers and numbers with other divisors: its own
+rules, repeated here because its interpreter, which runs the kernels, compiles nothing.
+
+A process of its own: the variable TRITON_INTERPRET must be set before anything imports Triton, and then holds for all.
+"""
+
+import collections
+import os
+import tempfile
+import unittest.mock
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
+from tests.model.helpers import steps
+from tests.model.helpers.greedy_decoding import load
+from tests.model.helpers.prefix_samples import Samples
+from tests.model.helpers.pretend_device import HostTransfers
+from tests.model.helpers.rule_contexts import ALWAYS, Rule, make_rules
+from tests.model.helpers.sampling_rows import make_masks
+from tests.model.helpers.steps import StepDriver, make_runner
+from tokasaurus.model.attention import torch_backend
+from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.sampling import logit_rules, sample
+from tokasaurus.model.worker import warmup
+
+PAGE_SIZE = 16
+LIMITS = warmup.ForwardLimits(max_tokens=32, max_seqs=6, context_length=128, vocab_size=VOCAB_SIZE)
+RULED_ROWS_AT_ONCE = 3
+"""So few that steps need several calls."""
+
+Variant = tuple[object, ...]
+
+
+class Launches:
+    """Remembers the variant of every launch."""
+
+    def __init__(self) -> None:
+        self.variants: set[Variant] = set()
+        self._run = InterpretedFunction.run
+
+    def run(self, kernel: Any, *arguments: Any, **options: Any) -> object:
+        free = kernel.kwargs.get("do_not_specialize") or []
+        constants = {name: value for name, value in options.items() if name not in ("grid", "warmup")}
+        positional = zip(kernel.arg_names, arguments, strict=False)
+        kinds = tuple((name, _kind(value, name in free)) for name, value in positional)
+        self.variants.add((kernel.__name__, kinds, tuple(sorted(constants.items()))))
+        return self._run(kernel, *arguments, **options)
+
+
+def _kind(value: Any, is_free: bool) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    assert isinstance(value, int)
+    width = 32 if -(2**31) <= value < 2**31 else 64
+    return (width,) if is_free else (width, value == 1, value % 16 == 0)
+
+
+def run_steps(runner: ModelRunner) -> None:
+    """Steps with random options of every kind, in chunks beside decode rows; then samples in prefix groups."""
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        driver = StepDriver(runner, PAGE_SIZE)
+        share = rng.choice([0.0, 0.4, 1.0])  # of slots with an option
+        num_slots = int(rng.integers(1, 9))
+        for slot in range(1, num_slots + 1):
+            options: dict[str, Any] = {"temperature": float(rng.choice([0.0, 1.0]))}
+            if rng.random() < 0.1:  # slow in the interpreter, and no variant of their own
+                options |= {"top_p": 0.5, "top_k": 3, "min_p": 0.1}
+            if rng.random() < share:
+                biases = ((7, 3.0, ALWAYS),) * int(rng.integers(0, 3))
+                options |= {"rules": make_rules({slot: Rule(2, biases=biases)}), "presence_penalty": 0.5}
+            if rng.random() < share:
+                options["num_top"] = int(rng.integers(1, 21))
+            if rng.random() < share:
+                options["num_prompt_top"] = 2
+            driver.open(slot, rng.integers(0, VOCAB_SIZE, int(rng.integers(1, 30))).tolist(), **options)
+        decoding: list[int] = []
+        for slot in range(1, num_slots + 1):
+            while (left := driver.remaining(slot)) > 0:
+                driver.run(decoding, [(slot, min(left, int(rng.integers(1, 20))))])
+            decoding.append(slot)
+            masks = None
+            if rng.random() < share:
+                some = rng.permutation(len(decoding))[: int(rng.integers(1, 4))]
+                masks = make_masks({int(row): np.arange(VOCAB_SIZE) % 3 == 1 for row in sorted(some)})
+            driver.run(decoding, [], masks=masks)
+    samples = Samples(StepDriver(runner, PAGE_SIZE), PAGE_SIZE, seed=3)
+    samples.run(3, grouped=True)
+    assert samples.num_grouped > 0
+
+
+def missing_variants() -> list[Variant]:
+    with tempfile.TemporaryDirectory() as directory:
+        save_tiny_model(Path(directory), "llama")
+        model, info = load(Path(directory))
+    launches = Launches()
+    with (
+        unittest.mock.patch.object(
+            InterpretedFunction, "run", lambda kernel, *args, **kw: launches.run(kernel, *args, **kw)
+        ),
+        unittest.mock.patch.object(steps, "load_kernels", return_value=None),
+        unittest.mock.patch.object(sample, "uses_triton", return_value=True),
+        unittest.mock.patch.object(torch_backend, "uses_triton", return_value=True),
+        unittest.mock.patch.object(logit_rules, "_SCRATCH_BYTES", 8 * VOCAB_SIZE * RULED_ROWS_AT_ONCE),
+    ):
+        runner = make_runner(model, info, "torch", PAGE_SIZE, transfers=HostTransfers())
+        warmup.warm_up(runner, LIMITS, PAGE_SIZE, is_context_costly=True)
+        known = set(launches.variants)
+        launches.variants.clear()
+        run_steps(runner)
+    counts = collections.Counter(name for name, *_ in launches.variants)
+    assert counts.pop("_draw_row") == 4, "with and without rules, with and without masks"
+    assert set(counts) == {
+        *("_count_tokens", "_add_biases", "_change_rows", "_largest_of_parts", "_largest_of_candidates"),
+        *("_write_token", "_merge_rows"),
+    }
+    return sorted(launches.variants - known, key=repr)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for variant in missing_variants():
+        print(*variant)
+    print("done")
