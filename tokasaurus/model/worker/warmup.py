@@ -5,6 +5,7 @@ memory of the largest forward is known and reserved (forward_memory.py), a small
 request waits for lazy loading.
 """
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.sampling.logit_rules import ruled_rows_at_once
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
 from tokasaurus.model.sampling.token_masks import num_mask_words
+from tokasaurus.model.worker.shape_classes import steps_of_all_classes
 
 _NUM_LIMITED_ROWS = 64
 """Rows with limits and masks. Sampling handles rows in chunks, so one chunk is enough; limits are slow on the flat
@@ -90,7 +92,7 @@ def single_token(limits: ForwardLimits) -> ForwardInput:
 
 
 def warm_up(runner: ModelRunner, limits: ForwardLimits, page_size: int, is_context_costly: bool) -> float:
-    """Run the largest forwards and a small one of each kind -> seconds per token of the forward where these are fewest.
+    """Run the largest forwards and small ones of each kind and shape -> seconds per token, of the forward with fewest.
 
     The largest are the widest prefill and a decode after it; and, if is_context_costly (attention's memory grows with
     the context), the longest ones.
@@ -103,8 +105,9 @@ def warm_up(runner: ModelRunner, limits: ForwardLimits, page_size: int, is_conte
         steps.append(decode_after(widest))
     if is_context_costly:
         steps += [longest_prefill(limits), longest_last_tokens(limits)]
-    largest = min(_run_timed(runner, step) for step in steps)
-    return min(largest, warm_up_small(runner, limits, page_size))
+    every_shape = steps_of_all_classes(limits.max_tokens, limits.max_seqs, limits.context_length, page_size)
+    seconds = min(_run_timed(runner, step) for step in itertools.chain(steps, every_shape))
+    return min(seconds, warm_up_small(runner, limits, page_size))
 
 
 def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInput]:
