@@ -91,7 +91,7 @@ def test_every_field_is_in_the_table_and_the_help_once() -> None:
         ("model=a=b", "model", "a=b"),
         ('served_model_name="two words"', "served_model_name", "two words"),
         # Flags that are not built accept their defaults.
-        ("tp_size=1", "tp_size", 1),
+        ("pp_size=1", "pp_size", 1),
         ("use_cudagraphs=T", "use_cudagraphs", True),
     ],
 )
@@ -174,7 +174,7 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
         ("finalize=1", "finalize=1: unknown flag"),
         ("port", "port: not understood, flags are written name=value"),
         (".finalize", ".finalize: not understood, flags are written name=value"),
-        ("tp_size=2", "tp_size=2: not built yet, it must be 1 or left out"),
+        ("pp_size=2", "pp_size=2: not built yet, it must be 1 or left out"),
         ("use_cudagraphs=false", "use_cudagraphs=F: not built yet, it must be T or left out"),
         ("rope_scaling={'factor':8}", "rope_scaling={'factor': 8}: not built yet, it must be None or left out"),
     ],

@@ -13,7 +13,6 @@ NOT_BUILT = frozenset(
         "trust_remote_code",
         "rope_scaling",
         "pp_size",
-        "tp_size",
         "pp_num_buffer_stages",
         "async_tp_threshold",
         "use_cudagraphs",

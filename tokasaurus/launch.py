@@ -64,6 +64,8 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport) -> int
         checkpoint = resolve_checkpoint(config.model, config.tokenizer, report.show_progress)
         report.end_phase("find model", str(checkpoint.directory))
         report.model = checkpoint.name if config.served_model_name is None else config.served_model_name
+        if config.dp_size * config.tp_size > 1:
+            report.show_detail("mesh", describe_mesh(config))
         with StopSignals() as stop_signals, ProcessGroup() as group:
             processes = _start_all(group, config, checkpoint, listener, entries)
             listener.close()  # only the server's copy may stay open: clients must not wait for a dead server
@@ -92,6 +94,13 @@ class _Processes:
     @property
     def managers_and_workers(self) -> list[Child]:
         return [child for replica in self.replicas for child in replica.children]
+
+
+def describe_mesh(config: ServerConfig) -> str:
+    """How many model workers there are, and why, for the user."""
+    counts = (config.dp_size, "replica"), (config.tp_size, "tensor-parallel rank")
+    factors = [f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts]
+    return f"{' x '.join(factors)} = {config.dp_size * config.tp_size} model workers"
 
 
 def _start_all(

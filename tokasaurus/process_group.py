@@ -6,10 +6,12 @@ import math
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -95,6 +97,8 @@ class ProcessGroup:
         self.context = multiprocessing.get_context("spawn")
         self.children: list[Child] = []
         self._lifeline, self._lifeline_writer = multiprocessing.Pipe(duplex=False)
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._num_paths = 0
 
     def __enter__(self) -> ProcessGroup:
         return self
@@ -103,6 +107,15 @@ class ProcessGroup:
         self.kill()
         self._lifeline.close()
         self._lifeline_writer.close()
+        if self._directory is not None:
+            self._directory.cleanup()
+
+    def new_path(self) -> Path:
+        """A path that nothing else uses, in a directory that is removed when the context is left."""
+        if self._directory is None:
+            self._directory = tempfile.TemporaryDirectory(prefix="toka-")
+        self._num_paths += 1
+        return Path(self._directory.name, str(self._num_paths))
 
     def start(self, description: ChildProcess, config: ServerConfig, *args: Any) -> Child:
         """Spawn a process that runs its entry with (config, *args, status).

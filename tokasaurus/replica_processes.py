@@ -90,6 +90,7 @@ class ReplicaProcesses:
         self._is_ready, self.restart_at_s = False, None
         inputs: list[Sender[ForwardInput]] = []
         num_workers = config.pp_size * config.tp_size
+        rendezvous = self._group.new_path() if config.tp_size > 1 else None
         for rank in range(num_workers):
             input_in: Receiver[ForwardInput]
             input_out: Sender[ForwardInput]
@@ -97,7 +98,8 @@ class ReplicaProcesses:
             label, title = f"model worker{self._number} (rank {rank})", f"toka-worker{self._number.strip()}-{rank}"
             worker = ChildProcess(label, title, self._worker_entry)
             index = self._index * num_workers + rank
-            self.children.append(self._group.start(worker, config, self._checkpoint, index, input_in, outputs_out))
+            arguments = config, self._checkpoint, index, rendezvous, input_in, outputs_out
+            self.children.append(self._group.start(worker, *arguments))
             input_in.close()
             inputs.append(input_out)
         title = f"toka-manager{self._number.strip()}"

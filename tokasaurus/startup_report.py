@@ -39,6 +39,10 @@ class StartupReport:
     def show_progress(self, line: str) -> None:
         self.show_line(f"{'toka':>12}  {line} ...")
 
+    def show_detail(self, name: str, detail: str) -> None:
+        """A line like those of phases, about something that takes no time."""
+        self.show_line(f"{'toka':>12}  {name:<27} {detail}")
+
     def end_phase(self, name: str, detail: str = "") -> None:
         """End a phase of the launcher process."""
         began, self._last_end = self._last_end, time.perf_counter()

@@ -46,7 +46,7 @@ def wait_for_end(inputs) -> None:
             inputs.receive()
 
 
-def run_worker(config, checkpoint, index, inputs, outputs, status) -> None:
+def run_worker(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
     status.send(PhaseDone("worker", "load weights", 1.25, "7 of [7] layers"))
     ready = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
     outputs.send(ready)
@@ -54,16 +54,16 @@ def run_worker(config, checkpoint, index, inputs, outputs, status) -> None:
     wait_for_end(inputs)
 
 
-def run_worker_that_reports_its_index(config, checkpoint, index, inputs, outputs, status) -> None:
+def run_worker_that_reports_its_index(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
     status.send(PhaseDone("worker", "index", 0.0, str(index)))
     wait_for_end(inputs)
 
 
-def run_worker_that_raises(config, checkpoint, index, inputs, outputs, status) -> None:
+def run_worker_that_raises(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
     raise RuntimeError("tensor broke\nsecond line")
 
 
-def run_worker_with_user_error(config, checkpoint, index, inputs, outputs, status) -> None:
+def run_worker_with_user_error(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
     # A full pipe that nobody reads must not keep a failing process alive.
     _unread, sender = make_channel()
     for _ in range(100):
@@ -71,11 +71,11 @@ def run_worker_with_user_error(config, checkpoint, index, inputs, outputs, statu
     raise UserError("kv_cache_num_tokens=7 does not fit")
 
 
-def run_worker_that_returns(config, checkpoint, index, inputs, outputs, status) -> None:
+def run_worker_that_returns(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
     pass
 
 
-def run_worker_that_returns_in_replica_1(config, checkpoint, index, inputs, outputs, status) -> None:
+def run_worker_that_returns_in_replica_1(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
     ready = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
     outputs.send(ready)
     status.send(ready)
@@ -84,12 +84,12 @@ def run_worker_that_returns_in_replica_1(config, checkpoint, index, inputs, outp
         wait_for_end(inputs)
 
 
-def run_worker_that_never_starts(config, checkpoint, index, inputs, outputs, status) -> None:
+def run_worker_that_never_starts(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
     status.send(PhaseDone("worker", "stuck", 0.0))
     threading.Event().wait()
 
 
-def run_worker_that_will_not_end(config, checkpoint, index, inputs, outputs, status) -> None:
+def run_worker_that_will_not_end(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ready = Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64))
     outputs.send(ready)
@@ -97,6 +97,6 @@ def run_worker_that_will_not_end(config, checkpoint, index, inputs, outputs, sta
     threading.Event().wait()
 
 
-def run_worker_that_returns_after_ready(config, checkpoint, index, inputs, outputs, status) -> None:
+def run_worker_that_returns_after_ready(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
     outputs.send(Ready("worker", EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=64)))
     inputs.receive()  # the manager is ready, and the launcher has been told

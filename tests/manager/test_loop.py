@@ -206,6 +206,7 @@ def running_manager(checkpoint: Checkpoint, with_worker: bool) -> Iterator[Engin
     arguments = (config, checkpoint, requests_in, updates_out, [input_0_out, input_1_out], outputs, status_out)
     processes = [context.Process(target=run_manager, args=arguments)]
     if with_worker:
+        outputs_out.send(Ready("worker", replace(PROCESS_LIMITS, num_kv_blocks=50)))  # of the other rank
         processes.append(context.Process(target=run_fake_worker, args=(PROCESS_LIMITS, 24, 6, input_0, outputs_out)))
     for process in processes:
         process.start()

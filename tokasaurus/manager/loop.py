@@ -15,6 +15,7 @@ import numpy as np
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.planning.intake import Intake
+from tokasaurus.manager.planning.worker_limits import common_limits
 from tokasaurus.manager.state.engine_state import (
     EngineOptions,
     EngineState,
@@ -97,7 +98,7 @@ def run_manager(
     grammars = _load_grammars(checkpoint)  # while the worker loads the model: later it would delay a step
     status.send(PhaseDone("manager", "load tokenizer", time.perf_counter() - started))
     early: list[RequestMessage] = []
-    limits = _await_worker(requests, outputs, early)
+    limits = _await_workers(requests, outputs, early, len(inputs))
     if limits is not None:
         options = engine_options(config, checkpoint.info.eos_ids, limits, decoder, stop_tokens)
         options = replace(options, tuning=tuning)
@@ -124,11 +125,16 @@ def _load_grammars(checkpoint: Checkpoint) -> Grammars | None:
     return Grammars(vocabulary, num_threads=min(8, max(1, available_cores() // 4)))
 
 
-def _await_worker(
-    requests: Receiver[RequestMessage], outputs: Receiver[ForwardOutput | Ready], early: list[RequestMessage]
+def _await_workers(
+    requests: Receiver[RequestMessage],
+    outputs: Receiver[ForwardOutput | Ready],
+    early: list[RequestMessage],
+    num_workers: int,
 ) -> EngineLimits | None:
-    """Wait for the worker and return its limits; None if a channel is closed. Received requests go into `early`."""
-    while True:
+    """Wait for all workers and return what all of them can do; None if a channel is closed. Received requests go into
+    `early`."""
+    found: list[EngineLimits] = []
+    while len(found) < num_workers:
         wait([requests, outputs])
         early.extend(requests.drain())
         messages = outputs.drain()
@@ -137,7 +143,8 @@ def _await_worker(
         for message in messages:
             assert isinstance(message, Ready), f"{type(message).__name__} before the worker was ready"
             assert message.limits is not None, "the worker is ready without limits"
-            return message.limits
+            found.append(message.limits)
+    return common_limits(found)
 
 
 @dataclass(frozen=True, slots=True)

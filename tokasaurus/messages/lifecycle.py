@@ -66,7 +66,7 @@ class PhaseDone:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The process has started. Workers set `limits`; the manager forwards it."""
+    """The process has started. Every worker of a replica sends its limits to the manager, which sends on the least."""
 
     process: str
     limits: EngineLimits | None = None

@@ -1,7 +1,10 @@
 """How layers, heads and rows are divided among ranks, against the definitions applied one by one."""
 
+from dataclasses import replace
+
 import pytest
 
+from tokasaurus.checkpoint import ModelInfo, RopeInfo
 from tokasaurus.model.parallel.mesh import Mesh
 
 
@@ -65,6 +68,33 @@ def test_vocabulary_shards_are_even_and_hold_every_token_once_in_order(vocab_siz
 def test_more_ranks_than_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match=r"vocabulary \(3\).*tp_size=4"):
         Mesh(tp_size=4).vocab_shard(3)
+
+
+MODEL = ModelInfo("llama", 4, 64, 12, 4, 16, 90, 275, 512, 1e-5, RopeInfo(1e4), False, (0,), "float32")
+
+
+@pytest.mark.parametrize(("pp_size", "tp_size"), [(1, 1), (1, 2), (4, 1), (2, 2)])
+def test_a_model_that_can_be_divided_passes(pp_size: int, tp_size: int) -> None:
+    for index in range(pp_size * tp_size):
+        Mesh.of_worker(index, pp_size, tp_size).check(MODEL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "pp_size", "tp_size", "message"),
+    [
+        ({}, 1, 5, r"attention heads \(12\) cannot be divided among tp_size=5"),
+        ({}, 1, 3, r"KV heads \(4\) cannot be divided among tp_size=3"),
+        ({}, 1, 4, r"intermediate_size \(90\) cannot be divided among tp_size=4"),
+        ({"vocab_size": 1}, 1, 2, r"vocabulary \(1\) cannot be divided among tp_size=2"),
+        ({}, 5, 1, "pp_size=5 is more than the model's 4 layers"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused_with_its_sizes(
+    changes: dict[str, int], pp_size: int, tp_size: int, message: str
+) -> None:
+    for index in range(pp_size * tp_size):
+        with pytest.raises(ValueError, match=message):
+            Mesh.of_worker(index, pp_size, tp_size).check(replace(MODEL, **changes))
 
 
 def test_one_rank_of_the_last_stage_replies() -> None:

@@ -39,7 +39,7 @@ def test_a_worker_reports_its_phases_then_answers_every_step_in_order_and_ends(t
     status, status_out = make_channel()
     config = parse_server_config([*FLAGS, "kv_cache_num_tokens=100"])
     worker = threading.Thread(
-        target=run_worker, args=(config, checkpoint, 0, inputs_in, outputs_out, status_out), daemon=True
+        target=run_worker, args=(config, checkpoint, 0, None, inputs_in, outputs_out, status_out), daemon=True
     )
     worker.start()
     ready = outputs.receive(timeout_s=60)
@@ -60,6 +60,14 @@ def test_a_worker_reports_its_phases_then_answers_every_step_in_order_and_ends(t
     expected = oracle.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert [answer.step_id for answer in answers] == [1, 2, 3]
     assert [answer.token_ids.tolist() for answer in answers] == [[token] for token in expected[0, 3:].tolist()]
+
+
+def test_ranks_that_cannot_divide_the_model_are_a_user_error_before_they_meet(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen2")
+    config = parse_server_config([*FLAGS, "kv_cache_num_tokens=100", "tp_size=3"])
+    (inputs, _), (_, outputs), (_, status) = make_channel(), make_channel(), make_channel()
+    with pytest.raises(UserError, match=r"^attention heads \(4\) cannot be divided among tp_size=3$"):
+        run_worker(config, resolve_checkpoint(str(tmp_path)), 0, tmp_path / "rendezvous", inputs, outputs, status)
 
 
 @pytest.mark.parametrize(

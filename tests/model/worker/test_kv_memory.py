@@ -28,11 +28,11 @@ def test_a_size_that_does_not_fit_is_refused_with_the_largest_size_that_fits() -
 
 
 def test_the_automatic_size_is_the_share_of_memory_less_the_padding_block() -> None:
-    plan = plan_auto(16 * GIB, "of memory available", 0.25, num_replicas=2, page_size=16, bytes_per_block=2**20)
+    plan = plan_auto(16 * GIB, "of memory available", 0.25, num_workers=2, page_size=16, bytes_per_block=2**20)
     assert plan.num_blocks == 2 * GIB // 2**20 - 1
     # The arithmetic shown to the user gives the result.
     assert re.search(
-        r"16 GiB .* x 0.25 / 2 replicas / 1 MiB a block = 2,047 blocks of 16 = 32,752 tokens", plan.arithmetic
+        r"16 GiB .* x 0.25 / 2 workers / 1 MiB a block = 2,047 blocks of 16 = 32,752 tokens", plan.arithmetic
     )
 
 

@@ -239,6 +239,13 @@ class Decoder(nn.Module):
         assert self.final_norm is not None
         return head.logits(hidden, self.final_norm)
 
+    def own_logits(self, hidden: Tensor) -> tuple[Tensor, int]:
+        """As `logits`, but only of this tensor-parallel rank's token ids -> [R, number of ids], the first id."""
+        head = self._head
+        assert head is not None, "the last stage has an LM head"
+        assert self.final_norm is not None
+        return head.own_logits(hidden, self.final_norm)
+
     def weight_shards(self) -> list[WeightShard]:
         """Every tensor of the checkpoint, with a target if this stage has it."""
         info, mesh = self._info, self._mesh

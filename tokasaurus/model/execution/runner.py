@@ -16,8 +16,10 @@ from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
 from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.execution.slot_table import SlotTable
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.parallel.tensor_parallel import copy_from_first, largest_over_shards
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, compute_prompt_logprobs
-from tokasaurus.model.sampling.sample import Sampled, sample
+from tokasaurus.model.sampling.sample import Sampled, sample, takes_largest
 from tokasaurus.model.staging.packed import PackedStaging
 from tokasaurus.model.staging.results import Fetched, HostResults, PackedResults, Results
 from tokasaurus.model.staging.sizes import BufferSizes
@@ -110,6 +112,7 @@ class ModelRunner:
         compiler: Compiler | None = None,
         transfers: Transfers | None = None,
         buffer_sizes: BufferSizes = BufferSizes(),  # noqa: B008  (it is frozen)
+        mesh: Mesh = Mesh(),  # noqa: B008  (it is frozen)
     ) -> None:
         """compiler: compiles parts of the model; None if nothing is compiled. transfers: how arrays
         reach the device and results return; None: as is best for `device`. buffer_sizes: of their buffers."""
@@ -129,6 +132,7 @@ class ModelRunner:
         self._kernels = kernels
         self._compiler = compiler
         self._executor = choose_executor(model, backend)
+        self._mesh = mesh
         self._num_recompiles = 0
 
     @property
@@ -166,7 +170,7 @@ class ModelRunner:
             step.step_id,
             self._results.fetch(outputs),
             batch.want_logprobs,
-            None if batch.sampling.top is None else batch.sampling.top.rows.on_host,
+            None if batch.sampling.top is None or sampled.top_ids is None else batch.sampling.top.rows.on_host,
             batch.token_slots,
             batch.token_positions,
             batch.token_blocks,
@@ -176,9 +180,27 @@ class ModelRunner:
         )
 
     def _sample(self, hidden: Tensor, batch: DeviceBatch) -> Sampled:
-        """hidden [T, E]. A separate method, so that the logits are freed when it returns."""
+        """hidden [T, E]. A separate method, so that the logits are freed when it returns.
+
+        The first tensor-parallel rank samples. The others get its tokens, without logprobs: their own arithmetic may
+        round differently. If all rows only want the token with the largest logit, no logits are gathered.
+        """
+        if self._mesh.tp_size > 1 and takes_largest(batch.sampling):
+            return self._sample_by_largest(hidden, batch)
         logits = self._model.logits(hidden[batch.logit_rows])[: batch.num_sampled]
-        return sample(logits, batch.sampling, self._kernels)
+        if self._mesh.tp_rank == 0:
+            sampled = sample(logits, batch.sampling, self._kernels)
+        else:
+            sampled = Sampled(torch.empty(len(logits), dtype=torch.int64, device=logits.device))
+        copy_from_first(sampled.tokens, self._mesh)
+        return sampled
+
+    def _sample_by_largest(self, hidden: Tensor, batch: DeviceBatch) -> Sampled:
+        logits, first_id = self._model.own_logits(hidden[batch.logit_rows])
+        logits = logits[: batch.num_sampled]
+        own = sample(logits, batch.sampling, self._kernels).tokens
+        values = logits.gather(1, own.clamp(min=0).unsqueeze(1)).squeeze(1)
+        return Sampled(largest_over_shards(values, torch.where(own < 0, own, own + first_id), self._mesh))
 
     def _new_recompiles(self) -> int:
         if self._compiler is None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch.distributed import ProcessGroup
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tokasaurus.checkpoint import ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,14 @@ class Mesh:
     def of_worker(cls, index: int, pp_size: int, tp_size: int) -> Mesh:
         """index: among the workers of all replicas, (replica * pp_size + pp_rank) * tp_size + tp_rank."""
         return cls(index // tp_size % pp_size, pp_size, index % tp_size, tp_size)
+
+    def check(self, info: ModelInfo) -> None:
+        """Raises ValueError, which names the sizes, if the model cannot be divided among the ranks."""
+        self.stage_layers(info.num_layers)
+        self.shard(info.num_heads, "attention heads")
+        self.kv_head_shard(info.num_kv_heads)
+        self.shard(info.intermediate_size, "intermediate_size")
+        self.vocab_shard(info.vocab_size)
 
     @property
     def is_first_stage(self) -> bool:

@@ -83,6 +83,12 @@ class Sampled(NamedTuple):
     """float32 [A, K], of top_ids; None without `top`."""
 
 
+def takes_largest(rows: SamplingRows) -> bool:
+    """Whether each row's token is that with its largest logit, and nothing else is wanted."""
+    is_greedy = not (rows.params["temperature"] > 0).any()
+    return is_greedy and rows.rules is None and rows.masks is None and not rows.any_logprobs
+
+
 def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -> Sampled:
     """Sample a token from each row of logits [R, V]. kernels: do the same on the CPU, faster."""
     masks = rows.masks

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +36,7 @@ from tokasaurus.model.decoder.weights import FilledModules, load_weights
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.parallel.process_group import is_about_another_rank, joined
 from tokasaurus.model.staging.sizes import sizes_for
 from tokasaurus.model.worker.device import choose_activation_dtype, choose_device, choose_dtype, choose_kv_cache_dtype
 from tokasaurus.model.worker.forward_memory import ForwardMemory, largest_forward, reserve
@@ -56,29 +58,46 @@ if TYPE_CHECKING:
 
 PROCESS = "model worker"
 
+CAUSE_SECONDS = 1.0
+"""After the failure of another rank: time for the launcher to learn its cause, in seconds."""
+
 
 def run_worker(
     config: ServerConfig,
     checkpoint: Checkpoint,
     index: int,
+    rendezvous: Path | None,
     inputs: Receiver[ForwardInput],
     outputs: Sender[ForwardOutput | Ready],
     status: Sender[PhaseDone | Ready | Failed],
 ) -> None:
     """Run the steps of one rank of one replica until `inputs` is closed.
 
-    index: among the workers of all replicas, as in Mesh.of_worker.
+    index: among the workers of all replicas, as in Mesh.of_worker. rendezvous: see parallel/process_group.
     """
     mesh = Mesh.of_worker(index, config.pp_size, config.tp_size)
-    worker = start_worker(config, checkpoint, mesh, index, status.send)
-    if mesh.replies:
-        outputs.send(Ready(PROCESS, worker.limits))
-    status.send(Ready(PROCESS, worker.limits))
-    # A CUDA device runs asynchronously; a CPU step is complete when the call returns.
-    steps_behind = 0 if worker.device.type == "cpu" else 1
-    threads = nullcontext() if worker.kernels is None else leave_threads_to(worker.kernels)
-    with threads:
-        run_steps(worker.runner, inputs, outputs if mesh.replies else None, steps_behind)
+    try:
+        mesh.check(checkpoint.info)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    try:
+        with _joined(config, mesh, index, rendezvous, status.send) as own_mesh:
+            worker = start_worker(config, checkpoint, own_mesh, index, status.send)
+            outputs.send(Ready(PROCESS, worker.limits))
+            status.send(Ready(PROCESS))
+            # A CUDA device runs asynchronously; a CPU step is complete when the call returns.
+            steps_behind = 0 if worker.device.type == "cpu" else 1
+            threads = nullcontext() if worker.kernels is None else leave_threads_to(worker.kernels)
+            with threads:
+                run_steps(worker.runner, inputs, outputs if mesh.replies else None, steps_behind)
+    except RuntimeError as error:
+        if mesh.tp_size == 1 or not is_about_another_rank(error):
+            raise
+        inputs.drain()
+        if not inputs.is_closed:  # otherwise another rank has ended in order, without steps that were never sent to it
+            # The launcher ends this worker because of the other one. A report of this one would hide the cause.
+            time.sleep(CAUSE_SECONDS)
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +111,26 @@ class StartedWorker:
     """The CPU kernels, if they run all layers of every forward; else None."""
 
 
+@contextmanager
+def _joined(
+    config: ServerConfig, mesh: Mesh, index: int, rendezvous: Path | None, report: Callable[[PhaseDone], None]
+) -> Iterator[Mesh]:
+    """As parallel/process_group.joined; shown to the user as a phase if there is something to join."""
+    if mesh.tp_size == 1:
+        yield mesh
+        return
+    began_s = time.perf_counter()
+    with joined(mesh, rendezvous, choose_device(config.device, index)) as own_mesh:
+        report(PhaseDone(PROCESS, "join ranks", time.perf_counter() - began_s))
+        yield own_mesh
+
+
 def start_worker(
     config: ServerConfig, checkpoint: Checkpoint, mesh: Mesh, index: int, report: Callable[[PhaseDone], None]
 ) -> StartedWorker:
     """Load the model, size the KV cache, warm up, and compile if the config asks for it. Raises UserError.
 
+    mesh: the other ranks of its group must call this too.
     index: among the workers of all replicas; it chooses the CUDA device.
     With the CPU attention backend, the KV cache's memory is reserved on return and touched in the background.
     """
@@ -166,7 +200,8 @@ def start_worker(
     slots.rules.allocate(config.page_size)  # the padding block: the first forwards write to no other
     limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length, info.vocab_size)
     sizes = sizes_for(limits.max_tokens, limits.max_seqs, limits.vocab_size, config.max_topk_logprobs)
-    runner = ModelRunner(model, backend, slots, config.page_size, device, kernels, compiler, buffer_sizes=sizes)
+    places = model, backend, slots, config.page_size, device, kernels, compiler
+    runner = ModelRunner(*places, mesh=mesh, buffer_sizes=sizes)
 
     forward_memory = None  # unknown where torch computes: its operations allocate temporaries of unknown size
     if runner.always_on_kernels:
@@ -248,16 +283,17 @@ def _plan_kv_cache(
     """The size that kv_cache_num_tokens sets, else a fraction of the device's free memory. forward_memory: None if
     unknown."""
     on_cpu = shape.device.type == "cpu"
+    num_workers = config.dp_size * config.pp_size * config.tp_size
     forward_bytes = 0 if forward_memory is None else forward_memory.total
     if config.kv_cache_num_tokens is not None:
         free = max(0, available_cpu_bytes() - forward_bytes) if on_cpu else torch.cuda.mem_get_info(shape.device)[0]
         return plan_fixed(config.kv_cache_num_tokens, config.page_size, shape.bytes_per_block, free)
     if on_cpu:
-        available = max(0, available_cpu_bytes() - config.dp_size * config.pp_size * forward_bytes)
+        available = max(0, available_cpu_bytes() - num_workers * forward_bytes)
         what = (
             "available after weights and the largest forward" if forward_memory is not None else "of memory available"
         )
-        fraction, num_replicas = CPU_FRACTION, config.dp_size
+        fraction, num_sharing = CPU_FRACTION, num_workers
     else:
         # Run the largest forward, with only the padding block as cache, to measure activations and logits.
         backend.allocate(1)
@@ -267,5 +303,5 @@ def _plan_kv_cache(
         activations = torch.cuda.max_memory_allocated(shape.device) - before
         torch.cuda.empty_cache()
         available = torch.cuda.mem_get_info(shape.device)[0] - activations
-        what, fraction, num_replicas = "free after weights and the largest forward", CUDA_FRACTION, 1
-    return plan_auto(available, what, fraction, num_replicas, config.page_size, shape.bytes_per_block)
+        what, fraction, num_sharing = "free after weights and the largest forward", CUDA_FRACTION, 1
+    return plan_auto(available, what, fraction, num_sharing, config.page_size, shape.bytes_per_block)

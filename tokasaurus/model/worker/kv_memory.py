@@ -55,19 +55,19 @@ def plan_auto(
     available_bytes: int,
     what_is_available: str,
     fraction: float,
-    num_replicas: int,
+    num_workers: int,
     page_size: int,
     bytes_per_block: int,
 ) -> KVCachePlan:
-    """A KV cache in a fraction of the available memory. Raises UserError if not even one block fits."""
-    budget = int(available_bytes * fraction / num_replicas)
+    """A KV cache in a fraction of the available memory, which num_workers share. Raises UserError if no block fits."""
+    budget = int(available_bytes * fraction / num_workers)
     num_blocks = budget // bytes_per_block - 1  # minus the padding block
     if num_blocks < 1:
         raise UserError(
             f"{_size(budget)} of memory is too little for a KV cache with blocks of {_size(bytes_per_block)};"
             " free some memory, or set kv_cache_num_tokens, or a lower max_tokens_per_forward"
         )
-    share = "" if num_replicas == 1 else f" / {num_replicas} replicas"
+    share = "" if num_workers == 1 else f" / {num_workers} workers"
     return KVCachePlan(
         num_blocks,
         f"{_size(available_bytes)} {what_is_available} x {fraction:g}{share} / {_size(bytes_per_block)} a block"

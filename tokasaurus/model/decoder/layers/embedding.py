@@ -41,6 +41,10 @@ class VocabShard(Linear):
         if self.packed is not None and self._mesh.tp_size == 1:
             self._logits = torch.zeros((num_rows, self._length), dtype=self.packed.activation_dtype)
 
+    def own_logits(self, hidden: Tensor, norm: RMSNorm) -> tuple[Tensor, int]:
+        """As `logits`, but only of this rank's token ids, and the first of these."""
+        return self(hidden, norm), self._start
+
     def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden [R, E], normalised by `norm` -> logits [R, vocab] in hidden's dtype. The next call may overwrite
         them."""

@@ -1,0 +1,82 @@
+"""Requests that use all kinds of sampling at once, of the models of tests/helpers/tiny_model, and their comparison."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.end_to_end.helpers.toka_process import TokaProcess
+
+LOGPROB_FIELDS = ("token_logprobs", "top_logprobs", "prompt_logprobs")
+
+SHARED = "Every question begins with these words, which fill more than two blocks. "
+"""The beginning of most prompts."""
+
+PLAIN = {"temperature": 0, "max_tokens": 64, "ignore_eos": True}
+GREEDY = {"temperature": 0, "logprobs": 3}
+SEEDED = {"temperature": 1, "seed": 7, "logprobs": 2}
+PENALTIES = {"presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "greedy, in chunks": {**GREEDY, "prompt": SHARED * 4},
+    "greedy samples": {**GREEDY, "n": 6},
+    "without logprobs": {"temperature": 0},
+    "seeded": {**SEEDED, "n": 4},
+    "seeded, with limits": {**SEEDED, "top_p": 0.8, "top_k": 40, "min_p": 0.01, "n": 2},
+    "penalties": {**GREEDY, **PENALTIES},
+    "seeded, with penalties": {**SEEDED, **PENALTIES, "n": 2},
+    "bias": {**GREEDY, "logit_bias": {"65": 5, "66": -100}, "min_tokens": 5},
+    "grammar": {**GREEDY, "guided_regex": "(ab|cd|e[0-9]+f)+"},
+    "seeded, with a grammar": {**SEEDED, "guided_regex": "[a-z ]+[0-9]{3}"},
+    "prompt logprobs": {**GREEDY, "prompt": SHARED * 2, "prompt_logprobs": 2},
+    "echo": {**GREEDY, "echo": True},
+}
+
+
+def mixed_bodies() -> list[dict[str, Any]]:
+    """Two requests of each kind."""
+    return [
+        {"model": "default", "prompt": f"{SHARED}{number}", "max_tokens": 16, "ignore_eos": True, **fields}
+        for number in range(2)
+        for fields in KINDS.values()
+    ]
+
+
+def ask_mixed(toka: TokaProcess, num_threads: int = 8) -> list[dict[str, Any]]:
+    """The answers to `mixed_bodies`, which are asked num_threads at a time."""
+
+    def ask(body: dict[str, Any]) -> dict[str, Any]:
+        answer = httpx.post(f"{toka.url}/v1/completions", json=body, timeout=240)
+        assert answer.status_code == 200, answer.text
+        result: dict[str, Any] = answer.json()
+        return result
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        return list(pool.map(ask, mixed_bodies()))
+
+
+def ask_plain(toka: TokaProcess) -> list[str]:
+    """The texts of greedy requests that want nothing else, in one batch."""
+    body = {"model": "default", "prompt": [f"{SHARED}{number}" for number in range(12)], **PLAIN}
+    answer = httpx.post(f"{toka.url}/v1/completions", json=body, timeout=240)
+    assert answer.status_code == 200, answer.text
+    return [choice["text"] for choice in answer.json()["choices"]]
+
+
+def assert_same_answers(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Equal texts, tokens and ends; log-probabilities within 1e-4. The texts of tiny models have no near ties."""
+    for body, one, other in zip(mixed_bodies(), found, expected, strict=True):
+        assert one["usage"]["completion_tokens"] == other["usage"]["completion_tokens"]
+        for choice, right in zip(one["choices"], other["choices"], strict=True):
+            assert (choice["text"], choice["finish_reason"]) == (right["text"], right["finish_reason"]), body
+            assert _numbers(choice) == pytest.approx(_numbers(right), abs=1e-4), body
+
+
+def _numbers(value: Any) -> list[float]:
+    """All log-probabilities of a choice. Dictionaries by token are read in the order of their keys."""
+    if isinstance(value, dict):
+        return [number for key in sorted(value) for number in _numbers(value[key])]
+    if isinstance(value, list):
+        return [number for entry in value for number in _numbers(entry)]
+    return [value] if isinstance(value, float) else []

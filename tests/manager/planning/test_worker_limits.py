@@ -1,0 +1,23 @@
+"""What a replica can do, from what each of its workers can do."""
+
+from tokasaurus.manager.planning.worker_limits import common_limits
+from tokasaurus.messages.lifecycle import EngineLimits, HydragenCosts
+
+
+def test_one_worker_has_its_own_limits() -> None:
+    limits = EngineLimits(9, 4, 30, HydragenCosts(1.0, 2.0, 3.0, 4.0), 0.5)
+    assert common_limits([limits]) == limits
+
+
+def test_the_worker_with_the_least_decides_for_each_limit() -> None:
+    limits = [
+        EngineLimits(7, 4, 28, HydragenCosts(1.0, 0.5, 3.0, 0.0), 0.1),
+        EngineLimits(9, 4, 20, HydragenCosts(2.0, 0.4, 4.0, 0.1), 0.3),
+        EngineLimits(8, 4, 30, HydragenCosts(0.0, 0.6, 2.0, 0.0), 0.2),
+    ]
+    assert common_limits(limits) == EngineLimits(7, 4, 20, HydragenCosts(2.0, 0.6, 4.0, 0.1), 0.3)
+
+
+def test_prefix_groups_must_be_faster_on_every_worker() -> None:
+    limits = [EngineLimits(9, 4, 30, HydragenCosts()), EngineLimits(9, 4, 30, None)]
+    assert common_limits(limits).hydragen is None

@@ -1,0 +1,22 @@
+"""What all workers of a replica can do: they run the same steps."""
+
+from collections.abc import Sequence
+from dataclasses import astuple
+
+from tokasaurus.messages.lifecycle import EngineLimits, HydragenCosts
+
+
+def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
+    """The least capacity and the highest costs that any of the workers has. All have blocks of one size."""
+    assert len({one.page_size for one in limits}) == 1
+    costs = [one.hydragen for one in limits if one.hydragen is not None]
+    hydragen = None
+    if len(costs) == len(limits):  # otherwise prefix groups would delay one of them, and thereby all
+        hydragen = HydragenCosts(*map(max, zip(*map(astuple, costs), strict=True)))
+    return EngineLimits(
+        num_kv_blocks=min(one.num_kv_blocks for one in limits),
+        page_size=limits[0].page_size,
+        max_tokens_per_sequence=min(one.max_tokens_per_sequence for one in limits),
+        hydragen=hydragen,
+        seconds_per_token=max(one.seconds_per_token for one in limits),
+    )
