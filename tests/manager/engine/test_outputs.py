@@ -218,9 +218,14 @@ def driver_of_common_end() -> tuple[EngineDriver, GenerateRequest]:
     """An engine whose sequences, the samples of a request, have all ended in the same step. They had all waited for
     their prompt, whose prefill takes more steps than their admission. The first have left."""
     limits = EngineLimits(5000, 4, 8000)
-    options = make_options(limits=limits, max_seqs_per_forward=NUM_COMMON_ENDS, max_tokens_per_forward=NUM_COMMON_ENDS)
+    options = make_options(
+        limits=limits,
+        max_seqs_per_forward=NUM_COMMON_ENDS,
+        max_tokens_per_forward=NUM_COMMON_ENDS,
+        deferred_tasks="always",  # otherwise a busy machine may admit them later
+    )
     driver = EngineDriver(options, (0.002,))
-    request = make_request(0, 8 * NUM_COMMON_ENDS + 1, NUM_COMMON_ENDS, 2, ignore_eos=True)
+    request = make_request(0, 16 * NUM_COMMON_ENDS + 1, NUM_COMMON_ENDS, 2, ignore_eos=True)
     driver.step([request])
     while not driver.state.ending:
         driver.step([], 1)
