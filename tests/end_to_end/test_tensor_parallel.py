@@ -36,6 +36,7 @@ def assert_equals_one_process(directory: Path, *parallel: str) -> None:
         assert toka.stop() == 0
 
 
+@pytest.mark.ranks
 def test_four_ranks_share_two_kv_heads_and_a_vocabulary_that_does_not_divide(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen2", tied=True, vocab_size=VOCAB_SIZE + 3)
     assert_equals_one_process(tmp_path, "tp_size=4")

@@ -80,8 +80,8 @@ def test_every_sequence_equals_its_simulation_and_follows_its_grammar(monkeypatc
         num_preemptions += driver.state.totals.preemptions
 
     check()
-    assert num_preemptions > 20
-    assert num_texts > 50
+    assert num_preemptions > 0  # 17 to 235 in a few runs: the examples are random
+    assert num_texts > 20
 
 
 def test_sequences_without_grammars_run_more_steps_ahead_than_those_with_grammars():
