@@ -30,7 +30,8 @@ def assert_equals_one_process(directory: Path, *parallel: str) -> None:
     with running_toka(f"model={directory}", *SMALL, *GROUPS, *parallel) as toka:
         assert_same_answers(ask_mixed(toka), expected)
         assert ask_plain(toka) == plain
-        for counter in ("preemptions", "prefix_cache_hit_tokens", "shared_prompt_tokens"):
+        # The small cache makes preemption likely, but whether it comes depends on the ranks' speed.
+        for counter in ("prefix_cache_hit_tokens", "shared_prompt_tokens"):
             assert toka.gauge(f"toka_{counter}_total") > 0, counter
         assert toka.gauge("toka_kv_blocks_used") == 0
         assert toka.stop() == 0
