@@ -29,8 +29,9 @@ def assert_equals_one_process(directory: Path, *parallel: str) -> None:
         assert toka.stop() == 0
     with running_toka(f"model={directory}", *SMALL, *GROUPS, *parallel) as toka:
         assert_same_answers(ask_mixed(toka), expected)
+        num_before = toka.gauge("toka_preemptions_total")
         assert ask_plain(toka) == plain
-        # The small cache makes preemption likely, but whether it comes depends on the ranks' speed.
+        assert toka.gauge("toka_preemptions_total") > num_before
         for counter in ("prefix_cache_hit_tokens", "shared_prompt_tokens"):
             assert toka.gauge(f"toka_{counter}_total") > 0, counter
         assert toka.gauge("toka_kv_blocks_used") == 0

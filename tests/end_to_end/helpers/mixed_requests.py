@@ -13,7 +13,9 @@ LOGPROB_FIELDS = ("token_logprobs", "top_logprobs", "prompt_logprobs")
 SHARED = "Every question begins with these words, which fill more than two blocks. "
 """The beginning of most prompts."""
 
-PLAIN = {"temperature": 0, "n": 10, "max_tokens": 64, "ignore_eos": True}
+# A sequence that may end early is expected to do so where lengths are underestimated: all samples are then admitted together.
+# None ends early. Without the stop string, all would be known to use all their tokens, and would be admitted in turns.
+PLAIN = {"temperature": 0, "n": 10, "max_tokens": 64, "ignore_eos": True, "stop": ["a text that no sample has"]}
 GREEDY = {"temperature": 0, "logprobs": 3}
 SEEDED = {"temperature": 1, "seed": 7, "logprobs": 2}
 PENALTIES = {"presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
@@ -57,8 +59,9 @@ def ask_mixed(toka: TokaProcess, num_threads: int = 8) -> list[dict[str, Any]]:
 
 
 def ask_plain(toka: TokaProcess) -> list[str]:
-    """The texts of greedy requests that want nothing else. The samples of each begin together, and outgrow a cache for
-    352 tokens."""
+    """The texts of greedy requests that want nothing else of the model. The samples of each begin together, and outgrow
+    a cache for 352 tokens if their lengths are underestimated: ten times four blocks, and those of the prompt, into 22.
+    """
     body = {"model": "default", "prompt": [f"{SHARED}{number}" for number in range(2)], **PLAIN}
     answer = httpx.post(f"{toka.url}/v1/completions", json=body, timeout=240)
     assert answer.status_code == 200, answer.text
