@@ -1,16 +1,18 @@
 """Tensor-parallel ranks over gloo, in float32: the texts of one process, also after one of the ranks is killed."""
 
+import json
 import os
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.end_to_end.helpers.expected_texts import ask_all_at_once, ask_demo_model, num_diverged
 from tests.end_to_end.helpers.mixed_requests import ask_mixed, ask_plain, assert_same_answers
-from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
+from tests.end_to_end.helpers.toka_process import TokaProcess, free_port, running_toka, starting_toka, wait_for
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
 from tests.torture.helpers.completions import make_body
@@ -101,6 +103,19 @@ def test_requests_outlive_the_death_of_a_rank_and_nothing_is_left_over(
         assert toka.stop() == 0
         assert_all_end(list(after.values()), within_s=0.1)
     assert not list(temporary.iterdir())
+
+
+def test_a_cache_that_fits_each_worker_but_not_all_ends_the_start_in_one_line(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    bytes_per_token = config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"] * 4
+    num_tokens = psutil.virtual_memory().available // 3 // (bytes_per_token // 2)  # each of two ranks has half
+    flags = (f"model={tmp_path}", *FLAGS, "dp_size=2", "tp_size=2", f"kv_cache_num_tokens={num_tokens}")
+    with starting_toka(free_port(), *flags) as toka:
+        assert toka.process.wait(240) == 1
+    (line,) = {line for line in toka.lines if line.startswith("toka: ")}
+    assert f"kv_cache_num_tokens={num_tokens}: needs " in line
+    assert "for each of 4 workers" in line
 
 
 @pytest.mark.parametrize("parallel", ["tp_size=3", pytest.param("dp_size=2 tp_size=3", marks=pytest.mark.ranks)])

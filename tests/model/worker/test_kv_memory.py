@@ -27,6 +27,13 @@ def test_a_size_that_does_not_fit_is_refused_with_the_largest_size_that_fits() -
     assert plan_fixed(144, page_size=16, bytes_per_block=1000, available_bytes=10_500).num_blocks == 9
 
 
+def test_a_requested_size_is_that_of_each_worker() -> None:
+    plan = plan_fixed(144, page_size=16, bytes_per_block=1000, available_bytes=40_000, num_workers=4)
+    assert plan.num_blocks == 9
+    with pytest.raises(UserError, match=r"needs .* for each of 4 workers, but only .* are available, .* at most 128$"):
+        plan_fixed(144, page_size=16, bytes_per_block=1000, available_bytes=39_999, num_workers=4)
+
+
 def test_the_automatic_size_is_the_share_of_memory_less_the_padding_block() -> None:
     plan = plan_auto(16 * GIB, "of memory available", 0.25, num_workers=2, page_size=16, bytes_per_block=2**20)
     assert plan.num_blocks == 2 * GIB // 2**20 - 1

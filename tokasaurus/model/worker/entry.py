@@ -50,6 +50,7 @@ from tokasaurus.model.worker.kv_memory import (
     plan_fixed,
 )
 from tokasaurus.model.worker.loop import run_steps
+from tokasaurus.model.worker.sibling_memory import available_to_all, own_bytes, sibling_bytes
 from tokasaurus.model.worker.threads import leave_threads_to, set_worker_threads
 from tokasaurus.model.worker.warmup import ForwardLimits, warm_up, warm_up_small
 
@@ -285,15 +286,21 @@ def _plan_kv_cache(
     on_cpu = shape.device.type == "cpu"
     num_workers = config.dp_size * config.pp_size * config.tp_size
     forward_bytes = 0 if forward_memory is None else forward_memory.total
-    if config.kv_cache_num_tokens is not None:
-        free = max(0, available_cpu_bytes() - forward_bytes) if on_cpu else torch.cuda.mem_get_info(shape.device)[0]
-        return plan_fixed(config.kv_cache_num_tokens, config.page_size, shape.bytes_per_block, free)
+    num_sharing = num_workers if on_cpu else 1
+    available = 0
     if on_cpu:
-        available = max(0, available_cpu_bytes() - num_workers * forward_bytes)
+        available = available_cpu_bytes()
+        if num_workers > 1:
+            available = available_to_all(available, own_bytes(), sibling_bytes(), num_workers)
+        available = max(0, available - num_workers * forward_bytes)
+    if config.kv_cache_num_tokens is not None:
+        free = available if on_cpu else torch.cuda.mem_get_info(shape.device)[0]
+        return plan_fixed(config.kv_cache_num_tokens, config.page_size, shape.bytes_per_block, free, num_sharing)
+    if on_cpu:
         what = (
             "available after weights and the largest forward" if forward_memory is not None else "of memory available"
         )
-        fraction, num_sharing = CPU_FRACTION, num_workers
+        fraction = CPU_FRACTION
     else:
         # Run the largest forward, with only the padding block as cache, to measure activations and logits.
         backend.allocate(1)
@@ -303,5 +310,5 @@ def _plan_kv_cache(
         activations = torch.cuda.max_memory_allocated(shape.device) - before
         torch.cuda.empty_cache()
         available = torch.cuda.mem_get_info(shape.device)[0] - activations
-        what, fraction, num_sharing = "free after weights and the largest forward", CUDA_FRACTION, 1
+        what, fraction = "free after weights and the largest forward", CUDA_FRACTION
     return plan_auto(available, what, fraction, num_sharing, config.page_size, shape.bytes_per_block)

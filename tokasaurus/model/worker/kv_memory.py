@@ -34,15 +34,21 @@ class KVCachePlan:
     """How num_blocks was computed; one line for the user."""
 
 
-def plan_fixed(num_tokens: int, page_size: int, bytes_per_block: int, available_bytes: int) -> KVCachePlan:
-    """A KV cache of at least `num_tokens`, as the user asked. Raises UserError if memory does not suffice."""
+def plan_fixed(
+    num_tokens: int, page_size: int, bytes_per_block: int, available_bytes: int, num_workers: int = 1
+) -> KVCachePlan:
+    """A KV cache of at least `num_tokens`, as the user asked, for each of num_workers, which share the available memory.
+
+    Raises UserError if memory does not suffice.
+    """
     num_blocks = -(-num_tokens // page_size)
     needed = (num_blocks + 1) * bytes_per_block  # with the padding block
-    if needed > available_bytes:
-        most = max(0, available_bytes // bytes_per_block - 1) * page_size
+    if needed * num_workers > available_bytes:
+        most = max(0, available_bytes // (num_workers * bytes_per_block) - 1) * page_size
+        each = "" if num_workers == 1 else f" for each of {num_workers} workers"
         raise UserError(
-            f"kv_cache_num_tokens={num_tokens}: needs {_size(needed)}, but only {_size(available_bytes)} are available,"
-            f" enough for at most {most}"
+            f"kv_cache_num_tokens={num_tokens}: needs {_size(needed)}{each}, but only {_size(available_bytes)} are"
+            f" available, enough for at most {most}"
         )
     return KVCachePlan(
         num_blocks,
