@@ -79,9 +79,38 @@ def test_ranks_have_their_share(checkpoint) -> None:
     assert plan["kv_blocks"] == min(worker["kv_blocks"] for worker in plan["workers"])
 
 
+# Parameters of a layer that ranks divide; those that every rank has (two norms of the hidden size); the embedding,
+# which has as many as the LM head; layers; the hidden size; KV bytes of a token in one layer, undivided.
+#   70B: 8192 x (8192 + 2 x 1024 + 8192 + 3 x 28,672)      = 855,638,016
+#   8B:  4096 x (4096 + 2 x 1024 + 4096 + 3 x 14,336)      = 218,103,808
+#   7B:  3584 x (3584 + 2 x 512 + 3584 + 3 x 18,944) + 3584 + 2 x 512 = 233,050,624, with the biases of q, k and v
+#   embeddings: 128,256 x 8192, 128,256 x 4096, 152,064 x 3584. KV: 2 x KV heads x 128 x 2 B.
+BY_HAND = {
+    "Llama-3.1-70B": (855_638_016, 16_384, 1_050_673_152, 80, 8192, 4096),
+    "Llama-3.1-8B": (218_103_808, 8192, 525_336_576, 32, 4096, 4096),
+    "Qwen2.5-7B": (233_050_624, 7168, 544_997_376, 28, 3584, 2048),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (4, 1), (1, 2), (4, 2)])
+def test_each_worker_has_its_exact_share(checkpoint, name: str, tp_size: int, pp_size: int) -> None:
+    divided, norms, embedding, num_layers, hidden, kv_bytes = BY_HAND[name]
+    plan = planned(f"model={checkpoint(name)}", "device_memory=160GiB", f"tp_size={tp_size}", f"pp_size={pp_size}")
+    layers = num_layers // pp_size * (divided // tp_size + norms)
+    ends = [0] * pp_size
+    ends[0] += embedding // tp_size
+    ends[-1] += embedding // tp_size + hidden  # LM head and last norm
+    places = [(stage, rank) for stage in range(pp_size) for rank in range(tp_size)]
+    assert [(worker["pp_rank"], worker["tp_rank"]) for worker in plan["workers"]] == places
+    assert [weights_of(worker) for worker in plan["workers"]] == [2 * (layers + ends[stage]) for stage, _ in places]
+    assert {worker["kv_bytes_per_token"] for worker in plan["workers"]} == {kv_bytes * num_layers // pp_size // tp_size}
+
+
 @pytest.mark.parametrize(
     ("name", "words", "expected"),
     [
+        ("Llama-3.1-70B", ["--json", "device_memory=80GiB"], "a larger tp_size or pp_size"),
         ("Llama-3.1-70B", ["device_memory=80GiB"], "a larger tp_size or pp_size"),
         ("Llama-3.1-8B", ["device_memory=32GiB", "max_tokens_per_forward=500000"], "a lower max_tokens_per_forward"),
         ("Llama-3.1-8B", ["tp_size=3"], "attention heads (32) cannot be divided among tp_size=3"),

@@ -13,8 +13,9 @@ from tokasaurus.checkpoint import CheckpointError, ModelInfo
 from tokasaurus.checkpoint.hub import download_files
 from tokasaurus.checkpoint.info import read_model_info
 from tokasaurus.checkpoint.weight_files import check_weight_sizes, weight_files
+from tokasaurus.model.worker.kv_memory import show_size
+from tokasaurus.model.worker.memory_plan import DoesNotFit, MemoryPlan, Sizes, plan_memory, sizes_of
 from tokasaurus.plan_command.config import PlanConfig, parse_size
-from tokasaurus.plan_command.memory_plan import DoesNotFit, MemoryPlan, Sizes, plan_memory, show_size
 
 SHOWN_LENGTHS = (1024, 4096, 32_768)
 """Tokens of the sequences whose number is shown."""
@@ -25,7 +26,7 @@ def plan(config: PlanConfig) -> int:
     assert config.model is not None, "checked by finalize"
     try:
         info = read_info(config.model)
-        result = plan_memory(info, sizes_of(config, info))
+        result = plan_memory(info, planned_sizes(config, info))
     except CheckpointError as error:
         print(f"toka plan: {error}", file=sys.stderr)
         return 1
@@ -51,20 +52,10 @@ def read_info(model: str) -> ModelInfo:
     return info
 
 
-def sizes_of(config: PlanConfig, info: ModelInfo) -> Sizes:
+def planned_sizes(config: PlanConfig, info: ModelInfo) -> Sizes:
     dtype: torch.dtype = getattr(torch, config.dtype)
-    return Sizes(
-        device_bytes=parse_size(config.device_memory),
-        dtype=dtype,
-        kv_cache_dtype=dtype if config.kv_cache_dtype is None else getattr(torch, config.kv_cache_dtype),
-        tp_size=config.tp_size,
-        pp_size=config.pp_size,
-        page_size=config.page_size,
-        max_tokens_per_forward=config.max_tokens_per_forward,
-        max_seqs_per_forward=config.max_seqs_per_forward,
-        context_length=min(info.context_length, config.max_num_tokens_per_request or info.context_length),
-        has_flashinfer=config.attention_backend != "torch",
-    )
+    kv_cache_dtype = dtype if config.kv_cache_dtype is None else getattr(torch, config.kv_cache_dtype)
+    return sizes_of(config, info, parse_size(config.device_memory), dtype, kv_cache_dtype)
 
 
 def as_json(result: MemoryPlan) -> dict[str, Any]:

@@ -13,8 +13,9 @@ LOGPROB_FIELDS = ("token_logprobs", "top_logprobs", "prompt_logprobs")
 SHARED = "Every question begins with these words, which fill more than two blocks. "
 """The beginning of most prompts."""
 
-# A sequence that may end early is expected to do so where lengths are underestimated: all samples are then admitted together.
-# None ends early. Without the stop string, all would be known to use all their tokens, and would be admitted in turns.
+# A sequence that may end early is expected to do so where lengths are underestimated, so all samples are admitted
+# together; none does end early. Without the stop string, all would be known to use all their tokens, and would be
+# admitted in turns.
 PLAIN = {"temperature": 0, "n": 10, "max_tokens": 64, "ignore_eos": True, "stop": ["a text that no sample has"]}
 GREEDY = {"temperature": 0, "logprobs": 3}
 SEEDED = {"temperature": 1, "seed": 7, "logprobs": 2}

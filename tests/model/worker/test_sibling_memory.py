@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.processes import assert_all_end
-from tokasaurus.model.worker.sibling_memory import available_to_all, own_bytes, sibling_bytes
+from tokasaurus.model.worker.sibling_memory import available_to_all, own_bytes
 
 MIB = 1 << 20
 

@@ -32,7 +32,7 @@ from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, choose_gemm
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.registry import build_decoder
-from tokasaurus.model.decoder.weights import FilledModules, load_weights
+from tokasaurus.model.decoder.weights import FilledModules, load_weights, return_freed_memory
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
@@ -50,6 +50,8 @@ from tokasaurus.model.worker.kv_memory import (
     plan_fixed,
 )
 from tokasaurus.model.worker.loop import run_steps
+from tokasaurus.model.worker.memory_plan import FORWARD, INPUTS, ROTARY, SLOTS, WEIGHTS, WORKSPACES
+from tokasaurus.model.worker.memory_report import MemoryReport
 from tokasaurus.model.worker.sibling_memory import available_to_all, own_bytes, sibling_bytes
 from tokasaurus.model.worker.threads import leave_threads_to, set_worker_threads
 from tokasaurus.model.worker.warmup import ForwardLimits, warm_up, warm_up_small
@@ -175,12 +177,14 @@ def start_worker(
             choice = choose_gemm(kernels, info, dtype)
             details.append(choice.describe())
     compiler = Compiler() if config.torch_compile else None
-    with phase("weights", has_progress_bar=True):
+    memory = MemoryReport(config, info, mesh, device, dtype, kv_cache_dtype)
+    with phase("weights", has_progress_bar=True), memory.part(WEIGHTS, ROTARY, on_cpu=True):
         model = _build_model(checkpoint, mesh, dtype)
         model.materialize(device, context_length)
         model.begin_packing(kernels, choice, compiler)
         _load_weights(model, checkpoint, console)
         model.end_packing()
+        return_freed_memory()
     shape = KVShape(
         num_layers=len(mesh.stage_layers(info.num_layers)),
         num_heads=mesh.shard(info.num_heads, "attention heads")[1],
@@ -192,17 +196,20 @@ def start_worker(
         activation_dtype=activation_dtype,
     )
     try:
-        with phase("attention") if device.type == "cuda" else nullcontext():  # FlashInfer may compile for minutes
+        # FlashInfer may compile for minutes.
+        with phase("attention") if device.type == "cuda" else nullcontext(), memory.part(WORKSPACES):
             backend = make_backend(config.attention_backend, shape, kernels)
     except ValueError as error:
         raise UserError(str(error)) from error
     max_blocks = -(-context_length // config.page_size)
-    slots = SlotTable(SlotTableSize(config.max_seqs_per_forward + 1, max_blocks), device)
+    with memory.part(SLOTS):
+        slots = SlotTable(SlotTableSize(config.max_seqs_per_forward + 1, max_blocks), device)
     slots.rules.allocate(config.page_size)  # the padding block: the first forwards write to no other
     limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length, info.vocab_size)
     sizes = sizes_for(limits.max_tokens, limits.max_seqs, limits.vocab_size, config.max_topk_logprobs)
     places = model, backend, slots, config.page_size, device, kernels, compiler
-    runner = ModelRunner(*places, mesh=mesh, buffer_sizes=sizes)
+    with memory.part(INPUTS):
+        runner = ModelRunner(*places, mesh=mesh, buffer_sizes=sizes)
 
     forward_memory = None  # unknown where torch computes: its operations allocate temporaries of unknown size
     if runner.always_on_kernels:
@@ -217,9 +224,10 @@ def start_worker(
         return warm_up(runner, limits, config.page_size, is_context_costly=device.type == "cuda")
 
     with phase("KV cache") as details:
-        plan = _plan_kv_cache(config, shape, backend, forward_memory, run_largest)
+        plan = _plan_kv_cache(config, shape, backend, forward_memory, run_largest, memory)
         try:
-            backend.allocate(plan.num_blocks + 1)
+            with memory.kv_cache(plan.num_blocks):
+                backend.allocate(plan.num_blocks + 1)
         except (OSError, RuntimeError) as error:  # from a system that does not overcommit memory; from torch
             first_line, *_ = [*str(error).splitlines(), ""]
             raise UserError(f"the KV cache of {plan.num_blocks:,} blocks cannot be reserved: {first_line}") from error
@@ -239,6 +247,8 @@ def start_worker(
         with phase("shared prefixes") as details, torch.inference_mode():
             hydragen = measure_costs(backend, shape, plan.num_blocks, config.max_seqs_per_forward)
             details.append(describe(hydragen))
+    with phase("memory") as details:
+        details += memory.lines()
     if kernels is not None:
         kernels.reset_phases()
     # not earlier: the measurements above need an idle machine
@@ -280,6 +290,7 @@ def _plan_kv_cache(
     backend: AttentionBackend,
     forward_memory: ForwardMemory | None,
     run_largest: Callable[[], float],
+    memory: MemoryReport,
 ) -> KVCachePlan:
     """The size that kv_cache_num_tokens sets, else a fraction of the device's free memory. forward_memory: None if
     unknown."""
@@ -308,6 +319,7 @@ def _plan_kv_cache(
         before = torch.cuda.memory_allocated(shape.device)
         run_largest()
         activations = torch.cuda.max_memory_allocated(shape.device) - before
+        memory.note(activations, FORWARD)
         torch.cuda.empty_cache()
         available = torch.cuda.mem_get_info(shape.device)[0] - activations
         what, fraction = "free after weights and the largest forward", CUDA_FRACTION

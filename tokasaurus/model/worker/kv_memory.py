@@ -37,7 +37,7 @@ class KVCachePlan:
 def plan_fixed(
     num_tokens: int, page_size: int, bytes_per_block: int, available_bytes: int, num_workers: int = 1
 ) -> KVCachePlan:
-    """A KV cache of at least `num_tokens`, as the user asked, for each of num_workers, which share the available memory.
+    """A KV cache of at least `num_tokens`, as the user asked, for each of num_workers that share the available memory.
 
     Raises UserError if memory does not suffice.
     """
@@ -47,13 +47,13 @@ def plan_fixed(
         most = max(0, available_bytes // (num_workers * bytes_per_block) - 1) * page_size
         each = "" if num_workers == 1 else f" for each of {num_workers} workers"
         raise UserError(
-            f"kv_cache_num_tokens={num_tokens}: needs {_size(needed)}{each}, but only {_size(available_bytes)} are"
-            f" available, enough for at most {most}"
+            f"kv_cache_num_tokens={num_tokens}: needs {show_size(needed)}{each}, but only"
+            f" {show_size(available_bytes)} are available, enough for at most {most}"
         )
     return KVCachePlan(
         num_blocks,
-        f"{num_tokens:,} tokens asked / {page_size} a block = {num_blocks:,} blocks of {_size(bytes_per_block)}"
-        f" = {_size(num_blocks * bytes_per_block)}",
+        f"{num_tokens:,} tokens asked / {page_size} a block = {num_blocks:,} blocks of {show_size(bytes_per_block)}"
+        f" = {show_size(num_blocks * bytes_per_block)}",
     )
 
 
@@ -70,13 +70,13 @@ def plan_auto(
     num_blocks = budget // bytes_per_block - 1  # minus the padding block
     if num_blocks < 1:
         raise UserError(
-            f"{_size(budget)} of memory is too little for a KV cache with blocks of {_size(bytes_per_block)};"
+            f"{show_size(budget)} of memory is too little for a KV cache with blocks of {show_size(bytes_per_block)};"
             " free some memory, or set kv_cache_num_tokens, or a lower max_tokens_per_forward"
         )
     share = "" if num_workers == 1 else f" / {num_workers} workers"
     return KVCachePlan(
         num_blocks,
-        f"{_size(available_bytes)} {what_is_available} x {fraction:g}{share} / {_size(bytes_per_block)} a block"
+        f"{show_size(available_bytes)} {what_is_available} x {fraction:g}{share} / {show_size(bytes_per_block)} a block"
         f" = {num_blocks:,} blocks of {page_size} = {num_blocks * page_size:,} tokens",
     )
 
@@ -124,9 +124,10 @@ def _page_cache(group: Path) -> int:
     return sum(sizes.get(f"total_{name}", sizes.get(name, 0)) for name in _PAGE_CACHE)
 
 
-def _size(num_bytes: float) -> str:
+def show_size(num_bytes: float) -> str:
+    """With a unit and four digits, for the user."""
     for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
+        if abs(num_bytes) < 1024:
             return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.4g} GiB"

@@ -20,8 +20,8 @@ def available_to_all(available_bytes: int, own_bytes: int, others_bytes: Iterabl
 
 
 def own_bytes() -> int:
-    """Memory that is this process's alone."""
-    return int(psutil.Process().memory_full_info().uss)
+    """Memory that is this process's alone, without that of files such as libraries."""
+    return _bytes_of(psutil.Process())
 
 
 def sibling_bytes() -> Iterator[int]:
@@ -31,6 +31,11 @@ def sibling_bytes() -> Iterator[int]:
     for child in [] if launcher is None else launcher.children():
         try:
             if child.pid != own.pid and child.name().startswith(_TITLE):
-                yield int(child.memory_full_info().uss)
+                yield _bytes_of(child)
         except psutil.Error:  # it has just ended, or the system does not tell
             continue
+
+
+def _bytes_of(process: psutil.Process) -> int:
+    memory = process.memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))  # only Linux tells what is shared

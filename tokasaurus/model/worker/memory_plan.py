@@ -1,6 +1,7 @@
 """The memory of each worker on a CUDA device, part by part, with the reason of each number."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -14,12 +15,14 @@ from tokasaurus.model.sampling.logit_rules import ruled_rows_at_once
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
 from tokasaurus.model.staging.packed import RING_SIZE
 from tokasaurus.model.staging.sizes import sizes_for
-from tokasaurus.model.worker.kv_memory import CUDA_FRACTION
+from tokasaurus.model.worker.kv_memory import CUDA_FRACTION, show_size
 
 CONTEXT_BYTES = 600 << 20
 """CUDA's context, cuBLAS and the kernels' code on the device: an estimate, which differs by device and version."""
 
-FORWARD = "largest forward"
+WEIGHTS, ROTARY, SLOTS, INPUTS = "weights", "rotary table", "slots", "inputs of steps"
+FORWARD, WORKSPACES = "largest forward", "attention workspaces"
+"""Names of parts."""
 
 _NUM_PROCESSORS = 132
 """Multiprocessors of an H100 or H200, on which the size of FlashInfer's workspace depends."""
@@ -47,6 +50,35 @@ class Sizes:
     context_length: int
     """Most tokens of a sequence, by the model and the flag."""
     has_flashinfer: bool
+
+
+class MemoryFlags(Protocol):
+    """The flags, of the server or of `toka plan`, that change how much memory is used."""
+
+    tp_size: int
+    pp_size: int
+    page_size: int
+    max_tokens_per_forward: int
+    max_seqs_per_forward: int
+    max_num_tokens_per_request: int | None
+    attention_backend: str | None
+
+
+def sizes_of(
+    flags: MemoryFlags, info: ModelInfo, device_bytes: int, dtype: torch.dtype, kv_cache_dtype: torch.dtype
+) -> Sizes:
+    return Sizes(
+        device_bytes=device_bytes,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        tp_size=flags.tp_size,
+        pp_size=flags.pp_size,
+        page_size=flags.page_size,
+        max_tokens_per_forward=flags.max_tokens_per_forward,
+        max_seqs_per_forward=flags.max_seqs_per_forward,
+        context_length=min(info.context_length, flags.max_num_tokens_per_request or info.context_length),
+        has_flashinfer=flags.attention_backend != "torch",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +133,7 @@ class MemoryPlan:
 def plan_memory(info: ModelInfo, sizes: Sizes) -> MemoryPlan:
     """Raises DoesNotFit, and ValueError for a tp_size or pp_size by which the model cannot be divided."""
     meshes = [Mesh.of_worker(index, sizes.pp_size, sizes.tp_size) for index in range(sizes.pp_size * sizes.tp_size)]
-    plan = MemoryPlan(sizes, tuple(_plan_worker(info, mesh, sizes) for mesh in meshes))
+    plan = MemoryPlan(sizes, tuple(plan_worker(info, mesh, sizes) for mesh in meshes))
     least = plan.least
     if least.num_kv_blocks < 1:
         weights, *others = least.parts
@@ -118,7 +150,8 @@ def plan_memory(info: ModelInfo, sizes: Sizes) -> MemoryPlan:
     return plan
 
 
-def _plan_worker(info: ModelInfo, mesh: Mesh, sizes: Sizes) -> WorkerPlan:
+def plan_worker(info: ModelInfo, mesh: Mesh, sizes: Sizes) -> WorkerPlan:
+    """The memory of one worker. Raises ValueError for a tp_size or pp_size by which the model cannot be divided."""
     num_layers = len(mesh.stage_layers(info.num_layers))
     shape = KVShape(
         num_layers=num_layers,
@@ -133,7 +166,7 @@ def _plan_worker(info: ModelInfo, mesh: Mesh, sizes: Sizes) -> WorkerPlan:
     parts = (
         _weights(info, mesh, sizes, num_layers),
         Part(
-            "rotary table",
+            ROTARY,
             sizes.context_length * info.head_dim * 4,
             f"{sizes.context_length:,} positions x {info.head_dim} x 4 B",
             is_exact=True,
@@ -162,7 +195,7 @@ def _weights(info: ModelInfo, mesh: Mesh, sizes: Sizes, num_layers: int) -> Part
     if info.tie_embeddings and len(ends) == 2:
         ends = ["embedding, which is also the LM head"]
     reason = f"{num_parameters:,} parameters x {sizes.dtype.itemsize} B: {', '.join([what, *ends])}"
-    return Part("weights", num_bytes, reason, is_exact=True)
+    return Part(WEIGHTS, num_bytes, reason, is_exact=True)
 
 
 def _slots(sizes: Sizes) -> Part:
@@ -170,14 +203,14 @@ def _slots(sizes: Sizes) -> Part:
     num_blocks = -(-sizes.context_length // sizes.page_size)
     per_slot = 4 * num_blocks + 4 * len(SamplingParams._fields) + 8
     reason = f"{num_slots:,} slots x {per_slot:,} B: a table of {num_blocks:,} blocks, sampling parameters, last token"
-    return Part("slots", num_slots * per_slot, reason, is_exact=True)
+    return Part(SLOTS, num_slots * per_slot, reason, is_exact=True)
 
 
 def _inputs(info: ModelInfo, sizes: Sizes) -> Part:
     max_tokens, max_seqs = sizes.max_tokens_per_forward, sizes.max_seqs_per_forward
     num_bytes = RING_SIZE * sizes_for(max_tokens, max_seqs, info.vocab_size, num_top=0).inputs
     reason = f"{RING_SIZE} steps' arrays: {max_tokens:,} tokens and {max_seqs:,} rows with masks each"
-    return Part("inputs of steps", num_bytes, reason, is_exact=True)
+    return Part(INPUTS, num_bytes, reason, is_exact=True)
 
 
 def _largest_forward(info: ModelInfo, mesh: Mesh, shape: KVShape, sizes: Sizes) -> Part:
@@ -203,12 +236,4 @@ def _workspaces(shape: KVShape, sizes: Sizes) -> list[Part]:
         return []
     num_bytes = workspace_bytes(shape, _NUM_PROCESSORS) + _NUM_WRAPPERS * _WRAPPER_BYTES
     reason = f"FlashInfer's workspace for {_NUM_PROCESSORS} multiprocessors, and {_NUM_WRAPPERS} wrappers x 8 MiB"
-    return [Part("attention workspaces", num_bytes, reason, is_exact=False)]
-
-
-def show_size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} GiB"
+    return [Part(WORKSPACES, num_bytes, reason, is_exact=False)]

@@ -1,0 +1,83 @@
+"""What a server measures at its start, beside the plan of `toka plan` for the same model and flags."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.helpers.toka_process import running_toka
+from tests.helpers.tiny_model import save_tiny_model
+from tokasaurus.checkpoint import resolve_checkpoint
+from tokasaurus.model.worker.kv_memory import show_size
+
+HUGE_PAGES = 2 * (2 << 20)
+"""Addresses that the CPU kernels' KV cache reserves besides, so that it begins and ends at a huge page."""
+
+UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def planned_workers(directory: Path, *words: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "tokasaurus", "plan", f"model={directory}", *words, "--json"]
+    workers: list[dict[str, Any]] = json.loads(subprocess.check_output(command))["workers"]
+    return workers
+
+
+def memory_lines(directory: Path, num_blocks: int, *words: str) -> list[str]:
+    """One line of each worker."""
+    flags = (f"model={directory}", *words, "device=cpu", f"kv_cache_num_tokens={num_blocks * 16}")
+    with running_toka(*flags) as toka:
+        assert toka.stop() == 0
+    return [line for line in toka.lines if re.match(r" *model worker +memory ", line)]
+
+
+def measured(line: str) -> tuple[str, float, int, int]:
+    """A worker's line -> weights as planned; measured bytes of them; KV bytes of a token, planned and measured."""
+    found = re.search(
+        r"weights and rotary table (.+?) planned, ([\d.]+) (\w+) measured, "
+        r"KV cache per token ([\d,]+) B planned, ([\d,]+) B measured$",
+        line,
+    )
+    assert found is not None, line
+    planned_kv, measured_kv = (int(text.replace(",", "")) for text in found.group(4, 5))
+    return found[1], float(found[2]) * UNITS[found[3]], planned_kv, measured_kv
+
+
+def fixed_bytes(worker: dict[str, Any]) -> int:
+    return sum(part["bytes"] for part in worker["parts"] if part["name"] in ("weights", "rotary table"))
+
+
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_the_demo_models_weights_and_kv_cache_take_what_is_planned(tp_size: int) -> None:
+    """Measured weights are the growth of the process's own memory: each matrix is padded to whole panels, and huge
+    pages are counted whole. That and the allocator's rest are within 5 %."""
+    directory = resolve_checkpoint(None).directory
+    words, num_blocks = ("dtype=float32", f"tp_size={tp_size}"), 128
+    workers, lines = planned_workers(directory, *words), memory_lines(directory, num_blocks, *words)
+    assert len(workers) == len(lines) == tp_size
+    found = sorted(map(measured, lines))
+    expected = sorted((show_size(fixed_bytes(worker)), fixed_bytes(worker)) for worker in workers)
+    num_tokens = (num_blocks + 1) * 16  # with the padding block
+    for (shown, num_bytes, planned_kv, measured_kv), (right, right_bytes) in zip(found, expected, strict=True):
+        assert shown == right
+        assert num_bytes == pytest.approx(right_bytes, rel=0.05)
+        assert planned_kv == workers[0]["kv_bytes_per_token"]
+        assert measured_kv == pytest.approx(planned_kv + HUGE_PAGES / num_tokens, abs=2)
+
+
+def test_a_plain_torch_kv_cache_takes_what_is_planned(tmp_path: Path) -> None:
+    """Of two ranks, each with one of two KV heads, in another dtype than the weights."""
+    save_tiny_model(tmp_path, "qwen3")
+    words, num_blocks = ("dtype=float32", "kv_cache_dtype=float16", "tp_size=2", "attention_backend=torch"), 4096
+    config = json.loads((tmp_path / "config.json").read_text())
+    by_hand = config["num_hidden_layers"] * 2 * 1 * config["head_dim"] * 2
+    lines = memory_lines(tmp_path, num_blocks, *words)
+    assert {worker["kv_bytes_per_token"] for worker in planned_workers(tmp_path, *words)} == {by_hand}
+    for line in lines:
+        _, _, planned_kv, measured_kv = measured(line)
+        assert planned_kv == by_hand
+        assert measured_kv == pytest.approx(by_hand, abs=1), "a few pages of 4 KiB in 25 MB"
+    assert len(lines) == 2
