@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.end_to_end.helpers.toka_process import TokaProcess, running_toka, wait_for
+from tests.helpers.leftovers import watched_leftovers
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
 from tests.torture.helpers.replica_kills import NUM_STREAMS, engine_processes, kill_once, learn_texts
@@ -55,6 +56,27 @@ def test_a_killed_replica_fails_alone_and_comes_back(toka: TokaProcess, expected
     children = [child.pid for child in psutil.Process(toka.process.pid).children()]
     assert toka.stop() == 0
     assert_all_end(children, within_s=0.1)
+
+
+def test_a_killed_rank_ends_its_replica_alone(model: Path) -> None:
+    """Short texts, since four ranks on few cores are slow."""
+    flags = (f"model={model}", *FLAGS)
+    with running_toka(*flags) as toka:
+        expected = learn_texts(toka.port, 60)
+    with watched_leftovers() as leftovers:
+        with running_toka(*flags, "dp_size=2", "tp_size=2") as toka:
+            pids = [process.pid for process in engine_processes(toka)]
+            assert len(pids) == 6
+            rng = random.Random(1)
+            for _ in range(2):
+                report = kill_once(toka, expected, rng, 60, titles=("toka-worker",))
+                assert not report.faults
+                assert report.told_s < 10, "also on a busy machine; make torture measures a free one"
+            assert learn_texts(toka.port, 60) == expected
+            pids += [process.pid for process in engine_processes(toka)]
+            assert toka.stop() == 0
+        assert_all_end(pids, within_s=0.1)
+        assert leftovers.found(toka.port) == []
 
 
 def test_chats_return_to_the_replica_that_has_their_turns(toka: TokaProcess) -> None:

@@ -118,9 +118,13 @@ def test_a_cache_that_fits_each_worker_but_not_all_ends_the_start_in_one_line(tm
     assert "for each of 4 workers" in line
 
 
-@pytest.mark.parametrize("parallel", ["tp_size=3", pytest.param("dp_size=2 tp_size=3", marks=pytest.mark.ranks)])
-def test_three_ranks_give_the_demo_models_texts(parallel: str) -> None:
-    """Three of nine query heads and one of three KV heads each. Greedy and seeded, with and without logprobs."""
+@pytest.mark.parametrize(
+    "parallel",
+    ["tp_size=3", *(pytest.param(flags, marks=pytest.mark.ranks) for flags in ("dp_size=2", "dp_size=2 tp_size=3"))],
+)
+def test_replicas_and_ranks_give_the_demo_models_texts(parallel: str) -> None:
+    """Three ranks have three of nine query heads and one of three KV heads each. Greedy and seeded, with and without
+    logprobs."""
     question = "Name the largest planet, and say why it is so large."
     bodies = [
         {

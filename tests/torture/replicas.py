@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from tests.end_to_end.helpers.toka_process import running_toka
+from tests.helpers.leftovers import watched_leftovers
 from tests.helpers.processes import is_running
 from tests.torture.helpers.completions import save_long_model
 from tests.torture.helpers.replica_kills import KillReport, kill_once, learn_texts
@@ -23,23 +24,37 @@ BACK_LIMIT_S = 40.0
 
 
 def run_replicas(num_kills: int = 20, seed: int = 1) -> list[Row]:
-    rng = random.Random(seed)
+    """Replicas of one worker each, then replicas of two tensor-parallel ranks each."""
     with tempfile.TemporaryDirectory() as directory:
         save_long_model(Path(directory), 8192)
-        with running_toka(f"model={directory}", *FLAGS) as toka:
-            expected = learn_texts(toka.port)
-        with running_toka(f"model={directory}", *FLAGS, "dp_size=2", "max_restarts=1000") as toka:
-            reports = [kill_once(toka, expected, rng) for _ in range(num_kills)]
-            is_same_afterwards = learn_texts(toka.port) == expected
+        return [
+            *_run_kills(directory, ("dp_size=2",), num_kills, seed, max_tokens=400),
+            *_run_kills(directory, ("dp_size=2", "tp_size=2"), num_kills, seed, max_tokens=200),
+        ]
+
+
+def _run_kills(directory: str, parallel: tuple[str, ...], num_kills: int, seed: int, max_tokens: int) -> list[Row]:
+    rng = random.Random(seed)
+    what = " ".join(parallel)
+    with running_toka(f"model={directory}", *FLAGS) as toka:
+        expected = learn_texts(toka.port, max_tokens)
+    with watched_leftovers() as leftovers:
+        with running_toka(f"model={directory}", *FLAGS, *parallel, "max_restarts=1000") as toka:
+            reports = []
+            for _ in range(num_kills):
+                reports.append(report := kill_once(toka, expected, rng, max_tokens))
+                print(f"{PART}: {what}: {report}", flush=True)
+            is_same_afterwards = learn_texts(toka.port, max_tokens) == expected
             children = psutil.Process(toka.process.pid).children(recursive=True)
             exit_code = toka.stop()
             time.sleep(1)
             left = [child.name() for child in children if is_running(child.pid)]
-    return show_rows([*_report_rows(reports), *_end_rows(is_same_afterwards, exit_code, left)])
+        left += leftovers.found(toka.port)
+    return show_rows([*_report_rows(what, reports), *_end_rows(what, is_same_afterwards, exit_code, left)])
 
 
-def _report_rows(reports: list[KillReport]) -> list[Row]:
-    kills = Counter("manager" if "manager" in report.title else "worker" for report in reports)
+def _report_rows(name: str, reports: list[KillReport]) -> list[Row]:
+    kills = Counter(_kind(report.title) for report in reports)
     what = ", ".join(f"{count} of {title}" for title, count in sorted(kills.items()))
     faults = [fault for report in reports for fault in report.faults]
     ended = sum(report.num_ended_streams for report in reports)
@@ -49,16 +64,23 @@ def _report_rows(reports: list[KillReport]) -> list[Row]:
     wrong = str(len(faults)) + "".join(f"; {fault}" for fault in faults[:3])
     streams = f"{whole} whole, {ended} ended with engine_died"
     return [
-        Row(PART, f"kills ({what}): wrong or missing answers", wrong, "0", not faults),
-        Row(PART, "streams", streams, "both kinds", min(whole, ended) > 0),
-        Row(PART, "a stream's error event, from the kill", f"{told_s:.2f} s", "1 s", told_s < TOLD_LIMIT_S),
-        Row(PART, "both replicas up, from the kill", f"{back_s:.1f} s", "40 s", back_s < BACK_LIMIT_S),
+        Row(PART, f"{name}: kills ({what}): wrong or missing answers", wrong, "0", not faults),
+        Row(PART, f"{name}: streams", streams, "both kinds", min(whole, ended) > 0),
+        Row(PART, f"{name}: a stream's error event, from the kill", f"{told_s:.2f} s", "1 s", told_s < TOLD_LIMIT_S),
+        Row(PART, f"{name}: both replicas up, from the kill", f"{back_s:.1f} s", "40 s", back_s < BACK_LIMIT_S),
     ]
 
 
-def _end_rows(is_same_afterwards: bool, exit_code: int, left: list[str]) -> list[Row]:
+def _kind(title: str) -> str:
+    """title: of a process, such as toka-worker1-0 -> such as "rank 0"."""
+    return "manager" if "manager" in title else f"rank {title.rpartition('-')[2]}"
+
+
+def _end_rows(name: str, is_same_afterwards: bool, exit_code: int, left: list[str]) -> list[Row]:
+    texts = "the same" if is_same_afterwards else "others"
+    remains = ", ".join(left) or "none"
     return [
-        Row(PART, "texts afterwards", "the same" if is_same_afterwards else "others", "the same", is_same_afterwards),
-        Row(PART, "exit code after SIGTERM", str(exit_code), "0", exit_code == 0),
-        Row(PART, "processes left 1 s after the end", ", ".join(left) or "none", "none", not left),
+        Row(PART, f"{name}: texts afterwards", texts, "the same", is_same_afterwards),
+        Row(PART, f"{name}: exit code after SIGTERM", str(exit_code), "0", exit_code == 0),
+        Row(PART, f"{name}: processes, port, shared memory, files left 1 s after the end", remains, "none", not left),
     ]

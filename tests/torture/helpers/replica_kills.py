@@ -17,6 +17,8 @@ NUM_WHOLE = NUM_STREAMS = 32
 """Requests in flight at each kill."""
 MAX_TOKENS = 400
 RESTART_TIMEOUT_S = 120.0
+TITLES = ("toka-manager", "toka-worker")
+"""How the names of the processes of replicas begin."""
 
 
 @dataclass
@@ -35,37 +37,46 @@ class KillReport:
     """From the kill until both replicas were up."""
 
 
-def learn_texts(port: int) -> list[str]:
+def learn_texts(port: int, max_tokens: int = MAX_TOKENS) -> list[str]:
     """The texts of all requests on an undisturbed server."""
     with ThreadPoolExecutor(NUM_WHOLE) as pool:
-        bodies = [make_body(number, max_tokens=MAX_TOKENS) for number in range(NUM_WHOLE + NUM_STREAMS)]
+        bodies = [make_body(number, max_tokens=max_tokens) for number in range(NUM_WHOLE + NUM_STREAMS)]
         return [answer.texts[0] for answer in pool.map(lambda body: complete(port, body), bodies)]
 
 
 def engine_processes(toka: TokaProcess) -> list[psutil.Process]:
     """The managers and workers of all replicas."""
     children = psutil.Process(toka.process.pid).children()
-    return [child for child in children if child.name().startswith(("toka-manager", "toka-worker"))]
+    return [child for child in children if child.name().startswith(TITLES)]
 
 
-def kill_once(toka: TokaProcess, expected: list[str], rng: random.Random) -> KillReport:
-    """Send all requests, kill one process at a random moment; wait until all is answered and both replicas are up."""
+def kill_once(
+    toka: TokaProcess,
+    expected: list[str],
+    rng: random.Random,
+    max_tokens: int = MAX_TOKENS,
+    titles: tuple[str, ...] = TITLES,
+) -> KillReport:
+    """Send all requests, kill one process at a random moment; wait until all is answered and both replicas are up.
+
+    titles: how the victim's name may begin.
+    """
     num_deaths_before = int(toka.gauge("toka_engine_restarts_total"))
     begun = threading.Semaphore(0)
     with ThreadPoolExecutor(NUM_WHOLE + NUM_STREAMS) as pool:
 
         def read_stream(number: int) -> tuple[Streamed, float]:
-            streamed = stream(toka.port, make_body(number, max_tokens=MAX_TOKENS), on_first_event=begun.release)
+            streamed = stream(toka.port, make_body(number, max_tokens=max_tokens), on_first_event=begun.release)
             return streamed, time.monotonic()
 
         streams = {number: pool.submit(read_stream, number) for number in range(NUM_WHOLE, NUM_WHOLE + NUM_STREAMS)}
         wholes = {
-            number: pool.submit(complete, toka.port, make_body(number, max_tokens=MAX_TOKENS))
+            number: pool.submit(complete, toka.port, make_body(number, max_tokens=max_tokens))
             for number in range(NUM_WHOLE)
         }
         for _ in range(rng.randint(1, NUM_STREAMS)):
             assert begun.acquire(timeout=60)
-        victim = rng.choice(engine_processes(toka))
+        victim = rng.choice([process for process in engine_processes(toka) if process.name().startswith(titles)])
         report = KillReport(victim.name())
         killed_s = time.monotonic()
         os.kill(victim.pid, signal.SIGKILL)
