@@ -74,13 +74,19 @@ def padded_count(count: int) -> int:
 
 
 def build_batch(
-    step: ForwardInput, slots: SlotTable, page_size: int, staging: Staging, is_padded: bool = True
+    step: ForwardInput,
+    slots: SlotTable,
+    page_size: int,
+    staging: Staging,
+    is_padded: bool = True,
+    token_multiple: int = 1,
 ) -> DeviceBatch:
     """The batch of `step`, whose device tensors are filled once `staging` has sent them. Advances the slots' positions
     past the step.
 
     Precondition: the changes of `step` are already applied to `slots`.
-    is_padded: pad tokens and logit rows to one of few counts.
+    is_padded: pad tokens and logit rows to one of few counts. token_multiple: what must divide the padded number of
+    tokens, which is rounded up again; 1 unless is_padded.
     """
     to_device = staging.to_device
     first_positions = slots.positions[step.slots]
@@ -97,10 +103,10 @@ def build_batch(
     blocks[token_positions < slots.first_writes[step.slots][token_rows]] = 0
     kv_indices = blocks.astype(np.int64) * page_size + token_positions % page_size
 
-    def pad(count: int) -> NDArray[np.int64]:
-        return np.zeros(padded_count(count) - count if is_padded else 0, np.int64)
+    def pad(count: int, multiple: int = 1) -> NDArray[np.int64]:
+        return np.zeros(-(-padded_count(count) // multiple) * multiple - count if is_padded else 0, np.int64)
 
-    padding = pad(int(starts[-1]))  # token 0 at position 0, its key and value in the padding block
+    padding = pad(int(starts[-1]), token_multiple)  # token 0 at position 0, its key and value in the padding block
     all_kv_indices = to_device(np.concatenate((kv_indices, padding)))
     token_ids = torch.empty(len(all_kv_indices), dtype=torch.int64, device=all_kv_indices.device)
     decode_slots = to_device(step.slots[: step.num_decode].astype(np.int64))
