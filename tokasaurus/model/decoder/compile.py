@@ -80,15 +80,15 @@ class Compiler:
     def _compile_graph(
         self, graph: GraphModule, inputs: list[Any], options: dict[str, Any] | None = None
     ) -> Callable[..., Any]:
-        from torch._inductor.compile_fx import compile_fx
+        from torch._dynamo import lookup_backend
 
         self.num_compilations += 1
         if self._is_warm:
             self.num_recompiles += 1
             shapes = ", ".join(str(tuple(value.shape)) for value in inputs if isinstance(value, Tensor))
             logger.error("compiled again after warm-up (TORCH_LOGS=recompiles says why), for inputs %s", shapes)
-        compiled: Callable[..., Any] = compile_fx(graph, inputs, config_patches=options)
-        return compiled
+        inductor: Callable[..., Callable[..., Any]] = lookup_backend("inductor")
+        return inductor(graph, inputs, config_patches=options)
 
 
 def _gist(error: Exception) -> str:

@@ -19,7 +19,7 @@ def before_attention(layer: DecoderLayer, hidden: Tensor, cos_sin: Tensor) -> tu
     are finite on this rank. Those that are not are zeros."""
     attention, mesh = layer.attention, layer.mesh
     # The compiler does not relate the sizes of two arguments by itself.
-    torch._check(cos_sin.shape[0] == hidden.shape[0] * mesh.tp_size)
+    torch._check(cos_sin.shape[0] == hidden.shape[0] * mesh.tp_size)  # type: ignore[no-untyped-call]
     heads = attention.heads(gather_matmul(layer.attention_norm(hidden), attention.qkv.weight, mesh))
     if attention.qkv.bias is not None:
         heads = heads + attention.heads(attention.qkv.bias)
@@ -30,7 +30,7 @@ def before_attention(layer: DecoderLayer, hidden: Tensor, cos_sin: Tensor) -> tu
 def after_attention(layer: DecoderLayer, attended: Tensor, is_finite: Tensor, hidden: Tensor) -> Tensor:
     """attended [T, H, D], is_finite [T] from before_attention, hidden [S, E] -> hidden [S, E] for the next layer."""
     attention, mlp, mesh = layer.attention, layer.mlp, layer.mesh
-    torch._check(attended.shape[0] == hidden.shape[0] * mesh.tp_size)
+    torch._check(attended.shape[0] == hidden.shape[0] * mesh.tp_size)  # type: ignore[no-untyped-call]
     # Only this rank may have seen that a token is not finite, and another rank has its hidden state: the sum tells it.
     features = torch.where(is_finite[:, None], attended.flatten(1), torch.nan)
     hidden = hidden + matmul_scatter(features, attention.out.weight, mesh)

@@ -47,6 +47,7 @@ def gather_matmul(shard: Tensor, weight: Tensor, mesh: Mesh) -> Tensor:
     Add no bias to the result itself, but to a view of it: the compiler would fuse it with the gemm, and the collective
     could not be.
     """
+    assert mesh.tp_group is not None
     gathered: Tensor = _all_gather(shard, 0, mesh.tp_group)
     return gathered @ weight.t()
 
@@ -54,6 +55,7 @@ def gather_matmul(shard: Tensor, weight: Tensor, mesh: Mesh) -> Tensor:
 def matmul_scatter(x: Tensor, weight: Tensor, mesh: Mesh) -> Tensor:
     """x [T, in], this rank's input features of all tokens; weight [out, in] -> [S, out], the sums over the ranks for
     this rank's tokens."""
+    assert mesh.tp_group is not None
     scattered: Tensor = _reduce_scatter(x @ weight.t(), "sum", 0, mesh.tp_group)
     return scattered
 

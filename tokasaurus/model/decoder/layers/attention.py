@@ -49,7 +49,7 @@ class Attention(nn.Module):
 
     def heads(self, features: Tensor) -> Tensor:
         """[..., (H + 2K) * D] -> [..., H + 2K, D]: the features of all heads, by head."""
-        return features.unflatten(-1, (-1, self._head_dim))
+        return torch.unflatten(features, -1, (-1, self._head_dim))
 
     def split_heads(self, heads: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """heads [T, H + 2K, D] -> query [T, H, D], key and value [T, K, D]; query and key are rotated."""
