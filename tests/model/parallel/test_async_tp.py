@@ -66,13 +66,18 @@ def overflow_on_the_last_rank(model: Decoder, mesh: Mesh) -> None:
         attention.heads(attention.qkv.weight.t())[0, attention.num_heads] = 3e38
 
 
+def name_of(mesh: Mesh) -> str:
+    assert mesh.tp_group is not None
+    return mesh.tp_group.group_name
+
+
 def run_rank(
     rank: int, directory: Path, rendezvous: Path, threshold: int, overflows: bool, answers: Connection
 ) -> None:
     """Sends the graphs compiled, (compilations, recompiles), and the hidden states without and with async TP."""
     torch.set_num_threads(1)
     mesh = Mesh(tp_rank=rank, tp_size=2)
-    with torch.inference_mode(), fused_gemms_on_cpu() as graphs, joined(mesh, rendezvous, CPU) as mesh:
+    with torch.inference_mode(), joined(mesh, rendezvous, CPU) as mesh, fused_gemms_on_cpu(name_of(mesh)) as graphs:
         sizes: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "num_slots": NUM_SLOTS, "mesh": mesh}
         model, info = load(directory, mesh)
         if overflows:

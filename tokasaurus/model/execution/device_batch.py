@@ -63,14 +63,16 @@ class DeviceBatch:
     """Prompt tokens whose logprobs are computed; None if there are none."""
 
 
-def padded_count(count: int) -> int:
-    """`count` rounded up to an allowed number of rows: all up to 16, then 16 per doubling, so at most 1/16 more.
+def padded_count(count: int, multiple: int = 1) -> int:
+    """`count` rounded up to an allowed number of rows: all up to 16, then 16 per doubling, so at most 1/16 more; and
+    that up to a multiple of `multiple`.
 
     The CPU's matrix library generates and keeps code for each shape: without rounding, the worker grew by 2 MB with
     each new count.
     """
     step = max(1, 1 << ((count - 1).bit_length() - 5)) if count > 16 else 1
-    return -(-count // step) * step
+    padded = -(-count // step) * step
+    return -(-padded // multiple) * multiple
 
 
 def build_batch(
@@ -85,8 +87,7 @@ def build_batch(
     past the step.
 
     Precondition: the changes of `step` are already applied to `slots`.
-    is_padded: pad tokens and logit rows to one of few counts. token_multiple: what must divide the padded number of
-    tokens, which is rounded up again; 1 unless is_padded.
+    is_padded: pad tokens and logit rows to one of few counts, that of the tokens to a multiple of token_multiple.
     """
     to_device = staging.to_device
     first_positions = slots.positions[step.slots]
@@ -104,7 +105,7 @@ def build_batch(
     kv_indices = blocks.astype(np.int64) * page_size + token_positions % page_size
 
     def pad(count: int, multiple: int = 1) -> NDArray[np.int64]:
-        return np.zeros(-(-padded_count(count) // multiple) * multiple - count if is_padded else 0, np.int64)
+        return np.zeros(padded_count(count, multiple) - count if is_padded else 0, np.int64)
 
     padding = pad(int(starts[-1]), token_multiple)  # token 0 at position 0, its key and value in the padding block
     all_kv_indices = to_device(np.concatenate((kv_indices, padding)))

@@ -8,9 +8,7 @@ from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
 from tokasaurus.model.attention.cpu import CpuBackend
 from tokasaurus.model.cpu.gemm_choice import GemmChoice
 from tokasaurus.model.cpu.layer_executor import PackedLayers
-from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
-from tokasaurus.model.parallel.mesh import Mesh
 
 
 class ModuleExecutor:
@@ -51,24 +49,9 @@ class KernelExecutor:
         return hidden
 
 
-def choose_executor(
-    model: Decoder,
-    backend: AttentionBackend,
-    mesh: Mesh,
-    compiler: Compiler | None,
-    async_tp_threshold: int | None = None,
-) -> LayerExecutor:
-    """The fastest executor for a loaded and packed model with this backend.
-
-    async_tp_threshold: tokens from which a forward uses async tensor parallelism, which needs a compiler; None: never.
-    """
+def choose_executor(model: Decoder, backend: AttentionBackend) -> LayerExecutor:
+    """The fastest executor for a loaded and packed model with this backend."""
     modules = ModuleExecutor(model, backend)
-    if async_tp_threshold is not None:
-        # not at the top: torch's functional collectives are slow to import
-        from tokasaurus.model.execution.async_tp_executor import AsyncTPExecutor
-
-        assert compiler is not None, "only compiled layers overlap gemms and collectives"
-        return AsyncTPExecutor(model, backend, modules, mesh, compiler, async_tp_threshold)
     if model.packed_layers is None or not isinstance(backend, CpuBackend):
         return modules
     return KernelExecutor(model.packed_layers, backend, model.gemm_choice, modules)

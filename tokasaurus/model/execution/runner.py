@@ -117,7 +117,8 @@ class ModelRunner:
     ) -> None:
         """compiler: compiles parts of the model; None if nothing is compiled. transfers: how arrays
         reach the device and results return; None: as is best for `device`. buffer_sizes: of their buffers.
-        async_tp_threshold: as in choose_executor."""
+        async_tp_threshold: padded tokens from which a forward uses async tensor parallelism, which needs a compiler;
+        None: never."""
         self._model = model
         self._backend = backend
         self._slots = slots
@@ -133,8 +134,14 @@ class ModelRunner:
             self._results = PackedResults(transfers, buffer_sizes.results)
         self._kernels = kernels
         self._compiler = compiler
-        self._executor = choose_executor(model, backend, mesh, compiler, async_tp_threshold)
-        self._token_multiple = 1 if async_tp_threshold is None else mesh.tp_size
+        self._executor = choose_executor(model, backend)
+        self._token_multiple = 1
+        if async_tp_threshold is not None:
+            from tokasaurus.model.execution.async_tp_executor import AsyncTPExecutor  # torch's part is slow to import
+
+            assert compiler is not None, "only compiled layers overlap gemms and collectives"
+            self._executor = AsyncTPExecutor(model, backend, self._executor, mesh, compiler, async_tp_threshold)
+            self._token_multiple = mesh.tp_size
         self._mesh = mesh
         self._num_recompiles = 0
 

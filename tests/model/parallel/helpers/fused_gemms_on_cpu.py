@@ -15,9 +15,12 @@ COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 
 
 @contextmanager
-def fused_gemms_on_cpu() -> Iterator[list[dict[str, int]]]:
-    """Inside, the pass takes gloo for NCCL. Yields a list to which each compiled graph appends how many of each of the
-    operators FUSED and COLLECTIVES are in it, after the pass. Nothing comes from the compiler's cache."""
+def fused_gemms_on_cpu(group_name: str) -> Iterator[list[dict[str, int]]]:
+    """Inside, the pass takes gloo for NCCL, and this group, as it finds it in the graph, for one that shares memory.
+
+    Yields a list to which each compiled graph appends how many of each of the operators FUSED and COLLECTIVES are in
+    it, after the pass. Nothing comes from the compiler's cache.
+    """
     graphs: list[dict[str, int]] = []
 
     def count(graph: Graph) -> None:
@@ -31,7 +34,7 @@ def fused_gemms_on_cpu() -> Iterator[list[dict[str, int]]]:
         library.impl(name, getattr(symmetric_memory, f"_{name}_fallback"), "CPU")
     with (
         patch.object(torch.distributed, "is_nccl_available", return_value=True),
-        symmetric_memory._test_mode(),
+        symmetric_memory._test_mode({group_name}),
         torch._inductor.config.patch(post_grad_custom_post_pass=count),
     ):
         yield graphs
