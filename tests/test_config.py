@@ -174,6 +174,13 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
         ("finalize=1", "finalize=1: unknown flag"),
         ("port", "port: not understood, flags are written name=value"),
         (".finalize", ".finalize: not understood, flags are written name=value"),
+        ("async_tp_threshold=0", "async_tp_threshold=0: must be a whole number from 1 to 2147483647, or None (off)"),
+        ("async_tp_threshold=9 torch_compile=T", "async_tp_threshold=9: needs tp_size= of at least 2 beside it"),
+        ("async_tp_threshold=9 tp_size=2", "async_tp_threshold=9: needs torch_compile=T beside it, since"),
+        (
+            "async_tp_threshold=9 tp_size=2 torch_compile=T max_tokens_per_forward=8",
+            "async_tp_threshold=9: must be at most max_tokens_per_forward=8",
+        ),
         ("pp_size=2", "pp_size=2: not built yet, it must be 1 or left out"),
         ("use_cudagraphs=false", "use_cudagraphs=F: not built yet, it must be T or left out"),
         ("rope_scaling={'factor':8}", "rope_scaling={'factor': 8}: not built yet, it must be None or left out"),

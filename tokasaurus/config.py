@@ -123,6 +123,7 @@ class ServerConfig(Config):
         for name, value in (("device", "cpu"), ("dtype", "float32"), ("kv_cache_dtype", "float32")):
             if self.attention_backend == "flashinfer" and getattr(self, name) == value:
                 raise FlagError(f"attention_backend=flashinfer: does not run with {name}={value}")
+        self._check_async_tp()
         if self.early_stopping_init_std is not None and self.early_stopping_init_mean is None:
             raise FlagError(
                 f"early_stopping_init_std={self.early_stopping_init_std}: needs early_stopping_init_mean beside it"
@@ -130,6 +131,19 @@ class ServerConfig(Config):
         if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
             # not shown: it is a secret
             raise FlagError("api_key (or TOKA_API_KEY): must be printable ASCII without spaces, as a header carries it")
+
+    def _check_async_tp(self) -> None:
+        if self.async_tp_threshold is None:
+            return
+        flag = f"async_tp_threshold={self.async_tp_threshold}"
+        if self.tp_size < 2:
+            raise FlagError(f"{flag}: needs tp_size= of at least 2 beside it")
+        if not self.torch_compile:
+            raise FlagError(
+                f"{flag}: needs torch_compile=T beside it, since the compiler joins gemms and communication"
+            )
+        if self.async_tp_threshold > self.max_tokens_per_forward:
+            raise FlagError(f"{flag}: must be at most max_tokens_per_forward={self.max_tokens_per_forward}")
 
 
 def parse_server_config(args: list[str]) -> ServerConfig:

@@ -14,7 +14,6 @@ NOT_BUILT = frozenset(
         "rope_scaling",
         "pp_size",
         "pp_num_buffer_stages",
-        "async_tp_threshold",
         "use_cudagraphs",
         "cudagraph_max_size",
         "cudagraph_step",
@@ -50,7 +49,9 @@ SERVER_FLAGS = FlagTable(
             "tp_size": _count("devices that share each layer of a stage (tensor parallel)"),
             "pp_num_buffer_stages": _count("microbatches in flight in addition to one per pipeline stage", minimum=0),
             "async_tp_threshold": _count(
-                "tokens per forward above which tensor parallelism overlaps its communication", none_means="off"
+                "tokens per forward from which tensor parallelism overlaps its communication with gemms; needs "
+                "torch_compile=T, tp_size= of 2 or more, and GPUs joined by NVLink",
+                none_means="off",
             ),
         },
         "memory": {

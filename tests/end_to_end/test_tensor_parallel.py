@@ -37,6 +37,7 @@ def assert_equals_one_process(directory: Path, *parallel: str) -> None:
         for counter in ("prefix_cache_hit_tokens", "shared_prompt_tokens"):
             assert toka.gauge(f"toka_{counter}_total") > 0, counter
         assert toka.gauge("toka_kv_blocks_used") == 0
+        assert toka.gauge("toka_recompiles_total") == 0
         assert toka.stop() == 0
 
 

@@ -26,6 +26,14 @@ def test_padding_adds_at_most_a_sixteenth_and_leaves_few_counts() -> None:
     assert len(set(padded)) == 161
 
 
+@pytest.mark.parametrize("multiple", [2, 3, 8])
+def test_padding_to_a_multiple_adds_less_than_one_multiple(multiple: int) -> None:
+    for count in range(1, 8193):
+        result = padded_count(count, multiple)
+        assert result % multiple == 0
+        assert padded_count(count) <= result < padded_count(count) + multiple
+
+
 def test_gemms_have_only_padded_row_counts(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     model, info = load(tmp_path)

@@ -19,6 +19,7 @@ from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution.runner import ModelRunner, StepResult
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
+from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.staging.sizes import BufferSizes
 from tokasaurus.model.staging.transfers import Transfers
 
@@ -38,15 +39,20 @@ def make_runner(
     compiler: Compiler | None = None,
     transfers: Transfers | None = None,
     buffer_sizes: BufferSizes = BufferSizes(),  # noqa: B008  (it is frozen)
+    mesh: Mesh = Mesh(),  # noqa: B008  (it is frozen)
+    async_tp_threshold: int | None = None,
 ) -> ModelRunner:
-    heads = info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim
-    shape = KVShape(*heads, page_size, dtype, device, model.activation_dtype)
+    num_heads, num_kv_heads = mesh.shard(info.num_heads, "heads")[1], mesh.kv_head_shard(info.num_kv_heads)[1]
+    shape = KVShape(
+        info.num_layers, num_heads, num_kv_heads, info.head_dim, page_size, dtype, device, model.activation_dtype
+    )
     kernels = load_kernels()
     chosen = make_backend(backend, shape, kernels)
     chosen.allocate(num_blocks + 1)
     slots = SlotTable(SlotTableSize(num_slots + 1, -(-info.context_length // page_size)), device)
     slots.rules.allocate((num_blocks + 1) * page_size)
-    return ModelRunner(model, chosen, slots, page_size, device, kernels, compiler, transfers, buffer_sizes)
+    places = model, chosen, slots, page_size, device, kernels
+    return ModelRunner(*places, compiler, transfers, buffer_sizes, mesh, async_tp_threshold)
 
 
 @contextmanager
@@ -257,9 +263,9 @@ def _by_slot(result: StepResult, sampled: list[int]) -> dict[int, tuple[int, flo
         assert tokens == []
         return {}
     logprobs = result.host_logprobs()
-    assert logprobs is not None
     assert len(tokens) == len(sampled)
-    return {slot: pair for slot, *pair in zip(sampled, tokens, logprobs.tolist(), strict=True)}
+    values = [None] * len(tokens) if logprobs is None else logprobs.tolist()  # None from other ranks than the first
+    return {slot: pair for slot, *pair in zip(sampled, tokens, values, strict=True)}
 
 
 def _logprobs_by_slot(

@@ -6,6 +6,7 @@ The compiler is imported only when it is used, because the import takes a second
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -36,8 +37,11 @@ class Compiler:
         # There are only a few small kernels: starting parallel compile processes would take longer.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-    def compile(self, function: Callable[P, R]) -> Callable[P, R]:
-        """The compiled function. The first dimension of every tensor argument must be the number of tokens.
+    def compile(self, function: Callable[P, R], options: dict[str, Any] | None = None) -> Callable[P, R]:
+        """The compiled function. The first dimension of every tensor argument must be the number of tokens, or of those
+        of one of the equal shards into which they are divided.
+
+        options: settings of torch._inductor.config for this function alone.
 
         To compile a method once for all modules of the same shapes, pass the plain function and call it with the
         module. It must not read a number that differs between modules, such as a layer's index.
@@ -47,15 +51,17 @@ class Compiler:
         from torch._dynamo.decorators import mark_unbacked
         from torch._dynamo.exc import BackendCompilerFailed
 
-        compiled = torch.compile(function, backend=self._compile_graph, fullgraph=True)
+        backend = partial(self._compile_graph, options=options) if options else self._compile_graph
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if self._is_warm:
                 return compiled(*args, **kwargs)
-            for argument in args:
-                if isinstance(argument, Tensor):
-                    # Sizes that are merely marked dynamic trigger recompilation for size 1 and for equal sizes.
-                    mark_unbacked(argument, 0, shape_id="tokens")
+            tensors = [argument for argument in args if isinstance(argument, Tensor)]
+            num_tokens = max(map(len, tensors), default=0)
+            for tensor in tensors:
+                # Sizes that are merely marked dynamic trigger recompilation for size 1 and for equal sizes.
+                mark_unbacked(tensor, 0, shape_id=f"tokens / {num_tokens // len(tensor)}")
             try:
                 return compiled(*args, **kwargs)
             except BackendCompilerFailed as error:
@@ -71,7 +77,9 @@ class Compiler:
         """From now on, every compilation counts as an error."""
         self._is_warm = True
 
-    def _compile_graph(self, graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    def _compile_graph(
+        self, graph: GraphModule, inputs: list[Any], options: dict[str, Any] | None = None
+    ) -> Callable[..., Any]:
         from torch._dynamo import lookup_backend
 
         self.num_compilations += 1
@@ -79,8 +87,8 @@ class Compiler:
             self.num_recompiles += 1
             shapes = ", ".join(str(tuple(value.shape)) for value in inputs if isinstance(value, Tensor))
             logger.error("compiled again after warm-up (TORCH_LOGS=recompiles says why), for inputs %s", shapes)
-        compiled: Callable[..., Any] = lookup_backend("inductor")(graph, inputs)
-        return compiled
+        inductor: Callable[..., Callable[..., Any]] = lookup_backend("inductor")
+        return inductor(graph, inputs, config_patches=options)
 
 
 def _gist(error: Exception) -> str:

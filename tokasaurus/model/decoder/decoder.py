@@ -48,6 +48,14 @@ class LayerExecutor(Protocol):
         """hidden [T, E], which may be overwritten -> [T, E]. cos_sin: float32 [T, 1, D]. layout: planned already."""
 
 
+def zero_nonfinite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """key and value [T, K, D] -> the same with zeros for tokens where either is not finite; bool [T], whether both are
+    finite."""
+    is_finite = (key.abs().amax((1, 2)) < torch.inf) & (value.abs().amax((1, 2)) < torch.inf)
+    per_head = is_finite[:, None, None]
+    return torch.where(per_head, key, 0), torch.where(per_head, value, 0), is_finite
+
+
 class DecoderLayer(nn.Module):
     """hidden [T, E] -> [T, E]: attention, then feed-forward, each applied to the normed input and added to it.
 
@@ -58,6 +66,7 @@ class DecoderLayer(nn.Module):
         self, info: ModelInfo, options: DecoderOptions, mesh: Mesh, layer_index: int, dtype: torch.dtype
     ) -> None:
         super().__init__()
+        self.mesh = mesh
         self.attention_norm = RMSNorm(info.hidden_size, info.norm_eps, dtype)
         self.attention = Attention(info, mesh, layer_index, options.qkv_bias, options.qk_norm, dtype)
         self.mlp_norm = RMSNorm(info.hidden_size, info.norm_eps, dtype)
@@ -70,9 +79,7 @@ class DecoderLayer(nn.Module):
         whose key or value is not finite get zeros for both. Their hidden state becomes NaN and stays so to the end.
         """
         query, key, value = self.attention.project(hidden, self.attention_norm, cos_sin)
-        is_finite = (key.abs().amax((1, 2)) < torch.inf) & (value.abs().amax((1, 2)) < torch.inf)
-        per_head = is_finite[:, None, None]
-        key, value = torch.where(per_head, key, 0), torch.where(per_head, value, 0)
+        key, value, is_finite = zero_nonfinite(key, value)
         return query, key, value, torch.where(is_finite[:, None], hidden, torch.nan)
 
     def after_attention(self, attended: Tensor, hidden: Tensor) -> Tensor:

@@ -63,24 +63,31 @@ class DeviceBatch:
     """Prompt tokens whose logprobs are computed; None if there are none."""
 
 
-def padded_count(count: int) -> int:
-    """`count` rounded up to an allowed number of rows: all up to 16, then 16 per doubling, so at most 1/16 more.
+def padded_count(count: int, multiple: int = 1) -> int:
+    """`count` rounded up to an allowed number of rows: all up to 16, then 16 per doubling, so at most 1/16 more; and
+    that up to a multiple of `multiple`.
 
     The CPU's matrix library generates and keeps code for each shape: without rounding, the worker grew by 2 MB with
     each new count.
     """
     step = max(1, 1 << ((count - 1).bit_length() - 5)) if count > 16 else 1
-    return -(-count // step) * step
+    padded = -(-count // step) * step
+    return -(-padded // multiple) * multiple
 
 
 def build_batch(
-    step: ForwardInput, slots: SlotTable, page_size: int, staging: Staging, is_padded: bool = True
+    step: ForwardInput,
+    slots: SlotTable,
+    page_size: int,
+    staging: Staging,
+    is_padded: bool = True,
+    token_multiple: int = 1,
 ) -> DeviceBatch:
     """The batch of `step`, whose device tensors are filled once `staging` has sent them. Advances the slots' positions
     past the step.
 
     Precondition: the changes of `step` are already applied to `slots`.
-    is_padded: pad tokens and logit rows to one of few counts.
+    is_padded: pad tokens and logit rows to one of few counts, that of the tokens to a multiple of token_multiple.
     """
     to_device = staging.to_device
     first_positions = slots.positions[step.slots]
@@ -97,10 +104,10 @@ def build_batch(
     blocks[token_positions < slots.first_writes[step.slots][token_rows]] = 0
     kv_indices = blocks.astype(np.int64) * page_size + token_positions % page_size
 
-    def pad(count: int) -> NDArray[np.int64]:
-        return np.zeros(padded_count(count) - count if is_padded else 0, np.int64)
+    def pad(count: int, multiple: int = 1) -> NDArray[np.int64]:
+        return np.zeros(padded_count(count, multiple) - count if is_padded else 0, np.int64)
 
-    padding = pad(int(starts[-1]))  # token 0 at position 0, its key and value in the padding block
+    padding = pad(int(starts[-1]), token_multiple)  # token 0 at position 0, its key and value in the padding block
     all_kv_indices = to_device(np.concatenate((kv_indices, padding)))
     token_ids = torch.empty(len(all_kv_indices), dtype=torch.int64, device=all_kv_indices.device)
     decode_slots = to_device(step.slots[: step.num_decode].astype(np.int64))

@@ -113,9 +113,12 @@ class ModelRunner:
         transfers: Transfers | None = None,
         buffer_sizes: BufferSizes = BufferSizes(),  # noqa: B008  (it is frozen)
         mesh: Mesh = Mesh(),  # noqa: B008  (it is frozen)
+        async_tp_threshold: int | None = None,
     ) -> None:
         """compiler: compiles parts of the model; None if nothing is compiled. transfers: how arrays
-        reach the device and results return; None: as is best for `device`. buffer_sizes: of their buffers."""
+        reach the device and results return; None: as is best for `device`. buffer_sizes: of their buffers.
+        async_tp_threshold: padded tokens from which a forward uses async tensor parallelism, which needs a compiler;
+        None: never."""
         self._model = model
         self._backend = backend
         self._slots = slots
@@ -132,6 +135,13 @@ class ModelRunner:
         self._kernels = kernels
         self._compiler = compiler
         self._executor = choose_executor(model, backend)
+        self._token_multiple = 1
+        if async_tp_threshold is not None:
+            from tokasaurus.model.execution.async_tp_executor import AsyncTPExecutor  # torch's part is slow to import
+
+            assert compiler is not None, "only compiled layers overlap gemms and collectives"
+            self._executor = AsyncTPExecutor(model, backend, self._executor, mesh, compiler, async_tp_threshold)
+            self._token_multiple = mesh.tp_size
         self._mesh = mesh
         self._num_recompiles = 0
 
@@ -148,7 +158,8 @@ class ModelRunner:
         begun: list[Mark] = []
         staging.then(lambda: begun.append(self._mark()))
         self._slots.apply(step.changes, staging)
-        batch = build_batch(step, self._slots, self._page_size, staging, not self.always_on_kernels)
+        is_padded = not self.always_on_kernels
+        batch = build_batch(step, self._slots, self._page_size, staging, is_padded, self._token_multiple)
         self._backend.plan(batch.layout)
         staging.send()
         hidden = self._model(batch.token_ids, None, batch.positions, self._executor, batch.layout)

@@ -161,6 +161,10 @@ def start_worker(
         device = choose_device(config.device, index)
         if device.type != "cpu" and config.cpu_isa is not None:
             raise UserError(f"cpu_isa={config.cpu_isa}: only device=cpu allows it, not device={device.type}")
+        if config.async_tp_threshold is not None:
+            from tokasaurus.model.parallel.async_tp import enable_fused_gemms  # slow to import
+
+            enable_fused_gemms(config.async_tp_threshold, mesh, device, first_device=index - mesh.tp_rank)
         kernels = load_kernels(config.cpu_isa) if device.type == "cpu" else None
         dtype = choose_dtype(config.dtype, device, kernels, config.torch_compile)
         activation_dtype = choose_activation_dtype(dtype, kernels, config.torch_compile)
@@ -209,7 +213,7 @@ def start_worker(
     sizes = sizes_for(limits.max_tokens, limits.max_seqs, limits.vocab_size, config.max_topk_logprobs)
     places = model, backend, slots, config.page_size, device, kernels, compiler
     with memory.part(INPUTS):
-        runner = ModelRunner(*places, mesh=mesh, buffer_sizes=sizes)
+        runner = ModelRunner(*places, mesh=mesh, buffer_sizes=sizes, async_tp_threshold=config.async_tp_threshold)
 
     forward_memory = None  # unknown where torch computes: its operations allocate temporaries of unknown size
     if runner.always_on_kernels:

@@ -45,7 +45,14 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, norm: RMSNorm, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, E], normalised by `norm` -> query [T, H, D], key and value [T, K, D]; query and key are rotated."""
-        heads = self.qkv(x, norm).unflatten(-1, (-1, self._head_dim))  # [T, H + 2K, D]
+        return self.split_heads(self.heads(self.qkv(x, norm)), cos_sin)
+
+    def heads(self, features: Tensor) -> Tensor:
+        """[..., (H + 2K) * D] -> [..., H + 2K, D]: the features of all heads, by head."""
+        return torch.unflatten(features, -1, (-1, self._head_dim))
+
+    def split_heads(self, heads: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """heads [T, H + 2K, D] -> query [T, H, D], key and value [T, K, D]; query and key are rotated."""
         num_rotated = self.num_heads + self.num_kv_heads
         rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
         if self.query_norm is not None and self.key_norm is not None:

@@ -117,7 +117,12 @@ class GatedLinear(FusedColumnLinear):
         super().__init__(in_size, (gate, up), bias=False, dtype=dtype)
 
     def _multiply_by_torch(self, x: Tensor) -> Tensor:
-        gate, up = super()._multiply_by_torch(x).chunk(2, dim=-1)
+        return self.activate(super()._multiply_by_torch(x))
+
+    @staticmethod
+    def activate(gate_up: Tensor) -> Tensor:
+        """[T, 2 * length], the outputs of gate and up -> silu(gate) * up, [T, length]."""
+        gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
 
     def _pack(self, kernels: LayerKernels) -> PackedWeights:
