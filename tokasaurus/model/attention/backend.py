@@ -128,6 +128,10 @@ class AttentionBackend(Protocol):
     Order of calls: allocate once; then plan once per forward, and write and attend once per layer.
     """
 
+    @property
+    def caches(self) -> list[Tensor]:
+        """The tensors that hold the cache, after allocate. A compiler must know that `write` changes them."""
+
     def allocate(self, num_blocks: int) -> None:
         """Create the cache, filled with zeros; block 0 is the padding block. Replaces an earlier cache.
 

@@ -40,6 +40,10 @@ class CpuBackend:
         self._shape = shape
         self._kernels = kernels
 
+    @property
+    def caches(self) -> list[Tensor]:
+        return [self._cache]
+
     def allocate(self, num_blocks: int) -> None:
         shape = self._shape
         size = (shape.num_layers, num_blocks, shape.num_kv_heads, 2, shape.page_size * shape.head_dim)

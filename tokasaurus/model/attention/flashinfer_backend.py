@@ -120,6 +120,10 @@ class FlashInferBackend:
         self._planned: dict[int, Wrapper] = {}
         self._compile()
 
+    @property
+    def caches(self) -> list[Tensor]:
+        return [self._keys, self._values]
+
     def allocate(self, num_blocks: int) -> None:
         shape = self._shape
         size = (shape.num_layers, num_blocks, shape.page_size, shape.num_kv_heads, shape.head_dim)

@@ -17,6 +17,10 @@ class ReferenceBackend:
     def __init__(self, shape: KVShape) -> None:
         self._shape = shape
 
+    @property
+    def caches(self) -> list[Tensor]:
+        return [self._keys, self._values]
+
     def allocate(self, num_blocks: int) -> None:
         shape = self._shape
         size = (shape.num_layers, num_blocks * shape.page_size, shape.num_kv_heads, shape.head_dim)

@@ -50,6 +50,10 @@ class TorchBackend:
         self._shape = shape
         self._buckets: dict[int, list[_Bucket]] = {}
 
+    @property
+    def caches(self) -> list[Tensor]:
+        return [self._keys, self._values]
+
     def allocate(self, num_blocks: int) -> None:
         shape = self._shape
         size = (shape.num_layers, shape.num_kv_heads, num_blocks, shape.page_size, shape.head_dim)

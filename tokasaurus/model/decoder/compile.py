@@ -1,4 +1,4 @@
-"""torch.compile for parts of the model: each is compiled once, for any number of tokens, and never after warm-up.
+"""torch.compile for the model: each function is compiled once, for any number of tokens, and never after warm-up.
 
 The compiler is imported only when it is used, because the import takes a second.
 """
@@ -38,13 +38,10 @@ class Compiler:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
     def compile(self, function: Callable[P, R], options: dict[str, Any] | None = None) -> Callable[P, R]:
-        """The compiled function. The first dimension of every tensor argument must be the number of tokens, or of those
-        of one of the equal shards into which they are divided.
+        """The compiled function. The first dimension of every tensor argument, but not of those in lists, may have any
+        size. The function must say by torch._check how these sizes are related.
 
         options: settings of torch._inductor.config for this function alone.
-
-        To compile a method once for all modules of the same shapes, pass the plain function and call it with the
-        module. It must not read a number that differs between modules, such as a layer's index.
 
         Until `end_warm_up`, a call raises UserError if this machine cannot compile.
         """
@@ -57,11 +54,10 @@ class Compiler:
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if self._is_warm:
                 return compiled(*args, **kwargs)
-            tensors = [argument for argument in args if isinstance(argument, Tensor)]
-            num_tokens = max(map(len, tensors), default=0)
-            for tensor in tensors:
-                # Sizes that are merely marked dynamic trigger recompilation for size 1 and for equal sizes.
-                mark_unbacked(tensor, 0, shape_id=f"tokens / {num_tokens // len(tensor)}")
+            for argument in args:
+                if isinstance(argument, Tensor):
+                    # Sizes that are merely marked dynamic trigger recompilation for size 1 and for equal sizes.
+                    mark_unbacked(argument, 0)
             try:
                 return compiled(*args, **kwargs)
             except BackendCompilerFailed as error:

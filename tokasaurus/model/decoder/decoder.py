@@ -59,7 +59,7 @@ def zero_nonfinite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class DecoderLayer(nn.Module):
     """hidden [T, E] -> [T, E]: attention, then feed-forward, each applied to the normed input and added to it.
 
-    Split into two methods: the attention backend, which is never compiled, is called between them.
+    Split into two methods: the attention backend is called between them (see execution/executors).
     """
 
     def __init__(
@@ -126,10 +126,6 @@ class Decoder(nn.Module):
         self.packed_layers: PackedLayers | None = None
         """All layers as the CPU kernels read them; None unless they are all packed."""
         self.gemm_choice = ALWAYS_KERNELS
-        self.before_attention = DecoderLayer.before_attention
-        """Compiled, if the layers are."""
-        self.after_attention = DecoderLayer.after_attention
-        """Compiled, if the layers are."""
         stage = mesh.stage_layers(info.num_layers)
         with torch.device("meta"):
             needs_embedding = mesh.is_first_stage or (mesh.is_last_stage and info.tie_embeddings)
@@ -164,7 +160,7 @@ class Decoder(nn.Module):
         """Set how pack_module packs.
 
         kernels: the CPU kernels, or None. choice: whether gemms run on the kernels or on torch. compiler: compiles the
-        layers, which then stay unpacked, because inductor reads plain weights.
+        layers (see execution/executors), which then stay unpacked, because inductor reads plain weights.
         """
         if kernels is not None and self._dtype in ACTIVATION_DTYPES:
             activation_dtype = kernels.activation_dtype(self._dtype)
@@ -185,10 +181,10 @@ class Decoder(nn.Module):
             module.pack(self._layer_kernels, self.gemm_choice)
 
     def end_packing(self) -> None:
-        """Compile or pack the layers, once every module is packed."""
+        """Pack the layers, once every module is packed, or compile the LM head where it is not."""
         if self._compiler is not None:
-            self.before_attention = self._compiler.compile(DecoderLayer.before_attention)
-            self.after_attention = self._compiler.compile(DecoderLayer.after_attention)
+            if self._head is not None:
+                self._head.compile_product(self._compiler)
         elif self._layer_kernels is not None and self._mesh.tp_size == 1:
             self.packed_layers = self._pack_layers(self._layer_kernels)
 

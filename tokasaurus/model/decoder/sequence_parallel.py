@@ -1,17 +1,30 @@
-"""The two halves of a decoder layer for async tensor parallelism: hidden states divided by tokens among the ranks.
+"""Decoder layers for async tensor parallelism: hidden states divided by tokens among the ranks.
 
-They compute what DecoderLayer's methods of the same names do. Between the halves, attention needs all tokens of this
-rank's heads.
+The two halves of a layer compute what DecoderLayer's methods of the same names do. Between them, attention needs all
+tokens of this rank's heads.
 """
 
 # T tokens in this forward, S = T / tp_size tokens of this rank, E hidden size, H query heads and K key/value heads of
 # this rank, D head size
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from tokasaurus.model.attention.operation import attend
 from tokasaurus.model.decoder.decoder import DecoderLayer, zero_nonfinite
 from tokasaurus.model.parallel.async_tp import gather_matmul, matmul_scatter
+
+
+def run_layers(layers: Sequence[DecoderLayer], hidden: Tensor, cos_sin: Tensor, caches: Sequence[Tensor]) -> Tensor:
+    """hidden [S, E], cos_sin [T, 1, D] -> [S, E]; to be compiled. caches: of the backend."""
+    for layer in layers:
+        query, key, value, is_finite = before_attention(layer, hidden, cos_sin)
+        attended = torch.empty_like(query)
+        attend(query, key, value, attended, caches, layer.attention.layer_index)
+        hidden = after_attention(layer, attended, is_finite, hidden)
+    return hidden
 
 
 def before_attention(layer: DecoderLayer, hidden: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,13 +1,12 @@
 """Run the layers with async tensor parallelism in forwards of many tokens, and plainly in the others."""
 
-# T tokens in this forward, S = T / tp_size tokens of this rank, E hidden size, D head size
-
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
 from tokasaurus.model.decoder import sequence_parallel
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
+from tokasaurus.model.execution.executors import CompiledExecutor
 from tokasaurus.model.parallel.async_tp import FUSE_WITH_GEMMS, all_tokens, own_tokens
 from tokasaurus.model.parallel.mesh import Mesh
 
@@ -30,20 +29,12 @@ class AsyncTPExecutor:
         threshold: int,
     ) -> None:
         """plain: runs forwards of less than `threshold` tokens. Others must be padded to a multiple of tp_size."""
-        self._model = model
-        self._backend = backend
         self._plain = plain
         self._mesh = mesh
         self._threshold = threshold
-        self._before_attention = compiler.compile(sequence_parallel.before_attention, FUSE_WITH_GEMMS)
-        self._after_attention = compiler.compile(sequence_parallel.after_attention, FUSE_WITH_GEMMS)
+        self._by_shards = CompiledExecutor(model, backend, compiler, sequence_parallel.run_layers, FUSE_WITH_GEMMS)
 
     def run(self, hidden: Tensor, cos_sin: Tensor, layout: PagedLayout) -> Tensor:
         if len(hidden) < self._threshold:
             return self._plain.run(hidden, cos_sin, layout)
-        shard = own_tokens(hidden, self._mesh)
-        for layer in self._model.decoder_layers():
-            query, key, value, is_finite = self._before_attention(layer, shard, cos_sin)
-            attended = layer.attention.attend(query, key, value, self._backend, layout)
-            shard = self._after_attention(layer, attended, is_finite, shard)
-        return all_tokens(shard, self._mesh)
+        return all_tokens(self._by_shards.run(own_tokens(hidden, self._mesh), cos_sin, layout), self._mesh)

@@ -1,18 +1,24 @@
-"""How a stage's decoder layers are run: module by module, or all in one call of the CPU kernels."""
+"""How a stage's decoder layers are run: module by module, compiled, or all in one call of the CPU kernels."""
 
 # T tokens in this forward, E hidden size, D head size
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
 from tokasaurus.model.attention.cpu import CpuBackend
+from tokasaurus.model.attention.operation import attend, attending, attends_over
 from tokasaurus.model.cpu.gemm_choice import GemmChoice
 from tokasaurus.model.cpu.layer_executor import PackedLayers
-from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
+from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.decoder.decoder import Decoder, DecoderLayer, LayerExecutor
 
 
 class ModuleExecutor:
-    """Calls the layers' torch modules, compiled or not, and the attention backend between their two halves."""
+    """Calls the layers' torch modules, and the attention backend between their two halves."""
 
     always_on_kernels = False
 
@@ -21,12 +27,48 @@ class ModuleExecutor:
         self._backend = backend
 
     def run(self, hidden: Tensor, cos_sin: Tensor, layout: PagedLayout) -> Tensor:
-        model = self._model
-        for layer in model.decoder_layers():
-            query, key, value, hidden = model.before_attention(layer, hidden, cos_sin)
+        for layer in self._model.decoder_layers():
+            query, key, value, hidden = layer.before_attention(hidden, cos_sin)
             attended = layer.attention.attend(query, key, value, self._backend, layout)
-            hidden = model.after_attention(layer, attended, hidden)
+            hidden = layer.after_attention(attended, hidden)
         return hidden
+
+
+def run_layers(layers: Sequence[DecoderLayer], hidden: Tensor, cos_sin: Tensor, caches: Sequence[Tensor]) -> Tensor:
+    """As LayerExecutor.run, with attention as one operation of the compiler. caches: of the backend."""
+    # The compiler does not relate the sizes of two arguments by itself.
+    torch._check(hidden.shape[0] == cos_sin.shape[0])  # type: ignore[no-untyped-call]
+    for layer in layers:
+        query, key, value, hidden = layer.before_attention(hidden, cos_sin)
+        attended = torch.empty_like(query)
+        attend(query, key, value, attended, caches, layer.attention.layer_index)
+        hidden = layer.after_attention(attended, hidden)
+    return hidden
+
+
+class CompiledExecutor:
+    """Runs all layers as one compiled function, which leaves attention whole."""
+
+    always_on_kernels = False
+
+    def __init__(
+        self,
+        model: Decoder,
+        backend: AttentionBackend,
+        compiler: Compiler,
+        run: Callable[..., Tensor] = run_layers,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        """run, options: what to compile, with the arguments of run_layers, and how."""
+        self._layers = list(model.decoder_layers())
+        self._backend = backend
+        self._run = compiler.compile(run, options)
+
+    def run(self, hidden: Tensor, cos_sin: Tensor, layout: PagedLayout) -> Tensor:
+        with attending(attends_over(self._backend, layout)):
+            # Their storage changes. Views of one element have the same shape before and after the cache gets its size.
+            caches = [cache.as_strided((1,), (1,)) for cache in self._backend.caches]
+            return self._run(self._layers, hidden, cos_sin, caches)
 
 
 class KernelExecutor:
@@ -49,8 +91,10 @@ class KernelExecutor:
         return hidden
 
 
-def choose_executor(model: Decoder, backend: AttentionBackend) -> LayerExecutor:
-    """The fastest executor for a loaded and packed model with this backend."""
+def choose_executor(model: Decoder, backend: AttentionBackend, compiler: Compiler | None = None) -> LayerExecutor:
+    """The fastest executor for a loaded and packed model with this backend; the compiler's, if there is one."""
+    if compiler is not None:
+        return CompiledExecutor(model, backend, compiler)
     modules = ModuleExecutor(model, backend)
     if model.packed_layers is None or not isinstance(backend, CpuBackend):
         return modules

@@ -134,7 +134,7 @@ class ModelRunner:
             self._results = PackedResults(transfers, buffer_sizes.results)
         self._kernels = kernels
         self._compiler = compiler
-        self._executor = choose_executor(model, backend)
+        self._executor = choose_executor(model, backend, compiler)
         self._token_multiple = 1
         if async_tp_threshold is not None:
             from tokasaurus.model.execution.async_tp_executor import AsyncTPExecutor  # torch's part is slow to import

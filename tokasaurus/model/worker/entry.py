@@ -245,7 +245,7 @@ def start_worker(
             seconds_per_token = run_largest()
         if compiler is not None:
             compiler.end_warm_up()
-            details.append(f"{compiler.num_compilations} functions compiled")
+            details.append(f"compiled functions: {compiler.num_compilations}")
     hydragen: HydragenCosts | None = DEFAULT_HYDRAGEN
     if config.use_hydragen is not False and None in (config.hydragen_min_group_size, config.hydragen_min_prefix_len):
         with phase("shared prefixes") as details, torch.inference_mode():

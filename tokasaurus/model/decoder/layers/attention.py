@@ -25,7 +25,7 @@ class Attention(nn.Module):
         self, info: ModelInfo, mesh: Mesh, layer_index: int, qkv_bias: bool, qk_norm: bool, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self._layer_index = layer_index
+        self.layer_index = layer_index
         self._head_dim = info.head_dim
         head_start, self.num_heads = mesh.shard(info.num_heads, "attention heads")
         kv_start, self.num_kv_heads = mesh.kv_head_shard(info.num_kv_heads)
@@ -67,8 +67,8 @@ class Attention(nn.Module):
         """query [T, H, D], key and value [T, K, D] -> [T, H, D]. Stores key and value in this layer's cache."""
         # Write the keys and values of all rows before any row attends: a row may read blocks that another row of this
         # forward fills (see ForwardInput).
-        backend.write(key, value, self._layer_index)
-        return attend_rows(backend, query, self._layer_index, layout)
+        backend.write(key, value, self.layer_index)
+        return attend_rows(backend, query, self.layer_index, layout)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         shards = self.qkv.weight_shards(prefix) + self.out.weight_shards(prefix)

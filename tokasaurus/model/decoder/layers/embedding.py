@@ -1,10 +1,13 @@
 """Token embedding and LM head, both sharded by vocabulary over the tensor-parallel ranks."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.layers.linear import Linear
 from tokasaurus.model.decoder.layers.norm import RMSNorm
 from tokasaurus.model.decoder.weights import WeightShard
@@ -23,6 +26,12 @@ class VocabShard(Linear):
         self._mesh = mesh
         self._shape = (info.vocab_size, info.hidden_size)
         self._logits: Tensor | None = None
+        self._product: Callable[[Linear, Tensor, RMSNorm], Tensor] = Linear.__call__
+
+    def compile_product(self, compiler: Compiler) -> None:
+        """Compile norm and gemm, for any number of rows, unless they have been packed."""
+        if not self.is_packed:
+            self._product = compiler.compile(Linear.forward)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> [T, E]."""
@@ -43,13 +52,13 @@ class VocabShard(Linear):
 
     def own_logits(self, hidden: Tensor, norm: RMSNorm) -> tuple[Tensor, int]:
         """As `logits`, but only of this rank's token ids, and the first of these."""
-        return self(hidden, norm), self._start
+        return self._product(self, hidden, norm), self._start
 
     def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden [R, E], normalised by `norm` -> logits [R, vocab] in hidden's dtype. The next call may overwrite
         them."""
         if self.packed is None or self._mesh.tp_size > 1 or not self.runs_on_kernels(hidden.shape[0]):
-            return gather_vocab(self(hidden, norm), self._shape[0], self._mesh)
+            return gather_vocab(self._product(self, hidden, norm), self._shape[0], self._mesh)
         # Keep the memory: an allocation of this size would go back to the system when freed, and allocating it again,
         # zeroed and page by page, would take a quarter of the gemm's time.
         if self._logits is None or len(self._logits) < len(hidden):

@@ -77,6 +77,11 @@ class Linear(nn.Module):
         if self.packed is not None or not keep_weight:
             self.weight.data = weight.new_empty(0)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether `pack` has copied the weight into another layout."""
+        return self.packed is not None or self._torch_gemm is not None
+
     def _multiply_by_torch(self, x: Tensor) -> Tensor:
         if self._torch_gemm is None:
             bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -115,6 +120,11 @@ class GatedLinear(FusedColumnLinear):
 
     def __init__(self, in_size: int, gate: OutputShard, up: OutputShard, dtype: torch.dtype) -> None:
         super().__init__(in_size, (gate, up), bias=False, dtype=dtype)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether `pack` has copied the weight into another layout."""
+        return self.packed is not None or self._torch_gemm is not None
 
     def _multiply_by_torch(self, x: Tensor) -> Tensor:
         return self.activate(super()._multiply_by_torch(x))
