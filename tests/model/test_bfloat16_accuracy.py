@@ -14,6 +14,7 @@ from tokasaurus.messages.forward import ForwardInput, PromptLogprobsInput
 from tokasaurus.messages.slots import SlotChanges
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.attention.operation import attends_over
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder.registry import build_decoder
 from tokasaurus.model.decoder.weights import load_weights
@@ -106,7 +107,9 @@ class LogprobModel:
         batch = build_batch(step, self.slots, PAGE_SIZE, ON_HOST)
         self.backend.plan(batch.layout)
         with torch.inference_mode():
-            return self.model(batch.token_ids, None, batch.positions, self.executor, batch.layout), batch
+            return self.model(
+                batch.token_ids, None, batch.positions, self.executor, attends_over(self.backend, batch.layout)
+            ), batch
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from tests.model.helpers.steps import CPU
 from tokasaurus.checkpoint import ModelInfo, info, weight_files
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.attention.operation import attends_over
 from tokasaurus.model.decoder import registry
 from tokasaurus.model.decoder.decoder import Decoder, DecoderOptions
 from tokasaurus.model.decoder.layers.linear import Linear
@@ -84,7 +85,9 @@ def run_whole_prompt(
     layout = PagedLayout(positions + 16, (everything,))
     backend.plan(layout)
     with torch.inference_mode():
-        out: torch.Tensor = model(token_ids, hidden, positions, choose_executor(model, backend), layout)
+        out: torch.Tensor = model(
+            token_ids, hidden, positions, choose_executor(model, backend), attends_over(backend, layout)
+        )
         return model.logits(out) if mesh.is_last_stage else out
 
 

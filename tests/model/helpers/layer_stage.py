@@ -10,6 +10,7 @@ from tests.model.helpers.steps import CPU, one_thread
 from tokasaurus.checkpoint import ModelInfo, RopeInfo
 from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
 from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.attention.operation import attends_over
 from tokasaurus.model.cpu.bindings import Kernels, load_kernels
 from tokasaurus.model.decoder.decoder import Decoder, DecoderOptions
 from tokasaurus.model.execution.device_batch import build_batch
@@ -70,7 +71,9 @@ def run_stage(case: Case, options: DecoderOptions, kernels: Kernels, by_kernels:
     backend.plan(batch.layout)
     hidden = random_rows(len(batch.token_ids), HIDDEN_SIZE, case.dtype).to(kernels.activation_dtype(case.dtype))
     stage = make_stage(case, options, kernels if by_kernels else None)
-    out = stage(batch.token_ids, hidden, batch.positions, choose_executor(stage, backend), batch.layout)
+    out = stage(
+        batch.token_ids, hidden, batch.positions, choose_executor(stage, backend), attends_over(backend, batch.layout)
+    )
     return out[: int(made.step.num_tokens.sum())]
 
 

@@ -1,11 +1,12 @@
-"""Attention as one operation of torch, which a compiler leaves whole in the middle of the layers that it compiles.
+"""Attention of one layer as the layers see it: a call, or one operation of torch that a compiler leaves whole.
 
 What the operation does is set from outside (`attending`): it depends on the forward's layout, which is no tensor, and a
-graph of launches may have to be interrupted around it.
+recording of launches is interrupted around it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +16,16 @@ from tokasaurus.model.attention.row_split import attend_rows
 
 # T tokens in this forward, H query heads, K key/value heads, D head size
 
-Attends = Callable[[Tensor, Tensor, Tensor, Tensor, int], None]
-"""Called once per layer with query [T, H, D]; key and value [T, K, D], which it stores in the cache of the layer; the
-output to fill, [T, H, D]; and the layer's index."""
+
+class Attends(Protocol):
+    """The attention of one forward, called once per layer."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, layer_index: int, output: Tensor | None = None
+    ) -> Tensor:
+        """query [T, H, D]; key and value [T, K, D], which are stored in the layer's cache -> [T, H, D]: `output`, or
+        any memory if that is None."""
+
 
 _attends: Attends | None = None
 
@@ -36,11 +44,11 @@ def attending(attends: Attends) -> Iterator[None]:
 def attends_over(backend: AttentionBackend, layout: PagedLayout) -> Attends:
     """Attention of a planned layout."""
 
-    def attends(query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_index: int) -> None:
+    def attends(query: Tensor, key: Tensor, value: Tensor, layer_index: int, output: Tensor | None = None) -> Tensor:
         # Write the keys and values of all rows before any row attends: a row may read blocks that another row of this
         # forward fills (see ForwardInput).
         backend.write(key, value, layer_index)
-        attend_rows(backend, query, layer_index, layout, output)
+        return attend_rows(backend, query, layer_index, layout, output)
 
     return attends
 
@@ -53,9 +61,10 @@ def _attend(
     caches: Sequence[Tensor],  # noqa: ARG001  (declared as changed)
     layer_index: int,
 ) -> None:
-    """caches: views of the backend's, which the call changes. The others are as in Attends."""
+    """output: [T, H, D], to be filled. caches: views of the backend's, which the call changes. The others are as in
+    Attends."""
     assert _attends is not None, "attention runs inside `attending`"
-    _attends(query, key, value, output, layer_index)
+    _attends(query, key, value, layer_index, output)
 
 
 attend = torch.library.custom_op("tokasaurus::attend", _attend, mutates_args=("output", "caches"))

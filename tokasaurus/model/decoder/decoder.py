@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tokasaurus.checkpoint import ModelInfo
-from tokasaurus.model.attention.backend import PagedLayout
+from tokasaurus.model.attention.operation import Attends
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
 from tokasaurus.model.cpu.layer_executor import PackedLayer, PackedLayers
@@ -44,8 +44,8 @@ class LayerExecutor(Protocol):
     def always_on_kernels(self) -> bool:
         """Whether one call of the CPU kernels runs all layers in every forward, whatever its number of tokens."""
 
-    def run(self, hidden: Tensor, cos_sin: Tensor, layout: PagedLayout) -> Tensor:
-        """hidden [T, E], which may be overwritten -> [T, E]. cos_sin: float32 [T, 1, D]. layout: planned already."""
+    def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
+        """hidden [T, E], which may be overwritten -> [T, E]. cos_sin: float32 [T, 1, D]."""
 
 
 def zero_nonfinite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,7 +221,7 @@ class Decoder(nn.Module):
         hidden: Tensor | None,
         positions: Tensor,
         executor: LayerExecutor,
-        layout: PagedLayout,
+        attends: Attends,
     ) -> Tensor:
         """Run one stage of a forward -> hidden [T, E] for the next stage or, from the last stage, for `logits`.
 
@@ -232,7 +232,7 @@ class Decoder(nn.Module):
         if hidden is None:
             assert self.embedding is not None, "only the first stage embeds"
             hidden = self.embedding.embed(token_ids).to(self.activation_dtype)
-        return executor.run(hidden, self._rotary.at(positions), layout)
+        return executor.run(hidden, self._rotary.at(positions), attends)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E], rows of the last stage's `forward` output -> [R, vocab], in hidden's dtype. The next call may

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
+from tokasaurus.model.attention.backend import AttentionBackend
+from tokasaurus.model.attention.operation import Attends
 from tokasaurus.model.decoder import sequence_parallel
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
@@ -34,7 +35,7 @@ class AsyncTPExecutor:
         self._threshold = threshold
         self._by_shards = CompiledExecutor(model, backend, compiler, sequence_parallel.run_layers, FUSE_WITH_GEMMS)
 
-    def run(self, hidden: Tensor, cos_sin: Tensor, layout: PagedLayout) -> Tensor:
+    def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
         if len(hidden) < self._threshold:
-            return self._plain.run(hidden, cos_sin, layout)
-        return all_tokens(self._by_shards.run(own_tokens(hidden, self._mesh), cos_sin, layout), self._mesh)
+            return self._plain.run(hidden, cos_sin, attends)
+        return all_tokens(self._by_shards.run(own_tokens(hidden, self._mesh), cos_sin, attends), self._mesh)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
+from tokasaurus.model.attention.backend import AttentionBackend
 from tokasaurus.model.attention.cpu import CpuBackend
-from tokasaurus.model.attention.operation import attend, attending, attends_over
+from tokasaurus.model.attention.operation import Attends, attend, attending
 from tokasaurus.model.cpu.gemm_choice import GemmChoice
 from tokasaurus.model.cpu.layer_executor import PackedLayers
 from tokasaurus.model.decoder.compile import Compiler
@@ -18,18 +18,17 @@ from tokasaurus.model.decoder.decoder import Decoder, DecoderLayer, LayerExecuto
 
 
 class ModuleExecutor:
-    """Calls the layers' torch modules, and the attention backend between their two halves."""
+    """Calls the layers' torch modules, and attention between their two halves."""
 
     always_on_kernels = False
 
-    def __init__(self, model: Decoder, backend: AttentionBackend) -> None:
+    def __init__(self, model: Decoder) -> None:
         self._model = model
-        self._backend = backend
 
-    def run(self, hidden: Tensor, cos_sin: Tensor, layout: PagedLayout) -> Tensor:
+    def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
         for layer in self._model.decoder_layers():
             query, key, value, hidden = layer.before_attention(hidden, cos_sin)
-            attended = layer.attention.attend(query, key, value, self._backend, layout)
+            attended = attends(query, key, value, layer.attention.layer_index)
             hidden = layer.after_attention(attended, hidden)
         return hidden
 
@@ -64,8 +63,8 @@ class CompiledExecutor:
         self._backend = backend
         self._run = compiler.compile(run, options)
 
-    def run(self, hidden: Tensor, cos_sin: Tensor, layout: PagedLayout) -> Tensor:
-        with attending(attends_over(self._backend, layout)):
+    def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
+        with attending(attends):
             # Their storage changes. Views of one element have the same shape before and after the cache gets its size.
             caches = [cache.as_strided((1,), (1,)) for cache in self._backend.caches]
             return self._run(self._layers, hidden, cos_sin, caches)
@@ -84,9 +83,9 @@ class KernelExecutor:
     def always_on_kernels(self) -> bool:
         return self._choice.always_kernels
 
-    def run(self, hidden: Tensor, cos_sin: Tensor, layout: PagedLayout) -> Tensor:
+    def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
         if not self._choice.uses_kernels(hidden.shape[0]):
-            return self._modules.run(hidden, cos_sin, layout)
+            return self._modules.run(hidden, cos_sin, attends)
         self._layers.run(hidden, cos_sin, self._backend.planned)
         return hidden
 
@@ -95,7 +94,7 @@ def choose_executor(model: Decoder, backend: AttentionBackend, compiler: Compile
     """The fastest executor for a loaded and packed model with this backend; the compiler's, if there is one."""
     if compiler is not None:
         return CompiledExecutor(model, backend, compiler)
-    modules = ModuleExecutor(model, backend)
+    modules = ModuleExecutor(model)
     if model.packed_layers is None or not isinstance(backend, CpuBackend):
         return modules
     return KernelExecutor(model.packed_layers, backend, model.gemm_choice, modules)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokasaurus.messages.forward import ForwardInput, NonfiniteTokens, PromptLogprobsOutput, TopOfRows
 from tokasaurus.model.attention.backend import AttentionBackend
+from tokasaurus.model.attention.operation import attends_over
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
@@ -162,7 +163,9 @@ class ModelRunner:
         batch = build_batch(step, self._slots, self._page_size, staging, is_padded, self._token_multiple)
         self._backend.plan(batch.layout)
         staging.send()
-        hidden = self._model(batch.token_ids, None, batch.positions, self._executor, batch.layout)
+        hidden = self._model(
+            batch.token_ids, None, batch.positions, self._executor, attends_over(self._backend, batch.layout)
+        )
         is_finite = torch.linalg.vector_norm(hidden[: len(batch.token_slots)], torch.inf, dim=-1) < torch.inf
         sampled = self._sample(hidden, batch)
         is_finite[batch.logit_rows[: batch.num_sampled]] &= sampled.tokens >= 0

@@ -1,11 +1,9 @@
-"""The attention layer: fused projections, optional query/key norms, rotary, and the paged backend."""
+"""The attention layer: fused projections, optional query/key norms, and rotary."""
 
 import torch
 from torch import Tensor, nn
 
 from tokasaurus.checkpoint import ModelInfo
-from tokasaurus.model.attention.backend import AttentionBackend, PagedLayout
-from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.decoder.layers.linear import FusedColumnLinear, OutputShard, RowLinear
 from tokasaurus.model.decoder.layers.norm import RMSNorm
 from tokasaurus.model.decoder.layers.rotary import rotate
@@ -16,7 +14,7 @@ from tokasaurus.model.parallel.mesh import Mesh
 
 
 class Attention(nn.Module):
-    """x [T, E] -> [T, E]: `project`, `attend`, then `out`.
+    """x [T, E] -> [T, E]: `project`, attention (see attention/operation), then `out`.
 
     layer_index: counted within this pipeline stage, as in the KV cache.
     """
@@ -60,15 +58,6 @@ class Attention(nn.Module):
             rotated = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
         rotated = rotate(rotated, cos_sin)
         return rotated[:, : self.num_heads], rotated[:, self.num_heads :], value
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, backend: AttentionBackend, layout: PagedLayout
-    ) -> Tensor:
-        """query [T, H, D], key and value [T, K, D] -> [T, H, D]. Stores key and value in this layer's cache."""
-        # Write the keys and values of all rows before any row attends: a row may read blocks that another row of this
-        # forward fills (see ForwardInput).
-        backend.write(key, value, self.layer_index)
-        return attend_rows(backend, query, self.layer_index, layout)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         shards = self.qkv.weight_shards(prefix) + self.out.weight_shards(prefix)
