@@ -1,6 +1,6 @@
 """Run one forward: apply the slot changes, compute, sample, store the last tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,7 @@ from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
 from tokasaurus.model.execution.executors import choose_executor
+from tokasaurus.model.execution.graphs import DecodeGraphs, Recorder
 from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.tensor_parallel import copy_from_first, largest_over_shards
@@ -57,6 +58,9 @@ class StepResult:
 
     num_recompiles: int = 0
     """Compilations after warm-up that this step waited for."""
+
+    missed_graphs: bool = False
+    """Whether this was a decode step, but larger than all graphs that were recorded."""
 
     phase_seconds: tuple[float, ...] = ()
     """As in ForwardOutput."""
@@ -124,6 +128,7 @@ class ModelRunner:
         self._backend = backend
         self._slots = slots
         self._page_size = page_size
+        self._device = device
         if transfers is None and device.type != "cpu":
             transfers = CudaTransfers(device)
         self._staging: Staging = DirectStaging(device)
@@ -145,11 +150,24 @@ class ModelRunner:
             self._token_multiple = mesh.tp_size
         self._mesh = mesh
         self._num_recompiles = 0
+        self._graphs: DecodeGraphs | None = None
 
     @property
     def always_on_kernels(self) -> bool:
         """Whether the CPU kernels run all layers of every forward: no padding, and a known bound of its memory."""
         return self._executor.always_on_kernels
+
+    @torch.inference_mode()
+    def record_graphs(
+        self, recorder: Recorder, sizes: Sequence[int], progress: Callable[[Iterable[int]], Iterable[int]] = iter
+    ) -> None:
+        """Record decode steps of these sizes, in tokens; from now on, steps replay them. progress: wraps the iteration
+        over the sizes."""
+        has_logits = self._mesh.tp_size == 1 and self._mesh.is_last_stage
+        self._graphs = None
+        graphs = DecodeGraphs(self._model, self._executor, recorder, sizes, has_logits, self._device)
+        graphs.record(progress)
+        self._graphs = graphs
 
     @torch.inference_mode()
     def run(self, step: ForwardInput) -> StepResult:
@@ -159,15 +177,20 @@ class ModelRunner:
         begun: list[Mark] = []
         staging.then(lambda: begun.append(self._mark()))
         self._slots.apply(step.changes, staging)
+        graphs = self._graphs
+        graph_size = None if graphs is None else graphs.size_for(step)
         is_padded = not self.always_on_kernels
-        batch = build_batch(step, self._slots, self._page_size, staging, is_padded, self._token_multiple)
+        batch = build_batch(step, self._slots, self._page_size, staging, is_padded, self._token_multiple, graph_size)
         self._backend.plan(batch.layout)
         staging.send()
-        hidden = self._model(
-            batch.token_ids, None, batch.positions, self._executor, attends_over(self._backend, batch.layout)
-        )
+        attends = attends_over(self._backend, batch.layout)
+        logits = None
+        if graphs is None or graph_size is None:
+            hidden = self._model(batch.token_ids, None, batch.positions, self._executor, attends)
+        else:
+            hidden, logits = graphs.run(batch.token_ids, batch.positions, attends)
         is_finite = torch.linalg.vector_norm(hidden[: len(batch.token_slots)], torch.inf, dim=-1) < torch.inf
-        sampled = self._sample(hidden, batch)
+        sampled = self._sample(hidden, logits, batch)
         is_finite[batch.logit_rows[: batch.num_sampled]] &= sampled.tokens >= 0
         tokens = sampled.tokens.clamp(min=0)  # later steps may embed it before the manager ends the sequence
         self._slots.last_tokens[batch.sampled_slots] = tokens
@@ -189,19 +212,23 @@ class ModelRunner:
             batch.token_positions,
             batch.token_blocks,
             self._new_recompiles(),
+            graphs is not None and graphs.is_missed_by(step),
             () if self._kernels is None else self._kernels.phase_seconds(),
             *(begun[0], ended),
         )
 
-    def _sample(self, hidden: Tensor, batch: DeviceBatch) -> Sampled:
-        """hidden [T, E]. A separate method, so that the logits are freed when it returns.
+    def _sample(self, hidden: Tensor, logits: Tensor | None, batch: DeviceBatch) -> Sampled:
+        """hidden [T, E]; logits [T, vocab], if they are known already. A separate method, so that logits are freed when
+        it returns.
 
         The first tensor-parallel rank samples. The others get its tokens, without logprobs: their own arithmetic may
         round differently. If all rows only want the token with the largest logit, no logits are gathered.
         """
         if self._mesh.tp_size > 1 and takes_largest(batch.sampling):
             return self._sample_by_largest(hidden, batch)
-        logits = self._model.logits(hidden[batch.logit_rows])[: batch.num_sampled]
+        if logits is None:
+            logits = self._model.logits(hidden[batch.logit_rows])
+        logits = logits[: batch.num_sampled]  # all rows of a graph sample
         if self._mesh.tp_rank == 0:
             sampled = sample(logits, batch.sampling, self._kernels)
         else:

@@ -1,0 +1,136 @@
+"""Graphs of launches on a CPU: torch's operations are recorded once, and replayed into the same memory.
+
+As with CUDA graphs, a replay knows nothing but the addresses and numbers of the recording: what Python computes in
+between happens once.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from tokasaurus.model.decoder.compile import Compiler
+
+
+def address(tensor: Tensor) -> int:
+    """Of the tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+class TapedGraph:
+    """Implements Graph."""
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[Callable[..., Any], Sequence[Any], dict[str, Any], list[Tensor]]] = []
+
+    def spoil(self) -> None:
+        """Overwrite all that was computed while recording: on CUDA, recorded launches do not run."""
+        for _, _, _, results in self.operations:
+            for result in results:
+                result.fill_(torch.nan if result.is_floating_point() else 1)
+
+    def replay(self) -> None:
+        for function, args, kwargs, results in self.operations:
+            for new, result in zip(tensors_in(function(*args, **kwargs)), results, strict=False):
+                result.copy_(new)
+
+
+class _Tape(TorchDispatchMode):
+    """Adds the operations that run to `graph`, if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph: TapedGraph | None = None
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        if self.graph is None or function.namespace == "tokasaurus":  # attention, around which recordings end and begin
+            return result
+        known = {address(tensor) for tensor in tensors_in((args, kwargs))}
+        # A view has the memory of what it shows, and an operation in place that of its argument.
+        new = [tensor for tensor in tensors_in(result) if address(tensor) not in known]
+        if new or function._schema.is_mutable:
+            self.graph.operations.append((function, args, kwargs, new))
+        return result
+
+
+class LaunchTape:
+    """Implements Recorder."""
+
+    def __init__(self) -> None:
+        self.graphs: list[TapedGraph] = []
+        self.tape = _Tape()
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        first = len(self.graphs)
+        with self.tape:
+            yield
+        for graph in self.graphs[first:]:
+            graph.spoil()
+
+    def begin(self) -> None:
+        assert self.tape.graph is None
+        self.tape.graph = TapedGraph()
+        self.graphs.append(self.tape.graph)
+
+    def end(self) -> TapedGraph:
+        graph, self.tape.graph = self.tape.graph, None
+        assert graph is not None
+        return graph
+
+    def unowned(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def outside_addresses(self) -> set[int]:
+        """Addresses that recorded operations read or write, but that no recorded operation has allocated."""
+        operations = [operation for graph in self.graphs for operation in graph.operations]
+        made = {address(tensor) for *_, results in operations for tensor in results}
+        used = {address(tensor) for _, args, kwargs, _ in operations for tensor in tensors_in((args, kwargs))}
+        return used - made
+
+
+class TapedCompiler(Compiler):
+    """Compiles for the tape: to torch's operations, which inductor would fuse into code that no tape sees."""
+
+    def __init__(self, tape: LaunchTape) -> None:
+        super().__init__()
+        self._tape = tape.tape
+
+    def compile(self, function: Any, options: dict[str, Any] | None = None) -> Any:
+        compiled = super().compile(function, options)
+
+        def call(*args: Any) -> Any:
+            with _disable_current_modes():  # dynamo refuses to run under a tape
+                return compiled(*args)
+
+        return call
+
+    def _compile_graph(self, graph: GraphModule, inputs: list[Any], _options: Any = None) -> Callable[..., Any]:
+        self.num_compilations += 1
+        compiled = aot_autograd(fw_compiler=_as_operations)(graph, inputs)
+
+        def call(*args: Any) -> Any:
+            with self._tape:
+                return compiled(*args)
+
+        return call
+
+
+def _as_operations(module: GraphModule, _inputs: list[Any]) -> Any:
+    decompose_auto_functionalized(module.graph)  # so that the tape sees which tensors attention changes
+    module.recompile()
+    return make_boxed_func(module.forward)

@@ -1,0 +1,60 @@
+"""Records CUDA graphs. Not yet run on a GPU."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their size: NumPy, whose type names the interface below uses, has no bfloat16."""
+
+
+class CudaRecorder:
+    """Implements Recorder: all graphs take their memory from one pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """The default stream cannot be recorded; libraries choose their memory by stream, so that the forward before
+        the recording must be on the same one."""
+        torch.cuda.synchronize(self._device)
+        gc.collect()  # memory that is freed while launches are recorded could not be used by them
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.synchronize(self._device)
+
+    def begin(self) -> None:
+        assert self._graph is None, "one recording at a time"
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads, such as NCCL's, may call CUDA meanwhile.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> torch.cuda.CUDAGraph:
+        assert self._graph is not None, "begin comes first"
+        graph, self._graph = self._graph, None
+        graph.capture_end()
+        return graph
+
+    def unowned(self, tensor: Tensor) -> Tensor:
+        as_integers = tensor.view(_INTEGERS[tensor.itemsize])
+        return torch.as_tensor(_Memory(as_integers), device=self._device).view(tensor.dtype)
+
+
+class _Memory:
+    """Device memory, as torch and other libraries describe it to each other."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
+            "typestr": f"{'|u' if tensor.itemsize == 1 else '<i'}{tensor.itemsize}",
+            "data": (tensor.data_ptr(), False),
+            "version": 2,
+        }
