@@ -92,7 +92,7 @@ def test_every_field_is_in_the_table_and_the_help_once() -> None:
         ('served_model_name="two words"', "served_model_name", "two words"),
         # Flags that are not built accept their defaults.
         ("pp_size=1", "pp_size", 1),
-        ("use_cudagraphs=T", "use_cudagraphs", True),
+        ("use_cudagraphs=F", "use_cudagraphs", False),
     ],
 )
 def test_value_is_read(word: str, name: str, value: object) -> None:
@@ -182,7 +182,10 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
             "async_tp_threshold=9: must be at most max_tokens_per_forward=8",
         ),
         ("pp_size=2", "pp_size=2: not built yet, it must be 1 or left out"),
-        ("use_cudagraphs=false", "use_cudagraphs=F: not built yet, it must be T or left out"),
+        (
+            "max_seqs_per_forward=8 cudagraph_max_size=9",
+            "cudagraph_max_size=9: must be at most max_seqs_per_forward=8",
+        ),
         ("rope_scaling={'factor':8}", "rope_scaling={'factor': 8}: not built yet, it must be None or left out"),
     ],
 )

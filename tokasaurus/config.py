@@ -123,6 +123,11 @@ class ServerConfig(Config):
         for name, value in (("device", "cpu"), ("dtype", "float32"), ("kv_cache_dtype", "float32")):
             if self.attention_backend == "flashinfer" and getattr(self, name) == value:
                 raise FlagError(f"attention_backend=flashinfer: does not run with {name}={value}")
+        if self.cudagraph_max_size is not None and self.cudagraph_max_size > self.max_seqs_per_forward:
+            raise FlagError(
+                f"cudagraph_max_size={self.cudagraph_max_size}: must be at most "
+                f"max_seqs_per_forward={self.max_seqs_per_forward}"
+            )
         self._check_async_tp()
         if self.early_stopping_init_std is not None and self.early_stopping_init_mean is None:
             raise FlagError(

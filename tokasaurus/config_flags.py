@@ -14,9 +14,6 @@ NOT_BUILT = frozenset(
         "rope_scaling",
         "pp_size",
         "pp_num_buffer_stages",
-        "use_cudagraphs",
-        "cudagraph_max_size",
-        "cudagraph_step",
         "statsd_server_url",
     }
 )
@@ -77,9 +74,12 @@ SERVER_FLAGS = FlagTable(
             "torch_compile": Flag(
                 "compile the layers with torch.compile; on CPU this replaces our own kernels, which are faster"
             ),
-            "use_cudagraphs": Flag("decode with CUDA graphs (only on CUDA)"),
-            "cudagraph_max_size": _count("largest graph, in sequences", none_means="max_seqs_per_forward"),
-            "cudagraph_step": _count("difference between graph sizes, in sequences"),
+            "use_cudagraphs": Flag("decode with CUDA graphs; only on CUDA"),
+            "cudagraph_max_size": _count(
+                "sequences of the largest CUDA graph; larger decode steps run without",
+                none_means="max_seqs_per_forward",
+            ),
+            "cudagraph_step": _count("sequences between the sizes of two CUDA graphs"),
             "attention_backend": Flag(
                 "attention implementation; auto depends on the device",
                 choices=("torch", "cpu", "flashinfer", "reference"),

@@ -28,6 +28,7 @@ def test_random_requests_leave_no_block_and_no_memory(tmp_path: Path) -> None:
         run_requests(toka, NUM_REQUESTS, seed=1)
         assert abs(torch.cuda.mem_get_info()[0] - before) < 64 << 20
         assert toka.gauge("toka_recompiles_total") == 0
+        assert toka.gauge("toka_graph_misses_total") == 0
         assert toka.stop() == 0
 
 

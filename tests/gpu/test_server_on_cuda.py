@@ -26,6 +26,7 @@ def test_greedy_logprobs_are_those_of_transformers(family: str, tmp_path: Path) 
         answer = httpx.post(f"{toka.url}/v1/completions", json=body | {"ignore_eos": True}, timeout=120)
         assert answer.status_code == 200, answer.text
         assert toka.gauge("toka_recompiles_total") == 0
+        assert toka.gauge("toka_graph_misses_total") == 0
         assert toka.stop() == 0
     choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
     for prompt, choice in zip(prompts, choices, strict=True):

@@ -137,5 +137,7 @@ class ForwardOutput:
     """Prompt logprobs; None if no row needs them."""
     nonfinite: NonfiniteTokens | None = None
     """None if every number is finite. The sampled tokens of these slots are 0."""
+    missed_graphs: bool = False
+    """Whether this decode step was larger than all CUDA graphs that are recorded."""
     idle_seconds: float = 0.0
     """Time from the end of the step before this one until this one began, on the device's clock; 0 for the first."""

@@ -127,6 +127,8 @@ class EngineStats:
     """Asked prompt tokens that were attended to in a prefix group in any step."""
     total_recompiles: int = 0
     """Compilations of the model after warm-up, each of which delayed a step."""
+    total_graph_misses: int = 0
+    """Decode steps that were larger than all CUDA graphs."""
     total_forward_seconds: float = 0.0
     """Seconds that the worker was busy with steps."""
     total_device_idle_seconds: float = 0.0

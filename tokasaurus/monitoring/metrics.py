@@ -99,6 +99,11 @@ _COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
         lambda stats: stats.total_recompiles,
     ),
     (
+        "toka_graph_misses",
+        "Decode steps with more sequences than any CUDA graph (cudagraph_max_size=), which launched each operation.",
+        lambda stats: stats.total_graph_misses,
+    ),
+    (
         "toka_nonfinite_rows",
         "Rows of steps for which the model computed NaN or infinity; their requests fail with numerical_error.",
         lambda stats: stats.total_nonfinite_rows,

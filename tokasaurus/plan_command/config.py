@@ -35,6 +35,9 @@ class PlanConfig(Config):
     max_seqs_per_forward: int = ServerConfig.max_seqs_per_forward
     max_num_tokens_per_request: int | None = None
     attention_backend: str | None = None
+    use_cudagraphs: bool = ServerConfig.use_cudagraphs
+    cudagraph_max_size: int | None = None
+    cudagraph_step: int = ServerConfig.cudagraph_step
 
     def finalize(self) -> None:
         """Raises FlagError for a wrong value."""
@@ -76,6 +79,7 @@ PLAN_FLAGS = FlagTable(
             **_of_server(
                 *("kv_cache_dtype", "tp_size", "pp_size", "page_size", "max_tokens_per_forward"),
                 *("max_seqs_per_forward", "max_num_tokens_per_request", "attention_backend"),
+                *("use_cudagraphs", "cudagraph_max_size", "cudagraph_step"),
             ),
         },
     }

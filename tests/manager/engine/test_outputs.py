@@ -78,13 +78,15 @@ def test_tokens_sampled_after_a_stop_string_or_a_cancel_are_not_counted(mode):
     assert driver.state.stats().total_generation_tokens == num_kept + num_before
 
 
-def test_recompiles_are_summed_over_all_steps():
+def test_recompiles_and_graph_misses_are_summed_over_all_steps():
     driver = EngineDriver()
     driver.step([make_request(1)])
     for step, num_recompiles in zip(list(driver.state.steps_in_flight), (2, 1), strict=True):
         tokens = np.ones(len(step.sampled), np.int32)
-        apply_output(driver.state, ForwardOutput(step.step_id, tokens, None, 0.01, num_recompiles))
+        missed = ForwardOutput(step.step_id, tokens, None, 0.01, num_recompiles, missed_graphs=True)
+        apply_output(driver.state, missed)
     assert driver.state.stats().total_recompiles == 3
+    assert driver.state.stats().total_graph_misses == 2
 
 
 def test_the_device_is_idle_only_while_sequences_are_left():

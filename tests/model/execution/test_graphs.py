@@ -1,12 +1,19 @@
 """Decode steps as graphs, recorded on a CPU by a tape that replays operations into the same memory."""
 
-import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
+from tests.helpers.tiny_model import FAMILIES, save_tiny_model
+from tests.model.execution.helpers.decode_steps import (
+    MAX_ROWS,
+    NUM_BLOCKS,
+    NUM_SLOTS,
+    STEP,
+    assert_same,
+    decode_every_number_of_rows,
+)
 from tests.model.execution.helpers.launch_tape import LaunchTape, TapedCompiler, address
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.prefix_samples import Samples
@@ -16,8 +23,6 @@ from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution.graphs import graph_sizes
 from tokasaurus.model.execution.runner import ModelRunner
 
-NUM_BLOCKS, NUM_SLOTS, MAX_ROWS, STEP = 300, 40, 11, 4
-
 
 def make_taped(directory: Path, backend: str, compiled: bool = False) -> tuple[ModelRunner, Decoder, LaunchTape]:
     tape = LaunchTape()
@@ -26,37 +31,6 @@ def make_taped(directory: Path, backend: str, compiled: bool = False) -> tuple[M
     runner = make_runner(model, info, backend, num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS, compiler=compiler)
     runner.record_graphs(tape, graph_sizes(MAX_ROWS, STEP))
     return runner, model, tape
-
-
-Sampled = dict[int, tuple[int, float | None]]
-"""(token, logprob) by slot."""
-
-
-def decode_every_number_of_rows(runner: ModelRunner) -> list[Sampled]:
-    """Up to MAX_ROWS + 2 rows, fewer at a time, then more again, with prompts between; greedy and sampled."""
-    rng = random.Random(0)
-    driver = StepDriver(runner, num_blocks=NUM_BLOCKS)
-    slots = list(range(1, MAX_ROWS + 3))
-    results = []
-    for slot in slots:
-        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 60))]
-        driver.open(slot, prompt, temperature=float(slot % 2), seed=slot)
-        results.append(driver.run(slots[: slot - 1], [(slot, len(prompt))]))
-        results += [driver.run(rng.sample(slots[:slot], slot), []) for _ in range(2)]
-    counts = (*range(len(slots), 0, -1), *range(1, MAX_ROWS))
-    return results + [driver.run(rng.sample(slots, count), []) for count in counts]
-
-
-def assert_same(
-    got: list[dict[int, tuple[int, float | None]]], want: list[dict[int, tuple[int, float | None]]]
-) -> None:
-    assert len(got) == len(want)
-    for step, expected in zip(got, want, strict=True):
-        assert {slot: token for slot, (token, _) in step.items()} == {
-            slot: token for slot, (token, _) in expected.items()
-        }
-        for slot, (_, logprob) in step.items():
-            assert logprob == pytest.approx(expected[slot][1], abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     if step.follows_work:
         state.step_totals.idle_seconds += output.idle_seconds
     state.totals.recompiles += output.num_recompiles
+    state.totals.graph_misses += output.missed_graphs
     state.totals.phase_seconds = output.phase_seconds
     if step.logprob_chunks:
         assert state.blocks.prompt_logprobs is not None

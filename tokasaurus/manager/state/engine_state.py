@@ -145,6 +145,7 @@ class Totals:
     generation_tokens: int = 0
     preemptions: int = 0
     recompiles: int = 0
+    graph_misses: int = 0
     nonfinite_rows: int = 0
     phase_seconds: tuple[float, ...] = ()
     tokens: TokenCounts = field(default_factory=TokenCounts)
@@ -258,6 +259,7 @@ class EngineState:
             total_recomputed_tokens=tokens.recomputed,
             manager_busy_fraction=manager_busy_fraction,
             total_recompiles=self.totals.recompiles,
+            total_graph_misses=self.totals.graph_misses,
             total_nonfinite_rows=self.totals.nonfinite_rows,
             total_forward_seconds=self.step_totals.busy_seconds,
             total_device_idle_seconds=self.step_totals.idle_seconds,

@@ -196,10 +196,6 @@ class Decoder(nn.Module):
         """Memory for hidden states, [T, E]."""
         return torch.zeros((num_tokens, self._info.hidden_size), dtype=self.activation_dtype, device=device)
 
-    def new_logits(self, num_rows: int, device: torch.device) -> Tensor:
-        """Memory for logits, [R, vocab]."""
-        return torch.zeros((num_rows, self._info.vocab_size), dtype=self.activation_dtype, device=device)
-
     def reserve(self, num_tokens: int, num_logit_rows: int) -> None:
         """Allocate the memory that the kernels keep between forwards, for up to num_tokens and num_logit_rows."""
         if self.packed_layers is not None:

@@ -1,11 +1,14 @@
 """Records CUDA graphs. Not yet run on a GPU."""
 
 import gc
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from tokasaurus.model.execution.runner import ModelRunner
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their size: NumPy, whose type names the interface below uses, has no bfloat16."""
@@ -58,3 +61,31 @@ class _Memory:
             "data": (tensor.data_ptr(), False),
             "version": 2,
         }
+
+
+def measure_graphs(runner: ModelRunner, sizes: Sequence[int], device: torch.device) -> int:
+    """Bytes that the graphs of these sizes, largest first, will take, estimated by recording the first and the last.
+
+    The others need what the last does beyond the memory of the first. The graphs recorded here are dropped.
+    """
+    if not sizes:
+        return 0
+    free: list[int] = [_free_bytes(device)]
+
+    def note(recorded: Iterable[int]) -> Iterator[int]:
+        for index, size in enumerate(recorded):
+            if index:
+                free.append(_free_bytes(device))
+            yield size
+        free.append(_free_bytes(device))
+
+    runner.record_graphs(CudaRecorder(device), sorted({sizes[0], sizes[-1]}), note)
+    runner.drop_graphs()
+    torch.cuda.empty_cache()
+    first, *others = (before - after for before, after in itertools.pairwise(free))
+    return max(0, first) + max(0, *others, 0) * (len(sizes) - 1)
+
+
+def _free_bytes(device: torch.device) -> int:
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]

@@ -74,6 +74,7 @@ class _RecordedForward:
     pieces: Sequence[_Piece]
     last: Graph
     """The launches after the last attention."""
+    output: DecodeOutput
 
 
 def graph_sizes(max_size: int, step: int) -> list[int]:
@@ -93,7 +94,7 @@ class DecodeGraphs:
         has_logits: bool,
         device: torch.device,
     ) -> None:
-        """sizes: as from graph_sizes. has_logits: record the LM head too, which then must not need other ranks."""
+        """sizes: as from graph_sizes. has_logits: record the LM head too."""
         self._model = model
         self._executor = executor
         self._recorder = recorder
@@ -103,8 +104,7 @@ class DecodeGraphs:
         self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
         self._entering = None if model.is_first_stage else model.new_hidden(largest, device)
-        self._hidden = model.new_hidden(largest, device)
-        self._logits = model.new_logits(largest, device) if has_logits else None
+        self._has_logits = has_logits
 
     def record(self, progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
         """Record all sizes, or those that are left. progress: wraps the iteration over them."""
@@ -136,7 +136,7 @@ class DecodeGraphs:
             piece.graph.replay()
             attends(piece.query, piece.key, piece.value, piece.layer_index, piece.output)
         forward.last.replay()
-        return self._output(size)
+        return forward.output
 
     def _record(self, size: int) -> _RecordedForward:
         recorder, pieces = self._recorder, list[_Piece]()
@@ -154,18 +154,15 @@ class DecodeGraphs:
         with recorder.preparing():
             self._compute(size, _no_attention)
             recorder.begin()
-            self._compute(size, leave_out)
-            return _RecordedForward(pieces, recorder.end())
+            hidden, logits = self._compute(size, leave_out)
+            last = recorder.end()
+            output = DecodeOutput(recorder.unowned(hidden), None if logits is None else recorder.unowned(logits))
+            return _RecordedForward(pieces, last, output)
 
-    def _compute(self, size: int, attends: Attends) -> None:
+    def _compute(self, size: int, attends: Attends) -> DecodeOutput:
         entering = None if self._entering is None else self._entering[:size]
         hidden = self._model(self._token_ids[:size], entering, self._positions[:size], self._executor, attends)
-        self._hidden[:size].copy_(hidden)
-        if self._logits is not None:
-            self._logits[:size].copy_(self._model.logits(hidden))
-
-    def _output(self, size: int) -> DecodeOutput:
-        return DecodeOutput(self._hidden[:size], None if self._logits is None else self._logits[:size])
+        return DecodeOutput(hidden, self._model.logits(hidden) if self._has_logits else None)
 
 
 def _no_attention(  # a forward whose results nobody reads

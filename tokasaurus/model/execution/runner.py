@@ -169,6 +169,10 @@ class ModelRunner:
         graphs.record(progress)
         self._graphs = graphs
 
+    def drop_graphs(self) -> None:
+        """Free them: later steps launch each operation."""
+        self._graphs = None
+
     @torch.inference_mode()
     def run(self, step: ForwardInput) -> StepResult:
         """Run one step. On an asynchronous device, returns before the result is computed."""

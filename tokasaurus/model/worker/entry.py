@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from tokasaurus.messages.lifecycle import (
     Ready,
     UserError,
 )
-from tokasaurus.model.attention.backend import AttentionBackend, KVShape
+from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, load_kernels
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, choose_gemm
@@ -33,26 +34,19 @@ from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.registry import build_decoder
 from tokasaurus.model.decoder.weights import FilledModules, load_weights, return_freed_memory
+from tokasaurus.model.execution.cuda_recorder import CudaRecorder, measure_graphs
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.process_group import is_about_another_rank, joined
 from tokasaurus.model.staging.sizes import sizes_for
 from tokasaurus.model.worker.device import choose_activation_dtype, choose_device, choose_dtype, choose_kv_cache_dtype
-from tokasaurus.model.worker.forward_memory import ForwardMemory, largest_forward, reserve
+from tokasaurus.model.worker.forward_memory import largest_forward, reserve
 from tokasaurus.model.worker.hydragen_costs import describe, measure_costs
-from tokasaurus.model.worker.kv_memory import (
-    CPU_FRACTION,
-    CUDA_FRACTION,
-    KVCachePlan,
-    available_cpu_bytes,
-    plan_auto,
-    plan_fixed,
-)
+from tokasaurus.model.worker.kv_sizing import size_kv_cache
 from tokasaurus.model.worker.loop import run_steps
-from tokasaurus.model.worker.memory_plan import FORWARD, INPUTS, ROTARY, SLOTS, WEIGHTS, WORKSPACES
+from tokasaurus.model.worker.memory_plan import INPUTS, ROTARY, SLOTS, WEIGHTS, WORKSPACES, sizes_of_graphs
 from tokasaurus.model.worker.memory_report import MemoryReport
-from tokasaurus.model.worker.sibling_memory import available_to_all, own_bytes, sibling_bytes
 from tokasaurus.model.worker.threads import leave_threads_to, set_worker_threads
 from tokasaurus.model.worker.warmup import ForwardLimits, warm_up, warm_up_small
 
@@ -227,8 +221,13 @@ def start_worker(
         # bounds its attention memory, but would take too long here.
         return warm_up(runner, limits, config.page_size, is_context_costly=device.type == "cuda")
 
+    graphs = _graph_sizes(config, device)
+
+    def measure_all_graphs() -> int:
+        return measure_graphs(runner, graphs, device)
+
     with phase("KV cache") as details:
-        plan = _plan_kv_cache(config, shape, backend, forward_memory, run_largest, memory)
+        plan = size_kv_cache(config, shape, backend, forward_memory, run_largest, measure_all_graphs, memory)
         try:
             with memory.kv_cache(plan.num_blocks):
                 backend.allocate(plan.num_blocks + 1)
@@ -246,6 +245,11 @@ def start_worker(
         if compiler is not None:
             compiler.end_warm_up()
             details.append(f"compiled functions: {compiler.num_compilations}")
+    if graphs:
+        bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+        with phase("CUDA graphs", has_progress_bar=True) as details, bar:
+            runner.record_graphs(CudaRecorder(device), graphs, partial(bar.track, description="CUDA graphs"))
+            details.append(f"{len(graphs)} sizes, up to {graphs[0]} sequences")
     hydragen: HydragenCosts | None = DEFAULT_HYDRAGEN
     if config.use_hydragen is not False and None in (config.hydragen_min_group_size, config.hydragen_min_prefix_len):
         with phase("shared prefixes") as details, torch.inference_mode():
@@ -270,6 +274,13 @@ def _describe_dtypes(*dtypes: torch.dtype) -> str:
     return f"{weights} weights, {activations} activations, {kv_cache} KV cache"
 
 
+def _graph_sizes(config: ServerConfig, device: torch.device) -> list[int]:
+    """In sequences, largest first; none if no graphs are wanted."""
+    sizes = sizes_of_graphs(config) if device.type == "cuda" else []
+    # From the threshold on, forwards need a multiple of tp_size tokens, and collectives that were never recorded.
+    return [size for size in sizes if config.async_tp_threshold is None or size < config.async_tp_threshold]
+
+
 def _build_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> Decoder:
     try:
         return build_decoder(checkpoint.info, mesh, dtype)
@@ -286,45 +297,3 @@ def _load_weights(model: Decoder, checkpoint: Checkpoint, console: Console) -> N
         task = progress.add_task("weights", total=sum(file.stat().st_size for file in files))
         shards = iter(model.weight_shards())  # a list would keep packed weights in memory
         load_weights(files, shards, model.ignores, lambda size: progress.advance(task, size), filled.note)
-
-
-def _plan_kv_cache(
-    config: ServerConfig,
-    shape: KVShape,
-    backend: AttentionBackend,
-    forward_memory: ForwardMemory | None,
-    run_largest: Callable[[], float],
-    memory: MemoryReport,
-) -> KVCachePlan:
-    """The size that kv_cache_num_tokens sets, else a fraction of the device's free memory. forward_memory: None if
-    unknown."""
-    on_cpu = shape.device.type == "cpu"
-    num_workers = config.dp_size * config.pp_size * config.tp_size
-    forward_bytes = 0 if forward_memory is None else forward_memory.total
-    num_sharing = num_workers if on_cpu else 1
-    available = 0
-    if on_cpu:
-        available = available_cpu_bytes()
-        if num_workers > 1:
-            available = available_to_all(available, own_bytes(), sibling_bytes(), num_workers)
-        available = max(0, available - num_workers * forward_bytes)
-    if config.kv_cache_num_tokens is not None:
-        free = available if on_cpu else torch.cuda.mem_get_info(shape.device)[0]
-        return plan_fixed(config.kv_cache_num_tokens, config.page_size, shape.bytes_per_block, free, num_sharing)
-    if on_cpu:
-        what = (
-            "available after weights and the largest forward" if forward_memory is not None else "of memory available"
-        )
-        fraction = CPU_FRACTION
-    else:
-        # Run the largest forward, with only the padding block as cache, to measure activations and logits.
-        backend.allocate(1)
-        torch.cuda.reset_peak_memory_stats(shape.device)
-        before = torch.cuda.memory_allocated(shape.device)
-        run_largest()
-        activations = torch.cuda.max_memory_allocated(shape.device) - before
-        memory.note(activations, FORWARD)
-        torch.cuda.empty_cache()
-        available = torch.cuda.mem_get_info(shape.device)[0] - activations
-        what, fraction = "free after weights and the largest forward", CUDA_FRACTION
-    return plan_auto(available, what, fraction, num_sharing, config.page_size, shape.bytes_per_block)

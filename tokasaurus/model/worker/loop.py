@@ -49,6 +49,7 @@ def run_steps(
                     result.host_top(),
                     result.host_prompt_logprobs(),
                     result.host_nonfinite(),
+                    result.missed_graphs,
                     idle_seconds,
                 )
             )

@@ -10,6 +10,7 @@ from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.flashinfer_backend import HEAD_DIMS, workspace_bytes
 from tokasaurus.model.decoder.registry import build_decoder
+from tokasaurus.model.execution.graphs import graph_sizes
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.sampling.logit_rules import ruled_rows_at_once
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
@@ -21,8 +22,11 @@ CONTEXT_BYTES = 600 << 20
 """CUDA's context, cuBLAS and the kernels' code on the device: an estimate, which differs by device and version."""
 
 WEIGHTS, ROTARY, SLOTS, INPUTS = "weights", "rotary table", "slots", "inputs of steps"
-FORWARD, WORKSPACES = "largest forward", "attention workspaces"
+FORWARD, WORKSPACES, GRAPHS = "largest forward", "attention workspaces", "CUDA graphs"
 """Names of parts."""
+
+_GRAPH_BYTES = 256 << 10
+"""What a driver keeps for the launches between two attentions: an estimate."""
 
 _NUM_PROCESSORS = 132
 """Multiprocessors of an H100 or H200, on which the size of FlashInfer's workspace depends."""
@@ -50,6 +54,8 @@ class Sizes:
     context_length: int
     """Most tokens of a sequence, by the model and the flag."""
     has_flashinfer: bool
+    graph_sizes: tuple[int, ...]
+    """Sequences of each decode step that is recorded, largest first; empty without CUDA graphs."""
 
 
 class MemoryFlags(Protocol):
@@ -62,6 +68,9 @@ class MemoryFlags(Protocol):
     max_seqs_per_forward: int
     max_num_tokens_per_request: int | None
     attention_backend: str | None
+    use_cudagraphs: bool
+    cudagraph_max_size: int | None
+    cudagraph_step: int
 
 
 def sizes_of(
@@ -78,7 +87,15 @@ def sizes_of(
         max_seqs_per_forward=flags.max_seqs_per_forward,
         context_length=min(info.context_length, flags.max_num_tokens_per_request or info.context_length),
         has_flashinfer=flags.attention_backend != "torch",
+        graph_sizes=tuple(sizes_of_graphs(flags)),
     )
+
+
+def sizes_of_graphs(flags: MemoryFlags) -> list[int]:
+    """Sequences, largest first; none without CUDA graphs."""
+    if not flags.use_cudagraphs:
+        return []
+    return graph_sizes(flags.cudagraph_max_size or flags.max_seqs_per_forward, flags.cudagraph_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +192,7 @@ def plan_worker(info: ModelInfo, mesh: Mesh, sizes: Sizes) -> WorkerPlan:
         _inputs(info, sizes),
         _largest_forward(info, mesh, shape, sizes),
         *_workspaces(shape, sizes),
+        *_graphs(info, mesh, shape, sizes),
         Part("CUDA context", CONTEXT_BYTES, "context, cuBLAS and kernels' code", is_exact=False),
     )
     left = sizes.device_bytes - sum(part.num_bytes for part in parts)
@@ -213,13 +231,31 @@ def _inputs(info: ModelInfo, sizes: Sizes) -> Part:
     return Part(INPUTS, num_bytes, reason, is_exact=True)
 
 
-def _largest_forward(info: ModelInfo, mesh: Mesh, shape: KVShape, sizes: Sizes) -> Part:
-    """The activations of a layer at its widest, and the logits. Layers run one after another in the same memory."""
-    num_tokens, item = sizes.max_tokens_per_forward, sizes.dtype.itemsize
+def _widest_row(info: ModelInfo, mesh: Mesh, shape: KVShape) -> int:
+    """Most numbers that a layer has in memory for each token. Layers run one after another in the same memory."""
     query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     attention_row = 2 * info.hidden_size + 2 * (query + 2 * kv) + query
-    mlp_row = 2 * info.hidden_size + 3 * (info.intermediate_size // mesh.tp_size)
-    widest = max(attention_row, mlp_row)
+    return max(attention_row, 2 * info.hidden_size + 3 * (info.intermediate_size // mesh.tp_size))
+
+
+def _graphs(info: ModelInfo, mesh: Mesh, shape: KVShape, sizes: Sizes) -> list[Part]:
+    """All graphs use the memory of the largest, beside what each of their pieces takes: one more than there are layers
+    in each."""
+    if not sizes.graph_sizes:
+        return []
+    largest, num_pieces = sizes.graph_sizes[0], len(sizes.graph_sizes) * (shape.num_layers + 1)
+    row = _widest_row(info, mesh, shape)
+    if mesh.is_last_stage and mesh.tp_size == 1:
+        row += info.vocab_size
+    num_bytes = largest * row * sizes.dtype.itemsize + num_pieces * _GRAPH_BYTES
+    reason = f"{largest:,} sequences x {row:,} x {sizes.dtype.itemsize} B + {num_pieces:,} pieces x 256 KiB"
+    return [Part(GRAPHS, num_bytes, reason, is_exact=False)]
+
+
+def _largest_forward(info: ModelInfo, mesh: Mesh, shape: KVShape, sizes: Sizes) -> Part:
+    """The activations of a layer at its widest, and the logits."""
+    num_tokens, item = sizes.max_tokens_per_forward, sizes.dtype.itemsize
+    widest = _widest_row(info, mesh, shape)
     num_bytes = num_tokens * widest * item
     reason = f"{num_tokens:,} tokens x {widest:,} x {item} B of a layer"
     if mesh.is_last_stage:
