@@ -1,25 +1,32 @@
 """Decode steps as graphs, recorded on a CPU by a tape that replays operations into the same memory."""
 
+import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.tiny_model import FAMILIES, save_tiny_model
+from tests.model.attention.helpers import flashinfer_double
 from tests.model.execution.helpers.decode_steps import (
     MAX_ROWS,
     NUM_BLOCKS,
     NUM_SLOTS,
     STEP,
+    Sampled,
     assert_same,
     decode_every_number_of_rows,
 )
-from tests.model.execution.helpers.launch_tape import LaunchTape, TapedCompiler, address
+from tests.model.execution.helpers.device_sampling import sample_on_device
+from tests.model.execution.helpers.launch_tape import LaunchTape, TapedCompiler, TapedGraph, address
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.steps import StepDriver, make_runner, one_thread
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.execution import runner as runner_module
 from tokasaurus.model.execution.graphs import graph_sizes
 from tokasaurus.model.execution.runner import ModelRunner
 
@@ -83,3 +90,102 @@ def test_sizes_are_multiples_below_the_largest_and_begin_with_it() -> None:
     assert graph_sizes(11, 4) == [11, 8, 4]
     assert graph_sizes(16, 8) == [16, 8]
     assert graph_sizes(3, 16) == [3]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_steps_without_prefix_groups_replay_attention_too(
+    compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer's double reads what is planned from the buffers of its recordings alone."""
+    flashinfer_double.install(monkeypatch)
+    save_tiny_model(tmp_path, "qwen3")
+    model, info = load(tmp_path)
+    with one_thread():
+        runner, _, tape = make_taped(tmp_path, "flashinfer", compiled)
+        assert len(tape.graphs) == 3 * (info.num_layers + 1 + 1), "around attention, and with it"
+        eager = make_runner(model, info, "torch", num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS)
+        assert_same(decode_every_number_of_rows(runner), decode_every_number_of_rows(eager))
+        sampled = []
+        for each in (runner, eager):
+            samples = Samples(StepDriver(each, 16, num_blocks=NUM_BLOCKS, seed=1), 16, seed=3)
+            samples.run(8, grouped=True)
+            sampled.append(samples.sampled)
+        assert_same(*([dict(enumerate(pairs)) for pairs in by_slot.values()] for by_slot in sampled))
+
+
+def test_a_plain_decode_step_launches_nothing_between_its_inputs_and_its_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flashinfer_double.install(monkeypatch)
+    save_tiny_model(tmp_path, "llama")
+    runner, _, _ = make_taped(tmp_path, "flashinfer")
+    driver = StepDriver(runner, num_blocks=NUM_BLOCKS)
+    for slot in (1, 2, 3):
+        driver.open(slot, [5, slot, 7])
+        driver.run([], [(slot, 3)])
+    replayed: list[TapedGraph] = []
+    original = TapedGraph.replay
+    monkeypatch.setattr(TapedGraph, "replay", lambda graph: (replayed.append(graph), original(graph)))
+    driver.run([3, 1, 2], [])
+    assert len(replayed) == 1
+    assert sum("flashinfer_double" in str(function) for function, *_ in replayed[0].operations) == 3, (
+        "one for each layer"
+    )
+
+
+def test_sampling_is_replayed_with_the_rows_parameters_and_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Limits, temperatures and seeds differ by row and change with each step; penalties and top log-probabilities are
+    not in the graph."""
+    save_tiny_model(tmp_path, "llama")
+    with one_thread():
+        model, info = load(tmp_path)
+        eager = make_runner(model, info, "torch", num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS)
+        monkeypatch.setattr(runner_module, "uses_triton", lambda _device: True)
+        monkeypatch.setattr(runner_module, "sample_by_triton", sample_on_device)
+        runner, _, tape = make_taped(tmp_path, "torch")
+        assert len(tape.graphs) == 3 * (info.num_layers + 1 + 1)
+        num_sampled = []
+        monkeypatch.setattr(ModelRunner, "_sample", count_calls(ModelRunner._sample, num_sampled))
+        assert_same(decode_with_every_option(runner), decode_with_every_option(eager))
+    of_graphs, of_eager = num_sampled.count(runner), num_sampled.count(eager)
+    assert of_eager == 5 + 20 + 4
+    assert of_graphs == 5 + 4, "prompts, and the steps with more than the graphs compute"
+
+
+def test_only_decode_steps_above_the_largest_size_miss_all_graphs(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    runner, _, _ = make_taped(tmp_path, "torch")
+    driver, slots = StepDriver(runner, num_blocks=NUM_BLOCKS), list(range(1, MAX_ROWS + 2))
+    missed = []
+    original = ModelRunner.run
+    runner.run = lambda step: missed.append((result := original(runner, step)).missed_graphs) or result
+    for slot in slots:
+        driver.open(slot, [slot, 2])
+    driver.run([], [(slot, 2) for slot in slots])
+    driver.run(slots[:-1], [])
+    driver.run(slots, [])
+    assert missed == [False, False, True]
+
+
+def count_calls(method: Callable[..., Any], calls: list[ModelRunner]) -> Callable[..., Any]:
+    def call(runner: ModelRunner, *args: Any) -> Any:
+        calls.append(runner)
+        return method(runner, *args)
+
+    return call
+
+
+def decode_with_every_option(runner: ModelRunner) -> list[Sampled]:
+    driver = StepDriver(runner, num_blocks=NUM_BLOCKS)
+    params = ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2})
+    steps = []
+    for slot, options in enumerate(params, start=1):
+        driver.open(slot, [slot, 4, 9], temperature=1.0 + slot / 4, seed=slot, **options)
+        steps.append(driver.run([], [(slot, 3)]))
+    rng = random.Random(0)
+    steps += [driver.run(rng.sample([1, 2, 3, 4], rng.randint(1, 4)), []) for _ in range(20)]
+    driver.open(5, [3, 1], num_top=2)
+    steps.append(driver.run([], [(5, 2)]))
+    return steps + [driver.run([1, 5, 3], []) for _ in range(4)]

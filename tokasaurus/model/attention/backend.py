@@ -174,6 +174,22 @@ class LayoutBackend(Protocol):
         """query [T, H, D] of the planned layout -> [T, H, D]; 0 for padding."""
 
 
+@runtime_checkable
+class RecordableBackend(Protocol):
+    """A backend whose write and attend can be recorded for decode steps without prefix groups, and replayed for others
+    of the same number of rows."""
+
+    def prepare_recording(self, max_rows: int, max_blocks: int) -> None:
+        """Allocate what recorded launches read.
+
+        max_blocks: of the longest sequence. Replaces what an earlier call allocated, and recordings that read it.
+        """
+
+    def plan_recorded(self, layout: PagedLayout) -> None:
+        """As plan, before a recording, or before a replay instead of it. The layout's one part has as many rows as that
+        recording, each a segment of its own."""
+
+
 def as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Keys or values x converted to the cache's dtype.
 

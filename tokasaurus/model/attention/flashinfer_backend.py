@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart, as_stored
+from tokasaurus.model.attention.flashinfer_recorded import FixedMemory
 from tokasaurus.model.attention.shared_prefix import merge_partial
 from tokasaurus.model.staging.packed import RING_SIZE
 from tokasaurus.model.staging.staging import DirectStaging
@@ -50,6 +51,8 @@ class Wrapper(Protocol):
     def plan(self, *args: Tensor, **options: Any) -> None: ...
 
     def run(self, query: Tensor, kv_cache: tuple[Tensor, Tensor], *, return_lse: bool) -> tuple[Tensor, Tensor]: ...
+
+    def reset_workspace_buffer(self, workspace: Tensor, plans: Tensor) -> None: ...
 
 
 class Library(Protocol):
@@ -118,6 +121,7 @@ class FlashInferBackend:
                 wrappers.decode.append(self._new_decode())
         self._next_set = 0
         self._planned: dict[int, Wrapper] = {}
+        self._fixed: FixedMemory | None = None
         self._compile()
 
     @property
@@ -161,6 +165,33 @@ class FlashInferBackend:
             plans.append(partial(plan, wrapper, part))
         staging.then(partial(self._run_plans, wrappers, plans))
 
+    def prepare_recording(self, max_rows: int, max_blocks: int) -> None:
+        self._fixed = FixedMemory(self._new_decode, self._workspace, max_rows, max_blocks)
+
+    def plan_recorded(self, layout: PagedLayout) -> None:
+        assert self._fixed is not None, "prepare_recording comes first"
+        (part,) = layout.parts
+        assert layout.prefix is None
+        assert _is_decode(part)
+        wrapper = self._fixed.wrapper(part.num_rows)
+        self._layout = layout  # keeps the part alive
+        self._planned = {id(part): wrapper}
+        self._kv_indices = self._fixed.kv_indices[: part.num_rows]
+        staging = layout.staging or DirectStaging(self._shape.device)
+        staging.then(partial(self._fill_fixed, self._fixed, wrapper, part, layout.kv_indices))
+
+    def _fill_fixed(self, fixed: FixedMemory, wrapper: Wrapper, part: PagedPart, kv_indices: Tensor) -> None:
+        fixed.kv_indices[: part.num_rows].copy_(kv_indices)
+        copied = fixed.copied.get(part.num_rows)
+        if copied is not None:
+            # Not long: its copies ran before the step that is running now, at the latest.
+            copied.synchronize()
+        self._plan_decode(wrapper, part)
+        if self._shape.device.type == "cuda":
+            if copied is None:
+                fixed.copied[part.num_rows] = copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
         keys, values = (cache[layer_index].flatten(0, 1) for cache in (self._keys, self._values))  # [tokens, K, D]
         if uses_triton(self._shape.device):
@@ -187,10 +218,10 @@ class FlashInferBackend:
         # Not "auto": on Hopper that is "fa3", which does not split long contexts of few segments.
         return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
 
-    def _new_decode(self) -> Wrapper:
+    def _new_decode(self, **options: Any) -> Wrapper:
         # Not "auto": since 0.7 that may be cuDNN, which has rules of its own for its lists and buffers.
         return self._library.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "NHD", use_tensor_cores=self._use_tensor_cores, backend="fa2"
+            self._workspace, "NHD", use_tensor_cores=self._use_tensor_cores, backend="fa2", **options
         )
 
     def _run_plans(self, wrappers: _WrapperSet, plans: list[Callable[[], None]]) -> None:

@@ -1,27 +1,35 @@
 """Decode steps as graphs: the launches of a forward are recorded once for each of some sizes, and replayed afterwards.
 
 Launching a kernel costs the host microseconds, and a forward has hundreds; a replay is one call. A graph has fixed
-addresses, so each forward copies its inputs to buffers that stay where they are. A step with fewer tokens than a size
-is padded to it.
+addresses, so each forward copies its inputs to buffers that stay where they are. A step with fewer rows than a size is
+padded to it with rows of the padding slot.
 
-Attention is not recorded: what it launches depends on the step's contexts and prefix groups. The recording is
-interrupted at each layer's attention, so that a forward replays one piece more than the model has layers.
+There are two recordings of each size. In one, attention is left out: what it launches depends on the step's contexts
+and prefix groups. That recording is interrupted at each layer's attention, so that a forward replays one piece more
+than the model has layers. In the other, for backends that allow it and steps without prefix groups, it is included.
 """
 
-# S size of a graph in tokens, E hidden size, V vocabulary, H query heads, K key/value heads, D head size
+# S size of a graph in rows, E hidden size, V vocabulary, F sampling parameters of a row
 
 import bisect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tokasaurus.messages.forward import ForwardInput
+from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.slots import SlotChanges
 from tokasaurus.model.attention.operation import Attends
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
+from tokasaurus.model.execution.device_batch import DeviceBatch
+from tokasaurus.model.sampling.sample import Sampled, SamplingRows
+
+_NOTHING = np.zeros(0, np.int32)
 
 
 class Graph(Protocol):
@@ -35,7 +43,7 @@ class Recorder(Protocol):
     """Records launches on a device into graphs that share their temporary memory: they may never run at once."""
 
     def preparing(self) -> AbstractContextManager[None]:
-        """Around the recording of a size, and around the forward before it that loads what it launches."""
+        """Around a recording, and around the forward before it that loads what it launches."""
 
     def begin(self) -> None:
         """From now on, launches are recorded and not run; memory that is allocated belongs to the graphs."""
@@ -54,7 +62,10 @@ class DecodeOutput(NamedTuple):
     """[S, E]."""
 
     logits: Tensor | None
-    """[S, V] of all tokens, or None if they are not part of the graphs."""
+    """[S, V], or None if they are not part of the graphs."""
+
+    sampled: Sampled | None = None
+    """Of all rows; None if sampling is not part of the graphs, or if rows want more than the graphs do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +81,30 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _RecordedForward:
+class _Recording:
     pieces: Sequence[_Piece]
+    """Empty if attention is included."""
     last: Graph
     """The launches after the last attention."""
+    sampling: Graph | None
     output: DecodeOutput
 
 
 def graph_sizes(max_size: int, step: int) -> list[int]:
     """max_size and the multiples of `step` below it, largest first: the others then fit in the memory of the first."""
     return [max_size, *range((max_size - 1) // step * step, 0, -step)]
+
+
+def padded(step: ForwardInput, size: int) -> ForwardInput:
+    """A decode step with rows of the padding slot after its own, `size` in all. Each of them advances that slot."""
+    num_rows = size - len(step.slots)
+    slots = np.concatenate((step.slots, np.zeros(num_rows, np.int32)))
+    return replace(step, slots=slots, num_tokens=np.ones(size, np.int32), num_decode=size)
+
+
+def padding_alone(size: int) -> ForwardInput:
+    changes = SlotChanges(closed=_NOTHING, opened=None, block_slots=_NOTHING, block_ids=_NOTHING)
+    return padded(ForwardInput(0, _NOTHING, _NOTHING, 0, _NOTHING, changes), size)
 
 
 class DecodeGraphs:
@@ -91,25 +116,39 @@ class DecodeGraphs:
         executor: LayerExecutor,
         recorder: Recorder,
         sizes: Sequence[int],
-        has_logits: bool,
         device: torch.device,
+        has_logits: bool,
+        sampler: Callable[[Tensor, SamplingRows], Sampled] | None,
+        plan_whole: Callable[[int], Attends] | None,
     ) -> None:
-        """sizes: as from graph_sizes. has_logits: record the LM head too."""
+        """sizes: as from graph_sizes. has_logits: record the LM head too. sampler: record sampling too, which must read
+        nothing of the rows' parameters on the host. plan_whole: plans attention of padding alone, S rows, so that it
+        can be recorded; None if the backend does not allow it."""
         self._model = model
         self._executor = executor
         self._recorder = recorder
         self._sizes = sorted(sizes)
-        self._forwards: dict[int, _RecordedForward] = {}
+        self._recordings: dict[tuple[int, bool], _Recording] = {}
+        """By size, and whether attention is included."""
         largest = self._sizes[-1]
         self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
         self._entering = None if model.is_first_stage else model.new_hidden(largest, device)
+        self._rows = None if sampler is None else _plain_rows(largest, device)
         self._has_logits = has_logits
+        self._sampler = sampler
+        self._plan_whole = plan_whole
 
     def record(self, progress: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
-        """Record all sizes, or those that are left. progress: wraps the iteration over them."""
+        """Record all sizes. progress: wraps the iteration over them."""
         for size in progress(self._sizes[::-1]):
-            self._forwards[size] = self._record(size)
+            self._recordings[size, False] = self._record_around_attention(size)
+            if self._plan_whole is not None:
+                attends = self._plan_whole(size)
+                with self._recorder.preparing():
+                    self._forward(size, attends)
+                    self._recorder.begin()
+                    self._recordings[size, True] = self._end_recording(size, attends, [])
 
     def size_for(self, step: ForwardInput) -> int | None:
         """The smallest size that `step` fits in; None if it has prefill rows, or more rows than any size."""
@@ -122,23 +161,32 @@ class DecodeGraphs:
         """Whether `step` only decodes, but has too many rows for all graphs."""
         return step.num_decode == len(step.slots) > self._sizes[-1]
 
-    def run(self, token_ids: Tensor, positions: Tensor, attends: Attends, hidden: Tensor | None = None) -> DecodeOutput:
-        """Run a forward whose number of tokens, with padding, is a recorded size. The arguments are as in
-        Decoder.forward."""
-        size = len(token_ids)
-        forward = self._forwards[size]
-        self._token_ids[:size].copy_(token_ids)
-        self._positions[:size].copy_(positions)
+    def run(self, batch: DeviceBatch, attends: Attends | None, hidden: Tensor | None = None) -> DecodeOutput:
+        """Run a padded step, whose number of rows is a recorded size. attends: None if recorded attention is planned.
+        hidden: [S, E], as in Decoder.forward."""
+        size = len(batch.token_ids)
+        recording = self._recordings[size, attends is None]
+        self._token_ids[:size].copy_(batch.token_ids)
+        self._positions[:size].copy_(batch.positions)
         if self._entering is not None:
             assert hidden is not None, "an earlier stage sends it"
             self._entering[:size].copy_(hidden)
-        for piece in forward.pieces:
+        for piece in recording.pieces:
+            assert attends is not None
             piece.graph.replay()
             attends(piece.query, piece.key, piece.value, piece.layer_index, piece.output)
-        forward.last.replay()
-        return forward.output
+        recording.last.replay()
+        output, rows = recording.output, batch.sampling
+        is_plain = rows.rules is None and rows.masks is None and rows.top is None
+        if recording.sampling is None or self._rows is None or not is_plain:
+            return output._replace(sampled=None)
+        self._rows.device_params[:size].copy_(rows.device_params)
+        self._rows.noise_keys[:size].copy_(rows.noise_keys)
+        recording.sampling.replay()
+        assert output.sampled is not None
+        return output if rows.any_logprobs else output._replace(sampled=Sampled(output.sampled.tokens))
 
-    def _record(self, size: int) -> _RecordedForward:
+    def _record_around_attention(self, size: int) -> _Recording:
         recorder, pieces = self._recorder, list[_Piece]()
 
         def leave_out(
@@ -152,17 +200,47 @@ class DecodeGraphs:
             return output
 
         with recorder.preparing():
-            self._compute(size, _no_attention)
+            self._forward(size, _no_attention)
             recorder.begin()
-            hidden, logits = self._compute(size, leave_out)
-            last = recorder.end()
-            output = DecodeOutput(recorder.unowned(hidden), None if logits is None else recorder.unowned(logits))
-            return _RecordedForward(pieces, last, output)
+            return self._end_recording(size, leave_out, pieces)
 
-    def _compute(self, size: int, attends: Attends) -> DecodeOutput:
+    def _end_recording(self, size: int, attends: Attends, pieces: Sequence[_Piece]) -> _Recording:
+        """The rest of a recording that has begun. pieces: filled by `attends`."""
+        recorder = self._recorder
+        hidden, logits, _ = self._forward(size, attends, samples=False)
+        last, sampling, sampled = recorder.end(), None, None
+        if self._sampler is not None:
+            assert logits is not None
+            recorder.begin()
+            tokens, logprobs, *_ = self._sample(logits)
+            sampling = recorder.end()
+            assert logprobs is not None
+            sampled = Sampled(recorder.unowned(tokens), recorder.unowned(logprobs))
+        unowned_logits = None if logits is None else recorder.unowned(logits)
+        return _Recording(pieces, last, sampling, DecodeOutput(recorder.unowned(hidden), unowned_logits, sampled))
+
+    def _forward(self, size: int, attends: Attends, samples: bool = True) -> DecodeOutput:
         entering = None if self._entering is None else self._entering[:size]
         hidden = self._model(self._token_ids[:size], entering, self._positions[:size], self._executor, attends)
-        return DecodeOutput(hidden, self._model.logits(hidden) if self._has_logits else None)
+        logits = self._model.logits(hidden) if self._has_logits else None
+        if samples and self._sampler is not None:
+            assert logits is not None
+            return DecodeOutput(hidden, logits, self._sample(logits))
+        return DecodeOutput(hidden, logits)
+
+    def _sample(self, logits: Tensor) -> Sampled:
+        assert self._sampler is not None
+        assert self._rows is not None
+        some, size = self._rows, len(logits)
+        own = some.params[:size], some.device_params[:size], some.noise_keys[:size]
+        return self._sampler(logits, SamplingRows(*own, any_logprobs=True, limited=None))
+
+
+def _plain_rows(size: int, device: torch.device) -> SamplingRows:
+    """Memory for the parameters of rows; those on the host are never filled."""
+    device_params = torch.zeros((size, len(SamplingParams._fields)), dtype=torch.int32, device=device)
+    noise_keys = torch.zeros((size, 2), dtype=torch.int64, device=device)
+    return SamplingRows(np.zeros(size, SAMPLING_DTYPE), device_params, noise_keys, any_logprobs=True, limited=None)
 
 
 def _no_attention(  # a forward whose results nobody reads

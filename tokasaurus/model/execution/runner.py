@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,24 +10,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.messages.forward import ForwardInput, NonfiniteTokens, PromptLogprobsOutput, TopOfRows
-from tokasaurus.model.attention.backend import AttentionBackend
-from tokasaurus.model.attention.operation import attends_over
+from tokasaurus.model.attention.backend import AttentionBackend, RecordableBackend
+from tokasaurus.model.attention.operation import Attends, attends_over
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
 from tokasaurus.model.execution.executors import choose_executor
-from tokasaurus.model.execution.graphs import DecodeGraphs, Recorder
+from tokasaurus.model.execution.graphs import DecodeGraphs, DecodeOutput, Recorder, padded, padding_alone
 from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.tensor_parallel import copy_from_first, largest_over_shards
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, compute_prompt_logprobs
-from tokasaurus.model.sampling.sample import Sampled, sample, takes_largest
+from tokasaurus.model.sampling.sample import Sampled, sample, sample_by_triton, takes_largest
 from tokasaurus.model.staging.packed import PackedStaging
 from tokasaurus.model.staging.results import Fetched, HostResults, PackedResults, Results
 from tokasaurus.model.staging.sizes import BufferSizes
 from tokasaurus.model.staging.staging import DirectStaging, Staging
 from tokasaurus.model.staging.transfers import CudaTransfers, HostMark, Mark, Transfers
+from tokasaurus.model.triton_choice import uses_triton
 
 # T tokens in this forward, E hidden size, R rows that sample
 
@@ -163,15 +165,38 @@ class ModelRunner:
     ) -> None:
         """Record decode steps of these sizes, in tokens; from now on, steps replay them. progress: wraps the iteration
         over the sizes."""
-        has_logits = self._mesh.tp_size == 1 and self._mesh.is_last_stage
         self._graphs = None
-        graphs = DecodeGraphs(self._model, self._executor, recorder, sizes, has_logits, self._device)
+        has_logits = self._mesh.tp_size == 1 and self._mesh.is_last_stage
+        sampler = sample_by_triton if has_logits and uses_triton(self._device) else None
+        plan_whole = None
+        if isinstance(self._backend, RecordableBackend):
+            self._backend.prepare_recording(max(sizes), self._slots.block_tables.shape[1])
+            plan_whole = partial(self._plan_padding, self._backend)
+        places = self._model, self._executor, recorder, sizes, self._device
+        graphs = DecodeGraphs(*places, has_logits, sampler, plan_whole)
         graphs.record(progress)
         self._graphs = graphs
+
+    def _plan_padding(self, backend: RecordableBackend, size: int) -> Attends:
+        """Plan the attention of a step of padding alone, so that it can be recorded."""
+        self._staging.begin()
+        batch = self._build(padding_alone(size), is_padded=False)
+        backend.plan_recorded(batch.layout)
+        self._staging.send()
+        self._staging.finish()
+        return attends_over(self._backend, batch.layout)
+
+    def _build(self, step: ForwardInput, is_padded: bool) -> DeviceBatch:
+        places = self._slots, self._page_size, self._staging
+        batch = build_batch(step, *places, is_padded, self._token_multiple)
+        self._slots.positions[0] = 0  # rows of padding have moved on
+        return batch
 
     def drop_graphs(self) -> None:
         """Free them: later steps launch each operation."""
         self._graphs = None
+        if isinstance(self._backend, RecordableBackend):
+            self._backend.prepare_recording(0, 0)
 
     @torch.inference_mode()
     def run(self, step: ForwardInput) -> StepResult:
@@ -181,25 +206,17 @@ class ModelRunner:
         begun: list[Mark] = []
         staging.then(lambda: begun.append(self._mark()))
         self._slots.apply(step.changes, staging)
-        graphs = self._graphs
-        graph_size = None if graphs is None else graphs.size_for(step)
-        is_padded = not self.always_on_kernels
-        batch = build_batch(step, self._slots, self._page_size, staging, is_padded, self._token_multiple, graph_size)
-        self._backend.plan(batch.layout)
-        staging.send()
-        attends = attends_over(self._backend, batch.layout)
-        logits = None
-        if graphs is None or graph_size is None:
-            hidden = self._model(batch.token_ids, None, batch.positions, self._executor, attends)
-        else:
-            hidden, logits = graphs.run(batch.token_ids, batch.positions, attends)
+        batch, (hidden, logits, known) = self._compute(step)
+        num_tokens = int(step.num_tokens.sum())
+        num_sampled = batch.num_sampled - (len(batch.token_slots) - num_tokens)  # without the rows that pad a graph
         is_finite = torch.linalg.vector_norm(hidden[: len(batch.token_slots)], torch.inf, dim=-1) < torch.inf
-        sampled = self._sample(hidden, logits, batch)
+        sampled = known or self._sample(hidden, logits, batch)
         is_finite[batch.logit_rows[: batch.num_sampled]] &= sampled.tokens >= 0
         tokens = sampled.tokens.clamp(min=0)  # later steps may embed it before the manager ends the sequence
         self._slots.last_tokens[batch.sampled_slots] = tokens
-        outputs = {"token_ids": tokens.int(), "is_finite": is_finite}
-        optional = ("logprobs", sampled.logprobs), ("top_ids", sampled.top_ids), ("top_logprobs", sampled.top_logprobs)
+        outputs = {"token_ids": tokens[:num_sampled].int(), "is_finite": is_finite[:num_tokens]}
+        logprobs = None if sampled.logprobs is None else sampled.logprobs[:num_sampled]
+        optional = ("logprobs", logprobs), ("top_ids", sampled.top_ids), ("top_logprobs", sampled.top_logprobs)
         outputs |= {name: tensor for name, tensor in optional if tensor is not None}
         if batch.prompt_logprobs is not None:
             computed = compute_prompt_logprobs(hidden, batch.prompt_logprobs, self._model.logits, self._kernels)
@@ -210,16 +227,36 @@ class ModelRunner:
         return StepResult(
             step.step_id,
             self._results.fetch(outputs),
-            batch.want_logprobs,
+            batch.want_logprobs[:num_sampled],
             None if batch.sampling.top is None or sampled.top_ids is None else batch.sampling.top.rows.on_host,
             batch.token_slots,
             batch.token_positions,
             batch.token_blocks,
             self._new_recompiles(),
-            graphs is not None and graphs.is_missed_by(step),
+            self._graphs is not None and self._graphs.is_missed_by(step),
             () if self._kernels is None else self._kernels.phase_seconds(),
             *(begun[0], ended),
         )
+
+    def _compute(self, step: ForwardInput) -> tuple[DeviceBatch, DecodeOutput]:
+        """Build, send and run a forward; its slots are up to date. The batch is padded if a graph computes it."""
+        graphs, backend = self._graphs, self._backend
+        size = None if graphs is None else graphs.size_for(step)
+        if graphs is None or size is None:
+            batch = self._build(step, is_padded=not self.always_on_kernels)
+            backend.plan(batch.layout)
+            self._staging.send()
+            attends = attends_over(backend, batch.layout)
+            hidden = self._model(batch.token_ids, None, batch.positions, self._executor, attends)
+            return batch, DecodeOutput(hidden, logits=None)
+        batch = self._build(padded(step, size), is_padded=False)
+        if isinstance(backend, RecordableBackend) and batch.layout.prefix is None:
+            backend.plan_recorded(batch.layout)
+            self._staging.send()
+            return batch, graphs.run(batch, attends=None)
+        backend.plan(batch.layout)
+        self._staging.send()
+        return batch, graphs.run(batch, attends_over(backend, batch.layout))
 
     def _sample(self, hidden: Tensor, logits: Tensor | None, batch: DeviceBatch) -> Sampled:
         """hidden [T, E]; logits [T, vocab], if they are known already. A separate method, so that logits are freed when

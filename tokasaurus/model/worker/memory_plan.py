@@ -239,16 +239,23 @@ def _widest_row(info: ModelInfo, mesh: Mesh, shape: KVShape) -> int:
 
 
 def _graphs(info: ModelInfo, mesh: Mesh, shape: KVShape, sizes: Sizes) -> list[Part]:
-    """All graphs use the memory of the largest, beside what each of their pieces takes: one more than there are layers
-    in each."""
+    """All graphs use the memory of the largest, beside what the driver keeps of each piece: one more than there are
+    layers in each, and as much again where attention can be recorded too."""
     if not sizes.graph_sizes:
         return []
     largest, num_pieces = sizes.graph_sizes[0], len(sizes.graph_sizes) * (shape.num_layers + 1)
     row = _widest_row(info, mesh, shape)
     if mesh.is_last_stage and mesh.tp_size == 1:
         row += info.vocab_size
-    num_bytes = largest * row * sizes.dtype.itemsize + num_pieces * _GRAPH_BYTES
-    reason = f"{largest:,} sequences x {row:,} x {sizes.dtype.itemsize} B + {num_pieces:,} pieces x 256 KiB"
+    num_bytes = largest * row * sizes.dtype.itemsize
+    reason = f"{largest:,} sequences x {row:,} x {sizes.dtype.itemsize} B"
+    if _has_flashinfer(shape, sizes):
+        num_pieces *= 2
+        num_blocks = -(-sizes.context_length // sizes.page_size)
+        num_bytes += largest * num_blocks * 4
+        reason += f" + {largest:,} x {num_blocks:,} blocks x 4 B"
+    num_bytes += num_pieces * _GRAPH_BYTES
+    reason += f" + {num_pieces:,} pieces x {show_size(_GRAPH_BYTES)}"
     return [Part(GRAPHS, num_bytes, reason, is_exact=False)]
 
 
@@ -267,9 +274,14 @@ def _largest_forward(info: ModelInfo, mesh: Mesh, shape: KVShape, sizes: Sizes) 
 
 
 def _workspaces(shape: KVShape, sizes: Sizes) -> list[Part]:
-    is_half = sizes.dtype != torch.float32 and sizes.kv_cache_dtype == sizes.dtype  # as FlashInfer requires
-    if not sizes.has_flashinfer or shape.head_dim not in HEAD_DIMS or not is_half:
+    if not _has_flashinfer(shape, sizes):
         return []
     num_bytes = workspace_bytes(shape, _NUM_PROCESSORS) + _NUM_WRAPPERS * _WRAPPER_BYTES
     reason = f"FlashInfer's workspace for {_NUM_PROCESSORS} multiprocessors, and {_NUM_WRAPPERS} wrappers x 8 MiB"
     return [Part(WORKSPACES, num_bytes, reason, is_exact=False)]
+
+
+def _has_flashinfer(shape: KVShape, sizes: Sizes) -> bool:
+    """Whether it computes attention, where it is installed."""
+    is_half = sizes.dtype != torch.float32 and sizes.kv_cache_dtype == sizes.dtype
+    return sizes.has_flashinfer and shape.head_dim in HEAD_DIMS and is_half

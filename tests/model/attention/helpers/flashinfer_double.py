@@ -123,9 +123,38 @@ class PrefillWrapper(_Wrapper):
 
 
 class DecodeWrapper(_Wrapper):
-    """One row for each segment."""
+    """One row for each segment. With use_cuda_graph, a plan is kept in the buffers, and a run reads these: a recorded
+    run sees what was planned last."""
 
     NAME = DECODE
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._fixed = [options.get(f"paged_kv_{name}_buffer") for name in ("indptr", "indices", "last_page_len")]
+        assert all(buffer is not None for buffer in self._fixed) == options.get("use_cuda_graph", False)
+        self._handle = len(_recordable)
+        if options.get("use_cuda_graph"):
+            _recordable.append(self)
+
+    def reset_workspace_buffer(self, *args: Any, **options: Any) -> None:
+        self._bind("reset_workspace_buffer", args, options)
+        assert all(buffer.dtype == torch.uint8 and buffer.device == self._device for buffer in args)
+
+    def run(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        if not self._init_options.get("use_cuda_graph"):
+            return super().run(*args, **options)
+        query, (keys, values) = args
+        return _recordable_run(query, keys, values, self._handle)
+
+    def run_planned(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """By what the buffers have now."""
+        assert self._plan is not None
+        starts, blocks, last_lengths = self._fixed
+        assert len(query) == len(last_lengths), "a graph has one number of rows"
+        kv_starts = starts.tolist()
+        self._plan.kv_starts, self._plan.last_lengths = kv_starts, last_lengths.tolist()
+        self._plan.blocks = blocks[: kv_starts[-1]]
+        return super().run(query, (keys, values), return_lse=True)
 
     def plan(self, *args: Any, **options: Any) -> None:
         self._bind("plan", args, options)
@@ -133,6 +162,19 @@ class DecodeWrapper(_Wrapper):
         # DISPATCH_GQA_GROUP_SIZE: the groups that decode on CUDA cores is compiled for.
         assert self._init_options["use_tensor_cores"] or group in (1, 2, 3, 4, 6, 8)
         self._note_plan(torch.arange(len(args[0]), dtype=torch.int32), *args, causal=False, **options)
+        if self._init_options.get("use_cuda_graph"):
+            for buffer, planned in zip(self._fixed, args, strict=True):
+                buffer[: len(planned)].copy_(planned)
+            assert len(args[0]) == len(self._fixed[0]), "the number of rows is that of the buffers"
+
+
+_recordable: list[DecodeWrapper] = []
+
+
+@torch.library.custom_op("flashinfer_double::run", mutates_args=())
+def _recordable_run(query: Tensor, keys: Tensor, values: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+    """One operation, as FlashInfer's launches are: a tape that replays it does not see what it computes inside."""
+    return _recordable[handle].run_planned(query, keys, values)
 
 
 class Library:

@@ -19,7 +19,10 @@ PREFILL, DECODE = "BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKV
 _FILES = {PREFILL: "prefill.py", DECODE: "decode.py"}
 # The decode wrapper's `plan` takes any keyword and hands all of them to this method.
 _METHODS = {PREFILL: {"__init__": "__init__", "plan": "plan", "run": "run"}}
-_METHODS[DECODE] = {"__init__": "__init__", "plan": "_plan_impl", "run": "run"}
+_METHODS[DECODE] = {
+    **{"__init__": "__init__", "plan": "_plan_impl", "run": "run"},
+    "reset_workspace_buffer": "reset_workspace_buffer",
+}
 
 Parameters = list[tuple[str, str, bool]]
 """Name, kind as in inspect.Parameter, and whether there is a default, of each parameter but self."""

@@ -30,13 +30,9 @@ def decode_every_number_of_rows(runner: ModelRunner) -> list[Sampled]:
     return results + [driver.run(rng.sample(slots, count), []) for count in counts]
 
 
-def assert_same(
-    got: list[dict[int, tuple[int, float | None]]], want: list[dict[int, tuple[int, float | None]]]
-) -> None:
-    assert len(got) == len(want)
+def assert_same(got: list[Sampled], want: list[Sampled]) -> None:
     for step, expected in zip(got, want, strict=True):
-        assert {slot: token for slot, (token, _) in step.items()} == {
-            slot: token for slot, (token, _) in expected.items()
-        }
-        for slot, (_, logprob) in step.items():
+        assert step.keys() == expected.keys()
+        for slot, (token, logprob) in step.items():
+            assert token == expected[slot][0]
             assert logprob == pytest.approx(expected[slot][1], abs=1e-4)

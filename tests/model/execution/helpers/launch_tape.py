@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from tokasaurus.model.attention.operation import _attend
 from tokasaurus.model.decoder.compile import Compiler
 
 
@@ -56,8 +57,11 @@ class _Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function is torch.ops.tokasaurus.attend.default:
+            with self:  # a recording ends and begins in it, or goes on
+                return _attend(*args, **kwargs)
         result = function(*args, **kwargs)
-        if self.graph is None or function.namespace == "tokasaurus":  # attention, around which recordings end and begin
+        if self.graph is None:
             return result
         known = {address(tensor) for tensor in tensors_in((args, kwargs))}
         # A view has the memory of what it shows, and an operation in place that of its argument.
