@@ -1,6 +1,5 @@
 """CUDA graphs, eager and compiled, against eager steps."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -63,26 +62,6 @@ def test_prefix_groups_that_change_with_every_step_replay_the_same_graphs(compil
         assert samples.num_grouped > 20
         sampled.append(samples.sampled)
     assert_same(*([dict(enumerate(pairs)) for pairs in by_slot.values()] for by_slot in sampled))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is not installed")
-def test_whole_graphs_in_bfloat16_have_the_log_probabilities_of_eager_steps(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "llama", head_dim=64)
-    device, steps = torch.device("cuda", 0), []
-    for has_graphs in (True, False):
-        model, info = load(tmp_path, device=device)
-        model = model.to(torch.bfloat16)
-        sizes = {"num_blocks": NUM_BLOCKS, "num_slots": NUM_SLOTS, "dtype": torch.bfloat16}
-        runner = make_runner(model, info, "flashinfer", **sizes, device=device)
-        if has_graphs:
-            runner.record_graphs(CudaRecorder(device), graph_sizes(MAX_ROWS, STEP))
-        driver = StepDriver(runner, num_blocks=NUM_BLOCKS)
-        for slot in range(1, MAX_ROWS + 1):
-            driver.open(slot, [(7 * slot * index) % 250 + 1 for index in range(20 * slot)])
-            driver.run([], [(slot, 20 * slot)])
-        steps.append(driver.run(list(range(1, MAX_ROWS + 1)), []))
-    for slot, (_, logprob) in steps[0].items():
-        assert logprob == pytest.approx(steps[1][slot][1], abs=0.05)
 
 
 def test_the_memory_of_all_graphs_is_estimated_from_the_largest_and_the_smallest(tmp_path: Path) -> None:
