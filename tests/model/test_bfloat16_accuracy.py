@@ -1,6 +1,7 @@
 """bfloat16 logprobs of fixed continuations are about as close to float32 as bfloat16 logprobs of transformers."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
 from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.sampling.prompt_logprobs import compute_prompt_logprobs
+from tokasaurus.model.sampling.prompt_logprobs import compute_prompt_logprobs, fill_token_logprobs
 from tokasaurus.model.staging.staging import ON_HOST
 from tokasaurus.model.worker.device import choose_kv_cache_dtype
 from tokasaurus.text.tokenizer import Tokenizer
@@ -84,7 +85,8 @@ class LogprobModel:
         prompt_logprobs = PromptLogprobsInput(int32([0]), int32([len(tokens) - 1]), int32(tokens[1:]), 0)
         hidden, batch = self._forward(tokens, first=True, prompt_logprobs=prompt_logprobs)
         assert batch.prompt_logprobs is not None
-        computed = compute_prompt_logprobs(hidden, batch.prompt_logprobs, self.model.logits, load_kernels())
+        fill = partial(fill_token_logprobs, kernels=load_kernels())
+        computed = compute_prompt_logprobs(hidden, batch.prompt_logprobs, self.model.logits, fill)
         return computed.logprobs.double().numpy()[len(prompt) - 1 :]
 
     def _logits(self, tokens: list[int], first: bool = False) -> torch.Tensor:

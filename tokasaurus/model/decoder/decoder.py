@@ -189,6 +189,10 @@ class Decoder(nn.Module):
             self.packed_layers = self._pack_layers(self._layer_kernels)
 
     @property
+    def vocab_size(self) -> int:
+        return self._info.vocab_size
+
+    @property
     def is_first_stage(self) -> bool:
         return self._mesh.is_first_stage
 
@@ -243,19 +247,12 @@ class Decoder(nn.Module):
         return executor.run(hidden, self._rotary.at(positions), attends)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, E], rows of the last stage's `forward` output -> [R, vocab], in hidden's dtype. The next call may
-        overwrite them."""
+        """hidden [R, E], rows of the last stage's `forward` output -> logits of this rank's token ids, [R, v], in its
+        dtype. The next call may overwrite them."""
         head = self._head
         assert head is not None, "the last stage has an LM head"
         assert self.final_norm is not None
         return head.logits(hidden, self.final_norm)
-
-    def own_logits(self, hidden: Tensor) -> tuple[Tensor, int]:
-        """As `logits`, but only of this tensor-parallel rank's token ids -> [R, number of ids], the first id."""
-        head = self._head
-        assert head is not None, "the last stage has an LM head"
-        assert self.final_norm is not None
-        return head.own_logits(hidden, self.final_norm)
 
     def weight_shards(self) -> list[WeightShard]:
         """Every tensor of the checkpoint, with a target if this stage has it."""

@@ -20,9 +20,9 @@ from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.execution.graphs import DecodeGraphs, DecodeOutput, Recorder, padded, padding_alone
 from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.tensor_parallel import copy_from_first, largest_over_shards
-from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, compute_prompt_logprobs
-from tokasaurus.model.sampling.sample import Sampled, sample, sample_by_triton, takes_largest
+from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, compute_prompt_logprobs, fill_token_logprobs
+from tokasaurus.model.sampling.sample import Sampled, sample, sample_by_triton
+from tokasaurus.model.sampling.shards import VocabularyShard, fill_token_logprobs_of_shards, sample_shards
 from tokasaurus.model.staging.packed import PackedStaging
 from tokasaurus.model.staging.results import Fetched, HostResults, PackedResults, Results
 from tokasaurus.model.staging.sizes import BufferSizes
@@ -151,6 +151,7 @@ class ModelRunner:
             self._executor = AsyncTPExecutor(model, backend, self._executor, mesh, compiler, async_tp_threshold)
             self._token_multiple = mesh.tp_size
         self._mesh = mesh
+        self._shard = VocabularyShard.of(mesh, model.vocab_size) if mesh.tp_size > 1 else None
         self._num_recompiles = 0
         self._graphs: DecodeGraphs | None = None
 
@@ -166,8 +167,8 @@ class ModelRunner:
         """Record decode steps of these sizes, in tokens; from now on, steps replay them. progress: wraps the iteration
         over the sizes."""
         self._graphs = None
-        has_logits = self._mesh.tp_size == 1 and self._mesh.is_last_stage
-        sampler = sample_by_triton if has_logits and uses_triton(self._device) else None
+        has_logits = self._mesh.is_last_stage
+        sampler = sample_by_triton if has_logits and self._shard is None and uses_triton(self._device) else None
         plan_whole = None
         if isinstance(self._backend, RecordableBackend):
             self._backend.prepare_recording(max(sizes), self._slots.block_tables.shape[1])
@@ -219,7 +220,7 @@ class ModelRunner:
         optional = ("logprobs", logprobs), ("top_ids", sampled.top_ids), ("top_logprobs", sampled.top_logprobs)
         outputs |= {name: tensor for name, tensor in optional if tensor is not None}
         if batch.prompt_logprobs is not None:
-            computed = compute_prompt_logprobs(hidden, batch.prompt_logprobs, self._model.logits, self._kernels)
+            computed = compute_prompt_logprobs(hidden, batch.prompt_logprobs, self._model.logits, self._fill_prompt)
             is_finite[batch.prompt_logprobs.rows[: len(computed.logprobs)]] &= torch.isfinite(computed.logprobs)
             outputs |= {f"prompt_{name}": tensor for name, tensor in computed._asdict().items()}
         staging.finish()
@@ -259,30 +260,23 @@ class ModelRunner:
         return batch, graphs.run(batch, attends_over(backend, batch.layout))
 
     def _sample(self, hidden: Tensor, logits: Tensor | None, batch: DeviceBatch) -> Sampled:
-        """hidden [T, E]; logits [T, vocab], if they are known already. A separate method, so that logits are freed when
-        it returns.
+        """hidden [T, E]; logits [T, v] of this rank, if they are known already. A separate method, so that logits are
+        freed when it returns.
 
-        The first tensor-parallel rank samples. The others get its tokens, without logprobs: their own arithmetic may
-        round differently. If all rows only want the token with the largest logit, no logits are gathered.
+        Tensor-parallel ranks keep their shards of the logits: see sampling/shards.
         """
-        if self._mesh.tp_size > 1 and takes_largest(batch.sampling):
-            return self._sample_by_largest(hidden, batch)
         if logits is None:
             logits = self._model.logits(hidden[batch.logit_rows])
         logits = logits[: batch.num_sampled]  # all rows of a graph sample
-        if self._mesh.tp_rank == 0:
-            sampled = sample(logits, batch.sampling, self._kernels)
-        else:
-            sampled = Sampled(torch.empty(len(logits), dtype=torch.int64, device=logits.device))
-        copy_from_first(sampled.tokens, self._mesh)
-        return sampled
+        if self._shard is not None:
+            return sample_shards(logits, batch.sampling, self._shard, self._kernels)
+        return sample(logits, batch.sampling, self._kernels)
 
-    def _sample_by_largest(self, hidden: Tensor, batch: DeviceBatch) -> Sampled:
-        logits, first_id = self._model.own_logits(hidden[batch.logit_rows])
-        logits = logits[: batch.num_sampled]
-        own = sample(logits, batch.sampling, self._kernels).tokens
-        values = logits.gather(1, own.clamp(min=0).unsqueeze(1)).squeeze(1)
-        return Sampled(largest_over_shards(values, torch.where(own < 0, own, own + first_id), self._mesh))
+    def _fill_prompt(self, logits: Tensor, target_ids: Tensor, result: TokenLogprobs) -> None:
+        if self._shard is not None:
+            fill_token_logprobs_of_shards(logits, target_ids, result, self._shard)
+        else:
+            fill_token_logprobs(logits, target_ids, result, self._kernels)
 
     def _new_recompiles(self) -> int:
         if self._compiler is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 # R rows that sample, O slots that are opened, V vocabulary
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_TOKEN_FACTOR = 0x9E3779B1
 _LARGEST_UNIFORM = 1 - 2.0**-24  # the largest float32 below 1
 
 
@@ -52,8 +53,20 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     u stays below 1: there the noise would be -inf, and a token that top-p excludes could win over the only remaining
     token.
     """
-    token_ids = torch.arange(vocab_size, dtype=torch.int64, device=keys.device)
-    first = _mix32((token_ids * 0x9E3779B1 + keys[:, :1]) & 0xFFFFFFFF)
+    return gumbel_noise_of(keys, torch.arange(vocab_size, dtype=torch.int64, device=keys.device))
+
+
+def gumbel_noise_of(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """As gumbel_noise, for some tokens alone. token_ids: int64 [N], or [R, N] -> float32 [R, N]."""
+    first = _mix32((token_ids * _TOKEN_FACTOR + keys[:, :1]) & 0xFFFFFFFF)
     hashed = _mix32(first ^ keys[:, 1:])
     uniform = (hashed.double() + 0.5).mul_(2.0**-32).float().clamp_(max=_LARGEST_UNIFORM)
     return -torch.log(-torch.log1p(-uniform))
+
+
+def keys_of_shard(keys: Tensor, first_id: int) -> Tensor:
+    """keys int64 [R, 2], from position_keys -> keys with which token id 0 has the noise that token id first_id has with
+    the given ones, and so on for the ids after it."""
+    shifted = keys.clone()
+    shifted[:, 0] = (keys[:, 0] + first_id * _TOKEN_FACTOR) & 0xFFFFFFFF
+    return shifted

@@ -49,9 +49,13 @@ class TokenLogprobs(NamedTuple):
 
 
 def compute_prompt_logprobs(
-    hidden: Tensor, targets: PromptLogprobTargets, head: Callable[[Tensor], Tensor], kernels: Kernels | None
+    hidden: Tensor,
+    targets: PromptLogprobTargets,
+    head: Callable[[Tensor], Tensor],
+    fill: Callable[[Tensor, Tensor, TokenLogprobs], None],
 ) -> TokenLogprobs:
-    """hidden [T, E]. head: maps hidden [rows, E] to logits [rows, V], which its next call may overwrite."""
+    """hidden [T, E]. head: maps hidden [rows, E] to logits, which its next call may overwrite. fill: as
+    fill_token_logprobs, from these logits."""
     num_targets = len(targets.target_ids)
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -64,9 +68,7 @@ def compute_prompt_logprobs(
     for start in range(0, num_targets, LOGPROBS_AT_ONCE):
         chunk = slice(start, min(start + LOGPROBS_AT_ONCE, num_targets))
         logits = head(hidden[targets.rows[start : start + LOGPROBS_AT_ONCE]])[: chunk.stop - start]
-        fill_token_logprobs(
-            logits, targets.target_ids[chunk], TokenLogprobs(*(tensor[chunk] for tensor in result)), kernels
-        )
+        fill(logits, targets.target_ids[chunk], TokenLogprobs(*(tensor[chunk] for tensor in result)))
     return result
 
 

@@ -83,12 +83,6 @@ class Sampled(NamedTuple):
     """float32 [A, K], of top_ids; None without `top`."""
 
 
-def takes_largest(rows: SamplingRows) -> bool:
-    """Whether each row's token is that with its largest logit, and nothing else is wanted."""
-    is_greedy = not (rows.params["temperature"] > 0).any()
-    return is_greedy and rows.rules is None and rows.masks is None and not rows.any_logprobs
-
-
 def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -> Sampled:
     """Sample a token from each row of logits [R, V]. kernels: do the same on the CPU, faster."""
     masks = rows.masks
@@ -168,7 +162,7 @@ def sample_by_triton(logits: Tensor, rows: SamplingRows) -> Sampled:
 
 def _draw(logits: Tensor, rows: SamplingRows, any_sampled: bool) -> Tensor:
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    for chunk in _chunks(logits.shape[0]):
+    for chunk in chunks_of(logits.shape[0]):
         params = columns_of(rows.device_params[chunk])
         temperatures = params["temperature"].unsqueeze(1)
         adjusted = logits[chunk].to(torch.float32, copy=True)
@@ -206,17 +200,18 @@ def _mask_outside(adjusted: Tensor, rows: SamplingRows, first_row: int) -> None:
 
 def _normalizers(logits: Tensor) -> Tensor:
     """The log-sum-exp of each row, float32 [R]: logits minus this are log-probabilities."""
-    return torch.cat([logits[chunk].float().logsumexp(dim=-1) for chunk in _chunks(logits.shape[0])])
+    return torch.cat([logits[chunk].float().logsumexp(dim=-1) for chunk in chunks_of(logits.shape[0])])
 
 
 def _top_logprobs(logits: Tensor, top: TopRows, normalizers: Tensor) -> tuple[Tensor, Tensor]:
     """top_ids and top_logprobs, as in Sampled."""
     rows = top.rows.on_device
-    chunks = [logits[rows[chunk]].float().topk(top.count, dim=-1) for chunk in _chunks(len(rows))]
+    chunks = [logits[rows[chunk]].float().topk(top.count, dim=-1) for chunk in chunks_of(len(rows))]
     values = torch.cat([top_of_chunk.values for top_of_chunk in chunks])
     ids = torch.cat([top_of_chunk.indices for top_of_chunk in chunks]).int()
     return ids, values - normalizers[rows].unsqueeze(1)
 
 
-def _chunks(num_rows: int) -> list[slice]:
+def chunks_of(num_rows: int) -> list[slice]:
+    """Rows that plain torch samples together."""
     return [slice(start, start + _ROWS_AT_ONCE) for start in range(0, num_rows, _ROWS_AT_ONCE)]

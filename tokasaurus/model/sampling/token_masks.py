@@ -59,13 +59,16 @@ class MaskedRows(NamedTuple):
         tokens[self.rows] = torch.where(self.is_allowed.gather(1, drawn), drawn, first).squeeze(1)
 
 
-def masked_rows(masks: DeviceMasks, logits: Tensor, first_row: int) -> MaskedRows | None:
+def masked_rows(masks: DeviceMasks, logits: Tensor, first_row: int, first_id: int = 0) -> MaskedRows | None:
     """The rows with a mask among logits [rows, V], which are the rows of a step from `first_row` on; None if there are
-    none."""
-    num_rows, vocab_size = logits.shape
+    none.
+
+    first_id: the token id of the first logit.
+    """
+    num_rows, num_logits = logits.shape
     own = masks.rows.within(first_row, num_rows)
     if own.start == own.stop:
         return None
     shifts = torch.arange(_BITS, dtype=torch.int32, device=logits.device)
-    is_allowed = ((masks.bits[own].unsqueeze(2) >> shifts) & 1).bool().flatten(1)[:, :vocab_size]
+    is_allowed = ((masks.bits[own].unsqueeze(2) >> shifts) & 1).bool().flatten(1)[:, first_id : first_id + num_logits]
     return MaskedRows(masks.rows.on_device[own] - first_row, is_allowed)

@@ -245,8 +245,8 @@ def _graphs(info: ModelInfo, mesh: Mesh, shape: KVShape, sizes: Sizes) -> list[P
         return []
     largest, num_pieces = sizes.graph_sizes[0], len(sizes.graph_sizes) * (shape.num_layers + 1)
     row = _widest_row(info, mesh, shape)
-    if mesh.is_last_stage and mesh.tp_size == 1:
-        row += info.vocab_size
+    if mesh.is_last_stage:
+        row += mesh.vocab_shard(info.vocab_size)[1]
     num_bytes = largest * row * sizes.dtype.itemsize
     reason = f"{largest:,} sequences x {row:,} x {sizes.dtype.itemsize} B"
     if _has_flashinfer(shape, sizes):

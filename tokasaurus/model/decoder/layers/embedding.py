@@ -12,7 +12,7 @@ from tokasaurus.model.decoder.layers.linear import Linear
 from tokasaurus.model.decoder.layers.norm import RMSNorm
 from tokasaurus.model.decoder.weights import WeightShard
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.tensor_parallel import gather_vocab, sum_over_shards
+from tokasaurus.model.parallel.tensor_parallel import sum_over_shards
 
 
 class VocabShard(Linear):
@@ -47,18 +47,14 @@ class VocabShard(Linear):
 
     def reserve(self, num_rows: int) -> None:
         """Allocate memory for num_rows rows of logits, if the kernels compute them."""
-        if self.packed is not None and self._mesh.tp_size == 1:
+        if self.packed is not None:
             self._logits = torch.zeros((num_rows, self._length), dtype=self.packed.activation_dtype)
 
-    def own_logits(self, hidden: Tensor, norm: RMSNorm) -> tuple[Tensor, int]:
-        """As `logits`, but only of this rank's token ids, and the first of these."""
-        return self._product(self, hidden, norm), self._start
-
     def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
-        """hidden [R, E], normalised by `norm` -> logits [R, vocab] in hidden's dtype. The next call may overwrite
-        them."""
-        if self.packed is None or self._mesh.tp_size > 1 or not self.runs_on_kernels(hidden.shape[0]):
-            return gather_vocab(self._product(self, hidden, norm), self._shape[0], self._mesh)
+        """hidden [R, E], normalised by `norm` -> logits of this rank's token ids, [R, v], in its dtype. The next
+        call may overwrite them."""
+        if self.packed is None or not self.runs_on_kernels(hidden.shape[0]):
+            return self._product(self, hidden, norm)
         # Keep the memory: an allocation of this size would go back to the system when freed, and allocating it again,
         # zeroed and page by page, would take a quarter of the gemm's time.
         if self._logits is None or len(self._logits) < len(hidden):

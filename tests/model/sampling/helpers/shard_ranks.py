@@ -1,0 +1,156 @@
+"""Ranks in processes of their own that sample from their shards of logits, and what they exchange for it."""
+
+import multiprocessing
+import unittest.mock
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
+from tests.model.helpers.sampling_rows import make_rows, noise_keys, staged_masks, top_rows, with_params
+from tests.model.helpers.steps import CPU
+from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.parallel.process_group import joined
+from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs
+from tokasaurus.model.sampling.sample import SamplingRows
+from tokasaurus.model.sampling.shards import VocabularyShard, fill_token_logprobs_of_shards, sample_shards
+
+NUM_ROWS = 70  # more than plain torch samples together
+
+
+class Case(NamedTuple):
+    """What the rows of a batch want; rows without it are beside them."""
+
+    name: str
+    vocab_size: int = 331  # divided by neither 2 nor 3
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.3)
+    limits: tuple[dict[str, float], ...] = ({},)
+    """Fields of SamplingParams of rows in turns."""
+    has_rules: bool = False
+    has_masks: bool = False
+    num_top: int = 0
+    any_logprobs: bool = True
+    has_bad_rows: bool = False
+
+
+CASES = [
+    Case("greedy", temperatures=(0.0,), any_logprobs=False),
+    Case("temperature"),
+    Case("bad rows", has_bad_rows=True),
+    Case("top logprobs", num_top=5),
+    Case("top_k", limits=({}, {"top_k": 7}, {"top_k": 1}, {"top_k": 300}, {"min_p": 0.1})),
+    Case("top_p", limits=({}, {"top_p": 0.8}, {"top_p": 0.01}, {"top_p": 0.9, "top_k": 20, "min_p": 0.02})),
+    Case("top_p of many tokens", vocab_size=9001, limits=({}, {"top_p": 0.999})),
+    Case("rules", has_rules=True, num_top=3),
+    Case("masks", has_masks=True),
+    Case("everything", limits=({}, {"top_p": 0.8}, {"top_k": 9}), has_rules=True, has_masks=True, num_top=4),
+    Case("few tokens", vocab_size=3, limits=({}, {"top_k": 2})),
+]
+
+
+def make_case(case: Case) -> tuple[Tensor, SamplingRows]:
+    """Whole logits and their rows."""
+    rng = np.random.default_rng(len(case.name))
+    vocab_size = case.vocab_size
+    logits = torch.from_numpy(rng.normal(0, 3 if vocab_size < 5000 else 0.3, (NUM_ROWS, vocab_size)).astype(np.float32))
+    keys = noise_keys(rng.integers(0, 2**63, NUM_ROWS).tolist(), [1] * NUM_ROWS, list(range(5, 5 + NUM_ROWS)))
+    temperatures = [case.temperatures[row % len(case.temperatures)] for row in range(NUM_ROWS)]
+    rows = make_rows(temperatures, [1.0] * NUM_ROWS, keys)
+    limits = [case.limits[row % len(case.limits)] for row in range(NUM_ROWS)]
+    defaults = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    columns = {name: np.array([own.get(name, usual) for own in limits]) for name, usual in defaults.items()}
+    rows = with_params(rows, **columns)
+    if case.has_bad_rows:
+        logits[3, 300], logits[8, 2], logits[9] = torch.nan, torch.inf, -torch.inf
+        logits[11, :200] = -torch.inf
+    if case.has_masks:
+        allowed = {row: rng.random(vocab_size) < 0.1 for row in range(1, NUM_ROWS, 2)}
+        allowed[5] = np.arange(vocab_size) == vocab_size - 1
+        allowed[7] = np.arange(vocab_size) == 0
+        rows = rows_with(rows, masks=staged_masks(allowed))
+        logits[5] = -torch.inf  # all that is allowed is forbidden too: the token is an allowed one all the same
+        logits[5, 0] = 1
+    if case.has_rules:
+        contexts = {slot: rng.integers(0, vocab_size, 50).tolist() for slot in range(1, NUM_ROWS + 1)}
+        state = Contexts(contexts, NUM_ROWS + 1)
+        biases = ((0, 9.0, ALWAYS), (vocab_size - 1, 8.0, ALWAYS), (vocab_size // 2, -np.inf, ALWAYS))
+        by_slot = {slot: Rule(20, 1.5, 0.5, 1.4, biases[slot % 3 :]) for slot in contexts if slot % 4}
+        state.open(list(contexts), by_slot)
+        rows = state.with_rules(rows, list(contexts))
+    if case.num_top:
+        rows = rows_with(rows, top=top_rows(range(0, NUM_ROWS, 3), case.num_top))
+    return logits, rows_with(rows, any_logprobs=case.any_logprobs)
+
+
+def rows_with(rows: SamplingRows, **fields: Any) -> SamplingRows:
+    values = {name: getattr(rows, name) for name in SamplingRows.__dataclass_fields__}
+    return SamplingRows(**{**values, **fields})
+
+
+def prompt_targets(vocab_size: int) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(3).integers(0, vocab_size, NUM_ROWS).astype(np.int32))
+
+
+def empty_logprobs(num_top: int) -> TokenLogprobs:
+    return TokenLogprobs(
+        *(torch.empty(NUM_ROWS), torch.empty(NUM_ROWS, dtype=torch.int32)),
+        *(torch.empty((NUM_ROWS, num_top), dtype=torch.int32), torch.empty((NUM_ROWS, num_top))),
+    )
+
+
+def run_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connection) -> None:
+    """Sends, for each case without kernels and with them: the results, and the bytes that the rank sent."""
+    torch.set_num_threads(1)
+    with joined(Mesh(tp_rank=rank, tp_size=num_ranks), rendezvous, CPU) as mesh, counted_bytes() as num_sent:
+        for case in CASES:
+            logits, rows = make_case(case)
+            first, count = mesh.vocab_shard(case.vocab_size)
+            own, shard = logits[:, first : first + count].contiguous(), VocabularyShard.of(mesh, case.vocab_size)
+            for kernels in (None, load_kernels()):
+                before = num_sent()
+                sampled = sample_shards(own.clone(), rows, shard, kernels)
+                answers.send(([None if x is None else x.numpy() for x in sampled], num_sent() - before))
+            if case.name in ("temperature", "few tokens"):
+                computed = empty_logprobs(min(4, case.vocab_size))
+                fill_token_logprobs_of_shards(own, prompt_targets(case.vocab_size), computed, shard)
+                answers.send([x.numpy() for x in computed])
+
+
+@contextmanager
+def counted_bytes() -> Iterator[Callable[[], int]]:
+    """Yields a function that tells how many bytes were sent to be gathered so far."""
+    sent: list[int] = []
+    real = torch.distributed.all_gather
+
+    def count(shards: list[Tensor], own: Tensor, **options: Any) -> Any:
+        sent.append(own.numel() * own.itemsize)
+        return real(shards, own, **options)
+
+    with unittest.mock.patch.object(torch.distributed, "all_gather", count):
+        yield lambda: sum(sent)
+
+
+def run_ranks(num_ranks: int, directory: Path, num_answers: int) -> list[list[Any]]:
+    """What each rank sends."""
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+    processes = [
+        context.Process(target=run_rank, args=(rank, num_ranks, directory / "rendezvous", pipes[rank][1]))
+        for rank in range(num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    for _, sender in pipes:
+        sender.close()  # so that a rank that fails ends the wait for its answer
+    try:
+        return [[receiver.recv() for _ in range(num_answers)] for receiver, _ in pipes]
+    finally:
+        for process in processes:
+            process.kill()

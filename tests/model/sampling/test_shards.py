@@ -1,0 +1,80 @@
+"""Ranks that each have a part of the vocabulary sample as one process does that has all of it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.model.sampling.helpers.shard_ranks import (
+    CASES,
+    NUM_ROWS,
+    Case,
+    empty_logprobs,
+    make_case,
+    prompt_targets,
+    run_ranks,
+)
+from tokasaurus.model.sampling.noise import gumbel_noise, keys_of_shard
+from tokasaurus.model.sampling.prompt_logprobs import fill_token_logprobs
+from tokasaurus.model.sampling.sample import Sampled, sample
+
+BYTES_OF_ALL_ROWS = 5 * 8
+"""Score, token, whether it is finite, logit, log-sum-exp."""
+
+
+def most_bytes(case: Case, num_ranks: int) -> int:
+    """That a rank sends where a reduction serves."""
+    most_own = -(-case.vocab_size // num_ranks)
+    num_limited = 0
+    if any(case.limits):
+        largest = max(int(own.get("top_k", 1)) for own in case.limits)
+        num_limited = 4 * (min(largest, most_own) + 1)
+    return NUM_ROWS * (BYTES_OF_ALL_ROWS + num_limited + 2 * 8 * case.num_top)
+
+
+def assert_sampled_alike(got: list[np.ndarray | None], expected: Sampled) -> None:
+    tokens, logprobs, _, top_logprobs = got
+    assert tokens is not None
+    np.testing.assert_array_equal(tokens, expected.tokens)
+    assert (logprobs is None) == (expected.logprobs is None)
+    is_good = expected.tokens.numpy() >= 0
+    if logprobs is not None:
+        np.testing.assert_allclose(logprobs[is_good], expected.logprobs[is_good], atol=1e-5, rtol=0)
+    assert (top_logprobs is None) == (expected.top_logprobs is None)
+    if top_logprobs is not None:
+        np.testing.assert_allclose(top_logprobs, expected.top_logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_sample_as_one_process_and_exchange_few_numbers(num_ranks: int, tmp_path: Path) -> None:
+    num_prompts = 2
+    answers = run_ranks(num_ranks, tmp_path, 2 * len(CASES) + num_prompts)
+    for of_rank in answers:
+        sent = iter(of_rank)
+        for case in CASES:
+            logits, rows = make_case(case)
+            expected = sample(logits, rows, None)
+            for _ in ("torch", "kernels"):
+                got, num_bytes = next(sent)
+                assert_sampled_alike(got, expected)
+                if expected.top_ids is not None:  # logits are distinct, so that their order is too
+                    np.testing.assert_array_equal(got[2], expected.top_ids)
+                if not any("top_p" in own for own in case.limits):
+                    assert num_bytes <= most_bytes(case, num_ranks), case.name
+            if case.name in ("temperature", "few tokens"):
+                wanted = empty_logprobs(min(4, case.vocab_size))
+                fill_token_logprobs(logits, prompt_targets(case.vocab_size), wanted, None)
+                for got_part, want_part in zip(next(sent), wanted, strict=True):
+                    np.testing.assert_allclose(got_part, want_part, atol=1e-5, rtol=0)
+    for first, *others in zip(*answers, strict=True):
+        for other in others:
+            assert repr(other) == repr(first), "every rank has the same results"
+
+
+def test_the_keys_of_a_shard_give_its_tokens_the_noise_of_the_whole() -> None:
+    keys = torch.tensor([[0, 0], [2**32 - 1, 5], [123456789, 2**31]])
+    whole = gumbel_noise(keys, 900)
+    for first_id in (0, 1, 450, 899):
+        shard = gumbel_noise(keys_of_shard(keys, first_id), 900 - first_id)
+        assert torch.equal(shard, whole[:, first_id:])
