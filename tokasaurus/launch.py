@@ -64,7 +64,7 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport) -> int
         checkpoint = resolve_checkpoint(config.model, config.tokenizer, report.show_progress)
         report.end_phase("find model", str(checkpoint.directory))
         report.model = checkpoint.name if config.served_model_name is None else config.served_model_name
-        if config.dp_size * config.tp_size > 1:
+        if config.dp_size * config.pp_size * config.tp_size > 1:
             report.show_detail("mesh", describe_mesh(config))
         with StopSignals() as stop_signals, ProcessGroup() as group:
             processes = _start_all(group, config, checkpoint, listener, entries)
@@ -98,9 +98,11 @@ class _Processes:
 
 def describe_mesh(config: ServerConfig) -> str:
     """How many model workers there are, and why, for the user."""
-    counts = (config.dp_size, "replica"), (config.tp_size, "tensor-parallel rank")
+    counts = [(config.dp_size, "replica"), (config.tp_size, "tensor-parallel rank")]
+    if config.pp_size > 1:
+        counts.insert(1, (config.pp_size, "pipeline stage"))
     factors = [f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts]
-    return f"{' x '.join(factors)} = {config.dp_size * config.tp_size} model workers"
+    return f"{' x '.join(factors)} = {config.dp_size * config.pp_size * config.tp_size} model workers"
 
 
 def _start_all(

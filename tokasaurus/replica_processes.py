@@ -90,7 +90,7 @@ class ReplicaProcesses:
         self._is_ready, self.restart_at_s = False, None
         inputs: list[Sender[ForwardInput]] = []
         num_workers = config.pp_size * config.tp_size
-        rendezvous = self._group.new_path() if config.tp_size > 1 else None
+        rendezvous = self._group.new_path() if num_workers > 1 else None
         for rank in range(num_workers):
             input_in: Receiver[ForwardInput]
             input_out: Sender[ForwardInput]

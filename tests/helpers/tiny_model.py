@@ -28,7 +28,6 @@ _SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
@@ -46,9 +45,11 @@ _LLAMA3_ROPE = {
 }
 
 
-def family_config(family: str, tied: bool = False, vocab_size: int = VOCAB_SIZE) -> PretrainedConfig:
+def family_config(
+    family: str, tied: bool = False, vocab_size: int = VOCAB_SIZE, num_layers: int = 3
+) -> PretrainedConfig:
     """family: "llama" (with llama3 rope scaling), "qwen2", "qwen3", or "mistral"."""
-    sizes = {**_SIZES, "tie_word_embeddings": tied, "vocab_size": vocab_size}
+    sizes = {**_SIZES, "tie_word_embeddings": tied, "vocab_size": vocab_size, "num_hidden_layers": num_layers}
     if family == "llama":
         return LlamaConfig(**sizes, rope_parameters=_LLAMA3_ROPE)
     if family == "qwen2":
@@ -67,10 +68,13 @@ def save_tiny_model(
     max_shard_size: str = "5GB",
     seed: int = 0,
     vocab_size: int = VOCAB_SIZE,
+    num_layers: int = 3,
 ) -> PreTrainedModel:
     """Writes the checkpoint and its tokenizer; returns the model in float32, to be the oracle."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(family_config(family, tied, vocab_size), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        family_config(family, tied, vocab_size, num_layers), dtype=torch.float32
+    ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Norm weights of 1 and biases of 0, transformers' initial values, would hide a missing norm or bias. The

@@ -58,6 +58,12 @@ class ModelInfo:
     dtype: str
     """Of the stored weights, such as "bfloat16"."""
 
+    @property
+    def head_layers(self) -> float:
+        """How many layers have as many parameters as the LM head."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return self.vocab_size / (attention + 3 * self.intermediate_size)
+
 
 @dataclass(frozen=True, slots=True)
 class FamilyConfig:

@@ -1,11 +1,16 @@
 """How layers, heads and rows are divided among ranks, against the definitions applied one by one."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from tokasaurus.checkpoint import ModelInfo, RopeInfo
 from tokasaurus.model.parallel.mesh import Mesh
+
+MODEL = ModelInfo("llama", 4, 64, 12, 4, 16, 90, 275, 512, 1e-5, RopeInfo(1e4), False, (0,), "float32")
+HEAD_OF_ONE_LAYER = 2 * 12 * 16 + 2 * 4 * 16 + 3 * 90
+"""Token ids for which the LM head has as many parameters as a layer: queries and output, keys and values, MLP."""
 
 
 @pytest.mark.parametrize(("pp_size", "tp_size"), [(1, 1), (3, 1), (1, 4), (2, 3)])
@@ -16,19 +21,48 @@ def test_workers_are_numbered_by_replica_then_stage_then_shard(pp_size: int, tp_
     assert [Mesh.of_worker(index, pp_size, tp_size) for index in range(len(expected))] == expected
 
 
+def stages_of(info: ModelInfo, pp_size: int) -> list[range]:
+    return [Mesh(pp_rank=rank, pp_size=pp_size).stage_layers(info) for rank in range(pp_size)]
+
+
 @pytest.mark.parametrize("num_layers", [8, 9, 15, 30, 32])
 @pytest.mark.parametrize("pp_size", [1, 2, 3, 8])
-def test_stages_are_even_and_hold_every_layer_once_in_order(num_layers: int, pp_size: int) -> None:
-    stages = [Mesh(pp_rank=rank, pp_size=pp_size).stage_layers(num_layers) for rank in range(pp_size)]
+@pytest.mark.parametrize("vocab_size", [10, 3000, 100_000])
+def test_no_other_stages_have_a_faster_slowest_one(num_layers: int, pp_size: int, vocab_size: int) -> None:
+    """All ways to divide the layers into stages of at least one, by their numbers in the last stage."""
+    info = replace(MODEL, num_layers=num_layers, vocab_size=vocab_size)
+    stages = stages_of(info, pp_size)
     assert [layer for stage in stages for layer in stage] == list(range(num_layers))
     sizes = [len(stage) for stage in stages]
-    assert max(sizes) - min(sizes) <= 1
-    assert sizes == sorted(sizes, reverse=True)
+    assert min(sizes) >= 1
+    assert sizes[:-1] == sorted(sizes[:-1], reverse=True)
+    head = vocab_size / HEAD_OF_ONE_LAYER
+    slowest = max(max(sizes[:-1], default=0), sizes[-1] + head)
+    for num_last in range(1, num_layers - pp_size + 2):
+        rest = math.ceil((num_layers - num_last) / (pp_size - 1)) if pp_size > 1 else 0
+        if pp_size > 1 or num_last == num_layers:
+            assert slowest <= max(rest, num_last + head)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "head", "pp_size", "sizes"),
+    [
+        (32, 2.41, 2, [17, 15]),  # 17.4; 18 and 14 would take 18
+        (32, 2.41, 3, [12, 11, 9]),  # 12; 11, 11 and 10 would take 12.4
+        (30, 8.0, 2, [19, 11]),
+        (30, 8.0, 3, [13, 12, 5]),  # 13; 13, 13 and 4 as well, but less evenly
+        (5, 0.5, 4, [2, 1, 1, 1]),
+        (4, 9.0, 2, [3, 1]),  # the last stage needs a layer
+    ],
+)
+def test_stages_by_hand(num_layers: int, head: float, pp_size: int, sizes: list[int]) -> None:
+    info = replace(MODEL, num_layers=num_layers, vocab_size=round(head * HEAD_OF_ONE_LAYER))
+    assert [len(stage) for stage in stages_of(info, pp_size)] == sizes
 
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="pp_size=8 is more than the model's 7 layers"):
-        Mesh(pp_rank=0, pp_size=8).stage_layers(7)
+        stages_of(replace(MODEL, num_layers=7), 8)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +102,6 @@ def test_vocabulary_shards_are_even_and_hold_every_token_once_in_order(vocab_siz
 def test_more_ranks_than_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match=r"vocabulary \(3\).*tp_size=4"):
         Mesh(tp_size=4).vocab_shard(3)
-
-
-MODEL = ModelInfo("llama", 4, 64, 12, 4, 16, 90, 275, 512, 1e-5, RopeInfo(1e4), False, (0,), "float32")
 
 
 @pytest.mark.parametrize(("pp_size", "tp_size"), [(1, 1), (1, 2), (4, 1), (2, 2)])

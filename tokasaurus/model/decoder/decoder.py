@@ -126,7 +126,7 @@ class Decoder(nn.Module):
         self.packed_layers: PackedLayers | None = None
         """All layers as the CPU kernels read them; None unless they are all packed."""
         self.gemm_choice = ALWAYS_KERNELS
-        stage = mesh.stage_layers(info.num_layers)
+        stage = mesh.stage_layers(info)
         with torch.device("meta"):
             needs_embedding = mesh.is_first_stage or (mesh.is_last_stage and info.tie_embeddings)
             self.embedding = VocabShard(info, mesh, dtype) if needs_embedding else None
@@ -193,6 +193,10 @@ class Decoder(nn.Module):
         return self._info.vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        return self._info.hidden_size
+
+    @property
     def is_first_stage(self) -> bool:
         return self._mesh.is_first_stage
 
@@ -257,7 +261,7 @@ class Decoder(nn.Module):
     def weight_shards(self) -> list[WeightShard]:
         """Every tensor of the checkpoint, with a target if this stage has it."""
         info, mesh = self._info, self._mesh
-        stage = mesh.stage_layers(info.num_layers)
+        stage = mesh.stage_layers(info)
         shards: list[WeightShard] = []
         for index in range(info.num_layers):
             prefix = f"model.layers.{index}."

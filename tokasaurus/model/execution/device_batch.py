@@ -43,6 +43,9 @@ class DeviceBatch:
     sampled_slots: Tensor
     """int64 [N], slots whose last token becomes the sampled one."""
 
+    host_sampled_slots: NDArray[np.int32]
+    """int32 [N], the same, on the host."""
+
     layout: PagedLayout
     sampling: SamplingRows
     """Sampling parameters of the N rows."""
@@ -153,6 +156,7 @@ def build_batch(
         logit_rows=to_device(np.concatenate((logit_rows, pad(len(logit_rows))))),
         num_sampled=len(logit_rows),
         sampled_slots=device_slots,
+        host_sampled_slots=sampled_slots,
         layout=LayoutBuilder(step, slots, starts, kv_lengths, page_size, staging).build(all_kv_indices),
         sampling=sampling,
         want_logprobs=want_logprobs,

@@ -20,6 +20,7 @@ from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.execution.graphs import DecodeGraphs, DecodeOutput, Recorder, padded, padding_alone
 from tokasaurus.model.execution.slot_table import SlotTable
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.parallel.stage_links import StageLinks
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs, compute_prompt_logprobs, fill_token_logprobs
 from tokasaurus.model.sampling.sample import Sampled, sample, sample_by_triton
 from tokasaurus.model.sampling.shards import VocabularyShard, fill_token_logprobs_of_shards, sample_shards
@@ -152,6 +153,10 @@ class ModelRunner:
             self._token_multiple = mesh.tp_size
         self._mesh = mesh
         self._shard = VocabularyShard.of(mesh, model.vocab_size) if mesh.tp_size > 1 else None
+        self._links: StageLinks | None = None
+        if mesh.pp_size > 1:
+            sizes = model.hidden_size, model.activation_dtype
+            self._links = StageLinks(mesh, *sizes, device, len(slots.last_tokens))
         self._num_recompiles = 0
         self._graphs: DecodeGraphs | None = None
 
@@ -199,10 +204,23 @@ class ModelRunner:
         if isinstance(self._backend, RecordableBackend):
             self._backend.prepare_recording(0, 0)
 
+    def expect(self, step: ForwardInput) -> None:
+        """Prepare for a step that will run after those that were expected before; may be left out."""
+        if self._links is not None and not self._links.is_first:
+            self._links.expect_hidden(int(step.num_tokens.sum()))
+
+    def finish(self) -> None:
+        """Wait until the other stages have got what was sent to them. All have run the same steps."""
+        if self._links is not None:
+            self._links.finish()
+
     @torch.inference_mode()
-    def run(self, step: ForwardInput) -> StepResult:
-        """Run one step. On an asynchronous device, returns before the result is computed."""
-        staging = self._staging
+    def run(self, step: ForwardInput) -> StepResult | None:
+        """Run one step. On an asynchronous device, returns before the result is computed. None on all pipeline stages
+        but the last."""
+        staging, links = self._staging, self._links
+        if links is not None and links.is_first:
+            links.await_tokens(step.slots[: step.num_decode], self._slots.last_tokens)
         staging.begin()
         begun: list[Mark] = []
         staging.then(lambda: begun.append(self._mark()))
@@ -210,11 +228,19 @@ class ModelRunner:
         batch, (hidden, logits, known) = self._compute(step)
         num_tokens = int(step.num_tokens.sum())
         num_sampled = batch.num_sampled - (len(batch.token_slots) - num_tokens)  # without the rows that pad a graph
+        if links is not None and not links.is_last:
+            links.send_hidden(hidden[:num_tokens])
+            if links.is_first:
+                links.expect_tokens(batch.host_sampled_slots[:num_sampled], batch.sampled_slots[:num_sampled])
+            staging.finish()
+            return None
         is_finite = torch.linalg.vector_norm(hidden[: len(batch.token_slots)], torch.inf, dim=-1) < torch.inf
         sampled = known or self._sample(hidden, logits, batch)
         is_finite[batch.logit_rows[: batch.num_sampled]] &= sampled.tokens >= 0
         tokens = sampled.tokens.clamp(min=0)  # later steps may embed it before the manager ends the sequence
         self._slots.last_tokens[batch.sampled_slots] = tokens
+        if links is not None:
+            links.send_tokens(tokens[:num_sampled])
         outputs = {"token_ids": tokens[:num_sampled].int(), "is_finite": is_finite[:num_tokens]}
         logprobs = None if sampled.logprobs is None else sampled.logprobs[:num_sampled]
         optional = ("logprobs", logprobs), ("top_ids", sampled.top_ids), ("top_logprobs", sampled.top_logprobs)
@@ -247,17 +273,23 @@ class ModelRunner:
             batch = self._build(step, is_padded=not self.always_on_kernels)
             backend.plan(batch.layout)
             self._staging.send()
-            attends = attends_over(backend, batch.layout)
-            hidden = self._model(batch.token_ids, None, batch.positions, self._executor, attends)
+            attends, entering = attends_over(backend, batch.layout), self._receive(step, batch)
+            hidden = self._model(batch.token_ids, entering, batch.positions, self._executor, attends)
             return batch, DecodeOutput(hidden, logits=None)
         batch = self._build(padded(step, size), is_padded=False)
         if isinstance(backend, RecordableBackend) and batch.layout.prefix is None:
             backend.plan_recorded(batch.layout)
             self._staging.send()
-            return batch, graphs.run(batch, attends=None)
+            return batch, graphs.run(batch, None, self._receive(step, batch))
         backend.plan(batch.layout)
         self._staging.send()
-        return batch, graphs.run(batch, attends_over(backend, batch.layout))
+        return batch, graphs.run(batch, attends_over(backend, batch.layout), self._receive(step, batch))
+
+    def _receive(self, step: ForwardInput, batch: DeviceBatch) -> Tensor | None:
+        """What the stage before this one has computed of the step, padded as the batch: [T, E]; None on the first."""
+        if self._links is None or self._links.is_first:
+            return None
+        return self._links.receive_hidden(int(step.num_tokens.sum()), len(batch.token_ids))
 
     def _sample(self, hidden: Tensor, logits: Tensor | None, batch: DeviceBatch) -> Sampled:
         """hidden [T, E]; logits [T, v] of this rank, if they are known already. A separate method, so that logits are

@@ -21,15 +21,28 @@ class Mesh:
     tp_size: int = 1
     tp_group: ProcessGroup | None = None
     """The tensor-parallel ranks of this stage; None, and unused, if tp_size is 1."""
+    stage_group: ProcessGroup | None = None
+    """All ranks of the replica, for hidden states; None, and unused, if pp_size is 1."""
+    token_group: ProcessGroup | None = None
+    """The same, for tokens: a group of its own, so that neither waits for the other."""
 
     @classmethod
     def of_worker(cls, index: int, pp_size: int, tp_size: int) -> Mesh:
         """index: among the workers of all replicas, (replica * pp_size + pp_rank) * tp_size + tp_rank."""
         return cls(index // tp_size % pp_size, pp_size, index % tp_size, tp_size)
 
+    @property
+    def world_rank(self) -> int:
+        """Among the workers of the replica."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp_size * self.tp_size
+
     def check(self, info: ModelInfo) -> None:
         """Raises ValueError, which names the sizes, if the model cannot be divided among the ranks."""
-        self.stage_layers(info.num_layers)
+        self.stage_layers(info)
         self.shard(info.num_heads, "attention heads")
         self.kv_head_shard(info.num_kv_heads)
         self.shard(info.intermediate_size, "intermediate_size")
@@ -48,15 +61,26 @@ class Mesh:
         """Whether this worker is the one that sends sampled tokens to the manager."""
         return self.is_last_stage and self.tp_rank == 0
 
-    def stage_layers(self, num_layers: int) -> range:
-        """Indices of the layers this stage runs: consecutive; stage sizes differ by at most one.
+    def stage_layers(self, info: ModelInfo) -> range:
+        """Indices of the layers this stage runs: consecutive, so many that the slowest stage is as fast as possible.
 
-        The first stages take the extra layers, since the last also runs the LM head. Raises ValueError if there are
-        fewer layers than stages.
+        The LM head counts by its parameters, as so many layers of the last stage. The other stages' numbers of layers
+        differ by at most one; the first ones have more. Raises ValueError if there are fewer layers than stages.
         """
+        num_layers, num_others = info.num_layers, self.pp_size - 1
         if num_layers < self.pp_size:
             raise ValueError(f"pp_size={self.pp_size} is more than the model's {num_layers} layers")
-        base, longer = divmod(num_layers, self.pp_size)
+        if num_others == 0:
+            return range(num_layers)
+
+        def slowest(num_last: int) -> float:
+            """Layers' worth of the slowest stage, if the last has so many layers."""
+            return max(-(-(num_layers - num_last) // num_others), num_last + info.head_layers)
+
+        num_last = min(range(num_layers - num_others, 0, -1), key=slowest)  # the most of equally good ones
+        if self.is_last_stage:
+            return range(num_layers - num_last, num_layers)
+        base, longer = divmod(num_layers - num_last, num_others)
         start = self.pp_rank * base + min(self.pp_rank, longer)
         return range(start, start + base + (1 if self.pp_rank < longer else 0))
 

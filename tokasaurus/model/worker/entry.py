@@ -88,7 +88,7 @@ def run_worker(
             with threads:
                 run_steps(worker.runner, inputs, outputs if mesh.replies else None, steps_behind)
     except RuntimeError as error:
-        if mesh.tp_size == 1 or not is_about_another_rank(error):
+        if mesh.num_ranks == 1 or not is_about_another_rank(error):
             raise
         inputs.drain()
         if not inputs.is_closed:  # otherwise another rank has ended in order, without steps that were never sent to it
@@ -113,7 +113,7 @@ def _joined(
     config: ServerConfig, mesh: Mesh, index: int, rendezvous: Path | None, report: Callable[[PhaseDone], None]
 ) -> Iterator[Mesh]:
     """As parallel/process_group.joined; shown to the user as a phase if there is something to join."""
-    if mesh.tp_size == 1:
+    if mesh.num_ranks == 1:
         yield mesh
         return
     began_s = time.perf_counter()
@@ -184,7 +184,7 @@ def start_worker(
         model.end_packing()
         return_freed_memory()
     shape = KVShape(
-        num_layers=len(mesh.stage_layers(info.num_layers)),
+        num_layers=len(mesh.stage_layers(info)),
         num_heads=mesh.shard(info.num_heads, "attention heads")[1],
         num_kv_heads=mesh.kv_head_shard(info.num_kv_heads)[1],
         head_dim=info.head_dim,

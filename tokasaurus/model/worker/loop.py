@@ -55,14 +55,20 @@ def run_steps(
             )
 
     while True:
-        waiting.extend(inputs.drain())
+        for message in inputs.drain():
+            runner.expect(message)
+            waiting.append(message)
         while running and (len(running) > steps_behind or not waiting):
             answer_oldest()
         if not waiting:
             try:
-                waiting.append(inputs.receive())
+                message = inputs.receive()
             except ChannelClosed:
+                runner.finish()
                 return
-        message = waiting.popleft()
+            runner.expect(message)
+            waiting.append(message)
         started = time.perf_counter()
-        running.append((runner.run(message), started))
+        result = runner.run(waiting.popleft())
+        if result is not None:
+            running.append((result, started))

@@ -169,7 +169,7 @@ def plan_memory(info: ModelInfo, sizes: Sizes) -> MemoryPlan:
 
 def plan_worker(info: ModelInfo, mesh: Mesh, sizes: Sizes) -> WorkerPlan:
     """The memory of one worker. Raises ValueError for a tp_size or pp_size by which the model cannot be divided."""
-    num_layers = len(mesh.stage_layers(info.num_layers))
+    num_layers = len(mesh.stage_layers(info))
     shape = KVShape(
         num_layers=num_layers,
         num_heads=mesh.shard(info.num_heads, "attention heads")[1],

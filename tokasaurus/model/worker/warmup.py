@@ -149,10 +149,11 @@ def _run_timed(runner: ModelRunner, step: ForwardInput) -> float:
     """Seconds per token of the step."""
     began_s = time.perf_counter()
     result = runner.run(step)
-    result.host_token_ids()
-    result.host_logprobs()
-    result.host_top()
-    result.host_prompt_logprobs()
+    if result is not None:
+        result.host_token_ids()
+        result.host_logprobs()
+        result.host_top()
+        result.host_prompt_logprobs()
     return (time.perf_counter() - began_s) / int(step.num_tokens.sum())
 
 
