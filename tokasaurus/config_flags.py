@@ -12,7 +12,6 @@ NOT_BUILT = frozenset(
     {
         "trust_remote_code",
         "rope_scaling",
-        "pp_num_buffer_stages",
         "statsd_server_url",
     }
 )

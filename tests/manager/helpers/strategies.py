@@ -43,6 +43,7 @@ varied_options = {
     "deferred_tasks": st.sampled_from([None, "always", "deferred"]),
     "stop_tokens": st.sampled_from([None, STOP_TOKENS]),
     "hydragen": st.sampled_from([None, HydragenOptions(2, 1), HydragenOptions(3, 2)]),
+    "num_microbatches": st.sampled_from([1, 1, 2, 5]),
 }
 
 shapes_strategy = st.lists(

@@ -28,6 +28,7 @@ from tokasaurus.manager.planning.step_budget import (
 from tokasaurus.manager.planning.step_time_model import NUM_FEATURES
 from tokasaurus.manager.planning.victims import choose_victims
 from tokasaurus.manager.state.engine_state import EngineState
+from tokasaurus.manager.state.microbatches import even_prefill, next_microbatches, note_step, prefilling_of, slots_of
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
@@ -156,6 +157,8 @@ class Engine:
     def _wants_step(self, seconds_wanted: float) -> bool:
         state, max_steps = self.state, self.state.options.max_steps_ahead
         num_in_flight = len(state.steps_in_flight) - self._num_unapplied
+        if state.options.num_microbatches > 1:
+            return num_in_flight < state.options.num_microbatches
         if not state.options.tuning.predicts_steps:
             return num_in_flight < num_steps_to_keep_in_flight(state.step_seconds, max_steps)
         queued, model = self._features(self._num_unapplied + 1), state.step_time_model
@@ -169,7 +172,7 @@ class Engine:
             while self._wants_step(seconds_wanted):
                 if self._num_unapplied and num_blocks_short(state, ready_to_decode(state)) > 0:
                     return  # results that have arrived may free blocks: preempt nothing yet
-                message = next_step(state)
+                message = next_step(state, self._num_unapplied)
                 if message is None:
                     return
                 if len(state.steps_in_flight) - self._num_unapplied == 1:
@@ -196,39 +199,60 @@ def regroup(state: EngineState) -> None:
     state.groups_are_old, state.groups_are_new = False, True
 
 
-def next_step(state: EngineState) -> ForwardInput | None:
+def next_step(state: EngineState, num_unapplied: int = 0) -> ForwardInput | None:
     """Schedule the next step and build its message; None if there is nothing to compute.
+
+    num_unapplied: steps in flight whose results have arrived.
+    """
+    for microbatch in next_microbatches(state, num_unapplied):
+        message = _step_of(state, microbatch)
+        if message is not None:
+            note_step(state, microbatch)
+            return message
+    return None
+
+
+def _step_of(state: EngineState, microbatch: int) -> ForwardInput | None:
+    """The next step of a class; None if it has nothing to compute.
 
     Decoding sequences come first, because each keeps its blocks until it ends. Prompts share the remaining tokens.
     """
-    ready = ready_to_decode(state)
+    ready = slots_of(state, microbatch, ready_to_decode(state))
     if num_blocks_short(state, ready) > 0:
         release_all_ending(state)
         check_stop_strings(state)  # before preemption makes sampled tokens part of the prompt
-        ready = make_room(state)
+        ready = make_room(state, microbatch)
     if state.starts_are_stale:
         find_starts(state)
     num_decoding = len(ready)
     chunks: list[int] = []
     if state.queues.prefilling:
         budget = state.options.max_tokens_per_forward - num_decoding
-        rate = state.prefill_rate
+        if state.prefill_rate is not None:
+            budget = min(budget, -(-state.prefill_rate // state.options.num_microbatches))
+        if state.options.num_microbatches > 1:
+            budget = min(budget, even_prefill(state, num_decoding))
         slots = state.slots
         num_left = (
-            len(sequence.prompt) - int(slots.num_kv_tokens[sequence.slot]) for sequence in state.queues.prefilling
+            len(sequence.prompt) - int(slots.num_kv_tokens[sequence.slot])
+            for sequence in prefilling_of(state, microbatch)
         )
-        chunks = split_prefill(num_left, budget if rate is None else min(budget, rate))
-    if not chunks and (not num_decoding or is_better_later(state, ready)):
-        return None
-    return start_step(state, ready, chunks)
+        chunks = split_prefill(num_left, budget)
+    if not chunks:
+        decoding = slots_of(state, microbatch, state.queues.decoding())
+        if not num_decoding or is_better_later(state, ready, decoding):
+            return None
+    prefill = list(itertools.islice(prefilling_of(state, microbatch), len(chunks)))
+    return start_step(state, microbatch, ready, prefill, chunks)
 
 
-def make_room(state: EngineState) -> NDArray[np.int64]:
-    """Preempt the sequences that lose least, until every remaining decoding sequence can get the block it needs.
+def make_room(state: EngineState, microbatch: int = 0) -> NDArray[np.int64]:
+    """Preempt the sequences that lose least, until every remaining decoding sequence of the class can get the block it
+    needs.
 
-    Returns the slots that are then ready to decode, as `ready_to_decode` does.
+    Returns the slots of the class that are then ready to decode.
     """
-    while (num_short := num_blocks_short(state, ready := ready_to_decode(state))) > 0:
+    while (num_short := num_blocks_short(state, ready := slots_of(state, microbatch, ready_to_decode(state)))) > 0:
         victims = _victims(state, num_short)
         assert victims, f"{num_short} blocks short, and no sequence to preempt"
         for sequence in victims:

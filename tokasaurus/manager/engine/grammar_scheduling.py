@@ -19,8 +19,9 @@ def ready_to_decode(state: EngineState) -> NDArray[np.int64]:
     return decoding[~state.slots.awaits_matcher[decoding]]
 
 
-def is_better_later(state: EngineState, ready: NDArray[np.int64]) -> bool:
-    """Whether to delay a step in which only the slots `ready` decode, and wait for slots that await their matcher.
+def is_better_later(state: EngineState, ready: NDArray[np.int64], decoding: NDArray[np.int64]) -> bool:
+    """Whether to delay a step in which only the slots `ready` decode, out of `decoding`, and wait for slots that await
+    their matcher.
 
     Sequences with grammars cannot run ahead of their results. If every ready sequence has a grammar, decoding half of
     them in every other step would take twice the time of decoding all in each. If any ready sequence has no grammar,
@@ -29,7 +30,6 @@ def is_better_later(state: EngineState, ready: NDArray[np.int64]) -> bool:
     if not state.num_with_grammars or not len(ready):
         return False
     slots = state.slots
-    decoding = state.queues.decoding()
     is_slow = slots.is_slow[decoding]
     is_worth_it = slots.awaits_matcher[decoding] & (~is_slow | is_slow.all())
     return bool(slots.has_grammar[ready].all() and is_worth_it.any())

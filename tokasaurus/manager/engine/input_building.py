@@ -26,15 +26,16 @@ def num_blocks_short(state: EngineState, ready: NDArray[np.int64]) -> int:
     return num_needed - state.blocks.num_available
 
 
-def start_step(state: EngineState, ready: NDArray[np.int64], chunks: list[int]) -> ForwardInput:
-    """One token for each of the decoding slots `ready`, then `chunks[i]` tokens of the i-th prefilling prompt.
+def start_step(
+    state: EngineState, microbatch: int, ready: NDArray[np.int64], prefill: list[Sequence], chunks: list[int]
+) -> ForwardInput:
+    """One token for each of the decoding slots `ready`, then `chunks[i]` tokens of the prompt of `prefill[i]`.
 
     Precondition: at least one token to compute, and enough available blocks.
     """
     step_id = state.next_step_id
     decode, groups = _in_groups(state, ready)
     block_slots, block_ids = _step_decoding(state, decode)
-    prefill = [sequence for sequence, _ in zip(state.queues.prefilling, chunks, strict=False)]
     logprob_chunks = (
         _build_logprob_chunks(state, prefill, chunks, len(decode)) if state.blocks.prompt_logprobs is not None else []
     )
@@ -79,7 +80,7 @@ def start_step(state: EngineState, ready: NDArray[np.int64], chunks: list[int]) 
     follows_work = bool(state.steps_in_flight) or state.has_had_work
     state.steps_in_flight.append(
         StepInFlight(
-            *(step_id, sampled, num_rows, num_prefill_tokens, logprob_chunks, num_allocations),
+            *(step_id, sampled, microbatch, num_rows, num_prefill_tokens, logprob_chunks, num_allocations),
             *(cost, features, follows_work),
         )
     )
@@ -115,8 +116,9 @@ def _in_groups(state: EngineState, decode: NDArray[np.int64]) -> tuple[NDArray[n
     if len(state.group_num_blocks) == 1:
         return decode, None
     groups = state.slots.groups[decode]
-    # With grammars, count in every step: sequences whose matcher is reading now join their group in a later step.
-    if state.groups_are_new or state.num_with_grammars:
+    # With grammars, count in every step: sequences whose matcher is reading now join their group in a later step. So do
+    # those of other microbatches.
+    if state.groups_are_new or state.num_with_grammars or state.options.num_microbatches > 1:
         count_shared(state, decode, groups)
         state.groups_are_new = False
     sizes = np.bincount(groups, minlength=len(state.group_num_blocks))

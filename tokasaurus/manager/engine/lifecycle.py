@@ -11,6 +11,7 @@ from tokasaurus.manager.engine.token_counters import count_leaving
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
 from tokasaurus.manager.kv_cache.prompt_logprobs import first_position
 from tokasaurus.manager.state.engine_state import EngineState
+from tokasaurus.manager.state.microbatches import choose_microbatch
 from tokasaurus.manager.state.sequence import Phase, Sequence, make_prompt
 from tokasaurus.manager.state.slot_arrays import NEVER
 
@@ -57,6 +58,7 @@ def admit(state: EngineState, sequence: Sequence, cached: PrefixNode | None = No
     slots.max_kv_tokens[slot] = sequence.max_kv_tokens
     slots.num_covered_tokens[slot] = (match.num_blocks + len(own)) * page_size
     slots.admitted_at[slot] = state.num_admissions
+    slots.microbatches[slot] = choose_microbatch(state, sequence)
     slots.nodes[slot] = node.index
     slots.is_running[slot] = True
     slots.ends_at_eos[slot] = not request.ignore_eos

@@ -83,7 +83,7 @@ class EngineOptions:
     max_tokens_per_forward: int
     max_seqs_per_forward: int
     max_steps_ahead: int
-    """Most steps in flight at once."""
+    """Most steps in flight at once; not used with several microbatches."""
     eos_ids: frozenset[int]
     """The model's eos token ids."""
     decode_text: Callable[[TokenIds[int]], str]
@@ -108,6 +108,9 @@ class EngineOptions:
     """When deferred tasks run. "always": at once; "deferred": as late as allowed; None: not while the worker's queue
     is short."""
 
+    num_microbatches: int = 1
+    """Classes of sequences that steps go round, so that pipeline stages work at the same time."""
+
     tuning: Tuning = Tuning()
 
     @property
@@ -123,6 +126,7 @@ class StepInFlight:
     step_id: int
     sampled: NDArray[np.int64]
     """Slots that sample in this step, in row order."""
+    microbatch: int
     num_rows: int
     num_prefill_tokens: int
     logprob_chunks: list[PromptLogprobChunk]
@@ -181,6 +185,8 @@ class EngineState:
     message closes them, and the worker closes slots before it opens any."""
     steps_in_flight: deque[StepInFlight] = field(default_factory=deque)
     next_step_id: int = 0
+    next_microbatch: int = 0
+    """The class whose turn is next."""
     last_result_id: int = -1
     """The newest step whose results have arrived; -1 before the first."""
     step_seconds: float | None = None
@@ -223,7 +229,7 @@ class EngineState:
     slot_of_node: dict[int, int] = field(default_factory=dict)
     """By index of a prefix tree node: the slot that opened last with this node on its path."""
     prefill_rate: int | None = None
-    """Most prefill tokens per step, as assumed by the last admission; None: as many as fit."""
+    """Most prefill tokens of a step of each class together, as assumed by the last admission; None: as many as fit."""
     groups_are_old: bool = False
     """The set of decoding sequences has changed since they were grouped."""
     groups_are_new: bool = False

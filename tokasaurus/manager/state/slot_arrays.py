@@ -72,6 +72,8 @@ class SlotArrays:
         """Its grammar is slow (see CompiledGrammar.is_slow)."""
         self.stop_rows = zeros()
         """Row of StopTokens.may_end for its stop strings."""
+        self.microbatches = zeros()
+        """The class of steps that it is in; 0 without pipeline stages."""
         self.groups = zeros()
         """Number of its prefix group; 0 for none."""
         self.num_shared_tokens = zeros()

@@ -204,6 +204,7 @@ class ModelRunner:
         if isinstance(self._backend, RecordableBackend):
             self._backend.prepare_recording(0, 0)
 
+    @torch.inference_mode()
     def expect(self, step: ForwardInput) -> None:
         """Prepare for a step that will run after those that were expected before; may be left out."""
         if self._links is not None and not self._links.is_first:

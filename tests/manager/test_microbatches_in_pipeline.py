@@ -1,0 +1,109 @@
+"""Pipeline stages under the real engine, in simulated time: the slowest is busy, and nobody waits for long."""
+
+import random
+
+import numpy as np
+import pytest
+
+from tests.manager.helpers.pipeline import Pipeline, at_once, spread
+from tests.manager.helpers.requests import make_request
+from tokasaurus.manager.state.microbatches import choose_microbatch
+from tokasaurus.messages.generation import GenerateRequest
+
+EQUAL, UNEQUAL = [1.0, 1.0, 1.0, 1.0], [1.0, 1.2, 0.8, 1.0]
+NUM_SLOTS = 4 * 64
+
+
+def long_requests(prompt_tokens: list[int], seed: int) -> list[GenerateRequest]:
+    """Of random lengths, known to the engine; they end at any time. prompt_tokens: of each."""
+    rng = random.Random(seed)
+    return [
+        make_request(index, count, 1, rng.randint(40, 160), ignore_eos=True)
+        for index, count in enumerate(prompt_tokens)
+    ]
+
+
+def steady(pipeline: Pipeline) -> tuple[float, float]:
+    """From the moment when a tenth of all sequences have ended, until no more wait for a slot: half have ended."""
+    ends = sorted(now_s for now_s, delta in pipeline.deltas if delta.finish_reason is not None)
+    return ends[len(ends) // 10], ends[len(ends) // 2]
+
+
+SHORT_PROMPTS = [4] * (2 * NUM_SLOTS)
+HEAVY_START = [300] * NUM_SLOTS + [4] * NUM_SLOTS
+LONG_PROMPTS = [300] * (2 * NUM_SLOTS)
+
+
+@pytest.mark.parametrize("factors", [EQUAL, UNEQUAL])
+@pytest.mark.parametrize(
+    ("prompt_tokens", "least"),
+    [(SHORT_PROMPTS, 0.95), (HEAVY_START, 0.95), (LONG_PROMPTS, 0.85)],  # the last: most tokens are of prompts
+)
+def test_the_slowest_of_four_stages_is_busy(factors: list[float], prompt_tokens: list[int], least: float) -> None:
+    pipeline = Pipeline(factors, num_microbatches=5, num_slots=NUM_SLOTS)
+    pipeline.run(at_once(long_requests(prompt_tokens, seed=1)))
+    assert pipeline.busy_share(*steady(pipeline)) >= least
+
+
+def test_a_single_class_keeps_one_stage_busy_at_a_time() -> None:
+    """Without classes, four stages work in turns: what this design is for."""
+    pipeline = Pipeline(EQUAL, num_microbatches=1, num_slots=NUM_SLOTS)
+    pipeline.run(at_once(long_requests(SHORT_PROMPTS, seed=1)))
+    assert pipeline.busy_share(*steady(pipeline)) < 0.35
+
+
+@pytest.mark.parametrize("factors", [EQUAL, UNEQUAL])
+def test_new_requests_wait_at_most_one_round(factors: list[float]) -> None:
+    """There are slots for all. When a request comes, each class has at most one step that was sent before."""
+    pipeline = Pipeline(factors, num_microbatches=5, num_slots=2 * NUM_SLOTS)
+    requests = long_requests([20] * 400, seed=2)
+    arrivals = list(spread(requests, per_second=20, seed=3))
+    pipeline.run(iter(arrivals))
+    for arrived_s, request in arrivals:
+        sent_before = int(np.searchsorted(pipeline.sent_s, arrived_s))
+        assert pipeline.first_steps[request.seed] - sent_before < 5
+
+
+def test_samples_of_a_prompt_stay_together_unless_that_would_fill_more_than_a_share() -> None:
+    pipeline = Pipeline(EQUAL, num_microbatches=5, num_slots=50)
+    few = [make_request(number, 40, 4, 30, ignore_eos=True) for number in range(5)]
+    state = pipeline.state
+    pipeline.engine.step(few, [])
+    classes = {
+        request.request_id: {
+            int(state.slots.microbatches[sequence.slot]) for sequence in state.unfinished[request.request_id].sequences
+        }
+        for request in few
+    }
+    assert all(len(own) == 1 for own in classes.values())
+    assert set.union(*classes.values()) == {0, 1, 2, 3, 4}
+    pipeline = Pipeline(EQUAL, num_microbatches=5, num_slots=50)
+    pipeline.engine.step([make_request(9, 40, 50, 30, ignore_eos=True)], [])
+    state = pipeline.state
+    assert np.bincount(state.slots.microbatches[state.slots.is_running]).tolist() == [10, 10, 10, 10, 10]
+
+
+def test_classes_stay_balanced_while_sequences_end_at_random() -> None:
+    """No class has more than a sixteenth of the sequences more than its share, once all slots are used."""
+    pipeline = Pipeline(EQUAL, num_microbatches=5, num_slots=NUM_SLOTS)
+    largest = []
+    admit = pipeline.engine.step
+
+    def step(*arguments: object) -> None:
+        admit(*arguments)
+        slots = pipeline.state.slots
+        if pipeline.state.num_running > NUM_SLOTS * 0.9:
+            largest.append(np.bincount(slots.microbatches[slots.is_running], minlength=5).max())
+
+    pipeline.engine.step = step
+    pipeline.run(at_once(long_requests(SHORT_PROMPTS, seed=5)))
+    assert len(largest) > 100
+    assert max(largest) <= NUM_SLOTS / 5 + NUM_SLOTS / 16
+
+
+def test_one_class_is_all_there_is_without_stages() -> None:
+    pipeline = Pipeline([1.0], num_microbatches=1, num_slots=8)
+    pipeline.engine.step([make_request(1, 5, 4)], [])
+    for sequence in pipeline.state.unfinished["r1"].sequences:
+        assert choose_microbatch(pipeline.state, sequence) == 0
+    assert not pipeline.state.slots.microbatches.any()
