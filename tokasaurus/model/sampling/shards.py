@@ -55,24 +55,22 @@ def sample_shards(logits: Tensor, rows: SamplingRows, shard: VocabularyShard, ke
     else:
         scores, ids = _best_of_rows(logits, rows, shard)
     is_bad = ~(logits.amax(dim=-1) < torch.inf)  # amax is NaN if a logit is
-    chosen = logits.gather(1, (ids - shard.first_id).clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
-    own = [scores, ids, is_bad, chosen]
+    own = [scores, ids, is_bad]
     if rows.any_logprobs:
-        own.append(_normalizers(logits))
+        chosen = logits.gather(1, (ids - shard.first_id).clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
+        own += [chosen, _normalizers(logits)]
     # float64 holds float32 values and token ids exactly.
     shards = gather_shards(torch.stack([values.double() for values in own]), shard.mesh)  # [ranks, numbers, R]
-    best, best_ids, best_chosen = shards[0, 0], shards[0, 1], shards[0, 3]
+    best = shards[0]
     for others in shards[1:]:
-        is_better = (others[0] > best) | ((others[0] == best) & (others[1] < best_ids))
-        best = torch.where(is_better, others[0], best)
-        best_ids = torch.where(is_better, others[1], best_ids)
-        best_chosen = torch.where(is_better, others[3], best_chosen)
-    tokens = torch.where(shards[:, 2].any(0), -1, best_ids.long())
+        is_better = (others[0] > best[0]) | ((others[0] == best[0]) & (others[1] < best[1]))
+        best = torch.where(is_better, others, best)
+    tokens = torch.where(shards[:, 2].any(0), -1, best[1].long())
     if not rows.any_logprobs:
         return Sampled(tokens)
     normalizers = shards[:, 4].logsumexp(dim=0)
     top = () if rows.top is None else _top_logprobs(logits, rows.top, normalizers, shard)
-    return Sampled(tokens, (best_chosen - normalizers).float(), *top)
+    return Sampled(tokens, (best[3] - normalizers).float(), *top)
 
 
 def _best_of_plain_rows(

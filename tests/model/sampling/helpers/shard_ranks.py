@@ -3,7 +3,7 @@
 import multiprocessing
 import unittest.mock
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,20 +38,32 @@ class Case(NamedTuple):
     num_top: int = 0
     any_logprobs: bool = True
     has_bad_rows: bool = False
+    spread: float = 3.0
+    """Standard deviation of the logits."""
+    has_ties: bool = False
+    """Whole numbers, so that ranks have equal logits."""
+    dtype: torch.dtype = torch.float32
+    has_prompt: bool = False
+    """Whether prompt logprobs are computed from the logits too."""
 
 
 CASES = [
     Case("greedy", temperatures=(0.0,), any_logprobs=False),
-    Case("temperature"),
+    Case("greedy ties", temperatures=(0.0,), has_ties=True),
+    Case("ties at the end of top_k", limits=({}, {"top_k": 9}), has_ties=True),
+    Case("temperature", has_prompt=True),
+    Case("bfloat16", dtype=torch.bfloat16, limits=({}, {"top_k": 5}), has_prompt=True),
+    Case("bfloat16, plain", temperatures=(0.0, 0.9), dtype=torch.bfloat16),
     Case("bad rows", has_bad_rows=True),
     Case("top logprobs", num_top=5),
     Case("top_k", limits=({}, {"top_k": 7}, {"top_k": 1}, {"top_k": 300}, {"min_p": 0.1})),
     Case("top_p", limits=({}, {"top_p": 0.8}, {"top_p": 0.01}, {"top_p": 0.9, "top_k": 20, "min_p": 0.02})),
-    Case("top_p of many tokens", vocab_size=9001, limits=({}, {"top_p": 0.999})),
+    Case("top_p of few tokens", vocab_size=9001, limits=({}, {"top_p": 0.8})),
+    Case("top_p of many tokens", vocab_size=9001, limits=({}, {"top_p": 0.999}), spread=0.3),
     Case("rules", has_rules=True, num_top=3),
     Case("masks", has_masks=True),
     Case("everything", limits=({}, {"top_p": 0.8}, {"top_k": 9}), has_rules=True, has_masks=True, num_top=4),
-    Case("few tokens", vocab_size=3, limits=({}, {"top_k": 2})),
+    Case("few tokens", vocab_size=3, limits=({}, {"top_k": 2}), has_prompt=True),
 ]
 
 
@@ -59,7 +71,9 @@ def make_case(case: Case) -> tuple[Tensor, SamplingRows]:
     """Whole logits and their rows."""
     rng = np.random.default_rng(len(case.name))
     vocab_size = case.vocab_size
-    logits = torch.from_numpy(rng.normal(0, 3 if vocab_size < 5000 else 0.3, (NUM_ROWS, vocab_size)).astype(np.float32))
+    logits = torch.from_numpy(rng.normal(0, case.spread, (NUM_ROWS, vocab_size)).astype(np.float32)).to(case.dtype)
+    if case.has_ties:
+        logits = logits.round()
     keys = noise_keys(rng.integers(0, 2**63, NUM_ROWS).tolist(), [1] * NUM_ROWS, list(range(5, 5 + NUM_ROWS)))
     temperatures = [case.temperatures[row % len(case.temperatures)] for row in range(NUM_ROWS)]
     rows = make_rows(temperatures, [1.0] * NUM_ROWS, keys)
@@ -106,7 +120,8 @@ def empty_logprobs(num_top: int) -> TokenLogprobs:
 
 
 def run_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connection) -> None:
-    """Sends, for each case without kernels and with them: the results, and the bytes that the rank sent."""
+    """Sends, for each case without kernels and with them, and then for prompt logprobs, if any: the results, and the
+    bytes that the rank sent."""
     torch.set_num_threads(1)
     with joined(Mesh(tp_rank=rank, tp_size=num_ranks), rendezvous, CPU) as mesh, counted_bytes() as num_sent:
         for case in CASES:
@@ -117,23 +132,29 @@ def run_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connection) -
                 before = num_sent()
                 sampled = sample_shards(own.clone(), rows, shard, kernels)
                 answers.send(([None if x is None else x.numpy() for x in sampled], num_sent() - before))
-            if case.name in ("temperature", "few tokens"):
+            if case.has_prompt:
                 computed = empty_logprobs(min(4, case.vocab_size))
+                before = num_sent()
                 fill_token_logprobs_of_shards(own, prompt_targets(case.vocab_size), computed, shard)
-                answers.send([x.numpy() for x in computed])
+                answers.send(([x.numpy() for x in computed], num_sent() - before))
 
 
 @contextmanager
 def counted_bytes() -> Iterator[Callable[[], int]]:
-    """Yields a function that tells how many bytes were sent to be gathered so far."""
+    """Yields a function that tells how many bytes this rank has put into collectives so far."""
     sent: list[int] = []
-    real = torch.distributed.all_gather
 
-    def count(shards: list[Tensor], own: Tensor, **options: Any) -> Any:
-        sent.append(own.numel() * own.itemsize)
-        return real(shards, own, **options)
+    def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*tensors: Any, **options: Any) -> Any:
+            sent.append(tensors[-1].numel() * tensors[-1].itemsize)  # the last one is this rank's own
+            return collective(*tensors, **options)
 
-    with unittest.mock.patch.object(torch.distributed, "all_gather", count):
+        return count
+
+    with ExitStack() as stack:
+        for name in ("all_gather", "all_reduce", "broadcast"):
+            real = getattr(torch.distributed, name)
+            stack.enter_context(unittest.mock.patch.object(torch.distributed, name, counting(real)))
         yield lambda: sum(sent)
 
 
