@@ -45,6 +45,7 @@ SETUPS = (
     Setup("tp_size=1", ()),
     Setup("tp_size=2", ("tp_size=2",)),
     Setup("tp_size=2, pinned", ("tp_size=2",), is_pinned=True),
+    Setup("tp_size=3", ("tp_size=3",)),
     Setup("pp_size=2", ("pp_size=2",)),
     Setup("pp_size=2, pinned", ("pp_size=2",), is_pinned=True),
 )
