@@ -209,3 +209,26 @@ def test_any_failure_of_the_compiler_is_one_line_that_says_how_to_go_on(tmp_path
         compiled_runner(tmp_path, "torch")
     expected = "cannot compile here, PTXAS error: Internal Triton PTX codegen error; torch_compile=F needs none"
     assert str(caught.value) == f"torch_compile=T: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("module", "expected", "message"),
+    [
+        ("triton.runtime.errors", UserError, "torch_compile=T: cannot compile here, out of resource: shared memory"),
+        ("somewhere.else", RuntimeError, "out of resource: shared memory"),
+    ],
+)
+def test_a_failure_of_triton_at_the_first_launch_is_one_line_too(
+    module: str, expected: type[Exception], message: str, tmp_path: Path
+) -> None:
+    save_tiny_model(tmp_path, "llama")
+    error = type("OutOfResources", (RuntimeError,), {"__module__": module})
+
+    def launch(*_inputs: object) -> None:
+        raise error("out of resource: shared memory, Required: 300000")
+
+    with (
+        unittest.mock.patch.object(Compiler, "_compile_graph", return_value=launch),
+        pytest.raises(expected, match=f"^{message}"),
+    ):
+        compiled_runner(tmp_path, "torch")

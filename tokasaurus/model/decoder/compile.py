@@ -18,6 +18,9 @@ from tokasaurus.messages.lifecycle import UserError
 
 logger = logging.getLogger(__name__)
 
+_COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
+"""Modules whose errors are those of a compiler; Triton may find only at the first launch that it cannot go on."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -60,9 +63,11 @@ class Compiler:
                     mark_unbacked(argument, 0)
             try:
                 return compiled(*args, **kwargs)
-            except BackendCompilerFailed as error:
+            except Exception as error:
+                if not type(error).__module__.startswith(_COMPILERS):
+                    raise
                 logger.debug("compilation failed", exc_info=error)
-                reason = _gist(error.inner_exception)
+                reason = _gist(error.inner_exception if isinstance(error, BackendCompilerFailed) else error)
                 raise UserError(
                     f"torch_compile=T: cannot compile here, {reason}; torch_compile=F needs none"
                 ) from error
