@@ -24,12 +24,13 @@ BACK_LIMIT_S = 40.0
 
 
 def run_replicas(num_kills: int = 20, seed: int = 1) -> list[Row]:
-    """Replicas of one worker each, then replicas of two tensor-parallel ranks each."""
+    """Replicas of one worker each, of two tensor-parallel ranks each, and of two pipeline stages each."""
     with tempfile.TemporaryDirectory() as directory:
         save_long_model(Path(directory), 8192)
         return [
             *_run_kills(directory, ("dp_size=2",), num_kills, seed, max_tokens=400),
             *_run_kills(directory, ("dp_size=2", "tp_size=2"), num_kills, seed, max_tokens=200),
+            *_run_kills(directory, ("dp_size=2", "pp_size=2"), num_kills, seed, max_tokens=200),
         ]
 
 

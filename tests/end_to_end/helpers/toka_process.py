@@ -32,7 +32,9 @@ class TokaProcess:
     def gauge(self, name: str) -> float:
         """The value of a metric, summed over its labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=60).text
-        return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, flags=re.MULTILINE))
+        values = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, flags=re.MULTILINE)
+        assert values or f"# TYPE {name} " in text, f"there is no metric {name}"
+        return sum(float(value) for value in values)
 
     def children(self) -> dict[str, int]:
         """Process ids by the title that `ps` shows."""
