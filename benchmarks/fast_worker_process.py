@@ -147,7 +147,7 @@ class FastWorkerRun:
         config.max_seqs_per_forward = num_sequences
         if steps_ahead is not None:
             config.scheduling_steps_ahead = steps_ahead
-        channels = (requests_in, updates_out, [inputs[1]], outputs[0], status, tuning)
+        channels = (0, requests_in, updates_out, [inputs[1]], outputs[0], status, tuning)
         self.manager: BaseProcess = context.Process(
             target=run_pinned_manager, args=(cores.manager, niceness, config, checkpoint, *channels), daemon=True
         )

@@ -157,7 +157,7 @@ class ManagerUnderLoad:
         config = ServerConfig()
         config.max_tokens_per_forward = MAX_TOKENS_PER_FORWARD
         config.max_seqs_per_forward = MAX_SEQS_PER_FORWARD
-        channels = (requests_in, updates_out, [inputs[1]], outputs[0], status)
+        channels = (0, requests_in, updates_out, [inputs[1]], outputs[0], status)
         self.manager: BaseProcess = context.Process(
             target=run_watched_manager, args=(facts[0], config, checkpoint, *channels), daemon=True
         )

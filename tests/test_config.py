@@ -167,6 +167,8 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
             "spec_allocation_target_kv_cache_utilization=0",
             "spec_allocation_target_kv_cache_utilization=0.0: must be a number from 0.01 to 1",
         ),
+        ("trace_steps=0", "trace_steps=0: must be a whole number from 1 to 2147483647"),
+        ("trace_first_step=-1", "trace_first_step=-1: must be a whole number from 0 to 2147483647"),
         ("prot=80", "prot=80: unknown flag, did you mean port=? (--help lists all)"),
         ("--max-seqs-per-forward=8", "--max-seqs-per-forward=8: unknown flag, did you mean max_seqs_per_forward=?"),
         ("zzz=1", "zzz=1: unknown flag, --help lists those there are"),

@@ -80,6 +80,9 @@ class ServerConfig(Config):
     uvicorn_log_level: str = "info"
     log_level: str = "info"
     stats_report_seconds: float = 5.0
+    trace: str | None = None
+    trace_first_step: int = 0
+    trace_steps: int = 256
     statsd_server_url: str | None = None
     data_dir: str | None = None
     keep_days: int = 30

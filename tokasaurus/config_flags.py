@@ -155,6 +155,11 @@ SERVER_FLAGS = FlagTable(
             ),
             "log_level": Flag("log level of everything else", choices=("error", "warning", "info", "debug")),
             "stats_report_seconds": Flag("seconds between throughput log lines", minimum=0.1, maximum=86400),
+            "trace": Flag(
+                "file for a trace of the engine's processes, overwritten; Perfetto and chrome://tracing open it"
+            ),
+            "trace_first_step": _count("step of the engine with which the trace begins", minimum=0),
+            "trace_steps": _count("steps in the trace"),
             "statsd_server_url": Flag("statsd server that receives metrics, as host:port"),
             "data_dir": Flag(
                 "directory for files and batches, which survive restarts; by default one for each port, in the user's "

@@ -14,6 +14,7 @@ from tokasaurus.messages.channel import wait
 from tokasaurus.messages.lifecycle import HEARTBEAT_SECONDS, STOP_AT_ONCE, Failed, PhaseDone, Ready, UserError
 from tokasaurus.model.cpu.build_ahead import kernels_built_ahead
 from tokasaurus.monitoring.log_setup import setup_logging
+from tokasaurus.monitoring.trace import trace_file
 from tokasaurus.process_group import STOP_NUMBERS, Child, ProcessGroup, StopSignals
 from tokasaurus.replica_processes import ReplicaProcesses, describe_failure
 from tokasaurus.startup_report import StartupReport
@@ -58,7 +59,8 @@ def serve(config: ServerConfig, entries: Entries | None = None) -> int:
 
 
 def _serve(config: ServerConfig, entries: Entries, report: StartupReport) -> int:
-    with bind(config.host, config.port) as listener:  # first: fails before the model is loaded if the port is taken
+    # The port first: if it is taken, this fails before the model is loaded.
+    with bind(config.host, config.port) as listener, trace_file(config.trace):
         report.end_phase("imports")
         report.address = url_of(listener)
         checkpoint = resolve_checkpoint(config.model, config.tokenizer, report.show_progress)

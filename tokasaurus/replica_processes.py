@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import time
+from copy import copy
 from typing import TYPE_CHECKING
 
 from tokasaurus.child_process import ChildProcess
@@ -75,6 +76,9 @@ class ReplicaProcesses:
     def start(self) -> None:
         """Start all processes, workers first because they take longest, and connect them with the server."""
         config = self._config
+        if self.num_restarts:  # its steps have the same numbers again, so that nobody could tell them apart in a trace
+            config = copy(config)
+            config.trace = None
         requests_in: Receiver[GenerateRequest | CancelRequest]
         requests: Sender[GenerateRequest | CancelRequest]
         updates: Receiver[EngineUpdate | Ready]
@@ -105,7 +109,7 @@ class ReplicaProcesses:
         title = f"toka-manager{self._number.strip()}"
         manager = ChildProcess(f"manager{self._number}", title, self._manager_entry)
         channels = (requests_in, updates_out, inputs, outputs)
-        self.children.append(self._group.start(manager, config, self._checkpoint, *channels))
+        self.children.append(self._group.start(manager, config, self._checkpoint, self._index, *channels))
         # The ends belong to the processes now: a copy here would keep a channel open after its process has died.
         for receiver in (requests_in, outputs):
             receiver.close()

@@ -26,7 +26,7 @@ def run_server(config, checkpoint, listener: socket.socket, launcher, status) ->
         connection.close()
 
 
-def run_manager(config, checkpoint, requests, updates, inputs, outputs, status) -> None:
+def run_manager(config, checkpoint, index, requests, updates, inputs, outputs, status) -> None:
     with contextlib.suppress(ChannelClosed):
         limits = outputs.receive()
         status.send(Ready("manager"))

@@ -77,6 +77,17 @@ def test_a_section_that_raises_is_counted_and_lets_the_error_through(clock: Cloc
     assert timers.totals == {"outer": 3.0, "inner": 4.0}
 
 
+def test_the_end_of_each_section_is_reported_with_its_times(clock: Clock) -> None:
+    ended: list[tuple[str, float, float]] = []
+    timers = SectionTimers(lambda *section: ended.append(section))
+    with timers.section("outer"):
+        clock.now_s += 1.0
+        for _ in range(2):
+            with timers.section("inner"):
+                clock.now_s += 4.0
+    assert ended == [("inner", 101.0, 105.0), ("inner", 105.0, 109.0), ("outer", 100.0, 109.0)]
+
+
 def test_totals_are_a_snapshot(clock: Clock) -> None:
     timers = SectionTimers()
     before = timers.totals

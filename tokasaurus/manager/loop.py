@@ -44,6 +44,7 @@ from tokasaurus.monitoring.cores import available_cores
 from tokasaurus.monitoring.garbage import GarbageCollector
 from tokasaurus.monitoring.step_stats import StepStats
 from tokasaurus.monitoring.timing import BusyFraction
+from tokasaurus.monitoring.trace import NO_TRACE, Trace
 from tokasaurus.text.grammars import load_grammar_vocabulary
 from tokasaurus.text.stop_strings import StopTokens
 from tokasaurus.text.tokenizer import TokenDecoder, TokenizerError, load_token_decoder
@@ -75,6 +76,7 @@ STATS_UPDATE_SECONDS = 0.25
 def run_manager(
     config: ServerConfig,
     checkpoint: Checkpoint,
+    index: int,
     requests: Receiver[RequestMessage],
     updates: Sender[EngineUpdate | Ready],
     inputs: list[Sender[ForwardInput]],
@@ -84,7 +86,8 @@ def run_manager(
 ) -> None:
     """Process entry. Returns when `requests` or `outputs` is closed, before or after the worker is ready.
 
-    inputs: one channel per rank of the replica's worker; each channel gets every message, and is closed at the end.
+    index: of the replica. inputs: one channel per rank of the replica's worker; each channel gets every message, and is
+    closed at the end.
     """
     started = time.perf_counter()
     if tuning.switches_threads_fast:
@@ -106,8 +109,10 @@ def run_manager(
         status.send(Ready("manager", limits))
         updates.send(Ready("manager", limits))
         state = make_state(options, grammars)
+        trace = NO_TRACE if config.trace is None else Trace.of(config, "manager", index, row=0)
         channels = _Channels(requests, updates, inputs, outputs, status)
-        _serve(state, StepStats(config.stats_report_seconds), config.watchdog_seconds, early, channels)
+        _serve(state, StepStats(config.stats_report_seconds), config.watchdog_seconds, early, channels, trace)
+        trace.write()
     for channel in inputs:
         channel.close()
     if grammars is not None:
@@ -159,7 +164,12 @@ class _Channels:
 
 
 def _serve(
-    state: EngineState, step_stats: StepStats, watchdog_s: float, messages: list[RequestMessage], channels: _Channels
+    state: EngineState,
+    step_stats: StepStats,
+    watchdog_s: float,
+    messages: list[RequestMessage],
+    channels: _Channels,
+    trace: Trace,
 ) -> None:
     """Run engine steps until `requests` or `outputs` is closed, or the worker hangs.
 
@@ -174,14 +184,19 @@ def _serve(
     readers: list[HasFileno | int] = [requests, outputs]
     if state.grammars is not None:
         readers.append(state.grammars.reader)
-    engine, busy, tuning = Engine(state, send), BusyFraction(), state.options.tuning
+    engine, busy, tuning = Engine(state, send, trace), BusyFraction(), state.options.tuning
     garbage = GarbageCollector() if tuning.collects_in_pauses else None
     intake = Intake()
     last_stats, last_update_s = state.stats(), time.monotonic()
     watch, last_alive_s = WorkerWatch(watchdog_s, last_update_s), -math.inf
     while not (requests.is_closed or outputs.is_closed):
         start_s = time.monotonic()
-        engine.step(messages, [message for message in outputs.drain() if isinstance(message, ForwardOutput)])
+        oldest = state.steps_in_flight[0].step_id if state.steps_in_flight else state.next_step_id
+        trace.cover(oldest, state.next_step_id)
+        if not messages and not state.steps_in_flight:
+            trace.pause()
+        with trace.span("engine step"):
+            engine.step(messages, [message for message in outputs.drain() if isinstance(message, ForwardOutput)])
         now_s = time.monotonic()
         if now_s - last_alive_s >= HEARTBEAT_SECONDS:
             channels.status.send(Alive())

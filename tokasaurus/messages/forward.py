@@ -78,6 +78,8 @@ class ForwardInput:
     """None if no row needs prompt logprobs."""
     masks: TokenMasks | None = None
     """None if no row has a mask."""
+    microbatch: int = 0
+    """The class of all its rows: see manager/state/microbatches."""
 
 
 @dataclass(frozen=True, slots=True)

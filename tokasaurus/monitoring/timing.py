@@ -1,5 +1,6 @@
 """Seconds per named section of code, and the share of wall time in which a process was busy."""
 
+from collections.abc import Callable
 from time import perf_counter
 from types import TracebackType
 
@@ -7,13 +8,16 @@ from types import TracebackType
 class SectionTimers:
     """`with timers.section("admission"): ...` adds the seconds spent inside to the section's total.
 
-    Sections may be nested; time counts only for the innermost section, so totals never count it twice. For one thread.
-    Costs about 0.3 microseconds per entry.
+    Sections may be nested, but not in themselves; time counts only for the innermost section, so totals never count it
+    twice. For one thread. Costs about 0.3 microseconds per entry.
+
+    on_end: called at the end of each section, with its name and the times of its start and end, by perf_counter().
     """
 
-    __slots__ = ("_open", "_sections", "_since_s")
+    __slots__ = ("_on_end", "_open", "_sections", "_since_s")
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[str, float, float], None] | None = None) -> None:
+        self._on_end = on_end
         self._sections: dict[str, _Section] = {}
         self._open: list[_Section] = []
         self._since_s = 0.0  # when the innermost open section started or resumed
@@ -22,7 +26,7 @@ class SectionTimers:
         try:
             return self._sections[name]
         except KeyError:
-            section = self._sections[name] = _Section(self)
+            section = self._sections[name] = _Section(self, name)
             return section
 
     @property
@@ -34,10 +38,12 @@ class SectionTimers:
 class _Section:
     """One object per name, reused each time the section is entered."""
 
-    __slots__ = ("_timers", "total_s")
+    __slots__ = ("_began_s", "_name", "_timers", "total_s")
 
-    def __init__(self, timers: SectionTimers) -> None:
+    def __init__(self, timers: SectionTimers, name: str) -> None:
         self._timers = timers
+        self._name = name
+        self._began_s = 0.0
         self.total_s = 0.0
 
     def __enter__(self) -> None:
@@ -46,7 +52,7 @@ class _Section:
         if timers._open:
             timers._open[-1].total_s += now_s - timers._since_s
         timers._open.append(self)
-        timers._since_s = now_s
+        timers._since_s = self._began_s = now_s
 
     def __exit__(
         self, _type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
@@ -56,6 +62,8 @@ class _Section:
         self.total_s += now_s - timers._since_s
         timers._since_s = now_s
         timers._open.pop()
+        if timers._on_end is not None:
+            timers._on_end(self._name, self._began_s, now_s)
 
 
 class BusyFraction:

@@ -33,6 +33,7 @@ from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
 from tokasaurus.monitoring.timing import SectionTimers
+from tokasaurus.monitoring.trace import NO_TRACE, Trace
 
 SECONDS_IN_HURRY = 0.01
 """With less work than this in the worker's queue, a step is sent before all results that have arrived are applied."""
@@ -47,9 +48,9 @@ class Engine:
     tasks: the deferred tasks, most urgent first. timers: seconds spent in each part of `step`.
     """
 
-    def __init__(self, state: EngineState, send: Callable[[ForwardInput], None]) -> None:
+    def __init__(self, state: EngineState, send: Callable[[ForwardInput], None], trace: Trace = NO_TRACE) -> None:
         self.state = state
-        self.timers = SectionTimers()
+        self.timers = SectionTimers(None if trace is NO_TRACE else trace.add_part)
         self.seconds_per_message = 0.0
         """Time to handle a request or cancellation, mean over the latest step with any."""
         self._send = send

@@ -68,6 +68,7 @@ def start_step(
         groups=groups,
         prompt_logprobs=build_prompt_logprobs_input(logprob_chunks),
         masks=build_masks(state, sampled) if state.num_with_grammars else None,
+        microbatch=microbatch,
     )
     num_rows, num_prefill_tokens, num_allocations = (
         len(message.slots),

@@ -30,6 +30,7 @@ from tokasaurus.model.staging.sizes import BufferSizes
 from tokasaurus.model.staging.staging import DirectStaging, Staging
 from tokasaurus.model.staging.transfers import CudaTransfers, HostMark, Mark, Transfers
 from tokasaurus.model.triton_choice import uses_triton
+from tokasaurus.monitoring.trace import NO_TRACE, Trace
 
 # T tokens in this forward, E hidden size, R rows that sample
 
@@ -122,11 +123,13 @@ class ModelRunner:
         buffer_sizes: BufferSizes = BufferSizes(),  # noqa: B008  (it is frozen)
         mesh: Mesh = Mesh(),  # noqa: B008  (it is frozen)
         async_tp_threshold: int | None = None,
+        trace: Trace = NO_TRACE,
     ) -> None:
         """compiler: compiles parts of the model; None if nothing is compiled. transfers: how arrays
         reach the device and results return; None: as is best for `device`. buffer_sizes: of their buffers.
         async_tp_threshold: padded tokens from which a forward uses async tensor parallelism, which needs a compiler;
         None: never."""
+        self.trace = trace
         self._model = model
         self._backend = backend
         self._slots = slots
@@ -156,7 +159,7 @@ class ModelRunner:
         self._links: StageLinks | None = None
         if mesh.pp_size > 1:
             sizes = model.hidden_size, model.activation_dtype
-            self._links = StageLinks(mesh, *sizes, device, len(slots.last_tokens))
+            self._links = StageLinks(mesh, *sizes, device, len(slots.last_tokens), trace)
         self._num_recompiles = 0
         self._graphs: DecodeGraphs | None = None
 

@@ -36,6 +36,12 @@ class Mesh:
         """Among the workers of the replica."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
+    def name(self, process: str) -> str:
+        """For people: `process`, with the coordinates that tell this rank from the others of the replica."""
+        stage = [f"stage {self.pp_rank}"] if self.pp_size > 1 else []
+        rank = [f"rank {self.tp_rank}"] if self.tp_size > 1 else []
+        return ", ".join([process, *stage, *rank])
+
     @property
     def num_ranks(self) -> int:
         return self.pp_size * self.tp_size

@@ -17,9 +17,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.monitoring.trace import NO_TRACE, Trace
 
 _MOST_SENDS = 2
 """Sends that may be under way to one stage: each keeps its buffer until the other rank has it."""
+
+_HIDDEN, _TOKENS = "hidden states", "sampled tokens"
+"""What is sent, for traces."""
 
 
 class _Arriving(NamedTuple):
@@ -32,6 +36,7 @@ class _Arriving(NamedTuple):
 class _ArrivingTokens(NamedTuple):
     """The tokens of one step."""
 
+    step_id: int
     slots: Tensor
     """int64 [R], on the device."""
     message: _Arriving
@@ -61,11 +66,21 @@ class _Outbox:
 class StageLinks:
     """One rank's links with the stages beside its own. Made only if there are several stages."""
 
-    def __init__(self, mesh: Mesh, hidden_size: int, dtype: torch.dtype, device: torch.device, num_slots: int) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_slots: int,
+        trace: Trace = NO_TRACE,
+    ) -> None:
         """dtype: of hidden states."""
         assert mesh.stage_group is not None
         assert mesh.token_group is not None
         self.is_first, self.is_last = mesh.is_first_stage, mesh.is_last_stage
+        self._trace = trace
+        self._rank = mesh.world_rank
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._device = device
@@ -97,7 +112,9 @@ class StageLinks:
             self.expect_hidden(num_tokens)
         buffer, work = self._arriving.popleft()
         assert len(buffer) == num_tokens, "steps run in the order in which they are expected"
-        work.wait()
+        with self._trace.span(f"wait for {_HIDDEN}"):
+            work.wait()
+        self._trace.end_transfer(_HIDDEN, self._previous, self._trace.step_id)
         if num_padded == num_tokens:
             return buffer
         return torch.cat((buffer, buffer.new_zeros((num_padded - num_tokens, self._hidden_size))))
@@ -105,13 +122,17 @@ class StageLinks:
     def send_hidden(self, hidden: Tensor) -> None:
         """hidden: [n, E] of this step, which may be overwritten afterwards."""
         assert self._to_next is not None, "the last stage sends none"
-        self._to_next.send(hidden.clone(memory_format=torch.contiguous_format))
+        with self._trace.span(f"send {_HIDDEN}"):
+            self._trace.begin_transfer(_HIDDEN, self._rank)
+            self._to_next.send(hidden.clone(memory_format=torch.contiguous_format))
 
     def send_tokens(self, tokens: Tensor) -> None:
         """tokens: int64 [R], sampled by the last stage; sent if there are any."""
         assert self._to_first is not None, "only the last stage samples"
         if len(tokens):
-            self._to_first.send(tokens.clone())
+            with self._trace.span(f"send {_TOKENS}"):
+                self._trace.begin_transfer(_TOKENS, self._rank)
+                self._to_first.send(tokens.clone())
 
     def expect_tokens(self, host_slots: NDArray[np.int32], slots: Tensor) -> None:
         """Post the receive of a step's tokens, on the first stage. host_slots, int32 [R], and slots, int64 [R] on the
@@ -121,7 +142,7 @@ class StageLinks:
         buffer = torch.empty(len(host_slots), dtype=torch.int64, device=self._device)
         work = torch.distributed.irecv(buffer, self._last, group=self._token_group)
         assert work is not None
-        self._tokens.append(_ArrivingTokens(slots.clone(), _Arriving(buffer, work)))
+        self._tokens.append(_ArrivingTokens(self._trace.step_id, slots.clone(), _Arriving(buffer, work)))
         self._num_expected_tokens += 1
         self._last_message[host_slots] = self._num_expected_tokens
 
@@ -132,8 +153,10 @@ class StageLinks:
         """
         needed = int(self._last_message[host_slots].max(initial=0))
         while self._num_received_tokens < needed:
-            slots, (buffer, work) = self._tokens.popleft()
-            work.wait()
+            step_id, slots, (buffer, work) = self._tokens.popleft()
+            with self._trace.span(f"wait for {_TOKENS}"):
+                work.wait()
+            self._trace.end_transfer(_TOKENS, self._last, step_id)
             last_tokens[slots] = buffer
             self._num_received_tokens += 1
 

@@ -49,6 +49,7 @@ from tokasaurus.model.worker.memory_plan import INPUTS, ROTARY, SLOTS, WEIGHTS, 
 from tokasaurus.model.worker.memory_report import MemoryReport
 from tokasaurus.model.worker.threads import leave_threads_to, set_worker_threads
 from tokasaurus.model.worker.warmup import ForwardLimits, warm_up, warm_up_small
+from tokasaurus.monitoring.trace import Trace
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
@@ -206,8 +207,11 @@ def start_worker(
     limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length, info.vocab_size)
     sizes = sizes_for(limits.max_tokens, limits.max_seqs, limits.vocab_size, config.max_topk_logprobs)
     places = model, backend, slots, config.page_size, device, kernels, compiler
+    trace = Trace.of(config, mesh.name(PROCESS), index // mesh.num_ranks, row=1 + mesh.world_rank)
     with memory.part(INPUTS):
-        runner = ModelRunner(*places, mesh=mesh, buffer_sizes=sizes, async_tp_threshold=config.async_tp_threshold)
+        runner = ModelRunner(
+            *places, mesh=mesh, buffer_sizes=sizes, async_tp_threshold=config.async_tp_threshold, trace=trace
+        )
 
     forward_memory = None  # unknown where torch computes: its operations allocate temporaries of unknown size
     if runner.always_on_kernels:

@@ -26,6 +26,7 @@ def run_steps(
     running: deque[tuple[StepResult, float]] = deque()
     busy_until = 0.0
     last_end: Mark | None = None
+    trace = runner.trace
 
     def answer_oldest() -> None:
         nonlocal busy_until, last_end
@@ -34,6 +35,8 @@ def run_steps(
         now = time.perf_counter()
         # Do not count the time in which the previous step still occupied the device.
         seconds = now - max(started, busy_until)
+        if steps_behind:
+            trace.add(f"step {result.step_id}", now - seconds, now, "device")
         busy_until = now
         idle_seconds = 0.0 if last_end is None else result.begun.seconds_since(last_end)
         last_end = result.ended
@@ -61,14 +64,21 @@ def run_steps(
         while running and (len(running) > steps_behind or not waiting):
             answer_oldest()
         if not waiting:
+            trace.cover(trace.step_id + 1, trace.step_id + 1)
             try:
                 message = inputs.receive()
             except ChannelClosed:
+                trace.write()
                 runner.finish()
                 return
             runner.expect(message)
             waiting.append(message)
+        message = waiting.popleft()
+        trace.cover(running[0][0].step_id if running else message.step_id, message.step_id)
         started = time.perf_counter()
-        result = runner.run(waiting.popleft())
+        result = runner.run(message)
+        if trace.is_on:
+            counts = {"decode_rows": message.num_decode, "prompt_tokens": len(message.prompt_ids)}
+            trace.add(f"microbatch {message.microbatch}", started, time.perf_counter(), "host", **counts)
         if result is not None:
             running.append((result, started))
