@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 import tokasaurus.model  # noqa: F401 - makes thread settings that torch reads on import
-from benchmarks.line_plot import write_line_plot
 from benchmarks.manager_report import Check, at_least, print_checks
+from benchmarks.pictures.line_plot import write_line_plot
 from benchmarks.report import machine_facts
 
 PARTS = ("decode", "prefix", "shared")
