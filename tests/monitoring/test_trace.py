@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,25 @@ def test_short_parts_are_left_out(tmp_path: Path) -> None:
         trace.add_part("long", 1.0, 1.000006)
         trace.write()
     assert [event["name"] for event in read_events(path)] == ["long"]
+
+
+def test_rounding_keeps_spans_inside_and_apart(tmp_path: Path) -> None:
+    """Viewers drop a span that ends after the one around it."""
+    path = tmp_path / "trace.json"
+    generator = random.Random(0)
+    times = [sorted(generator.uniform(1e4, 1e4 + 1e-4) for _ in range(3)) for _ in range(200)]
+    with trace_file(str(path)):
+        trace = make_trace(path)
+        trace.cover(0, 0)
+        for number, (start, middle, end) in enumerate(times):
+            for name, *ends in [("outer", start, end), ("first", start, middle), ("second", middle, end)]:
+                trace.add(f"{name} {number}", *ends)
+        trace.write()
+    spans = {event["name"]: (event["ts"], event["ts"] + event["dur"]) for event in read_events(path)}
+    for number, (start, _, end) in enumerate(times):
+        outer, first, second = (spans[f"{name} {number}"] for name in ("outer", "first", "second"))
+        assert outer == (first[0], second[1]) == pytest.approx((start * 1e6, end * 1e6), abs=0.51, rel=0)
+        assert first[1] == second[0]
 
 
 @pytest.mark.parametrize(

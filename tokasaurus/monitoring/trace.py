@@ -81,7 +81,7 @@ class Trace:
         """Note what went on from start_s to end_s. Within a lane, either apart from others or inside them."""
         if self.is_on:
             event = self._event("X", name, start_s, _LANES.index(lane), details)
-            self._events.append(event | {"dur": (end_s - start_s) * 1e6})
+            self._events.append(event | {"dur": _microseconds(end_s) - event["ts"]})
 
     def add_part(self, name: str, start_s: float, end_s: float) -> None:
         """`add`, unless it was too short to be seen."""
@@ -113,7 +113,7 @@ class Trace:
             self._events.append(event | {"cat": _TRANSFER, "id": f"{name}: {key}"})
 
     def _event(self, phase: str, name: str, time_s: float, lane: int, details: Event) -> Event:
-        at = {"ph": phase, "name": name, "pid": self._pid, "tid": lane, "ts": time_s * 1e6}
+        at = {"ph": phase, "name": name, "pid": self._pid, "tid": lane, "ts": _microseconds(time_s)}
         return at | {"args": {"step": self.step_id, **details}}
 
     def _described(self, what: str, lane: int, **details: object) -> Event:
@@ -131,6 +131,11 @@ class Trace:
         except OSError as error:
             logger.warning("trace=%s: %s", self._path, error.strerror)
         self._path, self._events = None, []
+
+
+def _microseconds(time_s: float) -> int:
+    """Whole ones: with fractions, a viewer's rounding would make a span end after the one around it."""
+    return round(time_s * 1e6)
 
 
 NO_TRACE = Trace(None, 0, 0, replica=0, process="", row=0)

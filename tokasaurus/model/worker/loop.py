@@ -34,9 +34,10 @@ def run_steps(
         token_ids = result.host_token_ids()
         now = time.perf_counter()
         # Do not count the time in which the previous step still occupied the device.
-        seconds = now - max(started, busy_until)
+        since = max(started, busy_until)
+        seconds = now - since
         if steps_behind:
-            trace.add(f"step {result.step_id}", now - seconds, now, "device")
+            trace.add(f"step {result.step_id}", since, now, "device")
         busy_until = now
         idle_seconds = 0.0 if last_end is None else result.begun.seconds_since(last_end)
         last_end = result.ended
