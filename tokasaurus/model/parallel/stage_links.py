@@ -90,7 +90,6 @@ class StageLinks:
         self._to_next = None if mesh.is_last_stage else _Outbox(mesh.world_rank + mesh.tp_size, mesh.stage_group)
         self._to_first = _Outbox(mesh.tp_rank, mesh.token_group) if mesh.is_last_stage else None
         self._arriving: deque[_Arriving] = deque()
-        self._expected: deque[int] = deque()
         self._tokens: deque[_ArrivingTokens] = deque()
         self._num_expected_tokens = self._num_received_tokens = 0  # messages
         self._last_message = np.zeros(num_slots, np.int64)
