@@ -9,7 +9,7 @@ CPP_FILES = $(shell find tokasaurus tests -name '*.h' -o -name '*.cpp')
 FLASHINFER_VERSIONS := 0.6.18.post1 0.7.2.post1
 PREBUILT := tokasaurus/model/cpu/prebuilt
 
-.PHONY: serve test lint types unit test-clients test-gpu test-neon test-ranks test-flashinfer test-wheel wheel bench-manager torture soak format clean
+.PHONY: serve test lint types unit test-clients test-gpu test-neon test-long test-flashinfer test-wheel wheel bench-manager torture soak format clean
 
 serve: .venv/installed
 	$(BIN)/toka $(SERVE_ARGS)
@@ -39,9 +39,9 @@ test-gpu: .venv/installed-dev
 test-neon: .venv/installed-dev
 	$(BIN)/python -m pytest -m neon
 
-# Servers with more combinations of replicas and tensor-parallel ranks than `make test` has: minutes
-test-ranks: .venv/installed-dev
-	$(BIN)/python -m pytest -m ranks
+# More cases of what `make test` checks on fewer: larger models, combinations of replicas, stages and ranks. 20 minutes
+test-long: .venv/installed-dev
+	$(BIN)/python -m pytest -m long
 
 # FlashInfer's calls against the packages of both versions, each in a folder of its own: 80 MB to fetch
 test-flashinfer: .venv/installed-dev

@@ -74,6 +74,7 @@ def test_prefix_groups_change_no_token(expected: Expected) -> None:
         assert details(answer["usage"])["shared_tokens"] == body["n"] * num_in_blocks
 
 
+@pytest.mark.long
 def test_prefix_groups_change_no_token_under_constant_preemption(expected: Expected) -> None:
     bodies = make_bodies()
     with running_toka(*SMALL, *GROUPS) as toka:

@@ -33,6 +33,7 @@ MODES = [
     ("deferred_tasks=always", "scheduling_steps_ahead=1"),
     ("deferred_tasks=deferred", "greedy_prefill=F"),
 ]
+MODELS = ["tiny", pytest.param("demo", marks=pytest.mark.long)]
 
 
 def make_bodies(num_bodies: int, stop: list[str]) -> list[dict[str, Any]]:
@@ -86,14 +87,16 @@ def expected(request: pytest.FixtureRequest) -> Expected:
     return found
 
 
-@pytest.mark.parametrize("expected", ["demo", "tiny"], indirect=True)
+@pytest.mark.parametrize("expected", MODELS, indirect=True)
 def test_large_cache_tokens_match_transformers_greedy_and_sampled(expected: Expected) -> None:
     """Checks the answers that the small caches are compared with, and the logits that define ties."""
     assert_tokens_match_oracle(expected, itertools.chain(*expected.samples[:8]))
 
 
 @pytest.mark.parametrize(
-    ("expected", "mode"), [("demo", ()), *(("tiny", mode) for mode in MODES)], indirect=["expected"]
+    ("expected", "mode"),
+    [*(("tiny", mode) for mode in MODES), pytest.param("demo", (), marks=pytest.mark.long)],
+    indirect=["expected"],
 )
 def test_constant_preemption_in_a_small_cache_changes_no_token(expected: Expected, mode: tuple[str, ...]) -> None:
     num_sequences = sum(map(len, expected.samples))
@@ -122,7 +125,7 @@ def test_disconnecting_clients_change_no_token_of_requests_sharing_their_blocks(
     assert num_diverged(expected, answers) <= 2, "ties are rare"
 
 
-@pytest.mark.parametrize("expected", ["demo", "tiny"], indirect=True)
+@pytest.mark.parametrize("expected", MODELS, indirect=True)
 def test_expected_samples_cover_stop_strings_both_finish_reasons_and_sampling(expected: Expected) -> None:
     samples = list(itertools.chain(*expected.samples))
     assert len(samples) >= 36

@@ -34,12 +34,18 @@ HEAVY_START = [300] * NUM_SLOTS + [4] * NUM_SLOTS
 LONG_PROMPTS = [300] * (2 * NUM_SLOTS)
 
 
-@pytest.mark.parametrize("factors", [EQUAL, UNEQUAL])
 @pytest.mark.parametrize(
-    ("prompt_tokens", "least"),
-    [(SHORT_PROMPTS, 0.95), (HEAVY_START, 0.95), (LONG_PROMPTS, 0.85)],  # the last: most tokens are of prompts
+    ("prompt_tokens", "factors", "least"),
+    [
+        (SHORT_PROMPTS, EQUAL, 0.95),
+        (HEAVY_START, UNEQUAL, 0.95),
+        (LONG_PROMPTS, EQUAL, 0.85),  # most tokens are of prompts
+        pytest.param(SHORT_PROMPTS, UNEQUAL, 0.95, marks=pytest.mark.long),
+        pytest.param(HEAVY_START, EQUAL, 0.95, marks=pytest.mark.long),
+        pytest.param(LONG_PROMPTS, UNEQUAL, 0.85, marks=pytest.mark.long),
+    ],
 )
-def test_the_slowest_of_four_stages_is_busy(factors: list[float], prompt_tokens: list[int], least: float) -> None:
+def test_the_slowest_of_four_stages_is_busy(prompt_tokens: list[int], factors: list[float], least: float) -> None:
     pipeline = Pipeline(factors, num_microbatches=5, num_slots=NUM_SLOTS)
     pipeline.run(at_once(long_requests(prompt_tokens, seed=1)))
     assert pipeline.busy_share(*steady(pipeline)) >= least

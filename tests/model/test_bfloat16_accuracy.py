@@ -130,7 +130,10 @@ def errors_of_transformers(demo: Checkpoint) -> tuple[list[np.ndarray], float]:
     return exact, float(np.abs(np.concatenate(rounded) - np.concatenate(exact)).mean())
 
 
-@pytest.mark.parametrize(("backend", "kv_cache_dtype"), [("cpu", None), ("torch", None), ("cpu", "bfloat16")])
+@pytest.mark.parametrize(
+    ("backend", "kv_cache_dtype"),
+    [("cpu", None), ("cpu", "bfloat16"), pytest.param("torch", None, marks=pytest.mark.long)],
+)
 def test_the_mean_error_is_at_most_a_fifth_above_that_of_transformers(
     backend: str, kv_cache_dtype: str | None, demo: Checkpoint, errors_of_transformers: tuple[list[np.ndarray], float]
 ) -> None:

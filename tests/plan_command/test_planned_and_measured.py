@@ -50,7 +50,7 @@ def fixed_bytes(worker: dict[str, Any]) -> int:
     return sum(part["bytes"] for part in worker["parts"] if part["name"] in ("weights", "rotary table"))
 
 
-@pytest.mark.parametrize("tp_size", [1, 3])
+@pytest.mark.parametrize("tp_size", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_the_demo_models_weights_and_kv_cache_take_what_is_planned(tp_size: int) -> None:
     """Measured weights are the growth of the process's own memory: each matrix is padded to whole panels, and huge
     pages are counted whole. That and the allocator's rest are within 5 %."""

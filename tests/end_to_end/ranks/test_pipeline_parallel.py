@@ -17,9 +17,9 @@ from tests.helpers.tiny_model import save_tiny_model
     ("family", "parallel"),
     [
         ("llama", "pp_size=2"),
-        pytest.param("qwen3", "pp_size=2 tp_size=2", marks=pytest.mark.ranks),
-        pytest.param("qwen2", "dp_size=2 pp_size=2", marks=pytest.mark.ranks),
-        pytest.param("llama", "pp_size=2 torch_compile=T", marks=pytest.mark.ranks),
+        pytest.param("qwen3", "pp_size=2 tp_size=2", marks=pytest.mark.long),
+        pytest.param("qwen2", "dp_size=2 pp_size=2", marks=pytest.mark.long),
+        pytest.param("llama", "pp_size=2 torch_compile=T", marks=pytest.mark.long),
     ],
 )
 def test_stages_equal_one_process(family: str, parallel: str, tmp_path: Path) -> None:
@@ -27,13 +27,13 @@ def test_stages_equal_one_process(family: str, parallel: str, tmp_path: Path) ->
     assert_equals_one_process(tmp_path, *parallel.split())
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 def test_four_stages_equal_one_process(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen2", num_layers=5)
     assert_equals_one_process(tmp_path, "pp_size=4")
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize("parallel", ["pp_size=2", "pp_size=3", "pp_size=2 tp_size=3", "dp_size=2 pp_size=2"])
 def test_uneven_stages_give_the_demo_models_texts(parallel: str) -> None:
     """30 layers: two stages have 19 and 11, since the LM head is as large as eight layers."""

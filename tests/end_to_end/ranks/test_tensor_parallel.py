@@ -16,7 +16,7 @@ from tests.end_to_end.helpers.toka_process import free_port, starting_toka
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 def test_four_ranks_share_two_kv_heads_and_a_vocabulary_that_does_not_divide(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen2", tied=True, vocab_size=VOCAB_SIZE + 3)
     assert_equals_one_process(tmp_path, "tp_size=4")
@@ -27,7 +27,7 @@ def test_two_replicas_of_two_ranks(tmp_path: Path) -> None:
     assert_equals_one_process(tmp_path, "dp_size=2", "tp_size=2")
 
 
-@pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("parallel", ["tp_size=2", "tp_size=4", "dp_size=2 tp_size=2", "tp_size=2 torch_compile=T"])
 def test_every_family_equals_one_process(family: str, parallel: str, tmp_path: Path) -> None:
@@ -57,8 +57,9 @@ def test_a_cache_that_fits_each_worker_but_not_all_ends_the_start_in_one_line(tm
 
 @pytest.mark.parametrize(
     "parallel",
-    ["tp_size=3", *(pytest.param(flags, marks=pytest.mark.ranks) for flags in ("dp_size=2", "dp_size=2 tp_size=3"))],
+    ["tp_size=3", "dp_size=2", "dp_size=2 tp_size=3"],
 )
+@pytest.mark.long
 def test_replicas_and_ranks_give_the_demo_models_texts(parallel: str) -> None:
     """Three ranks have three of nine query heads and one of three KV heads each."""
     assert_gives_the_demo_models_texts(*parallel.split())

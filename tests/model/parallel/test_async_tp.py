@@ -129,7 +129,7 @@ PLAIN_GRAPH = {"all_reduce": 2 * NUM_LAYERS}
 @pytest.mark.parametrize(
     ("family", "threshold", "graphs"),
     [
-        ("llama", 1, [ASYNC_GRAPH]),
+        pytest.param("llama", 1, [ASYNC_GRAPH], marks=pytest.mark.long),
         ("qwen3", 8, [ASYNC_GRAPH, PLAIN_GRAPH]),
     ],
 )
@@ -143,6 +143,7 @@ def test_it_equals_plain_tensor_parallelism_with_fused_operators_and_without_rec
         assert_equal_within_rounding(got, expected)
 
 
+@pytest.mark.long
 def test_a_token_that_is_not_finite_on_one_rank_is_nan_on_all_and_spoils_no_other(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen2")
     for (compiled, _), (expected, got) in run_two_ranks(tmp_path, threshold=1, overflows=True):

@@ -58,6 +58,7 @@ def test_a_runner_runs_every_warm_up_step(limits: ForwardLimits, tmp_path: Path)
     warm_up(runner, limits, 16, is_context_costly=True)
 
 
+@pytest.mark.long
 @needs_interpreter
 def test_no_step_needs_a_variant_of_a_kernel_that_the_warm_up_did_not_compile() -> None:
     printed = run_python("-W", "ignore", "-m", "tests.model.worker.helpers.kernel_variants")
