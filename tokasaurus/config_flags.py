@@ -95,7 +95,10 @@ SERVER_FLAGS = FlagTable(
             "hydragen_min_prefix_len": _count("minimum tokens of a shared prefix", none_means="any that saves time"),
         },
         "scheduler": {
-            "scheduling_steps_ahead": _count("steps sent to the model ahead of their results"),
+            "scheduling_steps_ahead": _count(
+                "steps sent to the model ahead of their results; with pipeline stages, steps of each microbatch, at "
+                "most two"
+            ),
             "deferred_tasks": Flag(
                 "when the manager runs deferred tasks (admission, stop strings, prefix groups, length prediction): "
                 "auto delays them while the model's queue is short; always and deferred force one mode",

@@ -26,9 +26,10 @@ Members = set[tuple[int, int]]
 """{(slot, admission number)}: each identifies a sequence from one admission until its preemption or end."""
 
 
-def most_saved(state: EngineState) -> int:
-    """The most blocks of KV that groups of the decoding sequences need not read, by a recursive search."""
-    decoding = [state.sequences[slot] for slot in state.queues.decoding().tolist()]
+def most_saved(state: EngineState, microbatch: int) -> int:
+    """The most blocks of KV that groups of the class's decoding sequences need not read, by a recursive search."""
+    slots = state.queues.decoding().tolist()
+    decoding = [state.sequences[slot] for slot in slots if state.slots.microbatches[slot] == microbatch]
 
     def best(node: PrefixNode, saved_above: int) -> int:
         """The most that sequences at and below the node save; each may also join a group above, and then saves
@@ -67,12 +68,14 @@ class GroupingDriver(EngineDriver):
         for number, num_blocks in enumerate(state.group_num_blocks.tolist()[1:], start=1):
             slots = decode[state.slots.groups[decode] == number].tolist()
             assert len(slots) >= options.min_group_size
+            assert len(set(state.slots.microbatches[slots].tolist())) == 1
             assert num_blocks >= options.min_blocks
             first, *others = (state.slots.block_tables[slot, :num_blocks].tolist() for slot in slots)
             assert all(other == first for other in others)
             self.found.append(({identity(state, slot) for slot in slots}, num_blocks))
         if (options.min_group_size, options.min_blocks) == (2, 1):
-            assert sum((len(members) - 1) * num_blocks for members, num_blocks in self.found) == most_saved(state)
+            most = sum(most_saved(state, microbatch) for microbatch in range(self.options.num_microbatches))
+            assert sum((len(members) - 1) * num_blocks for members, num_blocks in self.found) == most
             self.num_optima += 1
 
     def send(self, message: ForwardInput) -> None:

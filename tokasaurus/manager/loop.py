@@ -265,6 +265,7 @@ def engine_options(
         target_utilization=config.spec_allocation_target_kv_cache_utilization,
         hydragen=_hydragen_options(config, limits),
         deferred_tasks=config.deferred_tasks,
+        num_stages=config.pp_size,
         num_microbatches=1 if config.pp_size == 1 else config.pp_size + config.pp_num_buffer_stages,
     )
 

@@ -139,19 +139,27 @@ class Engine:
         self._step_began_s = end_s
 
     def seconds_left(self) -> float:
-        """Estimated time that the worker needs for the steps in flight, in seconds."""
-        state = self.state
+        """Estimated time for which the worker needs no other step, in seconds.
+
+        The first of several pipeline stages is as many steps ahead of the last one as there are stages between them.
+        And as long as too few sequences run to fill all stages, it can get no other step before the next result.
+        """
+        state, num_ahead = self.state, self.state.options.num_stages - 1
         elapsed_s = time.perf_counter() - self._step_began_s
         if not state.options.tuning.predicts_steps:
             seconds = len(state.steps_in_flight) * (state.step_seconds or 0.0)
             return max(0.0, seconds - elapsed_s)
         # Results that arrive during a round are read after it: meanwhile the worker may go on to later steps.
-        return max(0.0, state.step_time_model.predict(self._features(self._num_unapplied)) - elapsed_s)
+        start = self._num_unapplied
+        seconds = state.step_time_model.predict(self._features(start + num_ahead))
+        if num_ahead:
+            seconds = max(seconds, state.step_time_model.predict(self._features(start, start + 1)))
+        return max(0.0, seconds - elapsed_s)
 
-    def _features(self, start: int) -> NDArray[np.float64]:
-        """Sum of the features of the steps in flight from number `start` on."""
+    def _features(self, start: int, end: int | None = None) -> NDArray[np.float64]:
+        """Sum of the features of the steps in flight from number `start` up to `end`."""
         features = np.zeros(NUM_FEATURES)
-        for step in itertools.islice(self.state.steps_in_flight, start, None):
+        for step in itertools.islice(self.state.steps_in_flight, start, end):
             features += step.features
         return features
 
@@ -191,12 +199,19 @@ def regroup(state: EngineState) -> None:
     options, slots, tree = state.options.hydragen, state.slots, state.blocks.tree.arrays
     assert options is not None
     decode = state.queues.decoding()
-    grouping = group_by_prefix(
-        *(slots.nodes[decode], tree.parents, tree.end_blocks, tree.num_sequences),
-        *(options.min_group_size, options.min_blocks, options.costs, state.options.limits.page_size),
-    )
-    slots.groups[decode] = grouping.group_of_sequence
-    state.group_num_blocks = grouping.num_blocks
+    num_blocks = [np.zeros(1, np.int64)]
+    num_groups = 0
+    for microbatch in range(state.options.num_microbatches):  # only sequences that step together attend together
+        own = slots_of(state, microbatch, decode)
+        grouping = group_by_prefix(
+            *(slots.nodes[own], tree.parents, tree.end_blocks, tree.num_sequences),
+            *(options.min_group_size, options.min_blocks, options.costs, state.options.limits.page_size),
+        )
+        groups = grouping.group_of_sequence
+        slots.groups[own] = np.where(groups > 0, groups + num_groups, 0)
+        num_blocks.append(grouping.num_blocks[1:])
+        num_groups += len(grouping.num_blocks) - 1
+    state.group_num_blocks = np.concatenate(num_blocks)
     state.groups_are_old, state.groups_are_new = False, True
 
 

@@ -83,7 +83,7 @@ class EngineOptions:
     max_tokens_per_forward: int
     max_seqs_per_forward: int
     max_steps_ahead: int
-    """Most steps in flight at once; not used with several microbatches."""
+    """Most steps in flight at once; with several microbatches, most of each of them."""
     eos_ids: frozenset[int]
     """The model's eos token ids."""
     decode_text: Callable[[TokenIds[int]], str]
@@ -108,6 +108,8 @@ class EngineOptions:
     """When deferred tasks run. "always": at once; "deferred": as late as allowed; None: not while the worker's queue
     is short."""
 
+    num_stages: int = 1
+    """Pipeline stages that a step passes through, one after another."""
     num_microbatches: int = 1
     """Classes of sequences that steps go round, so that pipeline stages work at the same time."""
 

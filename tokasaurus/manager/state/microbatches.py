@@ -69,10 +69,11 @@ def next_microbatches(state: EngineState, num_unapplied: int) -> Iterator[int]:
     if num_classes == 1:
         yield 0
         return
+    most = min(_MOST_OF_CLASS, state.options.max_steps_ahead)
     under_way = [step.microbatch for step in islice(state.steps_in_flight, num_unapplied, None)]
     for offset in range(num_classes):
         microbatch = (state.next_microbatch + offset) % num_classes
-        if under_way.count(microbatch) < _MOST_OF_CLASS:
+        if under_way.count(microbatch) < most:
             yield microbatch
 
 
