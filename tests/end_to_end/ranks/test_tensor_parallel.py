@@ -52,7 +52,7 @@ def test_a_cache_that_fits_each_worker_but_not_all_ends_the_start_in_one_line(tm
         assert toka.process.wait(240) == 1
     (line,) = {line for line in toka.lines if line.startswith("toka: ")}
     assert f"kv_cache_num_tokens={num_tokens}: needs " in line
-    assert "for each of 4 workers" in line
+    assert "on 4 workers together" in line
 
 
 @pytest.mark.parametrize(

@@ -9,43 +9,62 @@ import psutil
 import pytest
 
 from tokasaurus.messages.lifecycle import UserError
-from tokasaurus.model.worker.kv_memory import available_cpu_bytes, plan_auto, plan_fixed
+from tokasaurus.model.worker.kv_memory import BlockBytes, available_cpu_bytes, plan_auto, plan_fixed
 
 MIB = 1024**2
 GIB = 1024**3
 
 
+ALONE = BlockBytes(own=1000, total=1000)
+"""A block of a model on one worker."""
+
+STAGES = BlockBytes(own=700, total=2000, num_workers=4)
+"""A block on one of two workers with 7 of 10 layers, beside two with 3."""
+
+
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(16, 1), (17, 2), (4096, 256)])
 def test_a_requested_size_is_rounded_up_to_whole_blocks(num_tokens: int, num_blocks: int) -> None:
-    plan = plan_fixed(num_tokens, page_size=16, bytes_per_block=1000, available_bytes=(num_blocks + 1) * 1000)
+    plan = plan_fixed(num_tokens, page_size=16, block=ALONE, available_bytes=(num_blocks + 1) * 1000)
     assert plan.num_blocks == num_blocks
 
 
 def test_a_size_that_does_not_fit_is_refused_with_the_largest_size_that_fits() -> None:
     with pytest.raises(UserError, match=r"kv_cache_num_tokens=200: .* at most 144$"):
-        plan_fixed(200, page_size=16, bytes_per_block=1000, available_bytes=10_500)
-    assert plan_fixed(144, page_size=16, bytes_per_block=1000, available_bytes=10_500).num_blocks == 9
+        plan_fixed(200, page_size=16, block=ALONE, available_bytes=10_500)
+    assert plan_fixed(144, page_size=16, block=ALONE, available_bytes=10_500).num_blocks == 9
 
 
-def test_a_requested_size_is_that_of_each_worker() -> None:
-    plan = plan_fixed(144, page_size=16, bytes_per_block=1000, available_bytes=40_000, num_workers=4)
+def test_a_requested_size_must_fit_all_workers_together() -> None:
+    plan = plan_fixed(144, page_size=16, block=STAGES, available_bytes=20_000)
     assert plan.num_blocks == 9
-    with pytest.raises(UserError, match=r"needs .* for each of 4 workers, but only .* are available, .* at most 128$"):
-        plan_fixed(144, page_size=16, bytes_per_block=1000, available_bytes=39_999, num_workers=4)
+    assert "9 blocks of 700 B = 6.152 KiB" in plan.arithmetic
+    with pytest.raises(UserError, match=r"needs .* on 4 workers together, but only .* are available, .* at most 128$"):
+        plan_fixed(144, page_size=16, block=STAGES, available_bytes=19_999)
 
 
 def test_the_automatic_size_is_the_share_of_memory_less_the_padding_block() -> None:
-    plan = plan_auto(16 * GIB, "of memory available", 0.25, num_workers=2, page_size=16, bytes_per_block=2**20)
+    plan = plan_auto(16 * GIB, "of memory available", 0.25, page_size=16, block=BlockBytes(2**20, 2**21, 2))
     assert plan.num_blocks == 2 * GIB // 2**20 - 1
     # The arithmetic shown to the user gives the result.
     assert re.search(
-        r"16 GiB .* x 0.25 / 2 workers / 1 MiB a block = 2,047 blocks of 16 = 32,752 tokens", plan.arithmetic
+        r"16 GiB .* x 0.25 / 2 MiB a block of 2 workers = 2,047 blocks of 16 = 32,752 tokens", plan.arithmetic
     )
+
+
+@pytest.mark.parametrize("layers", [(19, 11), (13, 12, 5), (1, 1)])
+def test_stages_that_share_memory_get_equally_many_blocks(
+    layers: tuple[int, ...],
+) -> None:
+    """So that no stage takes memory for blocks that another one lacks."""
+    blocks = [BlockBytes(count * 1000, sum(layers) * 1000, len(layers)) for count in layers]
+    plans = [plan_auto(GIB, "of memory available", 0.25, page_size=16, block=block) for block in blocks]
+    (num_blocks,) = {plan.num_blocks for plan in plans}
+    assert num_blocks + 1 == GIB // 4 // (sum(layers) * 1000)
 
 
 def test_memory_for_less_than_one_block_is_refused() -> None:
     with pytest.raises(UserError, match="kv_cache_num_tokens"):
-        plan_auto(GIB, "of memory available", 0.25, 1, page_size=16, bytes_per_block=GIB)
+        plan_auto(GIB, "of memory available", 0.25, 16, BlockBytes(GIB, GIB))
 
 
 def test_available_memory_is_positive_and_no_more_than_the_machine_has() -> None:

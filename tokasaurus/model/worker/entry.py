@@ -231,7 +231,8 @@ def start_worker(
         return measure_graphs(runner, graphs, device)
 
     with phase("KV cache") as details:
-        plan = size_kv_cache(config, shape, backend, forward_memory, run_largest, measure_all_graphs, memory)
+        calls = run_largest, measure_all_graphs
+        plan = size_kv_cache(config, info.num_layers, shape, backend, forward_memory, *calls, memory)
         try:
             with memory.kv_cache(plan.num_blocks):
                 backend.allocate(plan.num_blocks + 1)

@@ -34,49 +34,61 @@ class KVCachePlan:
     """How num_blocks was computed; one line for the user."""
 
 
-def plan_fixed(
-    num_tokens: int, page_size: int, bytes_per_block: int, available_bytes: int, num_workers: int = 1
-) -> KVCachePlan:
-    """A KV cache of at least `num_tokens`, as the user asked, for each of num_workers that share the available memory.
+@dataclass(frozen=True, slots=True)
+class BlockBytes:
+    """The memory of one KV block: every worker of a replica has a part of it, as large as its layers and heads."""
+
+    own: int
+    """On this worker."""
+
+    total: int
+    """On all workers that share the available memory, together."""
+
+    num_workers: int = 1
+    """How many these are."""
+
+    def describe(self) -> str:
+        """`total`, for the user."""
+        of_workers = "" if self.num_workers == 1 else f" of {self.num_workers} workers"
+        return f"{show_size(self.total)} a block{of_workers}"
+
+
+def plan_fixed(num_tokens: int, page_size: int, block: BlockBytes, available_bytes: int) -> KVCachePlan:
+    """A KV cache of at least `num_tokens`, as the user asked, on each of the workers that share the available memory.
 
     Raises UserError if memory does not suffice.
     """
     num_blocks = -(-num_tokens // page_size)
-    needed = (num_blocks + 1) * bytes_per_block  # with the padding block
-    if needed * num_workers > available_bytes:
-        most = max(0, available_bytes // (num_workers * bytes_per_block) - 1) * page_size
-        each = "" if num_workers == 1 else f" for each of {num_workers} workers"
+    needed = (num_blocks + 1) * block.total  # with the padding block
+    if needed > available_bytes:
+        most = max(0, available_bytes // block.total - 1) * page_size
+        on_workers = "" if block.num_workers == 1 else f" on {block.num_workers} workers together"
         raise UserError(
-            f"kv_cache_num_tokens={num_tokens}: needs {show_size(needed)}{each}, but only"
+            f"kv_cache_num_tokens={num_tokens}: needs {show_size(needed)}{on_workers}, but only"
             f" {show_size(available_bytes)} are available, enough for at most {most}"
         )
     return KVCachePlan(
         num_blocks,
-        f"{num_tokens:,} tokens asked / {page_size} a block = {num_blocks:,} blocks of {show_size(bytes_per_block)}"
-        f" = {show_size(num_blocks * bytes_per_block)}",
+        f"{num_tokens:,} tokens asked / {page_size} a block = {num_blocks:,} blocks of {show_size(block.own)}"
+        f" = {show_size(num_blocks * block.own)}",
     )
 
 
 def plan_auto(
-    available_bytes: int,
-    what_is_available: str,
-    fraction: float,
-    num_workers: int,
-    page_size: int,
-    bytes_per_block: int,
+    available_bytes: int, what_is_available: str, fraction: float, page_size: int, block: BlockBytes
 ) -> KVCachePlan:
-    """A KV cache in a fraction of the available memory, which num_workers share. Raises UserError if no block fits."""
-    budget = int(available_bytes * fraction / num_workers)
-    num_blocks = budget // bytes_per_block - 1  # minus the padding block
+    """A KV cache in a fraction of the available memory, which all workers get as many blocks of. Raises UserError if no
+    block fits."""
+    budget = int(available_bytes * fraction)
+    num_blocks = budget // block.total - 1  # minus the padding block
     if num_blocks < 1:
         raise UserError(
-            f"{show_size(budget)} of memory is too little for a KV cache with blocks of {show_size(bytes_per_block)};"
+            f"{show_size(budget)} of memory is too little for a KV cache with {block.describe()};"
             " free some memory, or set kv_cache_num_tokens, or a lower max_tokens_per_forward"
         )
-    share = "" if num_workers == 1 else f" / {num_workers} workers"
     return KVCachePlan(
         num_blocks,
-        f"{show_size(available_bytes)} {what_is_available} x {fraction:g}{share} / {show_size(bytes_per_block)} a block"
+        f"{show_size(available_bytes)} {what_is_available} x {fraction:g} / {block.describe()}"
         f" = {num_blocks:,} blocks of {page_size} = {num_blocks * page_size:,} tokens",
     )
 

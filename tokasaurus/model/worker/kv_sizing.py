@@ -12,6 +12,7 @@ from tokasaurus.model.worker.forward_memory import ForwardMemory
 from tokasaurus.model.worker.kv_memory import (
     CPU_FRACTION,
     CUDA_FRACTION,
+    BlockBytes,
     KVCachePlan,
     available_cpu_bytes,
     plan_auto,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 def size_kv_cache(
     config: ServerConfig,
+    num_layers: int,
     shape: KVShape,
     backend: AttentionBackend,
     forward_memory: ForwardMemory | None,
@@ -34,14 +36,17 @@ def size_kv_cache(
     measure_graphs: Callable[[], int],
     memory: MemoryReport,
 ) -> KVCachePlan:
-    """The size that kv_cache_num_tokens sets, else a fraction of the device's free memory. forward_memory: None if
-    unknown. run_largest: runs the largest forward. measure_graphs: records some graphs, and returns the bytes that all
-    will take; both are called with a KV cache of the padding block alone, on CUDA.
+    """The size that kv_cache_num_tokens sets, else a fraction of the device's free memory. num_layers: of all stages.
+    forward_memory: None if unknown. run_largest: runs the largest forward. measure_graphs: records some graphs, and
+    returns the bytes that all will take; both are called with a KV cache of the padding block alone, on CUDA.
     """
     on_cpu = shape.device.type == "cpu"
     num_workers = config.dp_size * config.pp_size * config.tp_size
     forward_bytes = 0 if forward_memory is None else forward_memory.total
-    num_sharing = num_workers if on_cpu else 1
+    own = shape.bytes_per_block
+    block = BlockBytes(own, own)
+    if on_cpu:
+        block = BlockBytes(own, own // shape.num_layers * num_layers * config.dp_size * config.tp_size, num_workers)
     available = 0
     if on_cpu:
         available = available_cpu_bytes()
@@ -50,7 +55,7 @@ def size_kv_cache(
         available = max(0, available - num_workers * forward_bytes)
     if config.kv_cache_num_tokens is not None:
         free = available if on_cpu else torch.cuda.mem_get_info(shape.device)[0]
-        return plan_fixed(config.kv_cache_num_tokens, config.page_size, shape.bytes_per_block, free, num_sharing)
+        return plan_fixed(config.kv_cache_num_tokens, config.page_size, block, free)
     if on_cpu:
         what = (
             "available after weights and the largest forward" if forward_memory is not None else "of memory available"
@@ -69,4 +74,4 @@ def size_kv_cache(
         memory.note(graphs, GRAPHS)
         available = torch.cuda.mem_get_info(shape.device)[0] - activations - graphs
         what, fraction = "free after weights, the largest forward and graphs", CUDA_FRACTION
-    return plan_auto(available, what, fraction, num_sharing, config.page_size, shape.bytes_per_block)
+    return plan_auto(available, what, fraction, config.page_size, block)
