@@ -80,6 +80,20 @@ def test_ranks_have_their_share(checkpoint) -> None:
     assert plan["kv_blocks"] == min(worker["kv_blocks"] for worker in plan["workers"])
 
 
+def test_stages_have_two_buffers_of_hidden_states_for_each_neighbour(checkpoint) -> None:
+    """Of the largest step: 8,192 tokens x 8,192 x 2 B for Llama-3.1-70B; 1,000 tokens are padded to 1,024."""
+    words = (f"model={checkpoint('Llama-3.1-70B')}", "device_memory=160GiB")
+    for num_given, num_padded in ((8192, 8192), (1000, 1024)):
+        plan = planned(*words, "pp_size=3", f"max_tokens_per_forward={num_given}")
+        sizes = [buffers_of(worker) for worker in plan["workers"]]
+        assert sizes == [count * num_padded * 8192 * 2 for count in (2, 4, 2)]
+    assert [buffers_of(worker) for worker in planned(*words)["workers"]] == [0]
+
+
+def buffers_of(worker: dict[str, Any]) -> int:
+    return sum(part["bytes"] for part in worker["parts"] if part["name"] == "stage buffers")
+
+
 # Parameters of a layer that ranks divide; those that every rank has (two norms of the hidden size); the embedding,
 # which has as many as the LM head; layers; the hidden size; KV bytes of a token in one layer, undivided.
 #   70B: 8192 x (8192 + 2 x 1024 + 8192 + 3 x 28,672)      = 855,638,016

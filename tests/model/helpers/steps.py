@@ -20,6 +20,7 @@ from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution.runner import ModelRunner, StepResult
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.parallel.stage_links import StageLinks
 from tokasaurus.model.staging.sizes import BufferSizes
 from tokasaurus.model.staging.transfers import Transfers
 
@@ -41,6 +42,7 @@ def make_runner(
     buffer_sizes: BufferSizes = BufferSizes(),  # noqa: B008  (it is frozen)
     mesh: Mesh = Mesh(),  # noqa: B008  (it is frozen)
     async_tp_threshold: int | None = None,
+    links: StageLinks | None = None,
 ) -> ModelRunner:
     num_heads, num_kv_heads = mesh.shard(info.num_heads, "heads")[1], mesh.kv_head_shard(info.num_kv_heads)[1]
     shape = KVShape(
@@ -52,7 +54,7 @@ def make_runner(
     slots = SlotTable(SlotTableSize(num_slots + 1, -(-info.context_length // page_size)), device)
     slots.rules.allocate((num_blocks + 1) * page_size)
     places = model, chosen, slots, page_size, device, kernels
-    return ModelRunner(*places, compiler, transfers, buffer_sizes, mesh, async_tp_threshold)
+    return ModelRunner(*places, compiler, transfers, buffer_sizes, mesh, async_tp_threshold, links=links)
 
 
 @contextmanager

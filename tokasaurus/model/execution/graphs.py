@@ -163,14 +163,15 @@ class DecodeGraphs:
 
     def run(self, batch: DeviceBatch, attends: Attends | None, hidden: Tensor | None = None) -> DecodeOutput:
         """Run a padded step, whose number of rows is a recorded size. attends: None if recorded attention is planned.
-        hidden: [S, E], as in Decoder.forward."""
+        hidden: [n, E], as in Decoder.forward, of the rows before the padding; None on the first stage."""
         size = len(batch.token_ids)
         recording = self._recordings[size, attends is None]
         self._token_ids[:size].copy_(batch.token_ids)
         self._positions[:size].copy_(batch.positions)
         if self._entering is not None:
             assert hidden is not None, "an earlier stage sends it"
-            self._entering[:size].copy_(hidden)
+            self._entering[: len(hidden)].copy_(hidden)
+            self._entering[len(hidden) : size] = 0
         for piece in recording.pieces:
             assert attends is not None
             piece.graph.replay()

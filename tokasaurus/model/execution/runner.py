@@ -124,11 +124,12 @@ class ModelRunner:
         mesh: Mesh = Mesh(),  # noqa: B008  (it is frozen)
         async_tp_threshold: int | None = None,
         trace: Trace = NO_TRACE,
+        links: StageLinks | None = None,
     ) -> None:
         """compiler: compiles parts of the model; None if nothing is compiled. transfers: how arrays
         reach the device and results return; None: as is best for `device`. buffer_sizes: of their buffers.
         async_tp_threshold: padded tokens from which a forward uses async tensor parallelism, which needs a compiler;
-        None: never."""
+        None: never. links: with the other pipeline stages; None if there are none."""
         self.trace = trace
         self._model = model
         self._backend = backend
@@ -156,10 +157,8 @@ class ModelRunner:
             self._token_multiple = mesh.tp_size
         self._mesh = mesh
         self._shard = VocabularyShard.of(mesh, model.vocab_size) if mesh.tp_size > 1 else None
-        self._links: StageLinks | None = None
-        if mesh.pp_size > 1:
-            sizes = model.hidden_size, model.activation_dtype
-            self._links = StageLinks(mesh, *sizes, device, len(slots.last_tokens), trace)
+        assert (links is not None) == (mesh.pp_size > 1)
+        self._links = links
         self._num_recompiles = 0
         self._graphs: DecodeGraphs | None = None
 
@@ -210,7 +209,7 @@ class ModelRunner:
     @torch.inference_mode()
     def expect(self, step: ForwardInput) -> None:
         """Prepare for a step that will run after those that were expected before; may be left out."""
-        if self._links is not None and not self._links.is_first:
+        if self._links is not None:
             self._links.expect_hidden(int(step.num_tokens.sum()))
 
     def finish(self) -> None:
@@ -277,23 +276,25 @@ class ModelRunner:
             batch = self._build(step, is_padded=not self.always_on_kernels)
             backend.plan(batch.layout)
             self._staging.send()
-            attends, entering = attends_over(backend, batch.layout), self._receive(step, batch)
+            attends, entering = attends_over(backend, batch.layout), self._receive(step, len(batch.token_ids))
             hidden = self._model(batch.token_ids, entering, batch.positions, self._executor, attends)
             return batch, DecodeOutput(hidden, logits=None)
         batch = self._build(padded(step, size), is_padded=False)
         if isinstance(backend, RecordableBackend) and batch.layout.prefix is None:
             backend.plan_recorded(batch.layout)
             self._staging.send()
-            return batch, graphs.run(batch, None, self._receive(step, batch))
+            return batch, graphs.run(batch, None, self._receive(step))
         backend.plan(batch.layout)
         self._staging.send()
-        return batch, graphs.run(batch, attends_over(backend, batch.layout), self._receive(step, batch))
+        return batch, graphs.run(batch, attends_over(backend, batch.layout), self._receive(step))
 
-    def _receive(self, step: ForwardInput, batch: DeviceBatch) -> Tensor | None:
-        """What the stage before this one has computed of the step, padded as the batch: [T, E]; None on the first."""
+    def _receive(self, step: ForwardInput, num_padded: int = 0) -> Tensor | None:
+        """What the stage before this one has computed of the step, [n, E], padded to num_padded tokens if these are
+        more; None on the first stage."""
         if self._links is None or self._links.is_first:
             return None
-        return self._links.receive_hidden(int(step.num_tokens.sum()), len(batch.token_ids))
+        num_tokens = int(step.num_tokens.sum())
+        return self._links.receive_hidden(num_tokens, max(num_tokens, num_padded))
 
     def _sample(self, hidden: Tensor, logits: Tensor | None, batch: DeviceBatch) -> Sampled:
         """hidden [T, E]; logits [T, v] of this rank, if they are known already. A separate method, so that logits are

@@ -21,10 +21,13 @@ class Mesh:
     tp_size: int = 1
     tp_group: ProcessGroup | None = None
     """The tensor-parallel ranks of this stage; None, and unused, if tp_size is 1."""
-    stage_group: ProcessGroup | None = None
-    """All ranks of the replica, for hidden states; None, and unused, if pp_size is 1."""
+    previous_group: ProcessGroup | None = None
+    """This rank and the one of the stage before, for hidden states; None on the first stage."""
+    next_group: ProcessGroup | None = None
+    """This rank and the one of the next stage, for hidden states; None on the last stage."""
     token_group: ProcessGroup | None = None
-    """The same, for tokens: a group of its own, so that neither waits for the other."""
+    """The ranks with this number in the last and the first stage, for sampled tokens; None on stages between them, and
+    if pp_size is 1."""
 
     @classmethod
     def of_worker(cls, index: int, pp_size: int, tp_size: int) -> Mesh:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed
+from torch.distributed import ProcessGroup
 
 from tokasaurus.model.parallel.mesh import Mesh
 
@@ -56,14 +57,28 @@ def joined(mesh: Mesh, rendezvous: Path | None, device: torch.device) -> Iterato
 
 
 def _with_groups(mesh: Mesh) -> Mesh:
-    """Every rank must make every group, also those of others."""
-    world = torch.distributed.group.WORLD
+    """Every rank must make every group, also those of others.
+
+    Each link between two stages has a group of its own, in which messages go one way: NCCL runs the transfers of a
+    group one after another, so that a receive which was posted early would hold up every later send of its group.
+    """
     if mesh.pp_size == 1:
-        return replace(mesh, tp_group=world)
-    tp_groups = []
-    for stage in range(mesh.pp_size if mesh.tp_size > 1 else 0):
-        first = stage * mesh.tp_size
-        tp_groups.append(torch.distributed.new_group(list(range(first, first + mesh.tp_size)), timeout=TIMEOUT))
-    token_group = torch.distributed.new_group(timeout=TIMEOUT)
-    tp_group = tp_groups[mesh.pp_rank] if tp_groups else None
-    return replace(mesh, tp_group=tp_group, stage_group=world, token_group=token_group)
+        return replace(mesh, tp_group=torch.distributed.group.WORLD)
+
+    def new_group(*stages_and_ranks: tuple[int, int]) -> ProcessGroup | None:
+        """None unless this rank is in it."""
+        ranks = [stage * mesh.tp_size + rank for stage, rank in stages_and_ranks]
+        group = torch.distributed.new_group(ranks, timeout=TIMEOUT)
+        return group if mesh.world_rank in ranks else None
+
+    stages, tp_ranks, last = range(mesh.pp_size), range(mesh.tp_size), mesh.pp_size - 1
+    tp_groups = [new_group(*((stage, rank) for rank in tp_ranks)) if mesh.tp_size > 1 else None for stage in stages]
+    links = [[new_group((stage, rank), (stage + 1, rank)) for rank in tp_ranks] for stage in range(last)]
+    token_groups = [new_group((0, rank), (last, rank)) for rank in tp_ranks]
+    return replace(
+        mesh,
+        tp_group=tp_groups[mesh.pp_rank],
+        previous_group=None if mesh.is_first_stage else links[mesh.pp_rank - 1][mesh.tp_rank],
+        next_group=None if mesh.is_last_stage else links[mesh.pp_rank][mesh.tp_rank],
+        token_group=token_groups[mesh.tp_rank],
+    )

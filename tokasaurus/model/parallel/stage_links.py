@@ -7,6 +7,7 @@ and receives are asynchronous. A rank exchanges only with the ranks of other sta
 # n tokens of a step without padding, T with padding, E hidden size, R rows that sample
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,27 +20,27 @@ from torch.distributed import ProcessGroup, Work
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.monitoring.trace import NO_TRACE, Trace
 
-_MOST_SENDS = 2
-"""Sends that may be under way to one stage: each keeps its buffer until the other rank has it."""
+NUM_BUFFERS = 2
+"""Of hidden states in each direction: one step is computed while the next one arrives, or while the last one leaves."""
 
 _HIDDEN, _TOKENS = "hidden states", "sampled tokens"
 """What is sent, for traces."""
 
 
-class _Arriving(NamedTuple):
-    """A message that a receive has been posted for."""
+class _Message(NamedTuple):
+    """A message on its way."""
 
     buffer: Tensor
     work: Work
 
 
-class _ArrivingTokens(NamedTuple):
-    """The tokens of one step."""
+class _Tokens(NamedTuple):
+    """The tokens of one step, on their way."""
 
     step_id: int
     slots: Tensor
     """int64 [R], on the device."""
-    message: _Arriving
+    message: _Message
 
 
 class _Outbox:
@@ -48,19 +49,79 @@ class _Outbox:
     def __init__(self, target: int, group: ProcessGroup) -> None:
         self._target = target
         self._group = group
-        self._under_way: deque[_Arriving] = deque()
+        self._under_way: deque[_Message] = deque()
+
+    def leave_room(self) -> None:
+        """Wait until fewer than NUM_BUFFERS messages are under way."""
+        while len(self._under_way) >= NUM_BUFFERS:
+            self._under_way.popleft().work.wait()
 
     def send(self, message: Tensor) -> None:
-        """message: contiguous, and never changed afterwards."""
-        while len(self._under_way) >= _MOST_SENDS:
-            self._under_way.popleft().work.wait()
+        """message: contiguous; not changed before a later `leave_room` or `finish` has waited for it."""
+        self.leave_room()
         work = torch.distributed.isend(message, self._target, group=self._group)
         assert work is not None
-        self._under_way.append(_Arriving(message, work))
+        self._under_way.append(_Message(message, work))
 
     def finish(self) -> None:
         while self._under_way:
             self._under_way.popleft().work.wait()
+
+
+class _HiddenOutbox:
+    """Sends hidden states to the next stage."""
+
+    def __init__(self, target: int, group: ProcessGroup, buffers: Sequence[Tensor]) -> None:
+        self._outbox = _Outbox(target, group)
+        self._buffers = deque(buffers)
+
+    def send(self, hidden: Tensor) -> None:
+        """hidden: [n, E], which may be overwritten afterwards."""
+        self._outbox.leave_room()
+        message = self._buffers[0][: len(hidden)]
+        self._buffers.rotate(-1)
+        message.copy_(hidden)
+        self._outbox.send(message)
+
+    def finish(self) -> None:
+        self._outbox.finish()
+
+
+class _HiddenInbox:
+    """Receives hidden states from the stage before."""
+
+    def __init__(self, source: int, group: ProcessGroup, buffers: Sequence[Tensor]) -> None:
+        self._source = source
+        self._group = group
+        self._buffers = deque(buffers)
+        self._num_free = len(buffers)
+        self._in_use = False
+        self._expected: deque[int] = deque()
+        """Tokens of each step whose receive waits for a buffer."""
+        self._arriving: deque[_Message] = deque()
+        """The messages, [T, E] where their first n tokens arrive."""
+
+    def expect(self, num_tokens: int) -> None:
+        self._expected.append(num_tokens)
+        self._post()
+
+    def _post(self) -> None:
+        while self._expected and self._num_free:
+            self._num_free -= 1
+            buffer = self._buffers[0]
+            self._buffers.rotate(-1)
+            work = torch.distributed.irecv(buffer[: self._expected.popleft()], self._source, group=self._group)
+            assert work is not None
+            self._arriving.append(_Message(buffer, work))
+
+    def take(self, num_tokens: int) -> _Message:
+        """The next step's message, which may still be on its way. Its buffer is this step's until the next call."""
+        self._num_free += self._in_use
+        if not self._arriving:
+            self._expected.append(num_tokens)
+        self._post()
+        self._in_use = True
+        return self._arriving.popleft()
 
 
 class StageLinks:
@@ -69,68 +130,71 @@ class StageLinks:
     def __init__(
         self,
         mesh: Mesh,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        hidden_buffers: Sequence[Tensor],
         num_slots: int,
         trace: Trace = NO_TRACE,
     ) -> None:
-        """dtype: of hidden states."""
-        assert mesh.stage_group is not None
-        assert mesh.token_group is not None
-        self.is_first, self.is_last = mesh.is_first_stage, mesh.is_last_stage
+        """hidden_buffers: num_hidden_buffers(mesh) of [T, E] each, for the largest step."""
+        assert len(hidden_buffers) == num_hidden_buffers(mesh)
+        self._mesh = mesh
         self._trace = trace
-        self._rank = mesh.world_rank
-        self._hidden_size = hidden_size
-        self._dtype = dtype
-        self._device = device
-        self._stage_group, self._token_group = mesh.stage_group, mesh.token_group
         self._previous = mesh.world_rank - mesh.tp_size
         self._last = (mesh.pp_size - 1) * mesh.tp_size + mesh.tp_rank
-        self._to_next = None if mesh.is_last_stage else _Outbox(mesh.world_rank + mesh.tp_size, mesh.stage_group)
-        self._to_first = _Outbox(mesh.tp_rank, mesh.token_group) if mesh.is_last_stage else None
-        self._arriving: deque[_Arriving] = deque()
-        self._tokens: deque[_ArrivingTokens] = deque()
+        self._from_previous: _HiddenInbox | None = None
+        self._to_next: _HiddenOutbox | None = None
+        self._to_first: _Outbox | None = None
+        if mesh.previous_group is not None:
+            self._from_previous = _HiddenInbox(self._previous, mesh.previous_group, hidden_buffers[:NUM_BUFFERS])
+        if mesh.next_group is not None:
+            target = mesh.world_rank + mesh.tp_size
+            self._to_next = _HiddenOutbox(target, mesh.next_group, hidden_buffers[-NUM_BUFFERS:])
+        if mesh.is_last_stage:
+            assert mesh.token_group is not None
+            self._to_first = _Outbox(mesh.tp_rank, mesh.token_group)
+        self._tokens: deque[_Tokens] = deque()
         self._num_expected_tokens = self._num_received_tokens = 0  # messages
         self._last_message = np.zeros(num_slots, np.int64)
         """Of each slot: how many messages must be here before its last token is."""
 
-    def expect_hidden(self, num_tokens: int) -> None:
-        """Post the receive of a step's hidden states, [n, E], on all but the first stage; for each step in order.
+    @property
+    def is_first(self) -> bool:
+        return self._mesh.is_first_stage
 
-        A step that runs without it posts its own.
+    @property
+    def is_last(self) -> bool:
+        return self._mesh.is_last_stage
+
+    def expect_hidden(self, num_tokens: int) -> None:
+        """Post the receive of a step's hidden states, [n, E], as soon as a buffer is free; for each step in order.
+
+        A step that runs without it posts its own. Nothing on the first stage.
         """
-        buffer = torch.empty((num_tokens, self._hidden_size), dtype=self._dtype, device=self._device)
-        work = torch.distributed.irecv(buffer, self._previous, group=self._stage_group)
-        assert work is not None
-        self._arriving.append(_Arriving(buffer, work))
+        if self._from_previous is not None:
+            self._from_previous.expect(num_tokens)
 
     def receive_hidden(self, num_tokens: int, num_padded: int) -> Tensor:
-        """The hidden states of the next step -> [T, E], with zeros as padding."""
-        if not self._arriving:
-            self.expect_hidden(num_tokens)
-        buffer, work = self._arriving.popleft()
-        assert len(buffer) == num_tokens, "steps run in the order in which they are expected"
+        """The hidden states of the next step -> [T, E], with zeros as padding; overwritten after the next call."""
+        assert self._from_previous is not None, "the first stage receives none"
+        buffer, work = self._from_previous.take(num_tokens)
         with self._trace.span(f"wait for {_HIDDEN}"):
             work.wait()
         self._trace.end_transfer(_HIDDEN, self._previous, self._trace.step_id)
-        if num_padded == num_tokens:
-            return buffer
-        return torch.cat((buffer, buffer.new_zeros((num_padded - num_tokens, self._hidden_size))))
+        buffer[num_tokens:num_padded] = 0
+        return buffer[:num_padded]
 
     def send_hidden(self, hidden: Tensor) -> None:
         """hidden: [n, E] of this step, which may be overwritten afterwards."""
         assert self._to_next is not None, "the last stage sends none"
         with self._trace.span(f"send {_HIDDEN}"):
-            self._trace.begin_transfer(_HIDDEN, self._rank)
-            self._to_next.send(hidden.clone(memory_format=torch.contiguous_format))
+            self._trace.begin_transfer(_HIDDEN, self._mesh.world_rank)
+            self._to_next.send(hidden)
 
     def send_tokens(self, tokens: Tensor) -> None:
         """tokens: int64 [R], sampled by the last stage; sent if there are any."""
         assert self._to_first is not None, "only the last stage samples"
         if len(tokens):
             with self._trace.span(f"send {_TOKENS}"):
-                self._trace.begin_transfer(_TOKENS, self._rank)
+                self._trace.begin_transfer(_TOKENS, self._mesh.world_rank)
                 self._to_first.send(tokens.clone())
 
     def expect_tokens(self, host_slots: NDArray[np.int32], slots: Tensor) -> None:
@@ -138,10 +202,10 @@ class StageLinks:
         device: those that sample."""
         if not len(host_slots):
             return
-        buffer = torch.empty(len(host_slots), dtype=torch.int64, device=self._device)
-        work = torch.distributed.irecv(buffer, self._last, group=self._token_group)
+        buffer = torch.empty_like(slots)
+        work = torch.distributed.irecv(buffer, self._last, group=self._mesh.token_group)
         assert work is not None
-        self._tokens.append(_ArrivingTokens(self._trace.step_id, slots.clone(), _Arriving(buffer, work)))
+        self._tokens.append(_Tokens(self._trace.step_id, slots.clone(), _Message(buffer, work)))
         self._num_expected_tokens += 1
         self._last_message[host_slots] = self._num_expected_tokens
 
@@ -166,3 +230,8 @@ class StageLinks:
                 outbox.finish()
         while self._tokens:
             self._tokens.popleft().message.work.wait()
+
+
+def num_hidden_buffers(mesh: Mesh) -> int:
+    """Buffers of hidden states on this rank: NUM_BUFFERS for each neighbouring stage."""
+    return NUM_BUFFERS * ((not mesh.is_first_stage) + (not mesh.is_last_stage))

@@ -35,17 +35,19 @@ from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.registry import build_decoder
 from tokasaurus.model.decoder.weights import FilledModules, load_weights, return_freed_memory
 from tokasaurus.model.execution.cuda_recorder import CudaRecorder, measure_graphs
+from tokasaurus.model.execution.device_batch import padded_count
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.process_group import is_about_another_rank, joined
+from tokasaurus.model.parallel.stage_links import StageLinks, num_hidden_buffers
 from tokasaurus.model.staging.sizes import sizes_for
 from tokasaurus.model.worker.device import choose_activation_dtype, choose_device, choose_dtype, choose_kv_cache_dtype
 from tokasaurus.model.worker.forward_memory import largest_forward, reserve
 from tokasaurus.model.worker.hydragen_costs import describe, measure_costs
 from tokasaurus.model.worker.kv_sizing import size_kv_cache
 from tokasaurus.model.worker.loop import run_steps
-from tokasaurus.model.worker.memory_plan import INPUTS, ROTARY, SLOTS, WEIGHTS, WORKSPACES, sizes_of_graphs
+from tokasaurus.model.worker.memory_plan import INPUTS, ROTARY, SLOTS, STAGES, WEIGHTS, WORKSPACES, sizes_of_graphs
 from tokasaurus.model.worker.memory_report import MemoryReport
 from tokasaurus.model.worker.threads import leave_threads_to, set_worker_threads
 from tokasaurus.model.worker.warmup import ForwardLimits, warm_up, warm_up_small
@@ -208,9 +210,18 @@ def start_worker(
     sizes = sizes_for(limits.max_tokens, limits.max_seqs, limits.vocab_size, config.max_topk_logprobs)
     places = model, backend, slots, config.page_size, device, kernels, compiler
     trace = Trace.of(config, mesh.name(PROCESS), index // mesh.num_ranks, row=1 + mesh.world_rank)
+    links = None
+    if mesh.pp_size > 1:
+        with memory.part(STAGES):
+            links = _link_stages(mesh, model, limits, device, trace)
     with memory.part(INPUTS):
         runner = ModelRunner(
-            *places, mesh=mesh, buffer_sizes=sizes, async_tp_threshold=config.async_tp_threshold, trace=trace
+            *places,
+            mesh=mesh,
+            buffer_sizes=sizes,
+            async_tp_threshold=config.async_tp_threshold,
+            trace=trace,
+            links=links,
         )
 
     forward_memory = None  # unknown where torch computes: its operations allocate temporaries of unknown size
@@ -231,8 +242,9 @@ def start_worker(
         return measure_graphs(runner, graphs, device)
 
     with phase("KV cache") as details:
-        calls = run_largest, measure_all_graphs
-        plan = size_kv_cache(config, info.num_layers, shape, backend, forward_memory, *calls, memory)
+        plan = size_kv_cache(
+            config, info.num_layers, shape, backend, forward_memory, run_largest, measure_all_graphs, memory
+        )
         try:
             with memory.kv_cache(plan.num_blocks):
                 backend.allocate(plan.num_blocks + 1)
@@ -269,6 +281,12 @@ def start_worker(
     max_tokens = min(context_length, plan.num_blocks * config.page_size)
     limits_found = EngineLimits(plan.num_blocks, config.page_size, max_tokens, hydragen, seconds_per_token)
     return StartedWorker(runner, limits_found, device, kernels if runner.always_on_kernels else None)
+
+
+def _link_stages(mesh: Mesh, model: Decoder, limits: ForwardLimits, device: torch.device, trace: Trace) -> StageLinks:
+    num_tokens = padded_count(limits.max_tokens, mesh.tp_size)
+    buffers = [model.new_hidden(num_tokens, device) for _ in range(num_hidden_buffers(mesh))]
+    return StageLinks(mesh, buffers, limits.max_seqs + 1, trace)
 
 
 def _describe_dtypes(*dtypes: torch.dtype) -> str:

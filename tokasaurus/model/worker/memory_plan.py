@@ -10,8 +10,10 @@ from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.flashinfer_backend import HEAD_DIMS, workspace_bytes
 from tokasaurus.model.decoder.registry import build_decoder
+from tokasaurus.model.execution.device_batch import padded_count
 from tokasaurus.model.execution.graphs import graph_sizes
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.parallel.stage_links import num_hidden_buffers
 from tokasaurus.model.sampling.logit_rules import ruled_rows_at_once
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
 from tokasaurus.model.staging.packed import RING_SIZE
@@ -22,7 +24,7 @@ CONTEXT_BYTES = 600 << 20
 """CUDA's context, cuBLAS and the kernels' code on the device: an estimate, which differs by device and version."""
 
 WEIGHTS, ROTARY, SLOTS, INPUTS = "weights", "rotary table", "slots", "inputs of steps"
-FORWARD, WORKSPACES, GRAPHS = "largest forward", "attention workspaces", "CUDA graphs"
+STAGES, FORWARD, WORKSPACES, GRAPHS = "stage buffers", "largest forward", "attention workspaces", "CUDA graphs"
 """Names of parts."""
 
 _GRAPH_BYTES = 256 << 10
@@ -190,6 +192,7 @@ def plan_worker(info: ModelInfo, mesh: Mesh, sizes: Sizes) -> WorkerPlan:
         ),
         _slots(sizes),
         _inputs(info, sizes),
+        *_stage_buffers(info, mesh, sizes),
         _largest_forward(info, mesh, shape, sizes),
         *_workspaces(shape, sizes),
         *_graphs(info, mesh, shape, sizes),
@@ -229,6 +232,17 @@ def _inputs(info: ModelInfo, sizes: Sizes) -> Part:
     num_bytes = RING_SIZE * sizes_for(max_tokens, max_seqs, info.vocab_size, num_top=0).inputs
     reason = f"{RING_SIZE} steps' arrays: {max_tokens:,} tokens and {max_seqs:,} rows with masks each"
     return Part(INPUTS, num_bytes, reason, is_exact=True)
+
+
+def _stage_buffers(info: ModelInfo, mesh: Mesh, sizes: Sizes) -> list[Part]:
+    """For hidden states that are sent and received."""
+    num_buffers = num_hidden_buffers(mesh)
+    if not num_buffers:
+        return []
+    num_tokens, item = padded_count(sizes.max_tokens_per_forward, mesh.tp_size), sizes.dtype.itemsize
+    num_bytes = num_buffers * num_tokens * info.hidden_size * item
+    reason = f"{num_buffers} x {num_tokens:,} tokens x {info.hidden_size:,} x {item} B between stages"
+    return [Part(STAGES, num_bytes, reason, is_exact=True)]
 
 
 def _widest_row(info: ModelInfo, mesh: Mesh, shape: KVShape) -> int:
