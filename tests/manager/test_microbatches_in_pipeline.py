@@ -1,12 +1,16 @@
 """Pipeline stages under the real engine, in simulated time: the slowest is busy, and nobody waits for long."""
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.manager.helpers.pipeline import Pipeline, at_once, spread
+from tests.manager.helpers.engine_driver import EngineDriver, make_options
+from tests.manager.helpers.pipeline import SECONDS_OF_STEP, SECONDS_OF_TOKEN, Pipeline, at_once, spread
 from tests.manager.helpers.requests import make_request
+from tokasaurus.manager.engine import engine as engine_module
 from tokasaurus.manager.state.microbatches import choose_microbatch
 from tokasaurus.messages.generation import GenerateRequest
 
@@ -49,6 +53,57 @@ def test_the_slowest_of_four_stages_is_busy(prompt_tokens: list[int], factors: l
     pipeline = Pipeline(factors, num_microbatches=5, num_slots=NUM_SLOTS)
     pipeline.run(at_once(long_requests(prompt_tokens, seed=1)))
     assert pipeline.busy_share(*steady(pipeline)) >= least
+
+
+@pytest.mark.parametrize(("num_microbatches", "is_busy"), [(5, True), (4, False)])
+def test_a_class_more_than_stages_covers_the_managers_delay(num_microbatches: int, is_busy: bool) -> None:
+    """The manager and the queues take as long as half a step, here. With one class for each stage, every step waits."""
+    pipeline = Pipeline(EQUAL, num_microbatches=num_microbatches, num_slots=NUM_SLOTS, delay_s=SECONDS_OF_STEP)
+    pipeline.run(at_once(long_requests(SHORT_PROMPTS, seed=1)))
+    assert (pipeline.busy_share(*steady(pipeline)) >= 0.95) == is_busy
+
+
+@pytest.mark.parametrize("factors", [EQUAL, UNEQUAL])
+def test_the_time_left_is_until_the_first_stage_needs_a_step(
+    factors: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not until the last stage is done, three steps later. The class that waits may do so before the first stage or
+    before a slower one, and delays nothing in either case: so the estimate may be one step longer."""
+    pipeline = Pipeline(factors, num_microbatches=5, num_slots=NUM_SLOTS)
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: pipeline.now_s))
+    step, looks = pipeline.engine.step, list[tuple[float, float, float]]()
+
+    def look(*arguments: Any) -> None:
+        step(*arguments)
+        looks.append((pipeline.now_s, pipeline.engine.seconds_left(), pipeline.first_stage_busy_s()))
+
+    monkeypatch.setattr(pipeline.engine, "step", look)
+    pipeline.run(at_once(long_requests(SHORT_PROMPTS, seed=1)))
+    start_s, end_s = steady(pipeline)
+    errors = [found - busy for now_s, found, busy in looks if start_s <= now_s <= end_s]
+    seconds_of_step = (SECONDS_OF_STEP + SECONDS_OF_TOKEN * NUM_SLOTS / 5) * max(factors)
+    assert len(errors) > 100
+    assert np.quantile(errors, 0.05) / seconds_of_step > -0.25
+    assert np.quantile(errors, 0.95) / seconds_of_step < 1.5
+
+
+def test_fewer_sequences_than_stages_leave_time_until_the_next_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages are idle then, but no step could be sent earlier: to defer a task would gain nothing."""
+    pipeline = Pipeline(EQUAL, num_microbatches=5, num_slots=NUM_SLOTS)
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: pipeline.now_s))
+    pipeline.run(at_once(long_requests([4], seed=1)))
+    pipeline.engine.step(long_requests([4], seed=2), [])
+    assert len(pipeline.state.steps_in_flight) == 2
+    assert pipeline.engine.seconds_left() > 0
+
+
+@pytest.mark.parametrize("max_steps_ahead", [1, 2, 8])
+def test_a_class_has_at_most_two_steps_in_flight_and_no_more_than_steps_ahead(max_steps_ahead: int) -> None:
+    options = make_options(100, max_steps_ahead=max_steps_ahead, num_microbatches=5, num_stages=4)
+    driver = EngineDriver(options)
+    driver.step([make_request(1, 5, 1, 60, ignore_eos=True)])
+    driver.run_until_idle()
+    assert driver.most_in_flight == min(2, max_steps_ahead)
 
 
 def test_a_single_class_keeps_one_stage_busy_at_a_time() -> None:

@@ -22,15 +22,20 @@ SMALL = (*FLAGS, "kv_cache_num_tokens=352", "early_stopping_init_mean=0.02", "ea
 GROUPS = ("use_hydragen=T", "hydragen_min_group_size=2", "hydragen_min_prefix_len=16")
 
 
-def assert_equals_one_process(directory: Path, *parallel: str) -> None:
-    """Sends the same mixed requests to a server of one process and to another with the flags `parallel`."""
-    with running_toka(f"model={directory}", *LARGE) as toka:
+def assert_equals_one_process(directory: Path | None, *parallel: str) -> None:
+    """Sends the same mixed requests to a server of one process and to another with the flags `parallel`.
+
+    directory: None for the demo model, whose vocabulary is so large that one text may differ at a tie.
+    """
+    model, most_diverged = (() if directory is None else (f"model={directory}",)), 1 if directory is None else 0
+    with running_toka(*model, *LARGE) as toka:
         expected, plain = ask_mixed(toka), ask_plain(toka)
         assert toka.stop() == 0
-    with running_toka(f"model={directory}", *SMALL, *GROUPS, *parallel) as toka:
-        assert_same_answers(ask_mixed(toka), expected)
+    with running_toka(*model, *SMALL, *GROUPS, *parallel) as toka:
+        assert_same_answers(ask_mixed(toka), expected, most_diverged)
         num_before = toka.gauge("toka_preemptions_total")
-        assert ask_plain(toka) == plain
+        texts = ask_plain(toka)
+        assert sum(text != right for text, right in zip(texts, plain, strict=True)) <= most_diverged
         assert toka.gauge("toka_preemptions_total") > num_before
         for counter in ("prefix_cache_hit_tokens", "shared_prompt_tokens"):
             assert toka.gauge(f"toka_{counter}_total") > 0, counter

@@ -38,6 +38,7 @@ def test_four_stages_equal_one_process(tmp_path: Path) -> None:
 def test_uneven_stages_give_the_demo_models_texts(parallel: str) -> None:
     """30 layers: two stages have 19 and 11, since the LM head is as large as eight layers."""
     assert_gives_the_demo_models_texts(*parallel.split())
+    assert_equals_one_process(None, *parallel.split())
 
 
 def test_requests_outlive_the_death_of_each_stage_and_nothing_is_left_over(

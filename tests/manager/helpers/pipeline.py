@@ -30,9 +30,11 @@ class Pipeline:
     num_microbatches: int
     num_slots: int
     max_tokens: int = 512
+    delay_s: float = 0.0
+    """From the end of a step until the manager has its result."""
     now_s: float = 0.0
-    events: list[tuple[float, int, ForwardInput]] = field(default_factory=list)
-    """When the last stage ends each step that was sent."""
+    events: list[tuple[float, int, ForwardInput, float]] = field(default_factory=list)
+    """When the manager gets the result of each step that was sent, and how long the last stage says that it took."""
     sent_s: list[float] = field(default_factory=list)
     """By step."""
     busy_s: list[tuple[float, float]] = field(default_factory=list)
@@ -46,6 +48,7 @@ class Pipeline:
             *(100_000, 16),
             max_tokens_per_forward=self.max_tokens,
             max_seqs_per_forward=self.num_slots,
+            num_stages=len(self.factors),
             num_microbatches=self.num_microbatches,
             deferred_tasks="always",
         )
@@ -60,6 +63,7 @@ class Pipeline:
     def _send(self, message: ForwardInput) -> None:
         """Work out at once when each stage runs the step: nothing that comes later changes it."""
         seconds = SECONDS_OF_STEP + SECONDS_OF_TOKEN * int(message.num_tokens.sum())
+        last_busy_s = max(self.now_s, self._free_s[-1])
         ready_s = max(self.now_s, self._tokens_s[message.slots[: message.num_decode]].max(initial=0.0))
         for stage, factor in enumerate(self.factors):
             begin_s = max(ready_s, self._free_s[stage])
@@ -67,7 +71,8 @@ class Pipeline:
             if factor == max(self.factors) and stage == self.factors.index(factor):
                 self.busy_s.append((begin_s, ready_s))
         self._tokens_s[message.slots] = ready_s
-        heapq.heappush(self.events, (ready_s, message.step_id, message))
+        # The last stage waits for hidden states within its step, and cannot tell that from computing.
+        heapq.heappush(self.events, (ready_s + self.delay_s, message.step_id, message, ready_s - last_busy_s))
         self.sent_s.append(self.now_s)
         if message.changes.opened is not None:
             for seed in message.changes.opened.seeds.tolist():
@@ -82,10 +87,14 @@ class Pipeline:
                 self.engine.step([arrival[1]], [])
                 arrival = next(arrivals, None)
             else:
-                self.now_s, _, message = heapq.heappop(self.events)
-                self.engine.step([], [self.worker.forward(message)])
+                self.now_s, _, message, seconds = heapq.heappop(self.events)
+                self.engine.step([], [self.worker.forward(message, seconds)])
             self.deltas += [(self.now_s, delta) for delta in self.state.deltas]
             self.state.deltas = []
+
+    def first_stage_busy_s(self) -> float:
+        """How long the first stage is busy with what it has been sent, if tokens that it waits for come in time."""
+        return max(0.0, self._free_s[0] - self.now_s)
 
     def busy_share(self, start_s: float, end_s: float) -> float:
         """Of the slowest stage, between two moments."""

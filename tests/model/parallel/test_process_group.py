@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.process_group import is_about_another_rank, joined
+from tokasaurus.model.parallel.process_group import TIMEOUT, is_about_another_rank, joined, with_groups
 from tokasaurus.model.parallel.tensor_parallel import (
     copy_from_first,
     gather_shards,
@@ -75,6 +75,38 @@ def test_ranks_compute_together_until_one_of_them_ends(end: str, tmp_path: Path)
     finally:
         for process in processes:
             process.kill()
+
+
+@pytest.mark.parametrize(("pp_size", "tp_size"), [(2, 1), (4, 1), (2, 2), (3, 2)])
+def test_every_rank_makes_the_same_groups_and_no_link_shares_one(
+    pp_size: int, tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that made other groups, or in another order, would wait for each other for ever."""
+    made: list[list[int]] = []
+
+    def new_group(ranks: list[int], timeout: object) -> tuple[int, list[int]]:
+        assert timeout == TIMEOUT
+        made.append(ranks)
+        return len(made), ranks
+
+    monkeypatch.setattr(torch.distributed, "new_group", new_group)
+    of_each_rank, links = [], []
+    for rank in range(pp_size * tp_size):
+        made.clear()
+        mesh = with_groups(Mesh.of_worker(rank, pp_size, tp_size))
+        of_each_rank.append(list(made))
+        stage, own = divmod(rank, tp_size)
+        stage_ranks = list(range(stage * tp_size, (stage + 1) * tp_size))
+        assert (mesh.tp_group and mesh.tp_group[1]) == (stage_ranks if tp_size > 1 else None)
+        last = own + (pp_size - 1) * tp_size
+        assert (mesh.previous_group and mesh.previous_group[1]) == ([rank - tp_size, rank] if stage > 0 else None)
+        assert (mesh.next_group and mesh.next_group[1]) == ([rank, rank + tp_size] if rank != last else None)
+        assert (mesh.token_group and mesh.token_group[1]) == ([own, last] if rank in (own, last) else None)
+        links += [link[0] for link in (mesh.previous_group, mesh.next_group, mesh.token_group) if link is not None]
+    assert all(groups == of_each_rank[0] for groups in of_each_rank)
+    # Each group has one message direction, and two ranks.
+    assert sorted(links) == sorted(2 * list(set(links)))
+    assert len(set(links)) == pp_size * tp_size
 
 
 def test_an_error_of_this_rank_is_not_taken_for_the_end_of_another() -> None:

@@ -47,7 +47,7 @@ def joined(mesh: Mesh, rendezvous: Path | None, device: torch.device) -> Iterato
         device_id=device if on_cuda else None,
     )
     try:
-        yield _with_groups(mesh)
+        yield with_groups(mesh)
     except BaseException:
         # Gloo's threads abort a process that ends while they run. NCCL might wait for a dead rank instead.
         if not on_cuda:
@@ -56,8 +56,8 @@ def joined(mesh: Mesh, rendezvous: Path | None, device: torch.device) -> Iterato
     torch.distributed.destroy_process_group()
 
 
-def _with_groups(mesh: Mesh) -> Mesh:
-    """Every rank must make every group, also those of others.
+def with_groups(mesh: Mesh) -> Mesh:
+    """The mesh with its groups. Every rank must make every group, also those of others.
 
     Each link between two stages has a group of its own, in which messages go one way: NCCL runs the transfers of a
     group one after another, so that a receive which was posted early would hold up every later send of its group.
