@@ -60,8 +60,8 @@ def write_trace_picture(path: Path, events: Sequence[Event], first_step: int, nu
         _step_of_manager(window, event) for event in events if event["name"] == "engine step" and window.has(event)
     ]
     parts += _transfers(window, lanes, events)
-    num_classes = 1 + max(int(event["name"].split()[1]) for event in forwards)
-    parts += _legend(num_classes, len(lanes))
+    num_microbatches = 1 + max(int(event["name"].split()[1]) for event in forwards)
+    parts += _legend(num_microbatches, len(lanes))
     height = _bottom(len(lanes)) + _BOTTOM
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif">'
     background = f'<rect width="{_WIDTH}" height="{height}" fill="white"/>'
@@ -126,11 +126,11 @@ def _transfers(window: _Window, lanes: dict[int, int], events: Sequence[Event]) 
     return parts
 
 
-def _legend(num_classes: int, num_lanes: int) -> list[str]:
+def _legend(num_microbatches: int, num_lanes: int) -> list[str]:
     y = _bottom(num_lanes) + 28
-    parts, x = [], float(_LEFT)
+    parts, x = [_text(_LEFT, y + 12, "microbatch", "start")], _LEFT + 80.0
     for name, colour in [
-        *((f"class {number}", _COLOURS[number % len(_COLOURS)]) for number in range(num_classes)),
+        *((str(number), _COLOURS[number % len(_COLOURS)]) for number in range(num_microbatches)),
         ("waits", "white"),
         ("manager at work", "#555"),
     ]:

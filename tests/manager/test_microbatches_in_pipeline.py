@@ -56,8 +56,8 @@ def test_the_slowest_of_four_stages_is_busy(prompt_tokens: list[int], factors: l
 
 
 @pytest.mark.parametrize(("num_microbatches", "is_busy"), [(5, True), (4, False)])
-def test_a_class_more_than_stages_covers_the_managers_delay(num_microbatches: int, is_busy: bool) -> None:
-    """The manager and the queues take as long as half a step, here. With one class for each stage, every step waits."""
+def test_one_more_microbatch_than_stages_covers_the_managers_delay(num_microbatches: int, is_busy: bool) -> None:
+    """The manager and the queues take as long as half a step, here. With as many as stages, every step waits."""
     pipeline = Pipeline(EQUAL, num_microbatches=num_microbatches, num_slots=NUM_SLOTS, delay_s=SECONDS_OF_STEP)
     pipeline.run(at_once(long_requests(SHORT_PROMPTS, seed=1)))
     assert (pipeline.busy_share(*steady(pipeline)) >= 0.95) == is_busy
@@ -67,7 +67,7 @@ def test_a_class_more_than_stages_covers_the_managers_delay(num_microbatches: in
 def test_the_time_left_is_until_the_first_stage_needs_a_step(
     factors: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not until the last stage is done, three steps later. The class that waits may do so before the first stage or
+    """Not until the last stage is done, three steps later. The step that waits may do so before the first stage, or
     before a slower one, and delays nothing in either case: so the estimate may be one step longer."""
     pipeline = Pipeline(factors, num_microbatches=5, num_slots=NUM_SLOTS)
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: pipeline.now_s))
@@ -98,7 +98,7 @@ def test_fewer_sequences_than_stages_leave_time_until_the_next_result(monkeypatc
 
 
 @pytest.mark.parametrize("max_steps_ahead", [1, 2, 8])
-def test_a_class_has_at_most_two_steps_in_flight_and_no_more_than_steps_ahead(max_steps_ahead: int) -> None:
+def test_a_microbatch_has_at_most_two_steps_in_flight_and_no_more_than_steps_ahead(max_steps_ahead: int) -> None:
     options = make_options(100, max_steps_ahead=max_steps_ahead, num_microbatches=5, num_stages=4)
     driver = EngineDriver(options)
     driver.step([make_request(1, 5, 1, 60, ignore_eos=True)])
@@ -106,8 +106,8 @@ def test_a_class_has_at_most_two_steps_in_flight_and_no_more_than_steps_ahead(ma
     assert driver.most_in_flight == min(2, max_steps_ahead)
 
 
-def test_a_single_class_keeps_one_stage_busy_at_a_time() -> None:
-    """Without classes, four stages work in turns: what this design is for."""
+def test_a_single_microbatch_keeps_one_stage_busy_at_a_time() -> None:
+    """Without microbatches, four stages work in turns: what this design is for."""
     pipeline = Pipeline(EQUAL, num_microbatches=1, num_slots=NUM_SLOTS)
     pipeline.run(at_once(long_requests(SHORT_PROMPTS, seed=1)))
     assert pipeline.busy_share(*steady(pipeline)) < 0.35
@@ -115,7 +115,7 @@ def test_a_single_class_keeps_one_stage_busy_at_a_time() -> None:
 
 @pytest.mark.parametrize("factors", [EQUAL, UNEQUAL])
 def test_new_requests_wait_at_most_one_round(factors: list[float]) -> None:
-    """There are slots for all. When a request comes, each class has at most one step that was sent before."""
+    """There are slots for all. When a request comes, each microbatch has at most one step that was sent before."""
     pipeline = Pipeline(factors, num_microbatches=5, num_slots=2 * NUM_SLOTS)
     requests = long_requests([20] * 400, seed=2)
     arrivals = list(spread(requests, per_second=20, seed=3))
@@ -130,22 +130,22 @@ def test_samples_of_a_prompt_stay_together_unless_that_would_fill_more_than_a_sh
     few = [make_request(number, 40, 4, 30, ignore_eos=True) for number in range(5)]
     state = pipeline.state
     pipeline.engine.step(few, [])
-    classes = {
+    microbatches = {
         request.request_id: {
             int(state.slots.microbatches[sequence.slot]) for sequence in state.unfinished[request.request_id].sequences
         }
         for request in few
     }
-    assert all(len(own) == 1 for own in classes.values())
-    assert set.union(*classes.values()) == {0, 1, 2, 3, 4}
+    assert all(len(own) == 1 for own in microbatches.values())
+    assert set.union(*microbatches.values()) == {0, 1, 2, 3, 4}
     pipeline = Pipeline(EQUAL, num_microbatches=5, num_slots=50)
     pipeline.engine.step([make_request(9, 40, 50, 30, ignore_eos=True)], [])
     state = pipeline.state
     assert np.bincount(state.slots.microbatches[state.slots.is_running]).tolist() == [10, 10, 10, 10, 10]
 
 
-def test_classes_stay_balanced_while_sequences_end_at_random() -> None:
-    """No class has more than a sixteenth of the sequences more than its share, once all slots are used."""
+def test_microbatches_stay_balanced_while_sequences_end_at_random() -> None:
+    """No microbatch has more than a sixteenth of the sequences more than its share, once all slots are used."""
     pipeline = Pipeline(EQUAL, num_microbatches=5, num_slots=NUM_SLOTS)
     largest = []
     admit = pipeline.engine.step
@@ -162,7 +162,7 @@ def test_classes_stay_balanced_while_sequences_end_at_random() -> None:
     assert max(largest) <= NUM_SLOTS / 5 + NUM_SLOTS / 16
 
 
-def test_one_class_is_all_there_is_without_stages() -> None:
+def test_one_microbatch_is_all_there_is_without_stages() -> None:
     pipeline = Pipeline([1.0], num_microbatches=1, num_slots=8)
     pipeline.engine.step([make_request(1, 5, 4)], [])
     for sequence in pipeline.state.unfinished["r1"].sequences:

@@ -27,7 +27,7 @@ Members = set[tuple[int, int]]
 
 
 def most_saved(state: EngineState, microbatch: int) -> int:
-    """The most blocks of KV that groups of the class's decoding sequences need not read, by a recursive search."""
+    """The most blocks of KV that groups of the microbatch's decoding sequences need not read, by a recursive search."""
     slots = state.queues.decoding().tolist()
     decoding = [state.sequences[slot] for slot in slots if state.slots.microbatches[slot] == microbatch]
 

@@ -52,7 +52,7 @@ def test_spans_are_drawn_in_proportion_and_stages_below_the_manager(tmp_path: Pa
     texts = {text.text: text for text in root.iter(f"{SVG}text")}
     rows = [float(texts[name].attrib["y"]) for name in ("manager", "stage 0", "stage 1")]
     assert rows == sorted(set(rows))
-    legend_y = float(texts["class 0"].attrib["y"]) - 20
+    legend_y = float(texts["microbatch"].attrib["y"]) - 20
     boxes: dict[float, list[tuple[float, float]]] = {}
     for box in list(root.iter(f"{SVG}rect"))[1:]:  # the first one is the background
         x, y, width = (float(box.attrib[name]) for name in ("x", "y", "width"))

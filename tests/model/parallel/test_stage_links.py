@@ -95,8 +95,8 @@ def test_each_stage_gets_what_the_one_before_sent_and_the_first_the_tokens(
 
 
 def test_a_receive_that_is_posted_early_does_not_hold_up_the_send_before_it(transport: Transport) -> None:
-    """The second step of a class is known before the first has left the pipeline, and needs its tokens. With one group
-    for all hidden states, nothing could go on: the middle stage's receive of the second step would be first in line."""
+    """The second step of a microbatch is known before the first has left the pipeline, and needs its tokens. With one
+    group for all hidden states, nothing could go on: the middle stage's receive of the second step would come first."""
     for shares_group in (True, False):
         transport.waiting.clear()
         stages = Stages(3, shares_group)

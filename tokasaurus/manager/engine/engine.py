@@ -229,7 +229,7 @@ def next_step(state: EngineState, num_unapplied: int = 0) -> ForwardInput | None
 
 
 def _step_of(state: EngineState, microbatch: int) -> ForwardInput | None:
-    """The next step of a class; None if it has nothing to compute.
+    """The next step of a microbatch; None if it has nothing to compute.
 
     Decoding sequences come first, because each keeps its blocks until it ends. Prompts share the remaining tokens.
     """
@@ -263,10 +263,10 @@ def _step_of(state: EngineState, microbatch: int) -> ForwardInput | None:
 
 
 def make_room(state: EngineState, microbatch: int = 0) -> NDArray[np.int64]:
-    """Preempt the sequences that lose least, until every remaining decoding sequence of the class can get the block it
-    needs.
+    """Preempt the sequences that lose least, until every remaining decoding sequence of the microbatch can get the
+    block it needs.
 
-    Returns the slots of the class that are then ready to decode.
+    Returns the slots of the microbatch that are then ready to decode.
     """
     while (num_short := num_blocks_short(state, ready := slots_of(state, microbatch, ready_to_decode(state)))) > 0:
         victims = _victims(state, num_short)

@@ -75,9 +75,9 @@ def forecast_kv(state: EngineState, prefill_rate: int | None) -> KVForecast:
     if state.step_seconds is not None:
         wanted = num_steps_to_keep_in_flight(state.step_seconds, most_ahead)
         most_ahead = max(wanted, len(state.steps_in_flight))
-    num_classes = state.options.num_microbatches
-    # With several classes, a step of this forecast is one of each of them.
-    release_delay = 1 if num_classes > 1 else most_ahead - 1
+    num_microbatches = state.options.num_microbatches
+    # With several microbatches, a step of this forecast is one of each of them.
+    release_delay = 1 if num_microbatches > 1 else most_ahead - 1
     past, prefilling = running_slots(state)
     slots = np.concatenate((past, prefilling))
     num_steps = expected_decode_steps(state, slots)
@@ -86,7 +86,7 @@ def forecast_kv(state: EngineState, prefill_rate: int | None) -> KVForecast:
     start_steps = np.zeros(len(slots), np.int64)
     counts = count_decoding(SequenceLoads(num_tokens[:num_past], start_steps[:num_past], num_steps[:num_past]))
     num_left = arrays.num_prefill_tokens[prefilling] - arrays.num_kv_tokens[prefilling]
-    max_tokens = state.options.max_tokens_per_forward * num_classes
+    max_tokens = state.options.max_tokens_per_forward * num_microbatches
     prefill = forecast_prefill(num_left, num_steps[num_past:], counts, max_tokens, prefill_rate)
     start_steps[num_past:] = prefill.start_steps
     shared = find_shared_blocks(

@@ -188,7 +188,7 @@ class EngineState:
     steps_in_flight: deque[StepInFlight] = field(default_factory=deque)
     next_step_id: int = 0
     next_microbatch: int = 0
-    """The class whose turn is next."""
+    """The microbatch whose turn is next."""
     last_result_id: int = -1
     """The newest step whose results have arrived; -1 before the first."""
     step_seconds: float | None = None
@@ -231,7 +231,8 @@ class EngineState:
     slot_of_node: dict[int, int] = field(default_factory=dict)
     """By index of a prefix tree node: the slot that opened last with this node on its path."""
     prefill_rate: int | None = None
-    """Most prefill tokens of a step of each class together, as assumed by the last admission; None: as many as fit."""
+    """Most prefill tokens of a step of each microbatch together, as assumed by the last admission; None: as many as
+    fit."""
     groups_are_old: bool = False
     """The set of decoding sequences has changed since they were grouped."""
     groups_are_new: bool = False
