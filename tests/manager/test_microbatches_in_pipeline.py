@@ -1,5 +1,6 @@
 """Pipeline stages under the real engine, in simulated time: the slowest is busy, and nobody waits for long."""
 
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,11 @@ EQUAL, UNEQUAL = [1.0, 1.0, 1.0, 1.0], [1.0, 1.2, 0.8, 1.0]
 NUM_SLOTS = 4 * 64
 
 
-def long_requests(prompt_tokens: list[int], seed: int) -> list[GenerateRequest]:
-    """Of random lengths, known to the engine; they end at any time. prompt_tokens: of each."""
+def long_requests(prompt_tokens: list[int], seed: int, num_samples: int = 1) -> list[GenerateRequest]:
+    """Of random lengths, known to the engine; they end at any time. prompt_tokens: of each. num_samples: of each."""
     rng = random.Random(seed)
     return [
-        make_request(index, count, 1, rng.randint(40, 160), ignore_eos=True)
+        make_request(index, count, num_samples, rng.randint(40, 160), ignore_eos=True)
         for index, count in enumerate(prompt_tokens)
     ]
 
@@ -43,10 +44,10 @@ LONG_PROMPTS = [300] * (2 * NUM_SLOTS)
     [
         (SHORT_PROMPTS, EQUAL, 0.95),
         (HEAVY_START, UNEQUAL, 0.95),
-        (LONG_PROMPTS, EQUAL, 0.85),  # most tokens are of prompts
+        (LONG_PROMPTS, EQUAL, 0.9),  # three quarters of all tokens are of prompts, which end in chunks of any size
         pytest.param(SHORT_PROMPTS, UNEQUAL, 0.95, marks=pytest.mark.long),
         pytest.param(HEAVY_START, EQUAL, 0.95, marks=pytest.mark.long),
-        pytest.param(LONG_PROMPTS, UNEQUAL, 0.85, marks=pytest.mark.long),
+        pytest.param(LONG_PROMPTS, UNEQUAL, 0.9, marks=pytest.mark.long),
     ],
 )
 def test_the_slowest_of_four_stages_is_busy(prompt_tokens: list[int], factors: list[float], least: float) -> None:
@@ -106,6 +107,23 @@ def test_a_microbatch_has_at_most_two_steps_in_flight_and_no_more_than_steps_ahe
     assert driver.most_in_flight == min(2, max_steps_ahead)
 
 
+@pytest.mark.parametrize(("num_requests", "num_samples"), [(16, 16), (1, NUM_SLOTS)])
+def test_samples_of_few_prompts_keep_the_slowest_stage_busy(num_requests: int, num_samples: int) -> None:
+    """Also if all belong to one request: from a tenth of the time until the first of them ends, all are decoding."""
+    pipeline = Pipeline(UNEQUAL, num_microbatches=5, num_slots=NUM_SLOTS)
+    pipeline.run(at_once(long_requests([200] * num_requests, seed=1, num_samples=num_samples)))
+    first_end_s = min(now_s for now_s, delta in pipeline.deltas if delta.finish_reason is not None)
+    assert pipeline.busy_share(0.1 * first_end_s, first_end_s) >= 0.95
+
+
+def test_one_request_with_many_samples_is_in_all_microbatches() -> None:
+    """Although all of them are fewer than a microbatch may have."""
+    pipeline = Pipeline(EQUAL, num_microbatches=5, num_slots=1000)
+    pipeline.engine.step([make_request(1, 40, 60, 30, ignore_eos=True)], [])
+    slots = pipeline.state.slots
+    assert np.bincount(slots.microbatches[slots.is_running], minlength=5).tolist() == [12] * 5
+
+
 def test_a_single_microbatch_keeps_one_stage_busy_at_a_time() -> None:
     """Without microbatches, four stages work in turns: what this design is for."""
     pipeline = Pipeline(EQUAL, num_microbatches=1, num_slots=NUM_SLOTS)
@@ -114,15 +132,24 @@ def test_a_single_microbatch_keeps_one_stage_busy_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("factors", [EQUAL, UNEQUAL])
-def test_new_requests_wait_at_most_one_round(factors: list[float]) -> None:
-    """There are slots for all. When a request comes, each microbatch has at most one step that was sent before."""
+@pytest.mark.parametrize(("num_prompt_tokens", "per_second", "num_rounds"), [(20, 20.0, 1), (300, 2.0, 6)])
+def test_new_requests_wait_at_most_one_round(
+    factors: list[float], num_prompt_tokens: int, per_second: float, num_rounds: int
+) -> None:
+    """There are slots for all. When a request comes, each microbatch has at most one step that was sent before.
+
+    num_rounds: until the step that samples the first token, at 64 prompt tokens a round or more.
+    """
     pipeline = Pipeline(factors, num_microbatches=5, num_slots=2 * NUM_SLOTS)
-    requests = long_requests([20] * 400, seed=2)
-    arrivals = list(spread(requests, per_second=20, seed=3))
-    pipeline.run(iter(arrivals))
+    requests = long_requests([4] * NUM_SLOTS + [num_prompt_tokens] * 200, seed=2)
+    before, new = requests[:NUM_SLOTS], requests[NUM_SLOTS:]
+    # Those before have begun to decode: 5 seconds are some 50 rounds.
+    arrivals = [(5 + arrived_s, request) for arrived_s, request in spread(new, per_second, seed=3)]
+    pipeline.run(itertools.chain(at_once(before), arrivals))
     for arrived_s, request in arrivals:
         sent_before = int(np.searchsorted(pipeline.sent_s, arrived_s))
         assert pipeline.first_steps[request.seed] - sent_before < 5
+        assert pipeline.first_token_steps[request.seed] - sent_before < 5 * num_rounds
 
 
 def test_samples_of_a_prompt_stay_together_unless_that_would_fill_more_than_a_share() -> None:

@@ -1,6 +1,7 @@
 """A worker that hangs is told apart from a long step, an idle engine, and a stop of the manager itself."""
 
 import numpy as np
+import pytest
 
 from tests.manager.helpers.requests import make_request
 from tokasaurus.manager.engine.engine import Engine
@@ -12,9 +13,11 @@ WATCHDOG_S = 10.0
 """Larger than PAUSE_SECONDS, so that the watch looks several times before a step is late."""
 
 
-def state_with_a_step_in_flight(num_prompt_tokens: int = 5, seconds_per_token: float = 0.001) -> EngineState:
+def state_with_a_step_in_flight(
+    num_prompt_tokens: int = 5, seconds_per_token: float = 0.001, num_stages: int = 1
+) -> EngineState:
     limits = EngineLimits(2000, 16, 20_000, seconds_per_token=seconds_per_token)
-    options = EngineOptions(limits, 8192, 16, 1, frozenset(), lambda _: "", frozenset(), 1)
+    options = EngineOptions(limits, 8192, 16, 1, frozenset(), lambda _: "", frozenset(), 1, num_stages=num_stages)
     state = make_state(options)
     engine = Engine(state, lambda _: None)
     engine.step([make_request(1, num_prompt_tokens, max_new_tokens=100, ignore_eos=True)], [])
@@ -38,6 +41,15 @@ def test_a_long_prefill_has_the_time_that_it_needs() -> None:
     late_s = first_late_s(WorkerWatch(WATCHDOG_S, 0.0), state, 2000)
     assert late_s is not None
     assert 4 * 80 < late_s < 4 * 500
+
+
+def test_a_step_has_as_much_time_for_each_stage_that_it_passes() -> None:
+    late_s = [
+        first_late_s(WorkerWatch(WATCHDOG_S, 0.0), state_with_a_step_in_flight(8000, num_stages=num_stages), 9000)
+        for num_stages in (1, 4)
+    ]
+    assert None not in late_s
+    assert late_s[1] == pytest.approx(4 * late_s[0], abs=4)
 
 
 def test_an_idle_engine_is_never_late() -> None:

@@ -4,7 +4,7 @@ from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.messages.lifecycle import HEARTBEAT_SECONDS
 
 LATE_FACTOR = 4.0
-"""A step is late after this many times its longest plausible time."""
+"""A step is late after this many times its longest plausible time, for each stage that it passes."""
 
 PAUSE_SECONDS = 5 * HEARTBEAT_SECONDS
 """If the manager does not look for this long, it was probably stopped itself, and the worker with it. In seconds."""
@@ -27,4 +27,4 @@ class WorkerWatch:
             return False
         longest_s = state.step_times.longest(state.steps_in_flight[0].cost)
         waited_s: float = now_s - self._progress_s
-        return waited_s > max(self._watchdog_s, LATE_FACTOR * longest_s)
+        return waited_s > max(self._watchdog_s, LATE_FACTOR * state.options.num_stages * longest_s)

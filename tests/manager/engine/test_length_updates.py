@@ -41,13 +41,26 @@ def test_a_forecast_is_old_once_a_64th_of_the_remembered_ends_is_new(ends, initi
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 2**32), buffer_size=st.sampled_from([4, 100]), num_buckets=st.sampled_from([3, 1000]))
-def test_the_forecast_uses_only_sequences_that_may_stop_early(seed, buffer_size, num_buckets):
-    """Sequences that can only end at max_new_tokens are left out, whether running or ended."""
+@given(
+    seed=st.integers(0, 2**32),
+    buffer_size=st.sampled_from([4, 100]),
+    num_buckets=st.sampled_from([3, 1000]),
+    num_microbatches=st.sampled_from([1, 3]),
+)
+def test_the_forecast_uses_only_sequences_that_may_stop_early(seed, buffer_size, num_buckets, num_microbatches):
+    """Sequences that can only end at max_new_tokens are left out, whether running or ended. With microbatches, a
+    sequence samples a token in each round of steps."""
     rng = random.Random(seed)
     early = LengthPredictorOptions(buffer_size=buffer_size, num_prediction_buckets=num_buckets, initial_wait=10**6)
     driver = EngineDriver(
-        make_options(60, max_seqs_per_forward=8, early_stopping=early, deferred_tasks="always"), rng=rng
+        make_options(
+            60,
+            max_seqs_per_forward=8,
+            early_stopping=early,
+            deferred_tasks="always",
+            num_microbatches=num_microbatches,
+        ),
+        rng=rng,
     )
     shapes = [
         Shape(0, rng.randint(0, 9), 1, 3, 30, rng.choice([(), ("ab",)]), ignore_eos=rng.random() < 0.3)
@@ -64,13 +77,14 @@ def test_the_forecast_uses_only_sequences_that_may_stop_early(seed, buffer_size,
         if deltas:
             ended = [len(delta.token_ids) for delta in deltas]
             stopped = [delta.finish_reason == "stop" for delta in deltas]
-            lengths.record(np.array(ended), np.array(stopped), driver.state.last_result_id)
+            lengths.record(np.array(ended), np.array(stopped), driver.state.last_result_id // num_microbatches)
     running = [
         len(sequence.kept_token_ids) + len(sampled_tokens(driver.state, sequence))
         for sequence in driver.running()
         if sequence.request.request_id in may_stop
     ]
-    expected = fit_forecast(lengths, np.array(running, np.int64), driver.state.last_result_id, num_buckets, 0.25)
+    newest_round = driver.state.last_result_id // num_microbatches
+    expected = fit_forecast(lengths, np.array(running, np.int64), newest_round, num_buckets, 0.25)
     update_forecast(driver.state)
     assert driver.state.forecast is not None
     cases = np.arange(30)

@@ -3,7 +3,6 @@
 import heapq
 import itertools
 import random
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -42,6 +41,8 @@ class Pipeline:
     deltas: list[tuple[float, SequenceDelta]] = field(default_factory=list)
     first_steps: dict[int, int] = field(default_factory=dict)
     """By seed of a request: the first step that computes something of it."""
+    first_token_steps: dict[int, int] = field(default_factory=dict)
+    """By seed of a request: the step that samples its first token."""
 
     def __post_init__(self) -> None:
         options = make_options(
@@ -58,7 +59,6 @@ class Pipeline:
         self._free_s = [0.0] * len(self.factors)
         self._tokens_s = np.zeros(self.num_slots + 1)
         """Of each slot: when its last token is sampled."""
-        self._waiting: deque[GenerateRequest] = deque()
 
     def _send(self, message: ForwardInput) -> None:
         """Work out at once when each stage runs the step: nothing that comes later changes it."""
@@ -77,6 +77,10 @@ class Pipeline:
         if message.changes.opened is not None:
             for seed in message.changes.opened.seeds.tolist():
                 self.first_steps.setdefault(seed, message.step_id)
+        for slot in self.state.steps_in_flight[-1].sampled.tolist():
+            sequence = self.state.sequences[slot]
+            assert sequence is not None
+            self.first_token_steps.setdefault(sequence.request.seed, message.step_id)
 
     def run(self, arrivals: Iterator[tuple[float, GenerateRequest]]) -> None:
         """arrivals: requests and when they come, in order. Runs until all have finished."""

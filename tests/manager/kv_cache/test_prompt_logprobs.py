@@ -57,9 +57,10 @@ def test_prompt_logprobs_are_right_under_preemption_cancelling_and_streaming():
         steps_ahead=st.sampled_from([1, 3, 8]),
         mode=st.sampled_from([None, "always", "deferred"]),
         cancel_share=st.sampled_from([0.0, 0.3]),
+        num_microbatches=st.sampled_from([1, 1, 2, 5]),
         seed=st.integers(0, 1000),
     )
-    def check(shapes, num_blocks, page_size, max_tokens, steps_ahead, mode, cancel_share, seed):
+    def check(shapes, num_blocks, page_size, max_tokens, steps_ahead, mode, cancel_share, num_microbatches, seed):
         nonlocal num_preempted, num_preempted_in_prefill
         options = make_options(
             num_blocks,
@@ -68,6 +69,8 @@ def test_prompt_logprobs_are_right_under_preemption_cancelling_and_streaming():
             max_seqs_per_forward=12,
             max_steps_ahead=steps_ahead,
             deferred_tasks=mode,
+            num_microbatches=num_microbatches,
+            num_stages=max(1, num_microbatches - 1),
             early_stopping=NEVER_LEARNS,
             hydragen=HydragenOptions(2, 1) if seed % 2 else None,
         )
@@ -218,6 +221,33 @@ def test_a_preempted_prefill_resumes_where_its_prompt_logprobs_end(num_steps, is
     if not had_logprobs:
         start = max(0, min(44, num_kv_tokens) // 4 * 4 - 1)
     assert [first for first, _ in driver.worker.computed_ranges[1, 0]] == [0, start]
+    driver.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_a_prompt_that_waits_for_blocks_of_another_microbatch_is_not_overtaken(num_top):
+    """The waiting prompt computes prompt logprobs of a block that is cached without any; the next prompt relies on
+    them, or computes more of them itself."""
+    options = make_options(200, PAGE_SIZE, max_seqs_per_forward=12, num_microbatches=2, num_stages=2)
+    plain, first, long, waiting, last = make_requests(
+        [
+            Shape(0, PAGE_SIZE, 1, 1, 2),
+            Shape(1, 0, 2, 1, 2),
+            Shape(0, 2 * PAGE_SIZE, 80, 1, 2),
+            Shape(0, 2 * PAGE_SIZE, 3, 1, 2),
+            Shape(0, PAGE_SIZE, 5, 1, 2),
+        ],
+        options.limits,
+    )
+    waiting, last = with_prompt_logprobs(waiting), with_prompt_logprobs(last, num_top)
+    driver = EngineDriver(options)
+    driver.step([plain])
+    driver.run_until_idle()
+    driver.step([first, long, waiting, last])
+    microbatches = [int(driver.state.slots.microbatches[sequence.slot]) for sequence in driver.running()]
+    assert microbatches == [microbatches[0], 1 - microbatches[0], microbatches[0], microbatches[0]]
+    driver.run_until_idle()
+    assert_equals_simulation(driver.deltas, [plain, first, long, waiting, last])
     driver.assert_nothing_is_left()
 
 

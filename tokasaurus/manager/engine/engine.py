@@ -28,7 +28,7 @@ from tokasaurus.manager.planning.step_budget import (
 from tokasaurus.manager.planning.step_time_model import NUM_FEATURES
 from tokasaurus.manager.planning.victims import choose_victims
 from tokasaurus.manager.state.engine_state import EngineState
-from tokasaurus.manager.state.microbatches import even_prefill, next_microbatches, note_step, prefilling_of, slots_of
+from tokasaurus.manager.state.microbatches import most_prefill, next_microbatches, note_step, prefilling_of, slots_of
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
@@ -247,7 +247,7 @@ def _step_of(state: EngineState, microbatch: int) -> ForwardInput | None:
         if state.prefill_rate is not None:
             budget = min(budget, -(-state.prefill_rate // state.options.num_microbatches))
         if state.options.num_microbatches > 1:
-            budget = min(budget, even_prefill(state, num_decoding))
+            budget = min(budget, most_prefill(state, num_decoding))
         slots = state.slots
         num_left = (
             len(sequence.prompt) - int(slots.num_kv_tokens[sequence.slot])

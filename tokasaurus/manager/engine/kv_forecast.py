@@ -10,8 +10,11 @@ from tokasaurus.manager.planning.prefill_forecast import PrefillForecast, count_
 from tokasaurus.manager.planning.shared_blocks import find_shared_blocks
 from tokasaurus.manager.planning.step_budget import num_steps_to_keep_in_flight, prefill_rate
 from tokasaurus.manager.state.engine_state import EngineState
+from tokasaurus.manager.state.microbatches import prefill_per_round
 
 Int64Array = NDArray[np.int64]
+
+_NO_CANDIDATES = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +71,22 @@ def wanted_prefill_rate(state: EngineState, num_tokens: Int64Array, num_steps: I
     )
 
 
-def forecast_kv(state: EngineState, prefill_rate: int | None) -> KVForecast:
-    """Simulate the running sequences to their expected ends, with at most `prefill_rate` prefill tokens per step."""
+def forecast_kv(
+    state: EngineState, prefill_rate: int | None, num_candidate_tokens: Int64Array = _NO_CANDIDATES
+) -> KVForecast:
+    """Simulate the running sequences to their expected ends, with at most `prefill_rate` prefill tokens per step.
+
+    With several microbatches, a step of the forecast is a round: one step of each of them. num_candidate_tokens: prompt
+    tokens to compute of each sequence that may be admitted, which change how evenly prompts are spread over a round.
+    """
     arrays, tree, page_size = state.slots, state.blocks.tree.arrays, state.options.limits.page_size
     most_ahead = state.options.max_steps_ahead
     if state.step_seconds is not None:
         wanted = num_steps_to_keep_in_flight(state.step_seconds, most_ahead)
         most_ahead = max(wanted, len(state.steps_in_flight))
     num_microbatches = state.options.num_microbatches
-    # With several microbatches, a step of this forecast is one of each of them.
+    rates = [rate for rate in (prefill_rate, prefill_per_round(state, num_candidate_tokens)) if rate is not None]
+    prefill_rate = min(rates, default=None)
     release_delay = 1 if num_microbatches > 1 else most_ahead - 1
     past, prefilling = running_slots(state)
     slots = np.concatenate((past, prefilling))

@@ -13,7 +13,7 @@ def note_ends(state: EngineState) -> None:
     """Record the lengths of the completions that the newest results ended."""
     if state.ended and state.lengths is not None:
         num_tokens, stopped = zip(*state.ended, strict=True)
-        state.lengths.record(np.array(num_tokens, np.int64), np.array(stopped, np.bool_), max(0, state.last_result_id))
+        state.lengths.record(np.array(num_tokens, np.int64), np.array(stopped, np.bool_), _round(state))
     state.ended.clear()
 
 
@@ -35,8 +35,14 @@ def update_forecast(state: EngineState) -> None:
     state.forecast = fit_forecast(
         lengths,
         running=arrays.num_known_tokens[slots] - arrays.num_prompt_tokens[slots],
-        step=max(0, state.last_result_id),
+        step=_round(state),
         num_buckets=early.num_prediction_buckets,
         std_buffer_scale=early.std_buffer_scale,
     )
     state.num_ends_in_forecast = lengths.num_recorded
+
+
+def _round(state: EngineState) -> int:
+    """The newest step whose results have arrived; with several microbatches, the newest round of steps. A sequence
+    samples at most one token in each."""
+    return max(0, state.last_result_id) // state.options.num_microbatches

@@ -111,7 +111,7 @@ class EngineOptions:
     num_stages: int = 1
     """Pipeline stages that a step passes through, one after another."""
     num_microbatches: int = 1
-    """Classes of sequences that steps go round, so that pipeline stages work at the same time."""
+    """Parts of the running sequences whose steps take turns, so that pipeline stages work at the same time."""
 
     tuning: Tuning = Tuning()
 

@@ -1,6 +1,6 @@
 """Microbatches: parts of the running sequences, whose steps flow through the pipeline stages one behind another.
 
-A step is of one microbatch, and steps go round the microbatches. Each has about one step under way: its next one needs
+A step is of one microbatch, and steps go round the microbatches. Each has about one step in flight: its next one needs
 the tokens that the last stage samples. With one microbatch, a step has all sequences.
 """
 
@@ -10,35 +10,40 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.manager.planning.microbatch_prefill import Pipeline
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import Sequence
 
 _MOST_IN_FLIGHT = 2
 """Steps of one microbatch in flight: the second is queued while the first still runs."""
 
-_PROMPT_TOKENS_OF_ROW = 16
-"""Prompt tokens still to be computed that weigh as much as a sequence when a microbatch is chosen: it stays longer."""
+_LEAST_TOGETHER = 8
+"""Samples of a request that stay in one microbatch, however few sequences others have: a step of so few takes about as
+long as one of a single sequence."""
 
-_LEAST_CHUNK = 64
-"""Prompt tokens that a step may have, even if it has more tokens than others: so that short prompts need not wait."""
+_PROMPT_TOKENS_OF_ROW = 16
+"""When a microbatch is chosen, so many prompt tokens still to be computed weigh as much as a sequence, which has work
+for many steps."""
 
 
 def choose_microbatch(state: EngineState, sequence: Sequence) -> int:
     """The microbatch of a sequence that gets a slot.
 
-    That of the request's other samples, which share prefixes, while it has no more than its share of the slots; else
-    that with the least to compute, and of equal ones that which is next to be stepped.
+    That of the request's other samples, which share prefixes, if it has less than its share of the sequences; else that
+    with the least to compute, and of equal ones that which is next to be stepped.
     """
     num_microbatches = state.options.num_microbatches
     if num_microbatches == 1:
         return 0
     slots = state.slots
     counts = np.bincount(slots.microbatches[slots.is_running], minlength=num_microbatches)
+    num_soon = min(state.options.num_slots, int(counts.sum()) + 1 + state.queues.num_waiting)
+    share = max(_LEAST_TOGETHER, -(-num_soon // num_microbatches))
     siblings = state.unfinished[sequence.request.request_id].sequences
     for sibling in reversed(siblings):
         if sibling is not sequence and sibling.slot and slots.is_running[sibling.slot]:
             own = int(slots.microbatches[sibling.slot])
-            if counts[own] < max(1, state.options.num_slots // num_microbatches):
+            if counts[own] < share:
                 return own
             break
     num_left = np.where(slots.is_running, _num_prompt_tokens_left(state), 0)
@@ -53,16 +58,37 @@ def _num_prompt_tokens_left(state: EngineState) -> NDArray[np.int64]:
     return num_left
 
 
-def even_prefill(state: EngineState, num_decoding: int) -> int:
-    """Most prompt tokens for a step with so many decoding rows, so that the steps of a round have equally many tokens.
-
-    A step that is longer than the others leaves stages idle before it and behind it. Precondition: several
-    microbatches.
-    """
+def most_prefill(state: EngineState, num_decoding: int) -> int:
+    """Most prompt tokens for a step with so many decoding rows. Precondition: several microbatches."""
     slots = state.slots
     num_left = int(_num_prompt_tokens_left(state)[slots.is_running].sum())
-    num_tokens = int(slots.is_decoding.sum()) + num_left
-    return max(_LEAST_CHUNK, -(-num_tokens // state.options.num_microbatches) - num_decoding)
+    return _pipeline(state).most_prefill(num_decoding, int(slots.is_decoding.sum()) + num_left)
+
+
+def prefill_per_round(state: EngineState, num_candidate_tokens: NDArray[np.int64]) -> int | None:
+    """Prompt tokens that a step of each microbatch are expected to compute together; None if that has no limit of its
+    own.
+
+    num_candidate_tokens: prompt tokens to compute of each sequence that may be admitted; they are taken to join the
+    microbatch with the least to compute.
+    """
+    num_microbatches, slots = state.options.num_microbatches, state.slots
+    if num_microbatches == 1:
+        return None
+    num_left = np.where(slots.is_running, _num_prompt_tokens_left(state), 0)
+    left: list[int] = np.bincount(slots.microbatches, num_left, num_microbatches).astype(np.int64).tolist()
+    decoding: list[int] = np.bincount(slots.microbatches, slots.is_decoding, num_microbatches).astype(np.int64).tolist()
+    weights = [rows + tokens / _PROMPT_TOKENS_OF_ROW for rows, tokens in zip(decoding, left, strict=True)]
+    for num_tokens in num_candidate_tokens.tolist():
+        index = weights.index(min(weights))
+        left[index] += num_tokens
+        weights[index] += 1 + num_tokens / _PROMPT_TOKENS_OF_ROW
+    return _pipeline(state).prefill_per_round(decoding, left)
+
+
+def _pipeline(state: EngineState) -> Pipeline:
+    options = state.options
+    return Pipeline(options.num_stages, options.num_microbatches, options.max_tokens_per_forward)
 
 
 def next_microbatches(state: EngineState, num_unapplied: int) -> Iterator[int]:
@@ -72,10 +98,10 @@ def next_microbatches(state: EngineState, num_unapplied: int) -> Iterator[int]:
         yield 0
         return
     most = min(_MOST_IN_FLIGHT, state.options.max_steps_ahead)
-    under_way = [step.microbatch for step in islice(state.steps_in_flight, num_unapplied, None)]
+    in_flight = [step.microbatch for step in islice(state.steps_in_flight, num_unapplied, None)]
     for offset in range(num_microbatches):
         microbatch = (state.next_microbatch + offset) % num_microbatches
-        if under_way.count(microbatch) < most:
+        if in_flight.count(microbatch) < most:
             yield microbatch
 
 
@@ -93,23 +119,28 @@ def slots_of(state: EngineState, microbatch: int, slots: NDArray[np.int64]) -> N
 
 
 def prefilling_of(state: EngineState, microbatch: int) -> Iterator[Sequence]:
-    """The prompts of this microbatch that may be computed now, in the order of their admission.
+    """The prompts of this microbatch that its next step may compute, in the order of their admission.
 
-    A prompt may start after blocks that an earlier prompt computes. If that is of another microbatch, it waits until
-    they are sent; and so it does for prompt logprobs that an earlier prompt of another microbatch may compute for it.
+    The step must compute each prompt to its end before it takes the next one. A prompt may start after blocks that an
+    earlier prompt computes, or rely on prompt logprobs for them. It waits until these blocks are computed by a step
+    that was sent, or by this one; and for prompt logprobs until no earlier prompt that wants any is left out.
     """
     if state.options.num_microbatches == 1:
         yield from state.queues.prefilling
         return
     slots, page_size, is_computed = state.slots, state.options.limits.page_size, state.blocks.is_computed
-    others_want_logprobs = False
+    in_this_step: set[int] = set()
+    logprobs_are_left = False
     for sequence in state.queues.prefilling:
         slot = sequence.slot
-        if slots.microbatches[slot] != microbatch:
-            others_want_logprobs |= sequence.needs_prompt_logprobs
-            continue
-        if not sequence.is_open:
+        may_start = slots.microbatches[slot] == microbatch
+        if may_start and not sequence.is_open:
             cached = slots.block_tables[slot, : int(slots.first_writes[slot]) // page_size]
-            if not is_computed[cached].all() or (sequence.needs_prompt_logprobs and others_want_logprobs):
-                continue
+            may_start = in_this_step.issuperset(cached[~is_computed[cached]].tolist())
+            may_start &= not (sequence.needs_prompt_logprobs and logprobs_are_left)
+        if not may_start:
+            logprobs_are_left |= sequence.needs_prompt_logprobs
+            continue
         yield sequence
+        start, end = int(slots.num_kv_tokens[slot]) // page_size, len(sequence.prompt) // page_size
+        in_this_step.update(slots.block_tables[slot, start:end].tolist())
