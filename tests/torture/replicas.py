@@ -12,7 +12,7 @@ from tests.end_to_end.helpers.toka_process import running_toka
 from tests.helpers.leftovers import watched_leftovers
 from tests.helpers.processes import is_running
 from tests.torture.helpers.completions import save_long_model
-from tests.torture.helpers.replica_kills import KillReport, kill_once, learn_texts
+from tests.torture.helpers.replica_kills import KillReport, engine_processes, kill_once, learn_texts
 from tests.torture.helpers.row_printer import show_rows
 from tests.torture.helpers.rows import Row
 
@@ -41,6 +41,7 @@ def _run_kills(directory: str, parallel: tuple[str, ...], num_kills: int, seed: 
         expected = learn_texts(toka.port, max_tokens)
     with watched_leftovers() as leftovers:
         with running_toka(f"model={directory}", *FLAGS, *parallel, "max_restarts=1000") as toka:
+            kinds = {_kind(process.name()) for process in engine_processes(toka)}
             reports = []
             for _ in range(num_kills):
                 reports.append(report := kill_once(toka, expected, rng, max_tokens))
@@ -51,21 +52,24 @@ def _run_kills(directory: str, parallel: tuple[str, ...], num_kills: int, seed: 
             time.sleep(1)
             left = [child.name() for child in children if is_running(child.pid)]
         left += leftovers.found(toka.port)
-    return show_rows([*_report_rows(what, reports), *_end_rows(what, is_same_afterwards, exit_code, left)])
+    return show_rows([*_report_rows(what, kinds, reports), *_end_rows(what, is_same_afterwards, exit_code, left)])
 
 
-def _report_rows(name: str, reports: list[KillReport]) -> list[Row]:
+def _report_rows(name: str, kinds: set[str], reports: list[KillReport]) -> list[Row]:
     kills = Counter(_kind(report.title) for report in reports)
     what = ", ".join(f"{count} of {title}" for title, count in sorted(kills.items()))
     faults = [fault for report in reports for fault in report.faults]
     ended = sum(report.num_ended_streams for report in reports)
     whole = sum(report.num_whole_streams for report in reports)
+    ended_s = max(report.ended_s for report in reports)
     told_s = max(report.told_s for report in reports)
     back_s = max(report.back_s for report in reports)
     wrong = str(len(faults)) + "".join(f"; {fault}" for fault in faults[:3])
     streams = f"{whole} whole, {ended} ended with engine_died"
     return [
         Row(PART, f"{name}: kills ({what}): wrong or missing answers", wrong, "0", not faults),
+        Row(PART, f"{name}: never killed", ", ".join(kinds - kills.keys()) or "none", "none", kinds == kills.keys()),
+        Row(PART, f"{name}: its replica's processes ended, from the kill", f"{ended_s:.2f} s", "1 s", ended_s < 1),
         Row(PART, f"{name}: streams", streams, "both kinds", min(whole, ended) > 0),
         Row(PART, f"{name}: a stream's error event, from the kill", f"{told_s:.2f} s", "1 s", told_s < TOLD_LIMIT_S),
         Row(PART, f"{name}: both replicas up, from the kill", f"{back_s:.1f} s", "40 s", back_s < BACK_LIMIT_S),

@@ -81,6 +81,8 @@ def assert_requests_outlive_deaths(
             answers: Future[list[str]] = pool.submit(ask_stories, toka)
             wait_for(lambda low=num_tokens: toka.gauge("toka_generation_tokens_total") > low, 20)
             os.kill(before[f"toka-worker-{rank}"], signal.SIGKILL)
+            # Nobody waits for the dead rank; within a second, if no other test runs on the machine.
+            assert_all_end([pid for title, pid in before.items() if title != "toka-server"], within_s=3)
             assert answers.result() == expected
             assert toka.gauge("toka_engine_restarts_total") == number
             *_, line = (line for line in toka.lines if line.startswith("toka: "))
@@ -88,7 +90,6 @@ def assert_requests_outlive_deaths(
             assert line.startswith(death)
             after = toka.children()
             assert after.keys() == before.keys() >= {"toka-server", "toka-manager", "toka-worker-0", "toka-worker-1"}
-            assert_all_end([pid for title, pid in before.items() if title != "toka-server"], within_s=0.1)
         assert list(temporary.iterdir())
         assert toka.stop() == 0
         assert_all_end(list(after.values()), within_s=0.1)

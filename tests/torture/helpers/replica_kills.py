@@ -31,6 +31,8 @@ class KillReport:
     num_whole_streams: int = 0
     num_ended_streams: int = 0
     """Streams that ended with an error event."""
+    ended_s: float = 0.0
+    """From the kill until all processes of its replica had ended."""
     told_s: float = 0.0
     """From the kill until the last of those streams had its error event."""
     back_s: float = 0.0
@@ -48,6 +50,11 @@ def engine_processes(toka: TokaProcess) -> list[psutil.Process]:
     """The managers and workers of all replicas."""
     children = psutil.Process(toka.process.pid).children()
     return [child for child in children if child.name().startswith(TITLES)]
+
+
+def replica_of(title: str) -> str:
+    """title: of a manager or worker, such as toka-worker1-0 -> such as "1"."""
+    return title.removeprefix("toka-manager").removeprefix("toka-worker").partition("-")[0]
 
 
 def kill_once(
@@ -79,7 +86,12 @@ def kill_once(
         victim = rng.choice([process for process in engine_processes(toka) if process.name().startswith(titles)])
         report = KillReport(victim.name())
         killed_s = time.monotonic()
+        replica = replica_of(victim.name())
+        processes = [process for process in engine_processes(toka) if replica_of(process.name()) == replica]
         os.kill(victim.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(processes, timeout=RESTART_TIMEOUT_S)
+        report.ended_s = time.monotonic() - killed_s
+        report.faults += [f"{process.name()} did not end" for process in alive]
         for number, whole in wholes.items():
             answer = whole.result()
             if answer.status != 200 or answer.texts[0] != expected[number]:

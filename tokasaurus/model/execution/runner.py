@@ -234,7 +234,9 @@ class ModelRunner:
         if links is not None and not links.is_last:
             links.send_hidden(hidden[:num_tokens])
             if links.is_first:
-                links.expect_tokens(batch.host_sampled_slots[:num_sampled], batch.sampled_slots[:num_sampled])
+                slots = batch.host_sampled_slots[:num_sampled], batch.sampled_slots[:num_sampled]
+                links.expect_tokens(*slots, self._slots.last_tokens)
+            links.end_step()
             staging.finish()
             return None
         is_finite = torch.linalg.vector_norm(hidden[: len(batch.token_slots)], torch.inf, dim=-1) < torch.inf
@@ -252,6 +254,8 @@ class ModelRunner:
             computed = compute_prompt_logprobs(hidden, batch.prompt_logprobs, self._model.logits, self._fill_prompt)
             is_finite[batch.prompt_logprobs.rows[: len(computed.logprobs)]] &= torch.isfinite(computed.logprobs)
             outputs |= {f"prompt_{name}": tensor for name, tensor in computed._asdict().items()}
+        if links is not None:
+            links.end_step()
         staging.finish()
         ended = self._mark()
         return StepResult(

@@ -82,3 +82,12 @@ def with_groups(mesh: Mesh) -> Mesh:
         next_group=None if mesh.is_last_stage else links[mesh.pp_rank][mesh.tp_rank],
         token_group=token_groups[mesh.tp_rank],
     )
+
+
+def least_of_ranks(value: int, mesh: Mesh, device: torch.device) -> int:
+    """The least value that any rank of the replica has. Every rank must call it."""
+    if mesh.num_ranks == 1:
+        return value
+    least = torch.tensor(value, device=device)
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
+    return int(least)

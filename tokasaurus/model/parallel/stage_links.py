@@ -23,19 +23,22 @@ from tokasaurus.monitoring.trace import NO_TRACE, Trace
 NUM_BUFFERS = 2
 """Of hidden states in each direction: one step is computed while the next one arrives, or while the last one leaves."""
 
+_MOST_UNREAD = 64
+"""Messages with tokens that no decode row has needed yet: of more, the oldest are read, and their memory is freed."""
+
 _HIDDEN, _TOKENS = "hidden states", "sampled tokens"
 """What is sent, for traces."""
 
 
 class _Message(NamedTuple):
-    """A message on its way."""
+    """A message in flight."""
 
     buffer: Tensor
     work: Work
 
 
 class _Tokens(NamedTuple):
-    """The tokens of one step, on their way."""
+    """The tokens of one step, in flight."""
 
     step_id: int
     slots: Tensor
@@ -49,23 +52,22 @@ class _Outbox:
     def __init__(self, target: int, group: ProcessGroup) -> None:
         self._target = target
         self._group = group
-        self._under_way: deque[_Message] = deque()
+        self._in_flight: deque[_Message] = deque()
 
     def leave_room(self) -> None:
-        """Wait until fewer than NUM_BUFFERS messages are under way."""
-        while len(self._under_way) >= NUM_BUFFERS:
-            self._under_way.popleft().work.wait()
+        """Wait until fewer than NUM_BUFFERS messages are in flight: the older ones may then be overwritten."""
+        while len(self._in_flight) >= NUM_BUFFERS:
+            self._in_flight.popleft().work.wait()
 
     def send(self, message: Tensor) -> None:
-        """message: contiguous; not changed before a later `leave_room` or `finish` has waited for it."""
-        self.leave_room()
+        """message: contiguous. Precondition: `leave_room` was called after the send before."""
         work = torch.distributed.isend(message, self._target, group=self._group)
         assert work is not None
-        self._under_way.append(_Message(message, work))
+        self._in_flight.append(_Message(message, work))
 
     def finish(self) -> None:
-        while self._under_way:
-            self._under_way.popleft().work.wait()
+        while self._in_flight:
+            self._in_flight.popleft().work.wait()
 
 
 class _HiddenOutbox:
@@ -88,40 +90,70 @@ class _HiddenOutbox:
 
 
 class _HiddenInbox:
-    """Receives hidden states from the stage before."""
+    """Receives hidden states from the stage before.
+
+    On CUDA, the receive of a step is a kernel that occupies the device until its message has come. So it is posted only
+    once the step before has been launched: what the host does for that step may wait for the device. And it is posted
+    on a stream of its own, which waits for the last use of its buffer alone, not for the step before.
+    """
 
     def __init__(self, source: int, group: ProcessGroup, buffers: Sequence[Tensor]) -> None:
         self._source = source
         self._group = group
-        self._buffers = deque(buffers)
-        self._num_free = len(buffers)
-        self._in_use = False
+        device = buffers[0].device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._free: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        """Buffers, each with the moment after its last use."""
+        for buffer in buffers:
+            self._add_free(buffer)
+        self._in_use: Tensor | None = None
         self._expected: deque[int] = deque()
-        """Tokens of each step whose receive waits for a buffer."""
-        self._arriving: deque[_Message] = deque()
-        """The messages, [T, E] where their first n tokens arrive."""
+        """Tokens of each step whose receive is not posted yet."""
+        self._posted: deque[_Message] = deque()
+        """With whole buffers, [T, E], of which the first n tokens are received."""
 
     def expect(self, num_tokens: int) -> None:
         self._expected.append(num_tokens)
         self._post()
 
-    def _post(self) -> None:
-        while self._expected and self._num_free:
-            self._num_free -= 1
-            buffer = self._buffers[0]
-            self._buffers.rotate(-1)
-            work = torch.distributed.irecv(buffer[: self._expected.popleft()], self._source, group=self._group)
-            assert work is not None
-            self._arriving.append(_Message(buffer, work))
-
     def take(self, num_tokens: int) -> _Message:
-        """The next step's message, which may still be on its way. Its buffer is this step's until the next call."""
-        self._num_free += self._in_use
-        if not self._arriving:
-            self._expected.append(num_tokens)
+        """The next step's message, which may still be in flight. Its buffer is this step's until `end_step`."""
+        if not self._posted:
+            if not self._expected:
+                self._expected.append(num_tokens)
+            self._post()
+        message = self._posted.popleft()
+        self._in_use = message.buffer
+        return message
+
+    def end_step(self) -> None:
+        """The step that took the last message has been launched."""
+        if self._in_use is not None:
+            self._add_free(self._in_use)
+            self._in_use = None
         self._post()
-        self._in_use = True
-        return self._arriving.popleft()
+
+    def _add_free(self, buffer: Tensor) -> None:
+        last_use = None if self._stream is None else torch.cuda.current_stream(buffer.device).record_event()
+        self._free.append((buffer, last_use))
+
+    def _post(self) -> None:
+        while self._expected and self._free:
+            if self._stream is not None and (self._posted or self._in_use is not None):
+                return
+            buffer, last_use = self._free.popleft()
+            received = buffer[: self._expected.popleft()]
+            if self._stream is None:
+                work = torch.distributed.irecv(received, self._source, group=self._group)
+            else:
+                assert last_use is not None
+                self._stream.wait_event(last_use)
+                with torch.cuda.stream(self._stream):
+                    work = torch.distributed.irecv(received, self._source, group=self._group)
+            assert work is not None
+            self._posted.append(_Message(buffer, work))
 
 
 class StageLinks:
@@ -138,6 +170,7 @@ class StageLinks:
         assert len(hidden_buffers) == num_hidden_buffers(mesh)
         self._mesh = mesh
         self._trace = trace
+        self._device = hidden_buffers[0].device
         self._previous = mesh.world_rank - mesh.tp_size
         self._last = (mesh.pp_size - 1) * mesh.tp_size + mesh.tp_rank
         self._from_previous: _HiddenInbox | None = None
@@ -165,7 +198,7 @@ class StageLinks:
         return self._mesh.is_last_stage
 
     def expect_hidden(self, num_tokens: int) -> None:
-        """Post the receive of a step's hidden states, [n, E], as soon as a buffer is free; for each step in order.
+        """Post the receive of a step's hidden states, [n, E], as soon as that may be; for each step in order.
 
         A step that runs without it posts its own. Nothing on the first stage.
         """
@@ -173,7 +206,7 @@ class StageLinks:
             self._from_previous.expect(num_tokens)
 
     def receive_hidden(self, num_tokens: int, num_padded: int) -> Tensor:
-        """The hidden states of the next step -> [T, E], with zeros as padding; overwritten after the next call."""
+        """The hidden states of the next step -> [T, E], with zeros as padding; the step's own until `end_step`."""
         assert self._from_previous is not None, "the first stage receives none"
         buffer, work = self._from_previous.take(num_tokens)
         with self._trace.span(f"wait for {_HIDDEN}"):
@@ -181,6 +214,11 @@ class StageLinks:
         self._trace.end_transfer(_HIDDEN, self._previous, self._trace.step_id)
         buffer[num_tokens:num_padded] = 0
         return buffer[:num_padded]
+
+    def end_step(self) -> None:
+        """The step that took the last hidden states, if any, has been launched; on a CPU it has been computed."""
+        if self._from_previous is not None:
+            self._from_previous.end_step()
 
     def send_hidden(self, hidden: Tensor) -> None:
         """hidden: [n, E] of this step, which may be overwritten afterwards."""
@@ -195,11 +233,12 @@ class StageLinks:
         if len(tokens):
             with self._trace.span(f"send {_TOKENS}"):
                 self._trace.begin_transfer(_TOKENS, self._mesh.world_rank)
+                self._to_first.leave_room()
                 self._to_first.send(tokens.clone())
 
-    def expect_tokens(self, host_slots: NDArray[np.int32], slots: Tensor) -> None:
+    def expect_tokens(self, host_slots: NDArray[np.int32], slots: Tensor, last_tokens: Tensor) -> None:
         """Post the receive of a step's tokens, on the first stage. host_slots, int32 [R], and slots, int64 [R] on the
-        device: those that sample."""
+        device: those that sample. last_tokens: as for await_tokens."""
         if not len(host_slots):
             return
         buffer = torch.empty_like(slots)
@@ -208,6 +247,8 @@ class StageLinks:
         self._tokens.append(_Tokens(self._trace.step_id, slots.clone(), _Message(buffer, work)))
         self._num_expected_tokens += 1
         self._last_message[host_slots] = self._num_expected_tokens
+        if len(self._tokens) > _MOST_UNREAD:
+            self._read_tokens(last_tokens)
 
     def await_tokens(self, host_slots: NDArray[np.int32], last_tokens: Tensor) -> None:
         """Wait until the last tokens of these slots are here, and put all that came before into last_tokens.
@@ -216,20 +257,26 @@ class StageLinks:
         """
         needed = int(self._last_message[host_slots].max(initial=0))
         while self._num_received_tokens < needed:
-            step_id, slots, (buffer, work) = self._tokens.popleft()
-            with self._trace.span(f"wait for {_TOKENS}"):
-                work.wait()
-            self._trace.end_transfer(_TOKENS, self._last, step_id)
-            last_tokens[slots] = buffer
-            self._num_received_tokens += 1
+            self._read_tokens(last_tokens)
+
+    def _read_tokens(self, last_tokens: Tensor) -> None:
+        """The oldest message, once it is here."""
+        step_id, slots, (buffer, work) = self._tokens.popleft()
+        with self._trace.span(f"wait for {_TOKENS}"):
+            work.wait()
+        self._trace.end_transfer(_TOKENS, self._last, step_id)
+        last_tokens[slots] = buffer
+        self._num_received_tokens += 1
 
     def finish(self) -> None:
-        """Wait for what is under way: all stages have run the same steps."""
+        """Wait until all messages have come and gone: all stages have run the same steps."""
         for outbox in (self._to_next, self._to_first):
             if outbox is not None:
                 outbox.finish()
         while self._tokens:
             self._tokens.popleft().message.work.wait()
+        if self._device.type == "cuda":  # there, these waits hold up later work on the device, not the host
+            torch.cuda.synchronize(self._device)
 
 
 def num_hidden_buffers(mesh: Mesh) -> int:

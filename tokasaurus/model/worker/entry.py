@@ -39,7 +39,7 @@ from tokasaurus.model.execution.device_batch import padded_count
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.process_group import is_about_another_rank, joined
+from tokasaurus.model.parallel.process_group import is_about_another_rank, joined, least_of_ranks
 from tokasaurus.model.parallel.stage_links import StageLinks, num_hidden_buffers
 from tokasaurus.model.staging.sizes import sizes_for
 from tokasaurus.model.worker.device import choose_activation_dtype, choose_device, choose_dtype, choose_kv_cache_dtype
@@ -245,17 +245,23 @@ def start_worker(
         plan = size_kv_cache(
             config, info.num_layers, shape, backend, forward_memory, run_largest, measure_all_graphs, memory
         )
+        # No rank takes memory for blocks that another one lacks.
+        num_blocks = least_of_ranks(plan.num_blocks, mesh, device)
         try:
-            with memory.kv_cache(plan.num_blocks):
-                backend.allocate(plan.num_blocks + 1)
+            with memory.kv_cache(num_blocks):
+                backend.allocate(num_blocks + 1)
         except (OSError, RuntimeError) as error:  # from a system that does not overcommit memory; from torch
             first_line, *_ = [*str(error).splitlines(), ""]
-            raise UserError(f"the KV cache of {plan.num_blocks:,} blocks cannot be reserved: {first_line}") from error
-        slots.rules.allocate((plan.num_blocks + 1) * config.page_size)
+            raise UserError(f"the KV cache of {num_blocks:,} blocks cannot be reserved: {first_line}") from error
+        slots.rules.allocate((num_blocks + 1) * config.page_size)
         details.append(plan.arithmetic)
+        if num_blocks < plan.num_blocks:
+            details.append(f"limited to {num_blocks:,} blocks, the least of all ranks")
     with phase("warm-up") as details:
         if forward_memory is not None:
             reserve(forward_memory, model, limits)
+        # All ranks run the same steps.
+        if least_of_ranks(int(forward_memory is not None), mesh, device):
             seconds_per_token = warm_up_small(runner, limits, config.page_size)
         else:
             seconds_per_token = run_largest()
@@ -270,7 +276,7 @@ def start_worker(
     hydragen: HydragenCosts | None = DEFAULT_HYDRAGEN
     if config.use_hydragen is not False and None in (config.hydragen_min_group_size, config.hydragen_min_prefix_len):
         with phase("shared prefixes") as details, torch.inference_mode():
-            hydragen = measure_costs(backend, shape, plan.num_blocks, config.max_seqs_per_forward)
+            hydragen = measure_costs(backend, shape, num_blocks, config.max_seqs_per_forward)
             details.append(describe(hydragen))
     with phase("memory") as details:
         details += memory.lines()
@@ -278,8 +284,8 @@ def start_worker(
         kernels.reset_phases()
     # not earlier: the measurements above need an idle machine
     backend.touch_in_background(max(1, torch.get_num_threads() // 2))
-    max_tokens = min(context_length, plan.num_blocks * config.page_size)
-    limits_found = EngineLimits(plan.num_blocks, config.page_size, max_tokens, hydragen, seconds_per_token)
+    max_tokens = min(context_length, num_blocks * config.page_size)
+    limits_found = EngineLimits(num_blocks, config.page_size, max_tokens, hydragen, seconds_per_token)
     return StartedWorker(runner, limits_found, device, kernels if runner.always_on_kernels else None)
 
 

@@ -259,6 +259,8 @@ def _graphs(info: ModelInfo, mesh: Mesh, shape: KVShape, sizes: Sizes) -> list[P
         return []
     largest, num_pieces = sizes.graph_sizes[0], len(sizes.graph_sizes) * (shape.num_layers + 1)
     row = _widest_row(info, mesh, shape)
+    if not mesh.is_first_stage:
+        row += info.hidden_size  # where graphs read what the stage before sent
     if mesh.is_last_stage:
         row += mesh.vocab_shard(info.vocab_size)[1]
     num_bytes = largest * row * sizes.dtype.itemsize
