@@ -58,6 +58,7 @@ def test_a_killed_replica_fails_alone_and_comes_back(toka: TokaProcess, expected
     assert_all_end(children, within_s=0.1)
 
 
+@pytest.mark.long
 def test_a_killed_rank_ends_its_replica_alone(model: Path) -> None:
     """Short texts, since four ranks on few cores are slow."""
     flags = (f"model={model}", *FLAGS)

@@ -44,7 +44,8 @@ LONG_PROMPTS = [300] * (2 * NUM_SLOTS)
     [
         (SHORT_PROMPTS, EQUAL, 0.95),
         (HEAVY_START, UNEQUAL, 0.95),
-        (LONG_PROMPTS, EQUAL, 0.9),  # three quarters of all tokens are of prompts, which end in chunks of any size
+        # Three quarters of all tokens are of prompts, which end in chunks of any size.
+        pytest.param(LONG_PROMPTS, EQUAL, 0.9, marks=pytest.mark.long),
         pytest.param(SHORT_PROMPTS, UNEQUAL, 0.95, marks=pytest.mark.long),
         pytest.param(HEAVY_START, EQUAL, 0.95, marks=pytest.mark.long),
         pytest.param(LONG_PROMPTS, UNEQUAL, 0.9, marks=pytest.mark.long),
@@ -64,7 +65,7 @@ def test_one_more_microbatch_than_stages_covers_the_managers_delay(num_microbatc
     assert (pipeline.busy_share(*steady(pipeline)) >= 0.95) == is_busy
 
 
-@pytest.mark.parametrize("factors", [EQUAL, UNEQUAL])
+@pytest.mark.parametrize("factors", [UNEQUAL, pytest.param(EQUAL, marks=pytest.mark.long)])
 def test_the_time_left_is_until_the_first_stage_needs_a_step(
     factors: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,8 +132,15 @@ def test_a_single_microbatch_keeps_one_stage_busy_at_a_time() -> None:
     assert pipeline.busy_share(*steady(pipeline)) < 0.35
 
 
-@pytest.mark.parametrize("factors", [EQUAL, UNEQUAL])
-@pytest.mark.parametrize(("num_prompt_tokens", "per_second", "num_rounds"), [(20, 20.0, 1), (300, 2.0, 6)])
+@pytest.mark.parametrize(
+    ("factors", "num_prompt_tokens", "per_second", "num_rounds"),
+    [
+        (EQUAL, 20, 20.0, 1),
+        (UNEQUAL, 300, 2.0, 6),
+        pytest.param(UNEQUAL, 20, 20.0, 1, marks=pytest.mark.long),
+        pytest.param(EQUAL, 300, 2.0, 6, marks=pytest.mark.long),
+    ],
+)
 def test_new_requests_wait_at_most_one_round(
     factors: list[float], num_prompt_tokens: int, per_second: float, num_rounds: int
 ) -> None:

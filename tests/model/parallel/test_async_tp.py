@@ -121,7 +121,7 @@ def assert_equal_within_rounding(got: list[np.ndarray], expected: list[np.ndarra
         np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * np.nanmax(np.abs(want)))
 
 
-NUM_LAYERS = 3
+NUM_LAYERS = 2
 ASYNC_GRAPH = {"fused_all_gather_matmul": 2 * NUM_LAYERS, "fused_matmul_reduce_scatter": 2 * NUM_LAYERS}
 PLAIN_GRAPH = {"all_reduce": 2 * NUM_LAYERS}
 
@@ -136,7 +136,7 @@ PLAIN_GRAPH = {"all_reduce": 2 * NUM_LAYERS}
 def test_it_equals_plain_tensor_parallelism_with_fused_operators_and_without_recompiles(
     family: str, threshold: int, graphs: list[dict[str, int]], tmp_path: Path
 ) -> None:
-    save_tiny_model(tmp_path, family)
+    save_tiny_model(tmp_path, family, num_layers=NUM_LAYERS)
     for (compiled, counts), (expected, got) in run_two_ranks(tmp_path, threshold):
         assert counts == (len(graphs), 0)
         assert compiled == graphs
@@ -145,7 +145,7 @@ def test_it_equals_plain_tensor_parallelism_with_fused_operators_and_without_rec
 
 @pytest.mark.long
 def test_a_token_that_is_not_finite_on_one_rank_is_nan_on_all_and_spoils_no_other(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "qwen2")
+    save_tiny_model(tmp_path, "qwen2", num_layers=NUM_LAYERS)
     for (compiled, _), (expected, got) in run_two_ranks(tmp_path, threshold=1, overflows=True):
         assert compiled == [ASYNC_GRAPH]
         *others, last = (torch.from_numpy(hidden) for hidden in got)
