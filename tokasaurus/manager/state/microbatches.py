@@ -29,8 +29,8 @@ for many steps."""
 def choose_microbatch(state: EngineState, sequence: Sequence) -> int:
     """The microbatch of a sequence that gets a slot.
 
-    That of the request's other samples, which share prefixes, if it has less than its share of the sequences; else that
-    with the least to compute, and of equal ones that which is next to be stepped.
+    Samples of a request share a microbatch, since they share prefixes, until it has its share of all sequences. Else it
+    is the one with the least to compute, and of equal ones the next in turn.
     """
     num_microbatches = state.options.num_microbatches
     if num_microbatches == 1:
@@ -111,7 +111,7 @@ def note_step(state: EngineState, microbatch: int) -> None:
 
 
 def slots_of(state: EngineState, microbatch: int, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Those of the slots that are of this microbatch."""
+    """The slots of this microbatch, out of `slots`."""
     if state.options.num_microbatches == 1:
         return slots
     is_own: NDArray[np.bool_] = state.slots.microbatches[slots] == microbatch
