@@ -118,11 +118,24 @@ def test_samples_of_few_prompts_keep_the_slowest_stage_busy(num_requests: int, n
 
 
 def test_one_request_with_many_samples_is_in_all_microbatches() -> None:
-    """Although all of them are fewer than a microbatch may have."""
+    """Although all of them are fewer than a fifth of the slots."""
     pipeline = Pipeline(EQUAL, num_microbatches=5, num_slots=1000)
     pipeline.engine.step([make_request(1, 40, 60, 30, ignore_eos=True)], [])
     slots = pipeline.state.slots
     assert np.bincount(slots.microbatches[slots.is_running], minlength=5).tolist() == [12] * 5
+
+
+def test_samples_are_in_all_microbatches_if_the_kv_cache_holds_few_of_them() -> None:
+    """Most of the 200 samples wait: those that run are spread evenly."""
+    options = make_options(
+        900, max_seqs_per_forward=1000, max_tokens_per_forward=1000, num_microbatches=5, num_stages=4
+    )
+    driver = EngineDriver(options)
+    driver.step([make_request(1, 40, 200, 30, ignore_eos=True)])
+    slots = driver.state.slots
+    counts = np.bincount(slots.microbatches[slots.is_running], minlength=5)
+    assert 40 < counts.sum() < 200
+    assert counts.max() - counts.min() <= 2
 
 
 def test_a_single_microbatch_keeps_one_stage_busy_at_a_time() -> None:

@@ -81,8 +81,8 @@ def assert_requests_outlive_deaths(
             answers: Future[list[str]] = pool.submit(ask_stories, toka)
             wait_for(lambda low=num_tokens: toka.gauge("toka_generation_tokens_total") > low, 20)
             os.kill(before[f"toka-worker-{rank}"], signal.SIGKILL)
-            # Nobody waits for the dead rank; within a second, if no other test runs on the machine.
-            assert_all_end([pid for title, pid in before.items() if title != "toka-server"], within_s=3)
+            # Nobody waits for the dead rank until a collective's time limit; make torture demands a second.
+            assert_all_end([pid for title, pid in before.items() if title != "toka-server"], within_s=20)
             assert answers.result() == expected
             assert toka.gauge("toka_engine_restarts_total") == number
             *_, line = (line for line in toka.lines if line.startswith("toka: "))

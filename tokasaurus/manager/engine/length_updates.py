@@ -43,6 +43,6 @@ def update_forecast(state: EngineState) -> None:
 
 
 def _round(state: EngineState) -> int:
-    """The newest step whose results have arrived; with several microbatches, the newest round of steps. A sequence
-    samples at most one token in each."""
+    """The newest step whose results have arrived; with several microbatches, the number of rounds until then, if none
+    was skipped. A sequence samples about one token in each."""
     return max(0, state.last_result_id) // state.options.num_microbatches

@@ -29,15 +29,18 @@ for many steps."""
 def choose_microbatch(state: EngineState, sequence: Sequence) -> int:
     """The microbatch of a sequence that gets a slot.
 
-    Samples of a request share a microbatch, since they share prefixes, until it has its share of all sequences. Else it
-    is the one with the least to compute, and of equal ones the next in turn.
+    Samples of a request share a microbatch, since they share prefixes, until it has _LEAST_TOGETHER sequences and its
+    share of those that are about to run: as many as there are, but no more than the slots and the KV cache hold. Else
+    it is the one with the least to compute, and of equal ones the next in turn.
     """
     num_microbatches = state.options.num_microbatches
     if num_microbatches == 1:
         return 0
     slots = state.slots
     counts = np.bincount(slots.microbatches[slots.is_running], minlength=num_microbatches)
-    num_soon = min(state.options.num_slots, int(counts.sum()) + 1 + state.queues.num_waiting)
+    num_running = int(counts.sum()) + 1
+    num_fitting = state.blocks.num_blocks // -(-sequence.max_kv_tokens // state.options.limits.page_size)
+    num_soon = min(state.options.num_slots, num_running + state.queues.num_waiting, max(num_running, num_fitting))
     share = max(_LEAST_TOGETHER, -(-num_soon // num_microbatches))
     siblings = state.unfinished[sequence.request.request_id].sequences
     for sibling in reversed(siblings):
@@ -123,23 +126,27 @@ def prefilling_of(state: EngineState, microbatch: int) -> Iterator[Sequence]:
 
     The step must compute each prompt to its end before it takes the next one. A prompt may start after blocks that an
     earlier prompt computes, or rely on prompt logprobs for them. It waits until these blocks are computed by a step
-    that was sent, or by this one; and for prompt logprobs until no earlier prompt that wants any is left out.
+    that was sent, or by this one. If it wants prompt logprobs, it also waits for all earlier prompts that want some and
+    have the same first block, without which they share none.
     """
     if state.options.num_microbatches == 1:
         yield from state.queues.prefilling
         return
     slots, page_size, is_computed = state.slots, state.options.limits.page_size, state.blocks.is_computed
     in_this_step: set[int] = set()
-    logprobs_are_left = False
+    first_blocks_left: set[int] = set()
+    """Of prompts that want prompt logprobs and are left out."""
     for sequence in state.queues.prefilling:
         slot = sequence.slot
         may_start = slots.microbatches[slot] == microbatch
         if may_start and not sequence.is_open:
             cached = slots.block_tables[slot, : int(slots.first_writes[slot]) // page_size]
             may_start = in_this_step.issuperset(cached[~is_computed[cached]].tolist())
-            may_start &= not (sequence.needs_prompt_logprobs and logprobs_are_left)
+            if sequence.needs_prompt_logprobs and len(cached):
+                may_start &= int(cached[0]) not in first_blocks_left
         if not may_start:
-            logprobs_are_left |= sequence.needs_prompt_logprobs
+            if sequence.needs_prompt_logprobs:
+                first_blocks_left.add(int(slots.block_tables[slot, 0]))
             continue
         yield sequence
         start, end = int(slots.num_kv_tokens[slot]) // page_size, len(sequence.prompt) // page_size
