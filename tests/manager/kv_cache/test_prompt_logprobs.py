@@ -251,6 +251,17 @@ def test_a_prompt_that_waits_for_blocks_of_another_microbatch_is_not_overtaken(n
     driver.assert_nothing_is_left()
 
 
+def test_prompts_that_share_nothing_do_not_wait_for_each_other():
+    """Each microbatch has two of them, and computes both in its first step."""
+    options = make_options(200, PAGE_SIZE, max_seqs_per_forward=12, num_microbatches=2, num_stages=2)
+    requests = [with_prompt_logprobs(make_request(number, 8, 1, 8, ignore_eos=True)) for number in range(4)]
+    driver = EngineDriver(options)
+    driver.step(requests)
+    assert [len(message.slots) for message in driver.queue] == [2, 2]
+    driver.run_until_idle()
+    assert_equals_simulation(driver.deltas, requests)
+
+
 @pytest.mark.parametrize("num_steps", range(1, 7))
 def test_another_request_computes_the_prompt_logprobs_missing_after_a_cancel(num_steps):
     """All KV is cached by a request without prompt logprobs. The first of three with them is cancelled in prefill."""
