@@ -29,9 +29,9 @@ for many steps."""
 def choose_microbatch(state: EngineState, sequence: Sequence) -> int:
     """The microbatch of a sequence that gets a slot.
 
-    Samples of a request share a microbatch, since they share prefixes, until it has _LEAST_TOGETHER sequences and its
-    share of those that are about to run: as many as there are, but no more than the slots and the KV cache hold. Else
-    it is the one with the least to compute, and of equal ones the next in turn.
+    Samples of a request share a microbatch, because they share prefixes, until it has _LEAST_TOGETHER sequences and an
+    equal share of all running and waiting sequences; of the waiting ones, only as many count as the slots and the KV
+    cache can hold. Otherwise it is the microbatch with the least to compute, and of equal ones the next in turn.
     """
     num_microbatches = state.options.num_microbatches
     if num_microbatches == 1:
@@ -49,23 +49,23 @@ def choose_microbatch(state: EngineState, sequence: Sequence) -> int:
             if counts[own] < share:
                 return own
             break
-    num_left = np.where(slots.is_running, _num_prompt_tokens_left(state), 0)
-    weights = counts + np.bincount(slots.microbatches, num_left, num_microbatches) / _PROMPT_TOKENS_OF_ROW
+    num_left = np.bincount(slots.microbatches, _num_prompt_tokens_left(state), num_microbatches)
+    weights = counts + num_left / _PROMPT_TOKENS_OF_ROW
     turns = (np.arange(num_microbatches) - state.next_microbatch) % num_microbatches
     return min(range(num_microbatches), key=lambda index: (weights[index], turns[index]))
 
 
 def _num_prompt_tokens_left(state: EngineState) -> NDArray[np.int64]:
-    """Of each slot; 0 once it decodes."""
-    num_left: NDArray[np.int64] = np.maximum(0, state.slots.num_prefill_tokens - state.slots.num_kv_tokens)
+    """Of each slot; 0 once it decodes, and without a sequence."""
+    slots = state.slots
+    num_left: NDArray[np.int64] = np.maximum(0, slots.num_prefill_tokens - slots.num_kv_tokens) * slots.is_running
     return num_left
 
 
 def most_prefill(state: EngineState, num_decoding: int) -> int:
     """Most prompt tokens for a step with so many decoding rows. Precondition: several microbatches."""
-    slots = state.slots
-    num_left = int(_num_prompt_tokens_left(state)[slots.is_running].sum())
-    return _pipeline(state).most_prefill(num_decoding, int(slots.is_decoding.sum()) + num_left)
+    num_all_tokens = int(state.slots.is_decoding.sum() + _num_prompt_tokens_left(state).sum())
+    return _pipeline(state).most_prefill(num_decoding, num_all_tokens)
 
 
 def prefill_per_round(state: EngineState, num_candidate_tokens: NDArray[np.int64]) -> int | None:
@@ -78,7 +78,7 @@ def prefill_per_round(state: EngineState, num_candidate_tokens: NDArray[np.int64
     num_microbatches, slots = state.options.num_microbatches, state.slots
     if num_microbatches == 1:
         return None
-    num_left = np.where(slots.is_running, _num_prompt_tokens_left(state), 0)
+    num_left = _num_prompt_tokens_left(state)
     left: list[int] = np.bincount(slots.microbatches, num_left, num_microbatches).astype(np.int64).tolist()
     decoding: list[int] = np.bincount(slots.microbatches, slots.is_decoding, num_microbatches).astype(np.int64).tolist()
     weights = [rows + tokens / _PROMPT_TOKENS_OF_ROW for rows, tokens in zip(decoding, left, strict=True)]
