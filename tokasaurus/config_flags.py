@@ -173,8 +173,8 @@ SERVER_FLAGS = FlagTable(
             "api_keys_file": Flag("file of keys that clients may send, one per line, each may have a name before it"),
             "cache_salt_per_key": Flag("share cached prompts only between requests with the same API key"),
             "allowed_hosts": Flag(
-                "host names that requests may be sent to, separated by commas; by default any, but on a loopback "
-                "address only names of this machine; * allows any",
+                "host names that requests may be sent to, separated by commas, beside localhost and every address "
+                "written as numbers; by default any, but none on a loopback address; * allows any",
                 none_means="by address",
             ),
             "drain_seconds": _count("time for open requests to finish after the first stop signal", minimum=0),

@@ -1,6 +1,7 @@
 """lm-eval gives the same items with a real server as with transformers and the same weights, in float32.
 
-`lm_eval --model local-completions` runs with its defaults, one request at a time and with 64 at once.
+`lm_eval --model local-completions` runs with its defaults, one request at a time and with 64 at once, at each of the
+addresses that users write.
 """
 
 import importlib.util
@@ -73,11 +74,16 @@ def by_transformers(evaluate: Evaluate, model_directory: Path) -> Evaluation:
     return evaluate("hf", f"pretrained={model_directory},dtype=float32", "--device", "cpu", "--batch_size", "1")
 
 
-@pytest.mark.parametrize("more", ["", ",num_concurrent=64"], ids=["one_by_one", "64_at_once"])
+@pytest.mark.parametrize(
+    ("address", "more"),
+    [("127.0.0.1", ""), ("0.0.0.0", ",num_concurrent=64")],
+    ids=["one_by_one", "64_at_once_at_0.0.0.0"],
+)
 def test_scores_and_items_match_transformers(
-    more: str, evaluate: Evaluate, base_url: str, by_transformers: Evaluation, model_directory: Path
+    address: str, more: str, evaluate: Evaluate, base_url: str, by_transformers: Evaluation, model_directory: Path
 ) -> None:
-    by_toka = evaluate("local-completions", f"model=default,base_url={base_url}/completions{more}")
+    url = base_url.replace("127.0.0.1", address)
+    by_toka = evaluate("local-completions", f"model=default,base_url={url}/completions{more}")
     oracle = Oracle(model_directory)
     for task in TASKS:
         pairs = list(zip(by_toka.items[task], by_transformers.items[task], strict=True))

@@ -1,13 +1,15 @@
 """Host names: a local server answers no web page that reaches it through a name of its own."""
 
+import ipaddress
 from collections.abc import Iterator
+from random import Random
 
 import pytest
 
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.raw_http import ask
-from tokasaurus.server.allowed_hosts import allowed_hosts
+from tokasaurus.server.allowed_hosts import allowed_hosts, is_address
 from tokasaurus.server.served_model import ServedModel
 
 
@@ -32,13 +34,11 @@ def named(served_model: ServedModel) -> Iterator[LiveServer]:
         (["rebound.example:10210"], 421),
         (["127.0.0.1.rebound.example"], 421),
         (["localhost.rebound.example"], 421),
-        (["[::2]"], 421),
-        (["192.168.0.1"], 421),
-        (["0.0.0.0"], 421),
         ([""], 421),
         (["é"], 421),
         ([], 421),
         (["localhost", "rebound.example"], 421),
+        (["0.0.0.0", "rebound.example"], 421),
     ],
 )
 def test_only_known_names_are_served(named: LiveServer, hosts: list[str], status: int) -> None:
@@ -47,6 +47,53 @@ def test_only_known_names_are_served(named: LiveServer, hosts: list[str], status
     assert answer.status == status
     if status == 421:
         assert answer.error_code == "misdirected_request"
+
+
+ADDRESSES = (
+    *("127.0.0.1", "0.0.0.0", "192.168.0.1", "172.17.0.2", "8.8.8.8", "255.255.255.255"),
+    *("[::1]", "[::]", "[::2]", "[2001:db8::1]", "[2001:DB8:0:0:0:0:0:1]", "[::ffff:127.0.0.1]"),
+    *("[fe80::1%eth0]", "[fe80::1%25eth0]"),
+)
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize("port", ["", ":", ":80", ":10210"])
+def test_addresses_written_as_numbers_are_served(named: LiveServer, address: str, port: str) -> None:
+    head = f"GET /health HTTP/1.1\r\nHost: {address}{port}\r\nConnection: close\r\n\r\n"
+    assert ask(named.url, head.encode()).status == 200
+
+
+@pytest.mark.parametrize("address", ["::1", "::", "fe80::1%eth0", "2001:db8::1"])
+def test_ipv6_addresses_without_brackets_are_served(address: str) -> None:
+    assert is_address(address)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("127.0.0.1.rebound.example", "127.0.0.1.rebound.example:80", "0.0.0.0.example", "1.2.3.4.5", "127.0.0.1..x"),
+        *("127-0-0-1.example", "0x7f.example", "127.0.0.1@rebound.example", "127.0.0.1/rebound.example"),
+        *("127.0.0.256", "127.0.0.1:x", "127.0.0.1:80:80", "127.0.0.1 rebound.example", "127.0.0.1%.example", "."),
+        *("cafe", "dead.beef", "1.2", "\u0661.0.0.1", "\uff11.0.0.1", "127.0.0.1\n"),
+        *("[::1].rebound.example", "[::1]rebound.example", "[rebound.example]", "[::1", "::1]", "[]", "[127.0.0.1]"),
+        *("[::1%]", "[::1%eth0].rebound.example", "[fe80::1%a]b]", "fe80::g", "a:80", "dead:80", "[::1]:x"),
+    ],
+)
+def test_names_that_look_like_numbers_are_names(name: str) -> None:
+    assert not is_address(name)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_address_is_one_in_all_spellings(seed: int) -> None:
+    random = Random(seed)
+    for _ in range(50):
+        old = ipaddress.IPv4Address(random.getrandbits(32))
+        new = ipaddress.IPv6Address(random.getrandbits(random.choice((1, 16, 64, 128))))
+        assert is_address(str(old))
+        assert not is_address(f"{old}.example")
+        for text in (new.compressed, new.exploded, new.exploded.upper()):
+            assert is_address(f"[{text}]:{random.randrange(65536)}")
+            assert not is_address(f"[{text}].example")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])

@@ -1,14 +1,20 @@
 """Which host names requests may be sent to: a web page must not reach a local server through a name of its own."""
 
 import ipaddress
+import re
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokasaurus.server.errors import MisdirectedRequest, error_response, shorten
 
+# A port may be empty. A zone, such as eth0, follows the address after a percent sign.
+_IPV4 = re.compile(r"([0-9.]+)(?::[0-9]*)?", re.ASCII)
+_IPV6 = re.compile(r"\[([0-9a-f:.]+)(?:%[^\s\]]+)?\](?::[0-9]*)?", re.ASCII | re.IGNORECASE)
+_BARE_IPV6 = re.compile(r"([0-9a-f:.]+)(?:%\S+)?", re.ASCII | re.IGNORECASE)
+
 
 def allowed_hosts(address: str, listed: str | None) -> frozenset[str] | None:
-    """The names beside loopback addresses that requests may be sent to; None allows all.
+    """The names that requests may be sent to, beside every address written as a number; None allows all.
 
     address: what the server listens on. listed: the flag, names separated by commas; * allows all.
     """
@@ -22,7 +28,8 @@ class AllowedHostsMiddleware:
     """Answers 421 (misdirected request) to a request whose Host header is not allowed, or missing.
 
     DNS rebinding: a page whose name resolves to 127.0.0.1 could otherwise send requests to a server on its visitor's
-    machine and read the answers. The browser sends the page's name as Host.
+    machine and read the answers. The browser sends the page's name as Host. No name server can change where an address
+    leads that is written as a number, such as the 0.0.0.0 that a server prints or a container's address.
     """
 
     def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
@@ -38,25 +45,42 @@ class AllowedHostsMiddleware:
             await self._app(scope, receive, send)
             return
         shown = repr(shorten(hosts[0])) if hosts else "missing"
-        error = MisdirectedRequest(f"the Host header is {shown}, which this server does not serve (allowed_hosts)")
+        error = MisdirectedRequest(
+            f"the Host header is {shown}, which this server does not serve: it must be localhost, an address written "
+            "as numbers, or a name in allowed_hosts"
+        )
         await error_response(error)(scope, receive, send)
 
     def _is_allowed(self, host: str) -> bool:
         name = _without_port(host).lower()
-        return name in self._names or _is_loopback(name)
+        return name in self._names or is_address(host)
 
 
 def _without_port(host: str) -> str:
-    """[::1]:80 -> ::1, localhost:80 -> localhost."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
+    """localhost:80 -> localhost."""
     return host.partition(":")[0]
 
 
-def _is_loopback(name: str) -> bool:
-    if name == "localhost":
+def is_address(host: str) -> bool:
+    """Whether a Host header is an IP address, with or without a port: 127.0.0.1:80, [::1]:80.
+
+    Only the forms that browsers send, which rewrite all others (127.1, 0x7f000001, a dot at the end) to these. Brackets
+    may be missing, and a zone may follow the address, since no name has a colon or a percent sign.
+    """
+    try:
+        if match := _IPV4.fullmatch(host):
+            ipaddress.IPv4Address(match[1])
+        elif match := _IPV6.fullmatch(host) or _BARE_IPV6.fullmatch(host):
+            ipaddress.IPv6Address(match[1])
+    except ValueError:
+        return False
+    return match is not None
+
+
+def _is_loopback(address: str) -> bool:
+    if address == "localhost":
         return True
     try:
-        return ipaddress.ip_address(name).is_loopback
+        return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
