@@ -139,6 +139,60 @@ def test_logit_bias_stop_token_ids_and_min_tokens_take_effect(toka: TokaProcess)
     assert complete({str(the): 100}, stop=["the the"], min_tokens=2) == (" the ", "stop", 3)
 
 
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+ENDS: dict[str, dict[str, Any]] = {
+    "end token": {"logit_bias": {"2": 100}, "min_tokens": 3},
+    "stop token id": {"logit_bias": {"260": 100}, "stop_token_ids": [260], "min_tokens": 3},
+    "stop string inside a token": {"logit_bias": {"260": 50}, "stop": ["e t"]},
+    "length": {"ignore_eos": True},
+    "grammar": {"guided_regex": "(yes|no|never) it is"},
+    "tool call": {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 60},
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_token_ids_and_logprobs_are_parallel_for_every_end_and_form_of_answer(toka: TokaProcess, end: str) -> None:
+    """As trainers read them. Their values are those of an echo of the same ids, the end token's too."""
+    common = {"model": "default", "max_tokens": 16, "n": 2, "seed": 3, "return_token_ids": True, **ENDS[end]}
+    bodies = {"/v1/chat/completions": {**common, "messages": [{"role": "user", "content": "Is it?"}], "logprobs": True}}
+    if end != "tool call":
+        bodies["/v1/completions"] = {**common, "prompt": "Once upon a time", "logprobs": 0}
+    with httpx.Client(base_url=toka.url, timeout=120) as client:
+        lines = [{"custom_id": path, "url": path, "body": body} for path, body in bodies.items()]
+        content = "\n".join(map(json.dumps, lines))
+        bulk = client.post("/v1/bulk", content=content, headers={"content-type": "application/x-ndjson"})
+        in_bulk = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, bulk.text.splitlines())}
+        for path, body in bodies.items():
+            answer = client.post(path, json=body).raise_for_status().json()
+            streamed = client.post(path, json={**body, "stream": True}).raise_for_status().text
+            events = [json.loads(event.removeprefix("data: ")) for event in streamed.split("\n\n")[:-2]]
+            chunks = [choice for event in events for choice in event["choices"] if "token_ids" in choice]
+            assert all(len(values_of(choice)) == len(choice["token_ids"]) for choice in chunks)
+            prompt_ids = answer.get("prompt_token_ids") or answer["choices"][0]["prompt_token_ids"]
+            for index, choice in enumerate(answer["choices"]):
+                own_chunks = [chunk for chunk in chunks if chunk["index"] == index]
+                joined_ids = [token_id for chunk in own_chunks for token_id in chunk["token_ids"]]
+                joined_values = [value for chunk in own_chunks for value in values_of(chunk)]
+                bulk_choice = in_bulk[path]["choices"][index]
+                assert choice["token_ids"] == joined_ids == bulk_choice["token_ids"]
+                text = {"prompt": [*prompt_ids, *joined_ids], "max_tokens": 0, "echo": True, "logprobs": 0}
+                echo = client.post("/v1/completions", json={"model": "default", **text}).raise_for_status().json()
+                expected = values_of(echo["choices"][0])[len(prompt_ids) :]
+                for values in (values_of(choice), joined_values, values_of(bulk_choice)):
+                    assert values == pytest.approx(expected, abs=1e-3)
+                assert (joined_ids[-1] == 2) == (end == "end token") or end in ("grammar", "tool call")
+            num_tokens = sum(len(choice["token_ids"]) for choice in answer["choices"])
+            assert answer["usage"]["completion_tokens"] == in_bulk[path]["usage"]["completion_tokens"] == num_tokens
+
+
+def values_of(choice: dict[str, Any]) -> list[float]:
+    """The logprobs of a choice, in the format of either route; empty if it has none."""
+    logprobs = choice["logprobs"] or {"token_logprobs": []}
+    if "content" in logprobs:
+        return [entry["logprob"] for entry in logprobs["content"]]
+    return list(logprobs["token_logprobs"])
+
+
 def test_random_schemas_are_followed_and_do_not_change_a_plain_request(toka: TokaProcess) -> None:
     """All run together, sampled at temperature 1 from a small model; an independent validator checks the texts."""
     schemas = [random_schema(seed) for seed in range(30)]

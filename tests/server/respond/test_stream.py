@@ -45,6 +45,86 @@ def join_completion(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return joined
 
 
+def assert_parallel(choice: dict[str, Any]) -> None:
+    """The choice of a chunk or of a whole answer has one logprobs entry for each of its token ids."""
+    logprobs = choice["logprobs"]
+    lists = [] if logprobs is None else [entries for entries in logprobs.values() if entries is not None]
+    assert {len(entries) for entries in lists} <= {len(choice["token_ids"])}
+    assert lists or not choice["token_ids"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(SEQUENCES, min_size=4, max_size=4),
+    st.sampled_from(STOPS),
+    st.booleans(),
+    st.sampled_from([0, 0, 1, 2, 4]),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+@example([([*b"hello h", IM_START], True)] * 4, ("hello hello",), False, 0, True, 1)
+@example([([HELLO, SPACE_WO, HELLO], True)] * 4, ("o w",), False, 0, False, 2)
+@example([([], True)] * 4, (), False, 0, False, 3)
+def test_token_ids_and_logprobs_are_parallel_in_every_chunk_and_in_the_whole_answer(
+    served_model: ServedModel,
+    sequences: list[tuple[list[int], bool]],
+    stop: tuple[str, ...],
+    ignore_eos: bool,
+    min_tokens: int,
+    echoes: bool,
+    seed: int,
+) -> None:
+    """With return_token_ids: all tokens as sampled, with the end token and the tokens of a stop string."""
+    results = [
+        finished([*token_ids, IM_END], "stop") if ends else finished(token_ids or [HELLO], "length")
+        for token_ids, ends in sequences
+    ]
+    min_tokens = max(0, min(min_tokens, *(len(sequence.token_ids) - 1 for sequence in results)))
+    request = dataclasses.replace(
+        make_request(3, stop, ignore_eos, True, num_sequences=2), min_tokens=min_tokens, want_prompt_logprobs=echoes
+    )
+    computed = prompt_logprobs(request)
+    rows = [
+        [dataclasses.replace(first, prompt_logprobs=computed), second] for first, second in (results[:2], results[2:])
+    ]
+    echo = Echo("lo€", [0, 1, 2])
+    prepared = Prepared("cmpl-1", [request] * 2, return_token_ids=True, echoes=[echo, echo] if echoes else [])
+    whole = orjson.loads(orjson.dumps(build_completion(prepared, rows, served_model)))
+    joined: list[list[int]] = [[] for _ in results]
+    stream: AnswerStream = CompletionStream(prepared, served_model, StreamOptions())
+    for group in interleaved(rows, random.Random(seed)):
+        for chunk in parse(stream.events(group)):
+            (choice,) = chunk["choices"]
+            if echoes and choice["prompt_token_ids"] is not None:  # the chunk of the echo
+                assert len(choice["logprobs"]["token_logprobs"]) == len(choice["prompt_token_ids"])
+                assert choice["token_ids"] == []
+            else:
+                assert_parallel(choice)
+            joined[choice["index"]] += choice["token_ids"]
+    assert joined == [sequence.token_ids for sequence in results]
+    assert whole["usage"]["completion_tokens"] == sum(map(len, joined))
+    for choice, sequence in zip(whole["choices"], results, strict=True):
+        assert choice["token_ids"] == sequence.token_ids
+        num_echoed = 3 if echoes else 0
+        assert choice["logprobs"]["token_logprobs"][num_echoed:] == sequence.logprobs
+        assert len(choice["logprobs"]["tokens"]) == num_echoed + len(sequence.token_ids)
+
+    prepared = Prepared("chatcmpl-1", [dataclasses.replace(request, num_sequences=4)], return_token_ids=True)
+    whole = orjson.loads(orjson.dumps(build_chat_completion(prepared, [results], served_model)))
+    joined = [[] for _ in results]
+    stream = ChatStream(prepared, served_model, StreamOptions())
+    for group in interleaved([results], random.Random(seed)):
+        for chunk in parse(stream.events(group)):
+            (choice,) = chunk["choices"]
+            if "token_ids" in choice:  # not in the first chunk, which has the role
+                assert_parallel(choice)
+                joined[choice["index"]] += choice["token_ids"]
+    assert joined == [sequence.token_ids for sequence in results]
+    for choice, sequence in zip(whole["choices"], results, strict=True):
+        assert choice["token_ids"] == sequence.token_ids
+        assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == sequence.logprobs
+
+
 def join_chat(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     joined: dict[int, dict[str, Any]] = {}
     for chunk in chunks:

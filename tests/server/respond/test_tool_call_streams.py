@@ -6,6 +6,7 @@ import orjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat.chat_completion import Choice
 
 from tests.helpers.small_tokenizer import IM_END
 from tests.server.helpers.finished_sequences import finished, interleaved, make_request, parse
@@ -28,6 +29,7 @@ from tokasaurus.server.tools.parser import CallRules
     st.booleans(),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
     st.integers(0, 1000),
 )
 def test_joined_chunks_equal_the_whole_answer_wherever_the_stream_is_cut(
@@ -38,12 +40,14 @@ def test_joined_chunks_equal_the_whole_answer_wherever_the_stream_is_cut(
     want_logprobs: bool,
     parallel: bool,
     is_forced: bool,
+    returns_ids: bool,
     seed: int,
 ) -> None:
     texts = ["".join(fragments_of_text) for fragments_of_text in fragments]
     results = [finished([*f"{text}é".encode(), IM_END], "stop") for text in texts]
     request = make_request(3, stop, want_logprobs=want_logprobs, num_sequences=2)
-    prepared = Prepared("chatcmpl-1", [request], calls=CallRules(format_, NAMES, parallel, is_forced=is_forced))
+    rules = CallRules(format_, NAMES, parallel, is_forced=is_forced)
+    prepared = Prepared("chatcmpl-1", [request], return_token_ids=returns_ids, calls=rules)
     whole = ChatCompletion.model_validate_json(
         orjson.dumps(build_chat_completion(prepared, [results], served_model)), strict=True
     )
@@ -53,6 +57,17 @@ def test_joined_chunks_equal_the_whole_answer_wherever_the_stream_is_cut(
     chunks = [ChatCompletionChunk.model_validate(chunk) for group in groups for chunk in parse(stream.events(group))]
     for choice in whole.choices:
         found, expected = joined(chunks, choice.index), without_ids(choice)
+        token_ids = expected.pop("token_ids", None)
+        assert token_ids == (results[choice.index].token_ids if returns_ids else None)
         if want_logprobs and not expected["logprobs"]["content"]:
             found["logprobs"] = expected["logprobs"]  # no chunk had logprobs entries to join
         assert found == expected
+        assert_parallel_to_token_ids(chunks, choice)
+
+
+def assert_parallel_to_token_ids(chunks: list[ChatCompletionChunk], whole: Choice) -> None:
+    """Wherever there are token ids and logprobs, whole or in a chunk, they are equally many."""
+    for choice in [whole, *(choice for chunk in chunks for choice in chunk.choices)]:
+        token_ids = (choice.model_extra or {}).get("token_ids")
+        if token_ids is not None and choice.logprobs is not None:
+            assert len(choice.logprobs.content or []) == len(token_ids)

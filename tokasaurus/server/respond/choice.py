@@ -25,9 +25,9 @@ class ChoiceDelta:
     token_ids: list[int]
     """The delta's tokens as sampled; their text may still be buffered."""
     logprobs: list[TokenLogprob] | None
-    """Tokens whose text begins in the text returned so far, each returned once. Excludes the end token, unless the
-    prompt is echoed, and all tokens from the start of a stop string on. None if logprobs were not requested or are in
-    the fingerprint."""
+    """With return_token_ids, one per token of `token_ids`. Otherwise tokens whose text begins in the text returned so
+    far, each returned once, without all tokens from the start of a stop string on and, unless the prompt is echoed, the
+    end token. None if logprobs were not requested or are in the fingerprint."""
 
 
 class Choice:
@@ -42,6 +42,8 @@ class Choice:
         self._request = request
         self._model = model
         self._wants_logprobs = request.want_logprobs and not prepared.logprobs_in_fingerprint
+        # Trainers read token ids and logprobs as parallel lists, and need the end token's logprob too.
+        self._is_parallel_to_ids = prepared.return_token_ids
         # Evaluations, which echo their prompts, expect an entry for each token, including the last.
         self._has_end_logprobs = len(prepared.echoes) > 0
         self._detokenizer = make_detokenizer(model.tokenizer)
@@ -64,7 +66,7 @@ class Choice:
         if not self._wants_logprobs:
             return ChoiceDelta(text, finish_reason, delta.token_ids, None)
         assert delta.logprobs is not None, "the engine returns logprobs if they are requested"
-        if self._has_end_logprobs:
+        if self._has_end_logprobs or self._is_parallel_to_ids:
             token_ids = delta.token_ids
         self._buffered_tokens += build_token_logprobs(token_ids, delta.logprobs, delta.top, self._offsets)
         return ChoiceDelta(text, finish_reason, delta.token_ids, self._remove_sent_tokens(is_last))
@@ -103,10 +105,10 @@ class Choice:
     def _remove_sent_tokens(self, is_last: bool) -> list[TokenLogprob]:
         """Removes and returns the buffered tokens whose text has begun to be sent.
 
-        After the last delta, all buffered tokens, unless a stop string cut the text.
+        All buffered tokens with return_token_ids, and after the last delta unless a stop string cut the text.
         """
         count = len(self._buffered_tokens)
-        if self._has_stopped or not is_last:  # offsets never decrease
+        if not self._is_parallel_to_ids and (self._has_stopped or not is_last):  # offsets never decrease
             count = bisect_left(self._buffered_tokens, self._num_characters, key=attrgetter("offset"))
         sent, self._buffered_tokens = self._buffered_tokens[:count], self._buffered_tokens[count:]
         return sent
