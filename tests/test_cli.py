@@ -189,6 +189,42 @@ def test_ping_with_an_address_or_key_that_cannot_be_sent_is_one_line(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "127.1"])
+@pytest.mark.parametrize("proxy", ["http://127.0.0.1:1", "socks5://127.0.0.1:1", "nonsense://"])
+def test_ping_reaches_this_machine_without_a_proxy(
+    api: HTTPServer, host: str, proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, proxy)
+        monkeypatch.setenv(name.upper(), proxy)
+    assert ping_main(["prompt=hi", f"base_url=http://{host}:{api.server_port}/v1"]) == 0
+    assert ping_main(["prompt=hi", f"host={host}", f"port={api.server_port}"]) == 0
+
+
+def test_ping_reaches_other_machines_through_the_proxy(
+    api: HTTPServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{api.server_port}")
+    assert ping_main(["prompt=hi", "base_url=http://192.0.2.1/v1"]) == 0
+    ((path, _, _),) = api.requests  # type: ignore[attr-defined]
+    assert path == "http://192.0.2.1/v1/completions"
+    capsys.readouterr()
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert ping_main(["prompt=hi", "base_url=http://192.0.2.1/v1"]) == 1
+    line = "no answer from http://192.0.2.1/v1 through the proxy of http_proxy: [Errno 111] Connection refused"
+    assert capsys.readouterr().err == f"toka ping: {line}; is toka running?\n"
+
+
+def test_ping_names_a_proxy_that_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", "nonsense://x")
+    assert ping_main(["prompt=hi", "base_url=http://192.0.2.1/v1"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("toka ping: http://192.0.2.1/v1: the environment variable ALL_PROXY: ")
+    assert err.count("\n") == 1
+
+
 def test_ping_treats_an_empty_key_variable_as_no_key(api: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKA_API_KEY", "")
     assert ping_main(["prompt=hi", f"port={api.server_port}"]) == 0

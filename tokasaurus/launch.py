@@ -6,10 +6,10 @@ import socket
 import time
 from dataclasses import dataclass
 
+from tokasaurus.addresses import bind, url_of
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint
 from tokasaurus.child_process import ChildProcess
 from tokasaurus.config import ServerConfig
-from tokasaurus.listener import bind, url_of
 from tokasaurus.messages.channel import wait
 from tokasaurus.messages.lifecycle import HEARTBEAT_SECONDS, STOP_AT_ONCE, Failed, PhaseDone, Ready, UserError
 from tokasaurus.model.cpu.build_ahead import kernels_built_ahead

@@ -5,6 +5,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from tokasaurus.addresses import proxies_for, proxy_variable
 from tokasaurus.flags import MAX_INT32, Flag, FlagError, FlagTable, assign_flags, check_flags
 
 if TYPE_CHECKING:
@@ -78,12 +79,16 @@ def ping(config: PingConfig) -> int:
     started = time.perf_counter()
     try:
         # No time limit: the duration is what ping measures.
-        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None) as client:
+        with proxies_for(base_url):
+            client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None)
+        with client:
             answers, num_tokens = _ask(client, config)
     except openai.APIStatusError as error:
         return _fail(f"{base_url} answered {error.status_code}: {_reason(error)}")
     except openai.APIConnectionError as error:
-        return _fail(f"no answer from {base_url}: {error.__cause__ or error}; is toka running?")
+        proxy = proxy_variable(base_url)
+        route = base_url if proxy is None else f"{base_url} through the proxy of {proxy}"
+        return _fail(f"no answer from {route}: {error.__cause__ or error}; is toka running?")
     except Exception as error:  # the client raises various errors for an invalid host or key
         return _fail(f"{base_url}: {' '.join(str(error).split())}")
     except KeyboardInterrupt:

@@ -1,6 +1,7 @@
 """Answers that are no OpenAI API's."""
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from tokasaurus.batch_command.own_server import GivenServer
 
 
 @contextmanager
-def api_with_answers(*answers: object) -> Iterator[BatchApi]:
+def api_with_answers(*answers: object, status: int = 200) -> Iterator[BatchApi]:
     """The API of a server that gives these answers, the last one for ever. str: a page; else JSON."""
     left = list(answers)
 
@@ -24,7 +25,7 @@ def api_with_answers(*answers: object) -> Iterator[BatchApi]:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             value = left.pop(0) if len(left) > 1 else left[0]
             content = (value if isinstance(value, str) else json.dumps(value)).encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Type", "text/html" if isinstance(value, str) else "application/json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
@@ -85,3 +86,94 @@ def test_a_batch_is_found_on_a_later_page() -> None:
         assert found.id == "batch_2"
     with api_with_answers(*pages) as api:
         assert api.find("file-4") is None
+
+
+class NoWaiting:
+    """A waiter that must not be asked."""
+
+    def wait(self, seconds: float) -> None:
+        raise AssertionError(f"it must not be tried again, as in {seconds} s")
+
+
+def refused_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        (f"http://127.0.0.1:{refused_port()}/v1", "Connection refused; is the server running"),
+        (f"https://127.0.0.1:{refused_port()}/v1", "Connection refused; is the server running"),
+        ("http://no.such.host.invalid/v1", "is the server running"),
+        ("ftp://127.0.0.1/v1", "unsupported protocol"),
+        ("127.0.0.1:10210/v1", "missing an 'http://' or 'https://' protocol"),
+        ("http:///v1", "is the server running"),
+    ],
+)
+def test_a_first_request_that_cannot_succeed_is_not_tried_again(url: str, message: str) -> None:
+    api = BatchApi(url, None, NoWaiting(), print, max_silence_s=300, is_local=False)
+    with pytest.raises(CommandError, match=message) as refused:
+        api.model_name()
+    assert "\n" not in str(refused.value)
+    api.close()
+
+
+def test_tls_with_a_server_that_has_none_is_not_tried_again() -> None:
+    with api_with_answers({"data": []}) as plain:
+        url = plain._base_url.replace("http:", "https:")
+        api = BatchApi(url, None, NoWaiting(), print, max_silence_s=300, is_local=False)
+        with pytest.raises(CommandError, match=f"^no answer from {url}: "):
+            api.model_name()
+        api.close()
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 421])
+def test_a_refusal_is_not_tried_again(status: int) -> None:
+    with api_with_answers({"error": {"message": "no"}}, status=status) as server:
+        api = BatchApi(server._base_url, None, NoWaiting(), print, max_silence_s=300, is_local=False)
+        with pytest.raises(CommandError, match=f"answered {status}: no"):
+            api.model_name()
+        api.close()
+
+
+def test_a_server_that_has_answered_may_be_gone_for_a_while() -> None:
+    notes: list[str] = []
+    with api_with_answers({"data": [{"id": "m"}]}) as server:
+        api = BatchApi(server._base_url, None, GivenServer(), notes.append, max_silence_s=0.5, is_local=False)
+        assert api.model_name() == "m"
+    with pytest.raises(CommandError, match="Connection refused"):
+        api.model_name()
+    (note,) = notes
+    assert note.endswith("trying again for up to 0.5 s")
+    api.close()
+
+
+@pytest.mark.parametrize("url", ["http://x:port/v1", "http://[::1/v1"])
+def test_what_is_no_url_is_one_line(url: str) -> None:
+    with pytest.raises(CommandError) as refused:
+        BatchApi(url, None, NoWaiting(), print, max_silence_s=300, is_local=False)
+    assert str(refused.value).startswith(f"base_url={url}: ")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "a\nb", "a\x00"])
+def test_a_key_that_cannot_be_sent_is_one_line(key: str) -> None:
+    with pytest.raises(CommandError, match=r"^api_key: contains characters that cannot be sent"):
+        BatchApi("http://127.0.0.1/v1", key, NoWaiting(), print, max_silence_s=300, is_local=False)
+
+
+@pytest.mark.parametrize("proxy", ["http://127.0.0.1:1", "socks5://127.0.0.1:1", "nonsense://"])
+def test_this_machine_is_reached_without_a_proxy(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, proxy)
+        monkeypatch.setenv(name.upper(), proxy)
+    with api_with_answers({"data": [{"id": "m"}]}) as server:
+        for host in ("127.0.0.1", "localhost", "0.0.0.0"):
+            url = server._base_url.replace("127.0.0.1", host)
+            api = BatchApi(url, None, NoWaiting(), print, max_silence_s=300, is_local=False)
+            assert api.model_name() == "m"
+            api.close()
+    is_usable = proxy.startswith("http")
+    with pytest.raises(CommandError, match="through the proxy of http_proxy" if is_usable else "variable http_proxy"):
+        BatchApi("http://192.0.2.1/v1", None, NoWaiting(), print, max_silence_s=300, is_local=False).model_name()

@@ -105,3 +105,12 @@ def test_a_file_of_the_wrong_size_is_downloaded_again(kind: str, tmp_path: Path,
     assert resolve("org/tiny", tmp_path, hub.url) == ["org/tiny", directory, directory]
     assert path.read_bytes() == FILES[SHARDS[1]]
     assert hub.downloaded == [SHARDS[1]]
+
+
+@pytest.mark.parametrize("proxy", ["http://127.0.0.1:1", "socks5://127.0.0.1:1", "nonsense://"])
+def test_a_hub_on_this_machine_is_reached_without_a_proxy(tmp_path: Path, hub: FakeHub, proxy: str) -> None:
+    proxies = dict.fromkeys(("http_proxy", "HTTPS_PROXY", "all_proxy"), proxy)
+    assert resolve("org/tiny", tmp_path, hub.url, **proxies)[0] == "org/tiny"
+    (line,) = resolve("org/tiny", tmp_path / "other", "http://192.0.2.1", **proxies)
+    assert line.startswith("refused: ")
+    assert ("environment variable http_proxy: " in line) != proxy.startswith("http:")

@@ -1,6 +1,8 @@
 """OpenAI's Files and Batches API, as a run uses it: each call is tried again while the server cannot answer."""
 
 import re
+import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
 import orjson
 
+from tokasaurus.addresses import no_proxies, proxies_for, proxy_variable
 from tokasaurus.batch_command.errors import CommandError, InputRefused, NotOnServer
 
 if TYPE_CHECKING:
@@ -22,6 +25,8 @@ MAX_SILENCE_SECONDS = 300.0
 _PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 # Statuses of a server that may answer later. 507: its disk is full.
 _MAY_PASS = (408, 429, 500, 502, 503, 504, 507, 529)
+# Errors of the client's HTTP library for a URL, a key or a proxy that cannot be used.
+_NEVER = ("UnsupportedProtocol", "LocalProtocolError", "ProxyError")
 # Statuses of a server that will never accept this file.
 _REFUSES_INPUT = (400, 413, 422)
 
@@ -72,22 +77,25 @@ class BatchApi:
         max_silence_s: float,
         is_local: bool,
     ) -> None:
-        """note: shows the user a line. max_silence_s: longest time without an answer. is_local: a proxy that the
-        environment names is not used."""
+        """note: shows the user a line. max_silence_s: longest time without an answer. is_local: the server is on this
+        machine, so that no proxy is used."""
         import openai
 
         self._base_url = base_url
         self._waiter = waiter
         self._note = note
         self._max_silence_s = max_silence_s
+        self._has_answered = False
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise CommandError("api_key: contains characters that cannot be sent, which are those outside of ASCII")
         try:
-            # The retries are here: they must look whether the server runs, and can be told.
-            http = openai.DefaultHttpxClient(trust_env=not is_local)
-            self._client = openai.OpenAI(
-                base_url=base_url, api_key=api_key or "none", max_retries=0, timeout=60, http_client=http
-            )
+            with no_proxies() if is_local else proxies_for(base_url):
+                # The retries are here: they must look whether the server runs, and can be told.
+                self._client = openai.OpenAI(base_url=base_url, api_key=api_key or "none", max_retries=0, timeout=60)
         except Exception as error:  # various, for an invalid URL
             raise CommandError(f"base_url={base_url}: {' '.join(str(error).split())}") from None
+        proxy = None if is_local else proxy_variable(base_url)
+        self._route = base_url if proxy is None else f"{base_url} through the proxy of {proxy}"
 
     def close(self) -> None:
         self._client.close()
@@ -165,15 +173,19 @@ class BatchApi:
         return _field(models[0], "id", str)
 
     def _persist(self, operation: Callable[[], Answer], refuses_input: bool = False) -> Answer:
-        """The operation's answer. It is called again while the server gives none."""
+        """The operation's answer. It is called again while the server gives none, unless it has never given any and
+        what is wrong does not look as if it passed."""
         import openai
 
         failed_at_s: float | None = None
         num_failures = 0
         while True:
             try:
-                return operation()
+                answer = operation()
+                self._has_answered = True
+                return answer
             except openai.APIStatusError as error:
+                self._has_answered = True
                 message = f"{self._base_url} answered {error.status_code}: {_reason(error)}"
                 if error.status_code == 404:
                     has_version = re.search("/v1/?$", self._base_url)
@@ -183,9 +195,11 @@ class BatchApi:
                     is_input = refuses_input and error.status_code in _REFUSES_INPUT
                     raise (InputRefused if is_input else CommandError)(message) from None
             except openai.APIConnectionError as error:
-                message = f"no answer from {self._base_url}: {error.__cause__ or error}"
+                message = f"no answer from {self._route}: {error.__cause__ or error}"
+                if not self._has_answered and _will_not_pass(error):
+                    raise CommandError(f"{message}; is the server running?") from None
             except _Interrupted as error:
-                message = f"no answer from {self._base_url}: {error}"
+                message = f"no answer from {self._route}: {error}"
             except openai.OpenAIError as error:
                 raise CommandError(f"{self._base_url}: {' '.join(str(error).split())}") from None
             except OSError as error:  # of the input, or of the file that is written
@@ -200,6 +214,18 @@ class BatchApi:
                 self._note(f"{message}; trying again for up to {self._max_silence_s:g} s")
             self._waiter.wait(_PAUSES_S[min(num_failures, len(_PAUSES_S) - 1)])
             num_failures += 1
+
+
+def _will_not_pass(error: BaseException | None) -> bool:
+    """Whether a first request failed because nothing listens there, or in a way that no later one can succeed."""
+    while error is not None:
+        if isinstance(error, socket.gaierror):
+            return error.errno != socket.EAI_AGAIN
+        # By name, since the client's HTTP library differs between its versions.
+        if isinstance(error, ConnectionRefusedError | ssl.SSLError) or type(error).__name__ in _NEVER:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _next_part(parts: Iterator[bytes]) -> bytes:

@@ -2,9 +2,12 @@
 
 import logging
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
+from tokasaurus.addresses import proxies_for
 from tokasaurus.checkpoint.errors import CheckpointError
+from tokasaurus.messages.lifecycle import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +38,15 @@ def download_files(repo_id: str, patterns: list[str], revision: str | None = Non
 
     endpoint = constants.ENDPOINT
     try:
-        directory = Path(
-            snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
-        )
-        wrong = _wrong_sizes(repo_id, directory)
-        if wrong and not constants.is_offline_mode():
-            logger.warning("%s: %s; downloading again", directory, "; ".join(wrong.values()))
-            snapshot_download(repo_id, revision=directory.name, allow_patterns=list(wrong), force_download=True)
+        with nullcontext() if constants.is_offline_mode() else proxies_for(endpoint):
+            directory = Path(
+                snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
+            )
             wrong = _wrong_sizes(repo_id, directory)
+            if wrong and not constants.is_offline_mode():
+                logger.warning("%s: %s; downloading again", directory, "; ".join(wrong.values()))
+                snapshot_download(repo_id, revision=directory.name, allow_patterns=list(wrong), force_download=True)
+                wrong = _wrong_sizes(repo_id, directory)
         for name, what in wrong.items():
             raise CheckpointError(f"{what}; delete {(directory / name).resolve()} to download it again")
         return directory
@@ -66,6 +70,10 @@ def download_files(repo_id: str, patterns: list[str], revision: str | None = Non
         raise CheckpointError(
             f"{repo_id!r} is neither a directory nor a .gguf file nor a Hugging Face repository id"
         ) from None
+    except CheckpointError:
+        raise
+    except UserError as error:  # a proxy that cannot be used
+        raise CheckpointError(f"cannot download {repo_id} from {endpoint}: {error}") from None
     except (HfHubHTTPError, OSError) as error:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CheckpointError(f"cannot download {repo_id} from {endpoint}: {first_line}") from error

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp
 
+from tokasaurus.addresses import url_of
 from tokasaurus.checkpoint import Checkpoint
-from tokasaurus.listener import url_of
 from tokasaurus.messages.channel import Sender
 from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.cores import lower_thread_priority

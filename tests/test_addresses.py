@@ -1,0 +1,122 @@
+"""URLs that lead to this machine, and the proxies that others are reached through."""
+
+import os
+import socket
+from urllib.parse import urlsplit
+
+import pytest
+
+from tokasaurus.addresses import leads_here, no_proxies, proxies_for, proxy_variable
+from tokasaurus.messages.lifecycle import UserError
+
+LOCAL = (
+    *("127.0.0.1", "127.8.9.10", "0.0.0.0", "[::1]", "[::]", "[::ffff:127.0.0.1]", "localhost", "LocalHost", "127.1"),
+    *("localhost.", "127.0.0.1.", "a.localhost", "0x7f.1", "2130706433"),
+)
+OTHER = (
+    *(
+        "128.0.0.1",
+        "10.0.0.1",
+        "[2001:db8::1]",
+        "[fe80::1%25eth0]",
+        "[::ffff:10.0.0.1]",
+        "example",
+        "localhost.example",
+    ),
+    *("127.0.0.1.example", "mylocalhost", "", "a b", "127.0.0.1x"),
+)
+
+
+@pytest.fixture(autouse=True)
+def no_proxies_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize("rest", ["", "/v1", ":10210/v1"])
+def test_urls_of_this_machine(scheme: str, rest: str) -> None:
+    assert [host for host in LOCAL if not leads_here(f"{scheme}://{host}{rest}")] == []
+    assert [host for host in OTHER if leads_here(f"{scheme}://{host}{rest}")] == []
+
+
+@pytest.mark.parametrize("host", [host for host in LOCAL if host[0].isdigit() and not host.endswith(".")])
+def test_the_resolver_agrees(host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        if not host.startswith("127.8"):
+            socket.create_connection((host, port)).close()
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://[x]/", "127.0.0.1:80", "", "http://"])
+def test_what_is_no_url_leads_nowhere(url: str) -> None:
+    assert not leads_here(url)
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"])
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "foo://x:1", "http://x:port", "http://[", "http://:80"])
+def test_an_unusable_proxy_is_named_unless_the_url_leads_here(
+    variable: str, proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, proxy)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with (
+        pytest.raises(UserError, match=f"^the environment variable {variable}: [^\n]*$"),
+        proxies_for("http://x.example"),
+    ):
+        pass
+    with proxies_for("http://127.0.0.1:80"):
+        assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "*"
+    assert "no_proxy" not in os.environ
+    monkeypatch.setenv("no_proxy", "a, *")
+    with proxies_for("http://x.example"):
+        assert os.environ["no_proxy"] == "a, *"
+
+
+def test_a_password_of_a_proxy_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "foo://user:secret@x:1")
+    with pytest.raises(UserError) as refused, proxies_for("http://x.example"):
+        pass
+    assert "secret" not in str(refused.value)
+
+
+def test_the_environment_is_as_before_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "internal.example")
+    with pytest.raises(KeyError), no_proxies():
+        raise KeyError
+    assert os.environ["no_proxy"] == "internal.example"
+    assert "NO_PROXY" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("environment", "url", "variable"),
+    [
+        ({}, "http://x.example", None),
+        ({"http_proxy": "p:1"}, "http://x.example/v1", "http_proxy"),
+        ({"HTTP_PROXY": "p:1"}, "http://x.example/v1", "HTTP_PROXY"),
+        ({"http_proxy": "p:1"}, "https://x.example/v1", None),
+        ({"http_proxy": "p:1", "all_proxy": "q:1"}, "https://x.example/v1", "all_proxy"),
+        ({"https_proxy": "p:1", "ALL_PROXY": "q:1"}, "https://x.example/v1", "https_proxy"),
+        ({"all_proxy": "p:1", "no_proxy": "example"}, "https://x.example/v1", None),
+        ({"all_proxy": "p:1", "NO_PROXY": "other,*"}, "https://x.example/v1", None),
+        ({"all_proxy": "p:1"}, "http://0.0.0.0:10210/v1", None),
+        ({"http_proxy": ""}, "http://x.example", None),
+    ],
+)
+def test_the_proxy_of_a_url(
+    environment: dict[str, str], url: str, variable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As OpenAI's client chooses it."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert proxy_variable(url) == variable
+    import openai
+
+    with openai.OpenAI(base_url=url, api_key="x") as client:
+        transports = {str(pattern.pattern): transport for pattern, transport in client._client._mounts.items()}
+    scheme = urlsplit(url).scheme
+    used = [name for name in transports if name in (f"{scheme}://", "all://") and transports[name] is not None]
+    bypassed = any(transports[name] is None for name in transports if "example" in name)
+    if not leads_here(url):
+        assert bool(used and not bypassed) == (variable is not None)
