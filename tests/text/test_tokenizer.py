@@ -2,6 +2,7 @@
 
 import functools
 import json
+import random
 import subprocess
 import sys
 import threading
@@ -12,12 +13,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as BaseTokenizer
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.helpers.small_tokenizer import save_small_tokenizer
 from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.text import tokenizer as tokenizer_module
+from tokasaurus.text.detokenizer import make_detokenizer
 from tokasaurus.text.time_limit import TimeLimit
 from tokasaurus.text.tokenizer import (
     ChatTemplateError,
@@ -229,6 +232,55 @@ def test_sentencepiece_tokens_give_their_bytes(tmp_path: Path) -> None:
     base.save(str(tmp_path / "tokenizer.json"))
     own = Tokenizer.load(tmp_path)
     assert [own.token_bytes(i) for i in range(1, 5)] == [b" the", b"\xe6", b" ", b"t"]
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        ),
+        decoders.Metaspace(),
+        decoders.WordPiece(),
+        decoders.ByteLevel(),
+        None,
+    ],
+)
+def test_bytes_of_tokens_join_to_the_text_of_any_ids_with_any_decoder(tmp_path: Path, decoder: object) -> None:
+    words = ["▁the", "▁", "t", "##ing", "日", "▁▁", "Ġ日", "ĠÃ©", "<0x41>", "</s>", "▁a▁b", "."]
+    base = BaseTokenizer(models.BPE(vocab={token: index for index, token in enumerate(words)}, merges=[]))
+    base.decoder = decoder
+    base.add_tokens(["▁added", "café au lait"])
+    base.save(str(tmp_path / "tokenizer.json"))
+    own = Tokenizer.load(tmp_path)
+    rng = random.Random(0)
+    for _ in range(300):
+        ids = [rng.randrange(len(words) + 2) for _ in range(rng.randrange(1, 6))]
+        joined = b"".join(own.token_bytes(id_, is_first=index == 0) for index, id_ in enumerate(ids))
+        assert joined.decode() == base.decode(ids) == own.decode(ids)
+
+
+def test_added_tokens_that_look_like_byte_level_letters_keep_their_text(tmp_path: Path) -> None:
+    base = BaseTokenizer.from_file(str(save_small_tokenizer(tmp_path) / "tokenizer.json"))
+    base.add_tokens(["café", "Ġé", "é日"])
+    base.add_special_tokens(["naïf"])
+    base.add_tokens([AddedToken("é")])  # a token of the model's own: the byte 0xE9
+    base.save(str(tmp_path / "tokenizer.json"))
+    for own in (Tokenizer.load(tmp_path), load_token_decoder(tmp_path)):
+        assert own.decode(base.encode("un café, Ġé!é日").ids) == "un café, Ġé!é日"
+        cafe, spaced, naive = (base.token_to_id(text) for text in ("café", "Ġé", "naïf"))
+        assert own.decode([cafe, naive, spaced, 0xC3, 0xA9]) == "caféĠéé"
+        assert own.decode([cafe, naive, 0xC3], skip_special_tokens=False) == "cafénaïf\ufffd"
+        assert own.decode([0xE9, 0x80, 0x80]) == b"\xe9\x80\x80".decode()
+    own = Tokenizer.load(tmp_path)
+    assert [own.token_bytes(id_) for id_ in (cafe, spaced, naive, 0xE9)] == [
+        "café".encode(),
+        "Ġé".encode(),
+        "naïf".encode(),
+        b"\xe9",
+    ]
+    detokenizer = make_detokenizer(own)
+    assert [detokenizer.add([id_]) for id_ in (0xC3, 0xA9, cafe, naive, spaced)] == ["", "é", "café", "", "Ġé"]
 
 
 def test_concurrent_threads_get_the_same_ids_as_one_thread(directory: Path) -> None:

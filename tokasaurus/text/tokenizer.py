@@ -67,6 +67,7 @@ class TokenDecoder:
 
     def __init__(self, base: BaseTokenizer) -> None:
         self._base = base
+        self._bytes = TokenBytes(base)
         special = {id_: token.content for id_, token in base.get_added_tokens_decoder().items() if token.special}
         self.special_ids = frozenset(id_ for id_, content in special.items() if content not in _CALL_MARKS)
         # The library would skip _CALL_MARKS as well if they are special.
@@ -75,7 +76,11 @@ class TokenDecoder:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The exact text, with no clean-up of spaces. Incomplete UTF-8 becomes U+FFFD; ids without a token are dropped.
 
+        An added token has its own text, also if this could be read as letters of the byte-level alphabet ("café").
         skip_special_tokens: omit the tokens in `special_ids`."""
+        if self._bytes.misread_ids and not self._bytes.misread_ids.isdisjoint(ids):
+            shown = [id_ for id_ in ids if id_ not in self.special_ids] if skip_special_tokens else ids
+            return b"".join(map(self._bytes.of, shown)).decode(errors="replace")
         if skip_special_tokens and self._skips_special_itself:
             ids = [id_ for id_ in ids if id_ not in self.special_ids]
             skip_special_tokens = False
@@ -92,7 +97,6 @@ class Tokenizer(TokenDecoder):
         base.no_padding()
         self.vocab_size = max(base.get_vocab(with_added_tokens=True).values()) + 1
         """Highest token id + 1. The model's vocabulary may be larger, for padding."""
-        self._bytes = TokenBytes(base)
         self.is_byte_level = self._bytes.is_byte_level
         """The text is the concatenation of the tokens' bytes, decoded as UTF-8. Other decoders may, for instance, drop
         the first space."""
@@ -269,16 +273,17 @@ class Tokenizer(TokenDecoder):
         """The token as tokenizer.json spells it, such as "Ġworld"; empty for an id without a token."""
         return self._base.id_to_token(token_id) or ""
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int, is_first: bool = False) -> bytes:
         """The bytes this token adds to the text; empty for an id without a token. Special tokens yield their name.
 
-        Exact for byte-level BPE; otherwise "▁" is a space and "<0xNN>" a byte, as in SentencePiece vocabularies.
+        A byte token "<0xNN>" is that byte. is_first: no token with text precedes it; a SentencePiece decoder then drops
+        its leading space.
         """
-        return self._bytes.of(token_id)
+        return self._bytes.of(token_id, is_first)
 
-    def token_text(self, token_id: int) -> str:
+    def token_text(self, token_id: int, is_first: bool = False) -> str:
         """`token_bytes` as text; an incomplete character becomes U+FFFD."""
-        return self._bytes.text_of(token_id)
+        return self._bytes.text_of(token_id, is_first)
 
     def is_byte_token(self, token_id: int) -> bool:
         """Whether this is a SentencePiece byte token "<0xNN>"; decoders decode a run of these as a unit."""
