@@ -57,7 +57,7 @@ INNER_LAYERS = {
         ["routes", "http_server"],
         ["batches"],
         ["generation"],
-        ["state", "openapi", "disconnect", "respond", "connections"],
+        ["state", "openapi", "disconnect", "head", "respond", "connections"],
         ["api_key", "allowed_hosts", "request_id", "prepare"],
         ["structured_output", "engine_client"],
         ["served_model", "resources", "client_identity"],

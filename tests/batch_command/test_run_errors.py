@@ -12,7 +12,6 @@ from tests.batch_command.helpers.request_lines import read_results, request_line
 from tests.batch_command.helpers.runs import start, wait_for_batch, wait_for_lines
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
 from tests.server.helpers.live_server import LiveServer, live_server
-from tokasaurus.batch_command import run as run_module
 from tokasaurus.batch_command.input_file import fingerprint
 from tokasaurus.batch_command.state_file import RunState
 from tokasaurus.cli import batch_main

@@ -35,6 +35,7 @@ from tokasaurus.server.connections.transport import watch_for_lost_peers
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.queue_limits import QueueLimits
 from tokasaurus.server.errors import StorageFailed, StorageIsFull, add_error_handlers, error_response
+from tokasaurus.server.head import HeadMiddleware
 from tokasaurus.server.http_server import LISTEN_BACKLOG, HttpServer, http_config
 from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.request_id import RequestIdMiddleware
@@ -180,7 +181,7 @@ def create_app(
     for routes in (completions, chat, bulk, files, batch_routes, models, tokenize, health, metrics):
         app.include_router(routes.router)
     # Not by add_middleware: the answer to an internal error would lack the id.
-    return RequestIdMiddleware(app)
+    return RequestIdMiddleware(HeadMiddleware(app))
 
 
 async def _on_store_error(_request: Request, error: Exception) -> Response:

@@ -253,9 +253,9 @@ class Tokenizer(TokenDecoder):
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template in use; if the model has several named templates, the one named "default"."""
-        loaded = self._load_chat_tokenizer()
-        template: str | None = loaded.get_chat_template() if loaded.chat_template else None
+        """The chat template in use; if the model has several named templates, the one named "default", if any."""
+        found = self._load_chat_tokenizer().chat_template
+        template: str | None = found.get("default") if isinstance(found, dict) else found
         return template
 
     @property

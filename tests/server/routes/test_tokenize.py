@@ -1,9 +1,13 @@
 """/tokenize, /detokenize and /tokenizer_info, called the way vLLM's clients and lm-eval call them."""
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.small_model import make_served_model
 from tests.helpers.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
 from tests.server.helpers.bodies_and_errors import assert_openai_error
 from tests.server.helpers.fake_engine import LIMITS, FakeEngine
@@ -67,6 +71,36 @@ def test_tokenizer_info_names_the_end_token_and_the_template(shared_server: Live
     info = shared_server.http.get("/tokenizer_info").json()
     assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", "<|im_start|>")
     assert "add_generation_prompt" in info["chat_template"]
+
+
+@pytest.mark.parametrize("layout", ["list", "files"])
+@pytest.mark.parametrize("names", [("rag", "tool_use"), ("default", "tool_use"), ("tool_use",), ("default",), ()])
+def test_tokenizer_info_with_named_templates(
+    tokenizer_directory: Path, tmp_path: Path, names: tuple[str, ...], layout: str
+) -> None:
+    templates = {name: "%s {{ messages[0].content }}" % name for name in names}  # noqa: UP031
+    directory = tmp_path / "tokenizer"
+    shutil.copytree(tokenizer_directory, directory)
+    config_path = directory / "tokenizer_config.json"
+    config = json.loads(config_path.read_text())
+    config.pop("chat_template", None)
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    if layout == "list" and names:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    elif layout == "files":
+        (directory / "additional_chat_templates").mkdir()
+        for name, text in templates.items():
+            is_default = name == "default"
+            file = "chat_template.jinja" if is_default else f"additional_chat_templates/{name}.jinja"
+            (directory / file).write_text(text)
+    config_path.write_text(json.dumps(config))
+    with live_server(make_served_model(directory), FakeEngine()) as server:
+        info = server.http.get("/tokenizer_info")
+        assert info.status_code == 200
+        assert info.json()["chat_template"] == templates.get("default")
+        chat = server.http.post("/v1/chat/completions", json={"model": "default", "messages": HI})
+        assert chat.status_code == (200 if "default" in names else 400), chat.text
+        assert "default" in names or "template" in chat.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

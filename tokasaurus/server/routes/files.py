@@ -24,6 +24,7 @@ from tokasaurus.server.batches.store.files import list_files
 from tokasaurus.server.batches.store.records import FileRecord
 from tokasaurus.server.disconnect import run_while_connected
 from tokasaurus.server.errors import ClientGone, NotFound, ServerStopping, shorten
+from tokasaurus.server.head import is_head
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
 from tokasaurus.server.protocol.storage.files import (
     CONTENT_SCHEMA,
@@ -53,9 +54,10 @@ class FileContent(Response):
         self._record = record
         self._content = content
 
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await run_while_connected(receive, self._send(send))
+            num_bytes = 0 if is_head(scope) else self._record.bytes
+            await run_while_connected(receive, self._send(num_bytes, send))
         except (ClientGone, ServerStopping):
             return  # the connection closes if the answer is not complete
         except StoreError as error:
@@ -63,17 +65,16 @@ class FileContent(Response):
         finally:
             self._content.close()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, num_left: int, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        num_left = self._record.bytes
+        if num_left == 0:
+            await send({"type": "http.response.body", "body": b""})
         while num_left > 0:
             part = await run_blocking(self._content.read, min(PART_BYTES, num_left))
             if not part:
                 raise StoreError("its content was cut off")
             num_left -= len(part)
             await send({"type": "http.response.body", "body": part, "more_body": num_left > 0})
-        if self._record.bytes == 0:
-            await send({"type": "http.response.body", "body": b""})
 
 
 @router.post(
