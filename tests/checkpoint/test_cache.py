@@ -2,16 +2,19 @@
 
 import logging
 import os
+import pwd
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.damage import DAMAGE
-from tokasaurus.checkpoint import checksums
+from tokasaurus.checkpoint import checksums, resolve_checkpoint
 from tokasaurus.checkpoint.cache import build_once, cache_directory, is_intact
 from tokasaurus.checkpoint.errors import CheckpointError
 
@@ -25,6 +28,55 @@ def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch
     assert cache_directory() == Path("/xdg/tokasaurus")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_directory() == Path("/home/someone/.cache/tokasaurus")
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The directory for temporary files, of a user without a home directory."""
+    for name in ("HOME", "XDG_CACHE_HOME", "TOKA_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def no_entry(user: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_without_a_home_the_cache_is_a_private_temporary_directory(
+    temporary: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = temporary / f"tokasaurus-{os.getuid()}"
+    assert [cache_directory() for _ in range(3)] == [expected] * 3
+    assert stat.S_IMODE(expected.stat().st_mode) == 0o700
+    (line,) = caplog.messages
+    assert str(expected) in line
+    assert "TOKA_CACHE" in line
+
+
+@pytest.mark.parametrize("kind", ["link", "writable", "file"])
+def test_a_temporary_directory_that_others_could_have_made_is_refused(temporary: Path, kind: str) -> None:
+    path = temporary / f"tokasaurus-{os.getuid()}"
+    if kind == "link":
+        (temporary / "theirs").mkdir()
+        path.symlink_to(temporary / "theirs")
+    elif kind == "writable":
+        path.mkdir()
+        path.chmod(0o777)
+    else:
+        path.touch()
+    with pytest.raises(CheckpointError, match=r"not this user's alone; set .TOKA_CACHE"):
+        cache_directory()
+
+
+def test_a_home_directory_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKA_CACHE", "~no-such-user/x")
+    with pytest.raises(CheckpointError, match=r"^TOKA_CACHE=~no-such-user/x: there is no such home directory$"):
+        cache_directory()
+    monkeypatch.delenv("TOKA_CACHE")
+    with pytest.raises(CheckpointError, match=r"^model=~no-such-user/x: there is no such home directory$"):
+        resolve_checkpoint("~no-such-user/x")
 
 
 def test_concurrent_callers_build_once(tmp_path: Path) -> None:

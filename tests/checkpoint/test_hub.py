@@ -28,6 +28,7 @@ FILES = {
 }
 WANTED = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors.index.json", *SHARDS}
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
 from tokasaurus.checkpoint import CheckpointError, resolve_checkpoint
@@ -114,3 +115,22 @@ def test_a_hub_on_this_machine_is_reached_without_a_proxy(tmp_path: Path, hub: F
     (line,) = resolve("org/tiny", tmp_path / "other", "http://192.0.2.1", **proxies)
     assert line.startswith("refused: ")
     assert ("environment variable http_proxy: " in line) != proxy.startswith("http:")
+
+
+def test_without_a_home_the_hub_has_its_cache_in_ours(tmp_path: Path, hub: FakeHub) -> None:
+    script = tmp_path / "sitecustomize.py"
+    script.write_text("import pwd\ndef no_entry(user): raise KeyError(user)\npwd.getpwuid = no_entry\n")
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TMPDIR": str(tmp_path), "HF_ENDPOINT": hub.url}
+    inherited = {name: value for name, value in os.environ.items() if name in ("PATH", "LD_LIBRARY_PATH")}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, "org/tiny"],
+        env={**inherited, **environment},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    name, directory, _ = done.stdout.splitlines()
+    assert name == "org/tiny"
+    assert Path(directory).is_relative_to(tmp_path / f"tokasaurus-{os.getuid()}" / "huggingface")
+    assert not (tmp_path / "~").exists()

@@ -4,7 +4,10 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from tokasaurus.checkpoint.checksums import CHECKSUMS, find_damage, write_checksums
@@ -17,12 +20,43 @@ CONVERSION_VERSION = 1
 
 
 def cache_directory() -> Path:
-    """$TOKA_CACHE, else $XDG_CACHE_HOME/tokasaurus, else ~/.cache/tokasaurus. It need not exist."""
+    """$TOKA_CACHE, else $XDG_CACHE_HOME/tokasaurus, else ~/.cache/tokasaurus. It need not exist.
+
+    Without a home directory, as in a container whose user has no entry in /etc/passwd: a directory for temporary files
+    that is only this user's. Raises CheckpointError if that belongs to somebody else.
+    """
     if own := os.environ.get("TOKA_CACHE"):
-        return Path(own).expanduser().absolute()
+        return expand_home("TOKA_CACHE", own).absolute()
     if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser().absolute() / "tokasaurus"
-    return Path.home() / ".cache" / "tokasaurus"
+        return expand_home("XDG_CACHE_HOME", shared).absolute() / "tokasaurus"
+    try:
+        return Path.home() / ".cache" / "tokasaurus"
+    except RuntimeError:
+        return _private_directory(Path(tempfile.gettempdir()) / f"tokasaurus-{os.getuid()}")
+
+
+def expand_home(name: str, path: str) -> Path:
+    """The path with ~ expanded. Raises CheckpointError, which says `name`, if there is no such home directory."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise CheckpointError(f"{name}={path}: there is no such home directory") from None
+
+
+def _private_directory(path: Path) -> Path:
+    """Creates it if needed. Raises CheckpointError unless it is this user's alone: programs are loaded from it."""
+    try:
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+            logger.warning(
+                "there is no home directory: files are kept in %s (TOKA_CACHE names another directory)", path
+            )
+        found = path.lstat()
+    except OSError as error:
+        raise CheckpointError(f"there is no home directory, and {path}: {error.strerror}; set $TOKA_CACHE") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise CheckpointError(f"there is no home directory, and {path} is not this user's alone; set $TOKA_CACHE")
+    return path
 
 
 def build_once(destination: Path, build: Callable[[Path], None]) -> Path:

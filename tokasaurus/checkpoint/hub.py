@@ -1,11 +1,13 @@
 """Downloads from Hugging Face with huggingface_hub and its cache. HF_ENDPOINT and HF_HUB_OFFLINE are honoured."""
 
 import logging
+import os
 import re
 from contextlib import nullcontext
 from pathlib import Path
 
 from tokasaurus.addresses import proxies_for
+from tokasaurus.checkpoint.cache import cache_directory
 from tokasaurus.checkpoint.errors import CheckpointError
 from tokasaurus.messages.lifecycle import UserError
 
@@ -26,6 +28,7 @@ def download_files(repo_id: str, patterns: list[str], revision: str | None = Non
     whose size is not the one that the hub lists is downloaded again.
     Raises CheckpointError if the repository is not found, is gated, or is neither reachable nor completely cached.
     """
+    _give_it_a_home()
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -77,6 +80,15 @@ def download_files(repo_id: str, patterns: list[str], revision: str | None = Non
     except (HfHubHTTPError, OSError) as error:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CheckpointError(f"cannot download {repo_id} from {endpoint}: {first_line}") from error
+
+
+def _give_it_a_home() -> None:
+    """Call it before huggingface_hub is imported: without a home directory, its cache would be the directory `~` in the
+    current one."""
+    try:
+        Path.home()
+    except RuntimeError:
+        os.environ.setdefault("HF_HOME", str(cache_directory() / "huggingface"))
 
 
 def _wrong_sizes(repo_id: str, directory: Path) -> dict[str, str]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.checkpoint.demo_model import NAME as DEMO_NAME
 from tokasaurus.checkpoint.demo_model import demo_directory
 from tokasaurus.checkpoint.errors import CheckpointError
@@ -54,9 +55,9 @@ def resolve_checkpoint(
 
 def _locate(model: str, on_phase: OnPhase) -> tuple[str, Path]:
     """The model's name, and the directory with its configuration and weights."""
-    local = _locate_local(model, on_phase)
+    local = _locate_local("model", model, on_phase)
     if local is not None:
-        name = Path(model).expanduser().resolve()
+        name = expand_home("model", model).resolve()
         return (name.stem if name.is_file() else name.name), local
     on_phase(f"looking up {model}")
     # Configuration first, so that an unsupported model is refused before gigabytes are downloaded.
@@ -67,16 +68,16 @@ def _locate(model: str, on_phase: OnPhase) -> tuple[str, Path]:
 
 
 def _locate_tokenizer(tokenizer: str, on_phase: OnPhase) -> Path:
-    local = _locate_local(tokenizer, on_phase)
+    local = _locate_local("tokenizer", tokenizer, on_phase)
     if local is not None:
         return local
     on_phase(f"looking up the tokenizer of {tokenizer}")
     return download_files(tokenizer, ["*.json", "*.jinja"])
 
 
-def _locate_local(name: str, on_phase: OnPhase) -> Path | None:
+def _locate_local(flag: str, name: str, on_phase: OnPhase) -> Path | None:
     """The directory, if `name` is a local directory or a .gguf file; None if it is a repository id."""
-    path = Path(name).expanduser()
+    path = expand_home(flag, name)
     if path.is_dir():
         return path.absolute()
     if path.suffix.lower() == ".gguf":

@@ -4,11 +4,11 @@ import hashlib
 import hmac
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.server.client_identity import set_client
 from tokasaurus.server.errors import WrongApiKey, error_response
@@ -42,7 +42,7 @@ def read_api_keys(api_key: str | None, keys_file: str | None) -> list[ApiKey]:
 
 def _read_file(path: str) -> list[ApiKey]:
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = expand_home("api_keys_file", path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f"api_keys_file={path}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.server.batches.store.data_dir import DataDir
 from tokasaurus.server.batches.store.errors import DataDirInUse, StoreError
@@ -38,7 +39,7 @@ def opened_data_dir(config: ServerConfig, url: str) -> Iterator[Store | None]:
 def _open(stack: ExitStack, config: ServerConfig, url: str) -> Store | None:
     if config.data_dir is not None:
         try:
-            return stack.enter_context(open_store(Path(config.data_dir).expanduser(), url))
+            return stack.enter_context(open_store(expand_home("data_dir", config.data_dir), url))
         except StoreError as error:
             raise UserError(f"data_dir={config.data_dir}: {error}") from None
     if config.port == 0:  # the next server would have another one
