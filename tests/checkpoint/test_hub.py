@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.helpers.fake_hub import COMMIT, CONFIG, FakeHub, serve_repository
+from tests.checkpoint.helpers.fake_hub import COMMIT, CONFIG, FakeHub, serve_repository, weights
 from tests.helpers.damage import DAMAGE
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+PROJECTIONS = ["self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"]
 FILES = {
     "config.json": json.dumps(CONFIG).encode(),
     "tokenizer.json": b"{}",
     "chat_template.jinja": b"{{ messages }}",
     "model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))}).encode(),
-    SHARDS[0]: b"first",
-    SHARDS[1]: b"second",
+    SHARDS[0]: weights("model.embed_tokens.weight", "lm_head.weight"),
+    SHARDS[1]: weights(*(f"model.layers.0.{name}.weight" for name in PROJECTIONS)),
     "pytorch_model.bin": b"the same weights again",
     "consolidated.safetensors": b"and again",
     "original/params.json": b"{}",
@@ -101,7 +102,7 @@ def test_a_file_of_the_wrong_size_is_downloaded_again(kind: str, tmp_path: Path,
     path = Path(directory, SHARDS[1])
     DAMAGE[kind](path)
     (offline,) = resolve("org/tiny", tmp_path, hub.url, HF_HUB_OFFLINE="1")
-    assert f"{SHARDS[1]} of org/tiny has {path.stat().st_size} bytes instead of 6" in offline
+    assert f"{SHARDS[1]} of org/tiny has {path.stat().st_size} bytes instead of {len(FILES[SHARDS[1]])}" in offline
     hub.downloaded.clear()
     assert resolve("org/tiny", tmp_path, hub.url) == ["org/tiny", directory, directory]
     assert path.read_bytes() == FILES[SHARDS[1]]

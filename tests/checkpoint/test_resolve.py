@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.helpers.fake_hub import CONFIG
+from tests.checkpoint.helpers.fake_hub import CONFIG, weights
 from tokasaurus.checkpoint import CheckpointError, read_model_info, resolve_checkpoint
 
 
@@ -15,7 +15,7 @@ def model_directory(tmp_path: Path) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(CONFIG))
     (directory / "tokenizer.json").write_text("{}")
-    (directory / "model.safetensors").touch()
+    (directory / "model.safetensors").write_bytes(weights())
     return directory
 
 

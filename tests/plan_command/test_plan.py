@@ -53,6 +53,19 @@ def test_weights_and_kv_bytes_are_exact(checkpoint, name: str, num_parameters: i
     assert all(part["reason"] for part in worker["parts"])
 
 
+def test_a_stored_head_is_counted_unless_it_equals_the_embedding_that_the_config_ties_it_to(tmp_path: Path) -> None:
+    config = CONFIGS["Llama-3.1-8B"] | {"tie_word_embeddings": True, "vocab_size": 10_000, "num_hidden_layers": 1}
+    save(tmp_path, config)
+    weights = tmp_path / "model.safetensors"
+    tied = 2 * (10_000 * 4096 + 218_103_808 + 8192 + 4096)
+    assert [weights_of(worker) for worker in planned(f"model={tmp_path}")["workers"]] == [tied]
+    with weights.open("r+b") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        file.seek(8 + header_bytes + 4096 * 10_000 * 2 - 1)
+        file.write(b"1")  # in the last number of the embedding
+    assert [weights_of(worker) for worker in planned(f"model={tmp_path}")["workers"]] == [tied + 2 * 10_000 * 4096]
+
+
 def test_ranks_have_their_share(checkpoint) -> None:
     """Llama-3.1-8B by hand: a layer has 218,103,808 parameters that are divided, and two norms of 4,096 that are not;
     embedding and LM head have 525,336,576 each."""

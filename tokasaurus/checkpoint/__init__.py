@@ -4,6 +4,7 @@ from tokasaurus.checkpoint.cache import cache_directory
 from tokasaurus.checkpoint.errors import CheckpointError
 from tokasaurus.checkpoint.info import ModelInfo, RopeInfo, read_model_info
 from tokasaurus.checkpoint.resolve import Checkpoint, resolve_checkpoint
+from tokasaurus.checkpoint.tied_embeddings import fit_to_tensors
 from tokasaurus.checkpoint.weight_files import check_weight_sizes, weight_files
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "RopeInfo",
     "cache_directory",
     "check_weight_sizes",
+    "fit_to_tensors",
     "read_model_info",
     "resolve_checkpoint",
     "weight_files",

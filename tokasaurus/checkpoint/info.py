@@ -13,6 +13,9 @@ from tokasaurus.checkpoint.json_files import read_json
 
 DTYPES = ("float32", "float16", "bfloat16")
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Names of the two matrices [vocabulary, hidden size] in a checkpoint."""
+
 # Far above every published model. They keep the products of sizes below 2**63, and refuse a damaged or hostile file
 # before memory is allocated for it.
 _MAX_LAYERS = 10_000
@@ -53,10 +56,14 @@ class ModelInfo:
     norm_eps: float
     rope: RopeInfo
     tie_embeddings: bool
+    """Whether embedding and LM head are one matrix; read_model_info gives config.json's word, and
+    tied_embeddings.fit_to_tensors that of the tensors."""
     eos_ids: tuple[int, ...]
     """Union of eos_token_id in both files."""
     dtype: str
     """Of the stored weights, such as "bfloat16"."""
+    embedding_tensor: str = EMBEDDING
+    """The stored tensor that is the embedding: HEAD where the two are tied and only the LM head is stored."""
 
     @property
     def head_layers(self) -> float:

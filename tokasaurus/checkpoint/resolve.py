@@ -10,6 +10,7 @@ from tokasaurus.checkpoint.demo_model import demo_directory
 from tokasaurus.checkpoint.errors import CheckpointError
 from tokasaurus.checkpoint.hub import download_files, is_repo_id
 from tokasaurus.checkpoint.info import ModelInfo, read_model_info
+from tokasaurus.checkpoint.tied_embeddings import fit_to_tensors
 from tokasaurus.checkpoint.weight_files import weight_file_names, weight_files
 
 OnPhase = Callable[[str], None]
@@ -45,8 +46,8 @@ def resolve_checkpoint(
         name, directory = DEMO_NAME, demo_directory(on_phase)
     else:
         name, directory = _locate(model, on_phase)
-    info = read_model_info(directory)
-    weight_files(directory)  # a missing file raises here, in the parent, rather than in the worker
+    # What is wrong with the files raises here, in the parent, rather than in the worker.
+    info = fit_to_tensors(read_model_info(directory), weight_files(directory), on_phase)
     tokenizer_directory = directory if tokenizer is None else _locate_tokenizer(tokenizer, on_phase)
     if not (tokenizer_directory / "tokenizer.json").is_file():
         raise CheckpointError(f"{tokenizer_directory} has no tokenizer.json; tokenizer= selects another directory")

@@ -3,13 +3,14 @@
 Format: https://github.com/huggingface/safetensors#format
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TypeGuard
 
 from tokasaurus.checkpoint.errors import CheckpointError
-from tokasaurus.checkpoint.info import ModelInfo
+from tokasaurus.checkpoint.info import EMBEDDING, HEAD, ModelInfo
 from tokasaurus.checkpoint.json_files import parse_json, read_json
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -56,43 +57,66 @@ def weight_files(directory: Path) -> list[Path]:
     return paths
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor in a safetensors file, as the file's header describes it."""
+
+    file: Path
+    dtype: str
+    """In the format's spelling, such as "BF16"."""
+    shape: tuple[int, ...]
+    begin: int
+    """Offset of the first byte from the start of the file."""
+    end: int
+    """Offset after the last byte."""
+
+
 def check_weight_sizes(files: Sequence[Path], info: ModelInfo) -> None:
     """Raises CheckpointError if a header is malformed, a file is cut off, or the sizes in config.json are not those of
     the tensors that decide how much memory the model takes.
 
-    Compares the embedding and the first layer, and that every layer exists. Other tensors are compared when they are
-    loaded. Takes about a millisecond.
+    info: see tied_embeddings.fit_to_tensors. Compares embedding, LM head and the first layer, and that every layer
+    exists. Other tensors are compared when they are loaded. Takes about a millisecond.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        shapes |= read_shapes(file)
+    check_tensor_sizes(read_tensors(files), info)
+
+
+def check_tensor_sizes(tensors: Mapping[str, StoredTensor], info: ModelInfo) -> None:
+    """As check_weight_sizes."""
     first = "model.layers.0."
+    vocab_shape = (info.vocab_size, info.hidden_size)
     expected = {
-        "model.embed_tokens.weight": (info.vocab_size, info.hidden_size),
+        info.embedding_tensor: vocab_shape,
         f"{first}self_attn.q_proj.weight": (info.num_heads * info.head_dim, info.hidden_size),
         f"{first}self_attn.k_proj.weight": (info.num_kv_heads * info.head_dim, info.hidden_size),
         f"{first}mlp.gate_proj.weight": (info.intermediate_size, info.hidden_size),
     }
+    if not info.tie_embeddings:
+        expected[HEAD] = vocab_shape
     for name, shape in expected.items():
-        if name not in shapes:
-            raise CheckpointError(f"the checkpoint lacks tensor {name}")
-        if shapes[name] != shape:
-            raise CheckpointError(f"tensor {name} has shape {shapes[name]}, but config.json makes it {shape}")
+        if name not in tensors:
+            why = f", which only tie_word_embeddings replaces by {EMBEDDING}" if name == HEAD else ""
+            raise CheckpointError(f"the checkpoint lacks tensor {name}{why}")
+        if tensors[name].shape != shape:
+            raise CheckpointError(f"tensor {name} has shape {tensors[name].shape}, but config.json makes it {shape}")
     for layer in range(info.num_layers):
         name = f"model.layers.{layer}.mlp.gate_proj.weight"
-        if name not in shapes:
+        if name not in tensors:
             raise CheckpointError(f"the checkpoint lacks tensor {name}: config.json has {info.num_layers} layers")
 
 
-def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor in the file. Raises CheckpointError if its header is not valid."""
-    try:
-        return _read_shapes(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None
+def read_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
+    """Name -> every tensor in the files. Raises CheckpointError if a header is not valid."""
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        try:
+            tensors |= _read_header(file)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from None
+    return tensors
 
 
-def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def _read_header(path: Path) -> dict[str, StoredTensor]:
     """Raises OSError and ValueError."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -103,11 +127,12 @@ def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         header = parse_json(file.read(header_bytes))
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
-    data_bytes = size - _LENGTH_BYTES - header_bytes
-    return {name: _shape(name, entry, data_bytes) for name, entry in header.items() if name != "__metadata__"}
+    data_start = _LENGTH_BYTES + header_bytes
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    return {name: _parse_entry(path, name, entry, data_start, size - data_start) for name, entry in entries.items()}
 
 
-def _shape(name: str, entry: object, data_bytes: int) -> tuple[int, ...]:
+def _parse_entry(file: Path, name: str, entry: object, data_start: int, data_bytes: int) -> StoredTensor:
     if not isinstance(entry, dict):
         raise ValueError(f"the entry of tensor {name} is not an object")
     shape, offsets, dtype = entry.get("shape"), entry.get("data_offsets"), entry.get("dtype")
@@ -118,7 +143,7 @@ def _shape(name: str, entry: object, data_bytes: int) -> tuple[int, ...]:
         raise ValueError(f"tensor {name} ends after the end of the file, which may be cut off")
     if dtype in _ITEM_BYTES and prod(shape) * _ITEM_BYTES[dtype] != end - begin:
         raise ValueError(f"tensor {name} has {end - begin:,} bytes, which do not match its shape and dtype")
-    return tuple(shape)
+    return StoredTensor(file, dtype, tuple(shape), data_start + begin, data_start + end)
 
 
 def _are_counts(value: object) -> TypeGuard[list[int]]:

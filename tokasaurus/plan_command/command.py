@@ -9,10 +9,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tokasaurus.checkpoint import CheckpointError, ModelInfo
+from tokasaurus.checkpoint import CheckpointError, ModelInfo, fit_to_tensors, read_model_info, weight_files
 from tokasaurus.checkpoint.hub import download_files
-from tokasaurus.checkpoint.info import read_model_info
-from tokasaurus.checkpoint.weight_files import check_weight_sizes, weight_files
 from tokasaurus.model.worker.kv_memory import show_size
 from tokasaurus.model.worker.memory_plan import DoesNotFit, MemoryPlan, Sizes, plan_memory, sizes_of
 from tokasaurus.plan_command.config import PlanConfig, parse_size
@@ -47,9 +45,7 @@ def read_info(model: str) -> ModelInfo:
         raise CheckpointError(f"{model}: toka plan reads directories in Hugging Face format, not files")
     if not directory.is_dir():
         return read_model_info(download_files(model, ["config.json", "generation_config.json"]))
-    info = read_model_info(directory)
-    check_weight_sizes(weight_files(directory), info)
-    return info
+    return fit_to_tensors(read_model_info(directory), weight_files(directory))
 
 
 def planned_sizes(config: PlanConfig, info: ModelInfo) -> Sizes:

@@ -8,15 +8,11 @@ from transformers import PreTrainedModel
 
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import assert_equals_oracle, load
-from tests.model.helpers.steps import CPU
-from tokasaurus.checkpoint import ModelInfo, info, weight_files
-from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
-from tokasaurus.model.attention.choose import make_backend
-from tokasaurus.model.attention.operation import attends_over
+from tests.model.helpers.whole_prompts import run_stages, run_whole_prompt
+from tokasaurus.checkpoint import info, weight_files
 from tokasaurus.model.decoder import registry
-from tokasaurus.model.decoder.decoder import Decoder, DecoderOptions
+from tokasaurus.model.decoder.decoder import DecoderOptions
 from tokasaurus.model.decoder.layers.linear import Linear
-from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.parallel.mesh import Mesh
 
 
@@ -62,50 +58,15 @@ def test_a_family_is_added_by_two_entries(tmp_path: Path, monkeypatch: pytest.Mo
     assert_equals_oracle(tmp_path, oracle, "torch", seed=9)
 
 
-def run_whole_prompt(
-    model: Decoder, model_info: ModelInfo, mesh: Mesh, hidden: torch.Tensor | None, token_ids: torch.Tensor
-) -> torch.Tensor:
-    """One stage's forward of one prompt, with a KV cache of its own -> its hidden states, or all logits."""
-    num_heads = mesh.shard(model_info.num_heads, "")[1]
-    num_kv_heads = mesh.kv_head_shard(model_info.num_kv_heads)[1]
-    shape = KVShape(len(model.layers), num_heads, num_kv_heads, model_info.head_dim, 16, torch.float32, CPU)
-    backend = make_backend("reference", shape, None)
-    num_tokens = len(token_ids)
-    num_blocks = -(-num_tokens // 16)
-    backend.allocate(num_blocks + 1)
-    everything = PagedPart(
-        first_row=0,
-        num_rows=num_tokens,
-        query_starts=torch.tensor([0, num_tokens], dtype=torch.int32),
-        block_table=torch.arange(1, num_blocks + 1, dtype=torch.int32).unsqueeze(0),
-        kv_lengths=torch.tensor([num_tokens], dtype=torch.int32),
-        causal=True,
-    )
-    positions = torch.arange(num_tokens)
-    layout = PagedLayout(positions + 16, (everything,))
-    backend.plan(layout)
-    with torch.inference_mode():
-        out: torch.Tensor = model(
-            token_ids, hidden, positions, choose_executor(model, backend), attends_over(backend, layout)
-        )
-        return model.logits(out) if mesh.is_last_stage else out
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_pipeline_stages_run_one_after_the_other_equal_the_whole(tied: bool, tmp_path: Path) -> None:
     oracle = save_tiny_model(tmp_path, "qwen3", tied=tied)
     token_ids = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(0))
-    hidden = None
-    num_layers = []
-    for pp_rank in range(2):
-        mesh = Mesh(pp_rank=pp_rank, pp_size=2)
-        stage, model_info = load(tmp_path, mesh, packed=True)
-        num_layers.append(len(stage.layers))
-        hidden = run_whole_prompt(stage, model_info, mesh, hidden, token_ids)
+    logits, num_layers = run_stages(tmp_path, token_ids, pp_size=2)
     assert num_layers == [2, 1]
     with torch.inference_mode():
         expected = oracle(token_ids.unsqueeze(0)).logits[0]
-    torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def run_tensor_shard(rank: int, tp_size: int, directory: Path, rendezvous: Path, token_ids: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from tests.helpers.tiny_model import VOCAB_SIZE
 from tests.model.helpers.steps import CPU, StepDriver, make_runner
-from tokasaurus.checkpoint import ModelInfo, read_model_info, weight_files
+from tokasaurus.checkpoint import ModelInfo, fit_to_tensors, read_model_info, weight_files
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.registry import build_decoder
@@ -21,10 +21,11 @@ def load(
     directory: Path, mesh: Mesh | None = None, device: torch.device = CPU, packed: bool = False
 ) -> tuple[Decoder, ModelInfo]:
     """packed: pack weights for the kernels, as the server does; otherwise torch computes all but attention."""
-    model_info = read_model_info(directory)
+    files = weight_files(directory)
+    model_info = fit_to_tensors(read_model_info(directory), files)
     model = build_decoder(model_info, mesh or Mesh(), torch.float32)
     model.materialize(device, model_info.context_length)
-    load_weights(weight_files(directory), model.weight_shards(), model.ignores, lambda _: None)
+    load_weights(files, model.weight_shards(), model.ignores, lambda _: None)
     if packed:
         model.pack(load_kernels())
     return model, model_info

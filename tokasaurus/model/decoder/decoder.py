@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tokasaurus.checkpoint import ModelInfo
+from tokasaurus.checkpoint.info import HEAD
 from tokasaurus.model.attention.operation import Attends
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
@@ -274,9 +275,9 @@ class Decoder(nn.Module):
                 assert isinstance(template, DecoderLayer)
                 shards += map(_without_target, template.weight_shards(prefix))
         vocab_shape = (info.vocab_size, info.hidden_size)
-        shards += _vocab_shards(self.embedding, "model.embed_tokens.weight", vocab_shape)
+        shards += _vocab_shards(self.embedding, info.embedding_tensor, vocab_shape)
         if not info.tie_embeddings:
-            shards += _vocab_shards(self.lm_head, "lm_head.weight", vocab_shape)
+            shards += _vocab_shards(self.lm_head, HEAD, vocab_shape)
         if self.final_norm is not None:
             shards.append(whole("model.norm.weight", self.final_norm.weight))
         else:
@@ -286,9 +287,9 @@ class Decoder(nn.Module):
     def ignores(self, source: str) -> bool:
         """Whether to skip this checkpoint tensor, which the model does not use.
 
-        These are rotary tables of old checkpoints, and an LM head stored in addition to the embedding it is tied to.
+        These are rotary tables of old checkpoints, and an LM head that is stored beside an equal embedding.
         """
-        return source.endswith("rotary_emb.inv_freq") or (self._info.tie_embeddings and source == "lm_head.weight")
+        return source.endswith("rotary_emb.inv_freq") or (self._info.tie_embeddings and source == HEAD)
 
 
 def _without_target(shard: WeightShard) -> WeightShard:
