@@ -72,6 +72,14 @@ def test_a_repository_is_downloaded_once_and_served_offline(tmp_path: Path, hub:
     assert sorted(hub.downloaded) == sorted(WANTED), "a second look downloads nothing"
 
 
+def test_only_the_single_file_is_downloaded_where_there_are_both(tmp_path: Path) -> None:
+    files = {**FILES, "model.safetensors": weights()}
+    with serve_repository("org/tiny", files) as hub:
+        _, directory, _ = resolve("org/tiny", tmp_path, hub.url)
+        assert resolve("org/tiny", tmp_path, hub.url, HF_HUB_OFFLINE="1")[1] == directory
+    assert sorted(hub.downloaded) == sorted((WANTED - set(SHARDS)) | {"model.safetensors"})
+
+
 def test_an_unsupported_model_is_refused_before_its_weights_are_fetched(tmp_path: Path) -> None:
     files = {**FILES, "config.json": json.dumps({**CONFIG, "model_type": "mamba"}).encode()}
     with serve_repository("org/tiny", files) as hub:

@@ -37,6 +37,15 @@ def test_the_tokenizer_may_be_in_another_directory(model_directory: Path, tmp_pa
     assert resolve_checkpoint(str(model_directory), str(elsewhere)).tokenizer_directory == elsewhere
 
 
+def test_weights_that_are_not_read_are_one_log_line(model_directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    resolve_checkpoint(str(model_directory))
+    assert not caplog.messages
+    (model_directory / "model.safetensors.index.json").write_text('{"weight_map": {"x": "old.safetensors"}}')
+    resolve_checkpoint(str(model_directory))
+    (line,) = caplog.messages
+    assert "old.safetensors, which is not read" in line
+
+
 def test_missing_weights_are_an_error_before_anything_starts(model_directory: Path) -> None:
     (model_directory / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from tests.checkpoint.helpers.gguf_files import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, MLP, VOCAB, random_weights
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, RopeInfo, check_weight_sizes, weight_files
+from tokasaurus.checkpoint.weight_files import unread_index
 
 
 def write_index(directory: Path, *names: object) -> None:
@@ -29,6 +30,32 @@ def test_each_file_in_the_index_is_listed_once(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     write_index(tmp_path, "b.safetensors", "a.safetensors", "b.safetensors")
     assert weight_files(tmp_path) == [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+
+
+@pytest.mark.parametrize("shards", [(), ("a.safetensors", "b.safetensors")])
+def test_the_single_file_is_the_model_though_an_index_names_shards(shards: tuple[str, ...], tmp_path: Path) -> None:
+    """As in transformers; see test_the_file_that_transformers_reads_is_served."""
+    for name in ("model.safetensors", *shards):
+        (tmp_path / name).touch()
+    assert unread_index(tmp_path) is None
+    write_index(tmp_path, "b.safetensors", "a.safetensors")
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+    line = unread_index(tmp_path)
+    assert line is not None
+    for name in ("model.safetensors is the model", "model.safetensors.index.json", "a.safetensors, which is not read"):
+        assert name in line
+    (tmp_path / "model.safetensors").unlink()
+    assert unread_index(tmp_path) is None
+
+
+def test_an_index_of_the_single_file_or_a_malformed_one_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    write_index(tmp_path, "model.safetensors")
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+    assert unread_index(tmp_path) is None
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+    assert "model.safetensors.index.json" in str(unread_index(tmp_path))
 
 
 def test_absent_files_are_named(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Resolves the model that the user named to a checkpoint on disk."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,9 @@ from tokasaurus.checkpoint.errors import CheckpointError
 from tokasaurus.checkpoint.hub import download_files, is_repo_id
 from tokasaurus.checkpoint.info import ModelInfo, read_model_info
 from tokasaurus.checkpoint.tied_embeddings import fit_to_tensors
-from tokasaurus.checkpoint.weight_files import weight_file_names, weight_files
+from tokasaurus.checkpoint.weight_files import SINGLE_NAME, unread_index, weight_file_names, weight_files
+
+logger = logging.getLogger(__name__)
 
 OnPhase = Callable[[str], None]
 
@@ -46,6 +49,8 @@ def resolve_checkpoint(
         name, directory = DEMO_NAME, demo_directory(on_phase)
     else:
         name, directory = _locate(model, on_phase)
+    if (line := unread_index(directory)) is not None:
+        logger.warning(line)
     # What is wrong with the files raises here, in the parent, rather than in the worker.
     info = fit_to_tensors(read_model_info(directory), weight_files(directory), on_phase)
     tokenizer_directory = directory if tokenizer is None else _locate_tokenizer(tokenizer, on_phase)
@@ -65,7 +70,12 @@ def _locate(model: str, on_phase: OnPhase) -> tuple[str, Path]:
     directory = download_files(model, ["*.json", "*.jinja"])
     read_model_info(directory)
     on_phase(f"downloading the weights of {model}")
-    return model, download_files(model, ["*.json", "*.jinja", *weight_file_names(directory)], revision=directory.name)
+    # Whether the repository has the single file, which is preferred to an index, is only known once it is asked for.
+    directory = download_files(model, ["*.json", "*.jinja", SINGLE_NAME], revision=directory.name)
+    names = weight_file_names(directory)
+    if names != [SINGLE_NAME]:
+        directory = download_files(model, ["*.json", "*.jinja", *names], revision=directory.name)
+    return model, directory
 
 
 def _locate_tokenizer(tokenizer: str, on_phase: OnPhase) -> Path:

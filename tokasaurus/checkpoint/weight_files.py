@@ -25,10 +25,28 @@ _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16
 
 
 def weight_file_names(directory: Path) -> list[str]:
-    """Names of the shards in the index, sorted, or of the single file if there is no index. Opens no weight file."""
-    index_path = directory / INDEX_NAME
-    if not index_path.exists():
+    """Names of the files that are the model, in transformers' order of preference: the single file, else the shards in
+    the index, sorted. Opens no weight file. Raises CheckpointError if the index is malformed."""
+    if (directory / SINGLE_NAME).is_file() or not (directory / INDEX_NAME).exists():
         return [SINGLE_NAME]
+    return _names_in_index(directory / INDEX_NAME)
+
+
+def unread_index(directory: Path) -> str | None:
+    """One line for the user if the directory also has an index of other files, which are then not the model."""
+    index_path = directory / INDEX_NAME
+    if not index_path.exists() or weight_file_names(directory) != [SINGLE_NAME]:
+        return None
+    try:
+        names = [name for name in _names_in_index(index_path) if name != SINGLE_NAME]
+    except CheckpointError:
+        names = ["nothing that can be read"]
+    if not names:
+        return None
+    return f"{directory}: {SINGLE_NAME} is the model; {INDEX_NAME} beside it names {names[0]}, which is not read"
+
+
+def _names_in_index(index_path: Path) -> list[str]:
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path} has no weight_map")

@@ -109,3 +109,18 @@ def test_a_head_in_another_file_than_the_embedding_is_compared(tmp_path: Path) -
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         info = fit_to_tensors(read_model_info(tmp_path), weight_files(tmp_path))
         assert info.tie_embeddings == is_tied
+
+
+@pytest.mark.parametrize("kind", ["both", "shards gone", "shards only"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_file_that_transformers_reads_is_served(family: str, kind: str, tmp_path: Path) -> None:
+    """The single file is another model than the shards."""
+    save_tiny_model(tmp_path, family, max_shard_size="300KB", seed=1)
+    assert len(weight_files(tmp_path)) > 1
+    if kind == "shards gone":
+        for file in weight_files(tmp_path):
+            file.unlink()
+    if kind != "shards only":
+        save_tiny_model(tmp_path / "other", family, seed=2)
+        (tmp_path / "other" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    assert_equals_transformers(tmp_path)
