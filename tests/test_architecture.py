@@ -27,6 +27,7 @@ OWN_FOLDERS = {
     "clients/lm_eval_tasks",
     "end_to_end",
     "end_to_end/batches",
+    "end_to_end/limits",
     "end_to_end/ranks",
     "gpu",
     "server/http",

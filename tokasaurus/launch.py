@@ -66,6 +66,8 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport) -> int
         checkpoint = resolve_checkpoint(config.model, config.tokenizer, report.show_progress)
         report.end_phase("find model", str(checkpoint.directory))
         report.model = checkpoint.name if config.served_model_name is None else config.served_model_name
+        context_length = checkpoint.info.context_length
+        report.context_length = min(context_length, config.max_num_tokens_per_request or context_length)
         if config.dp_size * config.pp_size * config.tp_size > 1:
             report.show_detail("mesh", describe_mesh(config))
         with StopSignals() as stop_signals, ProcessGroup() as group:

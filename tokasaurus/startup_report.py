@@ -22,6 +22,8 @@ class StartupReport:
 
     address: str = ""
     model: str = ""
+    context_length: int = 0
+    """Most tokens of a sequence, by the model and the flag max_num_tokens_per_request."""
     started: float = field(default_factory=_start_of_process)
     num_replicas: int = 1
     limits: EngineLimits | None = None
@@ -62,6 +64,12 @@ class StartupReport:
 
     def _show_ready(self, limits: EngineLimits) -> None:
         num_tokens = limits.num_kv_blocks * limits.page_size
+        if limits.limited_by == "kv_cache_num_tokens":
+            self.show_detail(
+                "context",
+                f"prompt and answer together may have {limits.max_tokens_per_sequence:,} tokens, not "
+                f"{self.context_length:,}: the size of the KV cache, which kv_cache_num_tokens= sets",
+            )
         times = [
             f"{process} {sum(phase.seconds for phase in phases):.1f} s "
             f"({', '.join(f'{phase.phase} {phase.seconds:.1f}' for phase in phases)})"

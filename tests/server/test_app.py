@@ -93,6 +93,7 @@ def test_process_reports_ready_serves_requests_and_exits_with_0_on_sigterm(serve
     with httpx.Client(base_url=server_process.url, timeout=60, headers={"Authorization": f"Bearer {KEY}"}) as http:
         assert http.get("/health").status_code == 200
         assert http.get("/ready").status_code == 503
+        assert http.get("/v1/models").json()["data"][0]["max_model_len"] is None, "not known yet"
         assert http.get("/v1/models", headers={"Authorization": "Bearer x"}).status_code == 401
         for host, status in (("rebound.example", 421), (None, 200), ("localhost:80", 200)):
             assert http.get("/health", headers={} if host is None else {"Host": host}).status_code == status

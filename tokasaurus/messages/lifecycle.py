@@ -2,6 +2,7 @@
 
 import signal
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,24 @@ DEFAULT_HYDRAGEN = HydragenCosts(per_group=8192.0)
 """Used when nothing was measured: a group of 33 rows has to share more than 256 tokens."""
 
 
+SequenceLimit = Literal["model", "max_num_tokens_per_request", "kv_cache_num_tokens"]
+"""What limits the length of a sequence: the model's context, or the flag of this name. kv_cache_num_tokens: the size of
+the KV cache, chosen by the flag or automatically."""
+
+
+def longest_sequence(
+    context_length: int, max_num_tokens_per_request: int | None, num_kv_tokens: int
+) -> tuple[int, SequenceLimit]:
+    """Most tokens of a sequence, and what limits it: of equal limits, the first.
+
+    context_length: of the model. num_kv_tokens: size of the KV cache.
+    """
+    limits: list[tuple[int, SequenceLimit]] = [(context_length, "model")]
+    if max_num_tokens_per_request is not None:
+        limits.append((max_num_tokens_per_request, "max_num_tokens_per_request"))
+    return min([*limits, (num_kv_tokens, "kv_cache_num_tokens")], key=lambda limit: limit[0])
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """Capacity of the engine, known once the worker has sized its KV cache, and costs measured on its device."""
@@ -51,6 +70,8 @@ class EngineLimits:
     seconds_per_token: float = 1.0
     """Time per token of the warm-up's forwards, in seconds: larger forwards take no longer, apart from attention. Used
     until steps are timed."""
+    limited_by: SequenceLimit = "model"
+    """What `max_tokens_per_sequence` comes from; see `longest_sequence`."""
 
 
 @dataclass(frozen=True, slots=True)

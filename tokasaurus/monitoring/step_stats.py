@@ -31,6 +31,7 @@ class StepStats:
         self._is_empty = True
         self._totals = StepTotals()
         self._num_generated = 0
+        self._num_asked = 0
         self._num_cache_hit_tokens = 0
         self._num_preemptions = 0
         self._num_recomputed = 0
@@ -45,8 +46,8 @@ class StepStats:
     def report(self, now_s: float, totals: StepTotals, stats: EngineStats) -> str | None:
         """The log line if a window has ended, else None. A new window then begins.
 
-        Prompt tokens count what the workers computed; the cache hit rate is hits / (hits + computed). The manager's
-        busy fraction covers the last second, as in `stats`.
+        Prompt tokens count what the workers computed. The cache hit rate is that of all prompt tokens of the sequences
+        that started in the window, "–" if none did. The manager's busy fraction covers the last second, as in `stats`.
         """
         num_steps = totals.num_steps - self._totals.num_steps
         if num_steps == 0:
@@ -63,13 +64,15 @@ class StepStats:
         busy_fraction = min(1.0, busy_seconds / seconds)  # a step counts entirely in the window where it ends
         num_cache_hit_tokens = stats.total_prefix_cache_hit_tokens - self._num_cache_hit_tokens
         # Not a share of stats.total_prompt_tokens: a prompt counts once there, but each of its samples may hit.
-        cache_hit_fraction = num_cache_hit_tokens / max(1, num_cache_hit_tokens + num_prefill_tokens)
+        num_asked = stats.total_asked_prompt_tokens - self._num_asked
+        # A sequence preempted during its prefill may hit again in a later window, without asking again.
+        cache_hits = f"{min(1.0, num_cache_hit_tokens / num_asked):.0%}" if num_asked else "–"
         num_preemptions = stats.total_preemptions - self._num_preemptions
         num_recomputed = stats.total_recomputed_tokens - self._num_recomputed
         num_shared = stats.total_shared_prompt_tokens - self._num_shared
         line = (
             f"{(stats.total_generation_tokens - self._num_generated) / seconds:,.0f} output tokens/s, "
-            f"{num_prefill_tokens / seconds:,.0f} prompt tokens/s, prefix cache hits {cache_hit_fraction:.0%}, "
+            f"{num_prefill_tokens / seconds:,.0f} prompt tokens/s, prefix cache hits {cache_hits}, "
             f"{(totals.num_rows - self._totals.num_rows) / num_steps:,.1f} sequences a step, "
             f"{1000 * busy_seconds / num_steps:,.1f} ms a step, worker busy {busy_fraction:.0%}, "
             f"manager busy {stats.manager_busy_fraction:.0%} | "
@@ -85,6 +88,7 @@ class StepStats:
             line += f", {num_recomputed:,} token{'s' if num_recomputed > 1 else ''} computed again"
         self._start_s, self._is_empty = now_s, True
         self._totals, self._num_generated = replace(totals), stats.total_generation_tokens
+        self._num_asked = stats.total_asked_prompt_tokens
         self._num_cache_hit_tokens = stats.total_prefix_cache_hit_tokens
         self._num_preemptions = stats.total_preemptions
         self._num_recomputed = stats.total_recomputed_tokens

@@ -58,14 +58,9 @@ class Unsupported(InvalidRequest):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Prompt and completion can never fit the model's context or the KV cache."""
+    """Prompt and completion together are longer than the model's context, the KV cache or the flag allows."""
 
     code = "context_length_exceeded"
-
-    def __init__(self, message: str, param: str) -> None:
-        # clients ignore the code field: litellm matches OpenAI's wording, LangChain the code within the message
-        words = f"this model's maximum context length is exceeded ({self.code})"
-        super().__init__(f"{words}: {message}", param)
 
 
 class GrammarTooComplex(InvalidRequest):

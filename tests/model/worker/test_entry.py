@@ -47,6 +47,7 @@ def test_a_worker_reports_its_phases_then_answers_every_step_in_order_and_ends(t
     assert ready.limits is not None
     assert (ready.limits.num_kv_blocks, ready.limits.page_size) == (7, 16)
     assert ready.limits.max_tokens_per_sequence == 112, "the KV pool is smaller than the context"
+    assert ready.limits.limited_by == "kv_cache_num_tokens"
     phases = [message.phase for message in status.drain() if isinstance(message, PhaseDone)]
     assert phases == ["device", "gemm", "weights", "KV cache", "warm-up", "shared prefixes", "memory"]
 

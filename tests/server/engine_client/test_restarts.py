@@ -151,7 +151,7 @@ def test_a_request_that_no_longer_fits_after_the_restart_gets_an_error() -> None
         await until(engines[0], lambda engine: len(engine.requests) == 1)
         engines[0].die()
         second = start_again(engines[0], limits=EngineLimits(4, 16, 64))
-        with pytest.raises(EngineDied, match="too little memory"):
+        with pytest.raises(EngineDied, match="KV cache is smaller"):
             await call
         second.stop()
 

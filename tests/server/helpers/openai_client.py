@@ -15,7 +15,10 @@ def sync_client(server: LiveServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-OUR_FIELDS = {"PromptTokensDetails": {"computed_tokens", "shared_tokens", "recomputed_tokens"}}
+OUR_FIELDS = {
+    "Model": {"max_model_len"},
+    "PromptTokensDetails": {"computed_tokens", "shared_tokens", "recomputed_tokens"},
+}
 
 
 def assert_exactly_openai_shaped(content: bytes, model: type[pydantic.BaseModel]) -> None:

@@ -13,10 +13,12 @@ def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
     hydragen = None
     if len(costs) == len(limits):  # otherwise prefix groups would delay one of them, and thereby all
         hydragen = HydragenCosts(*map(max, zip(*map(astuple, costs), strict=True)))
+    shortest = min(limits, key=lambda one: one.max_tokens_per_sequence)
     return EngineLimits(
         num_kv_blocks=min(one.num_kv_blocks for one in limits),
         page_size=limits[0].page_size,
-        max_tokens_per_sequence=min(one.max_tokens_per_sequence for one in limits),
+        max_tokens_per_sequence=shortest.max_tokens_per_sequence,
         hydragen=hydragen,
         seconds_per_token=max(one.seconds_per_token for one in limits),
+        limited_by=shortest.limited_by,
     )

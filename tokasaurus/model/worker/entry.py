@@ -25,6 +25,7 @@ from tokasaurus.messages.lifecycle import (
     PhaseDone,
     Ready,
     UserError,
+    longest_sequence,
 )
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
@@ -284,8 +285,9 @@ def start_worker(
         kernels.reset_phases()
     # not earlier: the measurements above need an idle machine
     backend.touch_in_background(max(1, torch.get_num_threads() // 2))
-    max_tokens = min(context_length, num_blocks * config.page_size)
-    limits_found = EngineLimits(num_blocks, config.page_size, max_tokens, hydragen, seconds_per_token)
+    num_kv_tokens = num_blocks * config.page_size
+    max_tokens, limited_by = longest_sequence(info.context_length, config.max_num_tokens_per_request, num_kv_tokens)
+    limits_found = EngineLimits(num_blocks, config.page_size, max_tokens, hydragen, seconds_per_token, limited_by)
     return StartedWorker(runner, limits_found, device, kernels if runner.always_on_kernels else None)
 
 

@@ -304,7 +304,7 @@ class EngineClient:
             return
         limits = self.limits
         if limits is not None and pending.num_tokens > limits.max_tokens_per_sequence:
-            pending.fail(EngineDied("the engine died, and after its restart has too little memory"))
+            pending.fail(EngineDied("the engine died, and its KV cache is smaller since its restart"))
         else:
             self._submit(pending)
 

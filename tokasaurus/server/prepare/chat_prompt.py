@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, shorten
+from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.server.errors import InvalidRequest, shorten
+from tokasaurus.server.prepare.context_length import too_long
 from tokasaurus.server.protocol.chat import ChatMessage
 from tokasaurus.server.protocol.template_fields import TemplateFields
 from tokasaurus.server.protocol.tools import Tool
@@ -19,13 +21,13 @@ def encode_messages(
     messages: Sequence[ChatMessage],
     fields: TemplateFields,
     model: ServedModel,
-    max_tokens: int | None = None,
+    limits: EngineLimits | None = None,
     tools: Sequence[Tool] = (),
 ) -> list[int]:
     """The prompt ids of a chat. Tokenizes, so must not run on the event loop. Raises InvalidRequest.
 
-    max_tokens: a prompt whose text is so long that it must have more tokens is refused before it is tokenized. Other
-    prompts with more tokens may be returned, so callers must check the length.
+    limits: a prompt whose text is so long that it must have more tokens than a sequence may is refused before it is
+    tokenized. Other prompts with more tokens may be returned, so callers must check the length.
     """
     variables = _merged(fields)
     add_generation_prompt, continues = (_take_flag(variables, name) for name in _FLAGS)
@@ -42,25 +44,20 @@ def encode_messages(
             tools=shown_tools,
             continue_final_message=bool(continues),
             template_variables=variables,
-            max_tokens=max_tokens,
+            max_tokens=None if limits is None else limits.max_tokens_per_sequence,
         )
     except TemplateVariableError as error:
         raise InvalidRequest(f"chat_template_kwargs: {_reason(error)}", "chat_template_kwargs") from error
     except ChatTemplateError as error:
         raise InvalidRequest(f"messages: {_reason(error)}", "messages") from error
     except TextTooLong as error:
-        raise too_long("messages", error, max_tokens) from None
+        assert limits is not None, "only a limit makes a text too long"
+        raise too_long("messages", error, limits) from None
 
 
 def _reason(error: ChatTemplateError) -> str:
     """The error's text, shortened: some errors quote the whole prompt."""
     return str(error)[:_MAX_REASON_CHARS]
-
-
-def too_long(param: str, error: TextTooLong, max_tokens: int | None) -> ContextLengthExceeded:
-    return ContextLengthExceeded(
-        f"{param} has at least {error.fewest_tokens} tokens: prompt and answer together may have {max_tokens}", param
-    )
 
 
 def _merged(fields: TemplateFields) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import numpy as np
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.messages.sampling import SamplingParams
-from tokasaurus.server.errors import ContextLengthExceeded, InvalidRequest, Unsupported
-from tokasaurus.server.prepare.chat_prompt import encode_messages, too_long
+from tokasaurus.server.errors import InvalidRequest, Unsupported
+from tokasaurus.server.prepare.chat_prompt import encode_messages
+from tokasaurus.server.prepare.context_length import check_max_tokens, room_after, too_long
 from tokasaurus.server.prepare.echo import Echo, make_echo
 from tokasaurus.server.prepare.origin import Origin
 from tokasaurus.server.prepare.tool_choice import resolve_tools
@@ -104,10 +105,10 @@ def draft_completion(body: CompletionRequest, model: ServedModel, limits: Engine
     response_id = f"cmpl-{uuid.uuid4().hex}"
     requests, echoes = [], []
     for index, (prompt, prompt_ids) in enumerate(zip(body.prompt, _tokenize(body.prompt, model, limits), strict=True)):
-        room = _room(prompt_ids, limits, "prompt", fewest=0 if body.max_tokens == 0 else 1)
+        room = room_after(prompt_ids, limits, "prompt", fewest=0 if body.max_tokens == 0 else 1)
         max_new_tokens = min(DEFAULT_COMPLETION_TOKENS, room)
         if body.max_tokens is not None:
-            max_new_tokens = _checked_max_tokens(body.max_tokens, "max_tokens", prompt_ids, room)
+            max_new_tokens = check_max_tokens(body.max_tokens, "max_tokens", prompt_ids, limits)
         request_id = f"{response_id}-{index}"
         request = _request(request_id, body, prompt_ids, max_new_tokens, num_top, model, origin, index)
         requests.append(_with_prompt_logprobs(request, num_prompt_top, num_top if body.echo else None))
@@ -134,13 +135,13 @@ def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLi
     """The requests of a body. Tokenizes, so must not run on the event loop. Raises InvalidRequest."""
     _check_fields(1, body, model)
     tool_use = resolve_tools(body, model, asked_grammar(body))
-    prompt_ids = encode_messages(body.messages, body, model, limits.max_tokens_per_sequence, tool_use.shown)
+    prompt_ids = encode_messages(body.messages, body, model, limits, tool_use.shown)
     _check_vocabulary(prompt_ids, model, "messages")
-    room = _room(prompt_ids, limits, "messages")
+    room = room_after(prompt_ids, limits, "messages")
     max_new_tokens = room
     asked = _asked_chat_tokens(body)
     if asked is not None:
-        max_new_tokens = _checked_max_tokens(*asked, prompt_ids, room)
+        max_new_tokens = check_max_tokens(*asked, prompt_ids, limits)
     num_top, num_prompt_top = _checked_top(body.top_logprobs or 0, "top_logprobs", model), _prompt_top(body, model)
     if num_top and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
@@ -217,7 +218,7 @@ def _tokenize(prompts: list[Prompt], model: ServedModel, limits: EngineLimits) -
     try:
         encoded = iter(model.tokenizer.encode_batch(texts, add_special_tokens=True, max_tokens=max_tokens))
     except TextTooLong as error:
-        raise too_long("prompt", error, max_tokens) from None
+        raise too_long("prompt", error, limits) from None
     prompts_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
     for prompt_ids in prompts_ids:
         if not prompt_ids:
@@ -235,18 +236,6 @@ def _check_vocabulary(token_ids: Sequence[int], model: ServedModel, param: str) 
             )
 
 
-def _room(prompt_ids: list[int], limits: EngineLimits, param: str, fewest: int = 1) -> int:
-    """Most new tokens that fit after the prompt. Raises ContextLengthExceeded if they are fewer than `fewest`."""
-    room = limits.max_tokens_per_sequence - len(prompt_ids)
-    if room < fewest:
-        raise ContextLengthExceeded(
-            f"{param} has {len(prompt_ids)} tokens, which leaves no room for an answer: "
-            f"prompt and answer together may have {limits.max_tokens_per_sequence}",
-            param,
-        )
-    return room
-
-
 def _asked_chat_tokens(body: ChatCompletionRequest) -> tuple[int, str] | None:
     """(most new tokens, name of the field that gave them); None if no field did. Raises InvalidRequest."""
     if body.max_completion_tokens is None:
@@ -254,16 +243,6 @@ def _asked_chat_tokens(body: ChatCompletionRequest) -> tuple[int, str] | None:
     if body.max_tokens is not None and body.max_tokens != body.max_completion_tokens:
         raise InvalidRequest("max_tokens is an older name of max_completion_tokens: give one of them", "max_tokens")
     return body.max_completion_tokens, "max_completion_tokens"
-
-
-def _checked_max_tokens(max_tokens: int, param: str, prompt_ids: list[int], room: int) -> int:
-    if max_tokens > room:
-        raise ContextLengthExceeded(
-            f"{param} is {max_tokens} and the prompt has {len(prompt_ids)} tokens: together they may have "
-            f"{room + len(prompt_ids)}",
-            param,
-        )
-    return max_tokens
 
 
 def _request(

@@ -6,10 +6,15 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class ModelObject:
-    """created: start of the server, as Unix time in seconds."""
+    """created: start of the server, as Unix time in seconds.
+
+    max_model_len: most tokens of a request's prompt and completion together on this server, by the model, the KV cache
+    or a flag; null while the model is loading.
+    """
 
     id: str
     created: int
+    max_model_len: int | None
     object: Literal["model"] = "model"
     owned_by: str = "tokasaurus"
 
