@@ -6,7 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
-_CGROUP_QUOTAS = (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
+from tokasaurus.monitoring.control_groups import ControlGroup, control_groups
 
 _BACKGROUND_NICENESS = 10
 """A thread at this niceness gets a tenth of a core that it competes for."""
@@ -23,21 +23,25 @@ def lower_thread_priority() -> None:
 
 
 def available_cores() -> int:
-    """Cores that this process may run on, limited by the CPU quota of its control group; at least 1."""
+    """Cores that this process may run on, limited by the CPU quotas of its control groups; at least 1."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.floor(min(num_cores, cgroup_cores(*_CGROUP_QUOTAS))))
+    return max(1, math.floor(min(num_cores, cgroup_cores())))
 
 
-def cgroup_cores(quota_file: Path, old_quota_file: Path) -> float:
-    """CPU quota of the control group in cores; infinite without a limit.
+def cgroup_cores(root: Path = Path("/")) -> float:
+    """The smallest CPU quota of the process's control groups, in cores; infinite without a quota.
 
-    Reads cgroup version 2 (quota and period in `quota_file`), else version 1 (two files)."""
+    root: as of `control_groups`."""
+    return min((_quota(group) for group in control_groups("cpu", root)), default=math.inf)
+
+
+def _quota(group: ControlGroup) -> float:
+    if group.version == 2:
+        quota, _, period = (group.read("cpu.max") or "").partition(" ")
+    else:
+        quota, period = group.read("cpu.cfs_quota_us") or "", group.read("cpu.cfs_period_us") or ""
     try:
-        if quota_file.exists():
-            quota, period = quota_file.read_text().split()
-        else:
-            quota = old_quota_file.read_text().strip()
-            period = old_quota_file.with_name("cpu.cfs_period_us").read_text().strip()
-        return math.inf if quota in ("max", "-1") else int(quota) / int(period)
-    except (OSError, ValueError):
+        cores = int(quota) / int(period)
+    except (ValueError, ZeroDivisionError):  # "max", or no file
         return math.inf
+    return cores if cores > 0 else math.inf  # -1: no quota

@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 
 from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.monitoring.control_groups import ControlGroup, control_groups
 
 CPU_FRACTION = 0.25
 """Fraction of the available memory for the KV cache on a CPU: the rest is left to the machine's other programs."""
@@ -14,12 +15,8 @@ CPU_FRACTION = 0.25
 CUDA_FRACTION = 0.95
 """Fraction of the device memory left after weights and the largest forward: the rest covers fragmentation."""
 
-# Controller in /proc/self/cgroup -> mount point and the names of the limit and usage files. Version 2 of control groups
-# names no controller there; "memory" is version 1.
-_CGROUPS = {
-    "": ("sys/fs/cgroup", "memory.max", "memory.current"),
-    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-}
+# Version of control groups -> names of the limit and usage files.
+_MEMORY_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
 _PAGE_CACHE = ("active_file", "inactive_file")
 
 
@@ -97,7 +94,7 @@ def available_cpu_bytes(root: Path = Path("/")) -> int:
     """Bytes that this process can still allocate: the machine's available memory or, if less, what its control groups
     allow.
 
-    root: the directory with /proc and /sys, where Linux describes control groups. Other systems have none.
+    root: as of `control_groups`.
     """
     machine: int = psutil.virtual_memory().available
     return max(0, min([machine, *_cgroup_headrooms(root)]))
@@ -105,32 +102,15 @@ def available_cpu_bytes(root: Path = Path("/")) -> int:
 
 def _cgroup_headrooms(root: Path) -> Iterator[int]:
     """Bytes left under each memory limit of the process's control group and of the groups above it."""
-    try:
-        entries = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for entry in entries:
-        _, controllers, path = entry.split(":", 2)
-        for controller in {"", "memory"} & set(controllers.split(",")):
-            mount, limit_name, usage_name = _CGROUPS[controller]
-            # In a container, the path may be the host's, or lead out of the mount: then only the mount point exists.
-            names = [name for name in path.split("/") if name not in ("", "..")]
-            for depth in range(len(names) + 1):
-                group = (root / mount).joinpath(*names[:depth])
-                try:
-                    limit, usage = (group / limit_name).read_text().strip(), int((group / usage_name).read_text())
-                except OSError:
-                    continue  # this group has no limit, or does not exist
-                if limit != "max":
-                    yield int(limit) - usage + _page_cache(group)
+    for group in control_groups("memory", root):
+        limit, usage = (group.read(name) for name in _MEMORY_FILES[group.version])
+        if limit not in (None, "max") and usage is not None:
+            yield int(limit) - int(usage) + _page_cache(group)
 
 
-def _page_cache(group: Path) -> int:
+def _page_cache(group: ControlGroup) -> int:
     """Bytes of cached files, such as the checkpoint: they count as used, but the system drops them on demand."""
-    try:
-        lines = (group / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
+    lines = (group.read("memory.stat") or "").splitlines()
     sizes = {name: int(size) for name, size in map(str.split, lines)}
     # Version 1 lists a group's own bytes and, as "total_", the sum with its subgroups, to which the limit applies.
     return sum(sizes.get(f"total_{name}", sizes.get(name, 0)) for name in _PAGE_CACHE)

@@ -1,10 +1,11 @@
 """Threads for work on text and token ids that would block the event loop: small requests never wait for large ones."""
 
 import asyncio
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
+
+from tokasaurus.monitoring.cores import available_cores
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -21,7 +22,7 @@ class TextThreads:
     def __init__(self) -> None:
         self._small = ThreadPoolExecutor(NUM_SMALL_THREADS, thread_name_prefix="text")
         # Few, since most of their time they hold the GIL, which the event loop needs.
-        self._large = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), thread_name_prefix="large text")
+        self._large = ThreadPoolExecutor(max(1, available_cores() // 2), thread_name_prefix="large text")
 
     async def run(
         self, size: int, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
