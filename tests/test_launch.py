@@ -1,6 +1,5 @@
 """The launcher with stub entries in real processes: start, orderly end, and every kind of death."""
 
-import json
 import os
 import re
 import signal
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.processes import assert_all_end
+from tests.helpers.tiny_model import save_tiny_model
 
 LAUNCHER = """
 import os, sys
@@ -32,28 +32,8 @@ LONG_GRACE_S = "600"
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that the launcher itself checks: a configuration; a tokenizer and weights that only exist."""
     directory = tmp_path_factory.mktemp("checkpoint") / "tiny-llama"
-    directory.mkdir()
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 128,
-        "vocab_size": 256,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "eos_token_id": 0,
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "tokenizer.json").write_text("{}")
-    (directory / "model.safetensors").write_bytes(b"")
+    save_tiny_model(directory, "llama", num_layers=1)
     return directory
 
 

@@ -16,7 +16,7 @@ from tokasaurus.checkpoint.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 CONVERSION_VERSION = 1
-"""Part of the cache key of models converted from GGUF (gguf_conversion.py): increase it when the result changes."""
+"""Part of the cache key of models converted from GGUF (gguf/conversion.py): increase it when the result changes."""
 
 
 def cache_directory() -> Path:

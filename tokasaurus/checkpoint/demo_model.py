@@ -28,7 +28,7 @@ def demo_directory(on_phase: Callable[[str], None]) -> Path:
     destination = cache_directory() / "converted" / f"{NAME}-{_SHA256[:12]}-v{CONVERSION_VERSION}"
 
     def convert(directory: Path) -> None:
-        from tokasaurus.checkpoint.gguf_conversion import write_hf_directory  # imports NumPy: skipped if cached
+        from tokasaurus.checkpoint.gguf.conversion import write_hf_directory  # imports NumPy: skipped if cached
 
         gguf_path = demo_gguf(on_phase)
         on_phase(f"converting {gguf_path.name} (once)")

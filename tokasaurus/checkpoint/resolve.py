@@ -92,7 +92,7 @@ def _locate_local(flag: str, name: str, on_phase: OnPhase) -> Path | None:
     if path.is_dir():
         return path.absolute()
     if path.suffix.lower() == ".gguf":
-        from tokasaurus.checkpoint.gguf_conversion import convert_gguf  # imports NumPy, which other models do not need
+        from tokasaurus.checkpoint.gguf.conversion import convert_gguf  # imports NumPy, which other models do not need
 
         return convert_gguf(path, on_phase)
     if path.exists():

@@ -7,8 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
-from tests.model.helpers.greedy_decoding import assert_equals_oracle, load
-from tests.model.helpers.whole_prompts import run_stages, run_whole_prompt
+from tests.model.helpers.greedy_decoding import assert_equals_oracle, load, run_stages, run_whole_prompt
 from tokasaurus.checkpoint import info, weight_files
 from tokasaurus.model.decoder import registry
 from tokasaurus.model.decoder.decoder import DecoderOptions

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
-from tests.model.helpers.whole_prompts import run_stages
+from tests.model.helpers.greedy_decoding import run_stages
 from tokasaurus.checkpoint import fit_to_tensors, read_model_info, weight_files
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -1,4 +1,4 @@
-"""Greedy decoding of a saved model: by our runner in mixed batches, and by transformers token by token."""
+"""A saved model: greedy decoding by our runner in mixed batches and by transformers token by token; whole prompts."""
 
 import random
 from pathlib import Path
@@ -10,10 +10,14 @@ from transformers import PreTrainedModel
 from tests.helpers.tiny_model import VOCAB_SIZE
 from tests.model.helpers.steps import CPU, StepDriver, make_runner
 from tokasaurus.checkpoint import ModelInfo, fit_to_tensors, read_model_info, weight_files
+from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
+from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.attention.operation import attends_over
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.registry import build_decoder
 from tokasaurus.model.decoder.weights import load_weights
+from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.parallel.mesh import Mesh
 
 
@@ -75,3 +79,45 @@ def assert_equals_oracle(
         expected_tokens, expected_logprobs = oracle_greedy(oracle, prompt, 20)
         assert got_tokens == expected_tokens
         assert got_logprobs == pytest.approx(expected_logprobs, abs=1e-4)
+
+
+def run_whole_prompt(
+    model: Decoder, model_info: ModelInfo, mesh: Mesh, hidden: torch.Tensor | None, token_ids: torch.Tensor
+) -> torch.Tensor:
+    """One stage's forward of one prompt, with a KV cache of its own -> its hidden states, or all logits."""
+    num_heads = mesh.shard(model_info.num_heads, "")[1]
+    num_kv_heads = mesh.kv_head_shard(model_info.num_kv_heads)[1]
+    shape = KVShape(len(model.layers), num_heads, num_kv_heads, model_info.head_dim, 16, torch.float32, CPU)
+    backend = make_backend("reference", shape, None)
+    num_tokens = len(token_ids)
+    num_blocks = -(-num_tokens // 16)
+    backend.allocate(num_blocks + 1)
+    everything = PagedPart(
+        first_row=0,
+        num_rows=num_tokens,
+        query_starts=torch.tensor([0, num_tokens], dtype=torch.int32),
+        block_table=torch.arange(1, num_blocks + 1, dtype=torch.int32).unsqueeze(0),
+        kv_lengths=torch.tensor([num_tokens], dtype=torch.int32),
+        causal=True,
+    )
+    positions = torch.arange(num_tokens)
+    layout = PagedLayout(positions + 16, (everything,))
+    backend.plan(layout)
+    with torch.inference_mode():
+        out: torch.Tensor = model(
+            token_ids, hidden, positions, choose_executor(model, backend), attends_over(backend, layout)
+        )
+        return model.logits(out) if mesh.is_last_stage else out
+
+
+def run_stages(directory: Path, token_ids: torch.Tensor, pp_size: int = 1) -> tuple[torch.Tensor, list[int]]:
+    """Runs the stages one after another -> all logits, and the number of layers of each stage."""
+    hidden = None
+    num_layers = []
+    for pp_rank in range(pp_size):
+        mesh = Mesh(pp_rank=pp_rank, pp_size=pp_size)
+        stage, model_info = load(directory, mesh, packed=True)
+        num_layers.append(len(stage.layers))
+        hidden = run_whole_prompt(stage, model_info, mesh, hidden, token_ids)
+    assert hidden is not None
+    return hidden, num_layers

@@ -40,8 +40,8 @@ from tests.checkpoint.helpers.gguf_files import (
 )
 from tests.torture.helpers.json_mutations import encode, mutate
 from tests.torture.helpers.reports import Report, run_from_command_line
-from tokasaurus.checkpoint import check_weight_sizes, read_model_info, weight_files
-from tokasaurus.checkpoint.gguf_conversion import write_hf_directory
+from tokasaurus.checkpoint import check_weight_sizes, fit_to_tensors, read_model_info, weight_files
+from tokasaurus.checkpoint.gguf.conversion import write_hf_directory
 from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.model.decoder.registry import build_decoder
 from tokasaurus.model.decoder.weights import load_weights
@@ -195,8 +195,8 @@ def _write_strange_gguf(path: Path, rng: random.Random) -> None:
 
 def _load(directory: Path) -> None:
     """As a start does: the launcher, the server and the worker."""
-    info = read_model_info(directory)
     files = weight_files(directory)
+    info = fit_to_tensors(read_model_info(directory), files)
     Tokenizer.load(directory)
     check_weight_sizes(files, info)
     try:

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from tokasaurus.checkpoint.cache import CONVERSION_VERSION, build_once, cache_directory
 from tokasaurus.checkpoint.errors import CheckpointError
-from tokasaurus.checkpoint.gguf_config import architecture_of, generation_config, model_config
-from tokasaurus.checkpoint.gguf_header import check_gguf_header
-from tokasaurus.checkpoint.gguf_tokenizer import write_tokenizer
+from tokasaurus.checkpoint.gguf.config import architecture_of, generation_config, model_config
+from tokasaurus.checkpoint.gguf.header import check_gguf_header
+from tokasaurus.checkpoint.gguf.tokenizer import write_tokenizer
 from tokasaurus.checkpoint.json_files import write_json
 
 if TYPE_CHECKING:
