@@ -55,6 +55,7 @@ class ServerConfig(Config):
 
     scheduling_steps_ahead: int = 8
     deferred_tasks: str | None = None
+    max_step_seconds: float | None = None
     prefill_round_up_multiple: int = 16
     greedy_prefill: bool = True
     enable_precise_onboard: bool = True

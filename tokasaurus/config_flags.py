@@ -105,6 +105,14 @@ SERVER_FLAGS = FlagTable(
                 choices=("always", "deferred"),
                 none_means="auto",
             ),
+            "max_step_seconds": Flag(
+                "time that a step which computes prompts should not exceed, in seconds, so that streams go on beside "
+                "them; auto is 0.25, or longer where that would cost 2 % of the throughput, but at most 1 while "
+                "anything is streamed",
+                minimum=0.001,
+                maximum=3600,
+                none_means="auto",
+            ),
             "greedy_prefill": Flag(
                 "fill the rest of each step with prefill tokens; F prefills just fast enough to keep the KV cache full"
             ),

@@ -15,6 +15,7 @@ import numpy as np
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.planning.intake import Intake
+from tokasaurus.manager.planning.step_budget import make_step_limit
 from tokasaurus.manager.planning.worker_limits import common_limits
 from tokasaurus.manager.state.engine_state import (
     EngineOptions,
@@ -105,6 +106,7 @@ def run_manager(
     if limits is not None:
         options = engine_options(config, checkpoint.info.eos_ids, limits, decoder, stop_tokens)
         options = replace(options, tuning=tuning)
+        logger.info("steps with prompts: %s (max_step_seconds)", options.step_limit.describe())
         # The launcher first: if this process dies once the server is ready, it must know that the start succeeded.
         status.send(Ready("manager", limits))
         updates.send(Ready("manager", limits))
@@ -259,6 +261,7 @@ def engine_options(
         special_ids=decoder.special_ids,
         min_lookback_tokens=config.stop_string_num_token_lookback,
         stop_tokens=stop_tokens,
+        step_limit=make_step_limit(config.max_step_seconds, limits.seconds_per_step),
         prefill_multiple=None if config.greedy_prefill else config.prefill_round_up_multiple,
         onboard_batch_size=config.precise_onboard_batch_size if config.enable_precise_onboard else None,
         early_stopping=early_stopping if config.use_spec_allocation else None,

@@ -70,6 +70,8 @@ class EngineLimits:
     seconds_per_token: float = 1.0
     """Time per token of the warm-up's forwards, in seconds: larger forwards take no longer, apart from attention. Used
     until steps are timed."""
+    seconds_per_step: float = 0.0
+    """Time of the warm-up's forward of one token, in seconds."""
     limited_by: SequenceLimit = "model"
     """What `max_tokens_per_sequence` comes from; see `longest_sequence`."""
 

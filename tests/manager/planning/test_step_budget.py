@@ -1,5 +1,6 @@
 """Tests the tokens of a step, the prefill rate and the steps ahead against slow and obvious versions."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -9,8 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokasaurus.manager.planning.step_budget import (
+    MIN_CHUNK,
     SECONDS_QUEUED,
+    PrefillTime,
+    StepLimit,
     average_step_seconds,
+    make_step_limit,
     num_steps_to_keep_in_flight,
     prefill_rate,
     split_prefill,
@@ -24,14 +29,81 @@ def test_split_prefill_gives_the_budget_to_prompts_in_order_and_reads_no_further
     expected = list(Counter(tokens[: max(0, budget)]).values())
     num_read = 0
 
-    def read() -> Iterator[int]:
+    def read() -> Iterator[tuple[int, int]]:
         nonlocal num_read
         for num_tokens in prompts:
             num_read += 1
-            yield num_tokens
+            yield 7, num_tokens
 
-    assert split_prefill(read(), budget) == expected
+    assert split_prefill(read(), budget, PrefillTime(math.inf, 1.0, 1.0)) == expected
     assert num_read <= len(expected) + (sum(expected) < budget), "reads no prompt beyond the budget: thousands may wait"
+
+
+@given(
+    prompts=st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 300)), max_size=6),
+    budget=st.integers(1, 1000),
+    seconds=st.floats(0.001, 2.0),
+    per_token=st.sampled_from([0.0, 1e-4, 1e-3, 1.0]),
+    per_pair=st.sampled_from([0.0, 1e-7, 1e-5]),
+)
+def test_split_prefill_adds_tokens_one_by_one_while_they_fit_into_the_time(
+    prompts, budget, seconds, per_token, per_pair
+):
+    expected: list[int] = []
+    left_s = seconds
+    for start, left in prompts:
+        chunk = 0
+        while chunk < left and sum(expected) + chunk < budget:
+            cost_s = (chunk + 1) * per_token + (chunk + 1) * (start + chunk + 1) * per_pair
+            if cost_s > left_s * (1 + 1e-9) and (expected or chunk >= MIN_CHUNK):
+                break
+            chunk += 1
+        if chunk:
+            expected.append(chunk)
+        if chunk < left:
+            break
+        left_s -= chunk * per_token + chunk * (start + chunk) * per_pair
+    found = split_prefill(prompts, budget, PrefillTime(seconds, per_token, per_pair))
+    assert sum(found) == pytest.approx(sum(expected), abs=1)  # a sum of rounded floats may or may not reach the limit
+    assert len(found) <= len(expected) + 1
+    assert found[:-1] == [left for _, left in prompts][: len(found) - 1], "only the last prompt is cut"
+
+
+@pytest.mark.parametrize(("per_token", "per_pair"), [(1e-3, 0.0), (1e-3, 1e-6), (0.0, 1e-6)])
+def test_the_usual_rate_is_that_of_prompts_computed_in_chunks(per_token, per_pair):
+    time, prompts = PrefillTime(0.5, per_token, per_pair), [(500, 4000), (0, 2000), (3000, 1000)]
+    starts, num_left = (np.array(column) for column in zip(*prompts, strict=True))
+    num_steps = 0
+    while prompts:
+        chunks = split_prefill(prompts, 10**6, time)
+        moved = [
+            (start + chunk, left - chunk) for (start, left), chunk in zip(prompts, chunks, strict=False) if chunk < left
+        ]
+        prompts = moved + prompts[len(chunks) :]
+        num_steps += 1
+    assert time.usual_rate(starts, num_left) == pytest.approx(7000 / num_steps, rel=0.12)
+    assert PrefillTime(0.5, 0.0, 0.0).usual_rate(starts, num_left) == math.inf
+
+
+def test_prompts_get_the_time_that_decoding_leaves_but_at_least_half():
+    limit = StepLimit(seconds=2.0, stream_seconds=0.5)
+    assert limit.prefill_seconds(0.5, is_streaming=False) == 1.5
+    assert limit.prefill_seconds(0.1, is_streaming=True) == pytest.approx(0.4)
+    assert limit.prefill_seconds(5.0, is_streaming=True) == 0.25
+    assert StepLimit().prefill_seconds(5.0, is_streaming=True) == math.inf
+
+
+def test_a_flag_sets_the_limit_of_a_step():
+    assert make_step_limit(0.125, seconds_per_step=3.0) == StepLimit(0.125, 0.125)
+
+
+@pytest.mark.parametrize("seconds_per_step", [0.0, 0.002, 0.01, 0.03, 0.3])
+def test_without_a_flag_a_step_is_short_unless_that_would_cost_two_percent(seconds_per_step):
+    limit = make_step_limit(None, seconds_per_step)
+    overhead = seconds_per_step / limit.seconds
+    assert overhead <= 0.02 + 1e-9
+    assert limit.seconds == 0.25 or overhead == pytest.approx(0.02), "no longer than needed"
+    assert limit.stream_seconds == min(1.0, limit.seconds)
 
 
 @given(

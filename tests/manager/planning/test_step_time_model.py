@@ -112,3 +112,32 @@ def test_absurd_times_leave_finite_weights(seconds: float) -> None:
         model.note(decode, seconds)
     assert np.isfinite(model.weights).all()
     assert 1e-7 < model.predict(decode) < 1e4
+
+
+@pytest.mark.parametrize("num_tokens", [200, 1000])
+def test_the_cost_of_a_token_is_told_from_that_of_its_context(num_tokens: int) -> None:
+    """Prompts of 8,000 tokens in chunks, beside decode rows: their context grows while nothing else changes."""
+    model, rng = StepTimeModel(), np.random.default_rng(2)
+    law = np.array(LAWS["slow"])
+    for _ in range(20):
+        decode = np.array([1, 8, 400, 0, 0.0])
+        model.note(decode, float(decode @ law))
+    for _ in range(3):
+        for start in range(0, 8000, num_tokens):
+            tokens, context = np.array([1] * 8 + [num_tokens], np.int32), np.array([50] * 8 + [start + num_tokens])
+            features = step_features(tokens, context, num_decode=8)
+            model.note(features, float(features @ law) * rng.uniform(0.95, 1.05))
+    assert model.prefill_weights[0] == pytest.approx(LAWS["slow"][3], rel=0.1)
+    assert model.prefill_weights[1] == pytest.approx(LAWS["slow"][4], rel=0.5)
+
+
+def test_prefill_is_known_up_to_twice_the_tokens_of_the_largest_of_the_latest_steps() -> None:
+    model = StepTimeModel()
+    assert model.most_prefill == float("inf")
+    for num_tokens in (300, 40, 5):
+        model.note(np.array([1, 0, 0, num_tokens, num_tokens**2]), 0.1)
+        model.note(np.array([1, 4, 90, 0, 0.0]), 0.01)
+    assert model.most_prefill == 600
+    for _ in range(8):
+        model.note(np.array([1, 0, 0, 40, 40.0**2]), 0.01)
+    assert model.most_prefill == 80

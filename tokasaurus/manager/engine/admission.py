@@ -176,11 +176,11 @@ def _admit_fitting(state: EngineState, candidates: Candidates) -> tuple[int, boo
     most = len(candidates.decode_steps)
     if num < most and most_at_once is not None:
         most = min(most, num_certain + most_at_once)
-        kv_forecast = forecast_kv(state, rate, candidates.num_to_compute)
+        kv_forecast = forecast_kv(state, rate, candidates)
         if rate != state.prefill_rate and state.num_running and kv_forecast.curve.peak > num_blocks:
             # The running sequences do not fit at this rate, but did at the rate at which they were admitted.
             rate = state.prefill_rate
-            kv_forecast = forecast_kv(state, rate, candidates.num_to_compute)
+            kv_forecast = forecast_kv(state, rate, candidates)
         num = num_fitting(
             *(candidates, num_certain, kv_forecast, num_blocks, page_size, state.onboard_batch, most_at_once),
             most_untried=state.num_running // RUNNING_PER_UNTRIED,

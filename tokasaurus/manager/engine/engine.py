@@ -15,6 +15,7 @@ from tokasaurus.manager.engine.input_building import num_blocks_short, start_ste
 from tokasaurus.manager.engine.length_updates import forecast_is_old, note_ends, update_forecast
 from tokasaurus.manager.engine.lifecycle import find_starts, preempt
 from tokasaurus.manager.engine.outputs import apply_output, check_stop_strings, release_all_ending, release_ending
+from tokasaurus.manager.engine.prefill_time import prefill_time
 from tokasaurus.manager.engine.requests import add_request, cancel_request, release_cancelled
 from tokasaurus.manager.engine.streams import stream_new_tokens
 from tokasaurus.manager.planning.prefix_groups import group_by_prefix
@@ -231,7 +232,8 @@ def next_step(state: EngineState, num_unapplied: int = 0) -> ForwardInput | None
 def _step_of(state: EngineState, microbatch: int) -> ForwardInput | None:
     """The next step of a microbatch; None if it has nothing to compute.
 
-    Decoding sequences come first, because each keeps its blocks until it ends. Prompts share the remaining tokens.
+    Decoding sequences come first, because each keeps its blocks until it ends. Prompts share the remaining tokens, and
+    the time that the step may take.
     """
     ready = slots_of(state, microbatch, ready_to_decode(state))
     if num_blocks_short(state, ready) > 0:
@@ -248,12 +250,11 @@ def _step_of(state: EngineState, microbatch: int) -> ForwardInput | None:
             budget = min(budget, -(-state.prefill_rate // state.options.num_microbatches))
         if state.options.num_microbatches > 1:
             budget = min(budget, most_prefill(state, num_decoding))
-        slots = state.slots
-        num_left = (
-            len(sequence.prompt) - int(slots.num_kv_tokens[sequence.slot])
+        prompts = (
+            (num_computed := int(state.slots.num_kv_tokens[sequence.slot]), len(sequence.prompt) - num_computed)
             for sequence in prefilling_of(state, microbatch)
         )
-        chunks = split_prefill(num_left, budget)
+        chunks = split_prefill(prompts, budget, prefill_time(state, ready))
     if not chunks:
         decoding = slots_of(state, microbatch, state.queues.decoding())
         if not num_decoding or is_better_later(state, ready, decoding):

@@ -1,20 +1,23 @@
 """Forecast the KV blocks of the running sequences, step by step, until the last of them ends."""
 
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.manager.engine.prefill_time import prefill_time
 from tokasaurus.manager.planning.kv_simulation import SequenceLoads, UsageCurve, simulate_kv
 from tokasaurus.manager.planning.prefill_forecast import PrefillForecast, count_decoding, forecast_prefill
 from tokasaurus.manager.planning.shared_blocks import find_shared_blocks
-from tokasaurus.manager.planning.step_budget import num_steps_to_keep_in_flight, prefill_rate
+from tokasaurus.manager.planning.step_budget import MIN_CHUNK, num_steps_to_keep_in_flight, prefill_rate
+from tokasaurus.manager.state.candidates import Candidates
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.microbatches import prefill_per_round
 
 Int64Array = NDArray[np.int64]
 
-_NO_CANDIDATES = np.zeros(0, np.int64)
+_NO_TOKENS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +74,32 @@ def wanted_prefill_rate(state: EngineState, num_tokens: Int64Array, num_steps: I
     )
 
 
-def forecast_kv(
-    state: EngineState, prefill_rate: int | None, num_candidate_tokens: Int64Array = _NO_CANDIDATES
-) -> KVForecast:
+def timed_prefill_rate(
+    state: EngineState, decoding: Int64Array, prefilling: Int64Array, candidates: Candidates | None
+) -> int | None:
+    """Prompt tokens that fit into the time of a step, in the mean over all prompts; None if time does not limit them.
+
+    decoding, prefilling: slots. With several microbatches, for a round.
+    """
+    arrays = state.slots
+    starts = arrays.num_kv_tokens[prefilling]
+    num_left = arrays.num_prefill_tokens[prefilling] - starts
+    if candidates is not None:
+        num_to_compute = candidates.num_to_compute
+        starts = np.concatenate((starts, candidates.num_prompt_tokens - num_to_compute))
+        num_left = np.concatenate((num_left, num_to_compute))
+    if not len(num_left):
+        return None
+    num_microbatches = state.options.num_microbatches
+    rate = prefill_time(state, decoding[::num_microbatches]).usual_rate(starts, num_left)
+    return None if rate == inf else max(MIN_CHUNK, int(rate * num_microbatches))
+
+
+def forecast_kv(state: EngineState, prefill_rate: int | None, candidates: Candidates | None = None) -> KVForecast:
     """Simulate the running sequences to their expected ends, with at most `prefill_rate` prefill tokens per step.
 
-    With several microbatches, a step of the forecast is a round: one step of each of them. num_candidate_tokens: prompt
-    tokens to compute of each sequence that may be admitted, which change how evenly prompts are spread over a round.
+    With several microbatches, a step of the forecast is a round: one step of each of them. candidates: sequences that
+    may be admitted, whose prompts change how many tokens fit into a step.
     """
     arrays, tree, page_size = state.slots, state.blocks.tree.arrays, state.options.limits.page_size
     most_ahead = state.options.max_steps_ahead
@@ -85,10 +107,14 @@ def forecast_kv(
         wanted = num_steps_to_keep_in_flight(state.step_seconds, most_ahead)
         most_ahead = max(wanted, len(state.steps_in_flight))
     num_microbatches = state.options.num_microbatches
-    rates = [rate for rate in (prefill_rate, prefill_per_round(state, num_candidate_tokens)) if rate is not None]
-    prefill_rate = min(rates, default=None)
-    release_delay = 1 if num_microbatches > 1 else most_ahead - 1
     past, prefilling = running_slots(state)
+    rates = (
+        prefill_rate,
+        prefill_per_round(state, _NO_TOKENS if candidates is None else candidates.num_to_compute),
+        timed_prefill_rate(state, past[arrays.is_decoding[past]], prefilling, candidates),
+    )
+    prefill_rate = min((rate for rate in rates if rate is not None), default=None)
+    release_delay = 1 if num_microbatches > 1 else most_ahead - 1
     slots = np.concatenate((past, prefilling))
     num_steps = expected_decode_steps(state, slots)
     num_tokens = np.maximum(arrays.num_kv_tokens[slots], arrays.num_prefill_tokens[slots])

@@ -1,7 +1,8 @@
 """What the next step computes, and how many steps to send ahead of the results. Pure functions."""
 
 from collections.abc import Iterable
-from math import ceil
+from dataclasses import dataclass
+from math import ceil, inf, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,19 +15,102 @@ NEW_STEP_WEIGHT = 0.2
 """Weight of the newest step in the moving average, which thus covers about ten steps."""
 
 
-def split_prefill(num_left: Iterable[int], budget: int) -> list[int]:
-    """Tokens of each prompt in a step, for the leading prompts that get any.
+MIN_STEP_SECONDS = 0.25
+"""Least time that a step with prompts may take if no flag sets it: readers of a stream hardly notice such a gap."""
 
-    First come first served; the last prompt gets the rest of `budget`. num_left: tokens that each prompt still needs,
-    at least 1; read only until the budget is used up.
+MOST_STREAM_SECONDS = 1.0
+"""Most time of such a step while a sequence is streamed, if no flag sets it."""
+
+STEP_OVERHEAD = 0.02
+"""Share of a step's time that may go into what every step costs, such as reading the weights."""
+
+MIN_CHUNK = 16
+"""Prompt tokens that a step computes at least, however long they are expected to take, so that prompts advance."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimit:
+    """How long a step with prompts may take, in seconds."""
+
+    seconds: float = inf
+    stream_seconds: float = inf
+    """While a sequence is streamed."""
+
+    def describe(self) -> str:
+        """The limit as text for the user."""
+        if self.stream_seconds == self.seconds:
+            return f"at most {self.seconds:.3g} s each"
+        return f"at most {self.seconds:.3g} s each, {self.stream_seconds:.3g} s while anything is streamed"
+
+    def prefill_seconds(self, decode_seconds: float, is_streaming: bool) -> float:
+        """Seconds for the prompts of a step whose decode rows take decode_seconds: what these leave, but at least half
+        of the limit. Otherwise prompts would hardly advance beside many rows."""
+        limit = self.stream_seconds if is_streaming else self.seconds
+        return max(limit - decode_seconds, limit / 2)
+
+
+def make_step_limit(max_step_seconds: float | None, seconds_per_step: float) -> StepLimit:
+    """The limit that the flag max_step_seconds sets; if it is None, so long that shorter steps would cost throughput.
+
+    seconds_per_step: time of a step of one token. Prompts in many small steps pay it more often.
+    """
+    if max_step_seconds is not None:
+        return StepLimit(max_step_seconds, max_step_seconds)
+    seconds = max(MIN_STEP_SECONDS, seconds_per_step / STEP_OVERHEAD)
+    return StepLimit(seconds, min(seconds, MOST_STREAM_SECONDS))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTime:
+    """How long the prompts of a step may take, and how long they are expected to take."""
+
+    seconds: float
+    per_token: float
+    """Seconds for each token, without attention."""
+    per_pair: float
+    """Seconds for each token and token of its context; the context is counted at the end of the chunk."""
+    max_tokens: float = inf
+    """Most tokens for which this is known well enough."""
+
+    def cost(self, start: int, num_tokens: int) -> float:
+        """Seconds for `num_tokens` tokens of a prompt, `start` of which are computed."""
+        return num_tokens * (self.per_token + self.per_pair * (start + num_tokens))
+
+    def most_tokens(self, start: int, seconds: float) -> float:
+        """The number of tokens n, not rounded, with cost(start, n) = seconds; inf if tokens take no time."""
+        linear = self.per_token + self.per_pair * start
+        # The positive root of per_pair * n ** 2 + linear * n - seconds, without a difference of nearly equal numbers.
+        divisor = linear + sqrt(linear * linear + 4 * self.per_pair * seconds)
+        return 2 * seconds / divisor if divisor > 0 else inf
+
+    def usual_rate(self, starts: NDArray[np.int64], num_left: NDArray[np.int64]) -> float:
+        """Tokens per step, in the mean until these prompts are computed in chunks; inf if they take no time.
+
+        starts, num_left: [N] tokens computed and tokens left of each prompt. N >= 1.
+        """
+        # A small chunk attends to the context before it: in the mean, half of the prompt's rest.
+        seconds = num_left @ (self.per_token + self.per_pair * (starts + num_left / 2))
+        return self.seconds * int(num_left.sum()) / float(seconds) if seconds > 0 else inf
+
+
+def split_prefill(prompts: Iterable[tuple[int, int]], budget: int, time: PrefillTime) -> list[int]:
+    """Tokens of each prompt in a step, for the leading prompts that get any: at most `budget` in all.
+
+    First come first served; the last prompt gets what is left, in tokens or in time. The first one gets up to MIN_CHUNK
+    tokens in any case. prompts: tokens computed, and tokens left, at least 1; read only until nothing is left for them.
     """
     chunks: list[int] = []
+    seconds, budget = time.seconds, int(min(budget, time.max_tokens))
     if budget > 0:
-        for left in num_left:
-            chunks.append(min(left, budget))
-            budget -= left
-            if budget <= 0:
+        for start, left in prompts:
+            most = time.most_tokens(start, max(0.0, seconds))
+            chunk = int(min(left, budget, max(most, 0 if chunks else MIN_CHUNK)))
+            if chunk:
+                chunks.append(chunk)
+            budget -= chunk
+            if chunk < left or budget <= 0:
                 break
+            seconds -= time.cost(start, chunk)
     return chunks
 
 

@@ -1,18 +1,20 @@
 """Predicts the time of a step from its rows, prefill tokens and context, learned from the steps before."""
 
 import math
+from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
 
 NUM_FEATURES = 5
+_PAIRS = 4
 
 IS_OF_DECODE = np.array([1.0, 1.0, 1.0, 0.0, 0.0])
 """1 for the features of a step that are not zero without prefill."""
 
 RATE = 0.3
-"""Share of the (logarithmic) error that one step corrects. Ten steps follow a change; noise is averaged over about
-three steps."""
+"""Share of the (logarithmic) error that one decode step corrects. Ten steps follow a change; noise is averaged over
+about three steps."""
 
 MAX_FACTOR = 4.0
 """A step that took more than this many times its prediction, or less than the inverse share of it, counts as if it took
@@ -20,6 +22,24 @@ just that. So one outlier moves a prediction by at most 4 ** RATE = 1.5, while a
 
 LEAST_SHARE = 0.01
 """Least share of a step's time that a feature gets when it is not zero for the first time."""
+
+FORGETTING = 0.99
+"""Weight of a step with prefill, relative to the one after it: the fit covers about a hundred of them. How a token's
+time grows with its context is a property of the device and changes little; a change of speed is followed by RATE."""
+
+SMALL_PREFILL = 64.0
+"""A step with so many prefill tokens has half the weight of a very large one: its noise is large for each token."""
+
+CAUTION = 0.02
+"""Weight of the previous fit, relative to the latest steps. It decides what these do not tell, such as the cost of
+context while all prompts have the same length."""
+
+GROWTH = 2.0
+_NUM_LATEST = 8
+"""For `most_prefill`. As many steps as this may be small before it shrinks."""
+
+LEAST_WEIGHT = 1e-15
+"""Least seconds per unit of a feature that a step has had."""
 
 SECONDS_RANGE = 1e-6, 3600.0
 """Shortest and longest plausible time of a step, in seconds."""
@@ -38,24 +58,44 @@ def step_features(
     return np.array([1, num_decode, decode_context, tokens.sum(), tokens @ context], np.float64)
 
 
+def decode_features(num_kv_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    """`step_features` of a step of decode rows alone, with this context each."""
+    return np.array([1, len(num_kv_tokens), num_kv_tokens.sum(), 0, 0], np.float64)
+
+
 class StepTimeModel:
-    """A non-negative weight for each feature, fitted online to the relative error by exponentiated gradient descent.
+    """A non-negative weight for each feature, fitted online to relative errors.
 
-    A step changes each weight by a factor, and most the weights that account for most of its time. So weights stay
-    positive, features need no common scale, steps of 2 ms count as much as steps of 60 ms, and a thousand decode steps
-    do not change what is known about prefill. The prediction is linear in the features, so the time of several steps is
-    predicted from the sum of their features.
-
+    The weights of decode are fitted by exponentiated gradient descent: a step changes each weight by a factor, and most
+    the weights that account for most of its time. So weights stay positive, features need no common scale, steps of 2
+    ms count as much as steps of 60 ms, and a thousand decode steps do not change what is known about prefill. The
+    prediction is linear in the features, so the time of several steps is predicted from the sum of their features.
     Source: Kivinen and Warmuth, Exponentiated gradient versus gradient descent for linear predictors, 1997.
+
+    The two weights of prefill are those with the least squares over the latest steps with prefill: the time of a step
+    is limited by them, and gradient descent takes too many prompts to tell the cost of a token from that of context.
     """
 
     def __init__(self) -> None:
         self.weights = np.zeros(NUM_FEATURES)
         """Seconds per unit of each feature, at least 0; 0 until a step has had the feature."""
+        self._num_prefill_tokens = deque[float](maxlen=_NUM_LATEST)  # of the latest steps with any
+        self._moments = [0.0] * 5  # of the line: sums of 1, x, x * x, y and x * y
 
     def knows(self, features: NDArray[np.float64]) -> bool:
         """Whether an observed step had each of these features. The prediction is too small otherwise."""
         return bool((self.weights > 0)[features > 0].all())
+
+    @property
+    def prefill_weights(self) -> tuple[float, float]:
+        """Seconds for each prefill token, and for each prefill token and token of its context; 0 while not known."""
+        return float(self.weights[3]), float(self.weights[4])
+
+    @property
+    def most_prefill(self) -> float:
+        """Prefill tokens of a step whose time can be told: GROWTH times as many as the largest of the latest steps had;
+        inf until a step had any. Beyond that, an error in one weight could make a step many times too long."""
+        return GROWTH * max(self._num_prefill_tokens, default=math.inf)
 
     def predict(self, features: NDArray[np.float64]) -> float:
         """Seconds of a step, or of several whose features were added."""
@@ -68,14 +108,49 @@ class StepTimeModel:
         parts = [value * weight for value, weight in zip(values, weights, strict=True)]
         new = [index for index, value in enumerate(values) if value > 0 and weights[index] == 0]
         if new:
-            unexplained = max(seconds - sum(parts), LEAST_SHARE * seconds) / len(new)
+            unexplained = max(seconds - sum(parts), LEAST_SHARE * seconds)
+            if _PAIRS in new:  # not an equal share: the next chunk of the prompt has several times the context
+                new.remove(_PAIRS)
+                parts[_PAIRS] = LEAST_SHARE * unexplained
+                weights[_PAIRS] = parts[_PAIRS] / values[_PAIRS]
+                unexplained -= parts[_PAIRS] if new else 0.0
             for index in new:
-                weights[index], parts[index] = unexplained / values[index], unexplained
+                parts[index] = unexplained / len(new)
+                weights[index] = parts[index] / values[index]
         predicted = sum(parts)
         most = math.log(MAX_FACTOR)
         error = min(max(math.log(seconds / predicted), -most), most)
+        if values[3] > 0:
+            self._num_prefill_tokens.append(values[3])
+            prefill_seconds = max(predicted * math.exp(error) - sum(parts[:3]), LEAST_SHARE * seconds)
+            change = math.exp(RATE * error)
+            per_token, per_pair = change * weights[3], change * weights[4]
+            self._moments[3:] = (change * moment for moment in self._moments[3:])
+            weights[3:] = self._fit_prefill(values[3], values[4] / values[3], prefill_seconds, per_token, per_pair)
         # Scaled so that the prediction for this step changes by the factor exp(RATE * error), to first order.
         scale = RATE * error * predicted / sum(part * part for part in parts)
-        self.weights = np.array(
-            [weight * math.exp(min(max(scale * part, -1.0), 1.0)) for weight, part in zip(weights, parts, strict=True)]
-        )
+        for index in range(3):
+            weights[index] *= math.exp(min(max(scale * parts[index], -1.0), 1.0))
+        self.weights = np.array(weights)
+
+    def _fit_prefill(
+        self, num_tokens: float, context: float, seconds: float, per_token: float, per_pair: float
+    ) -> tuple[float, float]:
+        """The weights of prefill after a step whose prefill took `seconds`. per_token, per_pair: the weights before.
+
+        context: mean context of the tokens. Fits a line to seconds per token by context.
+        """
+        weight, rate = num_tokens / (num_tokens + SMALL_PREFILL), seconds / num_tokens
+        new = weight, weight * context, weight * context * context, weight * rate, weight * rate * context
+        self._moments = [FORGETTING * old + value for old, value in zip(self._moments, new, strict=True)]
+        count, contexts, squares, rates, products = self._moments
+        rates, count = rates + CAUTION * count * per_token, (1 + CAUTION) * count
+        products, squares = products + CAUTION * squares * per_pair, (1 + CAUTION) * squares
+        determinant = count * squares - contexts * contexts
+        first = (rates * squares - products * contexts) / determinant
+        second = (products * count - rates * contexts) / determinant
+        if first < LEAST_WEIGHT:
+            return LEAST_WEIGHT, products / squares
+        if second < LEAST_WEIGHT:
+            return rates / count, LEAST_WEIGHT
+        return first, second

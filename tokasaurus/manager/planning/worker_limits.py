@@ -21,4 +21,5 @@ def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
         hydragen=hydragen,
         seconds_per_token=max(one.seconds_per_token for one in limits),
         limited_by=shortest.limited_by,
+        seconds_per_step=max(one.seconds_per_step for one in limits),
     )

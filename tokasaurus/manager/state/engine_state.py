@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tokasaurus.manager.kv_cache.block_allocator import BlockAllocator
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk
 from tokasaurus.manager.planning.length_predictor import CompletionLengths, Forecast, prior_forecast
+from tokasaurus.manager.planning.step_budget import StepLimit
 from tokasaurus.manager.planning.step_time_model import StepTimeModel
 from tokasaurus.manager.planning.step_times import StepTimes
 from tokasaurus.manager.state.grammar_manager import Grammars
@@ -94,6 +95,8 @@ class EngineOptions:
     """Fewest trailing tokens that are decoded when looking for a stop string."""
     stop_tokens: StopTokens | None = None
     """Which tokens may end a stop string; None: any token may."""
+    step_limit: StepLimit = StepLimit()  # noqa: RUF009  (it is frozen)
+    """How long the steps of a round, one of each microbatch, may take together if they have prompts."""
     prefill_multiple: int | None = None
     """A step's prefill tokens are rounded up to a multiple of this; None: prefill is greedy."""
     onboard_batch_size: int | None = 128

@@ -51,7 +51,7 @@ from tokasaurus.model.worker.loop import run_steps
 from tokasaurus.model.worker.memory_plan import INPUTS, ROTARY, SLOTS, STAGES, WEIGHTS, WORKSPACES, sizes_of_graphs
 from tokasaurus.model.worker.memory_report import MemoryReport
 from tokasaurus.model.worker.threads import leave_threads_to, set_worker_threads
-from tokasaurus.model.worker.warmup import ForwardLimits, warm_up, warm_up_small
+from tokasaurus.model.worker.warmup import ForwardLimits, WarmUpTimes, warm_up, warm_up_small
 from tokasaurus.monitoring.trace import Trace
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def start_worker(
             *(torch.get_num_threads(), config.max_topk_logprobs),
         )
 
-    def run_largest() -> float:
+    def run_largest() -> WarmUpTimes:
         # Long contexts only on CUDA: the CPU kernels take the same memory at any context length. Plain torch on a CPU
         # bounds its attention memory, but would take too long here.
         return warm_up(runner, limits, config.page_size, is_context_costly=device.type == "cuda")
@@ -263,9 +263,9 @@ def start_worker(
             reserve(forward_memory, model, limits)
         # All ranks run the same steps.
         if least_of_ranks(int(forward_memory is not None), mesh, device):
-            seconds_per_token = warm_up_small(runner, limits, config.page_size)
+            times = warm_up_small(runner, limits, config.page_size)
         else:
-            seconds_per_token = run_largest()
+            times = run_largest()
         if compiler is not None:
             compiler.end_warm_up()
             details.append(f"compiled functions: {compiler.num_compilations}")
@@ -287,7 +287,10 @@ def start_worker(
     backend.touch_in_background(max(1, torch.get_num_threads() // 2))
     num_kv_tokens = num_blocks * config.page_size
     max_tokens, limited_by = longest_sequence(info.context_length, config.max_num_tokens_per_request, num_kv_tokens)
-    limits_found = EngineLimits(num_blocks, config.page_size, max_tokens, hydragen, seconds_per_token, limited_by)
+    limits_found = EngineLimits(
+        *(num_blocks, config.page_size, max_tokens, hydragen),
+        *(times.per_token, times.single_token, limited_by),
+    )
     return StartedWorker(runner, limits_found, device, kernels if runner.always_on_kernels else None)
 
 

@@ -38,7 +38,22 @@ _SMALL_ROWS = 4
 _SMALL_TOKENS = 2
 """Prompt tokens of each row of a small forward."""
 
+_MOST_SINGLE = 8
+_MOST_SINGLE_SECONDS = 0.1
+"""Forwards of one token that are timed: at most so many, and none after so many seconds, but two."""
+
 _NOTHING = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpTimes:
+    """What forwards of the warm-up took, in seconds."""
+
+    per_token: float
+    """Of the forward that took least for each of its tokens."""
+
+    single_token: float
+    """The shortest forward of one token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +106,8 @@ def single_token(limits: ForwardLimits) -> ForwardInput:
     return _first_step(np.ones(1, np.int32), np.zeros(1, np.int32), limits, is_plain=True)
 
 
-def warm_up(runner: ModelRunner, limits: ForwardLimits, page_size: int, is_context_costly: bool) -> float:
-    """Run the largest forwards and small ones of each kind and shape -> seconds per token, of the forward with fewest.
+def warm_up(runner: ModelRunner, limits: ForwardLimits, page_size: int, is_context_costly: bool) -> WarmUpTimes:
+    """Run the largest forwards and small ones of each kind and shape.
 
     The largest are the widest prefill and a decode after it; and, if is_context_costly (attention's memory grows with
     the context), the longest ones.
@@ -106,8 +121,9 @@ def warm_up(runner: ModelRunner, limits: ForwardLimits, page_size: int, is_conte
     if is_context_costly:
         steps += [longest_prefill(limits), longest_last_tokens(limits)]
     every_shape = steps_of_all_classes(limits.max_tokens, limits.max_seqs, limits.context_length, page_size)
-    seconds = min(_run_timed(runner, step) for step in itertools.chain(steps, every_shape))
-    return min(seconds, warm_up_small(runner, limits, page_size))
+    per_token = min(_seconds_per_token(runner, step) for step in itertools.chain(steps, every_shape))
+    small = warm_up_small(runner, limits, page_size)
+    return replace(small, per_token=min(per_token, small.per_token))
 
 
 def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInput]:
@@ -137,16 +153,17 @@ def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInp
     yield single_token(limits)
 
 
-def warm_up_small(runner: ModelRunner, limits: ForwardLimits, page_size: int) -> float:
-    """Run the small forwards and read their results as the step loop does. Leaves slots open, as `warm_up` does.
+def warm_up_small(runner: ModelRunner, limits: ForwardLimits, page_size: int) -> WarmUpTimes:
+    """Run the small forwards and read their results as the step loop does. Leaves slots open, as `warm_up` does."""
+    per_token = min(_seconds_per_token(runner, step) for step in small_forwards(limits, page_size))
+    seconds: list[float] = []
+    while len(seconds) < 2 or (len(seconds) < _MOST_SINGLE and sum(seconds) < _MOST_SINGLE_SECONDS):
+        seconds.append(_seconds_per_token(runner, single_token(limits)))
+    return WarmUpTimes(min(per_token, *seconds), min(seconds))
 
-    Returns seconds per token of the forward where these are fewest.
-    """
-    return min(_run_timed(runner, step) for step in small_forwards(limits, page_size))
 
-
-def _run_timed(runner: ModelRunner, step: ForwardInput) -> float:
-    """Seconds per token of the step."""
+def _seconds_per_token(runner: ModelRunner, step: ForwardInput) -> float:
+    """Run the step and read its results."""
     began_s = time.perf_counter()
     result = runner.run(step)
     if result is not None:
