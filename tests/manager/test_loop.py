@@ -23,6 +23,7 @@ from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
 from tokasaurus.config import ServerConfig
 from tokasaurus.config_flags import SERVER_FLAGS
 from tokasaurus.manager.loop import engine_options, is_worth_an_update, run_manager
+from tokasaurus.manager.planning.step_budget import StepLimit
 from tokasaurus.manager.state.engine_state import EngineOptions, HydragenOptions, LengthPredictorOptions
 from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender, make_channel, wait
 from tokasaurus.messages.forward import ForwardInput
@@ -79,7 +80,7 @@ def fields_of(options: EngineOptions) -> dict[str, object]:
 @pytest.mark.parametrize(
     "flag",
     [
-        *SERVER_FLAGS.groups["scheduler"],
+        *(flag for flag in SERVER_FLAGS.groups["scheduler"] if flag != "max_step_seconds"),
         "max_tokens_per_forward",
         "max_seqs_per_forward",
         "stop_string_num_token_lookback",
@@ -102,6 +103,12 @@ def test_every_scheduling_flag_changes_one_engine_option(flag):
     else:
         (name,) = different
         assert (default[name], changed[name]) == (before, value)
+
+
+def test_the_time_of_a_step_is_limited_by_its_flag_or_by_the_time_of_the_warm_up():
+    assert options_for(max_step_seconds=0.5).step_limit == StepLimit(0.5, 0.5)
+    slow = dataclasses.replace(LIMITS, seconds_per_step=0.04)
+    assert options_for(slow).step_limit == StepLimit(pytest.approx(2.0), 1.0)
 
 
 def test_limits_eos_and_special_ids_of_the_model_reach_the_engine_options():
@@ -149,8 +156,8 @@ def test_default_flags_give_the_default_engine_options():
     default = options_for()
     assert default.early_stopping == LengthPredictorOptions()
     for field in dataclasses.fields(EngineOptions):
-        # The default of hydragen is in tokens, so it depends on the page size.
-        if field.default is not dataclasses.MISSING and field.name != "hydragen":
+        # hydragen depends on the page size, and step_limit on the warm-up.
+        if field.default is not dataclasses.MISSING and field.name not in ("hydragen", "step_limit"):
             assert getattr(default, field.name) == field.default
 
 
@@ -313,7 +320,7 @@ def test_requests_sent_before_the_worker_is_ready_are_answered_and_the_last_wind
             for message in inputs.drain():
                 outputs_out.send(worker.forward(message, forward_seconds=0.002))
         deadline_s = time.monotonic() + TIMEOUT_S
-        while not caplog.records and time.monotonic() < deadline_s:
+        while "sequences a step" not in caplog.text and time.monotonic() < deadline_s:
             time.sleep(0.01)
         requests.close()
         manager.join(TIMEOUT_S)
