@@ -66,7 +66,11 @@ def _check_window(window: str) -> None:
 _OWN_TABLE = FlagTable(
     groups={
         "batch": {
-            "input": Flag("file of requests, one JSON object per line", none_means="required"),
+            "input": Flag(
+                "file of requests, one JSON object per line; - is standard input, which is copied to a file first, as "
+                "pipes are",
+                none_means="required",
+            ),
             "output": Flag("file for the results, which appears when it is complete", none_means="required"),
             "overwrite": Flag("replace the output if it exists"),
             "base_url": Flag(

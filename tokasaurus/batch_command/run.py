@@ -14,6 +14,7 @@ from types import FrameType
 from tokasaurus.batch_command.api import MAX_SILENCE_SECONDS, BatchApi, BatchView, Waiter
 from tokasaurus.batch_command.config import RunConfig
 from tokasaurus.batch_command.errors import CommandError, NothingToContinue, NotOnServer
+from tokasaurus.batch_command.input_copy import copy_input, is_stream
 from tokasaurus.batch_command.input_file import find_endpoint, fingerprint
 from tokasaurus.batch_command.outcome import why_failed
 from tokasaurus.batch_command.own_server import GivenServer, OwnServer
@@ -53,7 +54,7 @@ def run_batch(config: RunConfig, words: list[str]) -> int:
         print(f"toka batch: {error}", file=sys.stderr)
         return 1
     except _Stopped as stopped:
-        print(f"toka batch: stopped; {run.what_goes_on()}the same command continues where it was", file=sys.stderr)
+        print(f"toka batch: stopped; {run.what_goes_on()}{run.how_to_continue()}", file=sys.stderr)
         return 128 + stopped.number
     return 0
 
@@ -83,20 +84,26 @@ class _Run:
         assert config.output is not None
         self._config = config
         self._server_words = words
+        self._input_name = config.input
         self._input = Path(config.input)
+        """Of an input that can be read only once, the copy, as soon as there is one."""
         self._output = Path(config.output)
         self._batch: BatchView | None = None
         """As the server has last described it."""
 
     def run(self) -> str:
         """The line that sums up the complete run. Raises CommandError."""
-        found = fingerprint(self._input)
+        found = None if is_stream(self._input_name) else fingerprint(self._input)
         self._check_output()
-        new_state = RunState(found.num_bytes, found.sha256, base_url=self._config.base_url)
         with ExitStack() as stack:
             self._state_file = StateFile(self._state_path())
             stack.callback(self._state_file.close)
             stored = self._state_file.read()
+            if found is None:
+                max_bytes = self._config.max_file_bytes if self._config.base_url is None else None
+                found = copy_input(self._input_name, self._state_file, stored, max_bytes)
+                self._input = self._state_file.input_copy
+            new_state = RunState(found.num_bytes, found.sha256, base_url=self._config.base_url)
             self._state = new_state if stored is None or stored.file_id is None else stored
             self._check_state(new_state)
             if self._is_written():
@@ -121,6 +128,13 @@ class _Run:
         batch_id = self._batch.id
         return f"{batch_id} goes on running on the server (toka batch cancel {batch_id} base_url={url} ends it); "
 
+    def how_to_continue(self) -> str:
+        """For a run that was stopped."""
+        if not is_stream(self._input_name):
+            return "the same command continues where it was"
+        copy = f", as does input={self._input}, the copy" if self._input.exists() else ""
+        return f"the same command with the same input continues where it was{copy}"
+
     def _how_to_begin_again(self) -> str:
         return f"delete {self._state_file.to_delete} to begin again"
 
@@ -137,7 +151,7 @@ class _Run:
             raise CommandError(f"output={self._output}: there is no directory {self._output.parent}")
         if self._output.is_dir():
             raise CommandError(f"output={self._output}: is a directory")
-        if self._output.exists() and self._output.samefile(self._input):
+        if self._output.exists() and not is_stream(self._input_name) and self._output.samefile(self._input):
             raise CommandError(f"output={self._output}: is the input")
         other = path_with_own_server if self._config.base_url is not None else path_with_base_url
         if other(self._output).exists():

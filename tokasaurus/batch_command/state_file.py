@@ -17,6 +17,7 @@ from tokasaurus.server.batches.store.data_dir import sync_directory
 
 # What a server and a run put into the directory of a run that has its own server.
 _IN_DIRECTORY = ("lock", "database.sqlite", "database.sqlite-wal", "database.sqlite-shm", "files", "server.log")
+_COPY_NAME = "input.jsonl"
 STATE_NAME = "run.json"
 
 
@@ -77,6 +78,13 @@ class StateFile:
         """What the user deletes to begin again."""
         return self.path.parent if self._is_in_directory else self.path
 
+    @property
+    def input_copy(self) -> Path:
+        """Where the copy of an input lies that can be read only once."""
+        if self._is_in_directory:
+            return self.path.with_name(_COPY_NAME)
+        return self.path.with_name(f"{self.path.name.removesuffix('.json')}.{_COPY_NAME}")
+
     def read(self) -> RunState | None:
         """None if nothing is done."""
         content = self._file.read()
@@ -108,6 +116,7 @@ class StateFile:
     def remove(self) -> None:
         """Remove all that is stored for the run. The state goes last, so that an interruption does not look new."""
         try:
+            self.input_copy.unlink(missing_ok=True)
             if self._is_in_directory:
                 for name in _IN_DIRECTORY:
                     stored = self.path.with_name(name)
