@@ -15,6 +15,7 @@ from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import EngineUpdate, GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.text.prompt_tail import NO_TAIL
 
 EOS_ID = 0
 VOCAB_SIZE = 50_000
@@ -38,7 +39,7 @@ def engine_options(
 ) -> EngineOptions:
     """The engine's default options, with a KV cache of about `num_kv_tokens` tokens.
 
-    A placeholder is enough for `decode_text`, since no request of a Load has stop strings."""
+    Placeholders are enough for `decode_text` and `prompt_tail`, since no request of a Load has stop strings."""
     return EngineOptions(
         limits=EngineLimits(num_kv_tokens // PAGE_SIZE, PAGE_SIZE, MAX_TOKENS_PER_SEQUENCE),
         max_tokens_per_forward=max_tokens_per_forward,
@@ -46,6 +47,7 @@ def engine_options(
         max_steps_ahead=8,
         eos_ids=frozenset({EOS_ID}),
         decode_text=lambda token_ids: "".join(map(chr, token_ids)),
+        prompt_tail=lambda _: NO_TAIL,
         special_ids=frozenset({EOS_ID}),
         min_lookback_tokens=5,
         deferred_tasks=deferred_tasks,

@@ -17,7 +17,7 @@ from tests.manager.helpers.requests import make_request
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.steps import make_runner, one_thread
 from tokasaurus.text.grammars import GrammarVocabulary, load_grammar_vocabulary, make_matcher
-from tokasaurus.text.tokenizer import load_token_decoder
+from tokasaurus.text.token_decoder import load_token_decoder
 
 MAX_NEW_TOKENS = 24
 PATTERNS = [r"[a-z]{2,5}@[a-z]+\.(com|org)", r'\{"x": (true|false|[0-9]{1,3})\}', r"(yes|no|never)", r"[^q]*"]

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.manager.helpers.fake_grammars import EOS_ID, INVALID_GRAMMAR, LANGUAGES, TOKEN_BYTES, VOCAB_SIZE
 from tests.manager.helpers.fake_worker import FakeWorker, run_fake_worker
 from tests.manager.helpers.requests import make_request
-from tests.manager.helpers.simulation import decode_text, simulate
+from tests.manager.helpers.simulation import decode_text, prompt_tail, simulate
 from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
 from tokasaurus.config import ServerConfig
 from tokasaurus.config_flags import SERVER_FLAGS
@@ -58,6 +58,7 @@ LIMITS = EngineLimits(num_kv_blocks=9, page_size=4, max_tokens_per_sequence=30)
 class Decoder:
     special_ids = frozenset({3})
     decode = staticmethod(decode_text)
+    prompt_tail = staticmethod(prompt_tail)
 
 
 def options_for(limits: EngineLimits = LIMITS, **flags: object) -> EngineOptions:
@@ -114,9 +115,8 @@ def test_the_time_of_a_step_is_limited_by_its_flag_or_by_the_time_of_the_warm_up
 def test_limits_eos_and_special_ids_of_the_model_reach_the_engine_options():
     options = options_for()
     assert options.limits is LIMITS
-    assert options.eos_ids == {1, 2}
-    assert options.special_ids == {3}
-    assert options.decode_text is decode_text
+    assert (options.eos_ids, options.special_ids) == ({1, 2}, {3})
+    assert (options.decode_text, options.prompt_tail) == (decode_text, prompt_tail)
 
 
 def test_hydragen_min_prefix_len_in_tokens_is_rounded_up_to_whole_blocks():

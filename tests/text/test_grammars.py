@@ -9,7 +9,8 @@ from llguidance import LLMatcher
 
 from tests.helpers.small_tokenizer import EOS_IDS, IM_START, VOCAB_SIZE, save_small_tokenizer
 from tokasaurus.text.grammars import GrammarError, GrammarVocabulary, load_grammar_vocabulary, make_matcher
-from tokasaurus.text.tokenizer import Tokenizer, TokenizerError
+from tokasaurus.text.token_decoder import TokenizerError
+from tokasaurus.text.tokenizer import Tokenizer
 
 GRAMMAR = LLMatcher.grammar_from_regex("[a-zé]{3,9} [a-z]*[.!]")
 BEGINNINGS = "[a-zé]{0,9}|[a-zé]{3,9} [a-z]*[.!]?".encode()

@@ -22,13 +22,8 @@ from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.text import tokenizer as tokenizer_module
 from tokasaurus.text.detokenizer import make_detokenizer
 from tokasaurus.text.time_limit import TimeLimit
-from tokasaurus.text.tokenizer import (
-    ChatTemplateError,
-    ChatTemplateTooSlow,
-    Tokenizer,
-    TokenizerError,
-    load_token_decoder,
-)
+from tokasaurus.text.token_decoder import TokenizerError, load_token_decoder
+from tokasaurus.text.tokenizer import ChatTemplateError, ChatTemplateTooSlow, Tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -296,7 +291,7 @@ def test_tokenizer_and_token_decoder_do_not_import_torch(directory: Path) -> Non
     script = f"""
 import sys
 from pathlib import Path
-from tokasaurus.text.tokenizer import Tokenizer, load_token_decoder
+from tokasaurus.text.token_decoder import load_token_decoder; from tokasaurus.text.tokenizer import Tokenizer
 decoder = load_token_decoder(Path({str(directory)!r}))
 assert decoder.decode([1, 300]) is not None
 assert "transformers" not in sys.modules

@@ -48,7 +48,7 @@ from tokasaurus.monitoring.timing import BusyFraction
 from tokasaurus.monitoring.trace import NO_TRACE, Trace
 from tokasaurus.text.grammars import load_grammar_vocabulary
 from tokasaurus.text.stop_strings import StopTokens
-from tokasaurus.text.tokenizer import TokenDecoder, TokenizerError, load_token_decoder
+from tokasaurus.text.token_decoder import TokenDecoder, TokenizerError, load_token_decoder
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
@@ -258,6 +258,7 @@ def engine_options(
         max_steps_ahead=config.scheduling_steps_ahead,
         eos_ids=frozenset(eos_ids),
         decode_text=decoder.decode,
+        prompt_tail=decoder.prompt_tail,
         special_ids=decoder.special_ids,
         min_lookback_tokens=config.stop_string_num_token_lookback,
         stop_tokens=stop_tokens,

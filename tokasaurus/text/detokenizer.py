@@ -1,17 +1,18 @@
-"""Incremental decoding of token ids: emits whole characters only; all parts joined equal `decode` of all ids."""
+"""Incremental decoding of token ids: emits whole characters only; all parts joined equal decoding all ids at once."""
 
 import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
+from tokasaurus.text.prompt_tail import NO_TAIL, PromptTail
 from tokasaurus.text.tokenizer import Tokenizer
 
 
 class Detokenizer(Protocol):
     """Decodes the tokens of one sequence as they arrive, without special tokens.
 
-    The results of all `add` calls and of the final `finish`, concatenated, equal `Tokenizer.decode` of all ids. Text
-    that later ids may change is buffered, such as the bytes of an incomplete character.
+    The results of all `add` calls and of the final `finish`, concatenated, equal `Tokenizer.decode_after` of all ids.
+    Text that later ids may change is buffered, such as the bytes of an incomplete character.
     """
 
     def add(self, token_ids: Sequence[int]) -> str: ...
@@ -20,16 +21,19 @@ class Detokenizer(Protocol):
         """The buffered text and the text of the last ids."""
 
 
-def make_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
-    return _ByteDetokenizer(tokenizer) if tokenizer.is_byte_level else _ContextDetokenizer(tokenizer)
+def make_detokenizer(tokenizer: Tokenizer, tail: PromptTail = NO_TAIL) -> Detokenizer:
+    """tail: of the prompt that the ids follow."""
+    return _ByteDetokenizer(tokenizer, tail) if tokenizer.is_byte_level else _ContextDetokenizer(tokenizer, tail)
 
 
 class _ByteDetokenizer:
     """For byte-level BPE: the text is the concatenation of the tokens' bytes, decoded as UTF-8."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, tail: PromptTail) -> None:
         self._tokenizer = tokenizer
+        self._tail = tail
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(self._bytes_of(tail.token_ids))  # leaves the bytes of an incomplete character in it
         self._has_begun = False
 
     def add(self, token_ids: Sequence[int]) -> str:
@@ -38,7 +42,7 @@ class _ByteDetokenizer:
 
     def finish(self, token_ids: Sequence[int] = ()) -> str:
         if not self._has_begun:  # these are all ids, which the library decodes faster
-            return self._tokenizer.decode(token_ids)
+            return self._tokenizer.decode_after(self._tail, token_ids)
         return self._decoder.decode(self._bytes_of(token_ids), final=True)
 
     def _bytes_of(self, token_ids: Sequence[int]) -> bytes:
@@ -53,9 +57,9 @@ class _ContextDetokenizer:
     first. It decodes a run of byte tokens ("<0xNN>") as a unit, so such a run is buffered until it ends.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, tail: PromptTail) -> None:
         self._tokenizer = tokenizer
-        self._context: list[int] = []
+        self._context = tail
         self._pending: list[int] = []
 
     def add(self, token_ids: Sequence[int]) -> str:
@@ -65,14 +69,10 @@ class _ContextDetokenizer:
         self._pending += visible
         if not visible or self._tokenizer.is_byte_token(visible[-1]):
             return ""
-        text = self._decode(self._pending)
-        self._context, self._pending = self._pending, []
+        text = self._tokenizer.decode_after(self._context, self._pending)
+        self._context = PromptTail(tuple(self._pending), len(self._tokenizer.decode(self._pending)))
+        self._pending = []
         return text
 
     def finish(self, token_ids: Sequence[int] = ()) -> str:
-        return self._decode([*self._pending, *token_ids])
-
-    def _decode(self, token_ids: list[int]) -> str:
-        """The text of ids that follow the context."""
-        decode = self._tokenizer.decode
-        return decode(self._context + token_ids)[len(decode(self._context)) :]
+        return self._tokenizer.decode_after(self._context, [*self._pending, *token_ids])

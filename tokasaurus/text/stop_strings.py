@@ -10,6 +10,8 @@ from collections.abc import Callable, Container, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.text.prompt_tail import NO_TAIL, PromptTail
+
 _REPLACEMENT = "\ufffd"  # incomplete UTF-8 decodes to this
 
 _MOST_ROWS = 256
@@ -136,7 +138,8 @@ class StopMatcher:
     """Finds the token at which a sequence's text completes a stop string, decoding only its last tokens.
 
     decode: token ids to text without special tokens. special_ids: the special tokens, which do not interrupt a match.
-    minimum_lookback: lower bound for `lookback`.
+    minimum_lookback: lower bound for `lookback`. tail: of the prompt, after which the sequence's first tokens are
+    decoded.
     """
 
     def __init__(
@@ -145,38 +148,49 @@ class StopMatcher:
         stops: Sequence[str],
         special_ids: Container[int] = (),
         minimum_lookback: int = 0,
+        tail: PromptTail = NO_TAIL,
     ) -> None:
         self._decode = decode
         self._stops = tuple(stops)
         self._special_ids = special_ids
+        self._prompt_tail = tail
         self.lookback = lookback_tokens(stops, minimum_lookback)
         """Number of tokens to decode, ending with the first new one; special tokens are not counted."""
         self.needs_whole_text = any(_REPLACEMENT in stop for stop in stops)
         """All tokens are decoded: a tail that begins inside a character decodes to a replacement character that the
         whole text may not contain."""
 
-    def first_completion(self, token_ids: Sequence[int], num_checked: int, num_exempt: int = 0) -> int | None:
+    def first_completion(
+        self, token_ids: Sequence[int], num_checked: int, num_exempt: int = 0, is_whole: bool = True
+    ) -> int | None:
         """The smallest n > num_checked such that the text of token_ids[:n] contains a stop string; None if none does.
 
         token_ids: the sequence's generated tokens. num_checked: number of first tokens known to complete none.
-        num_exempt: stop strings within the text of the first `num_exempt` tokens are ignored.
+        num_exempt: stop strings within the text of the first `num_exempt` tokens are ignored. is_whole: False if the
+        sequence has generated tokens before these.
         """
         num_checked = max(num_checked, num_exempt)
         if not self._stops or num_checked >= len(token_ids):
             return None
-        if not self._completes(token_ids, num_checked + 1, len(token_ids), num_exempt):
+        if not self._completes(token_ids, num_checked + 1, len(token_ids), num_exempt, is_whole):
             return None
         ends = range(num_checked + 1, len(token_ids))
-        return next((end for end in ends if self._completes(token_ids, end, end, num_exempt)), len(token_ids))
+        return next((end for end in ends if self._completes(token_ids, end, end, num_exempt, is_whole)), len(token_ids))
 
-    def _completes(self, token_ids: Sequence[int], first_end: int, end: int, num_exempt: int) -> bool:
+    def _completes(self, token_ids: Sequence[int], first_end: int, end: int, num_exempt: int, is_whole: bool) -> bool:
         """Whether any of the tokens first_end - 1, …, end - 1 completes a stop string."""
-        start = self._tail_start(token_ids, first_end)
-        text = self._decode(token_ids[start:end])
-        exempt = len(self._decode(token_ids[start:num_exempt])) if start < num_exempt else 0
+        start = self._lookback_start(token_ids, first_end)
+        tail = self._prompt_tail if is_whole and start == 0 else NO_TAIL
+        text = self._decode_after(tail, token_ids[start:end])
+        exempt = len(self._decode_after(tail, token_ids[start:num_exempt])) if start < num_exempt else 0
         return any(_find_beyond(text, stop, exempt) >= 0 for stop in self._stops)
 
-    def _tail_start(self, token_ids: Sequence[int], end: int) -> int:
+    def _decode_after(self, tail: PromptTail, token_ids: Sequence[int]) -> str:
+        if not tail.token_ids:
+            return self._decode(token_ids)
+        return self._decode([*tail.token_ids, *token_ids])[tail.num_characters :]
+
+    def _lookback_start(self, token_ids: Sequence[int], end: int) -> int:
         """Index at which the last `lookback` non-special tokens before `end` begin."""
         if self.needs_whole_text:
             return 0

@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as BaseTokenizer
 
-from tokasaurus.messages.lifecycle import UserError, one_line
 from tokasaurus.text.special_text import SpecialText, strings_in
 from tokasaurus.text.time_limit import TimeLimit, TimeLimitExceeded
 from tokasaurus.text.token_bounds import TokenBounds
-from tokasaurus.text.token_bytes import BYTE_OF_CHARACTER, TokenBytes
+from tokasaurus.text.token_bytes import BYTE_OF_CHARACTER
+from tokasaurus.text.token_decoder import TokenDecoder, load_base
+from tokasaurus.text.token_decoder import TokenizerError as TokenizerError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-
-# Some models declare these as special tokens, but the tool-call parser needs them in the text.
-_CALL_MARKS = ("<tool_call>", "</tool_call>")
 
 TEMPLATE_LIMIT_S = 10.0
 """A template is a program from the model's repository, which may loop. Ordinary ones take below a millisecond, long
@@ -33,13 +31,6 @@ _RENDERING = TimeLimit(TEMPLATE_LIMIT_S)
 
 # Shorter strings are left out of the early bound on tokens: they would cost more time than they add.
 _SHORT_CHARS = 64
-
-
-class TokenizerError(UserError):
-    """The tokenizer's files are missing or broken. The message is one line for the user."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))
 
 
 class ChatTemplateError(ValueError):
@@ -62,31 +53,6 @@ class TextTooLong(ValueError):
         self.fewest_tokens = fewest_tokens
 
 
-class TokenDecoder:
-    """Decodes token ids to text, for the manager, which needs nothing else. Thread-safe."""
-
-    def __init__(self, base: BaseTokenizer) -> None:
-        self._base = base
-        self._bytes = TokenBytes(base)
-        special = {id_: token.content for id_, token in base.get_added_tokens_decoder().items() if token.special}
-        self.special_ids = frozenset(id_ for id_, content in special.items() if content not in _CALL_MARKS)
-        # The library would skip _CALL_MARKS as well if they are special.
-        self._skips_special_itself = len(self.special_ids) < len(special)
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The exact text, with no clean-up of spaces. Incomplete UTF-8 becomes U+FFFD; ids without a token are dropped.
-
-        An added token has its own text, also if this could be read as letters of the byte-level alphabet ("café").
-        skip_special_tokens: omit the tokens in `special_ids`."""
-        if self._bytes.misread_ids and not self._bytes.misread_ids.isdisjoint(ids):
-            shown = [id_ for id_ in ids if id_ not in self.special_ids] if skip_special_tokens else ids
-            return b"".join(map(self._bytes.of, shown)).decode(errors="replace")
-        if skip_special_tokens and self._skips_special_itself:
-            ids = [id_ for id_ in ids if id_ not in self.special_ids]
-            skip_special_tokens = False
-        return self._base.decode(ids, skip_special_tokens=skip_special_tokens)
-
-
 class Tokenizer(TokenDecoder):
     """A model's tokenizer as the server uses it. Thread-safe. `decode` omits the tokens in `special_ids`."""
 
@@ -97,9 +63,6 @@ class Tokenizer(TokenDecoder):
         base.no_padding()
         self.vocab_size = max(base.get_vocab(with_added_tokens=True).values()) + 1
         """Highest token id + 1. The model's vocabulary may be larger, for padding."""
-        self.is_byte_level = self._bytes.is_byte_level
-        """The text is the concatenation of the tokens' bytes, decoded as UTF-8. Other decoders may, for instance, drop
-        the first space."""
         self._bounds = TokenBounds(base, BYTE_OF_CHARACTER)
         self._special_text = SpecialText(base)
         self.directory = directory
@@ -110,7 +73,7 @@ class Tokenizer(TokenDecoder):
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
         """Read tokenizer.json; the chat template and named tokens are read on first use. Raises TokenizerError."""
-        return cls(_load_base(directory), directory)
+        return cls(load_base(directory), directory)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`, in which the text of a special token becomes this token.
@@ -302,23 +265,8 @@ class Tokenizer(TokenDecoder):
             return self._chat_tokenizer
 
 
-def load_token_decoder(directory: Path) -> TokenDecoder:
-    """For a process that only decodes: does not load transformers. Raises TokenizerError."""
-    return TokenDecoder(_load_base(directory))
-
-
 def _check_variables(variables: Iterable[str], parameters: Container[str]) -> None:
     """Reject variables named like a parameter of the renderer: clients could otherwise replace the template itself."""
     for name in variables:
         if name in parameters:
             raise TemplateVariableError(f"{name} is not a variable of a chat template")
-
-
-def _load_base(directory: Path) -> BaseTokenizer:
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise TokenizerError(f"{directory} has no tokenizer.json")
-    try:
-        return BaseTokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise TokenizerError(f"cannot read {path}: {error}") from None

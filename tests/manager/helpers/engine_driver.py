@@ -14,7 +14,7 @@ from tests.manager.helpers.block_accounting import assert_each_block_has_one_own
 from tests.manager.helpers.fake_grammars import EOS_ID
 from tests.manager.helpers.fake_prompt_logprobs import assert_stored_logprobs_are_true
 from tests.manager.helpers.fake_worker import FakeWorker
-from tests.manager.helpers.simulation import decode_text
+from tests.manager.helpers.simulation import decode_text, prompt_tail
 from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.planning.length_predictor import Forecast
 from tokasaurus.manager.state.engine_state import EngineOptions, LengthPredictorOptions, make_state
@@ -49,6 +49,7 @@ def make_options(num_blocks: int = 20, page_size: int = 4, **changed: Any) -> En
         "max_steps_ahead": 8,
         "eos_ids": frozenset({EOS_ID}),
         "decode_text": decode_text,
+        "prompt_tail": prompt_tail,
         "special_ids": frozenset({EOS_ID}),
         "min_lookback_tokens": 1,
         "early_stopping": None,

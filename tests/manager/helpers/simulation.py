@@ -1,19 +1,27 @@
 """A slow oracle for what each sequence generates: token by token, without batches, blocks or steps."""
 
+import codecs
 import dataclasses
 import zlib
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Sequence
 
 import numpy as np
 
 from tests.manager.helpers.fake_grammars import EOS_ID, TOKEN_BYTES, VOCAB_SIZE, allowed_tokens
 from tests.manager.helpers.fake_prompt_logprobs import assert_prompt_logprobs_are_true
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta, TopLogprobs
+from tokasaurus.text.prompt_tail import PromptTail
 
 
 def decode_text(token_ids: list[int]) -> str:
     """Text of the fake vocabulary: tokens have several characters, characters several tokens, and eos has no text."""
     return b"".join(TOKEN_BYTES[token_id] for token_id in token_ids).decode("utf-8", "replace")
+
+
+def prompt_tail(prompt_ids: Sequence[int]) -> PromptTail:
+    """All of the prompt, and the complete characters of its text."""
+    prompt = b"".join(TOKEN_BYTES[token_id] for token_id in prompt_ids)
+    return PromptTail(tuple(prompt_ids), len(codecs.getincrementaldecoder("utf-8")("replace").decode(prompt)))
 
 
 def draw(
@@ -63,9 +71,14 @@ def simulate(request: GenerateRequest, index: int) -> tuple[list[int], list[floa
         logprobs.append(logprob)
         if token_id in ending_ids or (grammar and token_id == EOS_ID):
             return token_ids, logprobs, "stop"
-        text, exempt_text = decode_text(token_ids), decode_text(token_ids[: request.min_tokens])
+        tail = prompt_tail(request.prompt_ids.tolist())
+        text, exempt_text = (
+            decode_text([*tail.token_ids, *ids])[tail.num_characters :]
+            for ids in (token_ids, token_ids[: request.min_tokens])
+        )
+        num_exempt = len(exempt_text) if request.min_tokens else 0
         occurrences = [(start, stop) for stop in request.stop_strings for start in range(len(text))]
-        if any(text.startswith(stop, start) and start + len(stop) > len(exempt_text) for start, stop in occurrences):
+        if any(text.startswith(stop, start) and start + len(stop) > num_exempt for start, stop in occurrences):
             return token_ids, logprobs, "stop"
         if grammar and allowed_tokens(grammar, token_ids, request.ignore_eos) <= {EOS_ID}:
             return token_ids, logprobs, "stop"

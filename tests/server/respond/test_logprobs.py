@@ -13,7 +13,7 @@ from tokasaurus.text.tokenizer import Tokenizer
 
 def token_offsets(token_ids: list[int], tokenizer: Tokenizer) -> list[int]:
     offsets = TokenOffsets(tokenizer)
-    return [offsets.next(token_id) for token_id in token_ids]
+    return [offsets.next(token_id)[0] for token_id in token_ids]
 
 
 def bytes_before(token_ids: list[int], model: ServedModel) -> list[bytes]:

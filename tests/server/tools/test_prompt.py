@@ -30,7 +30,8 @@ from tokasaurus.server.tools.formats import (
 from tokasaurus.server.tools.prompt import template_input
 from tokasaurus.text import tokenizer as tokenizer_module
 from tokasaurus.text.time_limit import TimeLimit
-from tokasaurus.text.tokenizer import Tokenizer, TokenizerError
+from tokasaurus.text.token_decoder import TokenizerError
+from tokasaurus.text.tokenizer import Tokenizer
 
 WEATHER: dict[str, Any] = {
     "type": "function",

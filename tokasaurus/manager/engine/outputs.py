@@ -178,7 +178,7 @@ def _find_stop(state: EngineState, sequence: Sequence, matcher: StopMatcher) -> 
         tail = sequence.kept_token_ids + sampled_tokens(state, sequence).tolist()
     num_before = num_generated - len(tail)
     num_exempt = sequence.request.min_tokens - num_before
-    num_tokens = matcher.first_completion(tail, num_checked - num_before, num_exempt)
+    num_tokens = matcher.first_completion(tail, num_checked - num_before, num_exempt, is_whole=num_before == 0)
     return None if num_tokens is None else num_tokens + num_before
 
 

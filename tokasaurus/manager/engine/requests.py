@@ -7,6 +7,7 @@ from tokasaurus.manager.state.samples import Samples
 from tokasaurus.manager.state.sequence import Phase, Sequence, make_prompt
 from tokasaurus.manager.state.top_logprobs import KeptTop
 from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.text.prompt_tail import PROMPT_TAIL_TOKENS
 from tokasaurus.text.stop_strings import StopMatcher
 
 
@@ -20,7 +21,11 @@ def add_request(state: EngineState, request: GenerateRequest) -> None:
     stop_matcher, stop_row = None, 0
     if request.stop_strings and request.max_new_tokens > 0:
         stop_matcher = StopMatcher(
-            options.decode_text, request.stop_strings, options.special_ids, options.min_lookback_tokens
+            options.decode_text,
+            request.stop_strings,
+            options.special_ids,
+            options.min_lookback_tokens,
+            options.prompt_tail(request.prompt_ids[-PROMPT_TAIL_TOKENS:].tolist()),
         )
         if options.stop_tokens is not None:
             stop_row = options.stop_tokens.row(request.stop_strings)

@@ -23,6 +23,7 @@ from tokasaurus.manager.state.slot_arrays import SlotArrays
 from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.messages.lifecycle import KV_READS, EngineLimits, EngineStats, HydragenCosts
 from tokasaurus.monitoring.step_stats import StepTotals
+from tokasaurus.text.prompt_tail import PromptTail
 from tokasaurus.text.stop_strings import StopTokens
 
 
@@ -89,6 +90,8 @@ class EngineOptions:
     """The model's eos token ids."""
     decode_text: Callable[[TokenIds[int]], str]
     """Token ids -> text without special tokens; used to find stop strings."""
+    prompt_tail: Callable[[TokenIds[int]], PromptTail]
+    """The last token ids of a prompt -> what the text of its completions depends on."""
     special_ids: frozenset[int]
     """The special tokens that `decode_text` leaves out."""
     min_lookback_tokens: int

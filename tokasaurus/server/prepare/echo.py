@@ -13,7 +13,8 @@ class Echo:
     """An echoed prompt."""
 
     text: str
-    """The prompt as the client wrote it; a prompt given as ids is decoded, special tokens included."""
+    """The prompt as the client wrote it; a prompt given as ids is decoded, special tokens included. Where such a prompt
+    ends inside a character, this character belongs to the completion's text."""
     offsets: list[int]
     """Start of each prompt token in `text`, in characters, never decreasing; empty if no logprobs are requested.
 
@@ -25,7 +26,7 @@ class Echo:
 def make_echo(prompt: Prompt, prompt_ids: Sequence[int], tokenizer: Tokenizer, wants_offsets: bool) -> Echo:
     """prompt_ids: the tokens of the prompt; for a text, with the special tokens that the tokenizer adds."""
     is_text = isinstance(prompt, str)
-    text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt_ids, skip_special_tokens=False)
+    text = prompt if isinstance(prompt, str) else _text_of_ids(prompt_ids, tokenizer)
     if not wants_offsets:
         return Echo(text, [])
     offsets, token_texts = [0], []
@@ -37,12 +38,18 @@ def make_echo(prompt: Prompt, prompt_ids: Sequence[int], tokenizer: Tokenizer, w
     return Echo(text, [min(offset, len(text)) for offset in offsets[:-1]])
 
 
+def _text_of_ids(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    text = tokenizer.decode(prompt_ids, skip_special_tokens=False)
+    open_text = tokenizer.decode_after(tokenizer.prompt_tail(prompt_ids), [])
+    return text.removesuffix(open_text)
+
+
 def _token_texts(prompt_ids: Sequence[int], text: str, tokenizer: Tokenizer) -> Iterator[str]:
     """The text of each token: the characters that it completes, "" for a special token that is not in `text`."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     num_characters = 0
-    for token_id in prompt_ids:
-        token_text = decoder.decode(tokenizer.token_bytes(token_id))
+    for index, token_id in enumerate(prompt_ids):
+        token_text = decoder.decode(tokenizer.token_bytes(token_id, is_first=index == 0))
         if token_id in tokenizer.special_ids and not text.startswith(token_text, num_characters):
             token_text = ""
         num_characters += len(token_text)

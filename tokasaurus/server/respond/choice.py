@@ -11,6 +11,7 @@ from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.respond.logprobs import TokenLogprob, TokenOffsets, build_token_logprobs
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.text.detokenizer import make_detokenizer
+from tokasaurus.text.prompt_tail import PROMPT_TAIL_TOKENS
 from tokasaurus.text.stop_strings import StopScanner
 
 
@@ -46,8 +47,10 @@ class Choice:
         self._is_parallel_to_ids = prepared.return_token_ids
         # Evaluations, which echo their prompts, expect an entry for each token, including the last.
         self._has_end_logprobs = len(prepared.echoes) > 0
-        self._detokenizer = make_detokenizer(model.tokenizer)
-        self._offsets = TokenOffsets(model.tokenizer)
+        # The text begins where the prompt's ends: its first tokens are decoded after the prompt's last.
+        self._tail = model.tokenizer.prompt_tail(request.prompt_ids[-PROMPT_TAIL_TOKENS:].tolist())
+        self._detokenizer = make_detokenizer(model.tokenizer, self._tail)
+        self._offsets = TokenOffsets(model.tokenizer, self._tail)
         self._stops = StopScanner(request.stop_strings)
         self._buffered_tokens: list[TokenLogprob] = []
         self._num_characters = 0
@@ -99,7 +102,7 @@ class Choice:
             min_tokens = self._request.min_tokens
             self._first_ids += token_ids[: min_tokens - len(self._first_ids)]
             if len(self._first_ids) == min_tokens:
-                self._num_exempt = len(self._model.tokenizer.decode(self._first_ids))
+                self._num_exempt = len(self._model.tokenizer.decode_after(self._tail, self._first_ids))
         return sys.maxsize if self._num_exempt is None else self._num_exempt
 
     def _remove_sent_tokens(self, is_last: bool) -> list[TokenLogprob]:

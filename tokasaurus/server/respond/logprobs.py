@@ -12,6 +12,7 @@ from tokasaurus.server.prepare.echo import Echo
 from tokasaurus.server.protocol.chat import ChatLogprobs, ChatTokenLogprob, ChatTopLogprob
 from tokasaurus.server.protocol.completions import CompletionLogprobs
 from tokasaurus.server.protocol.prompt_logprobs import PromptTokenLogprob, PromptTokenLogprobs
+from tokasaurus.text.prompt_tail import NO_TAIL, PromptTail
 from tokasaurus.text.tokenizer import Tokenizer
 
 
@@ -23,28 +24,35 @@ class TokenLogprob:
     logprob: float
     offset: int
     """Start of the token's text, see TokenOffsets."""
+    is_first: bool
+    """No token with text precedes it, not even in the prompt: see `Tokenizer.token_bytes`."""
     top: list[tuple[int, float]] | None
     """(token id, logprob) of the most likely tokens at its position, most likely first; None if not requested."""
 
 
 class TokenOffsets:
-    """Start of each token's text in `tokenizer.decode` of all tokens, in characters, never decreasing.
+    """Start of each token's text in the text of a completion, in characters, never decreasing.
 
     A token that continues a character has the offset of that character. A special token, which is not part of the text,
     has the offset of the next token.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, tail: PromptTail = NO_TAIL) -> None:
+        """tail: of the prompt."""
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(b"".join(map(tokenizer.token_bytes, tail.token_ids)))
+        self._is_first = not tail.token_ids
         self._num_characters = 0
 
-    def next(self, token_id: int) -> int:
-        """The offset of the sequence's next token."""
-        offset = self._num_characters
+    def next(self, token_id: int) -> tuple[int, bool]:
+        """The offset of the sequence's next token, and whether no token with text precedes it."""
+        offset, is_first = self._num_characters, self._is_first
         if token_id not in self._tokenizer.special_ids:
-            self._num_characters += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
-        return offset
+            token_bytes = self._tokenizer.token_bytes(token_id, is_first)
+            self._num_characters += len(self._decoder.decode(token_bytes))
+            self._is_first &= not self._tokenizer.token_bytes(token_id)
+        return offset, is_first
 
 
 def build_token_logprobs(
@@ -59,7 +67,7 @@ def build_token_logprobs(
         [None] * count if top is None else _pairs(top, top.token_ids.shape[1])
     )
     return [
-        TokenLogprob(token_id, logprob, offsets.next(token_id), token_top)
+        TokenLogprob(token_id, logprob, *offsets.next(token_id), token_top)
         for token_id, logprob, token_top in zip(token_ids, logprobs[:count], tops[:count], strict=True)
     ]
 
@@ -75,7 +83,7 @@ def build_completion_logprobs(
 ) -> CompletionLogprobs:
     """Logprobs in the completions format. first_offset: start of the completion in the text of its choice."""
     return CompletionLogprobs(
-        tokens=[tokenizer.token_text(token.token_id) for token in tokens],
+        tokens=[tokenizer.token_text(token.token_id, token.is_first) for token in tokens],
         token_logprobs=[token.logprob for token in tokens],
         top_logprobs=[_by_text(token, tokenizer) for token in tokens] if asks_top else None,
         text_offset=[first_offset + token.offset for token in tokens],
@@ -90,10 +98,11 @@ def build_echo_logprobs(
     num_top: top-k logprobs per token; `prompt_logprobs` may contain more.
     """
     token_ids, tops = prompt_ids.tolist(), _prompt_tops(prompt_logprobs.top, len(prompt_ids), num_top)
-    tokens = list(map(TokenLogprob, token_ids, prompt_logprobs.logprobs.tolist(), echo.offsets, tops))
+    rows = zip(token_ids, prompt_logprobs.logprobs.tolist(), echo.offsets, tops, strict=True)
+    tokens = [TokenLogprob(token_id, logprob, offset, False, top) for token_id, logprob, offset, top in rows]
     later = build_completion_logprobs(tokens[1:], num_top > 0, tokenizer)
     return CompletionLogprobs(
-        tokens=[tokenizer.token_text(token_ids[0]), *later.tokens],
+        tokens=[tokenizer.token_text(token_ids[0], is_first=True), *later.tokens],
         token_logprobs=[None, *later.token_logprobs],
         top_logprobs=None if later.top_logprobs is None else [None, *later.top_logprobs],
         text_offset=echo.offsets,
@@ -158,22 +167,24 @@ def _by_text(token: TokenLogprob, tokenizer: Tokenizer) -> dict[str, float]:
     """The most likely tokens and, as at OpenAI, the sampled one; of several with the same text, the most likely."""
     by_text: dict[str, float] = {}
     for token_id, logprob in token.top or ():
-        by_text.setdefault(tokenizer.token_text(token_id), logprob)  # the most likely come first
-    by_text.setdefault(tokenizer.token_text(token.token_id), token.logprob)  # no more likely than any of the top tokens
+        by_text.setdefault(tokenizer.token_text(token_id, token.is_first), logprob)  # the most likely come first
+    # no more likely than any of the top tokens
+    by_text.setdefault(tokenizer.token_text(token.token_id, token.is_first), token.logprob)
     return by_text
 
 
 def build_chat_logprobs(tokens: Sequence[TokenLogprob], tokenizer: Tokenizer) -> ChatLogprobs:
     """Logprobs in the chat format."""
-    return ChatLogprobs(
-        content=[
-            ChatTokenLogprob(
-                *(tokenizer.token_text(token.token_id), token.logprob, list(tokenizer.token_bytes(token.token_id))),
-                top_logprobs=[
-                    ChatTopLogprob(tokenizer.token_text(token_id), logprob, list(tokenizer.token_bytes(token_id)))
-                    for token_id, logprob in token.top or ()
-                ],
-            )
-            for token in tokens
-        ]
-    )
+
+    def spelling(token_id: int, token: TokenLogprob) -> tuple[str, list[int]]:
+        return tokenizer.token_text(token_id, token.is_first), list(tokenizer.token_bytes(token_id, token.is_first))
+
+    content = []
+    for token in tokens:
+        top = []
+        for token_id, logprob in token.top or ():
+            text, token_bytes = spelling(token_id, token)
+            top.append(ChatTopLogprob(text, logprob, token_bytes))
+        text, token_bytes = spelling(token.token_id, token)
+        content.append(ChatTokenLogprob(text, token.logprob, token_bytes, top_logprobs=top))
+    return ChatLogprobs(content)

@@ -26,7 +26,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from tokasaurus.server.structured_output.ipc import UNUSABLE_TOKENIZER, make_frame, read_frame
 from tokasaurus.text.grammars import LIMITS, GrammarError, load_grammar_vocabulary
-from tokasaurus.text.tokenizer import TokenizerError
+from tokasaurus.text.token_decoder import TokenizerError
 
 # Smaller than the stacks of the engine's threads, so that a grammar that compiles here compiles there.
 _STACK_BYTES = 2 * 2**20

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokasaurus.text.tokenizer import ChatTemplateError, ChatTemplateTooSlow, Tokenizer, TokenizerError
+from tokasaurus.text.token_decoder import TokenizerError
+from tokasaurus.text.tokenizer import ChatTemplateError, ChatTemplateTooSlow, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
