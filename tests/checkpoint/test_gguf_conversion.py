@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from tests.checkpoint.helpers.gguf_files import HEAD_DIM, HEADS, HIDDEN, LAYERS, VOCAB, random_weights, write_gguf
 from tests.helpers.damage import DAMAGE
 from tokasaurus.checkpoint import CheckpointError, read_model_info, resolve_checkpoint
-from tokasaurus.checkpoint.info import RopeInfo
+from tokasaurus.checkpoint.rope import RopeInfo
 
 Kind = GGMLQuantizationType
 

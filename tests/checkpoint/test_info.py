@@ -1,12 +1,12 @@
 """config.json as read here against the configuration classes of transformers."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
+from tests.checkpoint.helpers.configs import BASE, write
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, RopeInfo, read_model_info
 
 LLAMA3_FIELDS = {
@@ -15,23 +15,6 @@ LLAMA3_FIELDS = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-BASE: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": 1000,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-}
-
-
-def write(directory: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
-    (directory / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (directory / "generation_config.json").write_text(json.dumps(generation))
-    return directory
 
 
 def info_by_transformers(directory: Path) -> ModelInfo:
@@ -90,6 +73,16 @@ def test_a_config_saved_by_transformers_is_read_back(tmp_path: Path, config_clas
     assert read_model_info(tmp_path) == info_by_transformers(tmp_path)
 
 
+def test_yarn_with_its_original_length_serves_longer_sequences(tmp_path: Path) -> None:
+    for scaling, length in (
+        ({"factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"factor": 4.0, "original_max_position_embeddings": 64}, 512),
+        ({"factor": 4.0}, 512),  # max_position_embeddings may be the length after scaling
+    ):
+        write(tmp_path, {"model_type": "qwen2", **BASE, "rope_scaling": {"type": "yarn", **scaling}})
+        assert read_model_info(tmp_path).context_length == length
+
+
 @pytest.mark.parametrize(
     ("first", "second", "union"),
     [(2, [2, 9, 4], (2, 4, 9)), ([7], None, (7,)), (None, 3, (3,)), (None, None, ()), (0, 1, (0, 1))],
@@ -114,7 +107,19 @@ def test_eos_ids_are_the_union_of_both_files(
         ("llama", {"quantization_config": {"quant_method": "awq"}}, "'awq'"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
-        ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ("qwen2", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope type 'longrope'"),
+        ("qwen2", {"rope_scaling": {"rope_type": "mrope", "factor": 4.0}}, "rope type 'mrope'"),
+        ("llama", {"rope_scaling": {"rope_type": None, "factor": 4.0}}, "rope type None"),
+        ("llama", {"rope_scaling": {"type": "yarn"}}, "factor is missing, which rope type 'yarn' needs"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "factor is missing, which rope type 'linear' needs"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": None}}, "factor is missing"),
+        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor must be a positive number"),
+        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": -1}}, "beta_fast must be a positive"),
+        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4, "attention_factor": 0}}, "attention_factor"),
+        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4, "truncate": 1}}, "truncate must be true or false"),
+        ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2, "partial_rotary_factor": 0.25}}, "partial_rotary"),
+        ("llama", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers 3"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("llama", {"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),

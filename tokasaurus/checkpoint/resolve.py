@@ -10,7 +10,7 @@ from tokasaurus.checkpoint.demo_model import NAME as DEMO_NAME
 from tokasaurus.checkpoint.demo_model import demo_directory
 from tokasaurus.checkpoint.errors import CheckpointError
 from tokasaurus.checkpoint.hub import download_files, is_repo_id
-from tokasaurus.checkpoint.info import ModelInfo, read_model_info
+from tokasaurus.checkpoint.info import ModelInfo, notes_on_settings, read_model_info
 from tokasaurus.checkpoint.tied_embeddings import fit_to_tensors
 from tokasaurus.checkpoint.weight_files import SINGLE_NAME, unread_index, weight_file_names, weight_files
 
@@ -49,10 +49,11 @@ def resolve_checkpoint(
         name, directory = DEMO_NAME, demo_directory(on_phase)
     else:
         name, directory = _locate(model, on_phase)
-    if (line := unread_index(directory)) is not None:
-        logger.warning(line)
     # What is wrong with the files raises here, in the parent, rather than in the worker.
     info = fit_to_tensors(read_model_info(directory), weight_files(directory), on_phase)
+    for line in (unread_index(directory), *notes_on_settings(directory)):
+        if line is not None:
+            logger.warning(line)
     tokenizer_directory = directory if tokenizer is None else _locate_tokenizer(tokenizer, on_phase)
     if not (tokenizer_directory / "tokenizer.json").is_file():
         raise CheckpointError(f"{tokenizer_directory} has no tokenizer.json; tokenizer= selects another directory")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
-from tests.model.helpers.greedy_decoding import run_stages
+from tests.model.helpers.greedy_decoding import assert_equals_oracle, run_stages
 from tokasaurus.checkpoint import fit_to_tensors, read_model_info, weight_files
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -124,3 +124,127 @@ def test_the_file_that_transformers_reads_is_served(family: str, kind: str, tmp_
         save_tiny_model(tmp_path / "other", family, seed=2)
         (tmp_path / "other" / "model.safetensors").rename(tmp_path / "model.safetensors")
     assert_equals_transformers(tmp_path)
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
+DEFAULT = {"rope_type": "default", "rope_theta": 1e5}
+
+# Rotary settings, which replace those of the checkpoint.
+ROTARY: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "rope_theta": {"rope_theta": 5e4},
+    "rope_theta, nothing else": {"rope_theta": 5e4, "rope_scaling": None, "rope_parameters": None},
+    "linear by type": {"rope_theta": 5e4, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "linear by rope_type": {"rope_scaling": {"rope_type": "linear", "factor": 4}},
+    "linear in rope_parameters": {"rope_parameters": {"type": "linear", "factor": 3.0, "rope_theta": 2e4}},
+    "two types": {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 4.0}},
+    "yarn by type": {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", **YARN}},
+    "yarn over rope_parameters": {"rope_parameters": DEFAULT, "rope_scaling": {"type": "yarn", **YARN}},
+    "yarn over rope_parameters, theta beside both": {
+        **{"rope_parameters": DEFAULT, "rope_theta": 3e5},
+        "rope_scaling": {"rope_type": "yarn", **YARN},
+    },
+    "yarn over rope_parameters, theta inside": {
+        "rope_parameters": DEFAULT,
+        "rope_scaling": {"rope_type": "yarn", "rope_theta": 2e5, **YARN},
+    },
+    "linear over llama3": {
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3},
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    },
+    "llama3 over yarn": {
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, **YARN},
+        "rope_scaling": {"type": "llama3", "original_max_position_embeddings": 64, **LLAMA3},
+    },
+    "no rope_scaling over yarn": {"rope_parameters": {"rope_type": "yarn", **YARN}, "rope_scaling": {}},
+    "yarn, theta beside": {"rope_parameters": {"rope_type": "yarn", **YARN}, "rope_theta": 3e4},
+    "yarn, theta at both places": {
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 7e4, **YARN},
+        "rope_theta": 3e4,
+    },
+    "yarn, attention_factor": {"rope_scaling": {"type": "yarn", "attention_factor": 0.7, **YARN}},
+    "yarn, mscale": {"rope_scaling": {"type": "yarn", "mscale": 0.9, "mscale_all_dim": 0.3, **YARN}},
+    "yarn, mscale alone": {"rope_scaling": {"type": "yarn", "mscale": 0.5, **YARN}},
+    "yarn, mscale of 0": {"rope_scaling": {"type": "yarn", "mscale": 0.5, "mscale_all_dim": 0, **YARN}},
+    "yarn, betas": {"rope_scaling": {"type": "yarn", "beta_fast": 8, "beta_slow": 2.5, **YARN}},
+    "yarn, betas of 0": {"rope_scaling": {"type": "yarn", "beta_fast": 0, "beta_slow": None, **YARN}},
+    "yarn, not truncated": {"rope_scaling": {"type": "yarn", "truncate": False, **YARN}},
+    "yarn, truncate null": {"rope_scaling": {"type": "yarn", "truncate": None, **YARN}},
+    "yarn, no factor": {"rope_scaling": {"type": "yarn", "factor": None, "original_max_position_embeddings": 64}},
+    "yarn, no original length": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+    "yarn, original length beside": {
+        "original_max_position_embeddings": 48,
+        "rope_scaling": {"type": "yarn", **YARN},
+    },
+    "yarn, factor below 1": {"rope_scaling": {"type": "yarn", "factor": 0.5, "original_max_position_embeddings": 32}},
+    "llama3, original length": {"rope_scaling": {"type": "llama3", "original_max_position_embeddings": 64, **LLAMA3}},
+    "llama3, no original length": {"rope_theta": 1e5, "rope_scaling": {"type": "llama3", **LLAMA3}},
+    "llama3, original length beside": {
+        "original_max_position_embeddings": 32,
+        "rope_parameters": {"rope_type": "llama3", **LLAMA3},
+    },
+    "default with a factor": {"rope_scaling": {"type": "default", "factor": 8.0}},
+    "keys of other types": {
+        "rope_scaling": {
+            **{"type": "linear", "factor": 2.0, "attention_factor": 3.0, "finetuned": True, "mrope_section": [4, 2, 2]},
+            **{"partial_rotary_factor": 1.0, "original_max_position_embeddings": 16},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("settings", ROTARY)
+def test_rotary_settings_are_applied_as_in_transformers(family: str, settings: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, family)
+    edit(tmp_path, ROTARY[settings], lambda _: None, "rope_parameters")
+    assert_equals_transformers(tmp_path)
+
+
+def test_each_rotary_setting_gives_other_logits(tmp_path: Path) -> None:
+    """Or the comparison above would show nothing."""
+    save_tiny_model(tmp_path, "qwen3")
+    config = (tmp_path / "config.json").read_text()
+    found = []
+    for settings in ROTARY.values():
+        (tmp_path / "config.json").write_text(config)
+        edit(tmp_path, settings, lambda _: None, "rope_parameters")
+        found.append(run_stages(tmp_path, TOKEN_IDS)[0][-1])
+    distinct = {tuple(logits.mul(1e3).round().tolist()) for logits in found}
+    assert len(distinct) >= 20
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+def test_yarn_is_applied_in_chunked_batches_on_every_backend(backend: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen2")
+    edit(tmp_path, ROTARY["yarn by type"], lambda _: None, "rope_parameters")
+    assert_equals_oracle(tmp_path, load_oracle(tmp_path), backend, seed=3)
+
+
+WITHOUT_EFFECT: dict[str, Any] = {
+    **{"attention_dropout": 0.5, "initializer_range": 0.5, "pretraining_tp": 2, "use_cache": False, "bos_token_id": 3},
+    **{"max_window_layers": 1, "chunk_size_feed_forward": 2, "output_hidden_states": True},
+    **{"pad_token_id": 5, "problem_type": "regression", "id2label": {"0": "a"}, "transformers_version": "4.0.0"},
+    **{
+        "temperature": 0.5,
+        "repetition_penalty": 3.0,
+        "suppress_tokens": [1, 2],
+        "no_such_key": 7,
+        "gradient_checkpointing": True,
+    },
+    **{"is_causal": True, "partial_rotary_factor": 1.0, "hidden_act": "swish", "per_layer_config": None},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_without_effect_have_none_in_transformers_either(family: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, family)
+    before, _ = run_stages(tmp_path, TOKEN_IDS)
+    own = {"sliding_window": 8, "use_sliding_window": False} if family != "llama" else {"use_sliding_window": True}
+    own |= {"attention_bias": True, "mlp_bias": True} if family == "qwen2" else {}
+    edit(tmp_path, {**WITHOUT_EFFECT, **own, "layer_types": ["full_attention", "attention", "full_attention"]})
+    with torch.inference_mode():
+        expected = load_oracle(tmp_path)(TOKEN_IDS.unsqueeze(0), return_dict=True).logits[0]
+    torch.testing.assert_close(before, expected, atol=2e-4, rtol=1e-4)
+    assert torch.equal(run_stages(tmp_path, TOKEN_IDS)[0], before)

@@ -1,0 +1,185 @@
+"""The lists of understood keys, held against the source of transformers, and each key's use against what is read."""
+
+import ast
+import inspect
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    cache_utils,
+    configuration_utils,
+    masking_utils,
+    modeling_rope_utils,
+    modeling_utils,
+)
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
+
+from tests.checkpoint.helpers.configs import BASE, write
+from tokasaurus.checkpoint import CheckpointError, read_model_info
+from tokasaurus.checkpoint.config_keys import CONFIG_KEYS, GENERATION_KEYS, Use
+from tokasaurus.checkpoint.info import FAMILIES, notes_on_settings
+from tokasaurus.checkpoint.rope import REFUSED_ROPE_TYPES, ROPE_KEYS, ROPE_TYPES
+
+CLASSES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+MODELING = {"llama": modeling_llama, "qwen2": modeling_qwen2, "qwen3": modeling_qwen3}
+
+NOT_IN_FILES = {
+    # What transformers sets itself.
+    *("_attn_implementation_internal", "_experts_implementation_internal", "_output_attentions", "__class__"),
+    *("sub_configs", "sub_configs_defaults", "is_heterogeneous", "_post_init_done"),
+    *("base_model_tp_plan", "base_model_pp_plan", "attribute_map"),
+    # Of classes, which the supported families leave as they are.
+    *("default_theta", "default_rope_type", "ignore_keys_at_rope_validation", "_rope_type_labels"),
+}
+
+
+def names_read(source: str, owners: tuple[str, ...]) -> Iterator[str]:
+    """Names of the attributes that `source` reads, but not calls, from the objects of these names; getattr counts."""
+    tree = ast.parse(textwrap.dedent(source))
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in called and ast.unparse(node.value) in owners:
+            yield node.attr
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and len(node.args) > 1:
+            owner, name = node.args[:2]
+            if ast.unparse(owner) in owners and isinstance(name, ast.Constant):
+                yield str(name.value)
+
+
+def keys_of(source: str, owners: tuple[str, ...]) -> Iterator[str]:
+    """String keys that `source` looks up in the dicts of these names."""
+    for node in ast.walk(ast.parse(textwrap.dedent(source))):
+        if (
+            isinstance(node, ast.Subscript)
+            and ast.unparse(node.value) in owners
+            and isinstance(node.slice, ast.Constant)
+        ):
+            yield str(node.slice.value)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            is_lookup = node.func.attr in ("get", "pop", "setdefault") and ast.unparse(node.func.value) in owners
+            if is_lookup and isinstance(node.args[0], ast.Constant):
+                yield str(node.args[0].value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_that_transformers_reads_is_listed(family: str) -> None:
+    """By the fields of its class, its keyword arguments, and attributes that the model, its masks and cache read."""
+    owners = ("config", "self.config", "layer_config", "decoder_config", "effective_config")
+    found = {field.name for field in fields(CLASSES[family])}
+    found |= set(names_read(inspect.getsource(MODELING[family]), owners))
+    shared = [masking_utils.create_causal_mask, cache_utils.get_layer_types_and_kwargs, cache_utils.DynamicCache]
+    if family != "llama":
+        shared.append(masking_utils.create_sliding_window_causal_mask)
+    for function in (*shared, *modeling_rope_utils.ROPE_INIT_FUNCTIONS.values()):
+        found |= set(names_read(inspect.getsource(function), owners))
+    for function in (PretrainedConfig.__post_init__, modeling_rope_utils.RotaryEmbeddingConfigMixin):
+        found |= set(names_read(inspect.getsource(function), ("self",)))
+        found |= set(keys_of(inspect.getsource(function), ("kwargs",)))
+    found |= set(names_read(inspect.getsource(modeling_utils.PreTrainedModel.from_pretrained), ("config",)))
+    found |= set(names_read(inspect.getsource(modeling_utils.PreTrainedModel.__init__), owners))
+    assert len(found) > 40
+    assert found - NOT_IN_FILES - set(CONFIG_KEYS) == set()
+
+
+def test_every_generation_key_of_transformers_is_listed() -> None:
+    assert set(vars(GenerationConfig())) - set(GENERATION_KEYS) == set()
+    # Such keys in config.json are dropped by its class.
+    dropped = set(GenerationConfig._get_default_generation_params())
+    assert dropped - set(GENERATION_KEYS) == set()
+    assert "GenerationConfig._get_default_generation_params" in inspect.getsource(configuration_utils)
+
+
+def test_every_rotary_key_and_type_of_transformers_is_listed() -> None:
+    assert set(ROPE_TYPES) | set(REFUSED_ROPE_TYPES) == {"default", *modeling_rope_utils.ROPE_INIT_FUNCTIONS}
+    assert set(modeling_rope_utils.RopeParameters.__annotations__) - set(ROPE_KEYS) == set()
+    for rope_type in ROPE_TYPES[1:]:
+        source = inspect.getsource(modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope_type])
+        read = set(keys_of(source, ("rope_parameters_dict", "config.rope_parameters")))
+        applied = {key for key, types in ROPE_KEYS.items() if rope_type in types} - {"rope_type", "type"}
+        assert read - {"partial_rotary_factor"} == applied
+
+
+def test_a_key_of_a_new_version_would_be_noticed() -> None:
+    source = (
+        "def f(self, config):\n    a = getattr(config, 'new_one', 1)\n    return self.config.new_two + config.call()"
+    )
+    assert set(names_read(source, ("config", "self.config"))) == {"new_one", "new_two"}
+    assert set(keys_of("x = fields['a'] + fields.get('b', 1) + other['c']", ("fields",))) == {"a", "b"}
+
+
+REFUSED_VALUES: dict[str, Any] = {
+    **{"is_causal": False, "partial_rotary_factor": 0.5, "attention_chunk_size": 64, "kv_sharing_modes": ["reuse"] * 3},
+    **{"transformers_weights": "other.safetensors", "per_layer_config": {"0": {"head_dim": 4}}, "sliding_window": 64},
+    "quantization_config": {"quant_method": "fp8"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_refused_key_is_named_and_its_neutral_values_are_accepted(family: str, tmp_path: Path) -> None:
+    refused = {name for name, use in CONFIG_KEYS.items() if use is Use.REFUSED} | {*FAMILIES[family].must_be_off}
+    base = {"model_type": family, **BASE}
+    plain = read_model_info(write(tmp_path, base))
+    for name in refused:
+        with pytest.raises(CheckpointError, match=name):
+            read_model_info(write(tmp_path, {**base, name: REFUSED_VALUES.get(name, True)}))
+        neutral = {"is_causal": True, "partial_rotary_factor": 1.0}.get(name)
+        assert read_model_info(write(tmp_path, {**base, name: neutral})) == plain
+    with pytest.raises(CheckpointError, match="is_causal"):
+        read_model_info(write(tmp_path, {**base, "is_causal": None}))  # transformers counts it as false
+
+
+APPLIED_VALUES: dict[str, Any] = {
+    **{"dtype": "float16", "torch_dtype": "bfloat16", "num_hidden_layers": 5, "hidden_size": 128, "head_dim": 16},
+    **{"intermediate_size": 32, "vocab_size": 999, "num_attention_heads": 4, "num_key_value_heads": 4},
+    **{"max_position_embeddings": 64, "rms_norm_eps": 0.1, "rope_theta": 5e5, "eos_token_id": 7},
+    **{"tie_word_embeddings": True, "rope_scaling": {"type": "linear", "factor": 2}},
+    **{"rope_parameters": {"rope_theta": 77.0}, "original_max_position_embeddings": 100},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_applied_key_changes_what_is_read_and_the_others_change_nothing(family: str, tmp_path: Path) -> None:
+    checked = {"model_type", "architectures", "hidden_act", "layer_types"}  # one value each; see test_info
+    base = {"model_type": family, **BASE}
+    for name, use in CONFIG_KEYS.items():
+        needed = {"rope_scaling": {"type": "yarn", "factor": 2.0}} if name.startswith("original_max") else {}
+        plain = read_model_info(write(tmp_path, {**base, **needed}))
+        if use is Use.APPLIED and name not in checked:
+            assert read_model_info(write(tmp_path, {**base, **needed, name: APPLIED_VALUES[name]})) != plain, name
+        if use is Use.NO_EFFECT and name not in FAMILIES[family].must_be_off:
+            assert read_model_info(write(tmp_path, {**base, name: 3})) == plain, name
+
+
+def test_generation_settings_that_requests_must_state_are_one_line(tmp_path: Path) -> None:
+    write(tmp_path, {"model_type": "qwen2", **BASE}, {"do_sample": True, "temperature": 1.0, "eos_token_id": 2})
+    assert notes_on_settings(tmp_path) == []
+    sampled = {"do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05, "pad_token_id": 1}
+    write(tmp_path, {"model_type": "qwen2", **BASE}, sampled)
+    (line,) = notes_on_settings(tmp_path)
+    assert "temperature=0.7, top_k=20, repetition_penalty=1.05: left to each request" in line
+    write(tmp_path, {"model_type": "qwen2", **BASE}, {"top_k": 20, "suppress_tokens": [3]})
+    assert notes_on_settings(tmp_path) == ["generation_config.json: suppress_tokens=[3]: left to each request"]
+
+
+def test_a_theta_that_rope_scaling_replaces_is_one_line(tmp_path: Path) -> None:
+    old = {"rope_type": "default", "rope_theta": 1e6}
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    write(tmp_path, {"model_type": "qwen2", **BASE, "rope_parameters": old, "rope_scaling": scaling})
+    (line,) = notes_on_settings(tmp_path)
+    assert "rope_theta is 10000.0, not 1000000.0" in line
+    scaling["rope_theta"] = 1e6
+    write(tmp_path, {"model_type": "qwen2", **BASE, "rope_parameters": old, "rope_scaling": scaling})
+    assert notes_on_settings(tmp_path) == []
+    assert json.loads((tmp_path / "config.json").read_text())["rope_scaling"] == scaling

@@ -1,0 +1,109 @@
+"""Every key that transformers reads from config.json and generation_config.json for the supported families, and what
+becomes of it here.
+
+tests/checkpoint/test_config_keys.py holds the tables against transformers' source: a key that a new version reads makes
+it fail. A key that transformers does not read has no effect there, and none here.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from tokasaurus.checkpoint.errors import CheckpointError
+
+
+class Use(Enum):
+    """What becomes of a key."""
+
+    APPLIED = "applied"
+    REFUSED = "refused unless its value changes nothing"
+    REPORTED = "left to each request, with one log line where its value would change transformers' output"
+    NO_EFFECT = "without effect on tokens, here and in transformers"
+
+
+def _keys(use: Use, *names: str) -> dict[str, Use]:
+    return dict.fromkeys(names, use)
+
+
+CONFIG_KEYS: dict[str, Use] = {
+    **_keys(Use.APPLIED, "model_type", "architectures", "dtype", "torch_dtype", "hidden_act", "layer_types"),
+    **_keys(Use.APPLIED, "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "head_dim"),
+    **_keys(Use.APPLIED, "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
+    **_keys(Use.APPLIED, "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"),
+    **_keys(Use.APPLIED, "tie_word_embeddings", "eos_token_id"),
+    **_keys(Use.REFUSED, "quantization_config", "partial_rotary_factor", "is_causal", "is_encoder_decoder"),
+    # Other weights than those that are read, and other layers than those that are built.
+    **_keys(Use.REFUSED, "transformers_weights", "fusion_config", "per_layer_config"),
+    # The cache of keys and values forgets some of them.
+    **_keys(Use.REFUSED, "attention_chunk_size", "kv_sharing_modes"),
+    # Unless the family is listed with them in FAMILIES.
+    **_keys(Use.NO_EFFECT, "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "max_window_layers"),
+    **_keys(Use.NO_EFFECT, "attention_dropout", "initializer_range", "pretraining_tp", "chunk_size_feed_forward"),
+    **_keys(Use.NO_EFFECT, "use_cache", "return_dict", "output_hidden_states", "output_attentions"),
+    **_keys(Use.NO_EFFECT, "attn_implementation", "experts_implementation", "distributed_config"),
+    **_keys(Use.NO_EFFECT, "gradient_checkpointing"),
+    **_keys(Use.NO_EFFECT, "_attn_implementation", "_experts_implementation", "number_of_conv_states"),
+    **_keys(Use.NO_EFFECT, "bos_token_id", "pad_token_id", "name_or_path", "_name_or_path", "_commit_hash"),
+    **_keys(Use.NO_EFFECT, "id2label", "label2id", "num_labels", "problem_type", "transformers_version"),
+}
+"""Keys of config.json. Those of GENERATION_KEYS there are dropped by transformers 5, and have no effect."""
+
+GENERATION_KEYS: dict[str, Use] = {
+    **_keys(Use.APPLIED, "eos_token_id"),
+    **_keys(Use.REPORTED, "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
+    **_keys(Use.REPORTED, "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "no_repeat_ngram_size"),
+    **_keys(Use.REPORTED, "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias"),
+    **_keys(Use.REPORTED, "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty"),
+    **_keys(Use.REPORTED, "min_length", "min_new_tokens", "stop_strings", "guidance_scale", "watermarking_config"),
+    **_keys(Use.REPORTED, "num_beams", "token_healing", "penalty_alpha", "dola_layers", "num_return_sequences"),
+    **_keys(Use.REPORTED, "renormalize_logits", "remove_invalid_values", "constraints", "force_words_ids"),
+    # Of beams, of encoders, and of what every request states.
+    **_keys(Use.NO_EFFECT, "do_sample", "length_penalty", "early_stopping", "diversity_penalty", "num_beam_groups"),
+    **_keys(Use.NO_EFFECT, "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "decoder_start_token_id"),
+    **_keys(Use.NO_EFFECT, "max_length", "max_new_tokens", "max_time", "bos_token_id", "pad_token_id"),
+    # How the same tokens are computed and returned.
+    **_keys(Use.NO_EFFECT, "use_cache", "cache_implementation", "cache_config", "max_cache_len", "use_mtp"),
+    **_keys(Use.NO_EFFECT, "prefill_chunk_size", "compile_config", "disable_compile", "continuous_batching_config"),
+    **_keys(Use.NO_EFFECT, "low_memory", "output_attentions", "output_hidden_states", "output_scores"),
+    **_keys(Use.NO_EFFECT, "output_logits", "return_dict_in_generate", "is_assistant", "num_assistant_tokens"),
+    **_keys(Use.NO_EFFECT, "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    **_keys(Use.NO_EFFECT, "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit"),
+    **_keys(Use.NO_EFFECT, "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
+    **_keys(Use.NO_EFFECT, "speculation_type", "_from_model_config", "transformers_version"),
+}
+"""Keys of generation_config.json."""
+
+_GREEDY: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "typical_p": 1.0}
+_GREEDY |= {"repetition_penalty": 1.0, "num_beams": 1, "guidance_scale": 1.0, "num_return_sequences": 1}
+"""Values that change nothing, beside those that are false."""
+
+_CHANGES_NOTHING = {"is_causal": (True,)}
+"""By refused key; of any other, null, false, 0 and empty values."""
+
+
+def refuse_keys(config: Mapping[str, Any], must_be_off: tuple[str, ...], family: str) -> None:
+    """Raises CheckpointError for a refused key whose value would change the computation.
+
+    must_be_off: refused for this family, beside those of CONFIG_KEYS.
+    """
+    refused = [name for name, use in CONFIG_KEYS.items() if use is Use.REFUSED]
+    for name in (*must_be_off, *refused):
+        allowed = _CHANGES_NOTHING.get(name)
+        if name not in config or name in ("quantization_config", "partial_rotary_factor"):  # have errors of their own
+            continue
+        if config[name] not in allowed if allowed is not None else config[name]:
+            raise CheckpointError(f"{name} = {config[name]!r} is not supported for {family}")
+
+
+def left_to_requests(generation: Mapping[str, Any]) -> list[str]:
+    """Settings of generation_config.json that transformers' generate would use by default and this server does not, as
+    `name=value`. top_k and the like count only where do_sample is on."""
+    sampling = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+    return [
+        f"{name}={value!r}"
+        for name, value in generation.items()
+        if GENERATION_KEYS.get(name) is Use.REPORTED
+        and (generation.get("do_sample") or name not in sampling)
+        and value
+        and value != _GREEDY.get(name)
+    ]

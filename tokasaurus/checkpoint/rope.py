@@ -1,0 +1,158 @@
+"""Rotary settings in every spelling of config.json, with the precedence that transformers gives them.
+
+transformers 5 writes rope_parameters, 4 wrote rope_theta and, for a scaled model, rope_scaling. A config may have both,
+since people add rope_scaling by hand: it then replaces rope_parameters as a whole.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from tokasaurus.checkpoint.errors import CheckpointError
+from tokasaurus.checkpoint.fields import Fields, flag, json_object, positive_float, positive_int
+
+MAX_CONTEXT = 1 << 22
+"""Far above every published model; the rotary table takes about 2 GB then."""
+_MAX_THETA = 1e15
+_DEFAULT_THETA = 10_000.0
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+REFUSED_ROPE_TYPES = ("dynamic", "longrope", "proportional")
+"""Types of transformers that are not applied. The first two change with the length of each batch's longest sequence."""
+
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "rope_type": ROPE_TYPES,
+    "type": ROPE_TYPES,
+    "rope_theta": ROPE_TYPES,
+    "factor": ("linear", "llama3", "yarn"),
+    "original_max_position_embeddings": ("llama3", "yarn"),
+    "low_freq_factor": ("llama3",),
+    "high_freq_factor": ("llama3",),
+    "attention_factor": ("yarn",),
+    "beta_fast": ("yarn",),
+    "beta_slow": ("yarn",),
+    "mscale": ("yarn",),
+    "mscale_all_dim": ("yarn",),
+    "truncate": ("yarn",),
+    "partial_rotary_factor": (),
+    "short_factor": (),
+    "long_factor": (),
+    "mrope_section": (),
+}
+"""Keys of a rotary setting -> the types that apply them. partial_rotary_factor is refused unless it is 1; the last
+three belong to refused types or to models with images, and have no effect on others in transformers."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeInfo:
+    """Rotary embedding. Sources: the Llama 3.1 model card's reference code; YaRN, arXiv 2309.00071."""
+
+    theta: float
+    scaling_type: str = "default"
+    """One of ROPE_TYPES; ROPE_KEYS says which fields it uses."""
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_context_length: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    """Factor of the cosines and sines; 1 but for "yarn"."""
+
+
+def parse_rope(config: Fields, context_length: int) -> RopeInfo:
+    """context_length: max_position_embeddings. Raises CheckpointError, naming the field."""
+    fields = _merged(config)
+    rope_type = fields["rope_type"] if "rope_type" in fields else fields.get("type", "default")
+    if rope_type not in ROPE_TYPES:
+        raise CheckpointError(f"rope type {rope_type!r} is not supported, only {', '.join(map(repr, ROPE_TYPES))}")
+    theta = positive_float(fields, "rope_theta", _MAX_THETA, default=_DEFAULT_THETA)
+    if theta <= 1:
+        raise CheckpointError(f"rope_theta must be greater than 1, not {theta!r}")
+    if rope_type == "default":
+        return RopeInfo(theta)
+    if "factor" not in fields:
+        raise CheckpointError(f"factor is missing, which rope type {rope_type!r} needs")
+    if rope_type == "linear":
+        return RopeInfo(theta, "linear", factor=positive_float(fields, "factor", _MAX_THETA))
+    original = positive_int(fields, "original_max_position_embeddings", MAX_CONTEXT, default=context_length)
+    if rope_type == "llama3":
+        return _parse_llama3(fields, theta, original)
+    return _parse_yarn(fields, theta, original, context_length)
+
+
+def extended_context_length(config: Fields, rope: RopeInfo, context_length: int) -> int:
+    """Tokens of the longest sequence. YaRN is used to go beyond max_position_embeddings, which people leave as it is:
+    where the original length is stated, `factor` times as long."""
+    fields = _merged(config)
+    if rope.scaling_type != "yarn" or fields.get("original_max_position_embeddings") is None:
+        return context_length
+    return min(max(context_length, int(rope.original_context_length * rope.factor)), MAX_CONTEXT)
+
+
+def dropped_theta(config: Fields) -> str | None:
+    """One line for the user if rope_scaling replaces rope_parameters with another rope_theta, as in transformers."""
+    replaced = json_object(config, "rope_parameters").get("rope_theta")
+    used = _merged(config).get("rope_theta", _DEFAULT_THETA)
+    if not json_object(config, "rope_scaling") or replaced is None or replaced == used:
+        return None
+    return f"rope_scaling replaces rope_parameters: rope_theta is {used!r}, not {replaced!r}, as in transformers"
+
+
+def _merged(config: Fields) -> dict[str, Any]:
+    """One rotary setting; keys beside it fill in what it lacks, or replace it in one case."""
+    parameters = json_object(config, "rope_parameters")
+    fields = dict(json_object(config, "rope_scaling") or parameters)
+    if any(isinstance(value, dict) for value in fields.values()):
+        raise CheckpointError("rope_parameters per layer type are not supported")
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in config:
+            fields.setdefault(name, config[name])
+    if config.get("original_max_position_embeddings") is not None:
+        fields["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    if fields.get("partial_rotary_factor") not in (None, 1.0):
+        raise CheckpointError(f"partial_rotary_factor {fields['partial_rotary_factor']!r} is not supported, only 1")
+    return fields
+
+
+def _parse_llama3(fields: Fields, theta: float, original: int) -> RopeInfo:
+    rope = RopeInfo(
+        theta,
+        "llama3",
+        factor=positive_float(fields, "factor", _MAX_THETA),
+        low_freq_factor=positive_float(fields, "low_freq_factor", _MAX_THETA),
+        high_freq_factor=positive_float(fields, "high_freq_factor", _MAX_THETA),
+        original_context_length=original,
+    )
+    if rope.high_freq_factor <= rope.low_freq_factor:
+        raise CheckpointError("high_freq_factor must be greater than low_freq_factor")
+    return rope
+
+
+def _parse_yarn(fields: Fields, theta: float, original: int, context_length: int) -> RopeInfo:
+    factor = positive_float(fields, "factor", _MAX_THETA, default=context_length / original)
+    if fields.get("attention_factor") is not None:
+        attention_factor = positive_float(fields, "attention_factor", _MAX_THETA)
+    else:
+        # Both are used or neither, and 0 counts as absent.
+        both = bool(fields.get("mscale") and fields.get("mscale_all_dim"))
+        scale = positive_float(fields, "mscale", _MAX_THETA) if both else 1.0
+        scale_all = positive_float(fields, "mscale_all_dim", _MAX_THETA) if both else 0.0
+        attention_factor = _magnitude(factor, scale) / _magnitude(factor, scale_all)
+    return RopeInfo(
+        theta,
+        "yarn",
+        factor=factor,
+        original_context_length=original,
+        # 0 counts as absent
+        beta_fast=positive_float({"beta_fast": fields.get("beta_fast") or None}, "beta_fast", _MAX_THETA, 32.0),
+        beta_slow=positive_float({"beta_slow": fields.get("beta_slow") or None}, "beta_slow", _MAX_THETA, 1.0),
+        # A null is false in transformers.
+        truncate="truncate" not in fields or flag(fields, "truncate"),
+        attention_factor=attention_factor,
+    )
+
+
+def _magnitude(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
