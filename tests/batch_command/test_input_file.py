@@ -1,13 +1,21 @@
 """The input of a run."""
 
 import hashlib
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.batch_command.helpers.request_lines import request_line
 from tokasaurus.batch_command.errors import CommandError, InputRefused
-from tokasaurus.batch_command.input_file import Fingerprint, custom_ids, find_endpoint, fingerprint
+from tokasaurus.batch_command.input_file import (
+    Fingerprint,
+    InputLimits,
+    check_input,
+    custom_ids,
+    find_endpoint,
+    fingerprint,
+)
 
 
 def test_a_fingerprint_changes_with_any_byte(tmp_path: Path) -> None:
@@ -62,3 +70,47 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     for read in (fingerprint, find_endpoint, lambda path: list(custom_ids(path))):
         with pytest.raises(CommandError, match=r"^input=.*absent: No such file or directory$"):
             read(tmp_path / "absent")
+
+
+LIMITS = InputLimits(("/v1/completions", "/v1/chat/completions"), 60_000, 1000)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 3: not valid JSON: "),
+        (request_line("a"), "line 3: custom_id: line 1 has the same custom_id"),
+        (request_line("c", url="/v1/chat/completions"), "line 3: url: must be the batch's endpoint, /v1/completions"),
+        (request_line("c").replace("POST", "GET"), "line 3: method: must be POST"),
+        (request_line("c", prompt="x" * 1000), "line 3: at most 1000 bytes (max_line_bytes)"),
+        (request_line("c").replace('"url"', '"ur"'), "line 3: url: url is missing"),
+    ],
+)
+def test_each_bad_line_is_one_line_with_its_number(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(request_line("a") + request_line("b") + line.strip() + "\n" + request_line("d") + "[]\n")
+    with pytest.raises(InputRefused) as refused:
+        check_input(path, LIMITS)
+    heading, first, second = str(refused.value).splitlines()
+    assert heading == f"input={path} is bad:"
+    assert first.startswith(message)
+    assert second == "line 5: must be a JSON object"
+
+
+def test_the_limits_are_those_of_the_server_that_will_run_it(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(request_line("a", url="/v1/embeddings").replace("{", '{"more": 1, ', 1))
+    with pytest.raises(InputRefused, match="must be /v1/completions or /v1/chat/completions"):
+        check_input(path, LIMITS)
+    assert check_input(path, None) == "/v1/embeddings", "the server at base_url= may know more"
+    path.write_text("".join(request_line(str(number)) for number in range(3)))
+    with pytest.raises(InputRefused, match=r"at most 2 lines \(max_batch_lines\)"):
+        check_input(path, InputLimits(LIMITS.endpoints, 2, 1000))
+
+
+def test_fifty_thousand_lines_are_checked_in_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(request_line(f"c{index}", prompt="word " * 40) for index in range(50_000)))
+    began_s = time.process_time()
+    assert check_input(path, LIMITS) == "/v1/completions"
+    assert time.process_time() - began_s < 5

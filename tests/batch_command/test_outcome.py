@@ -1,12 +1,13 @@
-"""What the user is told of a batch that has failed."""
+"""What the user is told of a batch that has ended."""
 
+import json
 from typing import Any
 
 import pytest
 
 from tokasaurus.batch_command.api import BatchView
 from tokasaurus.batch_command.errors import InputRefused
-from tokasaurus.batch_command.outcome import why_failed
+from tokasaurus.batch_command.outcome import Outcome, why_failed
 
 
 def failed(*errors: dict[str, Any]) -> BatchView:
@@ -34,3 +35,28 @@ def test_bad_lines_are_listed_up_to_twenty() -> None:
     assert lines[1] == "the file: empty"
     assert lines[2:21] == [f"line {number}: body: bad" for number in range(1, 20)]
     assert lines[21:] == ["and at least 4 more"]
+
+
+def result(status: int, body: dict[str, Any] | None, error: dict[str, Any] | None = None) -> bytes:
+    response = None if body is None else {"status_code": status, "body": body}
+    return json.dumps({"custom_id": "a", "response": response, "error": error}).encode()
+
+
+def test_cut_lines_and_the_reasons_of_failed_ones_are_counted() -> None:
+    """A line with n choices is cut once. A refused line has its error in the body, one that did not run beside it."""
+    outcome = Outcome()
+    for reasons in (["stop"], ["length", "length"], ["stop", "length"], ["tool_calls"], [None]):
+        outcome.add(result(200, {"choices": [{"finish_reason": reason} for reason in reasons]}))
+    for number in range(3):
+        error = {"message": f"too\nlong by {number}", "code": "context_length_exceeded"}
+        outcome.add(result(400, {"error": error}))
+    outcome.add(result(0, None, {"code": "batch_expired", "message": "it took too long"}))
+    outcome.add(result(500, {"error": {"message": "oh", "code": None}}))
+    outcome.add(result(502, {}))
+    assert outcome.num_cut == 2
+    assert outcome.failures() == [
+        "failed: 3 x context_length_exceeded: too long by 0",
+        "failed: 1 x batch_expired: it took too long",
+        "failed: 1 x oh",
+        "failed: 1 x status 502",
+    ]

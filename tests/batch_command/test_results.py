@@ -10,6 +10,7 @@ import pytest
 
 from tests.batch_command.helpers.request_lines import request_line
 from tokasaurus.batch_command.errors import CommandError
+from tokasaurus.batch_command.outcome import Outcome
 from tokasaurus.batch_command.results import OutputFile, merge_results
 
 
@@ -21,7 +22,7 @@ def merge(tmp_path: Path, asked: list[str], *files: bytes, is_complete: bool = T
     source = tmp_path / "in.jsonl"
     source.write_text("\n".join(request_line(custom_id) for custom_id in asked))
     with OutputFile(tmp_path / "out.jsonl", "batch_1") as output:
-        digest = merge_results(source, [BytesIO(file) for file in files], output, is_complete)
+        digest = merge_results(source, [BytesIO(file) for file in files], output, Outcome(), is_complete)
         output.commit()
     return (tmp_path / "out.jsonl").read_bytes(), digest
 

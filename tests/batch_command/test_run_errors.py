@@ -1,6 +1,5 @@
 """Runs that cannot go on: what they say, and what they leave."""
 
-import re
 import socket
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,7 +25,8 @@ def test_a_bad_file_is_explained_and_a_corrected_one_can_be_run(
     source.write_text(request_line("a") + "{\n" + request_line("a") * 30)
     assert batch_main(words) == 1
     lines = capsys.readouterr().err.splitlines()[-22:]
-    assert re.fullmatch(r"toka batch: batch_\w+ failed, since its input is bad:", lines[0])
+    assert lines[0] == f"toka batch: input={source} is bad:"
+    assert server.http.get("/v1/files").json()["data"] == [], "it is checked before it is uploaded"
     assert lines[1].startswith("line 2: not valid JSON")
     assert lines[2] == "line 3: custom_id: line 1 has the same custom_id"
     assert lines[20].startswith("line 21: ")

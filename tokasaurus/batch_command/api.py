@@ -64,6 +64,11 @@ class BatchView:
     completion_window: str | None
     """None if the server does not say."""
 
+    @property
+    def num_done(self) -> int:
+        """Lines that have a result; failed ones do."""
+        return self.num_completed + self.num_failed
+
 
 class BatchApi:
     """One server. Every method raises CommandError if the server refuses, or has not answered for `max_silence_s`."""

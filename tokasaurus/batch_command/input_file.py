@@ -2,14 +2,18 @@
 
 import codecs
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from tokasaurus.batch_command.errors import CommandError, InputRefused
+from tokasaurus.server.batches.validation_process import InputReader
+
+MAX_PRINTED_ERRORS = 20
+_NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,54 @@ def find_endpoint(path: Path) -> str:
             raise InputRefused(f"line {number}: url: must be the endpoint, such as /v1/chat/completions")
         return url
     raise InputRefused(f"input={path}: the file has no lines")
+
+
+@dataclass(frozen=True, slots=True)
+class InputLimits:
+    """What a server accepts."""
+
+    endpoints: Collection[str]
+    max_lines: int
+    max_line_bytes: int
+
+
+def check_input(path: Path, limits: InputLimits | None, name: str | None = None) -> str:
+    """Check each line as the server will, but for its body, which only makes a line fail. Returns the endpoint.
+
+    limits: None for a server whose limits are not known, and which may know more fields. name: as the user gave it;
+    None if it is the path. Raises InputRefused with a
+    line for each bad line of the input, and CommandError."""
+    endpoint = find_endpoint(path)
+    if limits is not None and endpoint not in limits.endpoints:
+        raise InputRefused(f"url: the first line has {endpoint!r}: it must be {' or '.join(limits.endpoints)}")
+    most = (_NO_LIMIT, _NO_LIMIT) if limits is None else (limits.max_lines, limits.max_line_bytes)
+    reader = InputReader(endpoint, *most)
+    try:
+        with path.open("rb", buffering=1 << 20) as content:
+            for _ in reader.lines(content):
+                pass
+    except OSError as error:
+        raise CommandError(f"input={path}: {error.strerror}") from None
+    if limits is None and all(error.code == "unknown_parameter" for error in reader.errors):
+        return endpoint
+    if reader.errors:
+        errors = [asdict(error) for error in reader.errors]
+        raise InputRefused(show_errors(f"input={path if name is None else name} is bad:", errors, reader.num_errors))
+    return endpoint
+
+
+def show_errors(heading: str, errors: Sequence[dict[str, Any]], num_errors: int, is_least: bool = False) -> str:
+    """The heading, and a line for each bad line of the input, up to MAX_PRINTED_ERRORS.
+
+    errors: with the fields of OpenAI's `errors.data`. num_errors: of the input, or, if is_least, the fewest it has."""
+    lines = [heading]
+    for error in errors[:MAX_PRINTED_ERRORS]:
+        place = "the file" if error.get("line") is None else f"line {error['line']}"
+        param = f"{error['param']}: " if error.get("param") else ""
+        lines.append(f"{place}: {param}{error.get('message')}")
+    if num_errors > MAX_PRINTED_ERRORS:
+        lines.append(f"and {'at least ' if is_least else ''}{num_errors - MAX_PRINTED_ERRORS} more")
+    return "\n".join(lines)
 
 
 def request_lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -13,6 +13,7 @@ import orjson
 
 from tokasaurus.batch_command.errors import CommandError
 from tokasaurus.batch_command.input_file import custom_ids
+from tokasaurus.batch_command.outcome import Outcome
 from tokasaurus.server.batches.store.data_dir import sync_directory
 
 _Place = tuple[int, int, int]
@@ -52,10 +53,13 @@ class OutputFile:
         sync_directory(self._path.parent)
 
 
-def merge_results(input_path: Path, results: Sequence[BinaryIO], output: OutputFile, is_complete: bool) -> str:
+def merge_results(
+    input_path: Path, results: Sequence[BinaryIO], output: OutputFile, outcome: Outcome, is_complete: bool
+) -> str:
     """Write the result of each line of the input; returns the output's SHA-256 in hexadecimal digits.
 
-    is_complete: each line must have a result. Raises CommandError if one has none or two, and OSError."""
+    outcome: each result is added to it. is_complete: each line must have a result. Raises CommandError if one has none
+    or two, and OSError."""
     places = _find_places(results)
     digest = hashlib.sha256()
     for custom_id in custom_ids(input_path):
@@ -69,6 +73,7 @@ def merge_results(input_path: Path, results: Sequence[BinaryIO], output: OutputF
         line = results[index].read(size) + b"\n"
         digest.update(line)
         output.write(line)
+        outcome.add(line)
     if places:
         raise CommandError(f"the server has a result of {next(iter(places))!r}, which is no custom_id of the input")
     return digest.hexdigest()

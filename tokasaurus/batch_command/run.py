@@ -1,22 +1,20 @@
 """`toka batch`: run a file of requests, with a server of its own or a running one; run again, it continues."""
 
 import secrets
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from typing import get_args
 
 from tokasaurus.batch_command.api import MAX_SILENCE_SECONDS, BatchApi, BatchView, Waiter
 from tokasaurus.batch_command.config import RunConfig
 from tokasaurus.batch_command.errors import CommandError, NothingToContinue, NotOnServer
 from tokasaurus.batch_command.input_copy import copy_input, is_stream
-from tokasaurus.batch_command.input_file import find_endpoint, fingerprint
-from tokasaurus.batch_command.outcome import why_failed
+from tokasaurus.batch_command.input_file import InputLimits, check_input, find_endpoint, fingerprint
+from tokasaurus.batch_command.outcome import Outcome, why_failed
 from tokasaurus.batch_command.own_server import GivenServer, OwnServer
 from tokasaurus.batch_command.progress import Progress, make_progress
 from tokasaurus.batch_command.results import OutputFile, merge_results
@@ -27,19 +25,13 @@ from tokasaurus.batch_command.state_file import (
     path_with_base_url,
     path_with_own_server,
 )
+from tokasaurus.batch_command.stopping import Stopped, signals_raise
 from tokasaurus.server.batches.store.records import FINAL_STATUSES
+from tokasaurus.server.protocol.storage.batches import Endpoint
 
-_STOP_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Seconds between two looks at the batch. The first are quick, for a short batch.
 _FIRST_POLL_S = 0.1
 _OWN_POLL_S, _REMOTE_POLL_S = 1.0, 3.0
-
-
-class _Stopped(KeyboardInterrupt):
-    """A signal asks this process to end."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 def run_batch(config: RunConfig, words: list[str]) -> int:
@@ -48,32 +40,15 @@ def run_batch(config: RunConfig, words: list[str]) -> int:
     0: the output is complete. 1: it is not; one line on stderr says why. 128 + N: stopped by signal N."""
     run = _Run(config, words)
     try:
-        with _signals_raise():
+        with signals_raise():
             print(run.run())
     except CommandError as error:
         print(f"toka batch: {error}", file=sys.stderr)
         return 1
-    except _Stopped as stopped:
+    except Stopped as stopped:
         print(f"toka batch: stopped; {run.what_goes_on()}{run.how_to_continue()}", file=sys.stderr)
         return 128 + stopped.number
     return 0
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    def stop(number: int, _: FrameType | None) -> None:
-        raise _Stopped(number)
-
-    old = {
-        number: signal.signal(number, stop)
-        for number in _STOP_NUMBERS
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 class _Run:
@@ -92,7 +67,7 @@ class _Run:
         """As the server has last described it."""
 
     def run(self) -> str:
-        """The line that sums up the complete run. Raises CommandError."""
+        """The lines that sum up the complete run. Raises CommandError."""
         found = None if is_stream(self._input_name) else fingerprint(self._input)
         self._check_output()
         with ExitStack() as stack:
@@ -190,8 +165,13 @@ class _Run:
 
     def _run_batch(self) -> str:
         """The summary; the output is complete, and the server that was started has ended. Raises CommandError."""
-        endpoint = find_endpoint(self._input)
+        endpoint = (
+            find_endpoint(self._input)
+            if self._state.batch_id
+            else check_input(self._input, self._input_limits(), self._input_name)
+        )
         with ExitStack() as stack:
+            is_continued = self._state.file_id is not None
             progress = make_progress()
             stack.callback(progress.close)
             server, base_url, api_key = self._connect(stack, progress)
@@ -200,17 +180,27 @@ class _Run:
             )
             stack.callback(api.close)
             batch = self._find_or_create(api, endpoint)
+            if is_continued:
+                progress.note(
+                    f"continuing {batch.id}: {batch.num_done:,} of {batch.num_lines:,} lines are done already"
+                )
             started_s, tokens_before = time.monotonic(), batch.output_tokens
             batch = self._wait_for_end(api, batch, server, progress)
             seconds = time.monotonic() - started_s
             if batch.status != "completed":
                 raise self._why_incomplete(api, batch)
-            self._write_results(api, batch, self._output)
+            outcome = self._write_results(api, batch, self._output)
         rate = (batch.output_tokens - tokens_before) / max(seconds, 1e-9)
-        return (
-            f"{batch.num_completed:,} lines completed, {batch.num_failed:,} failed, {batch.output_tokens:,} tokens, "
-            f"{seconds:.1f} s, {rate:,.1f} tokens/s"
-        )
+        cut = f" ({outcome.num_cut:,} cut by length)" if outcome.num_cut else ""
+        counts = f"{batch.num_completed:,} lines completed{cut}, {batch.num_failed:,} failed"
+        sums = f"{batch.output_tokens:,} tokens, {seconds:.1f} s, {rate:,.1f} tokens/s"
+        return "\n".join([f"{counts}, {sums}", *outcome.failures(), f"the results are in {self._output}"])
+
+    def _input_limits(self) -> InputLimits | None:
+        """None if only the server at base_url knows."""
+        if self._config.base_url is not None:
+            return None
+        return InputLimits(get_args(Endpoint), self._config.max_batch_lines, self._config.max_line_bytes)
 
     def _connect(self, stack: ExitStack, progress: Progress) -> tuple[Waiter, str, str | None]:
         """(server, URL of its API, key). Raises CommandError."""
@@ -307,9 +297,9 @@ class _Run:
             f"{results}{self._how_to_begin_again()}"
         )
 
-    def _write_results(self, api: BatchApi, batch: BatchView, path: Path) -> None:
+    def _write_results(self, api: BatchApi, batch: BatchView, path: Path) -> Outcome:
         """Write the results in the order of the input. Raises CommandError: then `path` is as it was."""
-        is_complete = batch.status == "completed"
+        is_complete, outcome = batch.status == "completed", Outcome()
         try:
             with ExitStack() as stack:
                 results = []
@@ -318,7 +308,7 @@ class _Run:
                     api.download(file_id, results[-1])
                 self._check_input()
                 output = stack.enter_context(OutputFile(path, batch.id))
-                digest = merge_results(self._input, results, output, is_complete)
+                digest = merge_results(self._input, results, output, outcome, is_complete)
                 # it may have appeared since the run began
                 if not self._config.overwrite and path.exists() and fingerprint(path, "output").sha256 != digest:
                     raise CommandError(f"{path} exists; overwrite=T replaces it")
@@ -328,3 +318,4 @@ class _Run:
                 output.commit()
         except OSError as error:
             raise CommandError(f"{path}: {error.strerror}") from None
+        return outcome

@@ -31,7 +31,9 @@ def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[t
     code, output = command.run()
     assert code == 0, output
     num_tokens = f"{NUM_LINES * NUM_TOKENS:,}"
-    assert re.search(rf"^{NUM_LINES} lines completed, 0 failed, {num_tokens} tokens, ", output, re.MULTILINE)
+    cut = rf"\({NUM_LINES} cut by length\)"
+    assert re.search(rf"^{NUM_LINES} lines completed {cut}, 0 failed, {num_tokens} tokens, ", output, re.MULTILINE)
+    assert output.splitlines()[-1] == f"the results are in {command.output}"
     assert re.search(r"^model worker +weights +[\d.]+ s", output, re.MULTILINE)
     assert re.search(r"^ready: http://127.0.0.1:\d+ serves", output, re.MULTILINE)
     assert sorted(path.name for path in directory.iterdir()) == ["in.jsonl", "out.jsonl"]
@@ -80,6 +82,7 @@ def test_an_interrupted_and_killed_run_ends_as_an_undisturbed_one(
 
     code, output = command.run()
     assert code == 0, output
+    assert re.search(rf"^continuing \w+: {len(stored)} of {NUM_LINES} lines are done already$", output, re.MULTILINE)
     lines = {json.loads(line)["custom_id"]: line for line in command.output.read_bytes().splitlines(keepends=True)}
     assert stored.items() <= lines.items()  # ids of answers are random: a line that ran again would have others
     assert texts(command) == undisturbed

@@ -12,6 +12,7 @@ from tokasaurus.server.protocol.storage.files import ExpiresAfter
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 MAX_WINDOW_SECONDS = 30 * 86_400
 _WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -50,7 +51,7 @@ class CreateBatch(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    endpoint: Endpoint
     completion_window: Annotated[
         str,
         AfterValidator(_check_window),
