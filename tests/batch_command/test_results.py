@@ -27,6 +27,13 @@ def merge(tmp_path: Path, asked: list[str], *files: bytes, is_complete: bool = T
     return (tmp_path / "out.jsonl").read_bytes(), digest
 
 
+def test_line_ends_that_another_server_has_left_in_are_escaped(tmp_path: Path) -> None:
+    line = json.dumps({"custom_id": "a\u2028", "response": "\u2029\x85"}, ensure_ascii=False).encode()
+    written, _ = merge(tmp_path, ["a\u2028"], line)
+    assert len(written.decode().splitlines()) == 1
+    assert json.loads(written) == json.loads(line)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_any_order_in_any_file_becomes_the_order_of_the_input(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)

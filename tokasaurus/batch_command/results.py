@@ -15,6 +15,7 @@ from tokasaurus.batch_command.errors import CommandError
 from tokasaurus.batch_command.input_file import custom_ids
 from tokasaurus.batch_command.outcome import Outcome
 from tokasaurus.server.batches.store.data_dir import sync_directory
+from tokasaurus.text.json_lines import escape_line_ends
 
 _Place = tuple[int, int, int]
 """(index of the file, start, size) of a line."""
@@ -70,7 +71,7 @@ def merge_results(
             raise CommandError(f"the server has no result of the line with the custom_id {custom_id!r}")
         index, start, size = place
         results[index].seek(start)
-        line = results[index].read(size) + b"\n"
+        line = escape_line_ends(results[index].read(size)) + b"\n"
         digest.update(line)
         output.write(line)
         outcome.add(line)

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
+
+from tokasaurus.text.json_lines import write_json
 
 # Longest field or model name from a client that error messages repeat.
 _MAX_ECHO_CHARS = 100
@@ -297,7 +298,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _respond(status: int, error: ErrorObject, headers: Mapping[str, str] | None) -> Response:
-    content = orjson.dumps(ErrorResponse(error))
+    content = write_json(ErrorResponse(error))
     return Response(content, status_code=status, headers=headers, media_type="application/json")
 
 

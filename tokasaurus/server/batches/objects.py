@@ -18,6 +18,7 @@ from tokasaurus.server.protocol.storage.batches import (
     OutputTokensDetails,
 )
 from tokasaurus.server.protocol.storage.files import FileList, FileObject
+from tokasaurus.text.json_lines import write_json
 
 # Fields that have the same name and meaning in a record and in the object.
 _SAME_IN_BATCHES = (
@@ -60,7 +61,7 @@ def batch_list(records: list[BatchRecord], has_more: bool) -> BatchList:
 
 def to_json(value: object) -> bytes:
     """value: a dataclass; fields that are None are left out, at any depth."""
-    return orjson.dumps(_without_nulls(value))
+    return write_json(_without_nulls(value))
 
 
 def json_response(value: object) -> Response:

@@ -5,6 +5,7 @@ import uuid
 import orjson
 
 from tokasaurus.server.errors import ApiError, error_response
+from tokasaurus.text.json_lines import write_json
 
 
 def answered_line(custom_id: str, answer: bytes) -> bytes:
@@ -28,4 +29,4 @@ def _response(status: int, body: bytes) -> dict[str, object]:
 
 def _line(custom_id: str, response: dict[str, object] | None, error: dict[str, str] | None) -> bytes:
     line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
-    return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+    return write_json(line, option=orjson.OPT_APPEND_NEWLINE)

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import orjson
-
 from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.server.errors import ApiError, error_response
 from tokasaurus.server.prepare.requests import Prepared
@@ -33,6 +31,7 @@ from tokasaurus.server.respond.usage import UsageCounter
 from tokasaurus.server.respond.whole import build_echo
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.messages import CallDelta, CallStream
+from tokasaurus.text.json_lines import write_json
 
 
 class AnswerStream(ABC):
@@ -125,7 +124,7 @@ class AnswerStream(ABC):
         chunk = {**self._head, "choices": choices, **extra}
         if self._options.include_usage or self._options.continuous_usage_stats:
             chunk["usage"] = usage
-        return b"data: %b\n\n" % orjson.dumps(chunk)
+        return b"data: %b\n\n" % write_json(chunk)
 
     def _num_first_choices(self) -> int:
         """Number of choices that are sent before any text, each in a chunk of its own."""

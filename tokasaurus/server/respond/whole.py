@@ -38,6 +38,7 @@ from tokasaurus.server.respond.logprobs import (
 from tokasaurus.server.respond.usage import UsageCounter
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.messages import build_message
+from tokasaurus.text.json_lines import write_json
 
 # One call that serialises more than this would block the event loop for more than some milliseconds.
 _SLICE_VALUES = 8192
@@ -121,7 +122,7 @@ def write_answer(answer: Completion | ChatCompletion) -> bytes:
     for field in fields(answer):
         parts += [b"," if parts else b"{", orjson.dumps(field.name), b":"]
         if field.name != "choices":
-            parts.append(orjson.dumps(getattr(answer, field.name)))
+            parts.append(write_json(getattr(answer, field.name)))
             continue
         choices: Sequence[CompletionChoice | ChatChoice] = answer.choices
         for index, choice in enumerate(choices):
@@ -133,11 +134,11 @@ def write_answer(answer: Completion | ChatCompletion) -> bytes:
 def _write_choice(choice: CompletionChoice | ChatChoice) -> bytes:
     logprobs = choice.logprobs
     if logprobs is None:
-        return orjson.dumps(choice)
+        return write_json(choice)
     lists = {field.name: getattr(logprobs, field.name) for field in fields(logprobs)}
     shown = {field.name: getattr(choice, field.name) for field in fields(choice)}
     shown["logprobs"] = {name: _write_list(values) for name, values in lists.items()}
-    return orjson.dumps(shown)
+    return write_json(shown)
 
 
 def _write_list(values: list[Any] | None) -> Any:
@@ -145,7 +146,7 @@ def _write_list(values: list[Any] | None) -> Any:
     if values is None or len(values) <= _SLICE_TOKENS:
         return values
     starts = range(0, len(values), _SLICE_TOKENS)
-    return _join_lists([orjson.dumps(values[start : start + _SLICE_TOKENS]) for start in starts])
+    return _join_lists([write_json(values[start : start + _SLICE_TOKENS]) for start in starts])
 
 
 def _join_lists(written: Sequence[bytes]) -> orjson.Fragment:
@@ -192,7 +193,7 @@ def _prompt_logprobs(
     slices = []
     for start in range(0, len(prompt_ids), step):
         entries = build_prompt_logprobs(prompt_ids, prompt_logprobs, num_top, model.tokenizer, start, start + step)
-        slices.append(orjson.dumps(entries))
+        slices.append(write_json(entries))
     return _join_lists(slices)
 
 

@@ -11,6 +11,7 @@ import orjson
 from starlette.types import Message, Receive
 
 from tokasaurus.server.errors import ApiError, BodyTooLarge, InvalidRequest, QueueFull, error_response, shorten
+from tokasaurus.text.json_lines import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -278,4 +279,4 @@ def _result(custom_id: str | None, status: int, body: bytes, error: ApiError | N
     response = {"status_code": status, "request_id": f"req_{unique}", "body": orjson.Fragment(body)}
     shown = None if error is None else error.as_object()
     line = {"id": f"bulk_req_{unique}", "custom_id": custom_id, "response": response, "error": shown}
-    return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+    return write_json(line, option=orjson.OPT_APPEND_NEWLINE)

@@ -1,11 +1,11 @@
 """GET /v1/models"""
 
-import orjson
 from fastapi import APIRouter, Request, Response
 
 from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.protocol.models import ModelList, ModelObject
 from tokasaurus.server.state import ServerState, state_of
+from tokasaurus.text.json_lines import write_json
 
 router = APIRouter(tags=["models"])
 
@@ -32,4 +32,4 @@ def _model_object(state: ServerState) -> ModelObject:
 
 
 def _json(body: object) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")
+    return Response(write_json(body), media_type="application/json")

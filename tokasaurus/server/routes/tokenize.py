@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import orjson
 from fastapi import APIRouter, Request, Response
 
 from tokasaurus.server.errors import InvalidRequest
@@ -19,6 +18,7 @@ from tokasaurus.server.protocol.tokenize import (
 from tokasaurus.server.routes.json_body import JsonBodyRoute
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState, num_body_bytes, state_of
+from tokasaurus.text.json_lines import write_json
 
 router = APIRouter(tags=["tokenizer"])
 _body_router = APIRouter(route_class=JsonBodyRoute, tags=["tokenizer"])
@@ -53,11 +53,11 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
 
 
 @router.get("/tokenizer_info")
-async def tokenizer_info(request: Request) -> dict[str, Any]:
+async def tokenizer_info(request: Request) -> Response:
     """The chat template, and the special tokens by role, such as eos_token."""
     tokenizer = state_of(request).model.tokenizer
     info: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.named_tokens}
-    return info | {"chat_template": tokenizer.chat_template}
+    return Response(write_json(info | {"chat_template": tokenizer.chat_template}), media_type="application/json")
 
 
 router.include_router(_body_router)
@@ -102,7 +102,7 @@ def _tokenize(body: TokenizeRequest, state: ServerState, num_bytes: int, max_mod
     token_strs = None
     if body.return_token_strs:
         token_strs = [model.tokenizer.vocabulary_entry(token_id) for token_id in token_ids]
-    return orjson.dumps(TokenizeResponse(len(token_ids), max_model_len, token_ids, token_strs))
+    return write_json(TokenizeResponse(len(token_ids), max_model_len, token_ids, token_strs))
 
 
 def _detokenize(body: DetokenizeRequest, model: ServedModel) -> bytes:
@@ -111,4 +111,4 @@ def _detokenize(body: DetokenizeRequest, model: ServedModel) -> bytes:
         raise InvalidRequest(
             f"tokens has the token id {highest}; the model's go from 0 to {model.vocab_size - 1}", "tokens"
         )
-    return orjson.dumps(DetokenizeResponse(model.tokenizer.decode(body.tokens, skip_special_tokens=False)))
+    return write_json(DetokenizeResponse(model.tokenizer.decode(body.tokens, skip_special_tokens=False)))
