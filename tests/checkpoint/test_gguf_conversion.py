@@ -68,6 +68,25 @@ def test_llama3_scaling_is_derived_from_the_rope_factors(tmp_path: Path) -> None
     assert "rope_freqs.weight" not in load_file(checkpoint.directory / "model.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"type": "none"}, RopeInfo(500000.0)),
+        ({"type": "linear", "factor": 2.5}, RopeInfo(500000.0, "linear", 2.5)),
+        (
+            {"type": "yarn", "factor": 4.0, "original_context_length": 64, "finetuned": True},
+            # 0.1 ln 4 + 1
+            RopeInfo(500000.0, "yarn", 4.0, original_context_length=64, attention_factor=1.1386294361119891),
+        ),
+    ],
+)
+def test_rotary_scaling_of_the_metadata_is_kept(tmp_path: Path, fields: dict[str, object], expected: RopeInfo) -> None:
+    path = tmp_path / "scaled.gguf"
+    named = {f"llama.rope.scaling.{name}": value for name, value in fields.items()}
+    write_gguf(path, "llama", random_weights("llama", tied=True), Kind.F32, named)
+    assert resolve_checkpoint(str(path)).info.rope == expected
+
+
 def test_rope_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     factors = np.linspace(1, 8, HEAD_DIM // 2, dtype=np.float32)
@@ -79,7 +98,9 @@ def test_rope_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type = 'yarn'"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.factor is missing"),
+        ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type = 'longrope'"),
+        ({"llama.rope.scaling.attn_factor": 0.5}, "rope.scaling.attn_factor"),
         ({"llama.attention.sliding_window": 128}, "sliding_window = 128"),
         ({"llama.expert_count": 8}, "expert_count = 8"),
         ({"llama.some_new_scale": 2.0}, "some_new_scale"),

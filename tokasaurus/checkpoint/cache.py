@@ -15,7 +15,7 @@ from tokasaurus.checkpoint.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
 """Part of the cache key of models converted from GGUF (gguf/conversion.py): increase it when the result changes."""
 
 

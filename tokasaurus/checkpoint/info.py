@@ -51,7 +51,7 @@ class ModelInfo:
     """Whether embedding and LM head are one matrix; read_model_info gives config.json's word, and
     tied_embeddings.fit_to_tensors that of the tensors."""
     eos_ids: tuple[int, ...]
-    """Union of eos_token_id in both files."""
+    """Union of eos_token_id in both files; end_tokens.with_tokenizer_end adds the tokenizer's."""
     dtype: str
     """Of the stored weights, such as "bfloat16"."""
     embedding_tensor: str = EMBEDDING

@@ -8,6 +8,7 @@ from pathlib import Path
 from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.checkpoint.demo_model import NAME as DEMO_NAME
 from tokasaurus.checkpoint.demo_model import demo_directory
+from tokasaurus.checkpoint.end_tokens import with_tokenizer_end
 from tokasaurus.checkpoint.errors import CheckpointError
 from tokasaurus.checkpoint.hub import download_files, is_repo_id
 from tokasaurus.checkpoint.info import ModelInfo, notes_on_settings, read_model_info
@@ -57,7 +58,7 @@ def resolve_checkpoint(
     tokenizer_directory = directory if tokenizer is None else _locate_tokenizer(tokenizer, on_phase)
     if not (tokenizer_directory / "tokenizer.json").is_file():
         raise CheckpointError(f"{tokenizer_directory} has no tokenizer.json; tokenizer= selects another directory")
-    return Checkpoint(name, directory, tokenizer_directory, info)
+    return Checkpoint(name, directory, tokenizer_directory, with_tokenizer_end(info, tokenizer_directory))
 
 
 def _locate(model: str, on_phase: OnPhase) -> tuple[str, Path]:

@@ -27,15 +27,29 @@ _READ = {
     "attention.layer_norm_rms_epsilon",
     "rope.freq_base",
     "rope.dimension_count",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
 }
-_HARMLESS = {"vocab_size"}
+_HARMLESS = {"vocab_size", "rope.scaling.finetuned"}
 # Keys of unsupported features, each accepted only with the value that switches the feature off.
 _OFF = {
-    "rope.scaling.type": "none",
     "expert_count": 0,
     "expert_used_count": 0,
     "attention.causal": True,
     "attention.sliding_window": 0,
+}
+
+CONTROL_TOKEN = 3
+"""Type of a token in a GGUF file."""
+
+# Texts of tokens that llama.cpp counts as ends of a turn, whatever ids the metadata name. It overrides their type,
+# while here only control tokens count.
+_TURN_ENDS = {
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
+    *("<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>", "</s>"),
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's, with a fullwidth bar
+    *("<EOT>", "< EOT >", "_<EOT>", "_< EOT >", "[EOT]", "[EOS]"),
 }
 
 # All published llama3 scalings share these values; the factor, 8 (3.1) or 32 (3.2), is derived from the tensor.
@@ -74,7 +88,11 @@ def model_config(
         if fields.get(key, head_dim) != head_dim:
             raise CheckpointError(f"{architecture}.{key} = {fields[key]} differs from the head size {head_dim}")
     theta = _shortest(fields.get("rope.freq_base", 10000.0))
-    scaling = {"rope_type": "default"} if rope_factors is None else _llama3_scaling(theta, head_dim, rope_factors)
+    scaling = _scaling(architecture, fields)
+    if rope_factors is not None:
+        if scaling["rope_type"] != "default":
+            raise CheckpointError(f"{architecture}.rope.scaling.type and rope_freqs.weight are not supported together")
+        scaling = _llama3_scaling(theta, head_dim, rope_factors)
     return {
         "architectures": [_ARCHITECTURES[architecture]],
         "model_type": architecture,
@@ -101,8 +119,12 @@ def generation_config(metadata: Metadata) -> dict[str, Any]:
 
 
 def _token_ids(metadata: Metadata) -> dict[str, Any]:
-    """bos and eos ids; the tokens for end of turn (eot) and end of message (eom) end the generation as well."""
+    """bos and eos ids; the tokens for end of turn (eot) and end of message (eom), and control tokens whose text ends a
+    turn, end the generation as well."""
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens, types = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
+    controls = (index for index, token_type in enumerate(types) if token_type == CONTROL_TOKEN)
+    ends += [index for index in controls if tokens[index] in _TURN_ENDS]
     ids: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(end for end in ends if end is not None))}
     if (bos := metadata.get("tokenizer.ggml.bos_token_id")) is not None:
         ids["bos_token_id"] = bos
@@ -116,6 +138,20 @@ def _refuse_unknown(architecture: str, fields: Mapping[str, Any]) -> None:
         if key in _READ or key in _HARMLESS or (key in _OFF and value == _OFF[key]):
             continue
         raise CheckpointError(f"{architecture}.{key} = {value!r} is not supported")
+
+
+def _scaling(architecture: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary scaling that the metadata state; llama.cpp computes linear and YaRN as transformers does."""
+    scaling_type = fields.get("rope.scaling.type", "none")
+    if scaling_type == "none":
+        return {"rope_type": "default"}
+    if scaling_type not in ("linear", "yarn"):
+        raise CheckpointError(f"{architecture}.rope.scaling.type = {scaling_type!r} is not supported")
+    scaling = {"rope_type": scaling_type, "factor": _shortest(_number(architecture, fields, "rope.scaling.factor"))}
+    if scaling_type == "yarn":
+        key = "rope.scaling.original_context_length"
+        scaling["original_max_position_embeddings"] = _number(architecture, fields, key)
+    return scaling
 
 
 def _number(architecture: str, fields: Mapping[str, Any], key: str) -> Any:

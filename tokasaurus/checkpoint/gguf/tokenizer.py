@@ -11,11 +11,13 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tokasaurus.checkpoint.errors import CheckpointError
+from tokasaurus.checkpoint.gguf.config import CONTROL_TOKEN
 from tokasaurus.checkpoint.json_files import write_json
 
 Metadata = Mapping[str, Any]
 
-_CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
+_USER_DEFINED = 4
+"""Type of a token, as CONTROL_TOKEN."""
 
 # Llama 3 groups digits by up to three, Qwen 2 splits them singly; otherwise the rules are equal.
 _WORDS = (
@@ -60,8 +62,8 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     tokenizer.post_processor = _post_processor(metadata, rule, tokens)
     types = metadata.get("tokenizer.ggml.token_type", ())
     for token, token_type in zip(tokens, types, strict=False):
-        if token_type in (_CONTROL, _USER_DEFINED):
-            tokenizer.add_tokens([AddedToken(token, special=token_type == _CONTROL, normalized=False)])
+        if token_type in (CONTROL_TOKEN, _USER_DEFINED):
+            tokenizer.add_tokens([AddedToken(token, special=token_type == CONTROL_TOKEN, normalized=False)])
     return tokenizer
 
 
