@@ -10,7 +10,7 @@ from tokasaurus.text.prompt_tail import PromptTail, tail_of_bytes, tail_of_token
 from tokasaurus.text.token_bytes import TokenBytes
 
 # Some models declare these as special tokens, but the tool-call parser needs them in the text.
-_CALL_MARKS = ("<tool_call>", "</tool_call>")
+CALL_MARKS = ("<tool_call>", "</tool_call>")
 
 
 class TokenizerError(UserError):
@@ -30,8 +30,8 @@ class TokenDecoder:
         """The text is the concatenation of the tokens' bytes, decoded as UTF-8. Other decoders may, for instance, drop
         the first space."""
         special = {id_: token.content for id_, token in base.get_added_tokens_decoder().items() if token.special}
-        self.special_ids = frozenset(id_ for id_, content in special.items() if content not in _CALL_MARKS)
-        # The library would skip _CALL_MARKS as well if they are special.
+        self.special_ids = frozenset(id_ for id_, content in special.items() if content not in CALL_MARKS)
+        # The library would skip CALL_MARKS as well if they are special.
         self._skips_special_itself = len(self.special_ids) < len(special)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -77,7 +77,8 @@ def fake_vocabulary() -> GrammarVocabulary:
             remaining = text[len(longest) :]
             return [TOKEN_BYTES.index(longest), *(self.tokenize(remaining) if remaining else [])]
 
-    return GrammarVocabulary(LLTokenizer(TokenizerWrapper(Tokens())), 1, np.array([1 << EOS_ID], np.uint32))
+    eos_bits = np.array([1 << EOS_ID], np.uint32)
+    return GrammarVocabulary(LLTokenizer(TokenizerWrapper(Tokens())), 1, eos_bits, {}, frozenset({EOS_ID}))
 
 
 def allowed_tokens(grammar: str, token_ids: list[int], avoids_eos: bool) -> set[int]:

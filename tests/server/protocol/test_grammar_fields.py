@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 from pydantic import TypeAdapter
 
 from tests.helpers.small_tokenizer import EOS_IDS, VOCAB_SIZE
@@ -21,24 +21,24 @@ from tokasaurus.server.protocol.grammar_fields import (
     StructuredOutputs,
 )
 from tokasaurus.server.structured_output.validator_process import compile_grammar
-from tokasaurus.text.grammars import load_grammar_vocabulary
+from tokasaurus.text.grammars import GrammarVocabulary, load_grammar_vocabulary
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tokenizer_directory: Path) -> LLTokenizer:
-    return load_grammar_vocabulary(tokenizer_directory, VOCAB_SIZE, EOS_IDS).tokenizer
+def vocabulary(tokenizer_directory: Path) -> GrammarVocabulary:
+    return load_grammar_vocabulary(tokenizer_directory, VOCAB_SIZE, EOS_IDS)
 
 
-def allows(tokenizer: LLTokenizer, field: Any, value: object, text: str) -> bool:
+def allows(vocabulary: GrammarVocabulary, field: Any, value: object, text: str) -> bool:
     """Whether the grammar accepts the whole text and allows it to end there."""
     source = TypeAdapter(field).validate_python(value)
     assert isinstance(source, GrammarSource)
-    matcher = LLMatcher(tokenizer, compile_grammar(tokenizer, source.format, source.text), log_level=0)
+    matcher = LLMatcher(vocabulary.tokenizer, compile_grammar(vocabulary, source.format, source.text), log_level=0)
     content = list(text.encode())  # token ids 0 to 255 are the bytes
     return matcher.try_consume_tokens(content) == len(content) and matcher.is_accepting()
 
 
-def test_json_whitespace_is_bounded(tokenizer: LLTokenizer) -> None:
+def test_json_whitespace_is_bounded(vocabulary: GrammarVocabulary) -> None:
     json_object = {"type": "json_object"}
     value = {"a": [1, {"b": None}], "c": "x  y"}
     for text in (
@@ -48,36 +48,36 @@ def test_json_whitespace_is_bounded(tokenizer: LLTokenizer) -> None:
         json.dumps(value, indent="\t").replace("\n", "\r\n"),
         '{"a" : 1 }',
     ):
-        assert allows(tokenizer, ResponseFormat, json_object, text), text
+        assert allows(vocabulary, ResponseFormat, json_object, text), text
     for text in ("[1]", '{"a":  1}', "{\n\n}", "{\n" + " " * 41 + "}", " {}", "{} ", "{}{}", "```json\n{}"):
-        assert not allows(tokenizer, ResponseFormat, json_object, text), text
+        assert not allows(vocabulary, ResponseFormat, json_object, text), text
     compact = {"json_object": True, "disable_any_whitespace": True}
-    assert allows(tokenizer, StructuredOutputs, compact, '{"a":[1,"x  y"]}')
-    assert not allows(tokenizer, StructuredOutputs, compact, '{"a": 1}')
+    assert allows(vocabulary, StructuredOutputs, compact, '{"a":[1,"x  y"]}')
+    assert not allows(vocabulary, StructuredOutputs, compact, '{"a": 1}')
 
 
-def test_property_cannot_be_repeated_with_an_escaped_spelling(tokenizer: LLTokenizer) -> None:
+def test_property_cannot_be_repeated_with_an_escaped_spelling(vocabulary: GrammarVocabulary) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    assert allows(tokenizer, GuidedJson, schema, '{"a":1,"b":"x"}')
-    assert not allows(tokenizer, GuidedJson, schema, '{"a":1,"a":"x"}')
-    assert not allows(tokenizer, GuidedJson, schema, '{"a":1,"\\u0061":"x"}')
+    assert allows(vocabulary, GuidedJson, schema, '{"a":1,"b":"x"}')
+    assert not allows(vocabulary, GuidedJson, schema, '{"a":1,"a":"x"}')
+    assert not allows(vocabulary, GuidedJson, schema, '{"a":1,"\\u0061":"x"}')
 
 
 @pytest.mark.parametrize("value", ["\x01", "\x1f\x7fé\u2028😀", '"\\/\b\f\n\r\t', {"\x00": [None, 1.5, -0.25]}, ""])
-def test_any_constant_can_be_written(tokenizer: LLTokenizer, value: object) -> None:
+def test_any_constant_can_be_written(vocabulary: GrammarVocabulary, value: object) -> None:
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("\x7f", "\\u007f")
     for schema in ({"const": value}, {"enum": [5, value]}, json.dumps({"const": value})):
-        assert allows(tokenizer, GuidedJson, schema, text)
-        assert not allows(tokenizer, GuidedJson, schema, "6")
+        assert allows(vocabulary, GuidedJson, schema, text)
+        assert not allows(vocabulary, GuidedJson, schema, "6")
 
 
-def test_choices_are_literal_texts_not_patterns(tokenizer: LLTokenizer) -> None:
+def test_choices_are_literal_texts_not_patterns(vocabulary: GrammarVocabulary) -> None:
     rng = random.Random(0)
     alphabet = "ab.*+?()[]{}|^$\\/-&#~\"' \n\t<>é€😀\x00\x85\u2028"
     for _ in range(40):
         choices = ["".join(rng.choices(alphabet, k=rng.randint(0, 5))) for _ in range(3)]
         for text in (*choices, "".join(rng.choices(alphabet, k=2))):
-            assert allows(tokenizer, GuidedChoice, choices, text) == (text in choices), (choices, text)
+            assert allows(vocabulary, GuidedChoice, choices, text) == (text in choices), (choices, text)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_choices_are_literal_texts_not_patterns(tokenizer: LLTokenizer) -> None:
         ("a", "ab"),
     ],
 )
-def test_regular_expression_must_match_the_whole_text(tokenizer: LLTokenizer, pattern: str, text: str) -> None:
-    assert allows(tokenizer, GuidedRegex, pattern, text) == (re.fullmatch(pattern, text) is not None)
+def test_regular_expression_must_match_the_whole_text(vocabulary: GrammarVocabulary, pattern: str, text: str) -> None:
+    assert allows(vocabulary, GuidedRegex, pattern, text) == (re.fullmatch(pattern, text) is not None)
 
 
 GBNF = r"""
@@ -117,12 +117,12 @@ WS: /[ \\t\\n]/
 
 
 @pytest.mark.parametrize("grammar", [GBNF, LARK])
-def test_grammar_can_be_gbnf_or_lark(tokenizer: LLTokenizer, grammar: str) -> None:
+def test_grammar_can_be_gbnf_or_lark(vocabulary: GrammarVocabulary, grammar: str) -> None:
     for text in ("[a]", "[abc, -12,3]", "[-123,\nx]"):
-        assert allows(tokenizer, GuidedGrammar, grammar, text), text
-        assert allows(tokenizer, StructuredOutputs, {"grammar": grammar}, text), text
+        assert allows(vocabulary, GuidedGrammar, grammar, text), text
+        assert allows(vocabulary, StructuredOutputs, {"grammar": grammar}, text), text
     for text in ("", "[]", "[a,]", "[1234]", "[a,  b]", "[A]"):
-        assert not allows(tokenizer, GuidedGrammar, grammar, text), text
+        assert not allows(vocabulary, GuidedGrammar, grammar, text), text
 
 
 @pytest.mark.parametrize(
@@ -135,5 +135,7 @@ def test_grammar_can_be_gbnf_or_lark(tokenizer: LLTokenizer, grammar: str) -> No
         (r'root ::= "\x41\n"', "A\n"),
     ],
 )
-def test_gbnf_escapes_match_the_characters_they_stand_for(tokenizer: LLTokenizer, grammar: str, text: str) -> None:
-    assert allows(tokenizer, GuidedGrammar, grammar, text)
+def test_gbnf_escapes_match_the_characters_they_stand_for(
+    vocabulary: GrammarVocabulary, grammar: str, text: str
+) -> None:
+    assert allows(vocabulary, GuidedGrammar, grammar, text)

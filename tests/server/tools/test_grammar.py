@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as BaseTokenizer
 
@@ -22,7 +22,7 @@ from tokasaurus.server.structured_output.validator_process import compile_gramma
 from tokasaurus.server.tools.formats import FORMATS, HERMES, LLAMA3, ToolCallFormat
 from tokasaurus.server.tools.grammar import write_calls_or_json, write_forced_calls, write_free_calls
 from tokasaurus.server.tools.parser import CallFragment, CallReader, CallRules
-from tokasaurus.text.grammars import load_grammar_vocabulary
+from tokasaurus.text.grammars import GrammarVocabulary, load_grammar_vocabulary
 from tokasaurus.text.tokenizer import Tokenizer
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
@@ -66,7 +66,7 @@ def test_random_text_of_a_forced_grammar_contains_only_valid_calls(
 ) -> None:
     tokenizer = Tokenizer.load(tokenizer_directory)
     script = follow_grammars(tokenizer_directory)
-    compiler = load_grammar_vocabulary(tokenizer_directory, tokenizer.vocab_size, [IM_END]).tokenizer
+    compiler = load_grammar_vocabulary(tokenizer_directory, tokenizer.vocab_size, [IM_END])
     seen: set[str] = set()
     lengths: set[int] = set()
     for parallel in (True, False):
@@ -105,7 +105,7 @@ THINKING_TAGS = ("<think>", "</think>")
 )
 def tokenizer_and_compiler(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Tokenizer, LLTokenizer]:
+) -> tuple[Tokenizer, GrammarVocabulary]:
     """Tokenizers with the Hermes tags and the thinking tags as plain text, as added tokens or as special tokens."""
     kind, thinking_tags = request.param
     directory = save_small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
@@ -119,13 +119,13 @@ def tokenizer_and_compiler(
     base.save(str(directory / "tokenizer.json"))
     tokenizer = Tokenizer.load(directory)
     assert ("<tool_call>" in tokenizer.added_tokens) == (kind != "text")
-    return tokenizer, load_grammar_vocabulary(directory, tokenizer.vocab_size, [IM_END]).tokenizer
+    return tokenizer, load_grammar_vocabulary(directory, tokenizer.vocab_size, [IM_END])
 
 
 def matcher_of(
     write: Callable[..., Any],
     format_: ToolCallFormat,
-    tokenizer_and_compiler: tuple[Tokenizer, LLTokenizer],
+    tokenizer_and_compiler: tuple[Tokenizer, GrammarVocabulary],
     parallel: bool = True,
 ) -> Callable[[str], bool]:
     """Returns a function that tells whether the grammar accepts a whole text."""
@@ -136,7 +136,7 @@ def matcher_of(
     def matches(text: str) -> bool:
         token_ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.decode(token_ids) == text
-        matcher = LLMatcher(compiler, grammar, log_level=0)
+        matcher = LLMatcher(compiler.tokenizer, grammar, log_level=0)
         return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
     return matches
@@ -148,7 +148,7 @@ WRONG = [("go", {"to": {"x": "5"}}), ("go", {}), ("stop", {"a": 1})]
 
 @pytest.mark.parametrize("format_", FORMATS.values())
 def test_forced_grammar_accepts_exactly_the_calls_in_the_models_format(
-    format_: ToolCallFormat, tokenizer_and_compiler: tuple[Tokenizer, LLTokenizer]
+    format_: ToolCallFormat, tokenizer_and_compiler: tuple[Tokenizer, GrammarVocabulary]
 ) -> None:
     matches = matcher_of(write_forced_calls, format_, tokenizer_and_compiler)
     for calls in ([GO], [("stop", {})], [GO, ("say", {"a": ["b"]}), GO]):
@@ -169,7 +169,7 @@ def test_forced_grammar_accepts_exactly_the_calls_in_the_models_format(
 
 @pytest.mark.parametrize("format_", FORMATS.values())
 def test_free_grammar_accepts_text_and_only_valid_calls_of_strict_tools(
-    format_: ToolCallFormat, tokenizer_and_compiler: tuple[Tokenizer, LLTokenizer]
+    format_: ToolCallFormat, tokenizer_and_compiler: tuple[Tokenizer, GrammarVocabulary]
 ) -> None:
     matches = matcher_of(write_free_calls, format_, tokenizer_and_compiler)
     go, say = format_.write(*GO), format_.write("say", {"a": 1})
@@ -189,7 +189,7 @@ def test_free_grammar_accepts_text_and_only_valid_calls_of_strict_tools(
     assert not allows_one_call(f"{go} bye")
 
 
-def test_grammar_accepts_either_calls_or_json(tokenizer_and_compiler: tuple[Tokenizer, LLTokenizer]) -> None:
+def test_grammar_accepts_either_calls_or_json(tokenizer_and_compiler: tuple[Tokenizer, GrammarVocabulary]) -> None:
     content = GrammarSource("json_schema", json.dumps(POINT), "response_format")
 
     def write(*asked: Any) -> GrammarSource:

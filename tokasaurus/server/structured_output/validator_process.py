@@ -15,7 +15,7 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from tokasaurus.server.structured_output.ipc import UNUSABLE_TOKENIZER, make_frame, read_frame
-from tokasaurus.text.grammars import LIMITS, GrammarError, load_grammar_vocabulary
+from tokasaurus.text.grammars import LIMITS, GrammarError, GrammarVocabulary, load_grammar_vocabulary
 from tokasaurus.text.token_decoder import TokenizerError
 
 # Smaller than the stacks of the engine's threads, so that a grammar that compiles here compiles there.
@@ -37,6 +37,10 @@ _NUM_TRIED_TOKENS = 32
 _NUM_DRAWS = 8
 # Lark rule options that address the sampler; the engine would ignore them, so they are refused.
 _IGNORED_OPTION = re.compile(r"^[ \t]*[\w-]+[ \t]*\[[^\]\n]*\b(temperature)\b", re.MULTILINE)
+# A reference to tokens in Lark, by name or by ids, or a string, regular expression or comment, which may look like one.
+_TOKENS = re.compile(
+    r"""//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?P<name><[^<>\s\[\]]+>)|<\[(?P<ids>[^<>\[\]]*)\]>"""
+)
 _WIDE_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 # llguidance advises an option that the server does not offer, so its advice is replaced.
@@ -48,9 +52,14 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
 
-def compile_grammar(tokenizer: LLTokenizer, source_format: str, text: str) -> str:
+def compile_grammar(vocabulary: GrammarVocabulary, source_format: str, text: str) -> str:
     """The grammar in llguidance's form. source_format: a GrammarFormat. Raises GrammarError with the full reason."""
+    if source_format == "gbnf":
+        source_format, text = "lark", _lark_of_gbnf(text)
+    if source_format == "lark":
+        text = _resolve_tokens(vocabulary, text)
     grammar = _CONVERTERS[source_format](text)
+    tokenizer = vocabulary.tokenizer
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
         error = matcher.get_error().replace(_ONE_OF_ADVICE, _ONE_OF_RULE)
@@ -104,9 +113,44 @@ def _from_lark(text: str) -> str:
     return LLMatcher.grammar_from_lark(text)
 
 
-def _from_gbnf(text: str) -> str:
+def _resolve_tokens(vocabulary: GrammarVocabulary, lark: str) -> str:
+    """The grammar with ids instead of the names of tokens.
+
+    Raises GrammarError for a token whose text is not part of the answer."""
+
+    def by_id(found: re.Match[str]) -> str:
+        name, ids = found["name"], found["ids"]
+        if name is not None:
+            if name not in vocabulary.added_tokens:
+                raise GrammarError(f"{name} is no added token of this model")
+            ids = str(vocabulary.added_tokens[name])
+        elif ids is None:
+            return found.group()
+        if any(not _has_text(vocabulary, token_id) for token_id in _ids_of(ids, vocabulary)):
+            raise GrammarError(f"{found.group()} contains a special token, which is no part of the text")
+        return f"<[{ids}]>"
+
+    return _TOKENS.sub(by_id, lark)
+
+
+def _ids_of(ids: str, vocabulary: GrammarVocabulary) -> Iterator[int]:
+    """The ids in Lark's form "5,7-9". Raises GrammarError."""
+    for part in ids.split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal():
+            raise GrammarError(f"<[{ids}]> must contain ids of tokens, or ranges of ids")
+        if int(last or first) >= vocabulary.tokenizer.vocab_size:
+            raise GrammarError(f"<[{ids}]> contains an id that is no token of this model")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def _has_text(vocabulary: GrammarVocabulary, token_id: int) -> bool:
+    return token_id not in vocabulary.hidden_ids and not vocabulary.tokenizer.is_special_token(token_id)
+
+
+def _lark_of_gbnf(text: str) -> str:
     try:
-        return LLMatcher.grammar_from_lark(gbnf_to_lark(_WIDE_ESCAPE.sub(_unescape, text)))
+        return str(gbnf_to_lark(_WIDE_ESCAPE.sub(_unescape, text)))
     except RecursionError:
         raise GrammarError("it is nested too deeply") from None
     except Exception as error:  # the converter raises bare Exceptions
@@ -133,15 +177,14 @@ _CONVERTERS: dict[str, Callable[[str], str]] = {
     "json_schema": LLMatcher.grammar_from_json_schema,
     "regex": LLMatcher.grammar_from_regex,
     "lark": _from_lark,
-    "gbnf": _from_gbnf,
 }
 
 
-def answer(tokenizer: LLTokenizer, question: bytes) -> bytes:
+def answer(vocabulary: GrammarVocabulary, question: bytes) -> bytes:
     """question: JSON [format, text]. Returns JSON [grammar, null] or [null, error]."""
     source_format, text = orjson.loads(question)
     try:
-        return orjson.dumps([compile_grammar(tokenizer, source_format, text), None])
+        return orjson.dumps([compile_grammar(vocabulary, source_format, text), None])
     except (ValueError, RuntimeError) as error:
         # some errors quote the whole grammar
         return orjson.dumps([None, " ".join(str(error).split())[:_MAX_ERROR_CHARS]])
@@ -150,7 +193,7 @@ def answer(tokenizer: LLTokenizer, question: bytes) -> bytes:
 def main(directory: str, vocab_size: str, time_limit_s: str, *eos_ids: str) -> None:
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
     try:
-        tokenizer = load_grammar_vocabulary(Path(directory), int(vocab_size), map(int, eos_ids)).tokenizer
+        vocabulary = load_grammar_vocabulary(Path(directory), int(vocab_size), map(int, eos_ids))
     except TokenizerError as error:
         print(error, file=sys.stderr)
         answers.write(make_frame(UNUSABLE_TOKENIZER))
@@ -163,7 +206,7 @@ def main(directory: str, vocab_size: str, time_limit_s: str, *eos_ids: str) -> N
     while (question := read_frame(questions)) is not None:
         # The server kills a process that takes too long. If the server itself was killed, this timer ends the process.
         signal.setitimer(signal.ITIMER_REAL, float(time_limit_s) + 1)
-        answers.write(make_frame(answer(tokenizer, question)))
+        answers.write(make_frame(answer(vocabulary, question)))
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.flush()
 

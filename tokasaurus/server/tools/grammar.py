@@ -24,8 +24,8 @@ _FUNCTION = re.compile(r"function_(\d+): ")
 def write_forced_calls(tools: Sequence[Tool], rules: CallRules, added_tokens: Mapping[str, int]) -> GrammarSource:
     """The answer is one call, or several if `rules.parallel`, and nothing else; arguments match their schemas.
 
-    added_tokens: texts that the tokenizer has as single added tokens, with their ids. A grammar must name these, or it
-    would demand their spelling in ordinary tokens. Raises InvalidRequest.
+    added_tokens: texts that the tokenizer has as single added tokens, with their ids. Where the grammar demands such a
+    text, it names the token, or the text would be spelled in ordinary tokens. Raises InvalidRequest.
     """
     return _source(["start: calls", *_calls(tools, rules, added_tokens, all_strict=True)], "tools")
 
@@ -50,30 +50,21 @@ def write_calls_or_json(
 def write_free_calls(tools: Sequence[Tool], rules: CallRules, added_tokens: Mapping[str, int]) -> GrammarSource:
     """The answer is text, with or without calls; arguments of strict tools match their schemas.
 
-    If the format has no start mark, a call is recognised by its brace and name. added_tokens: as in
-    `write_forced_calls`. Raises InvalidRequest.
+    A call is recognised by its start mark, however it is spelled, or by its brace and name if the format has no mark.
+    added_tokens: as in `write_forced_calls`. Raises InvalidRequest.
     """
     format_ = rules.format
     mark = format_.start.strip()
     openings = {index: json.dumps(format_.opening(tool.function.name)) for index, tool in _callable(tools, rules)}
-    lines = []
-    if not mark:
-        lines += [f"start_{index}[lazy]: TEXT {opening}" for index, opening in openings.items()]
-        openings = {index: f"start_{index}" for index in openings}
-        start = ""
-    elif mark in added_tokens:
-        start = f"TEXT {_mark(format_.start, added_tokens)}"
-    else:
+    if mark:
         start = f"start_mark {json.dumps(format_.start.removeprefix(mark))}"
-        lines.append(f"start_mark[lazy]: TEXT {json.dumps(mark)}")
-    call = f"call: {start} function {_mark(format_.end, added_tokens)}"
-    answer = "start: (call | thought)* TEXT" if rules.parallel else "start: thought* (call | TEXT)"
-    # Other added tokens may occur in the text: thoughts, for instance, are delimited by them.
-    ids = ",".join(str(id_) for text, id_ in added_tokens.items() if text not in (mark, format_.end.strip()))
-    if ids:
-        lines.append(f"thought: TEXT <[{ids}]>")
+        lines = [f"start_mark[lazy]: TEXT {json.dumps(mark)}"]
     else:
-        answer = "start: call* TEXT" if rules.parallel else "start: call | TEXT"
+        start = ""
+        lines = [f"start_{index}[lazy]: TEXT {opening}" for index, opening in openings.items()]
+        openings = {index: f"start_{index}" for index in openings}
+    answer = "start: call* TEXT" if rules.parallel else "start: call | TEXT"
+    call = f"call: {start} function {_mark(format_.end, added_tokens)}"
     return _source([answer, call, _TEXT, *lines, *_functions(tools, openings, all_strict=False)], "tools")
 
 
@@ -132,7 +123,8 @@ def _mark(text: str, tokens: Mapping[str, int]) -> str:
     if mark not in tokens:
         return json.dumps(text) if text else ""
     before, _, after = text.partition(mark)
-    return " ".join(part for part in (before and json.dumps(before), mark, after and json.dumps(after)) if part)
+    token = f"<[{tokens[mark]}]>"
+    return " ".join(part for part in (before and json.dumps(before), token, after and json.dumps(after)) if part)
 
 
 def _source(lines: list[str], param: str) -> GrammarSource:
