@@ -1,11 +1,15 @@
 """Distinguishes special tokens written by a chat template from the same text in a client's message.
 
 Before the template is rendered, a mark (random digits) is inserted into every occurrence of a special token's text in
-the client's strings. Every intact special token in the rendered prompt then comes from the template; the marks are
-removed from the text between these tokens.
+the client's strings. Every intact special token in the rendered prompt then comes from the template.
+
+The prompt is encoded by a copy of the tokenizer in which the special tokens have secret names: the template's tokens
+are given these names, and the marks are removed. So the text is split exactly as if the special tokens had other names,
+with every setting of the tokenizer and its tokens (spaces before the first word, lstrip, rstrip, normalized, …).
 """
 
 import itertools
+import json
 import re
 import secrets
 import threading
@@ -21,21 +25,23 @@ _SLICE_CHARS = 1 << 16
 
 
 class SpecialText:
-    """Marks and encodes for one tokenizer. Thread-safe. Special tokens of one character are not distinguished."""
+    """Marks and encodes for one tokenizer. Thread-safe. Special tokens of one character are not distinguished.
+
+    With encode_special_tokens set, the tokenizer never makes a special token of a text, so nothing is marked."""
 
     def __init__(self, base: BaseTokenizer) -> None:
         self._base = base
         added = base.get_added_tokens_decoder()
         self._tokens = {
-            token.content: (token, token_id)
-            for token_id, token in added.items()
-            if token.special and len(token.content) > 1
+            token.content: token
+            for token in added.values()
+            if token.special and len(token.content) > 1 and not base.encode_special_tokens
         }
         self._longest = max(map(len, self._tokens), default=0)
         pattern = _any_of(self._tokens)
         self._texts = re.compile(pattern)
         self._starts = re.compile(f"(?={pattern})")  # finds occurrences that overlap
-        self._plain_tokenizer: BaseTokenizer | None = None
+        self._renamed: _RenamedTokenizer | None = None
         self._lock = threading.Lock()
 
     def mark(self, *values: Any) -> tuple[list[Any], str]:
@@ -45,32 +51,27 @@ class SpecialText:
         """
         if not self._tokens or not any(map(self._is_in, values)):
             return list(values), ""
-        mark = "".join(secrets.choice("0123456789") for _ in range(_NUM_MARK_DIGITS))
+        mark = _random_digits()
         return [self._marked(value, mark) for value in values], mark
 
     def encode(self, text: str, mark: str) -> list[int]:
         """Token ids of a rendered prompt that contains marks. Adds no bos or other token around the text."""
-        plain_texts: list[str] = []
-        special_ids: list[int] = []
+        with self._lock:
+            if self._renamed is None:
+                self._renamed = _RenamedTokenizer(self._base, self._tokens)
+        names = self._renamed.names
+        parts: list[str] = []
         end = 0
         for match in self._matches(self._texts, text):
-            token, special_id = self._tokens[match.group()]
-            start = match.start()
-            if token.lstrip:  # the token absorbs adjacent white space
-                while start > end and text[start - 1].isspace():
-                    start -= 1
-            plain_texts.append(text[end:start].replace(mark, ""))
-            special_ids.append(special_id)
-            end = match.end()
-            if token.rstrip:
-                while end < len(text) and text[end].isspace():
-                    end += 1
-        plain_texts.append(text[end:].replace(mark, ""))
-        encoded = self._plain().encode_batch_fast(plain_texts, add_special_tokens=False)
-        ids = list(encoded[0].ids)
-        for special_id, plain_encoding in zip(special_ids, encoded[1:], strict=True):
-            ids += [special_id, *plain_encoding.ids]
-        return ids
+            if self._is_token(match):
+                parts += [text[end : match.start()].replace(mark, ""), names[match.group()]]
+                end = match.end()
+        return self._renamed.encode("".join([*parts, text[end:].replace(mark, "")]))
+
+    def _is_token(self, match: re.Match[str]) -> bool:
+        """Whether the tokenizer makes this text of a special token a token: some must not be part of a word."""
+        around = match.string[max(0, match.start() - 1) : match.start()] + match.string[match.end() : match.end() + 1]
+        return not self._tokens[match.group()].single_word or re.search(r"\w", around) is None
 
     def _matches(self, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
         """All matches, in order, one after the other; a search holds the GIL for at most _SLICE_CHARS."""
@@ -100,13 +101,34 @@ class SpecialText:
             return {self._marked(key, mark): self._marked(item, mark) for key, item in value.items()}
         return [self._marked(item, mark) for item in value] if isinstance(value, list) else value
 
-    def _plain(self) -> BaseTokenizer:
-        """A copy of the tokenizer that encodes special tokens as ordinary text; created on first use."""
-        with self._lock:
-            if self._plain_tokenizer is None:
-                self._plain_tokenizer = BaseTokenizer.from_str(self._base.to_str())
-                self._plain_tokenizer.encode_special_tokens = True
-            return self._plain_tokenizer
+
+class _RenamedTokenizer:
+    """A copy of a tokenizer that knows its special tokens under secret names only."""
+
+    def __init__(self, base: BaseTokenizer, texts: Iterable[str]) -> None:
+        """texts: of the special tokens, each longer than one character."""
+        digits = _random_digits()
+        self.names = {text: f"{text[0]}{digits}{index}{text[-1]}" for index, text in enumerate(texts)}
+        """Text of a special token → its name. It begins and ends alike, for normalizers that combine characters."""
+        state = json.loads(base.to_str())
+        ids = {token["content"]: token["id"] for token in state["added_tokens"]}
+        vocabulary = state["model"]["vocab"]
+        for token in state["added_tokens"]:
+            token["content"] = self.names.get(token["content"], token["content"])
+            if isinstance(vocabulary, dict):  # so that the copy gives it the same id
+                vocabulary[token["content"]] = token["id"]
+        self._tokenizer = BaseTokenizer.from_str(json.dumps(state))
+        own_ids = {text: self._tokenizer.token_to_id(self.names.get(text, text)) for text in ids}
+        # Unigram's vocabulary is a list, to which nothing can be added; there, the copy gives other ids.
+        self._ids = {own_ids[text]: token_id for text, token_id in ids.items()}
+
+    def encode(self, text: str) -> list[int]:
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return [self._ids.get(token_id, token_id) for token_id in encoded.ids]
+
+
+def _random_digits() -> str:
+    return "".join(secrets.choice("0123456789") for _ in range(_NUM_MARK_DIGITS))
 
 
 def _any_of(texts: Iterable[str]) -> str:
