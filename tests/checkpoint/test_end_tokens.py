@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from tests.checkpoint.helpers.fake_hub import CONFIG, weights
 from tests.checkpoint.helpers.gguf_files import random_weights, write_gguf
-from tokasaurus.checkpoint import resolve_checkpoint
-from tokasaurus.checkpoint.end_tokens import eos_token
+from tokasaurus.checkpoint import read_model_info, resolve_checkpoint
+from tokasaurus.checkpoint.end_tokens import eos_token, with_tokenizer_end
 
 WORDS = ["a", "b", "</s>", "<|endoftext|>", "<|im_end|>"]
 
@@ -101,7 +101,8 @@ def test_the_id_is_found_wherever_the_file_has_it(text: str, token_id: int | Non
     write_model(tmp_path)
     (tmp_path / "tokenizer.json").write_text(text)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "E"}')
-    assert resolve_checkpoint(str(tmp_path)).info.eos_ids == (() if token_id is None else (token_id,))
+    info = with_tokenizer_end(read_model_info(tmp_path), tmp_path)
+    assert info.eos_ids == (() if token_id is None else (token_id,))
 
 
 @pytest.mark.parametrize(

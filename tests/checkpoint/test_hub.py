@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.helpers.fake_hub import COMMIT, CONFIG, FakeHub, serve_repository, weights
+from tests.checkpoint.helpers.fake_hub import COMMIT, CONFIG, TOKENIZER, FakeHub, serve_repository, weights
 from tests.helpers.damage import DAMAGE
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 PROJECTIONS = ["self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"]
 FILES = {
     "config.json": json.dumps(CONFIG).encode(),
-    "tokenizer.json": b"{}",
+    "tokenizer.json": TOKENIZER.encode(),
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
     "chat_template.jinja": b"{{ messages }}",
     "model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))}).encode(),
     SHARDS[0]: weights("model.embed_tokens.weight", "lm_head.weight"),
@@ -27,7 +28,8 @@ FILES = {
     "original/params.json": b"{}",
     "README.md": b"words",
 }
-WANTED = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors.index.json", *SHARDS}
+TEMPLATES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")
+WANTED = {"config.json", "tokenizer.json", *TEMPLATES, "model.safetensors.index.json", *SHARDS}
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -60,15 +62,17 @@ def resolve(name: str, tmp_path: Path, endpoint: str, **environment: str) -> lis
 
 
 def test_a_repository_is_downloaded_once_and_served_offline(tmp_path: Path, hub: FakeHub) -> None:
-    name, directory, tokenizer_directory = resolve("org/tiny", tmp_path, hub.url)
+    name, directory, tokenizer_directory = first = resolve("org/tiny", tmp_path, hub.url)
     assert name == "org/tiny"
     assert Path(directory).name == COMMIT
-    assert tokenizer_directory == directory
-    assert {path.name: path.read_bytes() for path in Path(directory).iterdir()} == {key: FILES[key] for key in WANTED}
+    assert json.loads((Path(tokenizer_directory) / "tokenizer.json").read_text())["model"]["vocab"] == {"a": 0, "b": 1}
+    paths = [path for path in Path(directory).rglob("*") if path.is_file()]
+    found = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
+    assert found == {key: FILES[key] for key in WANTED}
     assert sorted(hub.downloaded) == sorted(WANTED)
 
-    assert resolve("org/tiny", tmp_path, hub.url) == [name, directory, directory]
-    assert resolve("org/tiny", tmp_path, hub.url, HF_HUB_OFFLINE="1") == [name, directory, directory]
+    assert resolve("org/tiny", tmp_path, hub.url) == first
+    assert resolve("org/tiny", tmp_path, hub.url, HF_HUB_OFFLINE="1") == first
     assert sorted(hub.downloaded) == sorted(WANTED), "a second look downloads nothing"
 
 
@@ -112,7 +116,7 @@ def test_a_file_of_the_wrong_size_is_downloaded_again(kind: str, tmp_path: Path,
     (offline,) = resolve("org/tiny", tmp_path, hub.url, HF_HUB_OFFLINE="1")
     assert f"{SHARDS[1]} of org/tiny has {path.stat().st_size} bytes instead of {len(FILES[SHARDS[1]])}" in offline
     hub.downloaded.clear()
-    assert resolve("org/tiny", tmp_path, hub.url) == ["org/tiny", directory, directory]
+    assert resolve("org/tiny", tmp_path, hub.url)[:2] == ["org/tiny", directory]
     assert path.read_bytes() == FILES[SHARDS[1]]
     assert hub.downloaded == [SHARDS[1]]
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.helpers.fake_hub import CONFIG, weights
+from tests.checkpoint.helpers.fake_hub import CONFIG, TOKENIZER, weights
 from tokasaurus.checkpoint import CheckpointError, read_model_info, resolve_checkpoint
+from tokasaurus.text.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -14,7 +15,7 @@ def model_directory(tmp_path: Path) -> Path:
     directory = tmp_path / "my-model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(CONFIG))
-    (directory / "tokenizer.json").write_text("{}")
+    (directory / "tokenizer.json").write_text(TOKENIZER)
     (directory / "model.safetensors").write_bytes(weights())
     return directory
 
@@ -22,7 +23,8 @@ def model_directory(tmp_path: Path) -> Path:
 def test_a_directory_is_served_under_its_name(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = resolve_checkpoint(str(model_directory))
     assert checkpoint.name == "my-model"
-    assert checkpoint.directory == checkpoint.tokenizer_directory == model_directory
+    assert checkpoint.directory == model_directory
+    assert Tokenizer.load(checkpoint.tokenizer_directory).encode("ab", add_special_tokens=False) == [0, 1]
     assert checkpoint.info == read_model_info(model_directory)
     monkeypatch.chdir(model_directory)
     assert resolve_checkpoint(".") == checkpoint
@@ -32,9 +34,10 @@ def test_the_tokenizer_may_be_in_another_directory(model_directory: Path, tmp_pa
     elsewhere = tmp_path / "tokenizer"
     elsewhere.mkdir()
     (model_directory / "tokenizer.json").rename(elsewhere / "tokenizer.json")
-    with pytest.raises(CheckpointError, match=r"my-model has no tokenizer\.json; tokenizer="):
+    with pytest.raises(CheckpointError, match=r"my-model has no tokenizer\.json, .* tokenizer="):
         resolve_checkpoint(str(model_directory))
-    assert resolve_checkpoint(str(model_directory), str(elsewhere)).tokenizer_directory == elsewhere
+    directory = resolve_checkpoint(str(model_directory), str(elsewhere)).tokenizer_directory
+    assert Tokenizer.load(directory).encode("ab", add_special_tokens=False) == [0, 1]
 
 
 def test_weights_that_are_not_read_are_one_log_line(model_directory: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,8 @@ from tokasaurus.messages.lifecycle import UserError
 
 logger = logging.getLogger(__name__)
 
+# In every folder whose name does not begin like additional_chat_templates; "*" also matches "/".
+_IN_FOLDERS = ["[!a]*/*", "a[!d]*/*"]
 _REPO_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
@@ -22,7 +24,8 @@ def is_repo_id(name: str) -> bool:
 
 
 def download_files(repo_id: str, patterns: list[str], revision: str | None = None) -> Path:
-    """The local snapshot directory, with the files at the repository's top level that match `patterns`.
+    """The local snapshot directory, with the files that match `patterns`, at the repository's top level or
+    in additional_chat_templates.
 
     The directory's name is the commit, which a later call can pass as `revision`. Shows a progress bar. A cached file
     whose size is not the one that the hub lists is downloaded again.
@@ -43,7 +46,7 @@ def download_files(repo_id: str, patterns: list[str], revision: str | None = Non
     try:
         with nullcontext() if constants.is_offline_mode() else proxies_for(endpoint):
             directory = Path(
-                snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
+                snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=_IN_FOLDERS)
             )
             wrong = _wrong_sizes(repo_id, directory)
             if wrong and not constants.is_offline_mode():

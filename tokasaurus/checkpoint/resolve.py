@@ -13,6 +13,7 @@ from tokasaurus.checkpoint.errors import CheckpointError
 from tokasaurus.checkpoint.hub import download_files, is_repo_id
 from tokasaurus.checkpoint.info import ModelInfo, notes_on_settings, read_model_info
 from tokasaurus.checkpoint.tied_embeddings import fit_to_tensors
+from tokasaurus.checkpoint.tokenizer_files import TOKENIZER_PATTERNS, native_tokenizer
 from tokasaurus.checkpoint.weight_files import SINGLE_NAME, unread_index, weight_file_names, weight_files
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class Checkpoint:
     directory: Path
     """Contains config.json and the *.safetensors files."""
     tokenizer_directory: Path
-    """Contains tokenizer.json and tokenizer_config.json."""
+    """Contains tokenizer.json and tokenizer_config.json, as AutoTokenizer reads the model's own files."""
     info: ModelInfo
 
 
@@ -56,8 +57,9 @@ def resolve_checkpoint(
         if line is not None:
             logger.warning(line)
     tokenizer_directory = directory if tokenizer is None else _locate_tokenizer(tokenizer, on_phase)
-    if not (tokenizer_directory / "tokenizer.json").is_file():
-        raise CheckpointError(f"{tokenizer_directory} has no tokenizer.json; tokenizer= selects another directory")
+    named = model if tokenizer is None else tokenizer
+    if named is not None and Path(named).suffix.lower() != ".gguf":  # their conversion wrote a tokenizer.json
+        tokenizer_directory = native_tokenizer(tokenizer_directory, on_phase)
     return Checkpoint(name, directory, tokenizer_directory, with_tokenizer_end(info, tokenizer_directory))
 
 
@@ -69,14 +71,14 @@ def _locate(model: str, on_phase: OnPhase) -> tuple[str, Path]:
         return (name.stem if name.is_file() else name.name), local
     on_phase(f"looking up {model}")
     # Configuration first, so that an unsupported model is refused before gigabytes are downloaded.
-    directory = download_files(model, ["*.json", "*.jinja"])
+    directory = download_files(model, TOKENIZER_PATTERNS)
     read_model_info(directory)
     on_phase(f"downloading the weights of {model}")
     # Whether the repository has the single file, which is preferred to an index, is only known once it is asked for.
-    directory = download_files(model, ["*.json", "*.jinja", SINGLE_NAME], revision=directory.name)
+    directory = download_files(model, [*TOKENIZER_PATTERNS, SINGLE_NAME], revision=directory.name)
     names = weight_file_names(directory)
     if names != [SINGLE_NAME]:
-        directory = download_files(model, ["*.json", "*.jinja", *names], revision=directory.name)
+        directory = download_files(model, [*TOKENIZER_PATTERNS, *names], revision=directory.name)
     return model, directory
 
 
@@ -85,7 +87,7 @@ def _locate_tokenizer(tokenizer: str, on_phase: OnPhase) -> Path:
     if local is not None:
         return local
     on_phase(f"looking up the tokenizer of {tokenizer}")
-    return download_files(tokenizer, ["*.json", "*.jinja"])
+    return download_files(tokenizer, TOKENIZER_PATTERNS)
 
 
 def _locate_local(flag: str, name: str, on_phase: OnPhase) -> Path | None:

@@ -1,5 +1,6 @@
 """Token ids → text, with `tokenizers` alone: all of the text that the manager needs."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,11 +67,16 @@ def load_token_decoder(directory: Path) -> TokenDecoder:
 
 
 def load_base(directory: Path) -> BaseTokenizer:
-    """Read tokenizer.json. Raises TokenizerError."""
+    """Read tokenizer.json and split_special_tokens of tokenizer_config.json. Raises TokenizerError."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise TokenizerError(f"{directory} has no tokenizer.json")
     try:
-        return BaseTokenizer.from_file(str(path))
+        base = BaseTokenizer.from_file(str(path))
+        config_path = directory / "tokenizer_config.json"
+        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
+        # The one setting of AutoTokenizer that tokenizer.json cannot hold.
+        base.encode_special_tokens = bool(config.get("split_special_tokens", False))
+        return base
     except Exception as error:  # the library raises bare Exception
         raise TokenizerError(f"cannot read {path}: {error}") from None

@@ -9,8 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 from safetensors.numpy import save
+from tokenizers import Tokenizer as BaseTokenizer
+from tokenizers import models
 
 COMMIT = "a" * 40
+TOKENIZER = BaseTokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])).to_str()
+"""A tokenizer.json."""
 
 
 class FakeHub:

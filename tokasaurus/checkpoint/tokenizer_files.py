@@ -1,0 +1,140 @@
+"""Any layout of tokenizer files → one directory with the tokenizer that transformers' AutoTokenizer makes of them.
+
+AutoTokenizer may build another tokenizer than tokenizer.json describes: the class that the configuration names can
+replace its normalizer, pre-tokenizer and decoder, and settings such as add_bos_token its post-processor. It also reads
+directories without a tokenizer.json. Since it is slow to import, it runs once for each content of the files, in a
+process of its own; the result is cached.
+"""
+
+import atexit
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from tokasaurus.checkpoint.cache import build_once, cache_directory
+from tokasaurus.checkpoint.checksums import CHECKSUMS
+from tokasaurus.checkpoint.errors import CheckpointError
+
+TOKENIZER_PATTERNS = ["*.json", "*.jinja", "vocab.txt", "merges.txt", "tokenizer.model", "*.tiktoken"]
+"""The files of a model that AutoTokenizer may read, as patterns for their names."""
+
+_TEMPLATE_PATTERN = "additional_chat_templates/*.jinja"
+_VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+_SENTENCEPIECE_PACKAGES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
+"""Package → module. Only a model without tokenizer.json needs them, so they are not installed with this package."""
+_RESULT_VERSION = 1
+"""Part of the cache key: increase it when `_convert` changes."""
+
+
+def native_tokenizer(source: Path, on_phase: Callable[[str], None]) -> Path:
+    """The cached directory with the tokenizer that AutoTokenizer reads from `source`: tokenizer.json, chat templates, …
+
+    on_phase: called with one line before the files are read, if the result is not in the cache. Raises CheckpointError
+    if the files are missing, broken or need a package that is not installed.
+    """
+    if not any((source / name).is_file() for name in _VOCABULARY_FILES):
+        raise CheckpointError(
+            f"{source} has no tokenizer.json, nor a vocab.json or tokenizer.model to make it from; "
+            "tokenizer= selects another directory"
+        )
+    _check_sentencepiece(source)
+
+    def build(directory: Path) -> None:
+        on_phase("reading the tokenizer (once)")
+        _run(source, directory)
+
+    destination = cache_directory() / "tokenizers" / _key(source)
+    try:
+        return build_once(destination, build)
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+    directory = Path(tempfile.mkdtemp(prefix="toka-tokenizer-"))  # the cache cannot be written
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    build(directory)
+    return directory
+
+
+def _key(source: Path) -> str:
+    """Changes with the content of any file that AutoTokenizer may read, and with the versions of its libraries."""
+    names = {path for pattern in [*TOKENIZER_PATTERNS, _TEMPLATE_PATTERN] for path in source.glob(pattern)}
+    digest = hashlib.sha256(f"{_RESULT_VERSION}".encode())
+    for package in ("transformers", "tokenizers"):
+        digest.update(importlib.metadata.version(package).encode())
+    for path in sorted(names):
+        if path.is_file() and path.name != CHECKSUMS and not path.name.endswith(".index.json"):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(source)} {len(content)} ".encode())
+            digest.update(content)
+    return digest.hexdigest()[:16]
+
+
+def _run(source: Path, destination: Path) -> None:
+    """Run `_convert` in a process of its own. Raises CheckpointError."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    result = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import main; main()", str(source.absolute()), str(destination)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode == 0:
+        return
+    lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
+    reason = lines[-1] if lines else f"the process that reads it ended with status {result.returncode}"
+    raise CheckpointError(f"cannot read the tokenizer in {source}: {reason}")
+
+
+def _check_sentencepiece(source: Path) -> None:
+    """Raises CheckpointError if the only vocabulary is a SentencePiece model, and packages to read it are missing."""
+    path = source / "tokenizer.model"
+    if (source / "tokenizer.json").is_file() or not path.is_file():
+        return
+    with path.open("rb") as file:
+        is_sentencepiece = file.read(1) == b"\x0a"  # a protobuf; the other format with this name is text
+    missing = [package for package, module in _SENTENCEPIECE_PACKAGES.items() if not _is_installed(module)]
+    if is_sentencepiece and missing:
+        raise CheckpointError(
+            f"{path} can only be read with packages that are not installed: pip install {' '.join(missing)}, "
+            "or put a tokenizer.json beside it"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent package
+        return False
+
+
+def _convert(source: str, destination: str) -> None:
+    """Save what AutoTokenizer reads from `source` to `destination`."""
+    # Tokenizers compute nothing with torch, but AutoTokenizer imports it where it is installed, which takes seconds.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    from transformers import AutoTokenizer
+
+    # Python code of the model is never run.
+    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ValueError(f"{type(tokenizer).__name__} is written in Python, not a tokenizer of the tokenizers library")
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ValueError(f"{type(tokenizer).__name__} reads no vocabulary from these files")
+    tokenizer.save_pretrained(destination)
+    tokenizer.backend_tokenizer.save(str(Path(destination) / "tokenizer.json"))
+
+
+def main() -> None:
+    """The process that `native_tokenizer` starts, with `_convert`'s arguments: one line on stderr if it fails."""
+    try:
+        _convert(*sys.argv[1:])
+    except Exception as error:  # the libraries raise any exception type for a broken file
+        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000])
