@@ -16,8 +16,7 @@ from tokasaurus.text.special_text import SpecialText, strings_in
 from tokasaurus.text.time_limit import TimeLimit, TimeLimitExceeded
 from tokasaurus.text.token_bounds import TokenBounds
 from tokasaurus.text.token_bytes import BYTE_OF_CHARACTER
-from tokasaurus.text.token_decoder import TokenDecoder, load_base
-from tokasaurus.text.token_decoder import TokenizerError as TokenizerError
+from tokasaurus.text.token_decoder import TokenDecoder, TokenizerError, load_base
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -10,7 +10,7 @@ import numpy as np
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.messages.sampling import SamplingParams
-from tokasaurus.server.errors import InvalidRequest, Unsupported
+from tokasaurus.server.errors import InvalidRequest, Unsupported, shorten
 from tokasaurus.server.prepare.chat_prompt import encode_messages
 from tokasaurus.server.prepare.context_length import check_max_tokens, room_after, too_long
 from tokasaurus.server.prepare.echo import Echo, make_echo
@@ -231,9 +231,10 @@ def _tokenize(prompts: list[Prompt], model: ServedModel, limits: EngineLimits) -
 def _check_vocabulary(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
     for outlier in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= outlier < model.vocab_size:
-            raise InvalidRequest(
-                f"{param} has the token id {outlier}; valid ids are 0 to {model.vocab_size - 1}", param
-            )
+            # A text has such an id if the tokenizer has more tokens than the model.
+            name = model.tokenizer.vocabulary_entry(outlier) if outlier > 0 else ""
+            token = f"the token id {outlier}" if name == "" else f"the token {shorten(name)!r} with id {outlier}"
+            raise InvalidRequest(f"{param} has {token}; valid ids are 0 to {model.vocab_size - 1}", param)
 
 
 def _asked_chat_tokens(body: ChatCompletionRequest) -> tuple[int, str] | None:

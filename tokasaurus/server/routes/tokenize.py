@@ -107,8 +107,7 @@ def _tokenize(body: TokenizeRequest, state: ServerState, num_bytes: int, max_mod
 
 def _detokenize(body: DetokenizeRequest, model: ServedModel) -> bytes:
     highest = max(body.tokens, default=0)
-    if highest >= model.vocab_size:
-        raise InvalidRequest(
-            f"tokens has the token id {highest}; the model's go from 0 to {model.vocab_size - 1}", "tokens"
-        )
+    num_ids = max(model.vocab_size, model.tokenizer.vocab_size)  # /tokenize may give ids that the model lacks
+    if highest >= num_ids:
+        raise InvalidRequest(f"tokens has the token id {highest}; valid ids are 0 to {num_ids - 1}", "tokens")
     return write_json(DetokenizeResponse(model.tokenizer.decode(body.tokens, skip_special_tokens=False)))
