@@ -58,7 +58,8 @@ def resolve_checkpoint(
             logger.warning(line)
     tokenizer_directory = directory if tokenizer is None else _locate_tokenizer(tokenizer, on_phase)
     named = model if tokenizer is None else tokenizer
-    if named is not None and Path(named).suffix.lower() != ".gguf":  # their conversion wrote a tokenizer.json
+    is_converted = named is None or (named.lower().endswith(".gguf") and not Path(named).expanduser().is_dir())
+    if not is_converted:  # the conversion of GGUF writes the tokenizer as it must be
         tokenizer_directory = native_tokenizer(tokenizer_directory, on_phase)
     return Checkpoint(name, directory, tokenizer_directory, with_tokenizer_end(info, tokenizer_directory))
 
