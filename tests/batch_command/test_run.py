@@ -10,11 +10,12 @@ import threading
 from pathlib import Path
 
 import httpx
+import orjson
 import pytest
 
 from tests.batch_command.helpers.dropping_proxy import proxy_before
 from tests.batch_command.helpers.request_lines import read_results, request_line, text_of, write_requests
-from tests.batch_command.helpers.runs import RUN, start, wait_for_batch, wait_for_lines
+from tests.batch_command.helpers.runs import RUN, start, wait_for_batch, wait_for_lines, wait_until
 from tests.server.helpers.fake_engine import Reply, echo, never
 from tests.server.helpers.live_server import LiveServer
 from tokasaurus.batch_command import run as run_module
@@ -122,9 +123,12 @@ def test_after_a_kill_the_same_batch_continues_and_no_line_runs_twice(
     server.engine.script = answer_ten_and_wait
     process = start(words)
     wait_for_lines(server, 10)
+    so_far = tmp_path / "out.jsonl.toka.partial"
+    wait_until(lambda: so_far.exists() and len(read_results(so_far)) == 10)
     process.kill()
     process.communicate()
     assert not (tmp_path / "out.jsonl").exists()
+    first_results = so_far.read_bytes()
     threading.Timer(0.5, may_go_on.set).start()
     assert batch_main(words) == 0
     assert may_go_on.is_set()
@@ -133,6 +137,36 @@ def test_after_a_kill_the_same_batch_continues_and_no_line_runs_twice(
     assert [text_of(result) for result in read_results(tmp_path / "out.jsonl")] == [f"text c{n}" for n in range(30)]
     assert len(server.http.get("/v1/batches").json()["data"]) == 1
     assert len(server.engine.requests) == 30
+    assert (tmp_path / "out.jsonl").read_bytes().startswith(first_results)
+    assert not so_far.exists()
+
+
+def test_results_so_far_are_readable_up_to_the_first_line_without_one(
+    words: list[str], server: LiveServer, tmp_path: Path
+) -> None:
+    """Line 12 has no answer until the end: later results are not shown before it."""
+    so_far = tmp_path / "out.jsonl.toka.partial"
+
+    def answer_all_but_one(request: GenerateRequest, index: int) -> Reply | None:
+        return None if bytes(request.prompt_ids.tolist()) == b"text c12" else echo(request, index)
+
+    server.engine.script = answer_all_but_one
+    process = start(words)
+    wait_for_lines(server, 29)
+    wait_until(lambda: so_far.exists() and len(read_results(so_far)) >= 12)
+    assert [result["custom_id"] for result in read_results(so_far)] == [f"c{index}" for index in range(12)]
+    (batch,) = server.http.get("/v1/batches").json()["data"]
+    asked = server.http.get(f"/v1/batches/{batch['id']}/results", params={"first": 13})
+    assert asked.headers["content-type"] == "application/x-ndjson"
+    assert [orjson.loads(line)["custom_id"] for line in asked.content.splitlines()] == [f"c{n}" for n in range(13, 30)]
+    assert server.http.get(f"/v1/batches/{batch['id']}/results", params={"first": 12}).content == b""
+    assert server.http.get("/v1/batches/batch_0/results").status_code == 404
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert f"results so far, in the order of the input: {so_far}\n" in err
+    assert batch_main(["cancel", batch["id"], words[2]]) == 0
+    assert batch_main(words) == 1
+    assert not so_far.exists(), "all results are in out.jsonl.partial"
 
 
 def test_a_second_command_on_the_same_output_is_refused(

@@ -30,6 +30,7 @@ OPERATIONS = [
     ("GET", "/tokenizer_info"),
     ("GET", "/v1/batches"),
     ("GET", "/v1/batches/{batch_id}"),
+    ("GET", "/v1/batches/{batch_id}/results"),
     ("GET", "/v1/files"),
     ("GET", "/v1/files/{file_id}"),
     ("GET", "/v1/files/{file_id}/content"),
@@ -47,7 +48,7 @@ OPERATIONS = [
 ]
 
 # The others have no body and no query. /v1/bulk answers 200 to an invalid line too: its result contains the error.
-CAN_BE_INVALID = {("GET", "/v1/batches"), ("GET", "/v1/files")} | {
+CAN_BE_INVALID = {("GET", "/v1/batches"), ("GET", "/v1/batches/{batch_id}/results"), ("GET", "/v1/files")} | {
     (method, path)
     for method, path in OPERATIONS
     if method == "POST" and path not in ("/v1/bulk", "/v1/batches/{batch_id}/cancel")

@@ -63,6 +63,12 @@ class BatchView:
     """Ids of the output file and the error file, if they exist."""
     completion_window: str | None
     """None if the server does not say."""
+    num_generated: int = 0
+    """Output tokens, with those of lines that run if the server tells them."""
+    num_expected: int | None = None
+    """What `num_generated` is expected to be at the end; None if the server does not say."""
+    tells_progress: bool = False
+    """Whether the server tells the tokens of lines that run: our server does."""
 
     @property
     def num_done(self) -> int:
@@ -143,6 +149,18 @@ class BatchApi:
 
     def cancel(self, batch_id: str) -> BatchView:
         return self._persist(lambda: _view(self._client.batches.with_raw_response.cancel(batch_id).content))
+
+    def results_from(self, batch_id: str, first: int) -> bytes | None:
+        """Results of a batch that runs, in lines, from the line with number `first` (from 0) up to one that has none;
+        None if the server cannot say them, or not now. Never raises CommandError."""
+        import httpx
+        import openai
+
+        try:
+            options: Any = {"params": {"first": first}}
+            return self._client.get(f"/batches/{batch_id}/results", cast_to=httpx.Response, options=options).content
+        except openai.OpenAIError:
+            return None
 
     def download(self, file_id: str, into: BinaryIO) -> None:
         """Write a file's content, in the place of what was there."""
@@ -278,6 +296,8 @@ def _view(content: bytes) -> BatchView:
 def _read_view(fields: dict[str, Any]) -> BatchView:
     """fields: of a batch. Raises _Malformed."""
     counts = _field(fields, "request_counts", dict, {})
+    output_tokens = _field(_field(fields, "usage", dict, {}), "output_tokens", int, 0)
+    progress = _field(fields, "progress", dict, {})
     files = [_field(fields, name, str, "") for name in ("output_file_id", "error_file_id")]
     return BatchView(
         id=_field(fields, "id", str),
@@ -285,10 +305,13 @@ def _read_view(fields: dict[str, Any]) -> BatchView:
         num_lines=_field(counts, "total", int, 0),
         num_completed=_field(counts, "completed", int, 0),
         num_failed=_field(counts, "failed", int, 0),
-        output_tokens=_field(_field(fields, "usage", dict, {}), "output_tokens", int, 0),
+        output_tokens=output_tokens,
         errors=_objects(_field(fields, "errors", dict, {})),
         result_file_ids=[file_id for file_id in files if file_id],
         completion_window=_field(fields, "completion_window", str, "") or None,
+        num_generated=_field(progress, "generated_tokens", int, output_tokens),
+        num_expected=_field(progress, "expected_tokens", int, -1) if "expected_tokens" in progress else None,
+        tells_progress=bool(progress),
     )
 
 

@@ -24,39 +24,48 @@ class Speed:
         """(time, lines done, output tokens)."""
 
     def add(self, now_s: float, num_done: int, num_tokens: int) -> None:
+        if self._samples:  # tokens of lines whose engine died are generated again
+            num_tokens = max(num_tokens, self._samples[-1][2])
         self._samples.append((now_s, num_done, num_tokens))
         while now_s - self._samples[0][0] > _WINDOW_S and len(self._samples) > 2:
             self._samples.popleft()
 
-    def tokens_per_s(self) -> float:
+    def tokens_per_s(self) -> float | None:
+        """None until there is a basis."""
         return self._per_second(2)
 
-    def seconds_left(self, num_left: int) -> float | None:
-        """None while no line has been seen to finish."""
-        lines_per_s = self._per_second(1)
-        return num_left / lines_per_s if lines_per_s > 0 else None
+    def seconds_left(self, batch: BatchView) -> float | None:
+        """None until there is a basis: the server's expectation, or, of a server that tells none, a line that has been
+        seen to finish."""
+        if batch.tells_progress:
+            if batch.num_expected is None:
+                return None
+            per_s, num_left = self._per_second(2), batch.num_expected - batch.num_generated
+        else:
+            per_s, num_left = self._per_second(1), batch.num_lines - batch.num_done
+        return max(0, num_left) / per_s if per_s else None
 
-    def _per_second(self, index: int) -> float:
+    def _per_second(self, index: int) -> float | None:
         if len(self._samples) < 2:
-            return 0.0
+            return None
         first, last = self._samples[0], self._samples[-1]
         seconds = last[0] - first[0]
-        return (last[index] - first[index]) / seconds if seconds > 0 else 0.0
+        return (last[index] - first[index]) / seconds if seconds > 0 else None
 
 
 def describe(batch: BatchView, speed: Speed) -> str:
-    """`120 of 2,000 lines done, 3 failed, 812.4 tokens/s, 2 min 10 s left`; failed lines are done, too."""
+    """`120 of 2,000 lines done, 3 failed, 812.4 tokens/s, 2 min 10 s left`; failed lines are done, too. What is not
+    known yet is –."""
     if batch.status == "validating":
         return "the input is being validated"
     if batch.num_lines == 0:  # a server that does not count them at once, or a batch without any
         return f"the batch is {batch.status}"
-    num_done = batch.num_completed + batch.num_failed
-    text = f"{num_done:,} of {batch.num_lines:,} lines done, {batch.num_failed:,} failed"
+    text = f"{batch.num_done:,} of {batch.num_lines:,} lines done, {batch.num_failed:,} failed"
     if batch.status != "in_progress":
         return f"{text}, {batch.status}"
-    text += f", {speed.tokens_per_s():,.1f} tokens/s"
-    seconds = speed.seconds_left(batch.num_lines - num_done)
-    return text if seconds is None else f"{text}, {show_time(seconds)} left"
+    tokens_per_s, seconds = speed.tokens_per_s(), speed.seconds_left(batch)
+    rate = "–" if tokens_per_s is None else f"{tokens_per_s:,.1f}"
+    return f"{text}, {rate} tokens/s, {'–' if seconds is None else show_time(seconds)} left"
 
 
 def show_time(seconds: float) -> str:
@@ -90,7 +99,7 @@ class PlainProgress:
 
     def update(self, batch: BatchView) -> None:
         now_s = time.monotonic()
-        self._speed.add(now_s, batch.num_completed + batch.num_failed, batch.output_tokens)
+        self._speed.add(now_s, batch.num_done, batch.num_generated)
         if now_s >= self._next_line_s:
             self._next_line_s = now_s + SECONDS_BETWEEN_LINES
             self.note(describe(batch, self._speed))
@@ -114,13 +123,12 @@ class BarProgress:
         self._bar.console.print(line, soft_wrap=True)
 
     def update(self, batch: BatchView) -> None:
-        num_done = batch.num_completed + batch.num_failed
-        self._speed.add(time.monotonic(), num_done, batch.output_tokens)
+        self._speed.add(time.monotonic(), batch.num_done, batch.num_generated)
         if self._task is None:
             self._bar.start()
             self._task = self._bar.add_task("", total=None)
         total = batch.num_lines or None
-        self._bar.update(self._task, completed=num_done, total=total, description=describe(batch, self._speed))
+        self._bar.update(self._task, completed=batch.num_done, total=total, description=describe(batch, self._speed))
 
     def close(self) -> None:
         self._bar.stop()

@@ -1,16 +1,17 @@
-"""The results of a batch, which come in two files, as one file in the order of the input."""
+"""The results of a batch, which come in two files, as one file in the order of the input; and those so far."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import orjson
 
+from tokasaurus.batch_command.api import BatchApi, BatchView
 from tokasaurus.batch_command.errors import CommandError
 from tokasaurus.batch_command.input_file import custom_ids
 from tokasaurus.batch_command.outcome import Outcome
@@ -52,6 +53,38 @@ class OutputFile:
             os.fsync(file.fileno())
         self._temporary.replace(self._path)
         sync_directory(self._path.parent)
+
+
+class ResultsSoFar:
+    """A file of the results that a running batch has, in the order of the input, up to the first line without one. It
+    grows by whole lines, for whoever wants to read them; the run itself never reads it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._num_lines = 0
+        self._has_ended = False
+
+    def update(self, api: BatchApi, batch: BatchView, note: Callable[[str], None]) -> None:
+        """Write what is new. Does nothing for a server that does not say its results, or if the disk is full."""
+        while not self._has_ended and batch.num_done > self._num_lines:
+            content = api.results_from(batch.id, self._num_lines)
+            if not content:
+                return
+            try:
+                # the first part replaces what an earlier run has left: the ledger has all of it
+                with self.path.open("ab" if self._num_lines else "wb") as file:
+                    file.write(content)
+            except OSError as error:
+                self._has_ended = True
+                note(f"{self.path}: {error.strerror}; the results so far are not written")
+                return
+            if self._num_lines == 0:
+                note(f"results so far, in the order of the input: {self.path}")
+            self._num_lines += content.count(b"\n")
+
+    def remove(self) -> None:
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
 
 
 def merge_results(

@@ -17,11 +17,12 @@ from tokasaurus.batch_command.input_file import InputLimits, check_input, find_e
 from tokasaurus.batch_command.outcome import Outcome, why_failed
 from tokasaurus.batch_command.own_server import GivenServer, OwnServer
 from tokasaurus.batch_command.progress import Progress, make_progress
-from tokasaurus.batch_command.results import OutputFile, merge_results
+from tokasaurus.batch_command.results import OutputFile, ResultsSoFar, merge_results
 from tokasaurus.batch_command.state_file import (
     RunState,
     StateFile,
     directory_of_run,
+    path_of_results_so_far,
     path_with_base_url,
     path_with_own_server,
 )
@@ -63,6 +64,7 @@ class _Run:
         self._input = Path(config.input)
         """Of an input that can be read only once, the copy, as soon as there is one."""
         self._output = Path(config.output)
+        self._so_far = ResultsSoFar(path_of_results_so_far(self._output))
         self._batch: BatchView | None = None
         """As the server has last described it."""
 
@@ -82,18 +84,23 @@ class _Run:
             self._state = new_state if stored is None or stored.file_id is None else stored
             self._check_state(new_state)
             if self._is_written():
-                self._state_file.remove()
+                self._remove_state()
                 return f"{self._output} is complete already"
             try:
                 summary = self._run_batch()
             except BaseException as error:
                 if self._state.file_id is None or isinstance(error, NothingToContinue):
-                    self._state_file.remove()
+                    self._remove_state()
                 elif isinstance(error, NotOnServer):  # the upload has expired, or somebody has deleted the batch
                     raise CommandError(f"{error}; {self._how_to_begin_again()}") from None
                 raise
-            self._state_file.remove()
+            self._remove_state()
         return summary
+
+    def _remove_state(self) -> None:
+        """Remove all that the run has stored, but for the output. Raises CommandError."""
+        self._so_far.remove()
+        self._state_file.remove()
 
     def what_goes_on(self) -> str:
         """What a running server still does for a run that was stopped; empty if nothing."""
@@ -225,11 +232,11 @@ class _Run:
             return batch
         found = None
         if self._state.file_id is None:
+            self._so_far.remove()  # of a run whose state the user has deleted
             self._state = replace(self._state, file_id=api.upload(self._input))
             self._check_input()  # before the state makes the upload count
             self._state_file.save(self._state)
         else:  # the last run ended here: perhaps before it knew that the batch exists
-            assert self._state.file_id is not None
             found = api.find(self._state.file_id)
         assert self._state.file_id is not None
         if found is not None:
@@ -274,6 +281,7 @@ class _Run:
         self._batch = batch
         while batch.status not in FINAL_STATUSES:
             progress.update(batch)
+            self._so_far.update(api, batch, progress.note)
             server.wait(pause_s)
             pause_s = min(1.5 * pause_s, longest_s)
             self._batch = batch = api.retrieve(batch.id)
@@ -289,6 +297,7 @@ class _Run:
             partial = self._output.with_name(self._output.name + ".partial")
             try:
                 self._write_results(api, batch, partial)
+                self._so_far.remove()
                 results = f"its results are in {partial}; "
             except CommandError as error:
                 results = f"its results cannot be written: {error}; "

@@ -50,6 +50,11 @@ def directory_of_run(output: Path) -> Path:
     return output.with_name(output.name + ".toka")
 
 
+def path_of_results_so_far(output: Path) -> Path:
+    """Readable while a run goes on; see ResultsSoFar."""
+    return output.with_name(output.name + ".toka.partial")
+
+
 def path_with_base_url(output: Path) -> Path:
     """The state of a run that uses a running server."""
     return output.with_name(output.name + ".toka.json")

@@ -14,6 +14,7 @@ import numpy as np
 
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.manager.engine.engine import Engine
+from tokasaurus.manager.engine.length_updates import background_progress
 from tokasaurus.manager.planning.intake import Intake
 from tokasaurus.manager.planning.step_budget import make_step_limit
 from tokasaurus.manager.planning.worker_limits import common_limits
@@ -29,7 +30,7 @@ from tokasaurus.manager.state.grammar_manager import Grammars
 from tokasaurus.manager.worker_watch import WorkerWatch
 from tokasaurus.messages.channel import HasFileno, Receiver, Sender, send_to_all, wait
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
-from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest
+from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest, SequenceProgress
 from tokasaurus.messages.lifecycle import (
     DEFAULT_HYDRAGEN,
     HEARTBEAT_SECONDS,
@@ -69,6 +70,9 @@ the threads that read grammars and write what a full pipe did not take follow th
 
 MIN_STREAM_WAIT = 0.002
 """Shortest sleep until unsent tokens of a stream are due, in seconds: streams that are due soon wait for each other."""
+
+PROGRESS_SECONDS = 1.0
+"""Interval between reports of how far background sequences are, in seconds."""
 
 STATS_UPDATE_SECONDS = 0.25
 """Interval between updates of the server's counters while no sequence starts or ends, in seconds."""
@@ -190,6 +194,7 @@ def _serve(
     garbage = GarbageCollector() if tuning.collects_in_pauses else None
     intake = Intake()
     last_stats, last_update_s = state.stats(), time.monotonic()
+    last_progress_s = last_update_s
     watch, last_alive_s = WorkerWatch(watchdog_s, last_update_s), -math.inf
     while not (requests.is_closed or outputs.is_closed):
         start_s = time.monotonic()
@@ -208,8 +213,11 @@ def _serve(
                 return
         busy.add_busy(start_s, now_s)
         stats = state.stats(busy.read(now_s), time.process_time())
-        if state.deltas or is_worth_an_update(stats, last_stats, now_s - last_update_s):
-            channels.updates.send(EngineUpdate(state.deltas, stats))
+        progress: list[SequenceProgress] = []
+        if state.num_background > 0 and now_s - last_progress_s >= PROGRESS_SECONDS:
+            progress, last_progress_s = background_progress(state), now_s
+        if state.deltas or progress or is_worth_an_update(stats, last_stats, now_s - last_update_s):
+            channels.updates.send(EngineUpdate(state.deltas, stats, progress))
             state.deltas = []
             last_stats, last_update_s = stats, now_s
         line = step_stats.report(now_s, state.step_totals, stats)

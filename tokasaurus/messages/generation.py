@@ -1,8 +1,8 @@
 """Messages between the server and a manager: requests one way, sequence deltas the other."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,9 +142,22 @@ class SequenceDelta:
 _delta_fields = attrgetter(*(field.name for field in fields(SequenceDelta)))
 
 
+class SequenceProgress(NamedTuple):
+    """How far a running sequence is."""
+
+    request_id: str
+    sequence_index: int
+    num_tokens: int
+    """Tokens sampled so far."""
+    num_expected_tokens: int | None
+    """Tokens that it is expected to have at its end; None while nothing is known about the lengths of completions."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineUpdate:
     """All changes since the last update; `stats` already includes the finished sequences in `deltas`."""
 
     deltas: list[SequenceDelta]
     stats: EngineStats
+    progress: list[SequenceProgress] = field(default_factory=list)
+    """Of the running background sequences; empty in most updates."""

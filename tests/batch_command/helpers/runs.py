@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import orjson
@@ -19,18 +20,19 @@ def start(words: list[str]) -> subprocess.Popen[str]:
 
 def wait_for_batch(state: Path) -> None:
     """Wait until a run has stored which batch is its own. state: the file OUTPUT.toka.json."""
+    wait_until(lambda: state.exists() and bool(orjson.loads(state.read_bytes() or b"{}").get("batch_id")))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while not state.exists() or not orjson.loads(state.read_bytes() or b"{}").get("batch_id"):
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 def wait_for_lines(server: LiveServer, num_lines: int, status: str | None = None) -> None:
     """Wait until the server's only batch has so many completed lines, and the status."""
-    deadline = time.monotonic() + 60
-    while not _has_lines(server, num_lines, status):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: _has_lines(server, num_lines, status))
 
 
 def _has_lines(server: LiveServer, num_lines: int, status: str | None) -> bool:

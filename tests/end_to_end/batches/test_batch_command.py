@@ -4,12 +4,15 @@ import json
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.batch_command.helpers.request_lines import read_results, text_of
-from tests.end_to_end.helpers.batch_command import BatchCommand, processes_below
+from tests.end_to_end.helpers.batch_client import FINAL_STATUSES, BatchClient
+from tests.end_to_end.helpers.batch_command import FLAGS, BatchCommand, processes_below
+from tests.end_to_end.helpers.toka_process import running_toka
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
 
@@ -108,6 +111,29 @@ def test_a_run_is_cancelled_over_its_data_directory(model: Path, tmp_path: Path)
     assert shown["status"] == "cancelled"
     assert sum(shown["request_counts"][kind] for kind in ("completed", "failed")) == num_lines
     assert not command.output.exists()
+
+
+def test_progress_counts_tokens_of_lines_that_run_and_expects_what_they_will_have(model: Path, tmp_path: Path) -> None:
+    """Lines end at max_tokens, so the expectation is exact before one of them has ended."""
+    num_lines, num_tokens = 12, 450
+    command = BatchCommand(model, tmp_path, num_lines, num_tokens)
+    with running_toka(f"model={model}", f"data_dir={tmp_path / 'data'}", *FLAGS) as toka:
+        batches = BatchClient(toka.url)
+        batch_id = batches.create("/v1/completions", batches.upload(command.source.read_bytes()))["id"]
+        views = []
+        while (batch := batches.read(batch_id))["status"] not in FINAL_STATUSES:
+            views.append(batch)
+            time.sleep(0.02)
+    generated = [batch["progress"]["generated_tokens"] for batch in views if "progress" in batch]
+    finished = [batch["usage"]["output_tokens"] for batch in views if "progress" in batch]
+    expected = {
+        batch["progress"]["expected_tokens"] for batch in views if "expected_tokens" in batch.get("progress", {})
+    }
+    assert expected == {num_lines * num_tokens}
+    assert any(0 == done < tokens < num_tokens * 4 for done, tokens in zip(finished, generated, strict=True))
+    assert all(done <= tokens <= num_lines * num_tokens for done, tokens in zip(finished, generated, strict=True))
+    assert "progress" not in batch
+    assert batch["usage"]["output_tokens"] == num_lines * num_tokens
 
 
 def test_a_server_that_cannot_start_is_one_line_and_leaves_nothing_behind(tmp_path: Path) -> None:

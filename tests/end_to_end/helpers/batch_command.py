@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.batch_command.helpers.request_lines import write_requests
 from tests.end_to_end.helpers.toka_process import wait_for
 
-_FLAGS = (
+FLAGS = (
     "dtype=float32",
     "cpu_isa=torch",  # starts sooner
     "kv_cache_num_tokens=8192",
@@ -34,7 +34,7 @@ class BatchCommand:
         """num_tokens: of each answer."""
         self.source, self.output = directory / "in.jsonl", directory / "out.jsonl"
         self.data_dir = directory / "out.jsonl.toka"
-        self._words = [f"model={model}", f"input={self.source}", f"output={self.output}", *_FLAGS]
+        self._words = [f"model={model}", f"input={self.source}", f"output={self.output}", *FLAGS]
         # a seed, since another run's server would draw others
         write_requests(self.source, num_lines, max_tokens=num_tokens, ignore_eos=True, seed=7)
 

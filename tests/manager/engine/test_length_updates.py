@@ -1,5 +1,6 @@
 """Tests when the forecast of completion lengths is updated, and from which sequences."""
 
+import dataclasses
 import random
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.manager.helpers.engine_driver import EngineDriver, make_options
 from tests.manager.helpers.requests import Shape, make_requests
-from tokasaurus.manager.engine.length_updates import forecast_is_old, note_ends, update_forecast
+from tokasaurus.manager.engine.length_updates import background_progress, forecast_is_old, note_ends, update_forecast
 from tokasaurus.manager.engine.lifecycle import sampled_tokens
 from tokasaurus.manager.planning.length_predictor import CompletionLengths, fit_forecast
 from tokasaurus.manager.state.engine_state import LengthPredictorOptions, make_state
@@ -94,6 +95,42 @@ def test_the_forecast_uses_only_sequences_that_may_stop_early(seed, buffer_size,
             driver.state.forecast.expected(cases, cases + 7, ranks).tolist()
             == expected.expected(cases, cases + 7, ranks).tolist()
         )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_progress_of_background_sequences_is_their_tokens_and_the_forecast(seed):
+    """At every step, with preemptions: nothing is expected of a sequence that may stop until there is a forecast."""
+    rng = random.Random(seed)
+    early = LengthPredictorOptions(initial_wait=4)
+    driver = EngineDriver(make_options(20, max_seqs_per_forward=8, early_stopping=early), rng=rng)
+    shapes = [Shape(0, rng.randint(0, 9), 1, 3, rng.randint(1, 30), ignore_eos=rng.random() < 0.5) for _ in range(9)]
+    requests = [
+        dataclasses.replace(request, is_background=number % 3 > 0)
+        for number, request in enumerate(make_requests(shapes, driver.options.limits))
+    ]
+    asked = {request.request_id: request for request in requests}
+    driver.step(requests)
+    num_seen = {True: 0, False: 0}
+    for _ in range(60):
+        driver.step([], rng.randint(0, 2))
+        background = [sequence for sequence in driver.running() if sequence.request.is_background]
+        found = {entry[:2]: entry for entry in background_progress(driver.state)}
+        assert found.keys() == {(sequence.request.request_id, sequence.index) for sequence in background}
+        for sequence in background:
+            entry = found[sequence.request.request_id, sequence.index]
+            num_tokens = len(sequence.kept_token_ids) + len(sampled_tokens(driver.state, sequence))
+            assert entry.num_tokens == num_tokens
+            request, forecast = asked[entry.request_id], driver.state.forecast
+            if request.ignore_eos:
+                assert entry.num_expected_tokens == request.max_new_tokens
+            elif forecast is None:
+                assert entry.num_expected_tokens is None
+            else:
+                rank = driver.state.slots.admitted_at[[sequence.slot]]
+                expected = forecast.expected(np.array([num_tokens]), np.array([request.max_new_tokens]), rank)
+                assert entry.num_expected_tokens == expected[0] > num_tokens
+            num_seen[entry.num_expected_tokens is None] += 1
+    assert num_seen[False] > 0
 
 
 @pytest.mark.parametrize("initial_wait", [1, 6])

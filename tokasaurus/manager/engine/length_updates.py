@@ -1,9 +1,10 @@
-"""Keep the length predictor's forecast up to date."""
+"""Keep the length predictor's forecast up to date, and tell what it expects of background sequences."""
 
 import numpy as np
 
 from tokasaurus.manager.planning.length_predictor import fit_forecast
 from tokasaurus.manager.state.engine_state import EngineState
+from tokasaurus.messages.generation import SequenceProgress
 
 MIN_SHARE_NEW = 1 / 64
 """A new forecast is made once this fraction of the completions it would use is new."""
@@ -40,6 +41,30 @@ def update_forecast(state: EngineState) -> None:
         std_buffer_scale=early.std_buffer_scale,
     )
     state.num_ends_in_forecast = lengths.num_recorded
+
+
+def background_progress(state: EngineState) -> list[SequenceProgress]:
+    """How far each running background sequence is, and what the current forecast expects of it."""
+    arrays = state.slots
+    sequences = [
+        sequence
+        for sequence in (state.sequences[slot] for slot in np.flatnonzero(arrays.is_running).tolist())
+        if sequence is not None and sequence.request.is_background
+    ]
+    slots = np.array([sequence.slot for sequence in sequences], np.int64)
+    num_tokens = arrays.num_known_tokens[slots] - arrays.num_prompt_tokens[slots]
+    most = arrays.max_kv_tokens[slots] - arrays.num_prompt_tokens[slots] + 1
+    expected: list[int | None] = most.tolist()
+    if state.forecast is not None:
+        forecast = state.forecast.expected(num_tokens, most, arrays.admitted_at[slots])
+        expected = np.where(arrays.may_stop[slots], forecast, most).tolist()
+    else:
+        may_stop = arrays.may_stop[slots].tolist()
+        expected = [None if stops else number for stops, number in zip(may_stop, expected, strict=True)]
+    return [
+        SequenceProgress(sequence.request.request_id, sequence.index, number, at_end)
+        for sequence, number, at_end in zip(sequences, num_tokens.tolist(), expected, strict=True)
+    ]
 
 
 def _round(state: EngineState) -> int:

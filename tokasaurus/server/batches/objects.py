@@ -1,5 +1,7 @@
 """Records of the store → the objects that clients see."""
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -7,11 +9,13 @@ import orjson
 from fastapi import Response
 
 from tokasaurus.server.batches.store.records import BatchRecord, FileRecord
+from tokasaurus.server.engine_client.pending import PendingRequest
 from tokasaurus.server.protocol.storage.batches import (
     BatchError,
     BatchErrors,
     BatchList,
     BatchObject,
+    BatchProgress,
     BatchRequestCounts,
     BatchUsage,
     InputTokensDetails,
@@ -32,10 +36,29 @@ def file_object(record: FileRecord) -> FileObject:
     return FileObject(record.id, record.bytes, record.created_at, record.filename, record.purpose, record.expires_at)
 
 
-def batch_object(record: BatchRecord) -> BatchObject:
+def batch_progress(record: BatchRecord, pending: Sequence[PendingRequest]) -> BatchProgress:
+    """pending: the batch's requests in the engine. A line that no prediction knows is expected to be like the others:
+    the finished lines, and the running ones at their expected ends. With the finished ones alone, which are the
+    shortest, the estimate would be too low; so there is none while lines run of which nothing is predicted."""
+    lines: dict[str, list[PendingRequest]] = defaultdict(list)
+    for request in pending:
+        lines[request.request.request_id.rpartition("-")[0]].append(request)  # a line has a request for each prompt
+    num_generated = record.output_tokens + sum(request.num_generated_tokens for request in pending)
+    predictions = [[request.num_expected_tokens for request in line] for line in lines.values()]
+    totals = [sum(known) for line in predictions if len(known := [one for one in line if one is not None]) == len(line)]
+    num_known = record.num_completed + len(totals)
+    if num_known == 0 or (pending and not totals):
+        return BatchProgress(num_generated, None)
+    num_tokens = record.output_tokens + sum(totals)
+    num_left = max(0, record.num_lines - record.num_failed - num_known)
+    return BatchProgress(num_generated, max(num_generated, num_tokens + round(num_left * num_tokens / num_known)))
+
+
+def batch_object(record: BatchRecord, progress: BatchProgress | None = None) -> BatchObject:
     same: dict[str, Any] = {name: getattr(record, name) for name in _SAME_IN_BATCHES}
     return BatchObject(
         **same,
+        progress=progress,
         request_counts=BatchRequestCounts(record.num_lines, record.num_completed, record.num_failed),
         usage=BatchUsage(
             record.input_tokens,

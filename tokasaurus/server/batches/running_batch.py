@@ -28,6 +28,11 @@ def most_together(attempts: int) -> int | None:
     return _MOST_TOGETHER[attempts] if attempts < len(_MOST_TOGETHER) else 1
 
 
+def client_of(batch: BatchRecord) -> str:
+    """The batch's name in the engine's queue, which serves the batches by turns."""
+    return f"batch:{batch.id}"
+
+
 @dataclass(slots=True)
 class LineSize:
     """What a line in the engine takes."""
@@ -72,8 +77,7 @@ class RunningBatch:
 
     @property
     def client(self) -> str:
-        """Its name in the engine's queue, which serves the batches by turns."""
-        return f"batch:{self.record.id}"
+        return client_of(self.record)
 
     @property
     def is_done(self) -> bool:

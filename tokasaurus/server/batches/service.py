@@ -17,10 +17,11 @@ from tokasaurus.server.batches.closing import clear_ledger, close_batch
 from tokasaurus.server.batches.input_errors import InputError, dump_errors
 from tokasaurus.server.batches.library import require_file
 from tokasaurus.server.batches.limits import DAY_SECONDS, BatchLimits
+from tokasaurus.server.batches.objects import batch_progress
 from tokasaurus.server.batches.recorder import ResultRecorder
 from tokasaurus.server.batches.retention import keep_removing
 from tokasaurus.server.batches.runner import BatchRunner
-from tokasaurus.server.batches.running_batch import RunningBatch
+from tokasaurus.server.batches.running_batch import RunningBatch, client_of
 from tokasaurus.server.batches.store.batches import (
     add_batch,
     begin_finalizing,
@@ -39,7 +40,7 @@ from tokasaurus.server.batches.store.store import Store
 from tokasaurus.server.batches.validation import ValidationDied, fill_ledger
 from tokasaurus.server.client_identity import key_salt
 from tokasaurus.server.errors import DataDirMissing, InvalidRequest
-from tokasaurus.server.protocol.storage.batches import BatchStatus
+from tokasaurus.server.protocol.storage.batches import BatchProgress, BatchStatus
 from tokasaurus.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class BatchService:
         self.store = store
         self.limits = limits
         self._model_name = state.model.name
+        self._engine = state.engine
         self._recorder = ResultRecorder(store.database)
         self._runner = BatchRunner(state, store.database, self._recorder, limits)
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -106,6 +108,12 @@ class BatchService:
             total_failed_lines=self._runner.num_failed,
             is_waiting_for_storage=self._recorder.problem is not None,
         )
+
+    def progress(self, batch: BatchRecord) -> BatchProgress | None:
+        """None unless its lines run."""
+        if batch.status != "in_progress":
+            return None
+        return batch_progress(batch, self._engine.pending_of(client_of(batch)))
 
     async def create(self, new: NewBatch) -> BatchRecord:
         """A batch that is being validated. Raises NotFound or InvalidRequest for the input file, and StoreError."""

@@ -107,6 +107,10 @@ class EngineClient:
         """Requests that a `generate` or `stream` call is waiting for or has not yet cleaned up."""
         return len(self._pending)
 
+    def pending_of(self, client: str) -> list[PendingRequest]:
+        """The client's requests that a `generate` or `stream` call is waiting for."""
+        return [pending for pending in self._pending.values() if pending.request.client == client]
+
     def check_queue(self, client: str, num_sequences: int = 1, num_tokens: int = 1) -> None:
         """Raises QueueFull or InvalidRequest if a body of `client` cannot be submitted, see UnfinishedWork.check."""
         up = [stats for stats in self.stats if stats is not None]
@@ -255,9 +259,13 @@ class EngineClient:
                 continue
             pending.collector.add(pending.index, delta)
             if delta.finish_reason is not None:
-                pending.num_unfinished -= 1
+                pending.note_end(delta)
                 replica.num_unfinished_sequences -= 1
                 self._work.finish_sequence(pending.request)
+        for progress in update.progress:
+            pending = self._pending.get(progress.request_id)
+            if pending is not None and pending.replica is replica:
+                pending.progress[progress.sequence_index] = progress
 
     def _start_replica(self, replica: Replica, ready: Ready) -> None:
         assert ready.limits is not None, "a manager is ready only with its engine's limits"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tokasaurus.messages.generation import GenerateRequest, SequenceDelta
+from tokasaurus.messages.generation import GenerateRequest, SequenceDelta, SequenceProgress
 from tokasaurus.server.engine_client.replica import Replica
 
 
@@ -37,6 +37,10 @@ class PendingRequest:
     """How often its replica has died."""
     has_failed: bool = False
     """Its caller gets an error, and will remove it."""
+    num_finished_tokens: int = 0
+    """Tokens of its finished sequences, unless they are streamed."""
+    progress: dict[int, SequenceProgress] = field(default_factory=dict)
+    """The last report on each of its unfinished sequences, by index; of background requests only."""
 
     def __post_init__(self) -> None:
         self.num_unfinished = self.request.num_sequences
@@ -45,6 +49,24 @@ class PendingRequest:
     def num_tokens(self) -> int:
         """Prompt and completion of one of its sequences, at full length."""
         return len(self.request.prompt_ids) + self.request.max_new_tokens
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens of all its sequences so far, by the last reports."""
+        return self.num_finished_tokens + sum(progress.num_tokens for progress in self.progress.values())
+
+    @property
+    def num_expected_tokens(self) -> int | None:
+        """Tokens that all its sequences will have at their ends; None while that is not known of one of them."""
+        expected = [progress.num_expected_tokens for progress in self.progress.values()]
+        known = [number for number in expected if number is not None]
+        return self.num_finished_tokens + sum(known) if len(known) == self.num_unfinished else None
+
+    def note_end(self, delta: SequenceDelta) -> None:
+        """delta: the last of one of its sequences."""
+        self.num_unfinished -= 1
+        self.num_finished_tokens += len(delta.token_ids)
+        self.progress.pop(delta.sequence_index, None)
 
     def fail(self, error: Exception) -> None:
         self.has_failed = True
@@ -55,4 +77,6 @@ class PendingRequest:
         if not self.collector.restart(self.index):
             return False
         self.num_unfinished = self.request.num_sequences
+        self.num_finished_tokens = 0
+        self.progress.clear()
         return True

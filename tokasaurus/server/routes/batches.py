@@ -9,11 +9,23 @@ from fastapi import APIRouter, Query, Request, Response
 from tokasaurus.server.batches.objects import batch_list, batch_object, json_response, to_json
 from tokasaurus.server.batches.service import NewBatch, batches_of
 from tokasaurus.server.batches.store.batches import get_batch, list_batches
+from tokasaurus.server.batches.store.ledger import first_results
 from tokasaurus.server.batches.store.records import BatchRecord
 from tokasaurus.server.errors import Conflict, NotFound, shorten
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
-from tokasaurus.server.protocol.storage.batches import BatchList, BatchObject, CreateBatch, ListBatches, window_seconds
+from tokasaurus.server.protocol.storage.batches import (
+    BatchList,
+    BatchObject,
+    CreateBatch,
+    ListBatches,
+    ReadResults,
+    window_seconds,
+)
 from tokasaurus.server.routes.json_body import JsonBodyRoute
+
+MAX_RESULTS_BYTES = 4 << 20
+"""Bytes of an answer with results, which may have one result more."""
+LINE_SCHEMA = {"type": "string", "description": "A result per line, as in the output file of a batch."}
 
 router = APIRouter(tags=["batches"])
 _body_router = APIRouter(route_class=JsonBodyRoute, tags=["batches"])
@@ -55,9 +67,25 @@ async def list_all_batches(request: Request, query: Annotated[ListBatches, Query
 @router.get("/v1/batches/{batch_id}", responses={200: {"model": BatchObject}, **error_responses(404, 501)})
 async def retrieve_batch(request: Request, batch_id: str) -> Response:
     """The batch as it is now."""
-    store = batches_of(request).store
-    batch = await store.database.read(lambda connection: get_batch(connection, batch_id))
-    return json_response(batch_object(_require(batch, batch_id)))
+    service = batches_of(request)
+    batch = _require(await service.store.database.read(lambda connection: get_batch(connection, batch_id)), batch_id)
+    return json_response(batch_object(batch, service.progress(batch)))
+
+
+@router.get(
+    "/v1/batches/{batch_id}/results",
+    responses={200: {"content": {"application/x-ndjson": {"schema": LINE_SCHEMA}}}, **error_responses(400, 404, 501)},
+)
+async def read_results(request: Request, batch_id: str, query: Annotated[ReadResults, Query()]) -> Response:
+    """Our extension: results of a batch that runs, as its output and error files will have them. Lines are in the order
+    of the input, up to the first that has no result. Ask again from the next line on until nothing is returned."""
+
+    def read(connection: apsw.Connection) -> bytes:
+        batch = _require(get_batch(connection, batch_id), batch_id)
+        return b"".join(first_results(connection, batch.number, query.first, MAX_RESULTS_BYTES))
+
+    content = await batches_of(request).store.database.read(read)
+    return Response(content, media_type="application/x-ndjson")
 
 
 @router.post(

@@ -140,6 +140,24 @@ def results_in_order(
     return ((_number(key), content) for key, content in rows)
 
 
+def first_results(connection: apsw.Connection, batch: int, first: int, most_bytes: int) -> list[bytes]:
+    """The results of the lines from the one with number `first` on, up to a line without one. One result may exceed
+    `most_bytes`, those before it together do not."""
+    rows = connection.execute(
+        "SELECT lines.key, content FROM lines JOIN results ON results.key = lines.key "
+        "WHERE lines.key BETWEEN ? AND ? ORDER BY lines.key",
+        (_key(batch, first), _keys(batch)[1]),
+    )
+    found: list[bytes] = []
+    num_bytes = 0
+    for key, content in rows:
+        if _number(key) != first + len(found) or num_bytes >= most_bytes:
+            break
+        found.append(content)
+        num_bytes += len(content)
+    return found
+
+
 def _key(batch: int, number: int) -> int:
     return batch << LINE_BITS | number
 

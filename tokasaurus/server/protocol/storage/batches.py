@@ -70,6 +70,14 @@ class ListBatches(BaseModel):
     after: str | None = None
 
 
+class ReadResults(BaseModel):
+    """Query of GET /v1/batches/{batch_id}/results. first: number of the first line, from 0, without blank lines."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    first: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
+
+
 @dataclass(frozen=True, slots=True)
 class BatchError:
     """What is wrong with the input file. line: from 1."""
@@ -117,6 +125,16 @@ class BatchUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchProgress:
+    """Our extension, of a batch in progress. generated_tokens: of the lines that have a result and of those that run,
+    the latter about once a second. expected_tokens: what all lines together are expected to have at the end, from the
+    lengths of finished lines and the scheduler's prediction for those that run; left out until there is a basis."""
+
+    generated_tokens: int
+    expected_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class BatchObject:
     """A batch. Fields without a value are left out."""
 
@@ -129,6 +147,7 @@ class BatchObject:
     expires_at: int
     request_counts: BatchRequestCounts
     usage: BatchUsage
+    progress: BatchProgress | None = None
     model: str | None = None
     metadata: dict[str, str] | None = None
     errors: BatchErrors | None = None
