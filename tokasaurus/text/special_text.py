@@ -9,13 +9,13 @@ with every setting of the tokenizer and its tokens (spaces before the first word
 """
 
 import itertools
-import json
 import re
 import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import orjson
 from tokenizers import Tokenizer as BaseTokenizer
 
 # Digits survive everything that templates do to text: changes of case, JSON encoding, trimming.
@@ -110,14 +110,14 @@ class _RenamedTokenizer:
         digits = _random_digits()
         self.names = {text: f"{text[0]}{digits}{index}{text[-1]}" for index, text in enumerate(texts)}
         """Text of a special token → its name. It begins and ends alike, for normalizers that combine characters."""
-        state = json.loads(base.to_str())
+        state = orjson.loads(base.to_str())
         ids = {token["content"]: token["id"] for token in state["added_tokens"]}
         vocabulary = state["model"]["vocab"]
         for token in state["added_tokens"]:
             token["content"] = self.names.get(token["content"], token["content"])
             if isinstance(vocabulary, dict):  # so that the copy gives it the same id
                 vocabulary[token["content"]] = token["id"]
-        self._tokenizer = BaseTokenizer.from_str(json.dumps(state))
+        self._tokenizer = BaseTokenizer.from_str(orjson.dumps(state).decode())
         own_ids = {text: self._tokenizer.token_to_id(self.names.get(text, text)) for text in ids}
         # Unigram's vocabulary is a list, to which nothing can be added; there, the copy gives other ids.
         self._ids = {own_ids[text]: token_id for text, token_id in ids.items()}
