@@ -120,31 +120,35 @@ def test_limits_eos_and_special_ids_of_the_model_reach_the_engine_options():
 
 
 def test_hydragen_min_prefix_len_in_tokens_is_rounded_up_to_whole_blocks():
-    assert options_for(hydragen_min_prefix_len=256).hydragen == HydragenOptions(2, 64, HydragenCosts(8192.0))
+    assert options_for(hydragen_min_prefix_len=256).hydragen == HydragenOptions(
+        2, 64, HydragenCosts(8192.0), is_tried=True
+    )
     for num_tokens, num_blocks in ((1, 1), (4, 1), (5, 2), (17, 5)):
         options = options_for(use_hydragen=True, hydragen_min_prefix_len=num_tokens, hydragen_min_group_size=3)
         assert options.hydragen == HydragenOptions(min_group_size=3, min_blocks=num_blocks)
     assert options_for(use_hydragen=False).hydragen is None
 
 
+NEVER = HydragenCosts(per_row_token=1.5)
 MEASURED = HydragenCosts(per_group=40.0, per_group_token=1.0, per_row=3.0, per_row_token=0.25)
 
 
 @pytest.mark.parametrize(
     ("measured", "flags", "expected"),
     [
-        (MEASURED, {}, HydragenOptions(2, 1, MEASURED)),
+        (MEASURED, {}, HydragenOptions(2, 1, MEASURED, is_tried=True)),
         (MEASURED, {"use_hydragen": True, "hydragen_min_group_size": 3}, HydragenOptions(3, 1, MEASURED)),
-        (MEASURED, {"hydragen_min_prefix_len": 8}, HydragenOptions(2, 2, MEASURED)),
+        (MEASURED, {"hydragen_min_prefix_len": 8}, HydragenOptions(2, 2, MEASURED, is_tried=True)),
         (MEASURED, {"use_hydragen": False, "hydragen_min_group_size": 2}, None),
         (
             MEASURED,
             {"hydragen_min_group_size": 3, "hydragen_min_prefix_len": 8},
             HydragenOptions(3, 2, HydragenCosts()),
         ),
-        (None, {}, None),
-        (None, {"use_hydragen": True}, HydragenOptions(2, 1, HydragenCosts(8192.0))),
-        (None, {"hydragen_min_group_size": 5}, HydragenOptions(5, 1, HydragenCosts(8192.0))),
+        (NEVER, {}, HydragenOptions(2, 1, NEVER, is_tried=True)),
+        (NEVER, {"use_hydragen": True}, HydragenOptions(2, 1, HydragenCosts(8192.0))),
+        (NEVER, {"hydragen_min_group_size": 5}, HydragenOptions(5, 1, NEVER, is_tried=True)),
+        (MEASURED, {"pp_size": 2}, HydragenOptions(2, 1, MEASURED)),
     ],
 )
 def test_hydragen_is_on_if_the_worker_measured_a_benefit_or_a_flag_asks_for_it(measured, flags, expected):

@@ -299,3 +299,18 @@ def test_costs_count_in_tokens() -> None:
     driver = EngineDriver(replace(driver.options, hydragen=HydragenOptions(2, 1, costs)), step_seconds=(0.01,))
     run_all(driver, FOUR_REQUESTS)
     assert groups_of_steps(driver)[1] == ([({1, 2, 3, 4}, 2)], 10)
+
+
+@settings(max_examples=60)
+@given(shapes=crowding_shapes_strategy, options=crowded_options_strategy, seed=st.integers(0, 2**32))
+def test_trials_with_and_without_groups_change_no_token(shapes, options, seed):
+    """The costs forbid groups where they save half of the reads, so both kinds of trials are made."""
+    costs = HydragenCosts(per_group_token=1.0, per_row_token=0.5)
+    hydragen = HydragenOptions(2, 1, costs, is_tried=True)
+    driver = EngineDriver(replace(options, hydragen=hydragen, num_microbatches=1), rng=random.Random(seed))
+    assert driver.state.group_trials is not None
+    driver.state.group_trials.is_due = lambda: driver.rng.random() < 0.3
+    requests = make_requests(shapes, options.limits)
+    driver.run(requests)
+    assert_equals_simulation(driver.deltas, requests)
+    driver.assert_nothing_is_left()

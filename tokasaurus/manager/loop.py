@@ -74,6 +74,9 @@ MIN_STREAM_WAIT = 0.002
 PROGRESS_SECONDS = 1.0
 """Interval between reports of how far background sequences are, in seconds."""
 
+_MANY_ROWS, _LONG_PREFIX = 512, 4096
+"""Size and tokens of a prefix group that saves time if any does."""
+
 STATS_UPDATE_SECONDS = 0.25
 """Interval between updates of the server's counters while no sequence starts or ends, in seconds."""
 
@@ -283,21 +286,25 @@ def engine_options(
 
 
 def _hydragen_options(config: ServerConfig, limits: EngineLimits) -> HydragenOptions | None:
-    """Minimums from the flags, and costs from the worker's measurements.
+    """Minimums from the flags, and costs from the worker's measurements, which steps in service correct.
 
-    None if flags disable prefix groups, or if the worker measured no benefit and no flag asks for them. If both
-    minimums are set, the worker measures nothing, and groups are compared by the KV that they read.
+    None if a flag disables prefix groups. use_hydragen=T forms groups also where the measured costs allow none, if they
+    read far fewer tokens. If both minimums are set, the worker measures nothing, and groups are compared by the KV that
+    they read. With pipeline stages, the time of a step depends on the steps before it, and corrects nothing.
     """
     size, length = config.hydragen_min_group_size, config.hydragen_min_prefix_len
-    asked = (config.use_hydragen, size, length) != (None, None, None)
-    if config.use_hydragen is False or (limits.hydragen is None and not asked):
+    if config.use_hydragen is False:
         return None
     if size is not None and length is not None:
         return HydragenOptions(size, -(-length // limits.page_size), KV_READS)
+    costs = limits.hydragen
+    if config.use_hydragen and costs.saved(_MANY_ROWS, _LONG_PREFIX) <= 0:
+        costs = DEFAULT_HYDRAGEN
     return HydragenOptions(
         min_group_size=2 if size is None else size,
         min_blocks=1 if length is None else -(-length // limits.page_size),
-        costs=limits.hydragen or DEFAULT_HYDRAGEN,
+        costs=costs,
+        is_tried=config.use_hydragen is None and config.pp_size == 1,
     )
 
 

@@ -24,6 +24,11 @@ class HydragenCosts:
     per_row_token: float = 0.0
     """Multiplying each row with each token; 0 where reading takes all the time."""
 
+    def scaled(self, factor: float) -> "HydragenCosts":
+        """All costs times `factor`."""
+        costs = (self.per_group, self.per_group_token, self.per_row, self.per_row_token)
+        return HydragenCosts(*(factor * cost for cost in costs))
+
     def saved(self, num_rows: int, num_tokens: int) -> float:
         """What a group saves, in tokens; negative if its rows are faster alone."""
         by_row = num_tokens * (1.0 - self.per_row_token) - self.per_row
@@ -65,8 +70,7 @@ class EngineLimits:
     """Tokens per block."""
     max_tokens_per_sequence: int
     """Prompt and completion tokens of one sequence: the smallest of model context, KV cache and flag."""
-    hydragen: HydragenCosts | None = DEFAULT_HYDRAGEN
-    """None if no prefix group is faster."""
+    hydragen: HydragenCosts = DEFAULT_HYDRAGEN
     seconds_per_token: float = 1.0
     """Time per token of the warm-up's forwards, in seconds: larger forwards take no longer, apart from attention. Used
     until steps are timed."""

@@ -17,8 +17,3 @@ def test_the_worker_with_the_least_decides_for_each_limit() -> None:
     ]
     expected = EngineLimits(7, 4, 20, HydragenCosts(2.0, 0.6, 4.0, 0.1), 0.3, 0.04, "max_num_tokens_per_request")
     assert common_limits(limits) == expected
-
-
-def test_prefix_groups_must_be_faster_on_every_worker() -> None:
-    limits = [EngineLimits(9, 4, 30, HydragenCosts()), EngineLimits(9, 4, 30, None)]
-    assert common_limits(limits).hydragen is None

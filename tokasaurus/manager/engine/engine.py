@@ -200,13 +200,14 @@ def regroup(state: EngineState) -> None:
     options, slots, tree = state.options.hydragen, state.slots, state.blocks.tree.arrays
     assert options is not None
     decode = state.queues.decoding()
+    costs = options.costs if state.group_trials is None else options.costs.scaled(state.group_trials.scale)
     num_blocks = [np.zeros(1, np.int64)]
     num_groups = 0
     for microbatch in range(state.options.num_microbatches):  # only sequences that step together attend together
         own = slots_of(state, microbatch, decode)
         grouping = group_by_prefix(
             *(slots.nodes[own], tree.parents, tree.end_blocks, tree.num_sequences),
-            *(options.min_group_size, options.min_blocks, options.costs, state.options.limits.page_size),
+            *(options.min_group_size, options.min_blocks, costs, state.options.limits.page_size),
         )
         groups = grouping.group_of_sequence
         slots.groups[own] = np.where(groups > 0, groups + num_groups, 0)

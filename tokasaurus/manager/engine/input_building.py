@@ -1,5 +1,7 @@
 """Build the next step: allocate its blocks, advance its sequences, and build the message for the workers."""
 
+import itertools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -7,11 +9,14 @@ from tokasaurus.manager.engine.grammar_scheduling import build_masks
 from tokasaurus.manager.engine.logit_rules import build_logit_rules
 from tokasaurus.manager.engine.token_counters import count_computed, count_shared, count_start
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk, build_prompt_logprobs_input
+from tokasaurus.manager.planning.group_trials import OPTIMISM, GroupTrial
+from tokasaurus.manager.planning.prefix_groups import group_by_prefix
 from tokasaurus.manager.planning.step_time_model import step_features
 from tokasaurus.manager.planning.step_times import step_cost
 from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups
+from tokasaurus.messages.lifecycle import HydragenCosts
 from tokasaurus.messages.sampling import SAMPLING_DTYPE
 from tokasaurus.messages.slots import SlotChanges, SlotOpens, TableCopies
 
@@ -35,6 +40,9 @@ def start_step(
     """
     step_id = state.next_step_id
     decode, groups = _in_groups(state, ready)
+    trial = None
+    if state.group_trials is not None and not chunks and len(ready) > 1 and state.group_trials.is_due():
+        decode, groups, trial = _try_the_other(state, decode, groups)
     block_slots, block_ids = _step_decoding(state, decode)
     logprob_chunks = (
         _build_logprob_chunks(state, prefill, chunks, len(decode)) if state.blocks.prompt_logprobs is not None else []
@@ -82,7 +90,7 @@ def start_step(
     state.steps_in_flight.append(
         StepInFlight(
             *(step_id, sampled, microbatch, num_rows, num_prefill_tokens, logprob_chunks, num_allocations),
-            *(cost, features, follows_work),
+            *(cost, features, follows_work, trial),
         )
     )
     _sort_by_phase(state, decode, done)
@@ -112,6 +120,53 @@ def _find_table_to_copy(state: EngineState, sequence: Sequence) -> tuple[int, in
     return found
 
 
+def _try_the_other(
+    state: EngineState, decode: NDArray[np.int64], groups: PrefixGroups | None
+) -> tuple[NDArray[np.int64], PrefixGroups | None, GroupTrial | None]:
+    """A step without groups if the usual one has some, else with those that may save time; and what it tries.
+
+    decode, groups: of the usual step; they are returned if there is nothing to try.
+    """
+    options, trials, tree = state.options.hydragen, state.group_trials, state.blocks.tree.arrays
+    assert options is not None
+    assert trials is not None
+    trials.begin()
+    page_size = state.options.limits.page_size
+    if groups is not None:
+        return decode, None, _trial(False, groups, options.costs, page_size)
+    grouping = group_by_prefix(
+        *(state.slots.nodes[decode], tree.parents, tree.end_blocks, tree.num_sequences),
+        *(options.min_group_size, options.min_blocks, options.costs.scaled(trials.scale / OPTIMISM), page_size),
+    )
+    order, groups = _ordered(grouping.group_of_sequence, grouping.num_blocks)
+    if groups is None:
+        return decode, None, None
+    return decode[order], groups, _trial(True, groups, options.costs, page_size)
+
+
+def _trial(has_groups: bool, groups: PrefixGroups, costs: HydragenCosts, page_size: int) -> GroupTrial:
+    sizes, num_tokens = groups.sizes.astype(np.float64), groups.num_blocks * float(page_size)
+    alone = float(sizes @ num_tokens)
+    saved = sum(itertools.starmap(costs.saved, zip(sizes.tolist(), num_tokens.tolist(), strict=True)))
+    return GroupTrial(has_groups, alone, max(1.0, alone - saved))
+
+
+def _ordered(
+    groups: NDArray[np.int64], num_blocks: NDArray[np.int64]
+) -> tuple[NDArray[np.int64] | slice, PrefixGroups | None]:
+    """The order in which the members of each group are adjacent and ungrouped rows last, and the groups.
+
+    groups: [N] of each row, 0 for none. num_blocks: by group.
+    """
+    sizes = np.bincount(groups, minlength=len(num_blocks))
+    sizes[0] = 0
+    kept = np.flatnonzero(sizes)
+    if not len(kept):
+        return slice(None), None
+    order = np.argsort(np.where(groups == 0, len(sizes), groups), kind="stable")
+    return order, PrefixGroups(sizes[kept].astype(np.int32), num_blocks[kept].astype(np.int32))
+
+
 def _in_groups(state: EngineState, decode: NDArray[np.int64]) -> tuple[NDArray[np.int64], PrefixGroups | None]:
     """`decode` reordered, with the members of each prefix group adjacent and ungrouped slots last; and the groups."""
     if len(state.group_num_blocks) == 1:
@@ -122,13 +177,7 @@ def _in_groups(state: EngineState, decode: NDArray[np.int64]) -> tuple[NDArray[n
     if state.groups_are_new or state.num_with_grammars or state.options.num_microbatches > 1:
         count_shared(state, decode, groups)
         state.groups_are_new = False
-    sizes = np.bincount(groups, minlength=len(state.group_num_blocks))
-    sizes[0] = 0
-    kept = np.flatnonzero(sizes)
-    if not len(kept):
-        return decode, None
-    order = np.argsort(np.where(groups == 0, len(sizes), groups), kind="stable")
-    shared = PrefixGroups(sizes[kept].astype(np.int32), state.group_num_blocks[kept].astype(np.int32))
+    order, shared = _ordered(groups, state.group_num_blocks)
     return decode[order], shared
 
 

@@ -1,10 +1,13 @@
 """Apply the results of steps: record tokens, end sequences, and build deltas."""
 
+import logging
+
 import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.engine.grammar_scheduling import note_tokens
 from tokasaurus.manager.engine.lifecycle import keep_prompt_logprobs, release, sampled_logprobs, sampled_tokens
+from tokasaurus.manager.planning.group_trials import GroupTrials
 from tokasaurus.manager.planning.step_budget import average_step_seconds
 from tokasaurus.manager.planning.step_time_model import IS_OF_DECODE
 from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
@@ -13,6 +16,8 @@ from tokasaurus.manager.state.slot_arrays import NEVER
 from tokasaurus.messages.forward import ForwardOutput, NonfiniteTokens, TopOfRows
 from tokasaurus.messages.generation import ErrorCode, FinishReason, SequenceDelta
 from tokasaurus.text.stop_strings import StopMatcher
+
+logger = logging.getLogger(__name__)
 
 NUMERICAL_ERROR = "the model computed numbers for this request that are not finite (NaN or infinity)"
 
@@ -35,6 +40,8 @@ def apply_output(state: EngineState, output: ForwardOutput) -> None:
     assert len(step.sampled) == len(output.token_ids), f"step {step.step_id}: {len(output.token_ids)} tokens"
     state.step_seconds = _expected_step_seconds(state, step, output.forward_seconds)
     state.step_times.note(step.cost, output.forward_seconds)
+    if state.group_trials is not None:
+        _note_trial(state, state.group_trials, step, output.forward_seconds)
     state.step_totals.num_steps += 1
     state.step_totals.num_rows += step.num_rows
     state.step_totals.num_prefill_tokens += step.num_prefill_tokens
@@ -121,6 +128,12 @@ def _expected_step_seconds(state: EngineState, step: StepInFlight, seconds: floa
         return average_step_seconds(state.step_seconds, seconds)
     state.step_time_model.note(step.features, seconds)
     return state.step_time_model.predict(step.features * IS_OF_DECODE)
+
+
+def _note_trial(state: EngineState, trials: GroupTrials, step: StepInFlight, seconds: float) -> None:
+    if trials.note(step.num_rows, step.num_prefill_tokens > 0, step.trial, seconds):
+        state.groups_are_old = True
+        logger.info("prefix groups: by the times of steps, they cost %.2f times what was measured", trials.scale)
 
 
 def _mark_for_stop_check(state: EngineState, slots: NDArray[np.int64], token_ids: NDArray[np.int32]) -> int:

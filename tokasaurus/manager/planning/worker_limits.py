@@ -9,10 +9,7 @@ from tokasaurus.messages.lifecycle import EngineLimits, HydragenCosts
 def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
     """The least capacity and the highest costs that any of the workers has. All have blocks of one size."""
     assert len({one.page_size for one in limits}) == 1
-    costs = [one.hydragen for one in limits if one.hydragen is not None]
-    hydragen = None
-    if len(costs) == len(limits):  # otherwise prefix groups would delay one of them, and thereby all
-        hydragen = HydragenCosts(*map(max, zip(*map(astuple, costs), strict=True)))
+    hydragen = HydragenCosts(*map(max, zip(*(astuple(one.hydragen) for one in limits), strict=True)))
     shortest = min(limits, key=lambda one: one.max_tokens_per_sequence)
     return EngineLimits(
         num_kv_blocks=min(one.num_kv_blocks for one in limits),

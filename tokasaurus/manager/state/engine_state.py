@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.kv_cache.block_allocator import BlockAllocator
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk
+from tokasaurus.manager.planning.group_trials import GroupTrial, GroupTrials
 from tokasaurus.manager.planning.length_predictor import CompletionLengths, Forecast, prior_forecast
 from tokasaurus.manager.planning.step_budget import StepLimit
 from tokasaurus.manager.planning.step_time_model import StepTimeModel
@@ -57,6 +58,8 @@ class HydragenOptions:
     """Fewest blocks in the shared prefix."""
     costs: HydragenCosts = KV_READS
     """A group is formed only if it saves time by these."""
+    is_tried: bool = False
+    """Whether steps in service correct the costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,8 @@ class StepInFlight:
     """By `step_features`."""
     follows_work: bool
     """When the step before it ended, sequences were left to compute: until this one began, the device was idle."""
+    trial: GroupTrial | None
+    """None for a step with its usual prefix groups."""
 
 
 @dataclass(slots=True)
@@ -243,6 +248,8 @@ class EngineState:
     """The set of decoding sequences has changed since they were grouped."""
     groups_are_new: bool = False
     """No step has used the current prefix groups yet."""
+    group_trials: GroupTrials | None = None
+    """None if the costs of prefix groups are not corrected."""
     group_num_blocks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
     """[groups + 1], blocks in each group's shared prefix, indexed by the numbers in SlotArrays.groups."""
     ended: list[tuple[int, bool]] = field(default_factory=list)
@@ -308,4 +315,5 @@ def make_state(options: EngineOptions, grammars: Grammars | None = None) -> Engi
         last_logprobs=np.zeros(num_slots + 1, np.float32),
         step_times=StepTimes(limits.seconds_per_token),
         grammars=grammars,
+        group_trials=GroupTrials() if options.hydragen is not None and options.hydragen.is_tried else None,
     )

@@ -21,7 +21,6 @@ from tokasaurus.messages.lifecycle import (
     DEFAULT_HYDRAGEN,
     EngineLimits,
     Failed,
-    HydragenCosts,
     PhaseDone,
     Ready,
     UserError,
@@ -45,7 +44,7 @@ from tokasaurus.model.parallel.stage_links import StageLinks, num_hidden_buffers
 from tokasaurus.model.staging.sizes import sizes_for
 from tokasaurus.model.worker.device import choose_activation_dtype, choose_device, choose_dtype, choose_kv_cache_dtype
 from tokasaurus.model.worker.forward_memory import largest_forward, reserve
-from tokasaurus.model.worker.hydragen_costs import describe, measure_costs
+from tokasaurus.model.worker.hydragen_costs import describe, find_costs
 from tokasaurus.model.worker.kv_sizing import size_kv_cache
 from tokasaurus.model.worker.loop import run_steps
 from tokasaurus.model.worker.memory_plan import INPUTS, ROTARY, SLOTS, STAGES, WEIGHTS, WORKSPACES, sizes_of_graphs
@@ -274,10 +273,10 @@ def start_worker(
         with phase("CUDA graphs", has_progress_bar=True) as details, bar:
             runner.record_graphs(CudaRecorder(device), graphs, partial(bar.track, description="CUDA graphs"))
             details.append(f"{len(graphs)} sizes, up to {graphs[0]} sequences")
-    hydragen: HydragenCosts | None = DEFAULT_HYDRAGEN
+    hydragen = DEFAULT_HYDRAGEN
     if config.use_hydragen is not False and None in (config.hydragen_min_group_size, config.hydragen_min_prefix_len):
         with phase("shared prefixes") as details, torch.inference_mode():
-            hydragen = measure_costs(backend, shape, num_blocks, config.max_seqs_per_forward)
+            hydragen = find_costs(backend, shape, num_blocks, config.max_seqs_per_forward, kernels)
             details.append(describe(hydragen))
     with phase("memory") as details:
         details += memory.lines()

@@ -1,20 +1,31 @@
 """Measure what shared-prefix attention of a prefix group costs on this device, compared with its rows alone."""
 
+import hashlib
 import itertools
+import json
+import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tokasaurus.checkpoint import CheckpointError, cache_directory
+from tokasaurus.checkpoint.cache import build_once
 from tokasaurus.messages.lifecycle import DEFAULT_HYDRAGEN, HydragenCosts
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.row_split import attend_rows
+from tokasaurus.model.cpu.bindings import Kernels
+from tokasaurus.model.cpu.build import LibraryUnavailable, processor_features
 from tokasaurus.model.worker.stopwatch import make_stopwatch
+
+_FILE_NAME = "costs.json"
 
 _NUM_ROWS = (512, 256, 128, 64, 32, 16, 8, 4, 2)
 """Rows of a trial: the first number for which the cache has room is used."""
@@ -25,13 +36,11 @@ _MOST_CPU_ROWS = 64
 _GROUP_SIZES = (2, 8, 32, 128, 512)
 _PREFIX_LENGTHS = (128, 256, 512, 1024)
 _NUM_OWN_TOKENS = 32
-_NUM_ROUNDS = 7
+_NUM_ROUNDS = 11
+_LEAST_ROUNDS = 5
 
 _MOST_SECONDS = 1.0
-"""Time after which no further round begins, except the second: backends without kernels are slow."""
-
-_LEAST_GAIN = 1.1
-"""Least speedup of the largest group over separate rows; a smaller one does not repay the work of grouping."""
+"""Time after which no further round begins, except the first ones: backends without kernels are slow."""
 
 _COLD_BYTES = 64 << 20
 """Bytes of keys and values that a trial reads before it reads the same ones again: more than processors cache."""
@@ -40,49 +49,83 @@ _LEAST_LENGTH = 256
 """Least length of the longest prefix tried, in tokens: if the cache is too small for it, nothing is measured."""
 
 
-def measure_costs(backend: AttentionBackend, shape: KVShape, num_blocks: int, max_rows: int) -> HydragenCosts | None:
-    """None if no group is faster than separate rows; DEFAULT_HYDRAGEN if the cache is too small to measure.
+def find_costs(
+    backend: AttentionBackend, shape: KVShape, num_blocks: int, max_rows: int, kernels: Kernels | None
+) -> HydragenCosts:
+    """`measure_costs`, from the cache if this machine has measured the same before. kernels: of the CPU, if any."""
+
+    def measure(directory: Path) -> None:
+        costs = measure_costs(backend, shape, num_blocks, max_rows)
+        (directory / _FILE_NAME).write_text(json.dumps(asdict(costs)))
+
+    if not list(_trial_sizes(shape, num_blocks, max_rows)):
+        return DEFAULT_HYDRAGEN
+    try:
+        directory = build_once(cache_directory() / "hydragen" / _key(backend, shape, num_blocks, kernels), measure)
+        return HydragenCosts(**json.loads((directory / _FILE_NAME).read_text()))
+    # There is no cache key, the cache cannot be written, or it has another version's fields.
+    except (LibraryUnavailable, CheckpointError, OSError, ValueError, TypeError):
+        return measure_costs(backend, shape, num_blocks, max_rows)
+
+
+def _key(backend: AttentionBackend, shape: KVShape, num_blocks: int, kernels: Kernels | None) -> str:
+    """A cache key of all that the costs depend on: code, device, threads, shape, and the room for trials."""
+    if shape.device.type == "cuda":
+        device = [torch.cuda.get_device_name(shape.device), version("tokasaurus")]
+    else:
+        device = processor_features()
+        device += [] if kernels is None else kernels.path.parts[-2:]
+    room = min(num_blocks, max(_NUM_ROWS) * max(_PREFIX_LENGTHS) // shape.page_size)
+    parts = (type(backend).__name__, *device, torch.__version__, str(replace(shape, device=torch.device("cpu"))), room)
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:20]
+    return f"{shape.device.type}-{torch.get_num_threads()}-{digest}"
+
+
+def measure_costs(backend: AttentionBackend, shape: KVShape, num_blocks: int, max_rows: int) -> HydragenCosts:
+    """DEFAULT_HYDRAGEN if the cache is too small to measure.
 
     The backend's cache must be allocated, with num_blocks besides the padding block; its contents are overwritten.
     max_rows: most rows of a forward. Takes tenths of a second on a CPU with the kernels, seconds without them.
     """
-    trial = _Trial(backend, shape, num_blocks)
-    most_rows = max_rows if shape.device.type == "cuda" else min(max_rows, _MOST_CPU_ROWS)
-    for num_rows in _NUM_ROWS:
-        lengths = [length for length in _PREFIX_LENGTHS if trial.fits(num_rows, length)]
-        if num_rows > most_rows or not lengths or lengths[-1] < _LEAST_LENGTH:
-            continue
-        lengths = [lengths[-1] // 4, lengths[-1]]
+    trial = _Trial(backend, shape)
+    for num_rows, lengths in _trial_sizes(shape, num_blocks, max_rows):
         try:
-            # None only after a second measurement: other processes start at the same time and may disturb the first.
-            return _find_costs(trial, num_rows, lengths) or _find_costs(trial, num_rows, lengths)
+            return _measure(trial, num_rows, lengths)
         except torch.OutOfMemoryError:  # on CUDA, where the cache fills the memory: plain torch gathers keys and values
             continue
     return DEFAULT_HYDRAGEN
 
 
-def describe(costs: HydragenCosts | None) -> str:
-    """What was measured, for the user."""
-    if costs is None:
-        return "not faster on this device"
-    return (
-        ", ".join(
-            f"{num_rows} sequences save {max(0.0, costs.saved(num_rows, 1024)) / (num_rows * 1024):.0%}"
-            for num_rows in (4, 32)
-        )
-        + " of attention to 1,024 shared tokens"
-    )
+def _trial_sizes(shape: KVShape, num_blocks: int, max_rows: int) -> Iterator[tuple[int, list[int]]]:
+    """(rows, lengths of prefixes) of the trials for which there is room, the largest first."""
+    most_rows = max_rows if shape.device.type == "cuda" else min(max_rows, _MOST_CPU_ROWS)
+    for num_rows in _NUM_ROWS:
+        lengths = [length for length in _PREFIX_LENGTHS if _num_trial_blocks(shape, num_rows, length) <= num_blocks]
+        if num_rows <= most_rows and lengths and lengths[-1] >= _LEAST_LENGTH:
+            yield num_rows, [lengths[-1] // 4, lengths[-1]]
 
 
-def _find_costs(trial: "_Trial", num_rows: int, lengths: Sequence[int]) -> HydragenCosts | None:
+def _num_trial_blocks(shape: KVShape, num_rows: int, prefix_length: int) -> int:
+    """Blocks for the smallest groups, which have the most prefixes."""
+    own_blocks = -(-_NUM_OWN_TOKENS // shape.page_size)
+    return num_rows // _GROUP_SIZES[0] * max(1, prefix_length // shape.page_size) + num_rows * own_blocks
+
+
+def describe(costs: HydragenCosts) -> str:
+    """What groups are expected to save, for the user."""
+    shares = [(num_rows, costs.saved(num_rows, 1024) / (num_rows * 1024)) for num_rows in (4, 32)]
+    if all(share <= 0 for _, share in shares):
+        return "not expected to save time on this device"
+    saved = ", ".join(f"{num_rows} sequences save {max(0.0, share):.0%}" for num_rows, share in shares)
+    return f"{saved} of attention to 1,024 shared tokens"
+
+
+def _measure(trial: "_Trial", num_rows: int, lengths: Sequence[int]) -> HydragenCosts:
     sizes = [size for size in _GROUP_SIZES if size <= num_rows]
-    times = {
-        (size, length): taken for length in lengths for size, taken in trial.times(sizes, num_rows, length).items()
+    ratios = {
+        (size, length): ratio for length in lengths for size, ratio in trial.ratios(sizes, num_rows, length).items()
     }
-    costs = fit_costs({point: taken.together_s / taken.alone_s for point, taken in times.items()}, _NUM_OWN_TOKENS)
-    size, length = sizes[-1], lengths[-1]
-    alone = size * (length + _NUM_OWN_TOKENS)
-    return costs if alone >= _LEAST_GAIN * (alone - costs.saved(size, length)) else None
+    return fit_costs(ratios, _NUM_OWN_TOKENS)
 
 
 def fit_costs(ratios: dict[tuple[int, int], float], num_own_tokens: int) -> HydragenCosts:
@@ -119,50 +162,44 @@ def _least_squares_not_negative(terms: NDArray[np.float64], values: NDArray[np.f
     return best
 
 
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """Seconds of one layer's attention, for separate rows and for the same rows in groups."""
-
-    alone_s: float
-    together_s: float
-
-
 class _Trial:
     """Times decode rows that share prefixes and have a few tokens of their own after it."""
 
-    def __init__(self, backend: AttentionBackend, shape: KVShape, num_blocks: int) -> None:
+    def __init__(self, backend: AttentionBackend, shape: KVShape) -> None:
         self._backend = backend
         self._shape = shape
-        self._num_blocks = num_blocks
         self._stopwatch = make_stopwatch(shape.device)
         self._layer = 0
         self._num_written = Counter[int]()  # blocks written in each layer
         self._own_blocks = -(-_NUM_OWN_TOKENS // shape.page_size)
 
-    def fits(self, num_rows: int, prefix_length: int) -> bool:
-        """Whether the cache has enough blocks for the smallest groups, which have the most prefixes."""
-        prefix_blocks = prefix_length // self._shape.page_size
-        num_prefixes = num_rows // _GROUP_SIZES[0]
-        return prefix_blocks >= 1 and num_prefixes * prefix_blocks + num_rows * self._own_blocks <= self._num_blocks
+    def ratios(self, group_sizes: Sequence[int], num_rows: int, prefix_length: int) -> dict[int, float]:
+        """For each group size: the time of num_rows rows in groups over the time of the same rows alone.
 
-    def times(self, group_sizes: Sequence[int], num_rows: int, prefix_length: int) -> dict[int, _Times]:
-        """The shortest times of num_rows rows for each group size; sizes, and separate and grouped rows, alternate."""
+        It is the median over rounds of the ratio of two times taken one right after the other: what else the machine
+        does in a round delays both, and a round in which it delays one of them does not count.
+        """
         layouts = {size: self._layouts(size, num_rows, prefix_length) for size in group_sizes}
         shape = self._shape
         num_layers = {size: self._prepare_layers(size, num_rows, prefix_length) for size in group_sizes}
         query = torch.zeros((num_rows, shape.num_heads, shape.head_dim), dtype=shape.query_dtype, device=shape.device)
-        shortest = {size: [float("inf"), float("inf")] for size in group_sizes}
+        for size, both in layouts.items():  # untimed: loads code, and lets threads start
+            for layout in both:
+                self._time(query, self._layer % num_layers[size], layout)
+        found: dict[int, list[float]] = {size: [] for size in group_sizes}
         start_s = time.perf_counter()
         for round_index in range(_NUM_ROUNDS):
-            if round_index >= 2 and time.perf_counter() - start_s > _MOST_SECONDS / 2:  # two lengths are measured
+            # two lengths are measured
+            if round_index >= _LEAST_ROUNDS and time.perf_counter() - start_s > _MOST_SECONDS / 2:
                 break
             for size, both in layouts.items():
-                for which, layout in enumerate(both):
+                seconds = []
+                for layout in both:
                     # Another layer each time, as in a forward: the last one's data is in the processor's cache.
                     self._layer += 1
-                    seconds = self._time(query, self._layer % num_layers[size], layout)
-                    shortest[size][which] = min(shortest[size][which], seconds)
-        return {size: _Times(alone_s, together_s) for size, (alone_s, together_s) in shortest.items()}
+                    seconds.append(self._time(query, self._layer % num_layers[size], layout))
+                found[size].append(seconds[1] / seconds[0])
+        return {size: statistics.median(ratios) for size, ratios in found.items()}
 
     def _prepare_layers(self, group_size: int, num_rows: int, prefix_length: int) -> int:
         """Write the trial's blocks and return the number of layers it cycles through.
