@@ -1,13 +1,12 @@
 """Measures the longest gap in running streams while bursts of long prompts arrive.
 
-`python -m benchmarks.bursts [--rounds 2] [name=value ...]`, flags of `toka`
+`python -m benchmarks.bursts [--rounds 2] [--step-seconds 0.25] [name=value ...]`, flags of `toka`
 """
 
 import argparse
 import asyncio
 import itertools
 import random
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from collections.abc import Sequence
 import aiohttp
 
 from benchmarks.client import ServerError
-from benchmarks.own_server import OwnServer, own_server
+from benchmarks.own_server import running_server
 
 BURSTS = ((16, 1000), (4, 8000))
 """(prompts, tokens of each)."""
@@ -25,15 +24,6 @@ MOST_GAP = 3.0
 _NUM_TOKENS_AFTER = 8
 _SETTLE_TOKENS = 20
 _TIMEOUT_S = 1800.0
-_LIMIT = re.compile(r"steps with prompts: at most (\S+) s each(?:, (\S+) s while)?")
-
-
-def step_limit(server: OwnServer) -> float:
-    """The server's max_step_seconds while it streams, from its log."""
-    found = [match for line in server.start_lines if (match := _LIMIT.search(line)) is not None]
-    if not found:
-        raise ServerError("the server does not say how long its steps may take")
-    return float(found[-1][2] or found[-1][1])
 
 
 class _Stream:
@@ -106,15 +96,15 @@ async def measure(base_url: str, num_prompts: int, num_tokens: int, seed: int) -
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bursts", description=__doc__)
     parser.add_argument("--rounds", type=int, default=2, help="each round has other prompts")
+    parser.add_argument("--step-seconds", type=float, default=0.25, help="the server's max_step_seconds")
     args, flags = parser.parse_known_args(arguments)
-    is_met = True
-    with own_server([*flags, "log_level=info"]) as server:
-        limit = step_limit(server)
+    is_met, limit = True, args.step_seconds
+    with running_server([f"max_step_seconds={limit}", *flags]) as base_url:
         print(f"steps take at most {limit:.3g} s; {NUM_STREAMS} streams")
         print("| round | burst | longest gap, s | in steps | answered after, s |\n|---|---|---|---|---|")
         for number in range(args.rounds):
             for num_prompts, num_tokens in BURSTS:
-                gap, seconds = asyncio.run(measure(server.base_url, num_prompts, num_tokens, seed=number))
+                gap, seconds = asyncio.run(measure(base_url, num_prompts, num_tokens, seed=number))
                 is_met &= gap <= MOST_GAP * limit
                 cells = f"{num_prompts} x {num_tokens:,} | {gap:.2f} | {gap / limit:.2f} | {seconds:.1f}"
                 print(f"| {number + 1} | {cells} |", flush=True)
