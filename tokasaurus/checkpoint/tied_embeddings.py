@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tokasaurus.checkpoint.info import EMBEDDING, HEAD, ModelInfo
-from tokasaurus.checkpoint.weight_files import StoredTensor, check_tensor_sizes, read_tensors
+from tokasaurus.checkpoint.weight_files import StoredTensor, check_tensor_sizes, is_old_buffer, read_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ def fit_to_tensors(
                 logger.warning("%s differs from the embedding and is used, although tie_word_embeddings is true", HEAD)
                 info = replace(info, tie_embeddings=False)
     check_tensor_sizes(tensors, info)
+    if buffers := [name for name in tensors if is_old_buffer(name)]:
+        logger.warning("%d buffers of an old checkpoint are passed over, such as %s", len(buffers), buffers[0])
     return info
 
 

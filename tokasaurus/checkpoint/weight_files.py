@@ -123,6 +123,12 @@ def check_tensor_sizes(tensors: Mapping[str, StoredTensor], info: ModelInfo) -> 
             raise CheckpointError(f"the checkpoint lacks tensor {name}: config.json has {info.num_layers} layers")
 
 
+def is_old_buffer(name: str) -> bool:
+    """Whether a tensor is a buffer that old versions of transformers stored and that every version computes anew:
+    rotary frequencies and tables, and the number that a mask was filled with."""
+    return name.rpartition(".")[2] in ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "masked_bias")
+
+
 def read_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
     """Name -> every tensor in the files. Raises CheckpointError if a header is not valid."""
     tensors: dict[str, StoredTensor] = {}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.tiny_model import save_tiny_model
+from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tests.model.helpers.greedy_decoding import load
 from tokasaurus.checkpoint import CheckpointError, read_model_info, weight_files
 from tokasaurus.model.decoder.registry import build_decoder
@@ -39,6 +39,8 @@ def rewrite(directory: Path, change: dict[str, torch.Tensor | None]) -> None:
         ("model.layers.0.self_attn.q_norm.weight", torch.zeros(16), r"layers.0.self_attn.q_norm.weight.*no place"),
         ("model.layers.0.self_attn.o_proj.bias", torch.zeros(64), r"layers.0.self_attn.o_proj.bias.*no place"),
         ("model.layers.0.mlp.up_proj.bias", torch.zeros(96), r"layers.0.mlp.up_proj.bias.*no place"),
+        ("model.layers.0.self_attn.rotary_emb.weight", torch.zeros(8), r"rotary_emb.weight.*no place"),
+        ("model.layers.0.attn.bias", torch.ones(1, 1, 8, 8), r"layers.0.attn.bias.*no place"),
         ("model.norm.bias", torch.zeros(64), r"model.norm.bias.*no place"),
         ("model.layers.0.self_attn.q_proj.weight", torch.zeros(128, 64), r"q_proj.weight has shape \(128, 64\)"),
     ],
@@ -52,10 +54,34 @@ def test_a_tensor_that_does_not_fit_is_named(
         load(tmp_path)
 
 
-def test_old_rotary_tables_are_ignored(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "llama", tied=True)
-    rewrite(tmp_path, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
-    load(tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buffers_of_old_checkpoints_are_passed_over_with_one_line(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model(tmp_path, family)
+    expected = load(tmp_path)[0].state_dict()
+    assert not caplog.messages
+    of_rotary = ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached")
+    names = [f"model.layers.{layer}.self_attn.rotary_emb.{name}" for layer in range(3) for name in of_rotary]
+    names += ["model.rotary_emb.inv_freq", "model.layers.0.attn.masked_bias", "model.layers.1.self_attn.masked_bias"]
+    rewrite(tmp_path, {name: torch.zeros(1, 1, 4, 8) for name in names})
+    found = load(tmp_path)[0].state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    (line,) = caplog.messages
+    assert line.startswith("15 buffers of an old checkpoint are passed over, such as model.")
+
+
+def test_nothing_is_read_before_every_tensor_has_been_checked(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama", max_shard_size="300KB")
+    files = weight_files(tmp_path)
+    assert len(files) > 1
+    save_file({**load_file(files[-1]), "extra": torch.zeros(3)}, files[-1])
+    model = build_decoder(read_model_info(tmp_path), Mesh(), torch.float32)
+    model.materialize(torch.device("cpu"), 512)
+    read: list[int] = []
+    with pytest.raises(CheckpointError, match="extra, which this model has no place for"):
+        load_weights(files, model.weight_shards(), model.ignores, read.append)
+    assert not read
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:

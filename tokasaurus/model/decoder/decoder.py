@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.checkpoint.info import HEAD
+from tokasaurus.checkpoint.weight_files import is_old_buffer
 from tokasaurus.model.attention.operation import Attends
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
@@ -287,9 +288,9 @@ class Decoder(nn.Module):
     def ignores(self, source: str) -> bool:
         """Whether to skip this checkpoint tensor, which the model does not use.
 
-        These are rotary tables of old checkpoints, and an LM head that is stored beside an equal embedding.
+        These are buffers of old checkpoints, and an LM head that is stored beside an equal embedding.
         """
-        return source.endswith("rotary_emb.inv_freq") or (self._info.tie_embeddings and source == HEAD)
+        return is_old_buffer(source) or (self._info.tie_embeddings and source == HEAD)
 
 
 def _without_target(shard: WeightShard) -> WeightShard:

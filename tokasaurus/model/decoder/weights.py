@@ -78,18 +78,20 @@ def load_weights(
     shards: pass an iterator to keep no target in memory after it is filled.
     ignored: whether to skip a tensor that no shard names; any other unnamed tensor is an error.
     on_bytes: called with the size of each tensor read. on_filled: called with each target when it is filled.
-    Raises CheckpointError naming the first missing, surplus or misshapen tensor; parameters may then be partly filled.
+    Raises CheckpointError naming the first missing, surplus or misshapen tensor, before any is read.
     """
     expected = _by_source(shards)
-    seen: set[str] = set()
-    for file in files:
-        try:
-            _load_file(file, expected, seen, ignored, on_bytes, on_filled)
-        except SafetensorError as error:
-            raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
-    missing = sorted(expected)
-    if missing:
-        raise CheckpointError(f"the checkpoint lacks tensor {missing[0]}{_and_more(len(missing) - 1)}")
+    file = files[0]
+    try:
+        seen: set[str] = set()
+        for file in files:
+            _check_names(file, expected, seen, ignored)
+        if missing := sorted(expected.keys() - seen):
+            raise CheckpointError(f"the checkpoint lacks tensor {missing[0]}{_and_more(len(missing) - 1)}")
+        for file in files:
+            _load_file(file, expected, on_bytes, on_filled)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
 
 
 def return_freed_memory() -> None:
@@ -109,30 +111,39 @@ def _by_source(shards: Iterable[WeightShard]) -> dict[str, list[WeightShard]]:
     return by_source
 
 
-def _load_file(
-    file: Path,
-    expected: dict[str, list[WeightShard]],
-    seen: set[str],
-    ignored: Callable[[str], bool],
-    on_bytes: Callable[[int], None],
-    on_filled: Callable[[Tensor], None],
+def _check_names(
+    file: Path, expected: dict[str, list[WeightShard]], seen: set[str], ignored: Callable[[str], bool]
 ) -> None:
-    """Load one file. Removes the tensors it loads from `expected`, and adds their names to `seen`."""
+    """Check the tensors of one file by its header, and add their names to `seen`."""
     with safe_open(file, framework="pt", device="cpu") as tensors:
-        # In file order, so that the disk is read sequentially.
         for name in tensors.offset_keys():
             if name in seen:
                 raise CheckpointError(f"tensor {name} is in the checkpoint twice, the second time in {file.name}")
+            seen.add(name)
             if name not in expected:
                 if ignored(name):
                     continue
                 raise CheckpointError(f"{file.name} has tensor {name}, which this model has no place for")
-            seen.add(name)
-            view = tensors.get_slice(name)
-            for shard in expected.pop(name):
-                shape = tuple(view.get_shape())
+            shape = tuple(tensors.get_slice(name).get_shape())
+            for shard in expected[name]:
                 if shape != shard.shape:
                     raise CheckpointError(f"tensor {name} has shape {shape}, but config.json makes it {shard.shape}")
+
+
+def _load_file(
+    file: Path,
+    expected: dict[str, list[WeightShard]],
+    on_bytes: Callable[[int], None],
+    on_filled: Callable[[Tensor], None],
+) -> None:
+    """Load one file, which has been checked. Removes the tensors it loads from `expected`."""
+    with safe_open(file, framework="pt", device="cpu") as tensors:
+        # In file order, so that the disk is read sequentially.
+        for name in tensors.offset_keys():
+            if name not in expected:
+                continue
+            view = tensors.get_slice(name)
+            for shard in expected.pop(name):
                 if shard.target is None:
                     continue
                 data = view[shard.shard]
