@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.helpers.fake_hub import serve_repository
 from tests.plan_command.helpers.checkpoints import CONFIGS, save
 from tokasaurus.plan_command.config import parse_size
 
@@ -140,6 +141,51 @@ def test_each_worker_has_its_exact_share(checkpoint, name: str, tp_size: int, pp
     assert [weights_of(worker) for worker in plan["workers"]] == weights
     of_tokens = [worker["kv_bytes_per_token"] for worker in plan["workers"]]
     assert of_tokens == [kv_bytes * layers_of[stage] // tp_size for stage, _ in places]
+
+
+ESTIMATE = "estimated from config.json alone"
+
+
+def test_a_plan_of_config_json_alone_is_the_same_and_says_that_it_is_an_estimate(checkpoint) -> None:
+    directory = checkpoint("Llama-3.1-8B")
+    whole = planned(f"model={directory}")
+    assert whole["estimated_from_config"] is False
+    assert ESTIMATE not in toka_plan(f"model={directory}").stdout
+    of_file = planned(f"model={directory / 'config.json'}")
+    (directory / "model.safetensors").unlink()
+    alone = planned(f"model={directory}")
+    # As a download of the small files leaves it.
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-00001-of-00001.safetensors"}}')
+    assert planned(f"model={directory}") == alone == of_file
+    assert alone["estimated_from_config"] is True
+    (weights,) = (part for part in alone["workers"][0]["parts"] if part["name"] == "weights")
+    assert weights["exact"] is False
+    weights["exact"] = True
+    assert alone | {"estimated_from_config": False} == whole
+    assert ESTIMATE in " ".join(toka_plan(f"model={directory}").stdout.split())
+
+
+def test_a_plan_of_a_repository_fetches_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"config.json": json.dumps(CONFIGS["Llama-3.1-8B"]).encode(), "model.safetensors": b"never fetched"}
+    with serve_repository("org/large", files) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        plan = planned("model=org/large")
+    assert hub.downloaded == ["config.json"]
+    assert plan["estimated_from_config"] is True
+    assert weights_of(plan["workers"][0]) == 2 * 8_030_261_248
+
+
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    (tmp_path / "other.json").write_text("{}")
+    for name, expected in (
+        ("model.gguf", "a directory in Hugging Face format or a config.json"),
+        ("other.json", "model_type"),
+    ):
+        done = toka_plan(f"model={tmp_path / name}")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert expected in done.stderr
 
 
 @pytest.mark.parametrize(

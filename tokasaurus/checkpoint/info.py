@@ -4,6 +4,7 @@ They are read as plain JSON, since the configuration classes of transformers imp
 key; both spellings of transformers 4 and 5 are read (torch_dtype and dtype; rope.py has those of rotary settings).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,15 @@ def read_model_info(directory: Path) -> ModelInfo:
     Raises CheckpointError, naming the file and the field, if a file is missing or malformed, or if this code would
     compute the model wrongly (unknown family, unsupported rotary scaling, quantised weights).
     """
-    path = directory / "config.json"
-    config = read_json(path)
     generation_path = directory / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.exists() else {}
+    return read_config(directory / "config.json", read_json(generation_path) if generation_path.exists() else {})
+
+
+def read_config(path: Path, generation: Mapping[str, Any] | None = None) -> ModelInfo:
+    """As read_model_info, of one config.json. generation: the content of generation_config.json."""
+    config = read_json(path)
     try:
-        return _parse(config, generation)
+        return _parse(config, {} if generation is None else generation)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
@@ -110,7 +114,7 @@ def notes_on_settings(directory: Path) -> list[str]:
     return [line for line in lines if line is not None]
 
 
-def _parse(config: dict[str, Any], generation: dict[str, Any]) -> ModelInfo:
+def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelInfo:
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(f"model_type {name!r} is not supported; supported are {', '.join(FAMILIES)}")
@@ -150,7 +154,7 @@ def _parse(config: dict[str, Any], generation: dict[str, Any]) -> ModelInfo:
     )
 
 
-def _refuse_unsupported(config: dict[str, Any], name: str, family: FamilyConfig) -> None:
+def _refuse_unsupported(config: Mapping[str, Any], name: str, family: FamilyConfig) -> None:
     architectures = config.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise CheckpointError(f"architectures {architectures} is not supported; {name} is {family.architecture}")
@@ -168,7 +172,7 @@ def _refuse_unsupported(config: dict[str, Any], name: str, family: FamilyConfig)
         raise CheckpointError(f"layer_types has {len(layer_types)} entries for num_hidden_layers {num_layers!r}")
 
 
-def _parse_dtype(config: dict[str, Any]) -> str:
+def _parse_dtype(config: Mapping[str, Any]) -> str:
     """An absent dtype means float32, as in transformers."""
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
@@ -176,7 +180,7 @@ def _parse_dtype(config: dict[str, Any]) -> str:
     return str(dtype)
 
 
-def _eos_ids(config: dict[str, Any], vocab_size: int) -> set[int]:
+def _eos_ids(config: Mapping[str, Any], vocab_size: int) -> set[int]:
     value = config.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token_id in ids:

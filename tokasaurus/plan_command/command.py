@@ -11,8 +11,10 @@ from rich.table import Table
 
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, fit_to_tensors, read_model_info, weight_files
 from tokasaurus.checkpoint.hub import download_files
+from tokasaurus.checkpoint.info import read_config
+from tokasaurus.checkpoint.weight_files import weight_file_names
 from tokasaurus.model.worker.kv_memory import show_size
-from tokasaurus.model.worker.memory_plan import DoesNotFit, MemoryPlan, Sizes, plan_memory, sizes_of
+from tokasaurus.model.worker.memory_plan import WEIGHTS, DoesNotFit, MemoryPlan, Part, Sizes, plan_memory, sizes_of
 from tokasaurus.plan_command.config import PlanConfig, parse_size
 
 SHOWN_LENGTHS = (1024, 4096, 32_768)
@@ -23,7 +25,7 @@ def plan(config: PlanConfig) -> int:
     """Print the plan; returns the exit code: 1 if the model cannot be read, 2 if it does not fit."""
     assert config.model is not None, "checked by finalize"
     try:
-        info = read_info(config.model)
+        info, is_estimate = read_info(config.model)
         result = plan_memory(info, planned_sizes(config, info))
     except CheckpointError as error:
         print(f"toka plan: {error}", file=sys.stderr)
@@ -32,20 +34,26 @@ def plan(config: PlanConfig) -> int:
         print(f"toka plan: {error}", file=sys.stderr)
         return 2
     if config.json:
-        print(json.dumps(as_json(result), indent=2))
+        print(json.dumps(as_json(result, is_estimate), indent=2))
     else:
-        _print_plan(config.model, result)
+        _print_plan(config.model, result, is_estimate)
     return 0
 
 
-def read_info(model: str) -> ModelInfo:
-    """The model's configuration; of a directory, compared with the headers of its weights. Raises CheckpointError."""
-    directory = Path(model).expanduser()
-    if directory.is_file():
-        raise CheckpointError(f"{model}: toka plan reads directories in Hugging Face format, not files")
-    if not directory.is_dir():
-        return read_model_info(download_files(model, ["config.json", "generation_config.json"]))
-    return fit_to_tensors(read_model_info(directory), weight_files(directory))
+def read_info(model: str) -> tuple[ModelInfo, bool]:
+    """The model's configuration, and whether config.json alone says so: otherwise it is compared with the headers of
+    the weights, which decide whether the LM head is counted. Raises CheckpointError."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix != ".json":
+            raise CheckpointError(f"{model}: toka plan reads a directory in Hugging Face format or a config.json")
+        return read_config(path), True
+    if not path.is_dir():
+        return read_model_info(download_files(model, ["config.json", "generation_config.json"])), True
+    info = read_model_info(path)
+    if not all((path / name).is_file() for name in weight_file_names(path)):
+        return info, True
+    return fit_to_tensors(info, weight_files(path)), False
 
 
 def planned_sizes(config: PlanConfig, info: ModelInfo) -> Sizes:
@@ -54,14 +62,19 @@ def planned_sizes(config: PlanConfig, info: ModelInfo) -> Sizes:
     return sizes_of(config, info, parse_size(config.device_memory), dtype, kv_cache_dtype)
 
 
-def as_json(result: MemoryPlan) -> dict[str, Any]:
-    """All sizes in bytes."""
+def as_json(result: MemoryPlan, is_estimate: bool) -> dict[str, Any]:
+    """All sizes in bytes. is_estimate: see read_info."""
     workers = [
         {
             "pp_rank": worker.pp_rank,
             "tp_rank": worker.tp_rank,
             "parts": [
-                {"name": part.name, "bytes": part.num_bytes, "reason": part.reason, "exact": part.is_exact}
+                {
+                    "name": part.name,
+                    "bytes": part.num_bytes,
+                    "reason": part.reason,
+                    "exact": _is_exact(part, is_estimate),
+                }
                 for part in worker.parts
             ],
             "kv_bytes_per_token": worker.kv_bytes_per_token,
@@ -70,6 +83,7 @@ def as_json(result: MemoryPlan) -> dict[str, Any]:
         for worker in result.workers
     ]
     return {
+        "estimated_from_config": is_estimate,
         "device_memory": result.sizes.device_bytes,
         "tp_size": result.sizes.tp_size,
         "pp_size": result.sizes.pp_size,
@@ -82,7 +96,11 @@ def as_json(result: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def _print_plan(model: str, result: MemoryPlan) -> None:
+def _is_exact(part: Part, is_estimate: bool) -> bool:
+    return part.is_exact and not (is_estimate and part.name == WEIGHTS)
+
+
+def _print_plan(model: str, result: MemoryPlan, is_estimate: bool) -> None:
     sizes, least = result.sizes, result.least
     console = Console()
     title = f"{model} on {len(result.workers)} x {show_size(sizes.device_bytes)}"
@@ -93,7 +111,8 @@ def _print_plan(model: str, result: MemoryPlan) -> None:
     table.add_column("size", justify="right")
     table.add_column("reason")
     for part in least.parts:
-        table.add_row(part.name, show_size(part.num_bytes), part.reason + ("" if part.is_exact else "; an estimate"))
+        estimate = "" if _is_exact(part, is_estimate) else "; an estimate"
+        table.add_row(part.name, show_size(part.num_bytes), part.reason + estimate)
     kv_bytes = (least.num_kv_blocks + 1) * least.kv_bytes_per_token * sizes.page_size
     blocks = f"{least.num_kv_blocks:,} blocks of {sizes.page_size} tokens"
     reason = f"{blocks} x {least.kv_bytes_per_token:,} B, and one for padding"
@@ -117,3 +136,9 @@ def _print_plan(model: str, result: MemoryPlan) -> None:
         f"one sequence has at most {longest:,}",
         highlight=False,
     )
+    if is_estimate:
+        console.print(
+            "estimated from config.json alone: the tensors, which decide whether the LM head is one with the "
+            "embedding, were not looked at",
+            highlight=False,
+        )

@@ -67,8 +67,8 @@ PLAN_FLAGS = FlagTable(
     groups={
         "plan": {
             "model": Flag(
-                "directory in Hugging Face format, of which only config.json and the tensors' headers are read, or a "
-                "Hugging Face repo id, of which only config.json is fetched",
+                "directory in Hugging Face format, of which config.json and the tensors' headers are read; for an estimate, "
+                "a directory without weights, a config.json, or a Hugging Face repo id, of which only that is fetched",
                 none_means="required",
             ),
             "device_memory": Flag("free memory of each CUDA device before the start, such as 80GiB or 24GB"),
