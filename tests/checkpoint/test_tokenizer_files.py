@@ -206,6 +206,16 @@ def test_a_process_of_its_own_reads_the_files_once(name: str, tmp_path: Path, mo
     assert_same(Tokenizer.load(changed), AutoTokenizer.from_pretrained(source))
 
 
+def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source := tmp_path / "source").mkdir()
+    LAYOUTS["Llama 3"].write(source)
+    (tmp_path / "transformers.py").write_text("raise SystemExit('imported from the working directory')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert (native_tokenizer(Path("source"), lambda _: None) / "tokenizer.json").is_file()
+
+
 def test_a_cache_that_cannot_be_written_is_replaced_by_a_temporary_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,9 +78,11 @@ def _key(source: Path) -> str:
 
 def _run(source: Path, destination: Path) -> None:
     """Run `_convert` in a process of its own. Raises CheckpointError."""
+    # As in this process: by default, the working directory would come first, whatever modules it has.
+    script = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     result = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import main; main()", str(source.absolute()), str(destination)],
+        [sys.executable, "-c", script, str(source.absolute()), str(destination)],
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tokasaurus.text.token_bytes import TokenBytes
 
-PROMPT_TAIL_TOKENS = 256
+PROMPT_TAIL_TOKENS = 64
 """Of a prompt, no more than so many last tokens are read."""
 
 _MOST_BYTE_TOKENS = 32
