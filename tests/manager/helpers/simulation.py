@@ -71,19 +71,23 @@ def simulate(request: GenerateRequest, index: int) -> tuple[list[int], list[floa
         logprobs.append(logprob)
         if token_id in ending_ids or (grammar and token_id == EOS_ID):
             return token_ids, logprobs, "stop"
-        tail = prompt_tail(request.prompt_ids.tolist())
-        text, exempt_text = (
-            decode_text([*tail.token_ids, *ids])[tail.num_characters :]
-            for ids in (token_ids, token_ids[: request.min_tokens])
-        )
-        num_exempt = len(exempt_text) if request.min_tokens else 0
-        occurrences = [(start, stop) for stop in request.stop_strings for start in range(len(text))]
-        if any(text.startswith(stop, start) and start + len(stop) > num_exempt for start, stop in occurrences):
+        if request.stop_strings and _has_stop_string(request, token_ids):
             return token_ids, logprobs, "stop"
         if grammar and allowed_tokens(grammar, token_ids, request.ignore_eos) <= {EOS_ID}:
             return token_ids, logprobs, "stop"
         if len(token_ids) == request.max_new_tokens:
             return token_ids, logprobs, "length"
+
+
+def _has_stop_string(request: GenerateRequest, token_ids: list[int]) -> bool:
+    tail = prompt_tail(request.prompt_ids.tolist())
+    text, exempt_text = (
+        decode_text([*tail.token_ids, *ids])[tail.num_characters :]
+        for ids in (token_ids, token_ids[: request.min_tokens])
+    )
+    num_exempt = len(exempt_text) if request.min_tokens else 0
+    occurrences = [(start, stop) for stop in request.stop_strings for start in range(len(text))]
+    return any(text.startswith(stop, start) and start + len(stop) > num_exempt for start, stop in occurrences)
 
 
 def assert_equals_simulation(deltas: list[SequenceDelta], requests: list[GenerateRequest]) -> None:
