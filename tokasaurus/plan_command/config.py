@@ -67,8 +67,8 @@ PLAN_FLAGS = FlagTable(
     groups={
         "plan": {
             "model": Flag(
-                "directory in Hugging Face format, of which config.json and the tensors' headers are read; for an estimate, "
-                "a directory without weights, a config.json, or a Hugging Face repo id, of which only that is fetched",
+                "directory in Hugging Face format, of which config.json and the tensors' headers are read; for an "
+                "estimate, one without weights, a config.json, or a Hugging Face repo id, of which that alone is read",
                 none_means="required",
             ),
             "device_memory": Flag("free memory of each CUDA device before the start, such as 80GiB or 24GB"),
