@@ -1,13 +1,16 @@
 """The `toka` command: dispatch, help, exit codes, and `toka ping` against a scripted server."""
 
 import json
+import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +81,48 @@ def test_help_and_version_print_and_succeed(
     assert main(args) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in words)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            ["--help"],
+            ["--version"],
+            ["ping", "--help"],
+            ["batch", "--help"],
+            ["plan", "--help"],
+            ["download", "--help"],
+        ),
+        *(["port=x"], ["pong"], ["ping", "prompt=x", "port=1"], ["batch", "list", "data_dir=/nowhere"]),
+    ],
+)
+def test_output_that_nobody_reads_ends_the_command_without_a_word(words: list[str], unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with os.fdopen(writer, "wb") as closed:
+        is_error = "--" not in words[-1]
+        stderr = closed if is_error else subprocess.PIPE
+        done = subprocess.run([sys.executable, "-c", RUN, *words], env=environment, stdout=closed, stderr=stderr)
+    assert (done.returncode, done.stderr or b"") == (128 + signal.SIGPIPE, b"")
+
+
+def test_head_of_the_help() -> None:
+    command = f"set -o pipefail; '{sys.executable}' -c '{RUN}' --help | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout.startswith("toka [name=value ...]")
+    assert (done.returncode in (0, 128 + signal.SIGPIPE), done.stderr) == (True, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux alone has a full device")
+def test_output_to_a_full_disk_is_one_line(unbuffered: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run([sys.executable, "-c", RUN, "--help"], env=environment, stdout=full, stderr=-1, text=True)
+    assert (done.returncode, done.stderr) == (1, "toka: cannot write: No space left on device\n")
 
 
 def test_download_of_an_absent_model_gives_one_line(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

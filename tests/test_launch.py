@@ -15,6 +15,7 @@ import pytest
 
 from tests.helpers.processes import assert_all_end
 from tests.helpers.tiny_model import save_tiny_model
+from tokasaurus.monitoring.shortage import hint_at_memory
 
 LAUNCHER = """
 import os, sys
@@ -180,7 +181,10 @@ def test_kill_9_of_a_child_ends_the_others_and_names_it_without_restarts(launch,
     assert launcher.exit_code() == 1
     assert_all_end(list(children.values()), within_s=0.1)
     end = "" if title == "toka-server" else "; the engine has failed too often (max_restarts)"
-    assert launcher.lines[-1] == f"toka: {CHILDREN[title]} died: killed by signal 9 (SIGKILL){end}"
+    assert (
+        launcher.lines[-1]
+        == f"toka: {CHILDREN[title]} died: killed by signal 9 (SIGKILL){hint_at_memory(signal.SIGKILL)}{end}"
+    )
 
 
 @pytest.mark.parametrize(("title", "number"), [("toka-worker-0", signal.SIGKILL), ("toka-manager", signal.SIGTERM)])
@@ -191,9 +195,8 @@ def test_a_killed_part_of_the_engine_is_started_again(launch, title: str, number
     os.kill(before[title], number)
     launcher.wait_for_line(r"^the engine is ready again after \d+\.\d s \(restart 1\)$")
     after = launcher.children()
-    assert f"toka: {CHILDREN[title]} died: killed by signal {number} ({number.name}); restart 1 of the engine now" in (
-        launcher.lines
-    )
+    death = f"{CHILDREN[title]} died: killed by signal {number} ({number.name}){hint_at_memory(number)}"
+    assert f"toka: {death}; restart 1 of the engine now" in launcher.lines
     assert after.keys() == before.keys()
     assert after["toka-server"] == before["toka-server"]
     assert after["toka-manager"] != before["toka-manager"]
@@ -231,7 +234,7 @@ def test_replicas_go_on_without_one_that_dies_again_and_again_until_none_is_left
     launcher.wait_for_line(r"^replica 0 is ready again")
     os.kill(launcher.children()["toka-worker0-0"], signal.SIGKILL)
     assert launcher.exit_code() == 1
-    assert launcher.lines[-1].endswith("(SIGKILL); replica 0 has failed too often (max_restarts)")
+    assert launcher.lines[-1].endswith("; replica 0 has failed too often (max_restarts)")
 
 
 def test_a_stopped_manager_is_killed_and_started_again(launch) -> None:

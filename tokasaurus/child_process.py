@@ -19,6 +19,7 @@ from tokasaurus.messages.channel import Sender
 from tokasaurus.messages.lifecycle import Alive, Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.log_setup import setup_logging
 from tokasaurus.monitoring.log_writer import log_writer
+from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
@@ -80,6 +81,9 @@ def run_child(
     except UserError as error:
         _fail(child, status, str(error))
     except Exception as error:
+        shortage = describe_shortage(error, LESS_MEMORY)
+        if shortage is not None:
+            _fail(child, status, shortage)
         logger.exception("%s failed", child.label)
         first_line, *_ = [*str(error).splitlines(), ""]
         _fail(child, status, f"{type(error).__name__}: {first_line}")

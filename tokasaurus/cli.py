@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tokasaurus.monitoring.shortage import ends_in_one_line
+
 if TYPE_CHECKING:
     from tokasaurus.flags import FlagTable
 
@@ -40,6 +42,7 @@ toka batch cancel ID [data_dir=DIR ...]   stop it, and keep what is done; or
                                           base_url=URL for one of any server"""
 
 
+@ends_in_one_line
 def main(args: list[str] | None = None) -> int:
     """`toka`: a sub-command if the first word names one, else the server. Returns the exit code; 2 for a wrong flag."""
     words = sys.argv[1:] if args is None else args
@@ -69,6 +72,7 @@ def main(args: list[str] | None = None) -> int:
     return serve(config)
 
 
+@ends_in_one_line
 def ping_main(args: list[str] | None = None) -> int:
     """`toka ping`, also installed as `toka-ping`. Returns the exit code."""
     words = sys.argv[1:] if args is None else args
@@ -84,6 +88,7 @@ def ping_main(args: list[str] | None = None) -> int:
     return ping(config)
 
 
+@ends_in_one_line
 def download_main(args: list[str] | None = None) -> int:
     """`toka download`, also installed as `toka-download`: print the model's directory. Returns the exit code."""
     words = sys.argv[1:] if args is None else args
@@ -116,6 +121,7 @@ def plan_main(args: list[str] | None = None) -> int:
     return plan(config)
 
 
+@ends_in_one_line
 def batch_main(args: list[str] | None = None) -> int:
     """`toka batch`, also installed as `toka-batch`. Returns the exit code."""
     words = sys.argv[1:] if args is None else args

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tokasaurus.child_process import ChildProcess, Status, run_child
 from tokasaurus.messages.channel import Receiver, Sender, make_channel, wait
+from tokasaurus.monitoring.shortage import hint_at_memory
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
@@ -86,7 +87,8 @@ class Child:
         """One line for the user; call after the process has ended."""
         code = self.process.exitcode
         if code is not None and code < 0:
-            return f"{self.description.label} died: killed by signal {-code} ({signal.Signals(-code).name})"
+            name = signal.Signals(-code).name
+            return f"{self.description.label} died: killed by signal {-code} ({name}){hint_at_memory(-code)}"
         return f"{self.description.label} died: exit code {code}"
 
 

@@ -103,8 +103,8 @@ def refused_port() -> int:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        (f"http://127.0.0.1:{refused_port()}/v1", "Connection refused; is the server running"),
-        (f"https://127.0.0.1:{refused_port()}/v1", "Connection refused; is the server running"),
+        ("http://127.0.0.1:PORT/v1", "Connection refused; is the server running"),
+        ("https://127.0.0.1:PORT/v1", "Connection refused; is the server running"),
         ("http://no.such.host.invalid/v1", "is the server running"),
         ("ftp://127.0.0.1/v1", "unsupported protocol"),
         ("127.0.0.1:10210/v1", "missing an 'http://' or 'https://' protocol"),
@@ -112,6 +112,7 @@ def refused_port() -> int:
     ],
 )
 def test_a_first_request_that_cannot_succeed_is_not_tried_again(url: str, message: str) -> None:
+    url = url.replace("PORT", str(refused_port()))
     api = BatchApi(url, None, NoWaiting(), print, max_silence_s=300, is_local=False)
     with pytest.raises(CommandError, match=message) as refused:
         api.model_name()

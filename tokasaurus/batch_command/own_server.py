@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from tokasaurus.batch_command.errors import CommandError
+from tokasaurus.monitoring.shortage import hint_at_memory
 from tokasaurus.server.batches.store.data_dir import DataDir
 from tokasaurus.server.batches.store.errors import DataDirInUse, StoreError
 
@@ -147,7 +148,8 @@ class OwnServer:
     def _death(self, what: str) -> CommandError:
         """The error of a server that has ended: with the launcher's last words, if there are any."""
         code = self._process.wait()
-        return CommandError(f"the server {what}: {self._last_words.removeprefix('toka: ') or f'exit code {code}'}")
+        death = f"exit code {code}" if code >= 0 else f"killed by signal {-code}{hint_at_memory(-code)}"
+        return CommandError(f"the server {what}: {self._last_words.removeprefix('toka: ') or death}")
 
     def _stop(self) -> None:
         """Stop it in order; kill it if that takes too long, or if the user interrupts again."""

@@ -1,5 +1,6 @@
 """`toka batch`: run a file of requests, with a server of its own or a running one; run again, it continues."""
 
+import os
 import secrets
 import sys
 import tempfile
@@ -42,13 +43,17 @@ def run_batch(config: RunConfig, words: list[str]) -> int:
     run = _Run(config, words)
     try:
         with signals_raise():
-            print(run.run())
+            summary = run.run()
     except CommandError as error:
         print(f"toka batch: {error}", file=sys.stderr)
         return 1
     except Stopped as stopped:
         print(f"toka batch: stopped; {run.what_goes_on()}{run.how_to_continue()}", file=sys.stderr)
         return 128 + stopped.number
+    try:
+        print(summary, flush=True)
+    except OSError:  # nobody reads it, but the output is complete
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 0
 
 

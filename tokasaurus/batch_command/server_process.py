@@ -6,7 +6,10 @@ because every process of the server imports this module again.
 
 import sys
 
+from tokasaurus.monitoring.shortage import ends_in_one_line
 
+
+@ends_in_one_line
 def main(parent_pid: str, lifeline_fd: str, *words: str) -> int:
     """Serve until a signal; returns the exit code. words: flags of the server, which the parent has checked."""
     from multiprocessing.connection import Connection

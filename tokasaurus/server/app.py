@@ -23,6 +23,7 @@ from tokasaurus.messages.channel import Sender
 from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.monitoring.loop_lag import LoopLag
+from tokasaurus.monitoring.shortage import describe_shortage
 from tokasaurus.server.allowed_hosts import AllowedHostsMiddleware, allowed_hosts
 from tokasaurus.server.api_key import ApiKey, ApiKeyMiddleware, read_api_keys
 from tokasaurus.server.batches.limits import BatchLimits, batch_limits
@@ -92,6 +93,11 @@ def run_server(
             model.find_tools()
         except UserError as error:
             stop_broken(error)
+        except Exception as error:
+            shortage = describe_shortage(error)
+            if shortage is None:
+                raise
+            stop_broken(UserError(shortage))
         else:
             status.send(PhaseDone("server", "chat template", time.perf_counter() - started))
 

@@ -1,0 +1,59 @@
+"""What the system refuses is one line that names the limit."""
+
+import errno
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tokasaurus.monitoring.shortage import describe_shortage, hint_at_memory
+
+FILES = f"too many open files: this process may open {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} (ulimit -n)"
+
+
+@pytest.mark.parametrize(
+    ("error", "start"),
+    [
+        (MemoryError(), "not enough memory: use less"),
+        (OSError(errno.ENOMEM, "x"), "not enough memory: use less"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "not enough memory"),
+        (ImportError("libtorch.so: failed to map segment from shared object"), "not enough memory"),
+        (OSError(errno.EMFILE, "x"), FILES),
+        (OSError(errno.ENFILE, "x"), FILES),
+        (BlockingIOError(errno.EAGAIN, "x"), "no more threads or processes"),
+        (RuntimeError("can't start new thread"), "no more threads or processes"),
+        (OSError(errno.ENOENT, "x"), None),
+        (RuntimeError("shapes do not match"), None),
+        (ValueError("not enough memory"), None),
+        (ImportError("no module named x"), None),
+    ],
+)
+def test_the_refusal_is_named(error: Exception, start: str | None) -> None:
+    found = describe_shortage(error, "use less")
+    assert (found is None) == (start is None)
+    assert found is None or found.startswith(str(start))
+    outer = KeyError("elsewhere")
+    outer.__cause__ = error
+    assert describe_shortage(outer, "use less") == found
+
+
+def test_the_address_space_is_named_where_it_is_limited() -> None:
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
+        "from tokasaurus.monitoring.shortage import *\n"
+        "print(describe_shortage(MemoryError())); print(hint_at_memory(6))"
+    )
+    lines = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    first, second = lines.splitlines()
+    assert first == "not enough memory (ulimit -v allows 1,024 MiB)"
+    assert second.startswith(
+        "; probably for lack of memory (ulimit -v allows 1,024 MiB): a smaller kv_cache_num_tokens="
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGINT])
+def test_only_a_kill_suggests_memory_without_limits(number: int) -> None:
+    assert hint_at_memory(number) == ""
+    assert "kv_cache_num_tokens=" in hint_at_memory(signal.SIGKILL)

@@ -1,0 +1,130 @@
+"""One line for the user when the system refuses memory, open files, threads or output, in place of a traceback."""
+
+import errno
+import functools
+import os
+import resource
+import select
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import ParamSpec
+
+P = ParamSpec("P")
+
+LESS_MEMORY = "a smaller kv_cache_num_tokens= or max_tokens_per_forward= needs less"
+"""What the user can do."""
+
+# In messages of the dynamic linker, torch, and Python's threads.
+_MEMORY_WORDS = (
+    "cannot allocate memory",
+    "can't allocate memory",
+    "failed to map segment",
+    "failed to allocate memory",
+    "not enough memory",
+    "bad_alloc",
+)
+_FILE_WORDS = ("too many open files", "file descriptors")
+_THREAD_WORDS = ("can't start new thread", "resource temporarily unavailable")
+
+
+def describe_shortage(error: BaseException, advice: str = "") -> str | None:
+    """What was refused, with the limit that may be the reason; None for any other error.
+
+    advice: how to need less memory."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if isinstance(cause, MemoryError | OSError | RuntimeError | ImportError):
+            found = _describe(cause, advice)
+            if found is not None:
+                return found
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _describe(error: BaseException, advice: str) -> str | None:
+    number, text = getattr(error, "errno", None), str(error).lower()
+    if number in (errno.EMFILE, errno.ENFILE) or any(word in text for word in _FILE_WORDS):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"too many open files: this process may open {most} (ulimit -n); 1024 suffice for one model worker"
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or any(word in text for word in _MEMORY_WORDS):
+        return f"not enough memory{_address_space()}{f': {advice}' if advice else ''}"
+    if number == errno.EAGAIN or any(word in text for word in _THREAD_WORDS):
+        what = "no more threads or processes can be started"
+        return f"{what}: memory{_address_space()}, or their number (ulimit -u), is limited"
+    return None
+
+
+def _address_space() -> str:
+    """The limit of the process's address space, in parentheses; empty if there is none."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return "" if limit == resource.RLIM_INFINITY else f" (ulimit -v allows {limit >> 20:,} MiB)"
+
+
+def hint_at_memory(signal_number: int) -> str:
+    """Text to append to the line about a process that this signal has killed; empty if memory is not a likely reason.
+
+    SIGKILL: of the kernel, when the machine or a control group has no memory left. SIGABRT and SIGSEGV: of libraries
+    that do not check whether they got memory, where the address space is limited.
+    """
+    if signal_number == signal.SIGKILL:
+        return f"; unless somebody did it, the system had too little memory: {LESS_MEMORY}"
+    if signal_number in (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV) and _address_space():
+        return f"; probably for lack of memory{_address_space()}: {LESS_MEMORY}"
+    return ""
+
+
+def ends_in_one_line(command: Callable[P, int]) -> Callable[P, int]:
+    """The command, which ends without a traceback if nobody reads its output, or the system refuses disk space, memory,
+    open files or threads.
+
+    Exit codes: that of a process that SIGPIPE has ended (`toka --help | head -1`), or 1 with one line.
+    """
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            code = command(*args, **kwargs)
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:
+                    stream.flush()
+        except BrokenPipeError:
+            if not _is_output_unread():
+                raise
+            _discard_output()
+            return 128 + signal.SIGPIPE
+        except (OSError, RuntimeError, MemoryError, ImportError) as error:
+            reason = _describe_refusal(error)
+            if reason is None:
+                raise
+            os.write(2, f"toka: {reason}\n".encode())
+            _discard_output()
+            return 1
+        return code
+
+    return run
+
+
+def _describe_refusal(error: BaseException) -> str | None:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return f"cannot write: {error.strerror}"
+    return describe_shortage(error)
+
+
+def _is_output_unread() -> bool:
+    """Whether standard output or standard error is a pipe whose reader has closed it."""
+    poll = select.poll()
+    for number in (1, 2):
+        poll.register(number, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _discard_output() -> None:
+    """What is left goes nowhere, so that the interpreter's end does not fail with it."""
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for number in (1, 2):
+            os.dup2(nowhere, number)
