@@ -99,6 +99,10 @@ LAYOUTS: dict[str, Layout] = {
     "Qwen 2": Layout(byte_level, config_of("Qwen2Tokenizer", bos_token=None, eos_token="<|im_end|>"), "qwen2"),
     "Qwen 3 with a prefix space": Layout(byte_level, config_of("Qwen2Tokenizer", add_prefix_space=True), "qwen3"),
     "Qwen 2 with bos": Layout(byte_level, config_of("Qwen2TokenizerFast", add_bos_token=True), "qwen2"),
+    "class in config.json": Layout(
+        byte_level, None, None, {"config.json": {"model_type": "llama", "tokenizer_class": "Qwen2Tokenizer"}}
+    ),
+    "unknown type of model": Layout(byte_level, config_of("Qwen2Tokenizer"), "own"),
     "vocab.json and merges.txt": Layout(byte_level, config_of("Qwen2Tokenizer"), "qwen2", vocabulary_files=True),
     "vocabulary files, added_tokens.json": Layout(
         byte_level,
@@ -187,6 +191,18 @@ def assert_same(own: Tokenizer, reference: PreTrainedTokenizerBase) -> None:
             )
             expected = reference.apply_chat_template(MESSAGES[:count], return_dict=False, **asked)
             assert own.encode_chat(MESSAGES[:count], **asked) == expected
+
+
+def test_sizes_that_transformers_refuses_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers demands that hidden_size is a multiple of the number of heads, even with a head_dim."""
+    layout = LAYOUTS["Qwen 3 with a prefix space"]
+    reference = AutoTokenizer.from_pretrained(layout.write(tmp_path))
+    config = {"model_type": layout.model_type, "hidden_size": 64, "num_attention_heads": 3, "head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (destination := tmp_path / "destination").mkdir()
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch"))
+    tokenizer_files._convert(str(tmp_path), str(destination))
+    assert_same(Tokenizer.load(destination), reference)
 
 
 @pytest.mark.parametrize("name", ["Qwen 2", "Llama 2, new class", "vocab.json and merges.txt"])

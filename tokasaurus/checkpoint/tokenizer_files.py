@@ -17,14 +17,21 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokasaurus.checkpoint.cache import build_once, cache_directory
 from tokasaurus.checkpoint.checksums import CHECKSUMS
 from tokasaurus.checkpoint.errors import CheckpointError
+from tokasaurus.checkpoint.json_files import read_json
 
-TOKENIZER_PATTERNS = ["*.json", "*.jinja", "vocab.txt", "merges.txt", "tokenizer.model", "*.tiktoken"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+TOKENIZER_PATTERNS = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
 """The files of a model that AutoTokenizer may read, as patterns for their names."""
 
+_CONFIG_KEYS = ("tokenizer_class", "model_name")
+"""Beside model_type, the keys of config.json that AutoTokenizer reads."""
 _TEMPLATE_PATTERN = "additional_chat_templates/*.jinja"
 _VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _SENTENCEPIECE_PACKAGES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
@@ -125,13 +132,31 @@ def _convert(source: str, destination: str) -> None:
     from transformers import AutoTokenizer
 
     # Python code of the model is never run.
-    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(
+        source, config=_config_for_tokenizer(Path(source)), local_files_only=True, trust_remote_code=False
+    )
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ValueError(f"{type(tokenizer).__name__} is written in Python, not a tokenizer of the tokenizers library")
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(f"{type(tokenizer).__name__} reads no vocabulary from these files")
     tokenizer.save_pretrained(destination)
     tokenizer.backend_tokenizer.save(str(Path(destination) / "tokenizer.json"))
+
+
+def _config_for_tokenizer(source: Path) -> "PreTrainedConfig | None":
+    """What AutoTokenizer looks at in config.json. The model's sizes, which transformers would check, do not matter.
+
+    None: AutoTokenizer reads the file itself, if there is one.
+    """
+    from transformers import AutoConfig
+
+    path = source / "config.json"
+    content = read_json(path) if path.is_file() else {}
+    known = {name: content[name] for name in _CONFIG_KEYS if name in content}
+    try:
+        return AutoConfig.for_model(str(content.get("model_type")), **known)
+    except ValueError:  # transformers does not know this type of model
+        return None
 
 
 def main() -> None:
