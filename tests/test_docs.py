@@ -6,6 +6,8 @@ from pathlib import Path
 
 from tokasaurus.batch_command.config import RUN_FLAGS, STORED_FLAGS
 from tokasaurus.config_flags import SERVER_FLAGS
+from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.server.protocol.sampling_fields import SamplingFields
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / f"{name}.md" for name in ("README", "SECURITY", "CHANGELOG"))]
@@ -43,6 +45,31 @@ def test_flags_in_the_docs_exist() -> None:
         named = set(re.findall(r"`([a-z][a-z_]+)=`", page.read_text()))
         unknown = named - known - OF_OTHERS
         assert unknown == set(), f"{page.name}: {unknown}"
+
+
+def test_the_api_page_explains_every_sampling_parameter() -> None:
+    """In the table of fields, with the default of the body's field."""
+    table = (ROOT / "docs" / "api.md").read_text().partition("## Fields")[2].partition("\n## ")[0]
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    for name in SamplingParams._fields:
+        (cell,) = [cell for cell in rows if f"`{name}`" in cell]
+        assert f"({SamplingFields.model_fields[name].default:g})" in cell, f"{name}: {cell}"
+
+
+def test_the_architecture_page_names_the_files_that_a_sampling_parameter_is_in() -> None:
+    """Those that mention one by its name, and the C++ that has names of its own."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    (row,) = re.findall(r"^\| a sampling parameter \| (.*) \|$", page, flags=re.MULTILINE)
+    named = set(re.findall(r"`((?!tests/)[\w/]+\.(?:py|cpp|h))`", row))
+    package = ROOT / "tokasaurus"
+    sources = [path for suffix in ("py", "cpp", "h") for path in package.rglob(f"*.{suffix}")]
+    words = {path.relative_to(package).as_posix(): set(re.findall(r"\w+", path.read_text())) for path in sources}
+    # temperature is read in more places: noise, and what is greedy. The checkpoint's keys only list what may be there.
+    for name in (name for name in SamplingParams._fields if name != "temperature"):
+        mentioning = {path for path, own in words.items() if name in own} - {"checkpoint/config_keys.py"}
+        assert mentioning <= named, f"{name}: the row leaves out {mentioning - named}"
+    mention_none = {path for path in named if not words[path] & {*SamplingParams._fields, "frequency"}}
+    assert mention_none == set()
 
 
 def test_links_between_pages_lead_somewhere() -> None:

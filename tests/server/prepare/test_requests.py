@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.sampling_changes import CHANGES
 from tests.helpers.small_tokenizer import IM_END, IM_START, VOCAB_SIZE
 from tests.server.helpers.prepared_requests import chat, completion, prompts_of
 from tokasaurus.messages.sampling import SamplingParams
@@ -278,3 +279,15 @@ def test_logprobs_are_refused_if_the_server_does_not_allow_them(served_model: Se
         with pytest.raises(InvalidRequest) as error:
             refused()
         assert error.value.param == "logprobs"
+
+
+@pytest.mark.parametrize("name", SamplingParams._fields)
+def test_every_sampling_parameter_is_a_field_of_both_bodies_and_changes_nothing_else(
+    served_model: ServedModel, name: str
+) -> None:
+    usual, value = SamplingParams()._asdict(), CHANGES[name]
+    for prepare in (completion, chat):
+        (request,) = prepare(served_model, **{name: value}).requests
+        assert request.sampling._asdict() == {**usual, name: value}
+        (request,) = prepare(served_model).requests
+        assert request.sampling._asdict() == usual

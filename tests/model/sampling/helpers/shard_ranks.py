@@ -158,12 +158,17 @@ def counted_bytes() -> Iterator[Callable[[], int]]:
         yield lambda: sum(sent)
 
 
-def run_ranks(num_ranks: int, directory: Path, num_answers: int) -> list[list[Any]]:
-    """What each rank sends."""
+def run_ranks(
+    num_ranks: int,
+    directory: Path,
+    num_answers: int,
+    run: Callable[[int, int, Path, Connection], None] = run_rank,
+) -> list[list[Any]]:
+    """What each rank sends. run: what it does."""
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     processes = [
-        context.Process(target=run_rank, args=(rank, num_ranks, directory / "rendezvous", pipes[rank][1]))
+        context.Process(target=run, args=(rank, num_ranks, directory / "rendezvous", pipes[rank][1]))
         for rank in range(num_ranks)
     ]
     for process in processes:
