@@ -212,3 +212,21 @@ def test_tool_parameters_that_are_not_an_object_schema_are_refused() -> None:
     with pytest.raises(InvalidRequest) as refused:
         write_forced_calls([TOOLS[0], tool], CallRules(LLAMA3, frozenset({"go", "f"})), ())
     assert refused.value.param == "tools[1].function.parameters"
+
+
+@pytest.mark.parametrize("write", [write_forced_calls, write_free_calls])
+def test_big_numbers_and_unsupported_keywords_in_parameters_are_refused_by_name(write: Callable[..., Any]) -> None:
+    def source(parameters: dict[str, Any]) -> GrammarSource:
+        function = {"name": "f", "parameters": parameters, "strict": True}
+        tool = Tool.model_validate({"type": "function", "function": function})
+        answer: GrammarSource = write([tool], CallRules(HERMES, frozenset({"f"})), {})
+        return answer
+
+    for inner, named in (({"const": 2**53 + 1}, str(2**53 + 1)), ({"uniqueItems": True}, "uniqueItems")):
+        with pytest.raises(Unsupported) as refused:
+            source({"properties": {"a": {"anyOf": [inner]}}})
+        assert refused.value.param == "tools[0].function.parameters"
+        assert named in refused.value.message
+        assert "#/properties/a/anyOf/0" in refused.value.message
+    int64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1, "not": False}
+    assert '"not"' not in source({"properties": {"a": int64}}).text

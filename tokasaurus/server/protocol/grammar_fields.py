@@ -13,6 +13,8 @@ import orjson
 from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from tokasaurus.server.protocol.exact_schema import SchemaError, exact_schema
+
 GrammarFormat = Literal["json_schema", "regex", "lark", "gbnf"]
 
 
@@ -61,6 +63,10 @@ def _schema_text(schema: Mapping[str, object], whitespace: bool = True) -> str:
     """The schema as JSON with our llguidance options, which clients must not set."""
     if "x-guidance" in schema:
         raise _not_built("contains x-guidance, which is not implemented")
+    try:
+        schema = exact_schema(schema)
+    except SchemaError as error:
+        raise _not_built(str(error)) from None
     options: dict[str, object] = {"whitespace_flexible": False}
     if whitespace:
         options = {"whitespace_pattern": WHITESPACE_PATTERN}

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokasaurus.server.errors import InvalidRequest, Unsupported
+from tokasaurus.server.protocol.exact_schema import SchemaError, exact_schema
 from tokasaurus.server.protocol.grammar_fields import SHORT_ESCAPES, GrammarSource
 from tokasaurus.server.protocol.tools import Tool
 from tokasaurus.server.tools.parser import CallRules
@@ -104,7 +105,10 @@ def _arguments_schema(index: int, tool: Tool) -> dict[str, Any]:
         raise InvalidRequest(f"{param} must have the type object", param)
     if "x-guidance" in schema:
         raise Unsupported(f"{param}: x-guidance is not implemented", param)
-    return schema | {"type": "object"}
+    try:
+        return exact_schema(schema | {"type": "object"})
+    except SchemaError as error:
+        raise Unsupported(f"{param} {error}", param) from None
 
 
 def _with_layout(schema: Mapping[str, Any]) -> str:

@@ -1,0 +1,348 @@
+"""Schemas after rewriting: llguidance follows them, and an independent validator accepts every answer."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import orjson
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from tests.helpers.random_schemas import random_schema
+from tests.helpers.small_tokenizer import EOS_IDS, VOCAB_SIZE
+from tokasaurus.server.protocol.exact_schema import NOT_IMPLEMENTED, SchemaError, exact_schema
+from tokasaurus.text.grammars import load_grammar_vocabulary
+
+ANNOTATED = {
+    "title": "A title",
+    "description": "Ünïcode",
+    "default": 2**70,
+    "examples": [1e300, {"not": {}}],
+    "deprecated": True,
+    "readOnly": False,
+    "writeOnly": True,
+    "$comment": "not",
+    "contentEncoding": "base64",
+    "contentMediaType": "application/json",
+    "contentSchema": {"not": {}},
+    "x-order": 3,
+    "x-nested": {"not": {"uniqueItems": True}},
+}
+# For each keyword that llguidance does not implement: schemas in which it changes nothing.
+NEUTRAL: dict[str, list[dict[str, Any]]] = {
+    "uniqueItems": [{"uniqueItems": False}, {"type": "array", "uniqueItems": True, "maxItems": 1}],
+    "unevaluatedProperties": [{"unevaluatedProperties": True}, {"unevaluatedProperties": {"title": "x"}}],
+    "unevaluatedItems": [{"unevaluatedItems": True}, {"unevaluatedItems": {}}],
+    "dependentRequired": [{"dependentRequired": {}}, {"dependentRequired": {"a": []}}],
+    "dependentSchemas": [{"dependentSchemas": {}}, {"dependentSchemas": {"a": True, "b": {}}}],
+    "dependencies": [{"dependencies": {}}, {"dependencies": {"a": [], "b": {}}}],
+    "not": [{"not": False}, {"not": {"not": {}}}, {"not": {"not": {"title": "any"}}}],
+    "if": [{"if": {"type": "string"}}, {"if": {"type": "string"}, "then": True, "else": {}}, {"if": False, "then": {}}],
+    "then": [{"then": False}, {"then": {"type": "string"}}],
+    "else": [{"else": False}, {"else": {"type": "string"}}],
+    "contains": [{"contains": {"type": "string"}, "minContains": 0}],
+    "minContains": [{"minContains": 5}],
+    "maxContains": [{"maxContains": 0}],
+    "propertyNames": [{"propertyNames": True}, {"propertyNames": {}}, {"propertyNames": {"description": "x"}}],
+    "$dynamicRef": [],
+    "$recursiveRef": [],
+}
+REFUSED: dict[str, list[Any]] = {
+    "uniqueItems": [True],
+    "unevaluatedProperties": [False, {"type": "string"}],
+    "unevaluatedItems": [False, {"type": "string"}],
+    "dependentRequired": [{"a": ["b"]}],
+    "dependentSchemas": [{"a": {"required": ["b"]}}, {"a": False}],
+    "dependencies": [{"a": ["b"]}, {"a": False}],
+    "not": [True, {}, {"type": "string"}, {"not": {"type": "string"}}],
+    "if": [],
+    "then": [],
+    "else": [],
+    "contains": [{}, {"type": "string"}, False],
+    "minContains": [],
+    "maxContains": [],
+    "propertyNames": [False, {"pattern": "a"}],
+    "$dynamicRef": ["#a"],
+    "$recursiveRef": ["#"],
+}
+# How a schema may occur in another one, and the path that leads to it.
+PLACES = [
+    (lambda inner: inner, "#"),
+    (lambda inner: {"properties": {"p": inner}}, "#/properties/p"),
+    (lambda inner: {"patternProperties": {"^p$": inner}}, "#/patternProperties/^p$"),
+    (lambda inner: {"additionalProperties": inner}, "#/additionalProperties"),
+    (lambda inner: {"items": inner}, "#/items"),
+    (lambda inner: {"prefixItems": [{}, inner]}, "#/prefixItems/1"),
+    (lambda inner: {"anyOf": [{"type": "null"}, inner]}, "#/anyOf/1"),
+    (lambda inner: {"allOf": [inner]}, "#/allOf/0"),
+    (lambda inner: {"oneOf": [inner]}, "#/oneOf/0"),
+    (lambda inner: {"items": {"$ref": "#/$defs/a~1b%20c"}, "$defs": {"a/b c": inner}}, "#/$defs/a/b c"),
+    (lambda inner: {"$ref": "#/definitions/d", "definitions": {"d": {"items": inner}}}, "#/definitions/d/items"),
+    (
+        lambda inner: {"$ref": "#/$defs/d", "$defs": {"e": inner, "d": {"items": {"$ref": "#/$defs/e"}}}},
+        "#/$defs/e",
+    ),
+    (
+        lambda inner: {"items": {"items": {"properties": {"p": {"anyOf": [inner]}}}}},
+        "#/items/items/properties/p/anyOf/0",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_directory: Path) -> LLTokenizer:
+    return load_grammar_vocabulary(tokenizer_directory, VOCAB_SIZE, EOS_IDS).tokenizer
+
+
+def matcher_of(schema: dict[str, Any], tokenizer: LLTokenizer) -> LLMatcher:
+    text = orjson.dumps({**exact_schema(schema), "x-guidance": {"whitespace_flexible": False}}).decode()
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(text), log_level=0)
+    assert not matcher.is_error(), (schema, text, matcher.get_error())
+    return matcher
+
+
+def random_answer(start: LLMatcher, rng: random.Random) -> str | None:
+    """A random text; None if it becomes too long."""
+    matcher, text = start.deep_copy(), bytearray()
+    while len(text) < 400:
+        mask = matcher.compute_bitmask()
+        assert not matcher.is_error(), matcher.get_error()
+        allowed = [id_ for id_ in range(VOCAB_SIZE) if mask[id_ // 8] >> id_ % 8 & 1]
+        likely = [id_ for id_ in (*EOS_IDS, *b'"}],') if id_ in allowed]
+        token_id = rng.choice(likely if likely and rng.random() < 0.3 else allowed)
+        if token_id in EOS_IDS:
+            return text.decode()
+        text += start_bytes(token_id)
+        assert matcher.consume_token(token_id)
+        if matcher.is_stopped():
+            return text.decode()
+    return None
+
+
+def start_bytes(token_id: int) -> bytes:
+    merged = ["he", "ll", "hell", "hello", " w", " wo", "rl", "rld"]
+    return bytes([token_id]) if token_id < 256 else merged[token_id - 256].encode()
+
+
+def allows(start: LLMatcher, text: str) -> bool:
+    content = list(text.encode())
+    matcher = start.deep_copy()
+    return matcher.try_consume_tokens(content) == len(content) and matcher.is_accepting()
+
+
+def test_the_table_has_every_keyword_that_is_not_implemented(tokenizer: LLTokenizer) -> None:
+    """llguidance refuses exactly these of all keywords of the two newest drafts."""
+    assert set(NEUTRAL) == set(REFUSED) == NOT_IMPLEMENTED
+    for keyword in NOT_IMPLEMENTED:
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps({keyword: {}}))
+        assert keyword in LLMatcher(tokenizer, grammar, log_level=0).get_error()
+    keywords: set[str] = set()
+    for draft in (jsonschema_rs.Draft202012, jsonschema_rs.Draft7):
+        keywords |= _keywords_of(draft)
+    for keyword in keywords - NOT_IMPLEMENTED - {"$ref", "$schema", "$id"}:
+        value: Any = {"type": "string", "enum": ["a"], "required": [], "format": "date", "pattern": "a"}.get(
+            keyword, [{}]
+        )
+        if keyword in _OBJECTS:
+            value = {}
+        if keyword.startswith(("min", "max", "multiple", "exclusive")):
+            value = 1
+        matcher_of({keyword: value}, tokenizer)
+
+
+_OBJECTS = {"properties", "patternProperties", "$defs", "definitions", "additionalProperties", "$vocabulary"}
+
+
+def _keywords_of(_draft: object) -> set[str]:
+    """The keywords of the standard's pages for 2020-12 (core, applicator, validation, meta-data, format, content) and
+    draft 7."""
+    core = "$schema $id $ref $anchor $dynamicRef $dynamicAnchor $defs $comment $vocabulary definitions"
+    applicator = "allOf anyOf oneOf not if then else dependentSchemas prefixItems items contains properties"
+    more = "patternProperties additionalProperties propertyNames unevaluatedItems unevaluatedProperties dependencies"
+    numbers = (
+        "multipleOf maximum exclusiveMaximum minimum exclusiveMinimum maxLength minLength pattern maxItems minItems"
+    )
+    others = (
+        "uniqueItems maxContains minContains maxProperties minProperties required dependentRequired const enum type"
+    )
+    notes = "title description default deprecated readOnly writeOnly examples contentEncoding contentMediaType"
+    return set(f"{core} {applicator} {more} {numbers} {others} {notes} contentSchema format additionalItems".split())
+
+
+@pytest.mark.parametrize("keyword", sorted(NOT_IMPLEMENTED))
+def test_neutral_keywords_change_nothing_in_every_place(tokenizer: LLTokenizer, keyword: str) -> None:
+    base = {"type": ["array", "object", "string"], "maxItems": 1}
+    for neutral in NEUTRAL[keyword]:
+        for place, _ in PLACES:
+            with_keyword, without = (place({**base, **more}) for more in ({**neutral, **ANNOTATED}, _kept(neutral)))
+            assert exact_schema(with_keyword) == exact_schema(without), with_keyword
+            matcher_of(with_keyword, tokenizer)
+            for value in ([], ["a"], {}, {"a": 1, "b": 2}, "a", [[]], {"p": []}):
+                is_valid = jsonschema_rs.Draft202012Validator(without).is_valid(value)
+                assert jsonschema_rs.Draft202012Validator(with_keyword).is_valid(value) == is_valid
+
+
+def _kept(neutral: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in neutral.items() if key not in NOT_IMPLEMENTED}
+    return kept | {key: value for key, value in ANNOTATED.items() if key.startswith("x-")}
+
+
+@pytest.mark.parametrize("keyword", sorted(NOT_IMPLEMENTED))
+def test_other_values_are_refused_with_keyword_and_path(keyword: str) -> None:
+    wrong = [{keyword: value} for value in REFUSED[keyword]]
+    if keyword in ("if", "then", "else"):
+        wrong = [{"if": {"type": "string"}, "then": {"minLength": 3}}, {"if": {}, "else": {"minLength": 3}}]
+        keyword = "if"
+    if keyword in ("minContains", "maxContains"):
+        wrong = [{keyword: 2, "contains": {}}]
+    assert wrong
+    for schema in wrong:
+        for place, path in PLACES:
+            with pytest.raises(SchemaError) as refused:
+                exact_schema(place(schema))
+            name = (
+                "contains"
+                if keyword in ("minContains", "maxContains") and "contains " in str(refused.value)[9:]
+                else keyword
+            )
+            assert str(refused.value) == f"contains {name} at {path}, which is not implemented"
+
+
+def test_unused_definitions_may_contain_anything(tokenizer: LLTokenizer) -> None:
+    wrong = {"not": {}, "const": 2**53 + 1}
+    schema = {
+        "$ref": "#/$defs/good",
+        "$defs": {"good": {"type": "null"}, "bad": wrong, "worse": {"$ref": "#/$defs/bad"}},
+    }
+    assert allows(matcher_of(schema, tokenizer), "null")
+    for reference in ("#anchor", "other#/$defs/bad"):  # these might mean any definition
+        with pytest.raises(SchemaError):
+            exact_schema({"anyOf": [{"$ref": reference}, schema], "$defs": {"bad": wrong}})
+
+
+INTERESTING = [0, 7, 2**31, 2**53, 10**15, 10**18, 10**19, 2**60, 2**62, 2**63, 2**64, 2**65, 10**25]
+
+
+def random_bounds(rng: random.Random) -> dict[str, Any]:
+    def number() -> int | float:
+        value: int | float = rng.choice([-1, 1]) * (rng.choice(INTERESTING) + rng.randint(-3, 3))
+        return float(value) if abs(value) >= 2**64 or rng.random() < 0.2 else value
+
+    schema: dict[str, Any] = {"type": rng.choice(["integer", "number", ["integer", "null"], ["number", "string"]])}
+    for keyword in rng.sample(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"], rng.randint(1, 3)):
+        schema[keyword] = number()
+    if rng.random() < 0.2:
+        schema["multipleOf"] = rng.choice([2, 7, 100, 0.5])
+    if rng.random() < 0.1:
+        schema = {"allOf": [schema, random_bounds(rng)]}
+    return schema
+
+
+def check_answers_in_bounds(seed: int, tokenizer: LLTokenizer) -> int:
+    rng = random.Random(seed)
+    schema = random_bounds(rng)
+    nested = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+    refused = ""
+    try:
+        text = orjson.dumps({**exact_schema(nested), "x-guidance": {"whitespace_flexible": False}}).decode()
+    except SchemaError as error:
+        refused = str(error)
+    if refused:
+        assert any(str(bound) in refused for bound in schema.values()) or "allOf" in schema
+        return 0
+    start = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(text), log_level=0)
+    if start.is_error():
+        assert "nsatisfiable" in start.get_error() or "minimum" in start.get_error(), (schema, start.get_error())
+        return 0
+    validator = jsonschema_rs.Draft202012Validator(nested)
+    answers = [answer for _ in range(4) if (answer := random_answer(start, rng)) is not None]
+    for answer in answers:
+        assert validator.is_valid(json.loads(answer)), (schema, answer)
+    return len(answers)
+
+
+@pytest.mark.parametrize("first_seed", range(0, 80, 20))
+def test_answers_are_within_bounds_beyond_2_to_the_53rd(tokenizer: LLTokenizer, first_seed: int) -> None:
+    assert sum(check_answers_in_bounds(seed, tokenizer) for seed in range(first_seed, first_seed + 20)) > 10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first_seed", range(200, 1200, 100))
+def test_answers_are_within_more_bounds(tokenizer: LLTokenizer, first_seed: int) -> None:
+    assert sum(check_answers_in_bounds(seed, tokenizer) for seed in range(first_seed, first_seed + 100)) > 80
+
+
+FLOAT32 = 3.4028234663852886e38
+
+
+@pytest.mark.parametrize(
+    ("bounds", "examples", "counterexamples"),
+    [
+        ((-(2**63), 2**63 - 1), [0, -5, 2**63 - 1, -(2**63) + 1024, 7234567890123456789], [2**63, -(2**63) - 1]),
+        ((0, 2**64 - 1), [0, 2**63 - 1, 9007199254740993], [-1, 2**64]),
+        ((-(2**53) + 1, 2**53 - 1), [2**53 - 1, -(2**53) + 1], [2**53, -(2**53)]),
+        ((1, 2**63 - 1), [1, 2**63 - 1], [0, 2**63]),
+        ((-FLOAT32, FLOAT32), [0, 10**18, -(10**18)], [10**39, -(10**39)]),
+        ((10**18, 2**63 - 1), [10**18, 2**63 - 1], [10**18 - 1]),
+        ((-(2**62), -(10**18)), [-(2**62), -(10**18)], [-(2**62) - 1, 0]),
+    ],
+)
+def test_whole_ranges_of_integer_types_are_accepted(
+    tokenizer: LLTokenizer, bounds: tuple[float, float], examples: list[int], counterexamples: list[int]
+) -> None:
+    low, high = bounds
+    for spelling in ({"minimum": low, "maximum": high}, {"exclusiveMinimum": low - 1, "exclusiveMaximum": high + 1}):
+        start = matcher_of({"type": "integer", **spelling}, tokenizer)
+        if high + 1 > 2**64:
+            continue
+        assert all(allows(start, str(number)) for number in examples), spelling
+        assert not any(allows(start, str(number)) for number in counterexamples), spelling
+    start = matcher_of({"type": "number", "minimum": low, "maximum": high}, tokenizer) if abs(low) < 10**18 else None
+    assert start is None or allows(start, str(max(low, 0) + 2))
+    start = matcher_of({"type": "number", "minimum": -FLOAT32, "maximum": FLOAT32}, tokenizer)
+    assert all(allows(start, text) for text in ("1.5", "-0.25", "123456789012345678.5"))
+
+
+@pytest.mark.parametrize("wrap", [lambda value: value, lambda value: [value], lambda value: {"a": {"b": [value, 1]}}])
+def test_literal_numbers_are_exact_or_refused_by_name(tokenizer: LLTokenizer, wrap: Any) -> None:
+    rng = random.Random(0)
+    numbers: list[Any] = [0, -1, 5.0, 0.1, 1e-7, 2.5e-300, 2**53, -(2**53), 2**53 + 1, 2**60, 2**63 - 1, -(2**63)]
+    numbers += [2**63, 2**64 - 1, 1e20, float(2**53 + 2), -FLOAT32, 1e300]
+    numbers += [rng.randint(-(2**63), 2**63) for _ in range(30)]
+    numbers += [int(float(rng.randint(-(2**62), 2**62))) for _ in range(30)]
+    num_exact = 0
+    for number in numbers:
+        for schema in ({"const": wrap(number)}, {"enum": ["x", wrap(number)]}):
+            refused = ""
+            try:
+                start = matcher_of(schema, tokenizer)
+            except SchemaError as error:
+                refused = str(error)
+            if refused:
+                assert str(number) in refused
+                assert abs(number) > 2**53
+                continue
+            num_exact += 1
+            for _ in range(4):
+                answer = random_answer(start, rng)
+                assert answer is not None
+                assert jsonschema_rs.Draft202012Validator(schema).is_valid(json.loads(answer)), (schema, answer)
+    assert num_exact > 60
+
+
+def test_limits_that_no_answer_reaches_change_nothing(tokenizer: LLTokenizer) -> None:
+    schema = {"type": "array", "maxItems": 2**63 - 1, "items": {"type": "string", "maxLength": 2**40, "minLength": 1.0}}
+    start = matcher_of(schema, tokenizer)
+    assert allows(start, '["a","bc"]')
+    assert not allows(start, '[""]')
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ordinary_schemas_keep_their_meaning(seed: int, tokenizer: LLTokenizer) -> None:
+    schema = random_schema(seed)
+    assert exact_schema(schema) == schema
+    validator = jsonschema_rs.Draft202012Validator(schema)
+    answer = random_answer(matcher_of(schema, tokenizer), random.Random(seed))
+    assert answer is None or validator.is_valid(json.loads(answer))

@@ -1,0 +1,244 @@
+"""JSON schemas → equivalent schemas that llguidance follows exactly, or an error that names what it cannot follow.
+
+Keywords that change nothing are left out, since llguidance refuses them whatever their value. It reads numbers as
+float64, which changes integers beyond 2^53, so these are checked and bounds are narrowed.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any, TypeGuard
+from urllib.parse import unquote
+
+Schema = Mapping[str, Any]
+
+_MAX_PATH_CHARS = 200
+_MAX_EXACT = 2**53
+_MAX_INTEGER = 2**63 - 1
+"""llguidance's largest integer: what it reads as 2^63, it replaces by this."""
+_MIN_INTEGER = -(2**63) + 1024
+"""The next float64 above llguidance's smallest integer, for which it crashes."""
+_MAX_FLOAT_BOUND = 10**18
+"""Largest bound of a number that may have a fraction."""
+_BOUNDS = ("maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum")
+_MAX_MULTIPLE = 2**32 - 1
+_MAX_LENGTH = 2**31
+"""No answer is longer: a higher limit on characters, items or properties changes nothing."""
+
+_SCHEMAS = ("additionalProperties", "items", "additionalItems")
+_SCHEMA_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
+_SCHEMA_MAPS = ("properties", "patternProperties")
+_DEFINITIONS = ("$defs", "definitions")
+_ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
+    | {"contentEncoding", "contentMediaType", "contentSchema", "$vocabulary", "$dynamicAnchor", "$recursiveAnchor"}
+)
+
+
+class SchemaError(ValueError):
+    """The schema cannot be followed exactly. The message follows the name of the request field."""
+
+
+def exact_schema(schema: Schema) -> dict[str, Any]:
+    """An equivalent schema for llguidance. Raises SchemaError.
+
+    What is wrong in a definition that is never used is no error.
+    """
+    try:
+        return _Rewriting().root(schema)
+    except RecursionError:
+        raise SchemaError("is nested too deeply") from None
+
+
+def _is_any(schema: object) -> bool:
+    """Whether every value matches."""
+    return schema is True or (isinstance(schema, Mapping) and _ANNOTATIONS.issuperset(schema))
+
+
+def _is_none(schema: object) -> bool:
+    """Whether the schema says that no value matches."""
+    return schema is False or (isinstance(schema, Mapping) and set(schema) == {"not"} and _is_any(schema["not"]))
+
+
+NOT_IMPLEMENTED = frozenset(
+    {"uniqueItems", "unevaluatedProperties", "unevaluatedItems", "dependentRequired", "dependentSchemas", "not", "if"}
+    | {"then", "else", "contains", "minContains", "maxContains", "propertyNames", "dependencies"}
+    | {"$dynamicRef", "$recursiveRef"}
+)
+"""Keywords that llguidance does not implement."""
+
+
+def _is_neutral(keyword: str, schema: Schema) -> bool:
+    """Whether one of NOT_IMPLEMENTED, which the schema has, changes nothing in it."""
+    value = schema[keyword]
+    match keyword:
+        case "uniqueItems":
+            return value is False or _has_at_most_one_item(schema)
+        case "unevaluatedProperties" | "unevaluatedItems" | "propertyNames":
+            return _is_any(value)
+        case "dependentRequired" | "dependentSchemas" | "dependencies":
+            return isinstance(value, Mapping) and all(entry == [] or _is_any(entry) for entry in value.values())
+        case "not":
+            return _is_none(value)
+        case "if":
+            return _is_any(schema.get("then", True)) and _is_any(schema.get("else", True))
+        case "then" | "else":
+            return "if" not in schema or _is_any(value)
+        case "contains":
+            return schema.get("minContains") == 0 and "maxContains" not in schema
+        case "minContains":
+            return "contains" not in schema or value == 0
+        case "maxContains":
+            return "contains" not in schema
+    return False
+
+
+def _has_at_most_one_item(schema: Schema) -> bool:
+    most = schema.get("maxItems")
+    return isinstance(most, int) and not isinstance(most, bool) and most <= 1
+
+
+class _Rewriting:
+    """One schema with its definitions."""
+
+    def __init__(self) -> None:
+        self._errors: dict[str, SchemaError] = {}  # by the pointer of a definition
+        self._references: dict[str, list[str]] = {"": []}  # by the pointer of a definition; "" for all else
+        self._definition = ""
+
+    def root(self, schema: Schema) -> dict[str, Any]:
+        written = self._object(schema, "#")
+        waiting, seen = [""], {""}
+        while waiting:
+            for reference in self._references.get(waiting.pop(), []):
+                definition = "/".join(map(_unescape, reference.split("/")[:3]))
+                used = [definition] if reference.startswith("#/") or reference == "#" else list(self._errors)
+                for pointer in used:
+                    if pointer in self._errors:
+                        raise self._errors[pointer]
+                    if pointer not in seen:
+                        seen.add(pointer)
+                        waiting.append(pointer)
+        return written
+
+    def _any(self, schema: Any, path: str) -> Any:
+        return self._object(schema, path) if isinstance(schema, Mapping) else schema
+
+    def _object(self, schema: Schema, path: str) -> dict[str, Any]:
+        written: dict[str, Any] = {}
+        for keyword, value in schema.items():
+            if keyword in NOT_IMPLEMENTED and not _is_neutral(keyword, schema):
+                raise SchemaError(f"contains {keyword} at {path[:_MAX_PATH_CHARS]}, which is not implemented")
+            # As in draft 7, the standard that has it.
+            is_ignored = keyword == "additionalItems" and not isinstance(schema.get("items"), list)
+            if keyword not in NOT_IMPLEMENTED and keyword not in _ANNOTATIONS and not is_ignored:
+                written[keyword] = self._keyword(keyword, value, f"{path}/{keyword}")
+        _narrow_bounds(written, path)
+        return written
+
+    def _keyword(self, keyword: str, value: Any, path: str) -> Any:
+        if keyword in _DEFINITIONS and path.count("/") == 1 and isinstance(value, Mapping):
+            return {name: self._defined(entry, f"{path}/{name}") for name, entry in value.items()}
+        if keyword in (*_SCHEMA_MAPS, *_DEFINITIONS) and isinstance(value, Mapping):
+            return {name: self._any(entry, f"{path}/{name}") for name, entry in value.items()}
+        if keyword in _SCHEMA_LISTS and isinstance(value, list):
+            return [self._any(entry, f"{path}/{index}") for index, entry in enumerate(value)]
+        if keyword in _SCHEMAS:
+            return self._any(value, path)
+        if keyword in ("const", "enum"):
+            for number in _numbers_in(value):
+                _check_literal(number, path)
+        if keyword == "$ref" and isinstance(value, str):
+            self._references.setdefault(self._definition, []).append(value)
+        return value
+
+    def _defined(self, schema: Any, path: str) -> Any:
+        self._definition = path
+        try:
+            return self._any(schema, path)
+        except SchemaError as error:
+            self._errors[path] = error
+            return schema
+        finally:
+            self._definition = ""
+
+
+def _unescape(part: str) -> str:
+    """A part of a JSON pointer in a URI."""
+    return unquote(part).replace("~1", "/").replace("~0", "~")
+
+
+def _numbers_in(value: Any) -> Iterator[int | float]:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from _numbers_in(entry)
+
+
+def _check_literal(number: int | float, path: str) -> None:
+    """Raises SchemaError if llguidance would write another number."""
+    if abs(number) <= _MAX_EXACT or number == _MAX_INTEGER:
+        return
+    if isinstance(number, float) or abs(number) > _MAX_INTEGER or int(float(number)) != number:
+        raise SchemaError(
+            f"contains the number {number} at {path[:_MAX_PATH_CHARS]}: beyond 2^53, not every number is supported"
+        )
+
+
+def _narrow_bounds(schema: dict[str, Any], path: str) -> None:
+    """Make the bounds of one schema such that llguidance can follow them. At most the outermost values are lost."""
+    for keyword in ("maxLength", "maxItems", "maxProperties"):
+        if _is_number(schema.get(keyword)) and schema[keyword] >= _MAX_LENGTH:
+            del schema[keyword]
+    for keyword in ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"):
+        if isinstance(schema.get(keyword), float) and schema[keyword].is_integer():
+            schema[keyword] = int(schema[keyword])
+    multiple = schema.get("multipleOf")
+    if _is_number(multiple) and multiple > _MAX_MULTIPLE:
+        raise SchemaError(f"contains the number {multiple} at {path[:_MAX_PATH_CHARS]}/multipleOf: more than 2^32 - 1")
+    types = schema.get("type")
+    is_integer = types == "integer" or (isinstance(types, list) and "integer" in types and "number" not in types)
+    highest, lowest = (_MAX_INTEGER, _MIN_INTEGER) if is_integer else (_MAX_FLOAT_BOUND, -_MAX_FLOAT_BOUND)
+    given = [(keyword, schema[keyword]) for keyword in _BOUNDS if _is_number(schema.get(keyword))]
+    wide = [(keyword, bound) for keyword, bound in given if abs(bound) > _MAX_EXACT]
+    for keyword, bound in wide:
+        del schema[keyword]
+        is_upper, is_exclusive = keyword in _BOUNDS[:2], keyword.startswith("exclusive")
+        if is_upper:
+            narrowed = _largest_within(bound, is_exclusive, is_integer, highest)
+            schema["maximum"] = min(narrowed, schema["maximum"]) if _is_number(schema.get("maximum")) else narrowed
+        else:
+            narrowed = -_largest_within(-bound, is_exclusive, is_integer, -lowest)
+            schema["minimum"] = max(narrowed, schema["minimum"]) if _is_number(schema.get("minimum")) else narrowed
+    low = schema["minimum"] if _is_number(schema.get("minimum")) else lowest
+    high = schema["maximum"] if _is_number(schema.get("maximum")) else highest
+    if wide and not lowest <= low <= high <= highest:
+        numbers = " and ".join(f"{number} ({name})" for name, number in given)
+        raise SchemaError(
+            f"contains the bounds {numbers} at {path[:_MAX_PATH_CHARS]}: no supported number is within them"
+        )
+    if low >= 10**18:  # without the other bound, llguidance fails
+        schema.setdefault("maximum", highest)
+    if high <= -(10**18):
+        schema.setdefault("minimum", lowest)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _largest_within(bound: int | float, is_exclusive: bool, is_integer: bool, highest: int) -> int:
+    """The largest integer, at most `highest`, that is within an upper bound and that llguidance reads as it is written.
+
+    A float stands for all numbers that are rounded to it, so it counts as exclusive."""
+    is_exclusive = is_exclusive or isinstance(bound, float)
+    if bound > highest or (bound == highest and not is_exclusive):
+        return highest
+    number = float(bound)
+    while True:
+        value = int(number)
+        # llguidance has float64 bounds; for numbers with fractions, it uses their shortest decimal form
+        if (value < bound or (value == bound and not is_exclusive)) and (is_integer or Decimal(repr(number)) == value):
+            return value
+        number = math.nextafter(number, -math.inf)
