@@ -38,7 +38,7 @@ def fit_to_tensors(
                 info = replace(info, tie_embeddings=False)
     check_tensor_sizes(tensors, info)
     if buffers := [name for name in tensors if is_old_buffer(name)]:
-        logger.warning("%d buffers of an old checkpoint are passed over, such as %s", len(buffers), buffers[0])
+        logger.warning("buffers of an old checkpoint are passed over: %d, such as %s", len(buffers), buffers[0])
     return info
 
 

@@ -68,7 +68,7 @@ def test_buffers_of_old_checkpoints_are_passed_over_with_one_line(
     found = load(tmp_path)[0].state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     (line,) = caplog.messages
-    assert line.startswith("15 buffers of an old checkpoint are passed over, such as model.")
+    assert line.startswith("buffers of an old checkpoint are passed over: 15, such as model.")
 
 
 def test_nothing_is_read_before_every_tensor_has_been_checked(tmp_path: Path) -> None:
