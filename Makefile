@@ -77,16 +77,26 @@ format: .venv/installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_FILES)
 
+# pip shows its progress on a terminal only: elsewhere, as in CI, nothing but these two lines
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(shell test -t 2 || echo --quiet)
+
+define install
+	@echo "Installing $(1) into .venv, once: PyTorch and about $(2) smaller packages."
+	@echo "With PyTorch for CPUs 0.3 GB to download and $(3) GB on disk; for CUDA, as PyPI has it for Linux, some GB more."
+	@$(PIP_INSTALL) --editable '$(1)' >&2
+	@echo "Installed: .venv has $$(du -sh .venv | cut -f1)."
+endef
+
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
 .venv/installed: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --editable .
-	touch $@
+	$(call install,.,65,1.3)
+	@touch $@
 
 .venv/installed-dev: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	touch $@ .venv/installed
+	$(call install,.[dev],110,2.4)
+	@touch $@ .venv/installed
 
 clean:
 	rm -rf .venv .venv-clients .venv-flashinfer build dist $(PREBUILT)
