@@ -44,6 +44,26 @@ def test_each_choice_has_its_content_and_tool_calls(server: LiveServer) -> None:
     assert len(set(ids)) == 3
 
 
+def test_calls_inside_reasoning_are_content(server: LiveServer) -> None:
+    """Also if the reasoning is never closed, or the answer continues it."""
+    call = write_calls(server, ("get_time", {}))
+    thought = f"<think>\nPerhaps {call}\n</think>"
+    server.engine.script = say(thought, f"{thought}\n\n{call}", f"<think>{call}")
+    answer = ask(server, n=3)
+    assert [choice.message.content for choice in answer.choices] == [thought, thought, f"<think>{call}"]
+    assert [called(answer, index) for index in range(3)] == [[], [("get_time", {})], []]
+    assert [choice.finish_reason for choice in answer.choices] == ["stop", "tool_calls", "stop"]
+    server.engine.script = say(f"and {call}", f"so </think>{call}")
+    open_thought = {"role": "assistant", "content": "<think>hm, "}
+    extra = {"continue_final_message": True, "add_generation_prompt": False}
+    answer = ask(server, n=2, messages=[*QUESTION, open_thought], extra_body=extra)
+    assert [called(answer, index) for index in range(2)] == [[], [("get_time", {})]]
+    closed = {"role": "assistant", "content": "<think>hm</think>"}
+    server.engine.script = say(call)
+    answer = ask(server, messages=[*QUESTION, closed], extra_body=extra)
+    assert called(answer) == [("get_time", {})]
+
+
 def test_special_tokens_around_a_call_are_not_content(server: LiveServer) -> None:
     """Llama writes the special token <|python_tag|> before a call."""
     text = write_calls(server, ("get_time", {}))

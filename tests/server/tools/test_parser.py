@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.server.helpers.tool_texts import FRAGMENTS, NAMES
 from tokasaurus.server.tools.formats import FORMATS, HERMES, LLAMA3, ToolCallFormat
-from tokasaurus.server.tools.parser import CallFragment, CallReader, CallRules
+from tokasaurus.server.tools.parser import THINKING_MARKS, CallFragment, CallReader, CallRules
 
 Calls = list[tuple[str, str]]
 
@@ -227,3 +227,43 @@ def test_parsing_takes_time_linear_in_the_text_length() -> None:
             for character in text:
                 reader.add(character)
             assert count <= 3 * len(text)
+
+
+@pytest.mark.parametrize("format_", FORMATS.values())
+@pytest.mark.parametrize(("start", "end"), THINKING_MARKS.items())
+@pytest.mark.parametrize("seed", [None, *range(8)])
+def test_calls_inside_reasoning_are_content(format_: ToolCallFormat, start: str, end: str, seed: int | None) -> None:
+    name = min(NAMES)
+    call = format_.write(name, {"a": start})
+    read_calls: Calls = [(name, json.dumps({"a": start}))]
+
+    def read_it(text: str) -> Any:
+        return read(text, format_, None if seed is None else random.Random(seed))
+
+    thought = f"{start}\nMaybe {call}?\n{end}"
+    assert read_it(thought) == (thought, [])
+    assert read_it(f"{thought}\n\n{call}") == (thought, read_calls)
+    assert read_it(f"{call}\n{thought}{call}") == (f"\n{thought}", read_calls * 2)
+    assert read_it(f"Hm. {thought} So: {call}") == (f"Hm. {thought} So:", read_calls)
+    assert read_it(f"{start}{call} {end[:-1]} ") == (f"{start}{call} {end[:-1]} ", []), "never closed"
+    assert read_it(f"{start[:-1]} {call}") == (start[:-1], read_calls), "no mark"
+
+
+@pytest.mark.parametrize("format_", FORMATS.values())
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_reasoning_may_begin_in_the_prompt(format_: ToolCallFormat, size: int) -> None:
+    call = format_.write(min(NAMES), {})
+    for thought, rest in (("hm ", None), ("hm </think>", "\n"), (f"hm {call} </think>", ""), ("</think>", "")):
+        text = thought + call if rest is None else f"{thought}{rest}{call}"
+        reader = CallReader(CallRules(format_, NAMES, starts_in_thinking=True))
+        chunks = [text[start : start + size] for start in range(0, len(text), size)]
+        parts = [part for chunk in chunks for part in reader.add(chunk)] + reader.finish()
+        assert reader.num_calls == (rest is not None)
+        assert "".join(part for part in parts if isinstance(part, str)) == (text if rest is None else thought)
+
+
+@pytest.mark.parametrize("format_", FORMATS.values())
+def test_forced_calls_come_without_reasoning(format_: ToolCallFormat) -> None:
+    reader = CallReader(CallRules(format_, NAMES, is_forced=True, starts_in_thinking=True))
+    reader.add(format_.write(min(NAMES), {"a": "<think>"}))
+    assert reader.num_calls == 1

@@ -10,10 +10,13 @@ from tokasaurus.server.protocol.chat import ChatMessage
 from tokasaurus.server.protocol.template_fields import TemplateFields
 from tokasaurus.server.protocol.tools import Tool
 from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.tools.parser import THINKING_MARKS, is_in_thinking
 from tokasaurus.server.tools.prompt import template_input
 from tokasaurus.text.tokenizer import ChatTemplateError, TemplateVariableError, TextTooLong
 
 _MAX_REASON_CHARS = 300
+# More than a start of reasoning and the white space after it have.
+_MAX_MARK_TOKENS = 32
 _FLAGS = ("add_generation_prompt", "continue_final_message")
 
 
@@ -53,6 +56,16 @@ def encode_messages(
     except TextTooLong as error:
         assert limits is not None, "only a limit makes a text too long"
         raise too_long("messages", error, limits) from None
+
+
+def opens_thinking(
+    messages: Sequence[ChatMessage], fields: TemplateFields, prompt_ids: Sequence[int], model: ServedModel
+) -> bool:
+    """Whether the answer continues reasoning that the template, or the final message that it continues, has begun."""
+    if _take_flag(_merged(fields), "continue_final_message"):
+        return is_in_thinking(messages[-1].content or "")
+    end = model.tokenizer.decode(prompt_ids[-_MAX_MARK_TOKENS:], skip_special_tokens=False).rstrip()
+    return end.endswith(tuple(THINKING_MARKS))
 
 
 def _reason(error: ChatTemplateError) -> str:

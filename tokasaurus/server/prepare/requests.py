@@ -11,7 +11,7 @@ from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.server.errors import InvalidRequest, Unsupported, shorten
-from tokasaurus.server.prepare.chat_prompt import encode_messages
+from tokasaurus.server.prepare.chat_prompt import encode_messages, opens_thinking
 from tokasaurus.server.prepare.context_length import check_max_tokens, room_after, too_long
 from tokasaurus.server.prepare.echo import Echo, make_echo
 from tokasaurus.server.prepare.origin import Origin
@@ -156,7 +156,8 @@ def draft_chat(body: ChatCompletionRequest, model: ServedModel, limits: EngineLi
         requests,
         body.logprobs_in_fingerprint,
         body.return_token_ids,
-        calls=tool_use.rules,
+        calls=tool_use.rules
+        and replace(tool_use.rules, starts_in_thinking=opens_thinking(body.messages, body, prompt_ids, model)),
         num_top_prompt_logprobs=num_prompt_top,
     )
     return Draft(prepared, tool_use.grammar)

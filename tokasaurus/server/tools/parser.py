@@ -6,6 +6,8 @@ read; all that follows in the arguments belongs to the call, even if it is not v
 buffered, so that text that turns out to be no call becomes content exactly as it was written.
 """
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -14,6 +16,20 @@ from tokasaurus.server.tools.formats import ToolCallFormat
 from tokasaurus.text.stop_strings import buffered_length
 
 _SPACE = " \t\n\r"
+THINKING_MARKS = {
+    "<think>": "</think>",
+    "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "<reasoning>": "</reasoning>",
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
+}
+"""Start of reasoning → its end. No call begins in between; what is there is content."""
+
+
+def is_in_thinking(text: str) -> bool:
+    """Whether reasoning has begun in the text and has not ended."""
+    return any(text.rfind(start) > text.rfind(end) for start, end in THINKING_MARKS.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +46,8 @@ class CallRules:
     is_forced: bool = False
     """Whether a grammar allows nothing but calls. Text outside of calls is then the mark-up of a call that was cut, or
     lies between two calls: it is dropped, since the answer has no content."""
+    starts_in_thinking: bool = False
+    """Whether the prompt ends within reasoning, which the answer continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +63,7 @@ class CallFragment:
 
 class _State(Enum):
     CONTENT = auto()
+    THINKING = auto()  # in reasoning, which is content; no call begins inside it
     MARKED = auto()  # after a start mark, before the object
     HEAD = auto()  # in an object that may be a call
     OTHER_OBJECT = auto()  # in an object that is no call; no call begins inside it
@@ -53,6 +72,15 @@ class _State(Enum):
     BRACE = auto()  # after the arguments, before the closing brace of the call
     END_MARK = auto()
     FINISHED = auto()  # all further text is dropped
+
+
+class _Marks:
+    """Marks to look for, of which none contains the beginning of another."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.texts = list(texts)
+        self.longest = max(map(len, self.texts))
+        self.pattern = re.compile("|".join(map(re.escape, self.texts)))
 
 
 class CallReader:
@@ -66,7 +94,12 @@ class CallReader:
         self._is_forced = rules.is_forced
         self._start, self._end = rules.format.start_mark, rules.format.end_mark
         self._ignored = rules.format.ignored
-        self._state = _State.CONTENT
+        # Forced calls are not preceded by reasoning; its marks may occur in their arguments only.
+        self._content_marks = _Marks([self._start, *([] if rules.is_forced else THINKING_MARKS)])
+        self._thinking_ends = _Marks(THINKING_MARKS.values())
+        self._end_marks = _Marks([self._end])
+        is_thinking = rules.starts_in_thinking and not rules.is_forced
+        self._state = _State.THINKING if is_thinking else _State.CONTENT
         self._buffered: list[str] = []  # text that may be content or part of a call
         self._head = CallHead(rules.names)
         self._has_content_since_call = True
@@ -83,6 +116,8 @@ class CallReader:
             match self._state:
                 case _State.CONTENT:
                     position = self._read_content(text, position)
+                case _State.THINKING:
+                    position = self._read_thinking(text, position)
                 case _State.ARGUMENTS:
                     position = self._read_arguments(text, position)
                 case _State.BROKEN_ARGUMENTS:
@@ -100,7 +135,7 @@ class CallReader:
             case _State.CONTENT:
                 if self._has_content_since_call or buffered.strip(self._ignored):
                     self._show(buffered)
-            case _State.MARKED | _State.HEAD:
+            case _State.MARKED | _State.HEAD | _State.THINKING:
                 self._show(buffered)
             case _State.BROKEN_ARGUMENTS:
                 self._arguments.append(buffered)
@@ -120,9 +155,16 @@ class CallReader:
         return self._read_end_mark(character)
 
     def _read_content(self, text: str, position: int) -> int:
-        found = self._find_mark(self._start, text, position)
-        before, end = found or ("".join(self._buffered) + text[position:], len(text))
-        num_buffered = 0 if found else buffered_length(before, [self._start])
+        found = self._find_mark(self._content_marks, text, position)
+        if found is not None and found[2] != self._start:
+            before, end, mark = found
+            self._buffered = []
+            self._show(before + mark)
+            self._thinking_ends = _Marks([THINKING_MARKS[mark]])
+            self._state = _State.THINKING
+            return end
+        before, end = found[:2] if found else ("".join(self._buffered) + text[position:], len(text))
+        num_buffered = 0 if found else buffered_length(before, self._content_marks.texts)
         shown = before[: len(before) - num_buffered].rstrip(_SPACE)
         if not self._has_content_since_call and not shown.strip(self._ignored):
             shown = ""
@@ -134,15 +176,30 @@ class CallReader:
             self._state = _State.HEAD if self._start == "{" else _State.MARKED
         return end
 
-    def _find_mark(self, mark: str, text: str, position: int) -> tuple[str, int] | None:
-        """(all buffered and new text before the next `mark`, end of the mark in `text`); None if there is no mark."""
+    def _read_thinking(self, text: str, position: int) -> int:
+        found = self._find_mark(self._thinking_ends, text, position)
+        if found:
+            before, end, mark = found
+            self._buffered = []
+            self._show(before + mark)
+            self._state = _State.CONTENT
+            return end
+        before = "".join(self._buffered) + text[position:]
+        shown = before[: len(before) - buffered_length(before, self._thinking_ends.texts)]
+        self._show(shown)
+        self._buffered = [before[len(shown) :]]
+        return len(text)
+
+    def _find_mark(self, marks: _Marks, text: str, position: int) -> tuple[str, int, str] | None:
+        """The first mark in the buffered and new text: (the text before it, its end in `text`, the mark); None if there
+        is none."""
         buffered = "".join(self._buffered)
-        seam = buffered + text[position : position + len(mark) - 1]
-        start = seam.find(mark)
-        if start >= 0:
-            return seam[:start], position + start + len(mark) - len(buffered)
-        start = text.find(mark, position)
-        return None if start < 0 else (buffered + text[position:start], start + len(mark))
+        seam = buffered + text[position : position + marks.longest - 1]
+        match = marks.pattern.search(seam)
+        if match:
+            return seam[: match.start()], position + match.end() - len(buffered), match.group()
+        match = marks.pattern.search(text, position)
+        return match and (buffered + text[position : match.start()], match.end(), match.group())
 
     def _read_marked(self, character: str) -> bool:
         if character == "{":
@@ -213,9 +270,9 @@ class CallReader:
         self._state = _State.BRACE if self._parallel else _State.FINISHED
 
     def _read_broken_arguments(self, text: str, position: int) -> int:
-        found = self._find_mark(self._end, text, position) if self._end else None
+        found = self._find_mark(self._end_marks, text, position) if self._end else None
         if found:
-            rest, end = found
+            rest, end, _ = found
             self._buffered = []
             self._end_call()
         else:
