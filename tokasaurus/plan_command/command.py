@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, fit_to_tensors, read_model_info, weight_files
+from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.checkpoint.hub import download_files
 from tokasaurus.checkpoint.info import read_config
 from tokasaurus.checkpoint.weight_files import weight_file_names
@@ -43,7 +43,7 @@ def plan(config: PlanConfig) -> int:
 def read_info(model: str) -> tuple[ModelInfo, bool]:
     """The model's configuration, and whether config.json alone says so: otherwise it is compared with the headers of
     the weights, which decide whether the LM head is counted. Raises CheckpointError."""
-    path = Path(model).expanduser()
+    path = expand_home("model", model)
     if path.is_file():
         if path.suffix != ".json":
             raise CheckpointError(f"{model}: toka plan reads a directory in Hugging Face format or a config.json")
