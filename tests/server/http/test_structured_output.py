@@ -172,6 +172,12 @@ def test_an_unsupported_schema_or_invalid_regex_is_a_400_naming_the_field(
     num_requests = len(grammar_server.engine.requests)
     for fields, param in [
         ({"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}}, "structured_outputs.json"),
+        ({"guided_json": {"enum": [2**53 + 1]}}, "guided_json"),
+        ({"guided_json": '{"items": {"const": 1e20}}'}, "guided_json"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"not": {}}}}},
+            "response_format",
+        ),
         ({"guided_regex": "(a"}, "guided_regex"),
     ]:
         response = grammar_server.http.post(route, json=body | fields)

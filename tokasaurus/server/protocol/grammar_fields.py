@@ -29,6 +29,8 @@ class GrammarSource:
     """The request field that it comes from."""
     line_params: Mapping[int, str] = field(default_factory=dict)
     """If the text was built from several fields: line number (from 1) -> the field of that line."""
+    refusal: str = ""
+    """Why the grammar cannot be followed, to be read after `param`; "" if nothing is known to be wrong."""
 
 
 # Whitespace allowed between two JSON tokens: one space, or a newline with limited indentation. Without a limit, a small
@@ -60,13 +62,10 @@ def _check_keys(value: Mapping[str, object], known: tuple[str, ...], where: str)
 
 
 def _schema_text(schema: Mapping[str, object], whitespace: bool = True) -> str:
-    """The schema as JSON with our llguidance options, which clients must not set."""
+    """The schema as JSON with our llguidance options, which clients must not set. Raises SchemaError."""
     if "x-guidance" in schema:
         raise _not_built("contains x-guidance, which is not implemented")
-    try:
-        schema = exact_schema(schema)
-    except SchemaError as error:
-        raise _not_built(str(error)) from None
+    schema = exact_schema(schema)
     options: dict[str, object] = {"whitespace_flexible": False}
     if whitespace:
         options = {"whitespace_pattern": WHITESPACE_PATTERN}
@@ -92,7 +91,10 @@ def _json_source(value: object, param: str, whitespace: bool = True) -> GrammarS
             raise _wrong(f"is not valid JSON: {error.msg}") from None
     if not isinstance(schema, dict):
         raise _wrong("must be a JSON schema: an object, or its text")
-    return GrammarSource("json_schema", _schema_text(schema, whitespace), param)
+    try:
+        return GrammarSource("json_schema", _schema_text(schema, whitespace), param)
+    except SchemaError as error:
+        return GrammarSource("json_schema", "", param, refusal=str(error))
 
 
 def _regex_source(value: object, param: str) -> GrammarSource:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import orjson
 
-from tokasaurus.server.errors import GrammarValidatorFailed, InvalidRequest
+from tokasaurus.server.errors import GrammarValidatorFailed, InvalidRequest, Unsupported
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.served_model import ServedModel
@@ -41,12 +41,20 @@ _FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex
 
 
 def asked_grammar(body: SamplingFields) -> GrammarSource | None:
-    """The grammar that the body asks for, if any. Raises InvalidRequest if more than one field gives a grammar."""
+    """The grammar that the body asks for, if any.
+
+    Raises InvalidRequest if more than one field gives a grammar, Unsupported if it cannot be followed.
+    """
     given = [(name, source) for name in _FIELDS if (source := getattr(body, name)) is not None]
     if len(given) > 1:
         (first, _), (second, _), *_ = given
         raise InvalidRequest(f"{first} and {second}: only one of them may be given", second)
-    return given[0][1] if given else None
+    if not given:
+        return None
+    source: GrammarSource = given[0][1]
+    if source.refusal:
+        raise Unsupported(f"{source.param} {source.refusal}", source.param)
+    return source
 
 
 @dataclass(frozen=True, slots=True)
