@@ -51,10 +51,10 @@ def asked_grammar(body: SamplingFields) -> GrammarSource | None:
         raise InvalidRequest(f"{first} and {second}: only one of them may be given", second)
     if not given:
         return None
-    source: GrammarSource = given[0][1]
-    if source.refusal:
-        raise Unsupported(f"{source.param} {source.refusal}", source.param)
-    return source
+    asked: GrammarSource = given[0][1]
+    if asked.refusal:
+        raise Unsupported(f"{asked.param} {asked.refusal}", asked.param)
+    return asked
 
 
 @dataclass(frozen=True, slots=True)
