@@ -346,3 +346,13 @@ def test_ordinary_schemas_keep_their_meaning(seed: int, tokenizer: LLTokenizer) 
     validator = jsonschema_rs.Draft202012Validator(schema)
     answer = random_answer(matcher_of(schema, tokenizer), random.Random(seed))
     assert answer is None or validator.is_valid(json.loads(answer))
+
+
+def test_multiples_that_would_overflow_together_are_refused(tokenizer: LLTokenizer) -> None:
+    for multiples in ((65537, 65539), (10**5, 10**6), (0.01, 10**8), (7, 11, 13, 17, 19, 23, 29, 31)):
+        schema = {"type": "integer", "allOf": [{"multipleOf": multiple} for multiple in multiples]}
+        with pytest.raises(SchemaError, match=f"contains the number {multiples[-1]} at #/allOf"):
+            exact_schema(schema)
+    schema = {"type": "integer", "minimum": 1, "maximum": 99999, "allOf": [{"multipleOf": 77}, {"multipleOf": 0.5}]}
+    start = matcher_of({**schema, "multipleOf": 35}, tokenizer)
+    assert all(allows(start, str(number)) == (number % 385 == 0) for number in range(1, 1200))

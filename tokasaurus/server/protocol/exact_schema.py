@@ -105,9 +105,11 @@ class _Rewriting:
         self._errors: dict[str, SchemaError] = {}  # by the pointer of a definition
         self._references: dict[str, list[str]] = {"": []}  # by the pointer of a definition; "" for all else
         self._definition = ""
+        self._multiples: dict[Decimal, str] = {}  # values of multipleOf, each with one of its paths
 
     def root(self, schema: Schema) -> dict[str, Any]:
         written = self._object(schema, "#")
+        self._check_multiples()
         waiting, seen = [""], {""}
         while waiting:
             for reference in self._references.get(waiting.pop(), []):
@@ -148,9 +150,24 @@ class _Rewriting:
         if keyword in ("const", "enum"):
             for number in _numbers_in(value):
                 _check_literal(number, path)
+        if keyword == "multipleOf" and _is_number(value) and value > 0:
+            self._multiples.setdefault(Decimal(str(value)), path)
         if keyword == "$ref" and isinstance(value, str):
             self._references.setdefault(self._definition, []).append(value)
         return value
+
+    def _check_multiples(self) -> None:
+        """Raises SchemaError if llguidance's 32-bit arithmetic might overflow where several multiples meet."""
+        common = Decimal(0)
+        for multiple, path in self._multiples.items():
+            digits = -min(int(value.normalize().as_tuple().exponent) for value in (multiple, common, Decimal(1)))
+            first, second = int(common.scaleb(digits)), int(multiple.scaleb(digits))
+            if first * second > _MAX_MULTIPLE:
+                raise SchemaError(
+                    f"contains the number {multiple} at {path[:_MAX_PATH_CHARS]}: with the other values of multipleOf, "
+                    "it is too large"
+                )
+            common = Decimal(math.lcm(first, second) if first else second).scaleb(-digits)
 
     def _defined(self, schema: Any, path: str) -> Any:
         self._definition = path
