@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -28,13 +28,16 @@ from tokasaurus.model.worker.stopwatch import make_stopwatch
 _FILE_NAME = "costs.json"
 
 _NUM_ROWS = (512, 256, 128, 64, 32, 16, 8, 4, 2)
-"""Rows of a trial: the first number for which the cache has room is used."""
+"""Rows of a trial: for each size of groups, the first number for which the cache has room."""
 
-_MOST_CPU_ROWS = 64
-"""Most rows of a trial on a CPU, which is fully used by fewer rows than a GPU."""
+_MOST_CPU_ROWS = 256
+"""Most rows of a trial on a CPU. With fewer, its threads would share few groups unevenly."""
+
+_FEW_ROWS = 8
+"""Shorter prefixes are tried if there is room only for fewer rows in the smallest groups."""
 
 _GROUP_SIZES = (2, 8, 32, 128, 512)
-_PREFIX_LENGTHS = (128, 256, 512, 1024)
+_PREFIX_LENGTHS = (256, 512, 1024)
 _NUM_OWN_TOKENS = 32
 _NUM_ROUNDS = 11
 _LEAST_ROUNDS = 5
@@ -45,8 +48,8 @@ _MOST_SECONDS = 1.0
 _COLD_BYTES = 64 << 20
 """Bytes of keys and values that a trial reads before it reads the same ones again: more than processors cache."""
 
-_LEAST_LENGTH = 256
-"""Least length of the longest prefix tried, in tokens: if the cache is too small for it, nothing is measured."""
+_LEAST_LENGTH = _PREFIX_LENGTHS[0]
+"""If the cache is too small for prefixes of this many tokens, nothing is measured."""
 
 
 def find_costs(
@@ -58,7 +61,7 @@ def find_costs(
         costs = measure_costs(backend, shape, num_blocks, max_rows)
         (directory / _FILE_NAME).write_text(json.dumps(asdict(costs)))
 
-    if not list(_trial_sizes(shape, num_blocks, max_rows)):
+    if _plan(shape, num_blocks, max_rows) is None:
         return DEFAULT_HYDRAGEN
     try:
         directory = build_once(cache_directory() / "hydragen" / _key(backend, shape, num_blocks, kernels), measure)
@@ -87,28 +90,49 @@ def measure_costs(backend: AttentionBackend, shape: KVShape, num_blocks: int, ma
     The backend's cache must be allocated, with num_blocks besides the padding block; its contents are overwritten.
     max_rows: most rows of a forward. Takes tenths of a second on a CPU with the kernels, seconds without them.
     """
-    trial = _Trial(backend, shape)
-    for num_rows, lengths in _trial_sizes(shape, num_blocks, max_rows):
+    trial, most_rows = _Trial(backend, shape), max_rows
+    while (plan := _plan(shape, num_blocks, most_rows)) is not None:
+        rows_of_size, lengths = plan
         try:
-            return _measure(trial, num_rows, lengths)
+            ratios = [trial.ratios(rows_of_size, length) for length in lengths]
         except torch.OutOfMemoryError:  # on CUDA, where the cache fills the memory: plain torch gathers keys and values
+            most_rows = max(rows_of_size.values()) // 2
             continue
+        return fit_costs(
+            {
+                (size, length): ratio
+                for length, of_size in zip(lengths, ratios, strict=True)
+                for size, ratio in of_size.items()
+            },
+            _NUM_OWN_TOKENS,
+        )
     return DEFAULT_HYDRAGEN
 
 
-def _trial_sizes(shape: KVShape, num_blocks: int, max_rows: int) -> Iterator[tuple[int, list[int]]]:
-    """(rows, lengths of prefixes) of the trials for which there is room, the largest first."""
+def _plan(shape: KVShape, num_blocks: int, max_rows: int) -> tuple[dict[int, int], list[int]] | None:
+    """Rows of the trial of each size of groups, and the lengths of prefixes; None if there is no room."""
     most_rows = max_rows if shape.device.type == "cuda" else min(max_rows, _MOST_CPU_ROWS)
-    for num_rows in _NUM_ROWS:
-        lengths = [length for length in _PREFIX_LENGTHS if _num_trial_blocks(shape, num_rows, length) <= num_blocks]
-        if num_rows <= most_rows and lengths and lengths[-1] >= _LEAST_LENGTH:
-            yield num_rows, [lengths[-1] // 4, lengths[-1]]
+    for length in reversed(_PREFIX_LENGTHS):
+        rows_of_size: dict[int, int] = {}
+        for size in _GROUP_SIZES:
+            fitting = (
+                num_rows
+                for num_rows in _NUM_ROWS
+                if size <= num_rows <= most_rows and _num_trial_blocks(shape, num_rows, size, length) <= num_blocks
+            )
+            if (num_rows := next(fitting, None)) is not None:
+                rows_of_size[size] = num_rows
+        fewest = rows_of_size.get(_GROUP_SIZES[0], 0)
+        if fewest >= min(_FEW_ROWS, most_rows) or (fewest and length == _LEAST_LENGTH):
+            return rows_of_size, [length // 4, length]
+        if length == _LEAST_LENGTH:
+            break
+    return None
 
 
-def _num_trial_blocks(shape: KVShape, num_rows: int, prefix_length: int) -> int:
-    """Blocks for the smallest groups, which have the most prefixes."""
+def _num_trial_blocks(shape: KVShape, num_rows: int, group_size: int, prefix_length: int) -> int:
     own_blocks = -(-_NUM_OWN_TOKENS // shape.page_size)
-    return num_rows // _GROUP_SIZES[0] * max(1, prefix_length // shape.page_size) + num_rows * own_blocks
+    return num_rows // group_size * max(1, prefix_length // shape.page_size) + num_rows * own_blocks
 
 
 def describe(costs: HydragenCosts) -> str:
@@ -118,14 +142,6 @@ def describe(costs: HydragenCosts) -> str:
         return "not expected to save time on this device"
     saved = ", ".join(f"{num_rows} sequences save {max(0.0, share):.0%}" for num_rows, share in shares)
     return f"{saved} of attention to 1,024 shared tokens"
-
-
-def _measure(trial: "_Trial", num_rows: int, lengths: Sequence[int]) -> HydragenCosts:
-    sizes = [size for size in _GROUP_SIZES if size <= num_rows]
-    ratios = {
-        (size, length): ratio for length in lengths for size, ratio in trial.ratios(sizes, num_rows, length).items()
-    }
-    return fit_costs(ratios, _NUM_OWN_TOKENS)
 
 
 def fit_costs(ratios: dict[tuple[int, int], float], num_own_tokens: int) -> HydragenCosts:
@@ -173,20 +189,25 @@ class _Trial:
         self._num_written = Counter[int]()  # blocks written in each layer
         self._own_blocks = -(-_NUM_OWN_TOKENS // shape.page_size)
 
-    def ratios(self, group_sizes: Sequence[int], num_rows: int, prefix_length: int) -> dict[int, float]:
-        """For each group size: the time of num_rows rows in groups over the time of the same rows alone.
+    def ratios(self, rows_of_size: Mapping[int, int], prefix_length: int) -> dict[int, float]:
+        """For each size of groups: the time of its number of rows in groups over the time of the same rows alone.
 
         It is the median over rounds of the ratio of two times taken one right after the other: what else the machine
         does in a round delays both, and a round in which it delays one of them does not count.
         """
-        layouts = {size: self._layouts(size, num_rows, prefix_length) for size in group_sizes}
         shape = self._shape
-        num_layers = {size: self._prepare_layers(size, num_rows, prefix_length) for size in group_sizes}
-        query = torch.zeros((num_rows, shape.num_heads, shape.head_dim), dtype=shape.query_dtype, device=shape.device)
+        layouts = {size: self._layouts(size, num_rows, prefix_length) for size, num_rows in rows_of_size.items()}
+        num_layers = {
+            size: self._prepare_layers(size, num_rows, prefix_length) for size, num_rows in rows_of_size.items()
+        }
+        queries = {
+            size: torch.zeros((num_rows, shape.num_heads, shape.head_dim), dtype=shape.query_dtype, device=shape.device)
+            for size, num_rows in rows_of_size.items()
+        }
         for size, both in layouts.items():  # untimed: loads code, and lets threads start
             for layout in both:
-                self._time(query, self._layer % num_layers[size], layout)
-        found: dict[int, list[float]] = {size: [] for size in group_sizes}
+                self._time(queries[size], self._layer % num_layers[size], layout)
+        found: dict[int, list[float]] = {size: [] for size in rows_of_size}
         start_s = time.perf_counter()
         for round_index in range(_NUM_ROUNDS):
             # two lengths are measured
@@ -197,7 +218,7 @@ class _Trial:
                 for layout in both:
                     # Another layer each time, as in a forward: the last one's data is in the processor's cache.
                     self._layer += 1
-                    seconds.append(self._time(query, self._layer % num_layers[size], layout))
+                    seconds.append(self._time(queries[size], self._layer % num_layers[size], layout))
                 found[size].append(seconds[1] / seconds[0])
         return {size: statistics.median(ratios) for size, ratios in found.items()}
 
