@@ -104,8 +104,8 @@ def test_measured_groups_fit_in_a_forward_and_in_the_cache(monkeypatch: pytest.M
     # 1,024 tokens, the longest prefix, take 64 blocks: for pairs of 128 rows 64 * 64 + 2 * 128, for more rows too many.
     assert rows_measured(PLENTY, max_rows=1000) == {128, 256}
     assert rows_measured(PLENTY, max_rows=20) == {16}
-    # Eight rows in pairs: 16 prefix blocks of 256 tokens for each pair, 2 own blocks for each row; or 16 rows by eights.
-    assert rows_measured(8 * 16 // 2 + 2 * 8, max_rows=1000) == {8, 16}
+    # Eight rows in pairs, 16 by eights, or 32: 16 prefix blocks of 256 tokens for each group, 2 own blocks for a row.
+    assert rows_measured(8 * 16 // 2 + 2 * 8, max_rows=1000) == {8, 16, 32}
     assert rows_measured(16 + 2 * 2, max_rows=1000) == {2}
     assert rows_measured(19, max_rows=1000) == set()
     assert rows_measured(PLENTY, max_rows=1) == set()
