@@ -233,7 +233,8 @@ class Tokenizer(TokenDecoder):
 
     def vocabulary_entry(self, token_id: int) -> str:
         """The token as tokenizer.json spells it, such as "Ġworld"; empty for an id without a token."""
-        return self._base.id_to_token(token_id) or ""
+        # The library raises for ids beyond 32 bits.
+        return (self._base.id_to_token(token_id) or "") if 0 <= token_id < self.vocab_size else ""
 
     def token_bytes(self, token_id: int, is_first: bool = False) -> bytes:
         """The bytes this token adds to the text; empty for an id without a token. Special tokens yield their name.
