@@ -38,9 +38,8 @@ _SMALL_ROWS = 4
 _SMALL_TOKENS = 2
 """Prompt tokens of each row of a small forward."""
 
-_MOST_SINGLE = 8
-_MOST_SINGLE_SECONDS = 0.1
-"""Forwards of one token that are timed: at most so many, and none after so many seconds, but two."""
+_NUM_SINGLE = 4
+"""Forwards of one token that are timed. A fixed number: all ranks run the same steps."""
 
 _NOTHING = np.zeros(0, np.int32)
 
@@ -156,10 +155,8 @@ def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInp
 def warm_up_small(runner: ModelRunner, limits: ForwardLimits, page_size: int) -> WarmUpTimes:
     """Run the small forwards and read their results as the step loop does. Leaves slots open, as `warm_up` does."""
     per_token = min(_seconds_per_token(runner, step) for step in small_forwards(limits, page_size))
-    seconds: list[float] = []
-    while len(seconds) < 2 or (len(seconds) < _MOST_SINGLE and sum(seconds) < _MOST_SINGLE_SECONDS):
-        seconds.append(_seconds_per_token(runner, single_token(limits)))
-    return WarmUpTimes(min(per_token, *seconds), min(seconds))
+    single = min(_seconds_per_token(runner, single_token(limits)) for _ in range(_NUM_SINGLE))
+    return WarmUpTimes(min(per_token, single), single)
 
 
 def _seconds_per_token(runner: ModelRunner, step: ForwardInput) -> float:
