@@ -65,18 +65,31 @@ def test_trials_that_confirm_the_choice_become_rare_and_cost_little() -> None:
     _, made, excess = serve(Device(1.0, noise=0.0), [8.0], 50_000)
     gaps = [after - before for before, after in zip([0, *made], made, strict=False)]
     assert FIRST_INTERVAL <= gaps[0] <= FIRST_INTERVAL + 1
-    assert all(MOST_INTERVAL <= gap <= MOST_INTERVAL + 1 for gap in gaps[4:])
+    assert all(MOST_INTERVAL <= gap <= MOST_INTERVAL + 1 for gap in gaps[5:])
     assert excess < 1.001
 
 
-def test_one_disturbed_trial_changes_nothing() -> None:
+def note_trial(trials: GroupTrials, usual_s: float, without_groups_s: float) -> bool:
+    """A trial that does without groups, between two steps with them; whether the scale has changed."""
+    trials.note(64, False, None, usual_s)
+    trials.note(64, False, GroupTrial(False, 3000.0, 1000.0), without_groups_s)
+    return trials.note(64, False, None, usual_s)
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 3])
+@pytest.mark.parametrize("num_disturbed", [1, 2])
+def test_few_disturbed_trials_change_nothing(num_before: int, num_disturbed: int) -> None:
     trials = GroupTrials()
-    usual = [(True, 0.01)] * 6
-    for gain_seconds in (0.014, 0.014, 0.014, 0.001, 0.014, 0.014):
-        trials.note(64, False, None, usual[0][1])
-        trials.note(64, False, GroupTrial(False, 3000.0, 1000.0), gain_seconds)
-        assert not trials.note(64, False, None, usual[0][1])
+    for seconds in [0.014] * num_before + [0.001] * num_disturbed + [0.014] * 3:
+        assert not note_trial(trials, 0.01, seconds)
     assert trials.scale == 1.0
+
+
+@pytest.mark.parametrize("ratio", [0.4, 0.7, 1.4, 3.0])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_busy_machine_makes_the_same_choice_at_each_start(ratio: float, seed: int) -> None:
+    trials, _, _ = serve(Device(1.0, seed, noise=0.15, spikes=0.05), [ratio], 10_000)
+    assert (ratio > trials.scale) == (ratio > 1.0)
 
 
 @pytest.mark.parametrize(
@@ -86,12 +99,10 @@ def test_one_disturbed_trial_changes_nothing() -> None:
 def test_only_steps_that_are_alike_are_compared(neighbour: dict[str, object], is_before: bool) -> None:
     plain = {"num_rows": 64, "has_prefill": False, "trial": None}
     before, after = plain | (neighbour if is_before else {}), plain | ({} if is_before else neighbour)
+    trials = GroupTrials()
     for _ in range(5):
-        trials = GroupTrials()
         trials.note(**before, seconds=0.01)
         trials.note(64, False, GroupTrial(False, 3000.0, 1000.0), 0.002)
         assert not trials.note(**after, seconds=0.01)
-    trials.note(**plain, seconds=0.01)
-    trials.note(64, False, GroupTrial(False, 3000.0, 1000.0), 0.002)
-    assert trials.note(**plain, seconds=0.01), "alike: groups take five times as long here"
+    assert [note_trial(trials, 0.01, 0.002) for _ in range(3)] == [False, False, True], "groups take five times as long"
     assert trials.scale > 3.0

@@ -4,11 +4,14 @@ import dataclasses
 import random
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.tiny_model import save_tiny_model
 from tests.manager.helpers.engine_driver import EndsNext, EngineDriver, make_options
 from tests.manager.helpers.requests import make_request
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.steps import make_runner
+from tokasaurus.manager.planning import group_trials
 from tokasaurus.manager.state.engine_state import HydragenOptions
 from tokasaurus.messages.generation import CancelRequest
 from tokasaurus.model.worker.shape_classes import ShapeClass, shape_class, steps_of_all_classes
@@ -29,8 +32,12 @@ def warmed_up(directory: Path, max_tokens: int = 8192, max_seqs: int = 64) -> li
     return classes
 
 
-def test_ten_thousand_random_steps_of_the_scheduler_have_no_other_class(tmp_path: Path) -> None:
-    """Prompts of 1 to 40 tokens, some shared; 1 to 8 samples; cancelled requests; preemption in a small KV cache."""
+def test_ten_thousand_random_steps_of_the_scheduler_have_no_other_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of 1 to 40 tokens, some shared; 1 to 8 samples; cancelled requests; preemption in a small KV cache;
+    trials of prefix groups."""
+    monkeypatch.setattr(group_trials, "FIRST_INTERVAL", 4)
     known = set(warmed_up(tmp_path))
     found: dict[ShapeClass, int] = {}
     rng = random.Random(0)
@@ -41,7 +48,7 @@ def test_ten_thousand_random_steps_of_the_scheduler_have_no_other_class(tmp_path
             rng.choice([40, 200]),
             max_tokens_per_forward=few_tokens,
             max_seqs_per_forward=few_rows,
-            hydragen=rng.choice([None, HydragenOptions(1, 1), HydragenOptions(2, 1)]),
+            hydragen=rng.choice([None, HydragenOptions(1, 1), HydragenOptions(2, 1, is_tried=True)]),
         )
         driver = EngineDriver(options, forecast=rng.choice([None, EndsNext()]), rng=rng)
         unanswered, seen = [], -1

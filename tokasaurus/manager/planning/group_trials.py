@@ -2,29 +2,34 @@
 
 The costs of groups were measured once, for a few shapes, on a machine that may have been busy. A trial is a decode step
 with groups where its neighbours have none, or the other way round. The costs are scaled so that the choice which they
-make would have lost least time in the latest trials.
+make would have lost least time in the latest trials, once these differ from what was measured by more than their noise.
 """
 
+import math
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 FIRST_INTERVAL = 128
 MOST_INTERVAL = 4096
-"""Decode steps before the first trial, and between trials at most. Each trial that confirms the choice multiplies the
-interval by 4, so that trials cost far less than 1 % of the time."""
+"""Decode steps before the first trial, and between trials at most. Each trial after which the choice is clearly right
+multiplies the interval by 4, so that trials cost far less than 1 % of the time."""
 
 OPTIMISM = 4.0
 """Where no group is formed, those are tried that would be with a fraction of the costs."""
 
-NUM_KEPT = 16
+NUM_KEPT = 32
 """Trials that count."""
 
-MOST_GAIN = 0.5
+MOST_GAIN = 0.25
 """A trial that shows more than this share of a step's time counts as if it showed this: another process may have
 delayed one step."""
 
 LEAST_REGRET = 0.02
 """Least share of a step's time that another scale must have saved in the mean of the trials, to be used."""
+
+DOUBT = 1.5
+"""Standard deviations of a sum of noise: what trials show together counts if it is more. Three equal trials suffice."""
 
 SIMILAR = 0.05
 """Greatest difference of the rows of steps that are compared."""
@@ -83,23 +88,31 @@ class GroupTrials:
         alone_s, together_s = (usual_seconds, trial_seconds) if trial.has_groups else (trial_seconds, usual_seconds)
         gain = (alone_s - together_s) / max(alone_s, together_s)
         self._observed.append((trial.alone / trial.together, min(max(gain, -MOST_GAIN), MOST_GAIN)))
-        is_confirmed = (gain > 0) != trial.has_groups
-        self._interval = min(4 * self._interval, MOST_INTERVAL) if is_confirmed else FIRST_INTERVAL
         before, self.scale = self.scale, self._best_scale()
+        gains = [gain if ratio > self.scale else -gain for ratio, gain in self._observed]
+        is_confirmed = gains[-1] > 0 and _is_clear(gains)
+        self._interval = min(4 * self._interval, MOST_INTERVAL) if is_confirmed else FIRST_INTERVAL
         return before != self.scale
 
     def _best_scale(self) -> float:
-        """1, unless another scale would have lost less: then the one nearest to 1."""
-        most = self._regret(1.0) - LEAST_REGRET * len(self._observed)
+        """1, unless another scale would clearly have lost less: then the one that loses least, and is nearest to 1."""
+        losses = list(self._losses(1.0))
+        best = sum(losses), 1.0, 1.0
         # The choice changes where the scale passes a trial's ratio.
-        scales = [factor * ratio for ratio, _ in self._observed for factor in (0.99, 1.01)]
-        better = [(self._regret(scale), max(scale, 1 / scale), scale) for scale in scales]
-        regret, _, scale = min(better, default=(0.0, 1.0, 1.0))
-        return scale if regret < most else 1.0
+        for scale in (factor * ratio for ratio, _ in self._observed for factor in (0.99, 1.01)):
+            others = list(self._losses(scale))
+            if _is_clear([loss - other - LEAST_REGRET for loss, other in zip(losses, others, strict=True)]):
+                best = min(best, (sum(others), max(scale, 1 / scale), scale))
+        return best[2]
 
-    def _regret(self, scale: float) -> float:
-        """Time lost in the trials if groups are formed where they save by the scaled costs, in steps."""
-        return sum(max(0.0, -gain if ratio > scale else gain) for ratio, gain in self._observed)
+    def _losses(self, scale: float) -> Iterator[float]:
+        """Time lost in each trial if groups are formed where they save by the scaled costs, in steps."""
+        return (max(0.0, -gain if ratio > scale else gain) for ratio, gain in self._observed)
+
+
+def _is_clear(gains: Sequence[float]) -> bool:
+    """Whether the sum of the gains is greater than noise makes it, if the gains are noise around 0."""
+    return sum(gains) > DOUBT * math.sqrt(sum(gain * gain for gain in gains))
 
 
 def _are_similar(num_rows: int, other: int) -> bool:
