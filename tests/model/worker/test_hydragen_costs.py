@@ -148,9 +148,11 @@ def test_a_start_reads_what_an_earlier_start_measured(monkeypatch: pytest.Monkey
     assert_close(first, HydragenCosts(0.0, 0.5, 0.0, 0.5))
     other = TimedBackend(monkeypatch, 1.0, 0.0)
     assert find_costs(other, SHAPE, PLENTY, 64, kernels) == first
+    assert find_costs(other, SHAPE, PLENTY - 1000, 64, kernels) == first, "an automatic size of the KV cache varies"
     assert not other.num_rows, "nothing is measured"
     assert find_costs(other, SHAPE, PLENTY, 64, None) != first, "other code"
     assert find_costs(other, dataclasses.replace(SHAPE, num_heads=8), PLENTY, 64, kernels) != first
+    assert find_costs(other, SHAPE, PLENTY, 4, kernels) != first, "other groups"
     (tmp_path / "file").touch()
     monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "file"))
     assert_close(find_costs(other, SHAPE, PLENTY, 64, kernels), HydragenCosts(0.0, 1.0, 0.0, 0.0))
@@ -190,6 +192,16 @@ def test_costs_can_be_measured_on_the_real_backends(name: str) -> None:
     found = measure_costs(backend, SHAPE, 1200, max_rows=64)
     assert found.saved(1, 1024) <= 1e-6
     assert describe(found)
+
+
+@pytest.mark.parametrize("name", ["cpu", "torch"])
+@pytest.mark.parametrize("page_size", [256, 512, 2048])
+def test_blocks_longer_than_a_prefix_of_the_trials_are_not_measured(name: str, page_size: int) -> None:
+    shape = dataclasses.replace(SHAPE, page_size=page_size)
+    backend = make_backend(name, shape, load_kernels())
+    backend.allocate(201)
+    found = measure_costs(backend, shape, 200, max_rows=8)
+    assert (found == DEFAULT_HYDRAGEN) == (page_size > 256)
 
 
 def test_the_user_reads_what_groups_save() -> None:

@@ -51,6 +51,9 @@ _COLD_BYTES = 64 << 20
 _LEAST_LENGTH = _PREFIX_LENGTHS[0]
 """If the cache is too small for prefixes of this many tokens, nothing is measured."""
 
+_Plan = tuple[dict[int, int], list[int]]
+"""Rows of the trial of each size of groups, and the lengths of prefixes."""
+
 
 def find_costs(
     backend: AttentionBackend, shape: KVShape, num_blocks: int, max_rows: int, kernels: Kernels | None
@@ -61,31 +64,34 @@ def find_costs(
         costs = measure_costs(backend, shape, num_blocks, max_rows)
         (directory / _FILE_NAME).write_text(json.dumps(asdict(costs)))
 
-    if _plan(shape, num_blocks, max_rows) is None:
+    plan = _plan(shape, num_blocks, max_rows)
+    if plan is None:
         return DEFAULT_HYDRAGEN
     try:
-        directory = build_once(cache_directory() / "hydragen" / _key(backend, shape, num_blocks, kernels), measure)
+        directory = build_once(cache_directory() / "hydragen" / _key(backend, shape, plan, kernels), measure)
         return HydragenCosts(**json.loads((directory / _FILE_NAME).read_text()))
     # There is no cache key, the cache cannot be written, or it has another version's fields.
     except (LibraryUnavailable, CheckpointError, OSError, ValueError, TypeError):
         return measure_costs(backend, shape, num_blocks, max_rows)
 
 
-def _key(backend: AttentionBackend, shape: KVShape, num_blocks: int, kernels: Kernels | None) -> str:
-    """A cache key of all that the costs depend on: code, device, threads, shape, and the room for trials."""
+def _key(backend: AttentionBackend, shape: KVShape, plan: _Plan, kernels: Kernels | None) -> str:
+    """A cache key of all that the costs depend on: code, device, threads, shape, and sizes of the trials.
+
+    The size of the KV cache is not among them: where it is automatic, it differs from start to start."""
     if shape.device.type == "cuda":
         device = [torch.cuda.get_device_name(shape.device), version("tokasaurus")]
     else:
         device = processor_features()
         device += [] if kernels is None else kernels.path.parts[-2:]
-    room = min(num_blocks, max(_NUM_ROWS) * max(_PREFIX_LENGTHS) // shape.page_size)
-    parts = (type(backend).__name__, *device, torch.__version__, str(replace(shape, device=torch.device("cpu"))), room)
+    of_shape = str(replace(shape, device=torch.device("cpu")))
+    parts = (type(backend).__name__, *device, torch.__version__, of_shape, plan)
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:20]
     return f"{shape.device.type}-{torch.get_num_threads()}-{digest}"
 
 
 def measure_costs(backend: AttentionBackend, shape: KVShape, num_blocks: int, max_rows: int) -> HydragenCosts:
-    """DEFAULT_HYDRAGEN if the cache is too small to measure.
+    """DEFAULT_HYDRAGEN if the cache is too small to measure, or its blocks are too large.
 
     The backend's cache must be allocated, with num_blocks besides the padding block; its contents are overwritten.
     max_rows: most rows of a forward. Takes tenths of a second on a CPU with the kernels, seconds without them.
@@ -109,10 +115,12 @@ def measure_costs(backend: AttentionBackend, shape: KVShape, num_blocks: int, ma
     return DEFAULT_HYDRAGEN
 
 
-def _plan(shape: KVShape, num_blocks: int, max_rows: int) -> tuple[dict[int, int], list[int]] | None:
-    """Rows of the trial of each size of groups, and the lengths of prefixes; None if there is no room."""
+def _plan(shape: KVShape, num_blocks: int, max_rows: int) -> _Plan | None:
+    """None if there is no room."""
     most_rows = max_rows if shape.device.type == "cuda" else min(max_rows, _MOST_CPU_ROWS)
     for length in reversed(_PREFIX_LENGTHS):
+        if length // 4 < shape.page_size:  # prefixes are shared in whole blocks
+            return None
         rows_of_size: dict[int, int] = {}
         for size in _GROUP_SIZES:
             fitting = (
@@ -132,7 +140,7 @@ def _plan(shape: KVShape, num_blocks: int, max_rows: int) -> tuple[dict[int, int
 
 def _num_trial_blocks(shape: KVShape, num_rows: int, group_size: int, prefix_length: int) -> int:
     own_blocks = -(-_NUM_OWN_TOKENS // shape.page_size)
-    return num_rows // group_size * max(1, prefix_length // shape.page_size) + num_rows * own_blocks
+    return num_rows // group_size * (prefix_length // shape.page_size) + num_rows * own_blocks
 
 
 def describe(costs: HydragenCosts) -> str:
