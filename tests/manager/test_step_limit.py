@@ -123,6 +123,22 @@ def test_the_shorter_limit_applies_while_a_sequence_is_streamed(is_streamed):
     assert longest < 2 * LIMIT_S if is_streamed else 2.0 < longest < 6.0
 
 
+def test_streamed_prompts_that_no_stream_waits_for_are_computed_in_long_steps():
+    """Short steps would compute one user's prompt in twice the time where each step reads the weights for seconds."""
+    driver = make_driver("a slow core", StepLimit(4.0, LIMIT_S))
+    driver.step(burst(0, 1, 600))
+    driver.run_until_idle()
+    driver.times.clear()
+    prompts = burst(10, 3, 4000)
+    driver.step([GenerateRequest(**{**fields(request), "is_streamed": True}) for request in prompts])
+    driver.run_until_idle()
+    alone = [seconds for num_decode, seconds in driver.times if not num_decode]
+    assert 2.0 < max(alone) < 6.0
+    beside = [seconds for num_decode, seconds in driver.times if num_decode]
+    assert beside
+    assert max(beside) < 2 * LIMIT_S
+
+
 def fields(request: GenerateRequest) -> dict[str, object]:
     return {name: getattr(request, name) for name in GenerateRequest.__slots__}
 

@@ -55,7 +55,7 @@ def test_split_prefill_adds_tokens_one_by_one_while_they_fit_into_the_time(
         chunk = 0
         while chunk < left and sum(expected) + chunk < budget:
             cost_s = (chunk + 1) * per_token + (chunk + 1) * (start + chunk + 1) * per_pair
-            if cost_s > left_s * (1 + 1e-9) and (expected or chunk >= MIN_CHUNK):
+            if cost_s > left_s * (1 + 1e-9) and sum(expected) + chunk >= MIN_CHUNK:
                 break
             chunk += 1
         if chunk:

@@ -15,9 +15,10 @@ def prefill_time(state: EngineState, decoding: NDArray[np.int64]) -> PrefillTime
 
     With several microbatches, each has an equal share of the time: the last stage sees a step of each of them before it
     sees the same one again. Until a step has had prompts, each token is expected to take as long as in the warm-up.
+    While nothing decodes, no stream waits for a token.
     """
     options, model = state.options, state.step_time_model
-    is_streaming = state.num_streamed > 0
+    is_streaming = state.num_streamed > 0 and len(state.queues.decoding()) > 0
     if options.step_limit.prefill_seconds(0.0, is_streaming) == inf:
         return PrefillTime(inf, 0.0, 0.0)
     decode_seconds = model.predict(decode_features(state.slots.num_kv_tokens[decoding] + 1))

@@ -96,18 +96,19 @@ class PrefillTime:
 def split_prefill(prompts: Iterable[tuple[int, int]], budget: int, time: PrefillTime) -> list[int]:
     """Tokens of each prompt in a step, for the leading prompts that get any: at most `budget` in all.
 
-    First come first served; the last prompt gets what is left, in tokens or in time. The first one gets up to MIN_CHUNK
-    tokens in any case. prompts: tokens computed, and tokens left, at least 1; read only until nothing is left for them.
+    First come first served; the last prompt gets what is left, in tokens or in time. The first MIN_CHUNK tokens need no
+    time. prompts: tokens computed, and tokens left, at least 1; read only until nothing is left for them.
     """
     chunks: list[int] = []
-    seconds, budget = time.seconds, int(min(budget, time.max_tokens))
+    seconds, budget, num_free = time.seconds, int(min(budget, time.max_tokens)), MIN_CHUNK
     if budget > 0:
         for start, left in prompts:
             most = time.most_tokens(start, max(0.0, seconds))
-            chunk = int(min(left, budget, max(most, 0 if chunks else MIN_CHUNK)))
+            chunk = int(min(left, budget, max(most, num_free)))
             if chunk:
                 chunks.append(chunk)
             budget -= chunk
+            num_free -= chunk
             if chunk < left or budget <= 0:
                 break
             seconds -= time.cost(start, chunk)
