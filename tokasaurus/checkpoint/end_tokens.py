@@ -11,42 +11,24 @@ from typing import Any
 from tokasaurus.checkpoint.info import ModelInfo
 from tokasaurus.checkpoint.json_files import read_json
 
-_EOS_OF_CLASS = {
-    "LlamaTokenizer": "</s>",
-    "CodeLlamaTokenizer": "</s>",
-    "Qwen2Tokenizer": "<|endoftext|>",
-    "GPT2Tokenizer": "<|endoftext|>",
-}
-"""Of classes of transformers, where tokenizer_config.json states none."""
-
 
 def with_tokenizer_end(info: ModelInfo, directory: Path) -> ModelInfo:
     """`info` with the end token of the tokenizer in `directory`, if the model's vocabulary has its id.
 
-    Raises CheckpointError if a file cannot be read.
+    directory: see Checkpoint.tokenizer_directory. Raises CheckpointError if a file cannot be read.
     """
-    token = eos_token(directory)
+    token = _eos_token(directory)
     token_id = None if token is None else _id_of(directory, token)
     if token_id is None or not 0 <= token_id < info.vocab_size:
         return info
     return replace(info, eos_ids=tuple(sorted({*info.eos_ids, token_id})))
 
 
-def eos_token(directory: Path) -> str | None:
-    """The text of AutoTokenizer's eos_token. special_tokens_map.json, of older versions, counts only without the list
-    of added tokens that newer ones write into tokenizer_config.json."""
-    config = _read_if_any(directory / "tokenizer_config.json")
-    of_class = _EOS_OF_CLASS.get(str(config.get("tokenizer_class")).removesuffix("Fast"))
-    token = config.get("eos_token", of_class)
-    if "added_tokens_decoder" not in config:
-        token = _read_if_any(directory / "special_tokens_map.json").get("eos_token", token)
-    if isinstance(token, dict):
-        token = token.get("content")
+def _eos_token(directory: Path) -> str | None:
+    """AutoTokenizer states it when it saves its files, whatever files it read it from."""
+    path = directory / "tokenizer_config.json"
+    token = read_json(path).get("eos_token") if path.is_file() else None
     return token if isinstance(token, str) else None
-
-
-def _read_if_any(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
 
 
 def _id_of(directory: Path, token: str) -> int | None:
