@@ -213,6 +213,10 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         (tmp_path / "other", "config.json makes it (128256, 4096)"),
         (tmp_path, "config.json"),
         ("~no-such-user/x", "model=~no-such-user/x: there is no such home directory"),
+        (
+            tmp_path / "none" / "config.json",
+            "is neither a directory nor a config.json nor a Hugging Face repository id",
+        ),
     ):
         done = toka_plan(f"model={directory}")
         assert (done.returncode, done.stdout) == (1, "")

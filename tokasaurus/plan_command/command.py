@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tokasaurus.checkpoint import CheckpointError, ModelInfo, fit_to_tensors, read_model_info, weight_files
 from tokasaurus.checkpoint.cache import expand_home
-from tokasaurus.checkpoint.hub import download_files
+from tokasaurus.checkpoint.hub import download_files, is_repo_id
 from tokasaurus.checkpoint.info import read_config
 from tokasaurus.checkpoint.weight_files import weight_file_names
 from tokasaurus.model.worker.kv_memory import show_size
@@ -49,6 +49,10 @@ def read_info(model: str) -> tuple[ModelInfo, bool]:
             raise CheckpointError(f"{model}: toka plan reads a directory in Hugging Face format or a config.json")
         return read_config(path), True
     if not path.is_dir():
+        if not is_repo_id(model):
+            raise CheckpointError(
+                f"{model!r} is neither a directory nor a config.json nor a Hugging Face repository id"
+            )
         return read_model_info(download_files(model, ["config.json", "generation_config.json"])), True
     info = read_model_info(path)
     if not all((path / name).is_file() for name in weight_file_names(path)):
