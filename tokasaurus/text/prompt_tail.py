@@ -28,6 +28,8 @@ class PromptTail:
     num_characters: int = 0
     """Characters of their decoding that the prompt's text has. The rest is an incomplete character, which belongs to
     the completion's text, where it may be completed."""
+    num_open_tokens: int = 0
+    """Byte tokens at the end that are this character; 0 for byte-level BPE, whose tokens may end inside one."""
 
 
 NO_TAIL = PromptTail()
@@ -70,8 +72,8 @@ def tail_of_tokens(
             last_first.pop()  # the run is cut where a character begins
         run = last_first
     token_ids = tuple(reversed(last_first))
-    settled = token_ids[: len(token_ids) - _num_open(b"".join(map(token_bytes.of, reversed(run))))]
-    return PromptTail(token_ids, len(decode(settled)))
+    num_open = _num_open(b"".join(map(token_bytes.of, reversed(run))))
+    return PromptTail(token_ids, len(decode(token_ids[: len(token_ids) - num_open])), num_open)
 
 
 def _num_open(run: bytes) -> int:

@@ -88,6 +88,20 @@ def test_echo_and_completion_join_to_the_decoding_of_all_ids(model: ServedModel,
     assert (missing + alone["text"].encode()).endswith(own_bytes), "the bytes of tokens are exact"
 
 
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [([1, NEWLINE, E2], [X82, XAC, 1]), ([1, E2, X82, XAC, E2, X82], [XAC]), ([E2], [X82, XAC]), ([1, E2, X82], [XAC])],
+)
+def test_characters_before_one_that_the_completion_completes_are_echoed(
+    model: ServedModel, prompt: list[int], completion: list[int]
+) -> None:
+    choice = answer(model, prompt, completion, echoes=True)
+    assert choice["text"] == model.tokenizer.decode([*prompt, *completion])
+    echo = make_echo(prompt, prompt, model.tokenizer, wants_offsets=True)
+    assert echo.offsets == sorted(echo.offsets)
+    assert max(echo.offsets) <= len(echo.text)
+
+
 def test_the_first_word_keeps_its_space_only_after_a_prompt_with_text(model: ServedModel) -> None:
     assert answer(model, [1], [1, 1], echoes=False)["text"] == " the the"
     assert answer(model, [SPECIAL], [SPECIAL, 1, 1], echoes=False)["text"] == "the the"

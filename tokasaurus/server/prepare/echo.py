@@ -39,9 +39,13 @@ def make_echo(prompt: Prompt, prompt_ids: Sequence[int], tokenizer: Tokenizer, w
 
 
 def _text_of_ids(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    tail = tokenizer.prompt_tail(prompt_ids)
+    num_settled = len(prompt_ids) - tail.num_open_tokens
+    if tail.num_open_tokens and tuple(prompt_ids[num_settled:]) == tail.token_ids[-tail.num_open_tokens :]:
+        # Without these bytes, since a run of byte tokens that is no valid UTF-8 has none of its characters.
+        return tokenizer.decode(prompt_ids[:num_settled], skip_special_tokens=False)
     text = tokenizer.decode(prompt_ids, skip_special_tokens=False)
-    open_text = tokenizer.decode_after(tokenizer.prompt_tail(prompt_ids), [])
-    return text.removesuffix(open_text)
+    return text.removesuffix(tokenizer.decode_after(tail, []))
 
 
 def _token_texts(prompt_ids: Sequence[int], text: str, tokenizer: Tokenizer) -> Iterator[str]:
