@@ -31,6 +31,10 @@ class PromptTail:
     num_open_tokens: int = 0
     """Byte tokens at the end that are this character; 0 for byte-level BPE, whose tokens may end inside one."""
 
+    def text_after(self, decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> str:
+        """The text that these ids add to the prompt. decode: without special tokens."""
+        return decode([*self.token_ids, *token_ids])[self.num_characters :] if self.token_ids else decode(token_ids)
+
 
 NO_TAIL = PromptTail()
 

@@ -181,14 +181,9 @@ class StopMatcher:
         """Whether any of the tokens first_end - 1, …, end - 1 completes a stop string."""
         start = self._lookback_start(token_ids, first_end)
         tail = self._prompt_tail if is_whole and start == 0 else NO_TAIL
-        text = self._decode_after(tail, token_ids[start:end])
-        exempt = len(self._decode_after(tail, token_ids[start:num_exempt])) if start < num_exempt else 0
+        text = tail.text_after(self._decode, token_ids[start:end])
+        exempt = len(tail.text_after(self._decode, token_ids[start:num_exempt])) if start < num_exempt else 0
         return any(_find_beyond(text, stop, exempt) >= 0 for stop in self._stops)
-
-    def _decode_after(self, tail: PromptTail, token_ids: Sequence[int]) -> str:
-        if not tail.token_ids:
-            return self._decode(token_ids)
-        return self._decode([*tail.token_ids, *token_ids])[tail.num_characters :]
 
     def _lookback_start(self, token_ids: Sequence[int], end: int) -> int:
         """Index at which the last `lookback` non-special tokens before `end` begin."""

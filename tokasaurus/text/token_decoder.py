@@ -56,9 +56,7 @@ class TokenDecoder:
 
     def decode_after(self, tail: PromptTail, ids: Sequence[int]) -> str:
         """The text that `ids` add to the prompt with this tail; special tokens are omitted."""
-        if not tail.token_ids:
-            return self.decode(ids)
-        return self.decode([*tail.token_ids, *ids])[tail.num_characters :]
+        return tail.text_after(self.decode, ids)
 
 
 def load_token_decoder(directory: Path) -> TokenDecoder:
