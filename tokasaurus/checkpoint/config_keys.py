@@ -36,7 +36,7 @@ CONFIG_KEYS: dict[str, Use] = {
     **_keys(Use.REFUSED, "transformers_weights", "fusion_config", "per_layer_config"),
     # The cache of keys and values forgets some of them.
     **_keys(Use.REFUSED, "attention_chunk_size", "kv_sharing_modes"),
-    # Unless the family is listed with them in FAMILIES.
+    # Refused for the families whose must_be_off has them: see FAMILIES.
     **_keys(Use.NO_EFFECT, "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "max_window_layers"),
     **_keys(Use.NO_EFFECT, "attention_dropout", "initializer_range", "pretraining_tp", "chunk_size_feed_forward"),
     **_keys(Use.NO_EFFECT, "use_cache", "return_dict", "output_hidden_states", "output_attentions"),
@@ -57,11 +57,11 @@ GENERATION_KEYS: dict[str, Use] = {
     **_keys(Use.REPORTED, "min_length", "min_new_tokens", "stop_strings", "guidance_scale", "watermarking_config"),
     **_keys(Use.REPORTED, "num_beams", "token_healing", "penalty_alpha", "dola_layers", "num_return_sequences"),
     **_keys(Use.REPORTED, "renormalize_logits", "remove_invalid_values", "constraints", "force_words_ids"),
-    # Of beams, of encoders, and of what every request states.
+    # Settings of beam search and of encoders, and limits and ids that every request has.
     **_keys(Use.NO_EFFECT, "do_sample", "length_penalty", "early_stopping", "diversity_penalty", "num_beam_groups"),
     **_keys(Use.NO_EFFECT, "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "decoder_start_token_id"),
     **_keys(Use.NO_EFFECT, "max_length", "max_new_tokens", "max_time", "bos_token_id", "pad_token_id"),
-    # How the same tokens are computed and returned.
+    # How tokens are computed and returned: they stay the same.
     **_keys(Use.NO_EFFECT, "use_cache", "cache_implementation", "cache_config", "max_cache_len", "use_mtp"),
     **_keys(Use.NO_EFFECT, "prefill_chunk_size", "compile_config", "disable_compile", "continuous_batching_config"),
     **_keys(Use.NO_EFFECT, "low_memory", "output_attentions", "output_hidden_states", "output_scores"),
@@ -73,12 +73,12 @@ GENERATION_KEYS: dict[str, Use] = {
 }
 """Keys of generation_config.json."""
 
-_GREEDY: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "typical_p": 1.0}
-_GREEDY |= {"repetition_penalty": 1.0, "num_beams": 1, "guidance_scale": 1.0, "num_return_sequences": 1}
-"""Values that change nothing, beside those that are false."""
+_NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "typical_p": 1.0}
+_NEUTRAL |= {"repetition_penalty": 1.0, "num_beams": 1, "guidance_scale": 1.0, "num_return_sequences": 1}
+"""Generation settings' values that change nothing; for every key, also null, false, 0 and empty values."""
 
 _CHANGES_NOTHING = {"is_causal": (True,)}
-"""By refused key; of any other, null, false, 0 and empty values."""
+"""Refused key -> its allowed values; for any other key: null, false, 0 and empty values."""
 
 
 def refuse_keys(config: Mapping[str, Any], must_be_off: tuple[str, ...], family: str) -> None:
@@ -105,5 +105,5 @@ def left_to_requests(generation: Mapping[str, Any]) -> list[str]:
         if GENERATION_KEYS.get(name) is Use.REPORTED
         and (generation.get("do_sample") or name not in sampling)
         and value
-        and value != _GREEDY.get(name)
+        and value != _NEUTRAL.get(name)
     ]

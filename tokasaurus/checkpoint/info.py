@@ -29,7 +29,7 @@ _MAX_WIDTH = 1 << 24  # of hidden states, of the MLP, and of the vocabulary
 
 
 _LAYER_TYPES = ("full_attention", "attention")
-"""Two names of the same."""
+"""Both names mean full attention."""
 
 
 @dataclass(frozen=True, slots=True)

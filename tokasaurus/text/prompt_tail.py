@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from tokasaurus.text.token_bytes import TokenBytes
 
 PROMPT_TAIL_TOKENS = 64
-"""Of a prompt, no more than so many last tokens are read."""
+"""Most tokens that are read at the end of a prompt."""
 
 _MOST_BYTE_TOKENS = 32
-"""Byte tokens read at the end of a prompt. Of a longer run of them it is not known whether it began as valid UTF-8."""
+"""Most byte tokens that are read at the end of a prompt. A longer run is taken for valid UTF-8 before them."""
 
-_MOST_OPEN_BYTES = 3  # of a character of which a byte is missing
+_MOST_OPEN_BYTES = 3  # of an incomplete character
 _CONTINUATION = range(0x80, 0xC0)
 
 

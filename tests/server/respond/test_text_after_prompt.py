@@ -108,6 +108,9 @@ def test_the_first_word_keeps_its_space_only_after_a_prompt_with_text(model: Ser
     choice = answer(model, [SPECIAL], [SPECIAL, 1, 1], echoes=False)
     assert choice["logprobs"]["tokens"] == ["</s>", "the", " the"]
     assert choice["logprobs"]["text_offset"] == [0, 0, 3]
+    choice = answer(model, [1, E2], [X82, XAC, ADDED, 2], echoes=False)
+    assert choice["text"] == "€cafét"
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 5]
     assert answer(model, [1, NEWLINE], [4, 3, 2], echoes=False)["text"] == "   t"
     assert answer(model, [1, E2, X82], [XAC, ADDED], echoes=False)["text"] == "€café"
 
