@@ -1,6 +1,7 @@
 """Host names: a local server answers no web page that reaches it through a name of its own."""
 
 import ipaddress
+import socket
 from collections.abc import Iterator
 from random import Random
 
@@ -74,13 +75,24 @@ def test_ipv6_addresses_without_brackets_are_served(address: str) -> None:
         *("127.0.0.1.rebound.example", "127.0.0.1.rebound.example:80", "0.0.0.0.example", "1.2.3.4.5", "127.0.0.1..x"),
         *("127-0-0-1.example", "0x7f.example", "127.0.0.1@rebound.example", "127.0.0.1/rebound.example"),
         *("127.0.0.256", "127.0.0.1:x", "127.0.0.1:80:80", "127.0.0.1 rebound.example", "127.0.0.1%.example", "."),
-        *("cafe", "dead.beef", "1.2", "\u0661.0.0.1", "\uff11.0.0.1", "127.0.0.1\n"),
+        *("1.2.example", "08.0.0.1", "1.256.1", "0x1ffffffff", "1..2", "1.2.."),
+        *("cafe", "dead.beef", "\u0661.0.0.1", "\uff11.0.0.1", "127.0.0.1\n"),
         *("[::1].rebound.example", "[::1]rebound.example", "[rebound.example]", "[::1", "::1]", "[]", "[127.0.0.1]"),
         *("[::1%]", "[::1%eth0].rebound.example", "[fe80::1%a]b]", "fe80::g", "a:80", "dead:80", "[::1]:x"),
     ],
 )
 def test_names_that_look_like_numbers_are_names(name: str) -> None:
     assert not is_address(name)
+
+
+@pytest.mark.parametrize(
+    "address", ["127.1", "127.0.1", "2130706433", "0x7f000001", "0X7F.1", "0177.0.0.1", "127.0.0.1.", "0", "1.2."]
+)
+@pytest.mark.parametrize("port", ["", ":80"])
+def test_addresses_in_the_short_forms_of_resolvers_are_served(address: str, port: str) -> None:
+    assert is_address(address + port)
+    number = address.removesuffix(".")  # resolvers disagree about the dot, and browsers allow it
+    assert socket.getaddrinfo(number, 80, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -2,13 +2,15 @@
 
 import ipaddress
 import re
+import socket
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokasaurus.server.errors import MisdirectedRequest, error_response, shorten
 
 # A port may be empty. A zone, such as eth0, follows the address after a percent sign.
-_IPV4 = re.compile(r"([0-9.]+)(?::[0-9]*)?", re.ASCII)
+_NUMBER = "(?:0x[0-9a-f]*|[0-9]+)"
+_IPV4 = re.compile(rf"({_NUMBER}(?:\.{_NUMBER}){{0,3}})\.?(?::[0-9]*)?", re.ASCII | re.IGNORECASE)
 _IPV6 = re.compile(r"\[([0-9a-f:.]+)(?:%[^\s\]]+)?\](?::[0-9]*)?", re.ASCII | re.IGNORECASE)
 _BARE_IPV6 = re.compile(r"([0-9a-f:.]+)(?:%\S+)?", re.ASCII | re.IGNORECASE)
 
@@ -64,15 +66,16 @@ def _without_port(host: str) -> str:
 def is_address(host: str) -> bool:
     """Whether a Host header is an IP address, with or without a port: 127.0.0.1:80, [::1]:80.
 
-    Only the forms that browsers send, which rewrite all others (127.1, 0x7f000001, a dot at the end) to these. Brackets
-    may be missing, and a zone may follow the address, since no name has a colon or a percent sign.
+    Of IPv4, all forms that resolvers and URLs have: 127.1, 0x7f000001, a dot at the end. No name ends in a number: each
+    client reads such a host as an address, or not at all. Brackets may be missing, and a zone may follow the address,
+    since no name has a colon or a percent sign.
     """
     try:
         if match := _IPV4.fullmatch(host):
-            ipaddress.IPv4Address(match[1])
+            socket.inet_aton(match[1])
         elif match := _IPV6.fullmatch(host) or _BARE_IPV6.fullmatch(host):
             ipaddress.IPv6Address(match[1])
-    except ValueError:
+    except (OSError, ValueError):
         return False
     return match is not None
 
