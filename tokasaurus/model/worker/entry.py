@@ -51,6 +51,7 @@ from tokasaurus.model.worker.memory_plan import INPUTS, ROTARY, SLOTS, STAGES, W
 from tokasaurus.model.worker.memory_report import MemoryReport
 from tokasaurus.model.worker.threads import leave_threads_to, set_worker_threads
 from tokasaurus.model.worker.warmup import ForwardLimits, WarmUpTimes, warm_up, warm_up_small
+from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
 from tokasaurus.monitoring.trace import Trace
 
 if TYPE_CHECKING:
@@ -252,7 +253,8 @@ def start_worker(
                 backend.allocate(num_blocks + 1)
         except (OSError, RuntimeError) as error:  # from a system that does not overcommit memory; from torch
             first_line, *_ = [*str(error).splitlines(), ""]
-            raise UserError(f"the KV cache of {num_blocks:,} blocks cannot be reserved: {first_line}") from error
+            reason = describe_shortage(error, LESS_MEMORY) or first_line
+            raise UserError(f"the KV cache of {num_blocks:,} blocks cannot be reserved: {reason}") from error
         slots.rules.allocate((num_blocks + 1) * config.page_size)
         details.append(plan.arithmetic)
         if num_blocks < plan.num_blocks:
