@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import assert_equals_oracle, run_stages
-from tokasaurus.checkpoint import fit_to_tensors, read_model_info, weight_files
+from tokasaurus.checkpoint import fit_to_tensors, read_model_info, tied_embeddings, weight_files
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TOKEN_IDS = torch.randint(VOCAB_SIZE, (150,), generator=torch.Generator().manual_seed(0))
@@ -89,6 +89,16 @@ def test_the_stored_tensors_decide_whether_embeddings_are_tied(family: str, stor
     info = fit_to_tensors(read_model_info(tmp_path), weight_files(tmp_path))
     assert info.tie_embeddings == is_tied
     assert_equals_transformers(tmp_path)
+
+
+def test_matrices_of_many_chunks_are_compared_to_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes = 4 * VOCAB_SIZE * 64
+    for chunk_bytes in (num_bytes, num_bytes - 1, 1000):
+        monkeypatch.setattr(tied_embeddings, "_CHUNK_BYTES", chunk_bytes)
+        for change, is_tied in ((equal_head, True), (last_row_differs, False)):
+            save_tiny_model(tmp_path, "llama", tied=True)
+            edit(tmp_path, {}, change)
+            assert fit_to_tensors(read_model_info(tmp_path), weight_files(tmp_path)).tie_embeddings == is_tied
 
 
 @pytest.mark.parametrize("stored", ["a head that differs", "an equal head", "only the head"])
