@@ -1,6 +1,7 @@
-"""A byte-level tokenizer in Hugging Face format: ids 0 to 255 are the bytes, then a few merges, then special tokens."""
+"""Small tokenizers in Hugging Face format: a byte-level one, and one of given tokens that decodes as Llama 2 does."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -19,6 +20,10 @@ _CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+LLAMA_2_DECODER = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+)
+
 
 def _byte_characters() -> list[str]:
     """The character that byte-level tokenizers write for each byte, as in GPT-2's table."""
@@ -29,6 +34,7 @@ def _byte_characters() -> list[str]:
 
 
 def save_small_tokenizer(directory: Path) -> Path:
+    """Byte-level: ids 0 to 255 are the bytes, then come a few merges, then special tokens."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     for first, second in _MERGES:
         vocabulary[first + second] = len(vocabulary)
@@ -45,4 +51,17 @@ def save_small_tokenizer(directory: Path) -> Path:
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def save_llama_2_tokenizer(
+    directory: Path, tokens: list[str], added: Sequence[str] = (), decoder: decoders.Decoder = LLAMA_2_DECODER
+) -> Path:
+    """tokens: by id, the first is the unknown one. Then come the special token </s> and the added tokens."""
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token=tokens[0]))
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    tokenizer.add_tokens(list(added))
+    tokenizer.decoder = decoder
+    tokenizer.save(str(directory / "tokenizer.json"))
     return directory

@@ -2,15 +2,14 @@
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as BaseTokenizer
 
-from tests.helpers.small_tokenizer import IM_END, IM_START, save_small_tokenizer
+from tests.helpers.small_tokenizer import IM_END, IM_START, save_llama_2_tokenizer, save_small_tokenizer
 from tokasaurus.text.detokenizer import make_detokenizer
 from tokasaurus.text.tokenizer import Tokenizer
 
@@ -34,15 +33,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """As in Llama 2."""
-    directory: Path = tmp_path_factory.mktemp("sentencepiece")
-    vocabulary = {token: index for index, token in enumerate(TOKENS)}
-    base = BaseTokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
-    base.add_special_tokens([AddedToken("</s>", special=True)])
-    base.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    base.save(str(directory / "tokenizer.json"))
-    return Tokenizer.load(directory)
+    return Tokenizer.load(save_llama_2_tokenizer(tmp_path_factory.mktemp("sentencepiece"), TOKENS))
 
 
 @pytest.fixture(scope="module")

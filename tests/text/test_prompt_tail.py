@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as BaseTokenizer
+from tokenizers import decoders
 
-from tests.helpers.small_tokenizer import IM_END, save_small_tokenizer
+from tests.helpers.small_tokenizer import IM_END, LLAMA_2_DECODER, save_llama_2_tokenizer, save_small_tokenizer
 from tokasaurus.text.detokenizer import make_detokenizer
 from tokasaurus.text.prompt_tail import NO_TAIL, PROMPT_TAIL_TOKENS
 from tokasaurus.text.stop_strings import StopMatcher
@@ -24,22 +24,14 @@ SPECIAL, ADDED, NO_TOKEN = len(WORDS), len(WORDS) + 1, 5000
 SENTENCEPIECE_IDS = st.sampled_from([*range(len(WORDS)), *range(6, len(WORDS)), SPECIAL, ADDED, NO_TOKEN])
 BYTE_LEVEL_IDS = st.sampled_from([*BYTES, 97, 259, 261, IM_END, 266, NO_TOKEN])
 DECODERS = {
-    "as in Llama 2": decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    ),
+    "as in Llama 2": LLAMA_2_DECODER,
     "keeps the first space": decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
     "without byte tokens": decoders.Metaspace(),
 }
 
 
 def make_sentencepiece(directory: Path, decoder: decoders.Decoder) -> Tokenizer:
-    vocabulary = {token: index for index, token in enumerate(WORDS)}
-    base = BaseTokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
-    base.add_special_tokens([AddedToken("</s>", special=True)])
-    base.add_tokens(["café"])
-    base.decoder = decoder
-    base.save(str(directory / "tokenizer.json"))
-    return Tokenizer.load(directory)
+    return Tokenizer.load(save_llama_2_tokenizer(directory, WORDS, ["café"], decoder))
 
 
 @pytest.fixture(scope="module")

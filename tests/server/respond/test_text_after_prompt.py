@@ -2,16 +2,14 @@
 
 import dataclasses
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
-from tokenizers import AddedToken, decoders, models
-from tokenizers import Tokenizer as BaseTokenizer
 
 from tests.helpers.small_model import make_served_model
+from tests.helpers.small_tokenizer import save_llama_2_tokenizer
 from tests.server.helpers import finished_sequences
 from tests.server.helpers.finished_sequences import cut_into_deltas, finished, parse
 from tokasaurus.messages.generation import GenerateRequest
@@ -30,16 +28,7 @@ SPECIAL, ADDED = len(WORDS), len(WORDS) + 1
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     """Decodes as Llama 2 does."""
-    directory: Path = tmp_path_factory.mktemp("sentencepiece")
-    vocabulary = {token: index for index, token in enumerate(WORDS)}
-    base = BaseTokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
-    base.add_special_tokens([AddedToken("</s>", special=True)])
-    base.add_tokens(["café"])
-    base.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    base.save(str(directory / "tokenizer.json"))
-    return make_served_model(directory)
+    return make_served_model(save_llama_2_tokenizer(tmp_path_factory.mktemp("sentencepiece"), WORDS, ["café"]))
 
 
 def make_request(prompt_ids: list[int], **fields: Any) -> GenerateRequest:
