@@ -52,12 +52,14 @@ def opened(message: ForwardInput) -> set[int]:
     return set() if message.changes.opened is None else set(message.changes.opened.slots.tolist())
 
 
-def make_driver(law: str, limit: StepLimit) -> TimedDriver:
+def make_driver(law: str, limit: StepLimit, num_microbatches: int = 1) -> TimedDriver:
     options = make_options(
         limits=EngineLimits(4000, 16, 64_000, seconds_per_token=LAWS[law][3] * 2),
         max_tokens_per_forward=8192,
         max_seqs_per_forward=64,
         step_limit=limit,
+        num_microbatches=num_microbatches,
+        deferred_tasks="always",
     )
     driver = TimedDriver(options, rng=random.Random(0))
     driver.law, driver.times = np.array(LAWS[law]), []
@@ -86,6 +88,24 @@ def test_a_burst_of_prompts_beside_decoding_sequences_keeps_to_the_limit(law, nu
     assert max(times) < 2 * LIMIT_S
     assert np.mean(times[2:-2]) > 0.7 * LIMIT_S, "steps as long as allowed: shorter ones would cost throughput"
     driver.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 3])
+def test_the_steps_of_a_round_keep_to_the_limit_together(num_microbatches: int) -> None:
+    """The last of several pipeline stages computes a step of each microbatch in turn."""
+    driver = make_driver("a slow core", StepLimit(LIMIT_S, LIMIT_S), num_microbatches)
+    driver.step([make_request(number, 20, max_new_tokens=500, ignore_eos=True) for number in range(6)])
+    for number in range(40):
+        driver.step([], 1)
+        if number == 20:
+            driver.step(burst(10, 6, 300))
+    driver.times.clear()
+    driver.step(burst(20, 12, 1000))
+    driver.run_until_idle()
+    times = [seconds for num_decode, seconds in driver.times if num_decode]
+    rounds = [sum(times[first : first + num_microbatches]) for first in range(len(times) - num_microbatches + 1)]
+    assert max(rounds) < 1.8 * LIMIT_S
+    assert np.median(rounds) > 0.6 * LIMIT_S
 
 
 def test_the_very_first_prompts_keep_to_the_limit_by_the_time_of_the_warm_up():
@@ -143,8 +163,9 @@ def fields(request: GenerateRequest) -> dict[str, object]:
     return {name: getattr(request, name) for name in GenerateRequest.__slots__}
 
 
-def test_the_forecast_expects_prompts_to_take_as_many_steps_as_they_do():
-    driver = make_driver("a slow core", StepLimit(LIMIT_S, LIMIT_S))
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_the_forecast_expects_prompts_to_take_as_many_steps_as_they_do(num_microbatches):
+    driver = make_driver("a slow core", StepLimit(LIMIT_S, LIMIT_S), num_microbatches)
     driver.step([make_request(number, 20, max_new_tokens=3000, ignore_eos=True) for number in range(4)])
     for _ in range(40):
         driver.step([], 1)
@@ -156,5 +177,6 @@ def test_the_forecast_expects_prompts_to_take_as_many_steps_as_they_do():
     sent = driver.state.next_step_id
     while driver.state.queues.prefilling:
         driver.step([], 1)
-    assert driver.state.next_step_id - sent == pytest.approx(expected, rel=0.15)
+    num_rounds = (driver.state.next_step_id - sent) / num_microbatches
+    assert num_rounds == pytest.approx(expected, rel=0.15)
     assert expected > 50
