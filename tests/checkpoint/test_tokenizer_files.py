@@ -268,6 +268,21 @@ def test_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path, monkeypat
     assert "pip install sentencepiece, or put a tokenizer.json beside it" in message
 
 
+def test_a_file_of_which_reading_fails_is_one_line(tmp_path: Path) -> None:
+    LAYOUTS["Llama 3"].write(tmp_path)
+    (tmp_path / "notes.json").symlink_to("/proc/self/mem")
+    with pytest.raises(CheckpointError, match=r"cannot read .*notes\.json: "):
+        native_tokenizer(tmp_path, lambda _: None)
+
+
+def test_files_beside_the_tokenizer_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
+    LAYOUTS["Llama 3"].write(tmp_path)
+    with (tmp_path / "texts.json").open("wb") as file:
+        file.truncate(64 << 30)
+    assert (native_tokenizer(tmp_path, lambda _: None) / "tokenizer.json").is_file()
+
+
 def test_the_launcher_imports_no_transformers_for_it() -> None:
     script = "import sys, tokasaurus.checkpoint.tokenizer_files; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -18,7 +18,7 @@ _READ_BYTES = 1 << 20
 def write_checksums(directory: Path) -> None:
     """Store the checksums of all files in `directory` and below."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
-    sums = {path.relative_to(directory).as_posix(): _checksum(path) for path in paths}
+    sums = {path.relative_to(directory).as_posix(): checksum(path) for path in paths}
     (directory / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n", encoding="utf-8")
 
 
@@ -32,9 +32,9 @@ def find_damage(directory: Path) -> Path | None:
     path = directory / CHECKSUMS
     try:
         sums = json.loads(path.read_text(encoding="utf-8"))
-        for name, checksum in sums.items():
+        for name, expected in sums.items():
             path = directory / str(name)
-            if _checksum(path) != checksum:
+            if checksum(path) != expected:
                 return path
     except (OSError, ValueError, AttributeError):  # AttributeError: JSON, but not an object
         return path
@@ -45,12 +45,12 @@ def is_intact_file(path: Path) -> bool:
     """Whether the checksum of this one file, in the checksums beside it, is right."""
     try:
         sums = json.loads((path.parent / CHECKSUMS).read_text(encoding="utf-8"))
-        return bool(sums[path.name] == _checksum(path))
+        return bool(sums[path.name] == checksum(path))
     except (OSError, ValueError, LookupError, TypeError):  # no checksums, or not an object with this name
         return False
 
 
-def _checksum(path: Path) -> str:
+def checksum(path: Path) -> str:
     """Size and SHA-256, as text; of a file above WHOLE_BYTES, the SHA-256 of evenly spaced samples."""
     digest = hashlib.sha256()
     with path.open("rb") as file:

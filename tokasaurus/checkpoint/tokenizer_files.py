@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokasaurus.checkpoint.cache import build_once, cache_directory
-from tokasaurus.checkpoint.checksums import CHECKSUMS
+from tokasaurus.checkpoint.checksums import CHECKSUMS, checksum
 from tokasaurus.checkpoint.errors import CheckpointError
 from tokasaurus.checkpoint.json_files import read_json
 
@@ -70,16 +70,19 @@ def native_tokenizer(source: Path, on_phase: Callable[[str], None]) -> Path:
 
 
 def _key(source: Path) -> str:
-    """Changes with the content of any file that AutoTokenizer may read, and with the versions of its libraries."""
+    """Changes with the content of any file that AutoTokenizer may read, and with the versions of its libraries.
+
+    Of a file as large as no vocabulary is, see `checksum`. Raises CheckpointError if a file cannot be read."""
     names = {path for pattern in [*TOKENIZER_PATTERNS, _TEMPLATE_PATTERN] for path in source.glob(pattern)}
     digest = hashlib.sha256(f"{_RESULT_VERSION}".encode())
     for package in ("transformers", "tokenizers"):
         digest.update(importlib.metadata.version(package).encode())
     for path in sorted(names):
         if path.is_file() and path.name != CHECKSUMS and not path.name.endswith(".index.json"):
-            content = path.read_bytes()
-            digest.update(f"{path.relative_to(source)} {len(content)} ".encode())
-            digest.update(content)
+            try:
+                digest.update(f"{path.relative_to(source)} {checksum(path)} ".encode())
+            except OSError as error:
+                raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     return digest.hexdigest()[:16]
 
 
