@@ -65,3 +65,16 @@ def sentencepiece(**metaspace: Any) -> BaseTokenizer:
         single="<s> $A", special_tokens=[("<s>", base.token_to_id("<s>"))]
     )
     return base
+
+
+def unigram() -> BaseTokenizer:
+    """As SentencePiece's default: its vocabulary is a list that has the special tokens too."""
+    base = BaseTokenizer(models.Unigram())
+    base.pre_tokenizer = pre_tokenizers.Metaspace()
+    base.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=90, special_tokens=SPECIALS, unk_token=SPECIALS[0], initial_alphabet=["<", ">", "/", "|"]
+    )
+    base.train_from_iterator(CORPUS, trainer)
+    base.add_special_tokens(SPECIALS)
+    return base

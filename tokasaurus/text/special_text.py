@@ -113,13 +113,16 @@ class _RenamedTokenizer:
         state = orjson.loads(base.to_str())
         ids = {token["content"]: token["id"] for token in state["added_tokens"]}
         vocabulary = state["model"]["vocab"]
+        if isinstance(vocabulary, list):  # of [text, score]; with the texts in it, it would find the special tokens
+            for entry in vocabulary:
+                entry[0] = self.names.get(entry[0], entry[0])
         for token in state["added_tokens"]:
             token["content"] = self.names.get(token["content"], token["content"])
             if isinstance(vocabulary, dict):  # so that the copy gives it the same id
                 vocabulary[token["content"]] = token["id"]
         self._tokenizer = BaseTokenizer.from_str(orjson.dumps(state).decode())
         own_ids = {text: self._tokenizer.token_to_id(self.names.get(text, text)) for text in ids}
-        # Unigram's vocabulary is a list, to which nothing can be added; there, the copy gives other ids.
+        # Nothing can be added to Unigram's list: a token that is not in it gets another id from the copy.
         self._ids = {own_ids[text]: token_id for text, token_id in ids.items()}
 
     def encode(self, text: str) -> list[int]:
