@@ -195,7 +195,7 @@ def assert_same(own: Tokenizer, reference: PreTrainedTokenizerBase) -> None:
 
 def test_sizes_that_transformers_refuses_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers demands that hidden_size is a multiple of the number of heads, even with a head_dim."""
-    layout = LAYOUTS["Qwen 3 with a prefix space"]
+    layout = LAYOUTS["Llama 2, new class"]
     reference = AutoTokenizer.from_pretrained(layout.write(tmp_path))
     config = {"model_type": layout.model_type, "hidden_size": 64, "num_attention_heads": 3, "head_dim": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -196,3 +196,11 @@ def test_stop_strings_are_found_in_the_text_after_the_prompt(kind: str, byte_lev
         ]
         num_found += 1
     assert num_found > 120
+
+
+def test_only_the_sequences_first_tokens_follow_the_prompts_tail(byte_level: Tokenizer) -> None:
+    decode: Callable[[Sequence[int]], str] = byte_level.decode
+    matcher = StopMatcher(decode, ["€"], byte_level.special_ids, 0, byte_level.prompt_tail([97, 0xE2]))
+    assert matcher.first_completion([0x82, 0xAC, 97], 0) == 2
+    assert matcher.first_completion([0x82, 0xAC, 97], 2, is_whole=False) is None
+    assert matcher.first_completion([*[97] * 5, 0x82, 0xAC, 97, 97], 8) is None
