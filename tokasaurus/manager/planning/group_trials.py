@@ -56,9 +56,8 @@ class GroupTrials:
         self._interval = FIRST_INTERVAL
         self._num_steps = 0  # decode steps since the last trial
         self._before: tuple[int, float] | None = None  # rows and seconds of the last step, if it only decoded
-        self._open: tuple[GroupTrial, int, float, float] | None = (
-            None  # with rows, and seconds of it and the step before
-        )
+        # a trial's step, until the one after it: with its rows, its seconds, and those of the step before
+        self._open: tuple[GroupTrial, int, float, float] | None = None
 
     def is_due(self) -> bool:
         """Called for each step that only decodes: whether it should be a trial."""
