@@ -17,6 +17,7 @@ from tests.manager.helpers.strategies import crowded_options_strategy, crowding_
 from tokasaurus.manager.engine import engine
 from tokasaurus.manager.engine.lifecycle import preempt
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
+from tokasaurus.manager.planning import group_trials
 from tokasaurus.manager.state.engine_state import EngineState, HydragenOptions
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
@@ -314,3 +315,44 @@ def test_trials_with_and_without_groups_change_no_token(shapes, options, seed):
     driver.run(requests)
     assert_equals_simulation(driver.deltas, requests)
     driver.assert_nothing_is_left()
+
+
+class DriverWithTimes(EngineDriver):
+    """Steps with prefix groups take grouped_s, others 10 ms."""
+
+    grouped_s: float
+
+    def step(self, messages=(), num_results=0):
+        if num_results and self.queue:
+            self.step_seconds = (0.01 if self.queue[0].groups is None else self.grouped_s,)
+        return super().step(messages, min(1, num_results))
+
+
+@pytest.mark.parametrize(
+    ("costs", "grouped_s", "are_grouped"),
+    [
+        (HydragenCosts(), 0.013, False),  # groups seem to save, and take longer
+        (HydragenCosts(per_row_token=1.2), 0.007, True),  # they seem never to save, and do
+        (HydragenCosts(), 0.007, True),
+        (HydragenCosts(per_row_token=1.2), 0.013, False),
+    ],
+)
+def test_steps_in_service_decide_about_groups_whatever_was_measured(
+    monkeypatch: pytest.MonkeyPatch, costs: HydragenCosts, grouped_s: float, are_grouped: bool
+) -> None:
+    monkeypatch.setattr(group_trials, "FIRST_INTERVAL", 20)
+    monkeypatch.setattr(group_trials, "MOST_INTERVAL", 100)
+    options = replace(make_driver().options, hydragen=HydragenOptions(2, 1, costs, is_tried=True))
+    options = replace(options, limits=replace(options.limits, num_kv_blocks=1000, max_tokens_per_sequence=1000))
+    driver = DriverWithTimes(options)
+    driver.grouped_s = grouped_s
+    requests = [ask(number, 0, 900) for number in range(1, 5)]
+    driver.step(requests)
+    driver.run_until_idle(1)
+    assert_equals_simulation(driver.deltas, requests)
+    with_groups = [bool(groups) for groups in driver.worker.grouped]
+    starts_grouped = costs == HydragenCosts()
+    assert with_groups[10:20] == [starts_grouped] * 10
+    assert sum(with_groups[20:150]) not in (0, 130), "some steps tried the other way"
+    late = with_groups[400:890]
+    assert late.count(not are_grouped) <= 490 // 100 + 1, "rare trials apart, the faster way"

@@ -64,8 +64,7 @@ def check_input(path: Path, limits: InputLimits | None, name: str | None = None)
     """Check each line as the server will, but for its body, which only makes a line fail. Returns the endpoint.
 
     limits: None for a server whose limits are not known, and which may know more fields. name: as the user gave it;
-    None if it is the path. Raises InputRefused with a
-    line for each bad line of the input, and CommandError."""
+    None if it is the path. Raises InputRefused with a line for each bad line of the input, and CommandError."""
     endpoint = find_endpoint(path)
     if limits is not None and endpoint not in limits.endpoints:
         raise InputRefused(f"url: the first line has {endpoint!r}: it must be {' or '.join(limits.endpoints)}")

@@ -2,12 +2,15 @@
 
 import os
 import secrets
+import signal
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import get_args
 
 from tokasaurus.batch_command.api import MAX_SILENCE_SECONDS, BatchApi, BatchView, Waiter
@@ -27,13 +30,14 @@ from tokasaurus.batch_command.state_file import (
     path_with_base_url,
     path_with_own_server,
 )
-from tokasaurus.batch_command.stopping import Stopped, signals_raise
 from tokasaurus.server.batches.store.records import FINAL_STATUSES
 from tokasaurus.server.protocol.storage.batches import Endpoint
 
 # Seconds between two looks at the batch. The first are quick, for a short batch.
 _FIRST_POLL_S = 0.1
 _OWN_POLL_S, _REMOTE_POLL_S = 1.0, 3.0
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_batch(config: RunConfig, words: list[str]) -> int:
@@ -204,7 +208,8 @@ class _Run:
             outcome = self._write_results(api, batch, self._output)
         rate = (batch.output_tokens - tokens_before) / max(seconds, 1e-9)
         cut = f" ({outcome.num_cut:,} cut by length)" if outcome.num_cut else ""
-        counts = f"{batch.num_completed:,} lines completed{cut}, {batch.num_failed:,} failed"
+        lines = "line" if batch.num_completed == 1 else "lines"
+        counts = f"{batch.num_completed:,} {lines} completed{cut}, {batch.num_failed:,} failed"
         sums = f"{batch.output_tokens:,} tokens, {seconds:.1f} s, {rate:,.1f} tokens/s"
         return "\n".join([f"{counts}, {sums}", *outcome.failures(), f"the results are in {self._output}"])
 
@@ -333,3 +338,29 @@ class _Run:
         except OSError as error:
             raise CommandError(f"{path}: {error.strerror}") from None
         return outcome
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asks this process to end."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """Within the context, such a signal raises Stopped in the main thread, unless the process ignores it."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise Stopped(number)
+
+    old = {
+        number: signal.signal(number, stop)
+        for number in _STOP_SIGNALS
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

@@ -139,4 +139,4 @@ def test_the_error_names_the_tool_with_the_wrong_schema(shared_server: LiveServe
     error = response.json()["error"]
     param = "tools[1].function.parameters"
     assert (response.status_code, error["param"]) == (400, param)
-    assert error["message"] == f'{param}: Unimplemented keys: ["not"]'
+    assert error["message"].startswith(f"{param} contains not at #")
