@@ -134,7 +134,7 @@ def test_requests_outlive_the_death_of_a_part_of_the_engine(title: str, number: 
 def test_a_long_step_is_not_taken_for_a_hang(model: Path) -> None:
     """16 prompts of 500 tokens are prefilled in one step, with the slowest attention, under a short watchdog."""
     slow = ("cpu_isa=torch", "attention_backend=reference", "max_tokens_per_forward=8000")
-    sizes = ("dtype=float32", "kv_cache_num_tokens=10000")
+    sizes = ("dtype=float32", "kv_cache_num_tokens=10000", "max_step_seconds=600")
     with running_toka(f"model={model}", *slow, *sizes, "watchdog_seconds=1") as toka:
         prompts = [[(token + number) % 200 for token in range(500)] for number in range(16)]
         began_s = toka.gauge("toka_forward_seconds_total")
@@ -143,7 +143,7 @@ def test_a_long_step_is_not_taken_for_a_hang(model: Path) -> None:
         )
         assert answer.status_code == 200
         assert toka.gauge("toka_engine_restarts_total") == 0, toka.lines
-        assert toka.gauge("toka_forward_seconds_total") - began_s > 2, "the step takes longer than the watchdog's time"
+        assert toka.gauge("toka_forward_seconds_total") - began_s > 1, "the step takes longer than the watchdog's time"
 
 
 def test_new_requests_may_be_refused_during_a_restart(model: Path) -> None:

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from tests.manager.helpers.engine_driver import make_options
 from tests.manager.helpers.requests import make_request
 from tokasaurus.manager.engine.engine import Engine
-from tokasaurus.manager.state.engine_state import EngineOptions, EngineState, make_state
+from tokasaurus.manager.state.engine_state import EngineState, make_state
 from tokasaurus.manager.worker_watch import PAUSE_SECONDS, WorkerWatch
 from tokasaurus.messages.lifecycle import EngineLimits
 
@@ -17,7 +18,7 @@ def state_with_a_step_in_flight(
     num_prompt_tokens: int = 5, seconds_per_token: float = 0.001, num_stages: int = 1
 ) -> EngineState:
     limits = EngineLimits(2000, 16, 20_000, seconds_per_token=seconds_per_token)
-    options = EngineOptions(limits, 8192, 16, 1, frozenset(), lambda _: "", frozenset(), 1, num_stages=num_stages)
+    options = make_options(limits=limits, max_tokens_per_forward=8192, max_seqs_per_forward=16, num_stages=num_stages)
     state = make_state(options)
     engine = Engine(state, lambda _: None)
     engine.step([make_request(1, num_prompt_tokens, max_new_tokens=100, ignore_eos=True)], [])
@@ -54,7 +55,7 @@ def test_a_step_has_as_much_time_for_each_stage_that_it_passes() -> None:
 
 def test_an_idle_engine_is_never_late() -> None:
     limits = EngineLimits(20, 16, 200)
-    state = make_state(EngineOptions(limits, 64, 16, 1, frozenset(), lambda _: "", frozenset(), 1))
+    state = make_state(make_options(limits=limits))
     assert first_late_s(WorkerWatch(WATCHDOG_S, 0.0), state, 1000) is None
 
 

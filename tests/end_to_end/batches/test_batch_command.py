@@ -60,7 +60,7 @@ def test_an_interrupted_and_killed_run_ends_as_an_undisturbed_one(
     for victim, number, code, words in (
         ("command", signal.SIGINT, 130, "the same command continues where it was"),
         ("command", signal.SIGKILL, -signal.SIGKILL, ""),
-        ("server", signal.SIGKILL, 1, "the server has ended: exit code -9"),
+        ("server", signal.SIGKILL, 1, "the server has ended: killed by signal 9"),
     ):
         process = command.start()
         command.wait_for_results(len(stored) + 6)
