@@ -66,7 +66,10 @@ def test_a_batch_without_enough_files_or_memory(limit: tuple[int, int], tmp_path
     check_one_line(run_limited(limit, "batch", f"input={source}", f"output={tmp_path / 'out.jsonl'}", *SMALL))
 
 
-@pytest.mark.parametrize("limit", [(resource.RLIMIT_NOFILE, 5), (resource.RLIMIT_AS, 60 << 20)])
+# So little memory that the first start, which compiles modules, may fail elsewhere than a later one.
+@pytest.mark.parametrize(
+    "limit", [(resource.RLIMIT_NOFILE, 5), pytest.param((resource.RLIMIT_AS, 60 << 20), marks=pytest.mark.long)]
+)
 def test_a_ping_without_enough_files_or_memory(limit: tuple[int, int]) -> None:
     done = run_limited(limit, "ping", "prompt=x", "port=1")
     assert "Traceback" not in done.stderr
