@@ -46,7 +46,7 @@ CONFIG_KEYS: dict[str, Use] = {
     **_keys(Use.NO_EFFECT, "bos_token_id", "pad_token_id", "name_or_path", "_name_or_path", "_commit_hash"),
     **_keys(Use.NO_EFFECT, "id2label", "label2id", "num_labels", "problem_type", "transformers_version"),
 }
-"""Keys of config.json. Those of GENERATION_KEYS there are dropped by transformers 5, and have no effect."""
+"""Keys of config.json. transformers 5 drops keys of GENERATION_KEYS from config.json, so they have no effect there."""
 
 GENERATION_KEYS: dict[str, Use] = {
     **_keys(Use.APPLIED, "eos_token_id"),

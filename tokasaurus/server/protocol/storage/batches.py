@@ -126,9 +126,9 @@ class BatchUsage:
 
 @dataclass(frozen=True, slots=True)
 class BatchProgress:
-    """Our extension, of a batch in progress. generated_tokens: of the lines that have a result and of those that run,
-    the latter about once a second. expected_tokens: what all lines together are expected to have at the end, from the
-    lengths of finished lines and the scheduler's prediction for those that run; left out until there is a basis."""
+    """How far a batch is; our extension. generated_tokens: tokens of finished and running lines; those of running lines
+    are counted about once a second. expected_tokens: tokens that all lines are expected to have at the end, from the
+    lengths of finished lines and the scheduler's prediction for running ones; left out until there is a basis."""
 
     generated_tokens: int
     expected_tokens: int | None
