@@ -78,6 +78,9 @@ class EngineLimits:
     """Time of the warm-up's forward of one token, in seconds."""
     limited_by: SequenceLimit = "model"
     """What `max_tokens_per_sequence` comes from; see `longest_sequence`."""
+    seconds_per_pair: float = 0.0
+    """Time of attention for each prompt token and token of its context, in seconds; 0 if not known. Used until steps
+    are timed."""
 
 
 @dataclass(frozen=True, slots=True)

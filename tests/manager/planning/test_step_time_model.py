@@ -141,3 +141,14 @@ def test_prefill_is_known_up_to_twice_the_tokens_of_the_largest_of_the_latest_st
     for _ in range(8):
         model.note(np.array([1, 0, 0, 40, 40.0**2]), 0.01)
     assert model.most_prefill == 80
+
+
+@pytest.mark.parametrize("per_pair", [1e-9, 1e-7, 1e-6])
+def test_a_measured_cost_of_context_holds_until_prompts_show_it(per_pair: float) -> None:
+    """After one short chunk without context, a chunk at the end of a long prompt is predicted."""
+    model, costs = StepTimeModel(first_per_pair=per_pair), np.array([0, 0, 0, 2e-4, per_pair])
+    for _ in range(20):
+        model.note(decode := np.array([1, 4, 90, 0, 0.0]), 0.002)
+    short, long = (decode + np.array([0, 0, 0, 500, 500 * context]) for context in (500, 8000))
+    model.note(short, 0.002 + float(short @ costs))
+    assert model.predict(long) == pytest.approx(0.002 + float(long @ costs), rel=0.25)

@@ -25,5 +25,6 @@ def prefill_time(state: EngineState, decoding: NDArray[np.int64]) -> PrefillTime
     share = options.num_microbatches
     seconds = options.step_limit.prefill_seconds(share * decode_seconds, is_streaming) / share
     per_token, per_pair = model.prefill_weights
-    most = max(MIN_CHUNK, model.most_prefill)
-    return PrefillTime(seconds, per_token or options.limits.seconds_per_token, per_pair, most)
+    if not per_token:
+        per_token, per_pair = options.limits.seconds_per_token, model.first_per_pair
+    return PrefillTime(seconds, per_token, per_pair, max(MIN_CHUNK, model.most_prefill))

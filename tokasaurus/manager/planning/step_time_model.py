@@ -23,6 +23,9 @@ just that. So one outlier moves a prediction by at most 4 ** RATE = 1.5, while a
 LEAST_SHARE = 0.01
 """Least share of a step's time that a feature gets when it is not zero for the first time."""
 
+MAX_PAIRS_SHARE = 0.9
+"""Largest share of the time of the first step with prefill that is put down to context."""
+
 FORGETTING = 0.99
 """Weight of a step with prefill, relative to the one after it: the fit covers about a hundred of them. How a token's
 time grows with its context is a property of the device and changes little; a change of speed is followed by RATE."""
@@ -74,9 +77,13 @@ class StepTimeModel:
 
     The two weights of prefill are those with the least squares over the latest steps with prefill: the time of a step
     is limited by them, and gradient descent takes too many prompts to tell the cost of a token from that of context.
+
+    first_per_pair: seconds for each prefill token and token of its context by an earlier measurement, 0 if there is
+    none. The first prompts are often too short to show it, and the next may be many times as long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_per_pair: float = 0.0) -> None:
+        self.first_per_pair = first_per_pair
         self.weights = np.zeros(NUM_FEATURES)
         """Seconds per unit of each feature, at least 0; 0 until a step has had the feature."""
         self._num_prefill_tokens = deque[float](maxlen=_NUM_LATEST)  # of the latest steps with any
@@ -111,7 +118,8 @@ class StepTimeModel:
             unexplained = max(seconds - sum(parts), LEAST_SHARE * seconds)
             if _PAIRS in new:  # not an equal share: the next chunk of the prompt has several times the context
                 new.remove(_PAIRS)
-                parts[_PAIRS] = LEAST_SHARE * unexplained
+                expected = min(self.first_per_pair * values[_PAIRS], MAX_PAIRS_SHARE * unexplained)
+                parts[_PAIRS] = max(expected, LEAST_SHARE * unexplained)
                 weights[_PAIRS] = parts[_PAIRS] / values[_PAIRS]
                 unexplained -= parts[_PAIRS] if new else 0.0
             for index in new:

@@ -19,4 +19,5 @@ def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
         seconds_per_token=max(one.seconds_per_token for one in limits),
         limited_by=shortest.limited_by,
         seconds_per_step=max(one.seconds_per_step for one in limits),
+        seconds_per_pair=max(one.seconds_per_pair for one in limits),
     )

@@ -135,7 +135,8 @@ class ModelRunner:
         self._backend = backend
         self._slots = slots
         self._page_size = page_size
-        self._device = device
+        self.device = device
+        """Where forwards run."""
         if transfers is None and device.type != "cpu":
             transfers = CudaTransfers(device)
         self._staging: Staging = DirectStaging(device)
@@ -175,12 +176,12 @@ class ModelRunner:
         over the sizes."""
         self._graphs = None
         has_logits = self._mesh.is_last_stage
-        sampler = sample_by_triton if has_logits and self._shard is None and uses_triton(self._device) else None
+        sampler = sample_by_triton if has_logits and self._shard is None and uses_triton(self.device) else None
         plan_whole = None
         if isinstance(self._backend, RecordableBackend):
             self._backend.prepare_recording(max(sizes), self._slots.block_tables.shape[1])
             plan_whole = partial(self._plan_padding, self._backend)
-        places = self._model, self._executor, recorder, sizes, self._device
+        places = self._model, self._executor, recorder, sizes, self.device
         graphs = DecodeGraphs(*places, has_logits, sampler, plan_whole)
         graphs.record(progress)
         self._graphs = graphs

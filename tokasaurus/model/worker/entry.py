@@ -290,7 +290,7 @@ def start_worker(
     max_tokens, limited_by = longest_sequence(info.context_length, config.max_num_tokens_per_request, num_kv_tokens)
     limits_found = EngineLimits(
         *(num_blocks, config.page_size, max_tokens, hydragen),
-        *(times.per_token, times.single_token, limited_by),
+        *(times.per_token, times.single_token, limited_by, times.per_pair),
     )
     return StartedWorker(runner, limits_found, device, kernels if runner.always_on_kernels else None)
 

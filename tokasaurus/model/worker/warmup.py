@@ -41,6 +41,13 @@ _SMALL_TOKENS = 2
 _NUM_SINGLE = 4
 """Forwards of one token that are timed. A fixed number: all ranks run the same steps."""
 
+_PAIR_TOKENS = {"cpu": (32, 2048), "cuda": (2048, 16_384)}
+"""By type of device: the tokens of the chunk that is timed without and with a context, and the tokens of that context.
+So many that the context's time can be told from noise, and so few that the start is hardly longer."""
+
+_NUM_PAIR_TIMES = 2
+"""How often each of the two is timed; the shorter time counts."""
+
 _NOTHING = np.zeros(0, np.int32)
 
 
@@ -53,6 +60,9 @@ class WarmUpTimes:
 
     single_token: float
     """The shortest forward of one token."""
+
+    per_pair: float
+    """Of attention, for each token and token of its context; 0 if a long context took no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +166,31 @@ def warm_up_small(runner: ModelRunner, limits: ForwardLimits, page_size: int) ->
     """Run the small forwards and read their results as the step loop does. Leaves slots open, as `warm_up` does."""
     per_token = min(_seconds_per_token(runner, step) for step in small_forwards(limits, page_size))
     single = min(_seconds_per_token(runner, single_token(limits)) for _ in range(_NUM_SINGLE))
-    return WarmUpTimes(min(per_token, single), single)
+    return WarmUpTimes(min(per_token, single), single, _seconds_per_pair(runner, limits))
+
+
+def _seconds_per_pair(runner: ModelRunner, limits: ForwardLimits) -> float:
+    """Time of a chunk of a prompt after a context, less that of the same chunk without one, for each pair.
+
+    Every block of the context is the padding block, so its keys and values come from the processor's caches. For a
+    chunk of many tokens this makes little difference: attention is bound by its arithmetic.
+    """
+    num_tokens, num_context = _PAIR_TOKENS[runner.device.type]
+    num_tokens = min(num_tokens, limits.max_tokens, limits.context_length // 2)
+    num_context = min(num_context, limits.context_length - num_tokens)
+    if min(num_tokens, num_context) < 1:
+        return 0.0
+    first, after = (
+        min(_seconds_per_token(runner, step) for _ in range(_NUM_PAIR_TIMES))
+        for step in (_chunk(num_tokens, 0, limits), _chunk(num_tokens, num_context, limits))
+    )
+    return max(0.0, after - first) / num_context
+
+
+def _chunk(num_tokens: int, num_computed: int, limits: ForwardLimits) -> ForwardInput:
+    """The end of a prompt, without any sampling feature."""
+    counts, starts = np.array([num_tokens], np.int32), np.array([num_computed], np.int32)
+    return _first_step(counts, starts, limits, is_plain=True)
 
 
 def _seconds_per_token(runner: ModelRunner, step: ForwardInput) -> float:
