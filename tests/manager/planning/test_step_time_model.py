@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tokasaurus.manager.planning.step_time_model import IS_OF_DECODE, StepTimeModel, step_features
+from tokasaurus.manager.planning.step_time_model import GROWTH, IS_OF_DECODE, StepTimeModel, step_features
 
 LAWS = {
     "fixed": [2e-3, 0, 0, 60e-3 / 8192, 0],
@@ -131,16 +131,16 @@ def test_the_cost_of_a_token_is_told_from_that_of_its_context(num_tokens: int) -
     assert model.prefill_weights[1] == pytest.approx(LAWS["slow"][4], rel=0.5)
 
 
-def test_prefill_is_known_up_to_twice_the_tokens_of_the_largest_of_the_latest_steps() -> None:
+def test_prefill_is_known_up_to_a_multiple_of_the_largest_of_the_latest_steps() -> None:
     model = StepTimeModel()
     assert model.most_prefill == float("inf")
     for num_tokens in (300, 40, 5):
         model.note(np.array([1, 0, 0, num_tokens, num_tokens**2]), 0.1)
         model.note(np.array([1, 4, 90, 0, 0.0]), 0.01)
-    assert model.most_prefill == 600
+    assert model.most_prefill == GROWTH * 300
     for _ in range(8):
         model.note(np.array([1, 0, 0, 40, 40.0**2]), 0.01)
-    assert model.most_prefill == 80
+    assert model.most_prefill == GROWTH * 40
 
 
 @pytest.mark.parametrize("per_pair", [1e-9, 1e-7, 1e-6])

@@ -37,7 +37,7 @@ CAUTION = 0.02
 """Weight of the previous fit, relative to the latest steps. It decides what these do not tell, such as the cost of
 context while all prompts have the same length."""
 
-GROWTH = 2.0
+GROWTH = 1.5
 _NUM_LATEST = 8
 """For `most_prefill`. As many steps as this may be small before it shrinks."""
 
