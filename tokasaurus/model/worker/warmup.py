@@ -41,12 +41,9 @@ _SMALL_TOKENS = 2
 _NUM_SINGLE = 4
 """Forwards of one token that are timed. A fixed number: all ranks run the same steps."""
 
-_PAIR_TOKENS = {"cpu": (16, 2048), "cuda": (2048, 16_384)}
+_PAIR_TOKENS = {"cpu": (32, 2048), "cuda": (2048, 16_384)}
 """By type of device: the tokens of the chunk that is timed without and with a context, and the tokens of that context.
 So many that the context's time can be told from noise, and so few that the start is hardly longer."""
-
-_NUM_PAIR_TIMES = 2
-"""How often each of the two is timed; the shorter time counts."""
 
 _NOTHING = np.zeros(0, np.int32)
 
@@ -180,10 +177,8 @@ def _seconds_per_pair(runner: ModelRunner, limits: ForwardLimits) -> float:
     num_context = min(num_context, limits.context_length - num_tokens)
     if min(num_tokens, num_context) < 1:
         return 0.0
-    first, after = (
-        min(_seconds_per_token(runner, step) for _ in range(_NUM_PAIR_TIMES))
-        for step in (_chunk(num_tokens, 0, limits), _chunk(num_tokens, num_context, limits))
-    )
+    first = _seconds_per_token(runner, _chunk(num_tokens, 0, limits))
+    after = _seconds_per_token(runner, _chunk(num_tokens, num_context, limits))
     return max(0.0, after - first) / num_context
 
 
