@@ -67,6 +67,26 @@ def run_child(
 
     spawned_at: by time.time(). lifeline: reading end of a pipe whose only writer is the launcher, which writes nothing.
     """
+    try:
+        _run(child, config, spawned_at, launcher_pid, lifeline, status, args)
+    except Exception as error:
+        # Where memory is short, a thread may not start, nor a report be sent: there is no traceback for that either.
+        shortage = describe_shortage(error, LESS_MEMORY)
+        if shortage is None:
+            raise
+        os.write(2, f"toka: {child.label} failed: {shortage}\n".encode())
+        os._exit(1)
+
+
+def _run(
+    child: ChildProcess,
+    config: ServerConfig,
+    spawned_at: float,
+    launcher_pid: int,
+    lifeline: Connection,
+    status: Sender[Status],
+    args: tuple[Any, ...],
+) -> None:
     die_with_parent(launcher_pid, lifeline)
     _set_title(child.title)
     # A terminal sends Ctrl-C to every process; the launcher decides when each one ends. SIGINT was blocked until here,

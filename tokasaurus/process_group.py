@@ -89,7 +89,7 @@ class Child:
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             return f"{self.description.label} died: killed by signal {-code} ({name}){hint_at_memory(-code)}"
-        return f"{self.description.label} died: exit code {code}"
+        return f"{self.description.label} died: exit code {code}{hint_at_memory(None)}"
 
 
 class ProcessGroup:

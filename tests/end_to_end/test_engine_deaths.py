@@ -132,11 +132,11 @@ def test_requests_outlive_the_death_of_a_part_of_the_engine(title: str, number: 
 
 
 def test_a_long_step_is_not_taken_for_a_hang(model: Path) -> None:
-    """24 prompts of 500 tokens are prefilled in one step, with the slowest attention, under a short watchdog."""
-    slow = ("cpu_isa=torch", "attention_backend=reference", "max_tokens_per_forward=12000")
-    sizes = ("dtype=float32", "kv_cache_num_tokens=16000", "max_step_seconds=600")
+    """48 prompts of 500 tokens are prefilled in one step, with the slowest attention, under a short watchdog."""
+    slow = ("cpu_isa=torch", "attention_backend=reference", "max_tokens_per_forward=24000")
+    sizes = ("dtype=float32", "kv_cache_num_tokens=30000", "max_step_seconds=600")
     with running_toka(f"model={model}", *slow, *sizes, "watchdog_seconds=1") as toka:
-        prompts = [[(token + number) % 200 for token in range(500)] for number in range(24)]
+        prompts = [[(token + number) % 200 for token in range(500)] for number in range(48)]
         began_s = toka.gauge("toka_forward_seconds_total")
         answer = httpx.post(
             f"{toka.url}/v1/completions", json={"model": "default", "prompt": prompts, "max_tokens": 1}, timeout=300

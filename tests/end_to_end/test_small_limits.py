@@ -43,8 +43,7 @@ def check_one_line(done: "subprocess.CompletedProcess[str]") -> None:
         assert any(word in output.splitlines()[-1] for word in WORDS), output
 
 
-# Address space is a long case: beside other tests, a library's own message or a traceback comes first now and then.
-@pytest.mark.parametrize("limit", [*FEW_FILES, *(pytest.param(limit, marks=pytest.mark.long) for limit in FEW_BYTES)])
+@pytest.mark.parametrize("limit", FEW_FILES + FEW_BYTES)
 def test_a_start_without_enough_files_or_memory(limit: tuple[int, int]) -> None:
     check_one_line(run_limited(limit, f"port={free_port()}", *SMALL))
 

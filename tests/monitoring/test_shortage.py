@@ -43,17 +43,18 @@ def test_the_address_space_is_named_where_it_is_limited() -> None:
     script = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
         "from tokasaurus.monitoring.shortage import *\n"
-        "print(describe_shortage(MemoryError())); print(hint_at_memory(6))"
+        "print(describe_shortage(MemoryError())); print(hint_at_memory(6)); print(hint_at_memory(None))"
     )
     lines = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    first, second = lines.splitlines()
+    first, second, third = lines.splitlines()
     assert first == "not enough memory (ulimit -v allows 1,024 MiB)"
     assert second.startswith(
         "; probably for lack of memory (ulimit -v allows 1,024 MiB): a smaller kv_cache_num_tokens="
     )
+    assert third == second
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGINT])
-def test_only_a_kill_suggests_memory_without_limits(number: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGINT, None])
+def test_only_a_kill_suggests_memory_without_limits(number: int | None) -> None:
     assert hint_at_memory(number) == ""
     assert "kv_cache_num_tokens=" in hint_at_memory(signal.SIGKILL)

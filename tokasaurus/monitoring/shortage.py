@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import ParamSpec
 
+from tokasaurus.monitoring.log_writer import log_writer
+
 P = ParamSpec("P")
 
 LESS_MEMORY = "a smaller kv_cache_num_tokens= or max_tokens_per_forward= needs less"
@@ -64,15 +66,16 @@ def _address_space() -> str:
     return "" if limit == resource.RLIM_INFINITY else f" (ulimit -v allows {limit >> 20:,} MiB)"
 
 
-def hint_at_memory(signal_number: int) -> str:
+def hint_at_memory(signal_number: int | None) -> str:
     """Text to append to the line about a process that this signal has killed; empty if memory is not a likely reason.
 
     SIGKILL: of the kernel, when the machine or a control group has no memory left. SIGABRT and SIGSEGV: of libraries
-    that do not check whether they got memory, where the address space is limited.
+    that do not check whether they got memory, where the address space is limited. None: the process has ended by itself
+    without a word of ours, as such libraries do as well.
     """
     if signal_number == signal.SIGKILL:
         return f"; unless somebody did it, the system had too little memory: {LESS_MEMORY}"
-    if signal_number in (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV) and _address_space():
+    if signal_number in (None, signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV) and _address_space():
         return f"; probably for lack of memory{_address_space()}: {LESS_MEMORY}"
     return ""
 
@@ -100,6 +103,8 @@ def ends_in_one_line(command: Callable[P, int]) -> Callable[P, int]:
             reason = _describe_refusal(error)
             if reason is None:
                 raise
+            with suppress(RuntimeError, MemoryError):  # its thread does not start
+                log_writer().flush_lines()  # so that the reason is the last line
             os.write(2, f"toka: {reason}\n".encode())
             _discard_output()
             return 1

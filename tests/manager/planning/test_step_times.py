@@ -15,6 +15,14 @@ def test_before_any_step_the_start_value_counts_for_each_token() -> None:
     assert StepTimes(0.5).longest(100) == 50
 
 
+def test_before_any_step_attention_is_not_taken_for_faster_than_it_is() -> None:
+    """24,000 tokens with 500 of context, where attention takes ten times as long as all other work."""
+    per_token, per_pair = 1e-5, 2e-7
+    cost = step_cost(np.full(48, 500, np.int32), np.full(48, 500))
+    seconds = 24_000 * (per_token + 500 * per_pair)
+    assert seconds <= StepTimes(per_token, per_pair).longest(cost) < 3 * seconds
+
+
 @pytest.mark.parametrize(("cost", "longest"), [(16, 0.1), (10, 0.1), (1, 0.1), (17, 0.2), (64, 0.4), (8192, 0.1 * 512)])
 def test_a_cheaper_step_takes_no_longer_and_a_dearer_one_at_most_in_proportion(cost: float, longest: float) -> None:
     times = StepTimes(0.5)

@@ -33,9 +33,8 @@ def test_workers_are_counted_as_if_all_had_come_as_far(
 
 def test_own_memory_grows_by_what_is_filled() -> None:
     before = own_bytes()
-    pages = mmap.mmap(
-        -1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )  # new pages: an allocator may give memory that was counted before
+    # New pages: an allocator may give memory that was counted before.
+    pages = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     filled = np.frombuffer(pages, np.uint8)
     filled[:] = 1
     assert 60 * MIB < own_bytes() - before < 80 * MIB

@@ -1,15 +1,20 @@
 """Warm-up steps reach the limits of a forward and do not exceed them."""
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.installed_triton import needs_interpreter, run_python
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.steps import make_runner
+from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.model.worker.warmup import (
     ForwardLimits,
+    _seconds_per_pair,
     decode_after,
     longest_last_tokens,
     longest_prefill,
@@ -48,6 +53,36 @@ def test_the_longest_steps_end_where_the_context_ends(limits: ForwardLimits) -> 
         assert step.num_tokens.sum() <= limits.max_tokens
         assert len(step.slots) <= limits.max_seqs
     assert longest_prefill(limits).num_tokens[0] == min(limits.max_tokens, limits.context_length)
+
+
+class TimedRunner:
+    """Moves a clock by the time that a device of this law takes."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, per_token: float, per_pair: float) -> None:
+        self.per_token, self.per_pair, self.now_s = per_token, per_pair, 0.0
+        self.steps: list[ForwardInput] = []
+
+    def run(self, step: ForwardInput) -> None:
+        self.steps.append(step)
+        contexts = step.changes.opened.first_positions + step.num_tokens
+        self.now_s += float(step.num_tokens.sum()) * self.per_token + float(step.num_tokens @ contexts) * self.per_pair
+
+
+@pytest.mark.parametrize(
+    "limits", [*LIMITS, replace(LIMITS[0], context_length=100_000), replace(LIMITS[0], context_length=2)]
+)
+@pytest.mark.parametrize("per_pair", [0.0, 1e-9, 1e-6])
+def test_the_cost_of_context_is_told_from_that_of_tokens(
+    limits: ForwardLimits, per_pair: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = TimedRunner(1e-4, per_pair)
+    monkeypatch.setattr(time, "perf_counter", lambda: runner.now_s)
+    assert _seconds_per_pair(runner, limits) == pytest.approx(per_pair, abs=1e-12)
+    for step in runner.steps:
+        assert int(step.num_tokens.sum()) <= limits.max_tokens
+        assert (step.changes.opened.num_prompt_tokens <= limits.context_length).all()
 
 
 @pytest.mark.parametrize("limits", LIMITS)

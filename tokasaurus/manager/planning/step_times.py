@@ -24,11 +24,12 @@ def step_cost(num_tokens: NDArray[np.int32], num_kv_tokens: NDArray[np.int64]) -
 class StepTimes:
     """The slowest recent step of each class of costs; the classes are powers of two.
 
-    seconds_per_token: longest time of a step of cost 1, assumed until a step has been timed.
+    seconds_per_token, seconds_per_pair: longest times of a token without context, and of attention for each token and
+    token of its context, assumed until a step has been timed.
     """
 
-    def __init__(self, seconds_per_token: float) -> None:
-        self._seconds_per_token = seconds_per_token
+    def __init__(self, seconds_per_token: float, seconds_per_pair: float = 0.0) -> None:
+        self._seconds_per_cost = max(seconds_per_token, CONTEXT_TOKENS * seconds_per_pair)
         self._slowest: dict[int, float] = {}
 
     def note(self, cost: float, seconds: float) -> None:
@@ -41,7 +42,7 @@ class StepTimes:
         asked = _class_of(cost)
         # A dearer step takes no less. A cheaper step's time grows at most with the cost.
         bounds = [seconds * 2.0 ** max(0, asked - step_class) for step_class, seconds in self._slowest.items()]
-        return min(bounds, default=self._seconds_per_token * cost)
+        return min(bounds, default=self._seconds_per_cost * cost)
 
 
 def _class_of(cost: float) -> int:

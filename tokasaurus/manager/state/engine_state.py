@@ -314,7 +314,7 @@ def make_state(options: EngineOptions, grammars: Grammars | None = None) -> Engi
         forecast=forecast,
         last_logprobs=np.zeros(num_slots + 1, np.float32),
         step_time_model=StepTimeModel(limits.seconds_per_pair),
-        step_times=StepTimes(limits.seconds_per_token),
+        step_times=StepTimes(limits.seconds_per_token, limits.seconds_per_pair),
         grammars=grammars,
         group_trials=GroupTrials() if options.hydragen is not None and options.hydragen.is_tried else None,
     )
