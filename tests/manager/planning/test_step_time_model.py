@@ -143,12 +143,23 @@ def test_prefill_is_known_up_to_a_multiple_of_the_largest_of_the_latest_steps() 
     assert model.most_prefill == GROWTH * 40
 
 
-@pytest.mark.parametrize("per_pair", [1e-9, 1e-7, 1e-6])
-def test_a_measured_cost_of_context_holds_until_prompts_show_it(per_pair: float) -> None:
-    """After one short chunk without context, a chunk at the end of a long prompt is predicted."""
-    model, costs = StepTimeModel(first_per_pair=per_pair), np.array([0, 0, 0, 2e-4, per_pair])
-    for _ in range(20):
-        model.note(decode := np.array([1, 4, 90, 0, 0.0]), 0.002)
-    short, long = (decode + np.array([0, 0, 0, 500, 500 * context]) for context in (500, 8000))
-    model.note(short, 0.002 + float(short @ costs))
-    assert model.predict(long) == pytest.approx(0.002 + float(long @ costs), rel=0.25)
+@pytest.mark.parametrize("per_pair", [1e-8, 1e-7, 1e-6])
+def test_a_measured_cost_of_context_outlasts_short_prompts(per_pair: float) -> None:
+    """Chunks that grow from 9 tokens to a thousand, each with noise and the time of a step, and then a long context."""
+    model, rng = StepTimeModel(first_per_pair=per_pair), np.random.default_rng(3)
+    costs = np.array([5e-3, 1e-5, 1e-8, 2e-4, per_pair])
+    for num_tokens in [9] * 8 + [16, 24, 36, 54, 81, 122, 182, 273, 410, 615, 922]:
+        short = np.array([1, 4, 400, num_tokens, num_tokens * num_tokens])
+        model.note(short, float(short @ costs) * float(np.exp(rng.normal(0, 0.3))))
+    long = np.array([1, 4, 400, 500, 500 * 8000])
+    assert model.predict(long) == pytest.approx(float(long @ costs), rel=0.4)
+
+
+def test_long_prompts_correct_a_wrong_first_cost_of_context() -> None:
+    for factor in (0.3, 3.0):
+        model = StepTimeModel(first_per_pair=1e-7 * factor)
+        costs = np.array([5e-3, 1e-5, 1e-8, 2e-4, 1e-7])
+        for context in range(500, 8500, 500):
+            chunk = np.array([1, 4, 400, 500, 500 * context])
+            model.note(chunk, float(chunk @ costs))
+        assert model.prefill_weights[1] == pytest.approx(1e-7, rel=0.3)

@@ -26,6 +26,10 @@ LEAST_SHARE = 0.01
 MAX_PAIRS_SHARE = 0.9
 """Largest share of the time of the first step with prefill that is put down to context."""
 
+ANCHOR = 2 * 2048.0**2
+"""Weight of the first measurement of context's cost: that of two steps with a context of 2,048. Short prompts do not
+outweigh it, whose time for each token depends on how few they are; a few steps of long ones do."""
+
 FORGETTING = 0.99
 """Weight of a step with prefill, relative to the one after it: the fit covers about a hundred of them. How a token's
 time grows with its context is a property of the device and changes little; a change of speed is followed by RATE."""
@@ -88,6 +92,8 @@ class StepTimeModel:
         """Seconds per unit of each feature, at least 0; 0 until a step has had the feature."""
         self._num_prefill_tokens = deque[float](maxlen=_NUM_LATEST)  # of the latest steps with any
         self._moments = [0.0] * 5  # of the line: sums of 1, x, x * x, y and x * y
+        if first_per_pair > 0:  # as if its slope had been seen, at no height
+            self._moments[2], self._moments[4] = ANCHOR, ANCHOR * first_per_pair
 
     def knows(self, features: NDArray[np.float64]) -> bool:
         """Whether an observed step had each of these features. The prediction is too small otherwise."""
@@ -118,8 +124,8 @@ class StepTimeModel:
             unexplained = max(seconds - sum(parts), LEAST_SHARE * seconds)
             if _PAIRS in new:  # not an equal share: the next chunk of the prompt has several times the context
                 new.remove(_PAIRS)
-                expected = min(self.first_per_pair * values[_PAIRS], MAX_PAIRS_SHARE * unexplained)
-                parts[_PAIRS] = max(expected, LEAST_SHARE * unexplained)
+                expected = self.first_per_pair * values[_PAIRS] or LEAST_SHARE * unexplained
+                parts[_PAIRS] = min(expected, MAX_PAIRS_SHARE * unexplained)
                 weights[_PAIRS] = parts[_PAIRS] / values[_PAIRS]
                 unexplained -= parts[_PAIRS] if new else 0.0
             for index in new:
