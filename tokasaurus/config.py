@@ -43,7 +43,7 @@ class ServerConfig(Config):
     max_seqs_per_forward: int = 1024
     max_num_tokens_per_request: int | None = None
 
-    torch_compile: bool = False
+    torch_compile: bool | None = None
     use_cudagraphs: bool = True
     cudagraph_max_size: int | None = None
     cudagraph_step: int = 16

@@ -70,7 +70,9 @@ SERVER_FLAGS = FlagTable(
         },
         "compile": {
             "torch_compile": Flag(
-                "compile the layers with torch.compile; on CPU this replaces our own kernels, which are faster"
+                "compile the layers with torch.compile; auto is on for CUDA, where the start goes on without if that "
+                "fails; on CPU this replaces our own kernels, which are faster",
+                none_means="auto",
             ),
             "use_cudagraphs": Flag("decode with CUDA graphs; only on CUDA"),
             "cudagraph_max_size": _count(

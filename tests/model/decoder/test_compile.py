@@ -6,6 +6,7 @@ import random
 import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -19,10 +20,13 @@ from tokasaurus.checkpoint import cache_directory, resolve_checkpoint
 from tokasaurus.config import parse_server_config
 from tokasaurus.messages.channel import make_channel
 from tokasaurus.messages.lifecycle import PhaseDone, UserError
+from tokasaurus.model.attention.torch_backend import TorchBackend
 from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.decoder import compile
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.worker import entry
 from tokasaurus.model.worker.entry import start_worker
 from tokasaurus.model.worker.loop import run_steps
 from tokasaurus.model.worker.warmup import ForwardLimits, single_token, warm_up, widest_prefill
@@ -112,6 +116,36 @@ def test_no_step_of_any_shape_is_compiled_after_warm_up(backend: str, tmp_path: 
         for slot, (token, logprob) in step.items():
             assert token == expected[slot][0]
             assert logprob == pytest.approx(expected[slot][1], abs=1e-4)
+
+
+def test_every_forward_runs_the_compiled_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts and decode rows together too."""
+    compile_graph, calls = Compiler._compile_graph, list[int]()
+
+    def counted(compiler: Compiler, graph: torch.fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
+        compiled = compile_graph(compiler, graph, inputs)
+
+        def call(*arguments: object) -> object:
+            calls.append(1)
+            return compiled(*arguments)
+
+        return call
+
+    monkeypatch.setattr(Compiler, "_compile_graph", counted)
+    save_tiny_model(tmp_path, "llama")
+    runner, compiler = compiled_runner(tmp_path, "torch")
+    for num_decode, num_prefill in ((0, 1), (1, 0), (2, 3), (7, 1)):
+        driver = StepDriver(runner, num_blocks=NUM_BLOCKS)
+        slots = range(1, num_decode + num_prefill + 1)
+        for slot in slots:
+            driver.open(slot, [slot, 5, 6])
+        decode, prefill = slots[:num_decode], slots[num_decode:]
+        if decode:
+            driver.run([], [(slot, 3) for slot in decode])
+        calls.clear()
+        driver.run(list(decode), [(slot, 3) for slot in prefill])
+        assert len(calls) == 1
+    assert compiler.num_compilations == 1
 
 
 def test_sizes_that_are_not_marked_dynamic_cause_recompiles_that_are_counted(
@@ -209,6 +243,86 @@ def test_any_failure_of_the_compiler_is_one_line_that_says_how_to_go_on(tmp_path
         compiled_runner(tmp_path, "torch")
     expected = "cannot compile here, PTXAS error: Internal Triton PTX codegen error; torch_compile=F needs none"
     assert str(caught.value) == f"torch_compile=T: {expected}"
+
+
+def raise_as_triton() -> None:
+    raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable")
+
+
+raise_in_triton = FunctionType(raise_as_triton.__code__, {**globals(), "__name__": "triton.runtime.build"})
+
+FAILURES: dict[str, tuple[dict[str, object], str]] = {
+    "in the compiler": ({"side_effect": RuntimeError("\nPTXAS error: no sm_99\nmore")}, "PTXAS error: no sm_99"),
+    "at the first launch": ({"return_value": lambda *_: raise_in_triton()}, "Failed to find C compiler."),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_without_a_compiler_that_nobody_asked_for_all_steps_run_uncompiled(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    oracle = save_tiny_model(tmp_path, "qwen2", tied=False)
+    how, reason = FAILURES[kind]
+    compiler = Compiler(is_required=False)
+    model, info = load(tmp_path)
+    with unittest.mock.patch.object(Compiler, "_compile_graph", **how) as compile_graph:
+        model.begin_packing(None, compiler=compiler)  # as on CUDA: the LM head is compiled too
+        model.end_packing()
+        runner = make_runner(model, info, "torch", num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS, compiler=compiler)
+        whole_warm_up(runner)
+        compiler.end_warm_up()
+        assert compile_graph.call_count == 1, "one failure is enough"
+        assert compiler.describe() == "compiled functions: none"
+        prompts = [[3, 4, 5], [7] * 20]
+        tokens, _ = greedy_in_a_mixed_batch(StepDriver(runner), prompts, 8, random.Random(0))
+        assert runner.run(single_token(LIMITS)).num_recompiles == 0
+        assert compile_graph.call_count == 1
+    assert tokens == [oracle_greedy(oracle, prompt, 8)[0] for prompt in prompts]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning == (
+        f"the layers run uncompiled, which is slower, since torch.compile cannot compile here: {reason}; it needs "
+        "Triton and a C compiler, and torch_compile=F does without"
+    )
+
+
+def test_what_fails_uncompiled_too_is_no_failure_of_the_compiler(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model(tmp_path, "llama")
+    compiler = Compiler(is_required=False)
+    model, info = load(tmp_path)
+    model.pack(None, compiler=compiler)
+    runner = make_runner(model, info, "torch", compiler=compiler)
+    with (
+        unittest.mock.patch.object(TorchBackend, "attend", side_effect=ValueError("attention is broken")),
+        pytest.raises(ValueError, match="attention is broken"),
+    ):
+        runner.run(single_token(LIMITS))
+    assert not compiler.has_failed
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_worker_starts_where_compiling_is_the_default_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model(tmp_path, "llama")
+    phases: list[PhaseDone] = []
+    monkeypatch.setattr(entry, "is_compiled", lambda flag, _device: flag is not False)  # as on CUDA
+    with unittest.mock.patch.object(Compiler, "_compile_graph", side_effect=RuntimeError("no Triton")):
+        worker = start_worker(parse_server_config(FLAGS), resolve_checkpoint(str(tmp_path)), Mesh(), 0, phases.append)
+        assert worker.runner.run(single_token(LIMITS)) is not None
+    assert {done.phase: done.detail for done in phases}["warm-up"] == "compiled functions: none"
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == compile.__name__]
+    assert "cannot compile here: no Triton; " in warning
+
+
+def test_a_plain_error_from_the_code_of_triton_is_one_line_too(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    with (
+        unittest.mock.patch.object(Compiler, "_compile_graph", return_value=lambda *_: raise_in_triton()),
+        pytest.raises(UserError, match=r"^torch_compile=T: cannot compile here, Failed to find C compiler\.; "),
+    ):
+        compiled_runner(tmp_path, "torch")
 
 
 @pytest.mark.parametrize(

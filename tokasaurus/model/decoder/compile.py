@@ -5,6 +5,7 @@ The compiler is imported only when it is used, because the import takes a second
 
 import logging
 import os
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -28,7 +29,11 @@ R = TypeVar("R")
 class Compiler:
     """Compiles functions with inductor at their first call, which must precede `end_warm_up`; counts compilations."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_required: bool = True) -> None:
+        """is_required: the start fails where this machine cannot compile; otherwise it goes on without."""
+        self._is_required = is_required
+        self.has_failed = False
+        """Whether a compilation failed that was not required. Since then, every function runs uncompiled."""
         self.num_compilations = 0
         """Since start."""
         self.num_recompiles = 0
@@ -46,15 +51,17 @@ class Compiler:
 
         options: settings of torch._inductor.config for this function alone.
 
-        Until `end_warm_up`, a call raises UserError if this machine cannot compile.
+        Until `end_warm_up`, a call raises UserError if this machine cannot compile and it is required. If it is not,
+        the call logs a warning and runs the function itself.
         """
         from torch._dynamo.decorators import mark_unbacked
-        from torch._dynamo.exc import BackendCompilerFailed
 
         backend = partial(self._compile_graph, options=options) if options else self._compile_graph
         compiled = torch.compile(function, backend=backend, fullgraph=True)
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if self.has_failed:
+                return function(*args, **kwargs)
             if self._is_warm:
                 return compiled(*args, **kwargs)
             for argument in args:
@@ -63,13 +70,18 @@ class Compiler:
                     mark_unbacked(argument, 0)
             try:
                 return compiled(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:
-                if not type(error).__module__.startswith(_COMPILERS):
+                if not self._is_required:
+                    result = function(*args, **kwargs)  # raises too if the compiler is not the cause
+                    self._go_on_without(error)
+                    return result
+                if not _is_of_compiler(error):
                     raise
                 logger.debug("compilation failed", exc_info=error)
-                reason = _gist(error.inner_exception if isinstance(error, BackendCompilerFailed) else error)
                 raise UserError(
-                    f"torch_compile=T: cannot compile here, {reason}; torch_compile=F needs none"
+                    f"torch_compile=T: cannot compile here, {_gist(error)}; torch_compile=F needs none"
                 ) from error
 
         return call
@@ -77,6 +89,19 @@ class Compiler:
     def end_warm_up(self) -> None:
         """From now on, every compilation counts as an error."""
         self._is_warm = True
+
+    def describe(self) -> str:
+        """For the user, after warm-up."""
+        return f"compiled functions: {'none' if self.has_failed else self.num_compilations}"
+
+    def _go_on_without(self, error: Exception) -> None:
+        self.has_failed = True
+        logger.debug("compilation failed", exc_info=error)
+        logger.warning(
+            "the layers run uncompiled, which is slower, since torch.compile cannot compile here: %s; it needs Triton "
+            "and a C compiler, and torch_compile=F does without",
+            _gist(error),
+        )
 
     def _compile_graph(
         self, graph: GraphModule, inputs: list[Any], options: dict[str, Any] | None = None
@@ -92,7 +117,21 @@ class Compiler:
         return inductor(graph, inputs, config_patches=options)
 
 
+def _is_of_compiler(error: Exception) -> bool:
+    """Whether a compiler's code raised it, or a program that the compiler ran."""
+    modules = [type(error).__module__]
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if module != "subprocess":
+            modules[1:] = [module]
+    return any(module.startswith(_COMPILERS) for module in modules)
+
+
 def _gist(error: Exception) -> str:
     """The line of a compiler's output that says what is wrong; else the error's first line."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    if isinstance(error, BackendCompilerFailed):
+        error = error.inner_exception
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return next((line for line in lines if "error:" in line), lines[0]).strip()

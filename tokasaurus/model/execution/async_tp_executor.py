@@ -33,7 +33,9 @@ class AsyncTPExecutor:
         self._plain = plain
         self._mesh = mesh
         self._threshold = threshold
-        self._by_shards = CompiledExecutor(model, backend, compiler, sequence_parallel.run_layers, FUSE_WITH_GEMMS)
+        self._by_shards = CompiledExecutor(
+            model, backend, compiler, plain, sequence_parallel.run_layers, FUSE_WITH_GEMMS
+        )
 
     def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
         if len(hidden) < self._threshold:

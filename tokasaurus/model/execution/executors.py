@@ -46,7 +46,8 @@ def run_layers(layers: Sequence[DecoderLayer], hidden: Tensor, cos_sin: Tensor, 
 
 
 class CompiledExecutor:
-    """Runs all layers as one compiled function, which leaves attention whole."""
+    """Runs all layers as one compiled function, which leaves attention whole; once the compiler has failed, runs
+    `plain`."""
 
     always_on_kernels = False
 
@@ -55,15 +56,20 @@ class CompiledExecutor:
         model: Decoder,
         backend: AttentionBackend,
         compiler: Compiler,
+        plain: LayerExecutor,
         run: Callable[..., Tensor] = run_layers,
         options: dict[str, Any] | None = None,
     ) -> None:
         """run, options: what to compile, with the arguments of run_layers, and how."""
         self._layers = list(model.decoder_layers())
         self._backend = backend
+        self._compiler = compiler
+        self._plain = plain
         self._run = compiler.compile(run, options)
 
     def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
+        if self._compiler.has_failed:
+            return self._plain.run(hidden, cos_sin, attends)
         with attending(attends):
             # Their storage changes. Views of one element have the same shape before and after the cache gets its size.
             caches = [cache.as_strided((1,), (1,)) for cache in self._backend.caches]
@@ -92,9 +98,9 @@ class KernelExecutor:
 
 def choose_executor(model: Decoder, backend: AttentionBackend, compiler: Compiler | None = None) -> LayerExecutor:
     """The fastest executor for a loaded and packed model with this backend; the compiler's, if there is one."""
-    if compiler is not None:
-        return CompiledExecutor(model, backend, compiler)
     modules = ModuleExecutor(model)
+    if compiler is not None:
+        return CompiledExecutor(model, backend, compiler, modules)
     if model.packed_layers is None or not isinstance(backend, CpuBackend):
         return modules
     return KernelExecutor(model.packed_layers, backend, model.gemm_choice, modules)

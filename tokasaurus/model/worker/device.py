@@ -30,6 +30,11 @@ def choose_device(name: str | None, index: int) -> torch.device:
     return device
 
 
+def is_compiled(torch_compile: bool | None, device: torch.device) -> bool:
+    """Whether torch compiles the layers. torch_compile: the flag; None: on CUDA, where it is faster."""
+    return device.type == "cuda" if torch_compile is None else torch_compile
+
+
 def choose_dtype(name: str | None, device: torch.device, kernels: Kernels | None, is_compiled: bool) -> torch.dtype:
     """The dtype of the weights in memory.
 

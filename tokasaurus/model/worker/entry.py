@@ -42,7 +42,13 @@ from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.process_group import is_about_another_rank, joined, least_of_ranks
 from tokasaurus.model.parallel.stage_links import StageLinks, num_hidden_buffers
 from tokasaurus.model.staging.sizes import sizes_for
-from tokasaurus.model.worker.device import choose_activation_dtype, choose_device, choose_dtype, choose_kv_cache_dtype
+from tokasaurus.model.worker.device import (
+    choose_activation_dtype,
+    choose_device,
+    choose_dtype,
+    choose_kv_cache_dtype,
+    is_compiled,
+)
 from tokasaurus.model.worker.forward_memory import largest_forward, reserve
 from tokasaurus.model.worker.hydragen_costs import describe, find_costs
 from tokasaurus.model.worker.kv_sizing import size_kv_cache
@@ -164,8 +170,9 @@ def start_worker(
 
             enable_fused_gemms(config.async_tp_threshold, mesh, device, first_device=index - mesh.tp_rank)
         kernels = load_kernels(config.cpu_isa) if device.type == "cpu" else None
-        dtype = choose_dtype(config.dtype, device, kernels, config.torch_compile)
-        activation_dtype = choose_activation_dtype(dtype, kernels, config.torch_compile)
+        compiles = is_compiled(config.torch_compile, device)
+        dtype = choose_dtype(config.dtype, device, kernels, compiles)
+        activation_dtype = choose_activation_dtype(dtype, kernels, compiles)
         kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, dtype, activation_dtype)
         details.append(f"{device}, {_describe_dtypes(dtype, activation_dtype, kv_cache_dtype)}")
         if device.type == "cpu":
@@ -178,7 +185,7 @@ def start_worker(
         with phase("gemm") as details:
             choice = choose_gemm(kernels, info, dtype)
             details.append(choice.describe())
-    compiler = Compiler() if config.torch_compile else None
+    compiler = Compiler(is_required=config.torch_compile is True) if compiles else None
     memory = MemoryReport(config, info, mesh, device, dtype, kv_cache_dtype)
     with phase("weights", has_progress_bar=True), memory.part(WEIGHTS, ROTARY, on_cpu=True):
         model = _build_model(checkpoint, mesh, dtype)
@@ -269,7 +276,7 @@ def start_worker(
             times = run_largest()
         if compiler is not None:
             compiler.end_warm_up()
-            details.append(f"compiled functions: {compiler.num_compilations}")
+            details.append(compiler.describe())
     if graphs:
         bar = Progress(console=console, transient=True, disable=not console.is_terminal)
         with phase("CUDA graphs", has_progress_bar=True) as details, bar:
