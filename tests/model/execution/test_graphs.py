@@ -1,6 +1,8 @@
 """Decode steps as graphs, recorded on a CPU by a tape that replays operations into the same memory."""
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,3 +191,24 @@ def decode_with_every_option(runner: ModelRunner) -> list[Sampled]:
     driver.open(5, [3, 1], num_top=2)
     steps.append(driver.run([], [(5, 2)]))
     return steps + [driver.run([1, 5, 3], []) for _ in range(4)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "flashinfer"])
+def test_dropped_graphs_are_freed_at_once_without_the_cyclic_collector(
+    backend: str, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The NCCL group is destroyed right after: it would wait for as long as a graph holds its collectives."""
+    flashinfer_double.install(monkeypatch)
+    save_tiny_model(tmp_path, "llama")
+    runner, _, tape = make_taped(tmp_path, backend, compiled)
+    graphs = [weakref.ref(graph) for graph in tape.graphs]
+    gc.collect()
+    gc.disable()
+    try:
+        tape.graphs.clear()
+        assert all(graph() is not None for graph in graphs)
+        runner.drop_graphs()
+        assert all(graph() is None for graph in graphs)
+    finally:
+        gc.enable()

@@ -1,12 +1,17 @@
 """A worker from start to end, over real channels, in a thread of the test."""
 
 import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.tiny_model import save_tiny_model
+from tests.model.execution.helpers.launch_tape import LaunchTape, TapedGraph
 from tests.model.helpers.steps import NOTHING, int32, open_greedy
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import parse_server_config
@@ -14,7 +19,9 @@ from tokasaurus.messages.channel import make_channel
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.lifecycle import PhaseDone, Ready, UserError
 from tokasaurus.messages.slots import SlotChanges
+from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.worker import entry
 from tokasaurus.model.worker.entry import run_worker, start_worker
 
 FLAGS = ["dtype=float32", "max_tokens_per_forward=64", "max_seqs_per_forward=8"]
@@ -91,3 +98,31 @@ def test_a_flag_that_the_worker_cannot_satisfy_is_a_user_error(flags: list[str],
     config = parse_server_config([*FLAGS, "kv_cache_num_tokens=100", *flags])
     with pytest.raises(UserError, match=message):
         start_worker(config, resolve_checkpoint(str(tmp_path)), Mesh(), 0, lambda _: None)
+
+
+def test_graphs_are_freed_before_the_group_of_ranks_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_model(tmp_path, "llama")
+    graphs: list[weakref.ref[TapedGraph]] = []
+    at_end: list[int] = []
+
+    class ForgetfulTape(LaunchTape):
+        def end(self) -> TapedGraph:
+            graphs.append(weakref.ref(graph := super().end()))
+            self.graphs.clear()
+            return graph
+
+    @contextmanager
+    def joined(_config: Any, mesh: Mesh, *_: Any) -> Iterator[Mesh]:
+        yield mesh
+        at_end.append(sum(graph() is not None for graph in graphs))
+
+    monkeypatch.setattr(entry, "_joined", joined)
+    monkeypatch.setattr(Decoder, "pack_module", lambda *_: None)  # a tape reads no packed weights
+    monkeypatch.setattr(entry, "_graph_sizes", lambda *_: [8, 4])
+    monkeypatch.setattr(entry, "CudaRecorder", lambda _device: ForgetfulTape())
+    config = parse_server_config([*FLAGS, "kv_cache_num_tokens=100", "use_hydragen=F", "cpu_isa=torch"])
+    (inputs, input_end), (_, outputs), (_, status) = make_channel(), make_channel(), make_channel()
+    input_end.close()
+    run_worker(config, resolve_checkpoint(str(tmp_path)), 0, None, inputs, outputs, status)
+    assert len(graphs) > 2
+    assert at_end == [0]

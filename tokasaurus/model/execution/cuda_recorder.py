@@ -15,9 +15,15 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CudaRecorder:
-    """Implements Recorder: all graphs take their memory from one pool."""
+    """Implements Recorder: all graphs take their memory from one pool.
+
+    Collects garbage once, when it is made, and what exists then is never visited again: memory that is freed while
+    launches are recorded could not be used by them, and a collection with a model in memory takes tenths of a second.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        gc.collect()
+        gc.freeze()
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -28,7 +34,6 @@ class CudaRecorder:
         """The default stream cannot be recorded; libraries choose their memory by stream, so that the forward before
         the recording must be on the same one."""
         torch.cuda.synchronize(self._device)
-        gc.collect()  # memory that is freed while launches are recorded could not be used by them
         with torch.cuda.stream(self._stream):
             yield
         torch.cuda.synchronize(self._device)

@@ -97,6 +97,7 @@ def run_worker(
             threads = nullcontext() if worker.kernels is None else leave_threads_to(worker.kernels)
             with threads:
                 run_steps(worker.runner, inputs, outputs if mesh.replies else None, steps_behind)
+            worker.runner.drop_graphs()  # NCCL's end waits for recorded collectives, which only their graphs' end frees
     except RuntimeError as error:
         if mesh.num_ranks == 1 or not is_about_another_rank(error):
             raise
