@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.model.attention.helpers.flashinfer_source import RECORD, read_parameters
+from tests.model.attention.helpers.flashinfer_source import RECORD, read_package
 
 PACKAGES = Path(__file__).resolve().parents[1] / ".venv-flashinfer"
 RECORDED = json.loads(RECORD.read_text())
@@ -14,7 +14,7 @@ RECORDED = json.loads(RECORD.read_text())
 
 @pytest.mark.parametrize("version", RECORDED)
 def test_the_record_is_what_the_package_has(version: str) -> None:
-    found = read_parameters(PACKAGES / version)
+    found = read_package(PACKAGES / version)
     assert json.loads(json.dumps(found)) == RECORDED[version]
 
 
@@ -27,17 +27,17 @@ def test_the_decode_wrapper_hands_every_keyword_of_plan_on(version: str) -> None
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_BATCH_DECODE_PLAN_LEGACY_POS_ARGS"
     )
-    parameters = {name for name, _, _ in RECORDED[version]["BatchDecodeWithPagedKVCacheWrapper"]["plan"]}
+    parameters = {name for name, _, _ in RECORDED[version]["wrappers"]["BatchDecodeWithPagedKVCacheWrapper"]["plan"]}
     assert set(ast.literal_eval(table)) <= parameters
     assert {"sm_scale", "q_data_type", "kv_data_type", "o_data_type"} <= set(ast.literal_eval(table))
 
 
 def test_both_wrappers_are_at_the_top_of_the_package() -> None:
-    for version, wrappers in RECORDED.items():
+    for version, found in RECORDED.items():
         names = {
             alias.name
             for node in ast.parse((PACKAGES / version / "flashinfer/__init__.py").read_text()).body
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }
-        assert set(wrappers) <= names
+        assert set(found["wrappers"]) <= names

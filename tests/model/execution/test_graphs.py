@@ -25,12 +25,16 @@ from tests.model.execution.helpers.device_sampling import sample_on_device
 from tests.model.execution.helpers.launch_tape import LaunchTape, TapedCompiler, TapedGraph, address
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.prefix_samples import Samples
-from tests.model.helpers.steps import StepDriver, make_runner, one_thread
+from tests.model.helpers.steps import CPU, StepDriver, make_runner, one_thread
+from tokasaurus.checkpoint import fit_to_tensors, read_model_info, weight_files
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.registry import build_decoder
+from tokasaurus.model.decoder.weights import load_weights
 from tokasaurus.model.execution import runner as runner_module
 from tokasaurus.model.execution.graphs import graph_sizes
 from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.parallel.mesh import Mesh
 
 
 def make_taped(directory: Path, backend: str, compiled: bool = False) -> tuple[ModelRunner, Decoder, LaunchTape]:
@@ -99,7 +103,7 @@ def test_steps_without_prefix_groups_replay_attention_too(
     compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FlashInfer's double reads what is planned from the buffers of its recordings alone."""
-    flashinfer_double.install(monkeypatch)
+    flashinfer_double.install(monkeypatch, any_dtype=True)  # the models are in float32
     save_tiny_model(tmp_path, "qwen3")
     model, info = load(tmp_path)
     with one_thread():
@@ -115,10 +119,35 @@ def test_steps_without_prefix_groups_replay_attention_too(
         assert_same(*([dict(enumerate(pairs)) for pairs in by_slot.values()] for by_slot in sampled))
 
 
+def test_recorded_attention_in_bfloat16_asks_for_what_flashinfer_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The strict double: a float32 output would be refused. Prefix groups are merged around the recordings."""
+    flashinfer_double.install(monkeypatch)
+    save_tiny_model(tmp_path, "llama")
+    files = weight_files(tmp_path)
+    info = fit_to_tensors(read_model_info(tmp_path), files)
+    model = build_decoder(info, Mesh(), torch.bfloat16)
+    model.materialize(CPU, info.context_length)
+    load_weights(files, model.weight_shards(), model.ignores, lambda _: None)
+    sizes = {"num_blocks": NUM_BLOCKS, "num_slots": NUM_SLOTS, "dtype": torch.bfloat16}
+    with one_thread():
+        recorded, eager = (make_runner(model, info, "flashinfer", **sizes) for _ in range(2))
+        recorded.record_graphs(LaunchTape(), graph_sizes(MAX_ROWS, STEP))
+        sampled = []
+        for each in (recorded, eager):
+            samples = Samples(StepDriver(each, 16, num_blocks=NUM_BLOCKS, seed=1), 16, seed=3)
+            samples.run(6, grouped=True)
+            samples.run(6, grouped=False)
+            assert samples.num_grouped > 10
+            sampled.append(samples.sampled)
+        assert_same(*([dict(enumerate(pairs)) for pairs in by_slot.values()] for by_slot in sampled))
+
+
 def test_a_plain_decode_step_launches_nothing_between_its_inputs_and_its_graph(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flashinfer_double.install(monkeypatch)
+    flashinfer_double.install(monkeypatch, any_dtype=True)  # the model is in float32
     save_tiny_model(tmp_path, "llama")
     runner, _, _ = make_taped(tmp_path, "flashinfer")
     driver = StepDriver(runner, num_blocks=NUM_BLOCKS)

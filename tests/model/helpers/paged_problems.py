@@ -75,14 +75,15 @@ def attend_all(
     layer: int,
     seed: int,
     kernels: Kernels | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    is_partial: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output and lse of one part over seeded random keys and values. kernels: None for those of this machine."""
     backend = make_backend(name, shape, load_kernels() if kernels is None else kernels)
     tables, num_blocks = scattered_tables(segments, shape.page_size, seed)
     backend.allocate(num_blocks)
     fill_with_outliers(backend, shape, num_blocks)
     fill(backend, shape, segments, tables)
-    part = make_part(segments, tables, first_row=0, causal=causal)
+    part = make_part(segments, tables, 0, causal, is_partial)
     backend.plan(PagedLayout(torch.zeros(0, dtype=torch.int64), (part,)))
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn((part.num_rows, shape.num_heads, shape.head_dim), generator=generator).to(shape.query_dtype)

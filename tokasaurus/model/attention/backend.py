@@ -97,8 +97,8 @@ class PagedPart:
     every row sees all of them (a shared prefix)."""
 
     is_partial: bool = False
-    """The part covers only some of the tokens its rows attend to. Its output stays float32, to be merged with another
-    part's."""
+    """The part covers only some of the tokens its rows attend to. Its output is to be merged with another part's, and
+    so it comes with its LSE."""
 
     lists: BlockLists | None = None
     """None if the device is the host."""
@@ -154,11 +154,15 @@ class AttentionBackend(Protocol):
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
         """Store key and value [T, K, D] at the planned layout's kv_indices. Those in block 0 need not be stored."""
 
-    def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, query: Tensor, layer_index: int, part: PagedPart, output: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """query [num_rows, H, D] of a planned part -> output [num_rows, H, D] and LSE, float32 [num_rows, H].
 
-        The output has the query's dtype, or float32 for a partial part. The LSE is the natural logarithm of the sum of
-        exponentiated scores. Scores are scaled by D ** -0.5.
+        query: numbers of one head lie together; rows and heads may have any strides. output: contiguous, in the query's
+        dtype, to be filled and returned; None for memory of the backend's choice, as for every partial part. The
+        output of a partial part has the query's dtype or a wider one. The LSE is the natural logarithm of the sum of
+        exponentiated scores; it may be None for a part that is not partial. Scores are scaled by D ** -0.5.
         """
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:

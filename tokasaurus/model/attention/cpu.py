@@ -72,9 +72,12 @@ class CpuBackend:
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
         self._kernels.write_kv(key, value, self._layout.kv_indices, self._cache[layer_index], self._shape.page_size)
 
-    def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, query: Tensor, layer_index: int, part: PagedPart, output: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         cache = self._cache[layer_index]
-        return self._kernels.attend(query, cache, _struct(part), part.is_partial, self._shape.page_size)
+        attended, lse = self._kernels.attend(query, cache, _struct(part), part.is_partial, self._shape.page_size)
+        return attended if output is None else output.copy_(attended), lse
 
     def attend_layout(self, query: Tensor, layer_index: int, layout: PagedLayout) -> Tensor:
         assert layout is self._layout, "plan(layout) must come first"

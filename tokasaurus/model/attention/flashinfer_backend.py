@@ -1,7 +1,8 @@
 """Paged attention by FlashInfer's kernels on CUDA: written for versions 0.6.18 and 0.7.2, not yet run on a GPU.
 
 Rows that are segments of their own (decode) take FlashInfer's decode wrapper, other parts its prefill wrapper "fa2".
-FlashInfer's log-sum-exp (LSE) is base 2, and its `merge_state` takes no float32: parts are merged by our own kernel.
+FlashInfer has no float32 output: parts that will be merged are asked for in the query's dtype. Its log-sum-exp (LSE) is
+base 2; our own kernel merges, in float32.
 """
 
 import importlib.util
@@ -50,7 +51,9 @@ class Wrapper(Protocol):
 
     def plan(self, *args: Tensor, **options: Any) -> None: ...
 
-    def run(self, query: Tensor, kv_cache: tuple[Tensor, Tensor], *, return_lse: bool) -> tuple[Tensor, Tensor]: ...
+    def run(
+        self, query: Tensor, kv_cache: tuple[Tensor, Tensor], *, out: Tensor | None, return_lse: bool
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
 
     def reset_workspace_buffer(self, workspace: Tensor, plans: Tensor) -> None: ...
 
@@ -202,10 +205,17 @@ class FlashInferBackend:
         for tokens, new in ((keys, key), (values, value)):
             tokens[self._kv_indices] = as_stored(new, tokens.dtype)
 
-    def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, query: Tensor, layer_index: int, part: PagedPart, output: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        # FlashInfer reads strides of the query, but neither reads nor checks those of the output.
+        assert query.stride(2) == 1
+        assert output is None or output.is_contiguous()
         kv_cache = self._keys[layer_index], self._values[layer_index]
-        output, lse = self._planned[id(part)].run(query.contiguous(), kv_cache, return_lse=True)
-        return output, lse * _LN_2
+        result = self._planned[id(part)].run(query, kv_cache, out=output, return_lse=part.is_partial)
+        if isinstance(result, Tensor):
+            return result, None
+        return result[0], result[1] * _LN_2
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
         if uses_triton(self._shape.device):
@@ -244,7 +254,7 @@ class FlashInferBackend:
             head_dim_qk=shape.head_dim,
             page_size=shape.page_size,
             causal=part.causal,
-            **self._options(part),
+            **self._options,
         )
 
     def _plan_decode(self, wrapper: Wrapper, part: PagedPart) -> None:
@@ -255,16 +265,17 @@ class FlashInferBackend:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             page_size=shape.page_size,
-            **self._options(part),
+            **self._options,
         )
 
-    def _options(self, part: PagedPart) -> dict[str, object]:
+    @property
+    def _options(self) -> dict[str, object]:
         shape = self._shape
         return {
             "sm_scale": shape.head_dim**-0.5,
             "q_data_type": shape.query_dtype,
             "kv_data_type": shape.dtype,
-            "o_data_type": torch.float32 if part.is_partial else shape.query_dtype,
+            "o_data_type": shape.query_dtype,
         }
 
     def _kv_lists(self, part: PagedPart) -> tuple[Tensor, Tensor, Tensor]:
@@ -283,7 +294,7 @@ class FlashInferBackend:
         return starts, blocks.to(self._shape.device), last_lengths
 
     def _compile(self) -> None:
-        """Run each kernel once on the padding block: FlashInfer compiles one for each dtype of the output."""
+        """Run each kernel once on the padding block. With and without LSE it is the same kernel."""
         shape = self._shape
         self.allocate(1)
         length = torch.ones(1, dtype=torch.int32)
@@ -292,12 +303,11 @@ class FlashInferBackend:
         lists = BlockLists(starts, starts, block, length, starts, length)
         query = torch.zeros((2, shape.num_heads, shape.head_dim), dtype=shape.query_dtype, device=shape.device)
         no_tokens = torch.zeros(0, dtype=torch.int64, device=shape.device)
-        for is_partial in (False, True):
-            for num_rows in (1, 2):  # decode, prefill
-                rows = torch.tensor([0, num_rows], dtype=torch.int32)
-                part = PagedPart(0, num_rows, rows, None, length, causal=False, is_partial=is_partial, lists=lists)
-                self.plan(PagedLayout(no_tokens, (part,)))
-                self.attend(query[:num_rows], 0, part)
+        for num_rows in (1, 2):  # decode, prefill
+            rows = torch.tensor([0, num_rows], dtype=torch.int32)
+            part = PagedPart(0, num_rows, rows, None, length, causal=False, lists=lists)
+            self.plan(PagedLayout(no_tokens, (part,)))
+            self.attend(query[:num_rows], 0, part)
 
 
 def _is_decode(part: PagedPart) -> bool:

@@ -37,8 +37,12 @@ class ReferenceBackend:
         self._keys[layer_index, self._kv_indices] = as_stored(key, self._shape.dtype)
         self._values[layer_index, self._kv_indices] = as_stored(value, self._shape.dtype)
 
-    def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
-        output = torch.empty(query.shape, dtype=torch.float32 if part.is_partial else query.dtype, device=query.device)
+    def attend(
+        self, query: Tensor, layer_index: int, part: PagedPart, output: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if output is None:
+            dtype = torch.float32 if part.is_partial else query.dtype
+            output = torch.empty(query.shape, dtype=dtype, device=query.device)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         for segment in range(len(part.kv_lengths)):
             start, end = part.query_starts[segment : segment + 2].tolist()

@@ -13,23 +13,33 @@ def attend_rows(
 ) -> Tensor:
     """query [T, H, D] -> [T, H, D], each row computed with its part of the layout; 0 for padding.
 
-    output: [T, H, D], which is filled and returned; None: the caller needs no particular memory.
+    output: [T, H, D], contiguous, which is filled and returned; None: the caller needs no particular memory.
     """
-
     if isinstance(backend, LayoutBackend):
         attended = backend.attend_layout(query, layer_index, layout)
         return attended if output is None else output.copy_(attended)
 
-    def attend(part: PagedPart) -> tuple[Tensor, Tensor]:
-        return backend.attend(query[part.first_row : part.first_row + part.num_rows], layer_index, part)
+    if output is None:
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    num_rows = 0
+    for part in layout.parts:
+        rows = slice(part.first_row, part.first_row + part.num_rows)
+        if part.is_partial:
+            assert layout.prefix is not None
+            prefix = _attend_partial(backend, query[rows], layer_index, layout.prefix)
+            suffix = _attend_partial(backend, query[rows], layer_index, part)
+            output[rows] = backend.merge(prefix, suffix, query.dtype)
+        else:
+            backend.attend(query[rows], layer_index, part, output[rows])
+        num_rows += part.num_rows
+    if num_rows < len(query):
+        output[num_rows:].zero_()
+    return output
 
-    outputs = [attend(part) for part in layout.parts]
-    results = [output for output, _ in outputs]
-    if layout.prefix is not None:
-        results[0] = backend.merge(attend(layout.prefix), outputs[0], query.dtype)
-    num_padding = query.shape[0] - sum(part.num_rows for part in layout.parts)
-    if num_padding:
-        results.append(query.new_zeros((num_padding, *query.shape[1:])))
-    if output is not None:
-        return torch.cat(results, out=output)
-    return results[0] if len(results) == 1 else torch.cat(results)
+
+def _attend_partial(
+    backend: AttentionBackend, query: Tensor, layer_index: int, part: PagedPart
+) -> tuple[Tensor, Tensor]:
+    output, lse = backend.attend(query, layer_index, part)
+    assert lse is not None, "of a partial part"
+    return output, lse

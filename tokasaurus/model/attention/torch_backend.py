@@ -84,8 +84,12 @@ class TorchBackend:
         for tokens, new in ((keys, key), (values, value)):
             tokens[:, self._kv_indices] = as_stored(new.transpose(0, 1), tokens.dtype)
 
-    def attend(self, query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
-        output = torch.empty(query.shape, dtype=torch.float32 if part.is_partial else query.dtype, device=query.device)
+    def attend(
+        self, query: Tensor, layer_index: int, part: PagedPart, output: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if output is None:
+            dtype = torch.float32 if part.is_partial else query.dtype
+            output = torch.empty(query.shape, dtype=dtype, device=query.device)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         for bucket in self._buckets[id(part)]:
             rows = bucket.rows.flatten()[bucket.valid]

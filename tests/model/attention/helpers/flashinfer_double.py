@@ -1,7 +1,8 @@
 """FlashInfer's wrappers on the CPU, slowly: they check how they are called, then compute with FlashInfer's conventions.
 
-LSE of base 2; outputs of the planned dtype, from sums in float32; 0 and -inf for a row that sees no token; a causal row
-sees the tokens up to its own, the last row being the last token. Computed in float32, one segment at a time.
+LSE of base 2; outputs of the planned dtype, one that FlashInfer has, from sums in float32; 0 and -inf for a row that
+sees no token; a causal row sees the tokens up to its own, the last row being the last token. Computed in float32, one
+segment at a time.
 """
 
 import math
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.model.attention.helpers.flashinfer_source import DECODE, PREFILL, recorded_signatures
+from tests.model.attention.helpers.flashinfer_source import DECODE, PREFILL, recorded_dtypes, recorded_signatures
 from tokasaurus.model.attention import flashinfer_backend
 
 # S segments, N blocks of all segments, R rows, H query heads, K key/value heads, D head size, P page size, L tokens
@@ -36,6 +37,8 @@ class _Wrapper:
     """What both wrappers share."""
 
     NAME: str
+    any_dtype = False
+    """Whether to accept dtypes that FlashInfer has no kernels for."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._bind("__init__", args, options)
@@ -77,28 +80,39 @@ class _Wrapper:
         assert (last_lengths <= options["page_size"]).all()
         for name in ("q_data_type", "kv_data_type", "o_data_type"):
             assert isinstance(options[name], torch.dtype)
+            for version, dtypes in recorded_dtypes(name).items():
+                assert self.any_dtype or options[name] in dtypes, f"{options[name]} as {name} in FlashInfer {version}"
         assert options["num_qo_heads"] % options["num_kv_heads"] == 0
         # The blocks are kept as they are: on a device they are filled after the plan.
         self._plan = _Plan(options, starts.tolist(), kv_starts.tolist(), blocks, last_lengths.tolist(), causal)
         self.num_plans += 1
 
-    def run(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """query [R, H, D]; key and value of a layer, [blocks, P, K, D] -> [R, H, D], and LSE [R, H] in float32."""
+    def run(self, *args: Any, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """query [R, H, D]; key and value of a layer, [blocks, P, K, D] -> [R, H, D], and LSE [R, H] in float32 if it is
+        asked for."""
         self._bind("run", args, options)
-        assert options == {"return_lse": True}
-        query, (keys, values) = args
+        output, lse = self._run(*args, options["out"])
+        return (output, lse) if options["return_lse"] else output
+
+    def _run(self, query: Tensor, kv_cache: tuple[Tensor, Tensor], output: Tensor | None) -> tuple[Tensor, Tensor]:
+        keys, values = kv_cache
         plan = self._plan
         assert plan is not None
         known = plan.options
         head_dim = known.get("head_dim_qk", known.get("head_dim"))
         assert query.shape == (plan.starts[-1], known["num_qo_heads"], head_dim)
-        assert query.is_contiguous()
+        assert query.stride(2) == 1, "the kernels read strides of rows and heads alone"
+        assert all(x * query.itemsize % 16 == 0 for x in (*query.stride()[:2], query.storage_offset())), "16-byte loads"
         assert query.dtype == known["q_data_type"]
         for cache in (keys, values):
             assert cache.shape[1:] == (known["page_size"], known["num_kv_heads"], head_dim)
             assert cache.dtype == known["kv_data_type"]
             assert cache.is_contiguous()
-        output = torch.zeros(query.shape, dtype=known["o_data_type"], device=query.device)
+        if output is None:
+            output = torch.empty(query.shape, dtype=known["o_data_type"], device=query.device)
+        assert output.dtype == known["o_data_type"]
+        assert output.shape == query.shape
+        assert output.is_contiguous(), "the kernels do not read its strides"
         lse = torch.full(query.shape[:2], -torch.inf, device=query.device)
         for segment, last_length in enumerate(plan.last_lengths):
             rows = slice(*plan.starts[segment : segment + 2])
@@ -140,21 +154,22 @@ class DecodeWrapper(_Wrapper):
         self._bind("reset_workspace_buffer", args, options)
         assert all(buffer.dtype == torch.uint8 and buffer.device == self._device for buffer in args)
 
-    def run(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def _run(self, query: Tensor, kv_cache: tuple[Tensor, Tensor], output: Tensor | None) -> tuple[Tensor, Tensor]:
         if not self._init_options.get("use_cuda_graph"):
-            return super().run(*args, **options)
-        query, (keys, values) = args
-        return _recordable_run(query, keys, values, self._handle)
+            return super()._run(query, kv_cache, output)
+        if output is None:
+            output = torch.empty_like(query)
+        return output, _recordable_run(query, *kv_cache, output, self._handle)
 
-    def run_planned(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """By what the buffers have now."""
+    def run_planned(self, query: Tensor, keys: Tensor, values: Tensor, output: Tensor) -> Tensor:
+        """By what the buffers have now -> LSE."""
         assert self._plan is not None
         starts, blocks, last_lengths = self._fixed
         assert len(query) == len(last_lengths), "a graph has one number of rows"
         kv_starts = starts.tolist()
         self._plan.kv_starts, self._plan.last_lengths = kv_starts, last_lengths.tolist()
         self._plan.blocks = blocks[: kv_starts[-1]]
-        return super().run(query, (keys, values), return_lse=True)
+        return super()._run(query, (keys, values), output)[1]
 
     def plan(self, *args: Any, **options: Any) -> None:
         self._bind("plan", args, options)
@@ -171,10 +186,10 @@ class DecodeWrapper(_Wrapper):
 _recordable: list[DecodeWrapper] = []
 
 
-@torch.library.custom_op("flashinfer_double::run", mutates_args=())
-def _recordable_run(query: Tensor, keys: Tensor, values: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("flashinfer_double::run", mutates_args=("output",))
+def _recordable_run(query: Tensor, keys: Tensor, values: Tensor, output: Tensor, handle: int) -> Tensor:
     """One operation, as FlashInfer's launches are: a tape that replays it does not see what it computes inside."""
-    return _recordable[handle].run_planned(query, keys, values)
+    return _recordable[handle].run_planned(query, keys, values, output)
 
 
 class Library:
@@ -182,8 +197,12 @@ class Library:
     BatchDecodeWithPagedKVCacheWrapper = DecodeWrapper
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on `attention_backend=flashinfer` is the double, on any device and in any dtype."""
+def install(monkeypatch: pytest.MonkeyPatch, any_dtype: bool = False) -> None:
+    """From now on `attention_backend=flashinfer` is the double, on any device.
+
+    any_dtype: accept what FlashInfer's tables lack, to compare in float32 with models in float32.
+    """
+    monkeypatch.setattr(_Wrapper, "any_dtype", any_dtype)
     monkeypatch.setattr(flashinfer_backend, "why_unfit", lambda _shape: None)
     monkeypatch.setattr(flashinfer_backend, "load_library", Library)
     monkeypatch.setattr(flashinfer_backend, "_MIN_WORKSPACE", 1 << 20)

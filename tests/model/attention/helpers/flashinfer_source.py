@@ -1,4 +1,5 @@
-"""The parameters of FlashInfer's calls, read from the package's source: it cannot be imported without its own needs.
+"""The parameters of FlashInfer's calls and the dtypes of its kernels, read from the package's source: it cannot be
+imported without its own needs.
 
 Recorded for the versions that the backend is written for: `python -m tests.model.attention.helpers.flashinfer_source
 VERSION=DIRECTORY ...`, where each directory has the unpacked package, prints the record. `make test-flashinfer`
@@ -12,6 +13,8 @@ import sys
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
+
+import torch
 
 RECORD = Path(__file__).with_name("flashinfer_parameters.json")
 
@@ -40,6 +43,18 @@ def read_parameters(directory: Path) -> dict[str, dict[str, Parameters]]:
     return found
 
 
+def read_dtypes(directory: Path) -> dict[str, list[str]]:
+    """The tables in which a module's name is looked up -> names in torch, by the argument of `plan`."""
+    tree = ast.parse((directory / "flashinfer/jit/utils.py").read_text())
+    tables = {
+        ast.unparse(node.targets[0]): [ast.unparse(key).removeprefix("torch.") for key in node.value.keys if key]
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+    }
+    outputs = tables["filename_safe_dtype_map"]
+    return {"q_data_type": outputs, "kv_data_type": tables["dtype_map_kv"], "o_data_type": outputs}
+
+
 def _parameters(arguments: ast.arguments) -> Parameters:
     positional = arguments.posonlyargs + arguments.args
     first_default = len(positional) - len(arguments.defaults)
@@ -57,7 +72,14 @@ def _parameters(arguments: ast.arguments) -> Parameters:
 def recorded_signatures(wrapper: str, method: str) -> dict[str, Signature]:
     """By version."""
     record = json.loads(RECORD.read_text())
-    return {version: _signature(wrappers[wrapper][method]) for version, wrappers in record.items()}
+    return {version: _signature(found["wrappers"][wrapper][method]) for version, found in record.items()}
+
+
+@functools.cache
+def recorded_dtypes(argument: str) -> dict[str, set[torch.dtype]]:
+    """By version. argument: of `plan`."""
+    record = json.loads(RECORD.read_text())
+    return {version: {getattr(torch, name) for name in found["dtypes"][argument]} for version, found in record.items()}
 
 
 def _signature(parameters: list[list[Any]]) -> Signature:
@@ -69,9 +91,14 @@ def _signature(parameters: list[list[Any]]) -> Signature:
     )
 
 
+def read_package(directory: Path) -> dict[str, Any]:
+    """What the record has of one version. directory: contains the package `flashinfer`."""
+    return {"dtypes": read_dtypes(directory), "wrappers": read_parameters(directory)}
+
+
 def main() -> None:
     pairs = (argument.split("=", 1) for argument in sys.argv[1:])
-    print(json.dumps({version: read_parameters(Path(directory)) for version, directory in pairs}, indent=1))
+    print(json.dumps({version: read_package(Path(directory)) for version, directory in pairs}, indent=1))
 
 
 if __name__ == "__main__":
