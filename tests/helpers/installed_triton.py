@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,14 @@ needs_interpreter = pytest.mark.skipif(
     TRITON < (3, 9), reason="the interpreter of Triton before 3.9 fails on NumPy 2.4, or Triton is not installed"
 )
 
+
+def _has_ptxas() -> bool:
+    found = find_spec("triton")
+    return found is not None and (Path(str(found.origin)).parent / "backends/nvidia/bin/ptxas").exists()
+
+
+needs_ptxas = pytest.mark.skipif(not _has_ptxas(), reason="no ptxas beside Triton")
+
 _COMPILE = """
 import importlib
 import triton
@@ -28,8 +38,8 @@ pointers, constants = {pointers!r}, {constants!r}
 signature = {{name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}}
 indexed = {{(kernel.arg_names.index(name),): value for name, value in constants.items()}}
 source = ASTSource(fn=kernel, signature=signature, constexprs=indexed)
-compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={{"num_warps": {num_warps}}})
-assert "sm_90" in compiled.asm["ptx"]
+compiled = triton.compile(source, target=GPUTarget("cuda", {architecture}, 32), options={{"num_warps": {num_warps}}})
+assert "sm_{architecture}" in compiled.asm["ptx"]
 assert len(compiled.asm["cubin"]) > 1_000
 """
 
@@ -43,9 +53,21 @@ def run_python(*arguments: str) -> str:
 
 
 def compile_for_hopper(
-    module: str, kernel: str, pointers: dict[str, str], constants: dict[str, object], num_warps: int
+    module: str,
+    kernel: str,
+    pointers: dict[str, str],
+    constants: dict[str, object],
+    num_warps: int,
+    architecture: int = 90,
 ) -> None:
-    """Compile a kernel as a H200 would. pointers: the types of the arguments that are no int32. Needs ptxas, a part of
-    Triton's wheel."""
-    code = _COMPILE.format(module=module, kernel=kernel, pointers=pointers, constants=constants, num_warps=num_warps)
+    """Compile a kernel as a H200 would, or a GPU of another architecture. pointers: the types of the arguments that are
+    no int32. Needs ptxas, a part of Triton's wheel."""
+    code = _COMPILE.format(
+        module=module,
+        kernel=kernel,
+        pointers=pointers,
+        constants=constants,
+        num_warps=num_warps,
+        architecture=architecture,
+    )
     run_python("-W", "ignore", "-c", code)

@@ -1,12 +1,16 @@
 """The Triton kernels of attention without a GPU: interpreted against slow oracles, and compiled for a GPU."""
 
-from importlib.util import find_spec
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests.helpers.installed_triton import TRITON, compile_for_hopper, needs_interpreter, needs_triton, run_python
+from tests.helpers.installed_triton import (
+    TRITON,
+    compile_for_hopper,
+    needs_interpreter,
+    needs_ptxas,
+    needs_triton,
+    run_python,
+)
 from tokasaurus.model.triton_choice import uses_triton
 
 KERNELS = {
@@ -34,11 +38,6 @@ KERNELS = {
 }
 
 
-def has_ptxas() -> bool:
-    found = find_spec("triton")
-    return found is not None and (Path(str(found.origin)).parent / "backends/nvidia/bin/ptxas").exists()
-
-
 @needs_triton
 @needs_interpreter
 def test_interpreted_kernels_equal_slow_oracles() -> None:
@@ -46,7 +45,7 @@ def test_interpreted_kernels_equal_slow_oracles() -> None:
 
 
 @needs_triton
-@pytest.mark.skipif(not has_ptxas(), reason="no ptxas beside Triton")
+@needs_ptxas
 @pytest.mark.parametrize("kind", KERNELS)
 def test_the_kernels_compile_for_hopper(kind: str) -> None:
     name, constants, types = KERNELS[kind]

@@ -199,6 +199,15 @@ class Decoder(nn.Module):
         return self._info.hidden_size
 
     @property
+    def head_dim(self) -> int:
+        return self._info.head_dim
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
+    @property
     def is_first_stage(self) -> bool:
         return self._mesh.is_first_stage
 

@@ -1,7 +1,9 @@
-"""How a stage's decoder layers are run: module by module, compiled, or all in one call of the CPU kernels."""
+"""How a stage's decoder layers are run: module by module, with Triton kernels between gemms, compiled, or all in one
+call of the CPU kernels."""
 
 # T tokens in this forward, E hidden size, D head size
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +17,9 @@ from tokasaurus.model.cpu.gemm_choice import GemmChoice
 from tokasaurus.model.cpu.layer_executor import PackedLayers
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, DecoderLayer, LayerExecutor
+from tokasaurus.model.triton_choice import uses_triton
+
+logger = logging.getLogger(__name__)
 
 
 class ModuleExecutor:
@@ -31,6 +36,51 @@ class ModuleExecutor:
             attended = attends(query, key, value, layer.attention.layer_index)
             hidden = layer.after_attention(attended, hidden)
         return hidden
+
+
+class FusedExecutor:
+    """Runs gemms, attention, and a Triton kernel for all that is between two of them: eight launches a layer beside
+    attention."""
+
+    always_on_kernels = False
+
+    def __init__(self, model: Decoder) -> None:
+        """Launches each kernel once: raises what Triton raises where it cannot compile or launch them."""
+        from tokasaurus.model.decoder import triton_layers
+
+        self._layers = list(model.decoder_layers())
+        self._kernels = triton_layers
+        layer = self._layers[0]
+        weight = layer.attention_norm.weight
+        row = torch.zeros((1, len(weight)), dtype=weight.dtype, device=weight.device)
+        features = row.new_zeros((1, (layer.attention.num_heads + 2 * layer.attention.num_kv_heads) * model.head_dim))
+        *_, poison = self._rotate(layer, features, row.new_zeros((1, 1, model.head_dim), dtype=torch.float32))
+        triton_layers.add_norm(row, None, weight, layer.attention_norm.eps)
+        triton_layers.add_norm(row, row.clone(), weight, layer.attention_norm.eps)
+        triton_layers.add_norm(row, row.clone(), weight, layer.mlp_norm.eps, poison)
+        triton_layers.silu_mul(row.new_zeros((1, 2 * layer.mlp.gate_up.length)))
+
+    def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
+        """Overwrites `hidden`."""
+        kernels = self._kernels
+        fed: Tensor | None = None
+        for layer in self._layers:
+            attention, mlp = layer.attention, layer.mlp
+            normed = kernels.add_norm(hidden, fed, layer.attention_norm.weight, layer.attention_norm.eps)
+            query, key, value, poison = self._rotate(layer, attention.qkv(normed), cos_sin)
+            attended = attention.out(attends(query, key, value, attention.layer_index).flatten(1))
+            normed = kernels.add_norm(hidden, attended, layer.mlp_norm.weight, layer.mlp_norm.eps, poison)
+            fed = mlp.down(kernels.silu_mul(mlp.gate_up.features(normed)))
+        return hidden if fed is None else hidden.add_(fed)
+
+    def _rotate(self, layer: DecoderLayer, features: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        attention = layer.attention
+        query_norm, key_norm = attention.query_norm, attention.key_norm
+        heads = attention.num_heads, attention.num_kv_heads
+        if query_norm is None or key_norm is None:
+            return self._kernels.rotate_heads(features, cos_sin, *heads)
+        weights = query_norm.weight, key_norm.weight
+        return self._kernels.rotate_heads(features, cos_sin, *heads, weights, query_norm.eps)
 
 
 def run_layers(layers: Sequence[DecoderLayer], hidden: Tensor, cos_sin: Tensor, caches: Sequence[Tensor]) -> Tensor:
@@ -99,8 +149,30 @@ class KernelExecutor:
 def choose_executor(model: Decoder, backend: AttentionBackend, compiler: Compiler | None = None) -> LayerExecutor:
     """The fastest executor for a loaded and packed model with this backend; the compiler's, if there is one."""
     modules = ModuleExecutor(model)
+    uncompiled = _choose_fused(model) or modules
     if compiler is not None:
-        return CompiledExecutor(model, backend, compiler, modules)
+        return CompiledExecutor(model, backend, compiler, uncompiled)
+    if not isinstance(uncompiled, ModuleExecutor):
+        return uncompiled
     if model.packed_layers is None or not isinstance(backend, CpuBackend):
         return modules
     return KernelExecutor(model.packed_layers, backend, model.gemm_choice, modules)
+
+
+def _choose_fused(model: Decoder) -> FusedExecutor | None:
+    """None where Triton is missing, or cannot compile or launch the kernels."""
+    if not uses_triton(model.device):
+        return None
+    try:
+        return FusedExecutor(model)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        logger.debug("the layers' Triton kernels failed", exc_info=error)
+        first_line, *_ = [*str(error).splitlines(), type(error).__name__]
+        logger.warning(
+            "the layers' Triton kernels are not used, so uncompiled layers are slower, since they do not run here: %s; "
+            "Triton needs a C compiler",
+            first_line,
+        )
+        return None

@@ -120,14 +120,19 @@ class GatedLinear(FusedColumnLinear):
 
     def __init__(self, in_size: int, gate: OutputShard, up: OutputShard, dtype: torch.dtype) -> None:
         super().__init__(in_size, (gate, up), bias=False, dtype=dtype)
+        self.length = gate.length
 
     @property
     def is_packed(self) -> bool:
         """Whether `pack` has copied the weight into another layout."""
         return self.packed is not None or self._torch_gemm is not None
 
+    def features(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, 2 * length], the outputs of gate and up, without the kernels."""
+        return super()._multiply_by_torch(x)
+
     def _multiply_by_torch(self, x: Tensor) -> Tensor:
-        return self.activate(super()._multiply_by_torch(x))
+        return self.activate(self.features(x))
 
     @staticmethod
     def activate(gate_up: Tensor) -> Tensor:
