@@ -7,7 +7,10 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import concurrent.futures
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,8 +20,10 @@ from torch import Tensor
 from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tests.model.helpers.greedy_decoding import load
 from tokasaurus.model.decoder import triton_layers
+from tokasaurus.model.decoder.layers import linear
 from tokasaurus.model.execution import executors
 from tokasaurus.model.execution.executors import FusedExecutor, ModuleExecutor
+from tokasaurus.model.parallel.mesh import Mesh
 
 # The interpreter truncates float32 to bfloat16, where a GPU rounds.
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -150,6 +155,79 @@ def check_layers(family: str) -> None:
             seen.clear()
 
 
+def attends_alone(query: Tensor, key: Tensor, value: Tensor, _layer: int, _output: Tensor | None = None) -> Tensor:
+    """Each token sees itself alone, with a weight that depends on its query and key."""
+    group = query.shape[1] // key.shape[1]
+    weight = (query * key.repeat_interleave(group, 1)).sum(-1, keepdim=True).sigmoid()
+    return weight * value.repeat_interleave(group, 1)
+
+
+class Launching:
+    """The kernels, of which one runs at a time: the interpreter is for one thread."""
+
+    lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def launch(*arguments: object) -> object:
+            with self.lock:
+                return getattr(triton_layers, name)(*arguments)
+
+        return launch
+
+
+def break_token(_module: object, _inputs: object, features: Tensor) -> None:
+    features[2, -1] = torch.inf
+
+
+def run_ranks(directory: Path, hidden: Tensor, cos_sin: Tensor, overflow_on: int) -> list[Tensor]:
+    """What two tensor-parallel ranks, each a thread, compute. The first layer's values of token 2 are not finite on the
+    rank `overflow_on` alone."""
+    partials: dict[int, Tensor] = {}
+    barrier = threading.Barrier(2)
+
+    def summed(partial: Tensor, mesh: Mesh) -> Tensor:
+        partials[mesh.tp_rank] = partial.clone()
+        barrier.wait(timeout=60)
+        total = partials[0] + partials[1]
+        barrier.wait(timeout=60)
+        return total
+
+    fused: list[FusedExecutor] = []
+    for rank in range(2):
+        model, _ = load(directory, Mesh.of_worker(rank, pp_size=1, tp_size=2))
+        fused.append(FusedExecutor(model))
+        fused[rank]._kernels = Launching()  # type: ignore[assignment]
+        if rank == overflow_on:
+            next(iter(model.decoder_layers())).attention.qkv.register_forward_hook(break_token)
+
+    def run(executor: FusedExecutor) -> Tensor:
+        with torch.inference_mode():
+            return executor.run(hidden.clone(), cos_sin, attends_alone)
+
+    with patch.object(linear, "sum_over_shards", summed), concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, fused))
+
+
+def check_ranks_and_stages(family: str) -> None:
+    """Two tensor-parallel ranks, and two pipeline stages one after the other, compute what the whole model does."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        save_tiny_model(directory, family)
+        model, _ = load(directory)
+        hidden, cos_sin = torch.randn(4, model.hidden_size), torch.rand(4, 1, model.head_dim)
+        with torch.inference_mode():
+            expected = ModuleExecutor(model).run(hidden.clone(), cos_sin, attends_alone)
+            passed = hidden.clone()
+            for stage in range(2):
+                part, _ = load(directory, Mesh.of_worker(stage, pp_size=2, tp_size=1))
+                passed = FusedExecutor(part).run(passed, cos_sin, attends_alone)
+        torch.testing.assert_close(passed, expected, atol=2e-5, rtol=2e-5)
+        expected = torch.where(torch.arange(4)[:, None] == 2, torch.nan, expected)
+        for rank in range(2):
+            for got in run_ranks(directory, hidden, cos_sin, overflow_on=rank):
+                torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5, equal_nan=True)
+
+
 def main() -> None:
     for dtype in TOLERANCES:
         for num_tokens, size in ((0, 8), (1, 1), (4, 64), (3, 100), (2, 2880)):
@@ -162,6 +240,7 @@ def main() -> None:
     check_overflow()
     for family in FAMILIES:
         check_layers(family)
+        check_ranks_and_stages(family)
     print("all equal")
 
 
