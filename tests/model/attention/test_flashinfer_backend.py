@@ -256,6 +256,28 @@ def test_the_workspace_holds_the_partial_results_of_all_tiles_at_once(
     assert size <= max(needed, 128 * 2**20) + 2**20
 
 
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "mebibytes"),
+    [(32, 8, 64, 162), (32, 8, 128, 322), (28, 4, 128, 324), (40, 8, 128, 423), (64, 8, 128, 773), (9, 3, 64, 128)],
+)
+def test_the_workspace_holds_what_is_reserved_for_the_largest_graph(
+    num_heads: int, num_kv_heads: int, head_dim: int, mebibytes: int
+) -> None:
+    """1,024 rows. Three query heads a KV head decode on CUDA cores, which reserve little."""
+    shape = KVShape(1, num_heads, num_kv_heads, head_dim, 16, torch.bfloat16, CUDA)
+    assert flashinfer_backend.workspace_bytes(shape, 132, 1024) >> 20 in (mebibytes, mebibytes + 1)
+    assert flashinfer_backend.workspace_bytes(shape, 132, 16) < 2 * flashinfer_backend.workspace_bytes(shape, 132)
+
+
+@pytest.mark.usefixtures("_double")
+def test_larger_graphs_than_the_workspace_was_sized_for_are_refused() -> None:
+    shape = KVShape(1, 32, 8, 128, 16, torch.bfloat16, CPU)
+    backend = flashinfer_backend.FlashInferBackend(shape, flashinfer_double.Library(), max_graph_rows=64)
+    backend.prepare_recording(64, 4)
+    with pytest.raises(AssertionError, match="max_graph_rows was less than 65"):
+        backend.prepare_recording(65, 4)
+
+
 @pytest.mark.usefixtures("_double_in_float32")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_has_the_greedy_tokens_of_transformers(family: str, tmp_path: Path) -> None:

@@ -12,16 +12,19 @@ from tokasaurus.model.cpu.bindings import Kernels
 logger = logging.getLogger(__name__)
 
 
-def make_backend(name: str | None, shape: KVShape, kernels: Kernels | None) -> AttentionBackend:
+def make_backend(
+    name: str | None, shape: KVShape, kernels: Kernels | None, max_graph_rows: int = 0
+) -> AttentionBackend:
     """name: "cpu", "torch", "flashinfer", "reference", or None for the fastest that supports the shape. kernels: None
-    if unavailable. FlashInfer may compile its kernels first, which takes minutes.
+    if unavailable. max_graph_rows: of the largest decode step that will be recorded; 0 for none. FlashInfer may compile
+    its kernels first, which takes minutes.
 
     Raises ValueError if the named backend cannot serve this device or model.
     """
     if name == "reference":
         return ReferenceBackend(shape)
     if name == "flashinfer" or (name is None and shape.device.type == "cuda"):
-        return _make_flashinfer(shape, is_required=name is not None)
+        return _make_flashinfer(shape, max_graph_rows, is_required=name is not None)
     if name == "torch" or (name is None and shape.device.type != "cpu"):
         return TorchBackend(shape)
     if name is None:
@@ -39,11 +42,11 @@ def make_backend(name: str | None, shape: KVShape, kernels: Kernels | None) -> A
     return CpuBackend(shape, kernels)
 
 
-def _make_flashinfer(shape: KVShape, is_required: bool) -> AttentionBackend:
+def _make_flashinfer(shape: KVShape, max_graph_rows: int, is_required: bool) -> AttentionBackend:
     unfit = flashinfer_backend.why_unfit(shape)
     if unfit is None:
         logger.info("preparing FlashInfer's kernels; the first start on a machine compiles them, which takes minutes")
-        return flashinfer_backend.FlashInferBackend(shape, flashinfer_backend.load_library())
+        return flashinfer_backend.FlashInferBackend(shape, flashinfer_backend.load_library(), max_graph_rows)
     if is_required:
         raise ValueError(f"attention_backend=flashinfer: {unfit}")
     logger.warning("FlashInfer is not used, since %s; using plain torch attention, which is slower", unfit)

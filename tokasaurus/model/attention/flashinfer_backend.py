@@ -40,6 +40,9 @@ _MIN_WORKSPACE = 128 << 20
 _PREFILL_TILE = 128
 """Most query rows of a prefill tile (FA2DetermineCtaTileQ)."""
 
+_TILES = (16, 64, _PREFILL_TILE)
+"""Query rows of a tile, all heads of a group counted: the smallest that holds a segment."""
+
 _BLOCKS_PER_PROCESSOR = 2
 """Thread blocks of prefill that FlashInfer counts on for each multiprocessor."""
 
@@ -95,28 +98,39 @@ def why_unfit(shape: KVShape) -> str | None:
     return None
 
 
-def workspace_bytes(shape: KVShape, num_processors: int) -> int:
+def workspace_bytes(shape: KVShape, num_processors: int, max_graph_rows: int = 0) -> int:
     """Bytes for the partial results of split contexts: all tiles that FlashInfer runs at once, in float32 with LSE.
 
-    num_processors: multiprocessors of the device.
+    num_processors: multiprocessors of the device. max_graph_rows: of the largest recorded decode step; 0 without CUDA
+    graphs. For a recording on tensor cores, FlashInfer's planner reserves a tile for each row, since it does not know
+    that a row is a segment of its own, and as many as would hold all rows together.
     """
     tiles = -(-num_processors * _BLOCKS_PER_PROCESSOR // shape.num_kv_heads)
-    needed = tiles * shape.num_heads * _PREFILL_TILE * (shape.head_dim + 1) * 4
+    rows = tiles * _PREFILL_TILE
+    group = shape.num_heads // shape.num_kv_heads
+    if max_graph_rows and group not in _CUDA_CORE_GROUPS:
+        tile = next(size for size in _TILES if group <= size or size == _PREFILL_TILE)
+        rows = max(rows, (-(-max_graph_rows * group // tile) + max_graph_rows - 1) * tile)
+    needed = rows * shape.num_heads * (shape.head_dim + 1) * 4
     return max(_MIN_WORKSPACE, -(-needed // (1 << 20)) << 20)
 
 
 class FlashInferBackend:
     """KV cache as keys and values [layers, blocks, P, K, D], the layout that FlashInfer calls NHD."""
 
-    def __init__(self, shape: KVShape, library: Library) -> None:
-        """Creates the workspaces and compiles the kernels: minutes, unless FlashInfer has them in its cache."""
+    def __init__(self, shape: KVShape, library: Library, max_graph_rows: int = 0) -> None:
+        """Creates the workspaces and compiles the kernels: minutes, unless FlashInfer has them in its cache.
+
+        max_graph_rows: as for workspace_bytes."""
         self._shape = shape
         self._library = library
         self._use_tensor_cores = shape.num_heads // shape.num_kv_heads not in _CUDA_CORE_GROUPS
         on_cuda = shape.device.type == "cuda"
         processors = torch.cuda.get_device_properties(shape.device).multi_processor_count if on_cuda else 1
+        self._num_processors = processors
         # One for all wrappers: their kernels run one after another, on one stream.
-        self._workspace = torch.zeros(workspace_bytes(shape, processors), dtype=torch.uint8, device=shape.device)
+        num_bytes = workspace_bytes(shape, processors, max_graph_rows)
+        self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=shape.device)
         self._sets = [_WrapperSet() for _ in range(RING_SIZE)]
         for wrappers in self._sets:  # now, so that the KV cache leaves their memory free
             for _ in range(2):  # a forward without prefix groups has one part of each kind, one with groups two
@@ -169,6 +183,8 @@ class FlashInferBackend:
         staging.then(partial(self._run_plans, wrappers, plans))
 
     def prepare_recording(self, max_rows: int, max_blocks: int) -> None:
+        needed = workspace_bytes(self._shape, self._num_processors, max_rows)
+        assert needed <= len(self._workspace), f"max_graph_rows was less than {max_rows}"
         self._fixed = FixedMemory(self._new_decode, self._workspace, max_rows, max_blocks)
 
     def plan_recorded(self, layout: PagedLayout) -> None:

@@ -208,7 +208,8 @@ def start_worker(
     try:
         # FlashInfer may compile for minutes.
         with phase("attention") if device.type == "cuda" else nullcontext(), memory.part(WORKSPACES):
-            backend = make_backend(config.attention_backend, shape, kernels)
+            graph_rows = max(sizes_of_graphs(config), default=0) if device.type == "cuda" else 0
+            backend = make_backend(config.attention_backend, shape, kernels, graph_rows)
     except ValueError as error:
         raise UserError(str(error)) from error
     max_blocks = -(-context_length // config.page_size)

@@ -292,8 +292,12 @@ def _largest_forward(info: ModelInfo, mesh: Mesh, shape: KVShape, sizes: Sizes) 
 def _workspaces(shape: KVShape, sizes: Sizes) -> list[Part]:
     if not _has_flashinfer(shape, sizes):
         return []
-    num_bytes = workspace_bytes(shape, _NUM_PROCESSORS) + _NUM_WRAPPERS * _WRAPPER_BYTES
-    reason = f"FlashInfer's workspace for {_NUM_PROCESSORS} multiprocessors, and {_NUM_WRAPPERS} wrappers x 8 MiB"
+    graph_rows = max(sizes.graph_sizes, default=0)
+    num_bytes = workspace_bytes(shape, _NUM_PROCESSORS, graph_rows) + _NUM_WRAPPERS * _WRAPPER_BYTES
+    reason = f"FlashInfer's workspace for {_NUM_PROCESSORS} multiprocessors"
+    if graph_rows:
+        reason += f" and graphs of {graph_rows:,} sequences"
+    reason += f", and {_NUM_WRAPPERS} wrappers x 8 MiB"
     return [Part(WORKSPACES, num_bytes, reason, is_exact=False)]
 
 
