@@ -4,12 +4,13 @@ SERVE_ARGS ?=
 BENCH_ARGS ?=
 CLIENTS ?=
 PARTS ?=
+KIT_ARGS ?=
 
 CPP_FILES = $(shell find tokasaurus tests -name '*.h' -o -name '*.cpp')
 FLASHINFER_VERSIONS := 0.6.18.post1 0.7.2.post1
 PREBUILT := tokasaurus/model/cpu/prebuilt
 
-.PHONY: serve test lint types unit test-clients test-gpu test-neon test-long test-flashinfer test-wheel wheel bench-manager torture soak format clean
+.PHONY: serve test lint types unit test-clients test-gpu test-neon test-long test-flashinfer test-wheel wheel gpu-kit bench-manager torture soak format clean
 
 serve: .venv/installed
 	$(BIN)/toka $(SERVE_ARGS)
@@ -34,6 +35,10 @@ test-clients: .venv/installed-dev
 # What needs a CUDA device; docs/gpu.md. One line without one.
 test-gpu: .venv/installed-dev
 	$(BIN)/python -m tests.gpu
+
+# gpu-kit/: what a GPU machine without a package registry lacks, for Python 3.12 on x86-64; docs/gpu.md. Two minutes
+gpu-kit: .venv/installed-dev
+	$(BIN)/python -m tests.gpu.kit $(KIT_ARGS)
 
 # Kernels for NEON, cross-compiled, in an emulator: minutes
 test-neon: .venv/installed-dev
@@ -99,4 +104,4 @@ endef
 	@touch $@ .venv/installed
 
 clean:
-	rm -rf .venv .venv-clients .venv-flashinfer build dist $(PREBUILT)
+	rm -rf .venv .venv-clients .venv-flashinfer build dist gpu-kit $(PREBUILT)
