@@ -6,13 +6,14 @@ import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.process_group import TIMEOUT, is_about_another_rank, joined, with_groups
+from tokasaurus.model.parallel.process_group import LINK_CTAS, TIMEOUT, is_about_another_rank, joined, with_groups
 from tokasaurus.model.parallel.tensor_parallel import (
     copy_from_first,
     gather_shards,
@@ -84,8 +85,9 @@ def test_every_rank_makes_the_same_groups_and_no_link_shares_one(
     """Ranks that made other groups, or in another order, would wait for each other for ever."""
     made: list[list[int]] = []
 
-    def new_group(ranks: list[int], timeout: object) -> tuple[int, list[int]]:
+    def new_group(ranks: list[int], timeout: object, pg_options: object) -> tuple[int, list[int]]:
         assert timeout == TIMEOUT
+        assert pg_options is None, "gloo has no such options"
         made.append(ranks)
         return len(made), ranks
 
@@ -93,7 +95,7 @@ def test_every_rank_makes_the_same_groups_and_no_link_shares_one(
     of_each_rank, links = [], []
     for rank in range(pp_size * tp_size):
         made.clear()
-        mesh = with_groups(Mesh.of_worker(rank, pp_size, tp_size))
+        mesh = with_groups(Mesh.of_worker(rank, pp_size, tp_size), on_nccl=False)
         of_each_rank.append(list(made))
         stage, own = divmod(rank, tp_size)
         stage_ranks = list(range(stage * tp_size, (stage + 1) * tp_size))
@@ -107,6 +109,28 @@ def test_every_rank_makes_the_same_groups_and_no_link_shares_one(
     # Each group has one message direction, and two ranks.
     assert sorted(links) == sorted(2 * list(set(links)))
     assert len(set(links)) == pp_size * tp_size
+
+
+def test_nccl_gives_links_between_stages_few_thread_blocks_and_sums_over_ranks_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Nccl:  # torch for a CPU has none
+        class Options:
+            def __init__(self) -> None:
+                self.config = SimpleNamespace(max_ctas=None)
+
+    limits: dict[tuple[int, ...], int | None] = {}
+
+    def new_group(ranks: list[int], timeout: object, pg_options: Nccl.Options | None) -> object:  # noqa: ARG001
+        limits[tuple(ranks)] = None if pg_options is None else pg_options.config.max_ctas
+        return object()
+
+    monkeypatch.setattr(torch.distributed, "new_group", new_group)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    with_groups(Mesh.of_worker(0, pp_size=3, tp_size=2), on_nccl=True)
+    links = {(0, 2), (1, 3), (2, 4), (3, 5), (0, 4), (1, 5)}
+    assert {ranks for ranks, most in limits.items() if most == LINK_CTAS} == links
+    assert {ranks for ranks, most in limits.items() if most is None} == {(0, 1), (2, 3), (4, 5)}
 
 
 def test_an_error_of_this_rank_is_not_taken_for_the_end_of_another() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.parallel.tensor_parallel import gather_into
 
 FUSE_WITH_GEMMS = {"_micro_pipeline_tp": True}
 """Compiler options of functions that call `gather_matmul` and `matmul_scatter`."""
@@ -37,7 +38,7 @@ def own_tokens(hidden: Tensor, mesh: Mesh) -> Tensor:
 def all_tokens(shard: Tensor, mesh: Mesh) -> Tensor:
     """shard [S, E], each rank's tokens -> [T, E], on every rank."""
     hidden = shard.new_empty((len(shard) * mesh.tp_size, *shard.shape[1:]))
-    torch.distributed.all_gather(list(hidden.chunk(mesh.tp_size)), shard.contiguous(), group=mesh.tp_group)
+    gather_into(hidden, shard.contiguous(), mesh)
     return hidden
 
 

@@ -19,6 +19,12 @@ TIMEOUT = timedelta(minutes=5)
 may be so late. Nobody waits for a dead one: gloo notices its death at once, and so does the launcher."""
 
 
+LINK_CTAS = 4
+"""Most thread blocks of NCCL that send or receive for a link between stages. They occupy multiprocessors while a step
+is computed, and a receive does so until its message has come; hidden states are small beside what a few can move. An
+estimate, not measured."""
+
+
 def is_about_another_rank(error: RuntimeError) -> bool:
     """Whether a collective failed, most likely because another rank has ended. Gloo has no error class of its own."""
     return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
@@ -47,7 +53,7 @@ def joined(mesh: Mesh, rendezvous: Path | None, device: torch.device) -> Iterato
         device_id=device if on_cuda else None,
     )
     try:
-        yield with_groups(mesh)
+        yield with_groups(mesh, on_cuda)
     except BaseException:
         # Gloo's threads abort a process that ends while they run. NCCL might wait for a dead rank instead.
         if not on_cuda:
@@ -56,7 +62,7 @@ def joined(mesh: Mesh, rendezvous: Path | None, device: torch.device) -> Iterato
     torch.distributed.destroy_process_group()
 
 
-def with_groups(mesh: Mesh) -> Mesh:
+def with_groups(mesh: Mesh, on_nccl: bool) -> Mesh:
     """The mesh with its groups. Every rank must make every group, also those of others.
 
     Each link between two stages has a group of its own, in which messages go one way: NCCL runs the transfers of a
@@ -65,14 +71,21 @@ def with_groups(mesh: Mesh) -> Mesh:
     if mesh.pp_size == 1:
         return replace(mesh, tp_group=torch.distributed.group.WORLD)
 
-    def new_group(*stages_and_ranks: tuple[int, int]) -> ProcessGroup | None:
+    def new_group(*stages_and_ranks: tuple[int, int], is_link: bool = True) -> ProcessGroup | None:
         """None unless this rank is in it."""
         ranks = [stage * mesh.tp_size + rank for stage, rank in stages_and_ranks]
-        group = torch.distributed.new_group(ranks, timeout=TIMEOUT)
+        options = None
+        if is_link and on_nccl:
+            options = torch.distributed.ProcessGroupNCCL.Options()
+            options.config.max_ctas = LINK_CTAS
+        group = torch.distributed.new_group(ranks, timeout=TIMEOUT, pg_options=options)
         return group if mesh.world_rank in ranks else None
 
     stages, tp_ranks, last = range(mesh.pp_size), range(mesh.tp_size), mesh.pp_size - 1
-    tp_groups = [new_group(*((stage, rank) for rank in tp_ranks)) if mesh.tp_size > 1 else None for stage in stages]
+    tp_groups = [
+        new_group(*((stage, rank) for rank in tp_ranks), is_link=False) if mesh.tp_size > 1 else None
+        for stage in stages
+    ]
     links = [[new_group((stage, rank), (stage + 1, rank)) for rank in tp_ranks] for stage in range(last)]
     token_groups = [new_group((0, rank), (last, rank)) for rank in tp_ranks]
     return replace(

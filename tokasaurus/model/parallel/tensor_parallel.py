@@ -6,6 +6,16 @@ from torch import Tensor
 
 from tokasaurus.model.parallel.mesh import Mesh
 
+# torch 2.13 renamed it, and warns of the old name, the only one that 2.11 has.
+_NEW_NAME, _OLD_NAME = "all_gather_single", "all_gather_into_tensor"
+GATHER = _NEW_NAME if hasattr(torch.distributed, _NEW_NAME) else _OLD_NAME
+"""In torch.distributed: the collective that gathers into one tensor. Into a list of tensors, NCCL copies each."""
+
+
+def gather_into(gathered: Tensor, own: Tensor, mesh: Mesh) -> None:
+    """own [N, ...], contiguous and of the same shape on each rank -> gathered [tp_size * N, ...], by rank."""
+    getattr(torch.distributed, GATHER)(gathered, own, group=mesh.tp_group)
+
 
 def sum_over_shards(partial: Tensor, mesh: Mesh) -> Tensor:
     """partial [T, E], each rank's partial sum -> the sum, on every rank. May overwrite `partial`."""
@@ -21,10 +31,10 @@ def copy_from_first(tensor: Tensor, mesh: Mesh) -> None:
 
 
 def gather_shards(own: Tensor, mesh: Mesh) -> Tensor:
-    """own [...], of the same shape on each rank -> [tp_size, ...], on every rank."""
+    """own [N, ...], of the same shape on each rank -> [tp_size, N, ...], on every rank."""
     if mesh.tp_size == 1:
         return own.unsqueeze(0)
     shards = own.new_empty((mesh.tp_size, *own.shape))
     if own.numel():
-        torch.distributed.all_gather(list(shards), own.contiguous(), group=mesh.tp_group)
+        gather_into(shards.flatten(0, 1), own.contiguous(), mesh)
     return shards

@@ -16,6 +16,7 @@ from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, staged_masks, top_rows, with_params
 from tests.model.helpers.steps import CPU
 from tokasaurus.model.cpu.bindings import load_kernels
+from tokasaurus.model.parallel import tensor_parallel
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.process_group import joined
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs
@@ -152,7 +153,7 @@ def counted_bytes() -> Iterator[Callable[[], int]]:
         return count
 
     with ExitStack() as stack:
-        for name in ("all_gather", "all_reduce", "broadcast"):
+        for name in (tensor_parallel.GATHER, "all_reduce", "broadcast"):
             real = getattr(torch.distributed, name)
             stack.enter_context(unittest.mock.patch.object(torch.distributed, name, counting(real)))
         yield lambda: sum(sent)
