@@ -287,6 +287,13 @@ def test_users_mistake_found_by_a_child_is_one_line_without_traceback(launch) ->
     assert not any("Traceback" in line for line in launcher.lines)
 
 
+def test_a_flag_that_a_worker_refuses_ends_with_the_exit_code_of_a_wrong_flag(launch) -> None:
+    launcher = launch("run_worker_that_refuses_a_flag")
+    assert launcher.exit_code() == 2
+    assert launcher.lines[-1] == "toka: model worker (rank 0) failed: device=cuda: there is none"
+    assert not any("Traceback" in line for line in launcher.lines)
+
+
 def test_child_that_ends_by_itself_ends_the_server(launch) -> None:
     launcher = launch("run_worker_that_returns")
     assert launcher.exit_code() == 1

@@ -63,7 +63,8 @@ def run_child(
     status: Sender[Status],
     args: tuple[Any, ...],
 ) -> None:
-    """Target of a spawned process: run the entry with `args`. If it raises, send Failed and exit with code 1.
+    """Target of a spawned process: run the entry with `args`. If it raises, send Failed and exit with code 1, or
+    the code of a UserError.
 
     spawned_at: by time.time(). lifeline: reading end of a pipe whose only writer is the launcher, which writes nothing.
     """
@@ -99,7 +100,7 @@ def _run(
         status.send(PhaseDone(child.kind, "imports", time.time() - spawned_at))
         entry(*args)
     except UserError as error:
-        _fail(child, status, str(error))
+        _fail(child, status, str(error), error.exit_code)
     except Exception as error:
         shortage = describe_shortage(error, LESS_MEMORY)
         if shortage is not None:
@@ -115,11 +116,11 @@ def _load(entry: str) -> Callable[..., None]:
     return loaded
 
 
-def _fail(child: ChildProcess, status: Sender[Status], message: str) -> None:
+def _fail(child: ChildProcess, status: Sender[Status], message: str, exit_code: int = 1) -> None:
     log_writer().flush_lines()  # the launcher's answer to Failed may be SIGKILL
-    status.send(Failed(child.label, message))
+    status.send(Failed(child.label, message, exit_code))
     status.flush(FLUSH_SECONDS)
-    sys.exit(1)
+    sys.exit(exit_code)
 
 
 def die_with_parent(parent_pid: int, lifeline: Connection) -> None:

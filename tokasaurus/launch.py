@@ -36,7 +36,7 @@ class Entries:
 def serve(config: ServerConfig, entries: Entries | None = None) -> int:
     """Serve until a stop signal or the death of a process; returns the exit code. Call from the main thread.
 
-    0: stopped on request. 1: start failed or a process failed; one line on stderr says why.
+    0: stopped on request. 1: start failed or a process failed; one line on stderr says why. 2: a worker refused a flag.
     """
     report = StartupReport(num_replicas=config.dp_size)
     setup_logging(config, "launcher")
@@ -52,7 +52,7 @@ def serve(config: ServerConfig, entries: Entries | None = None) -> int:
         return 0
     except UserError as error:
         report.show_line(f"toka: {error}")
-        return 1
+        return error.exit_code
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
@@ -79,7 +79,7 @@ def _serve(config: ServerConfig, entries: Entries, report: StartupReport) -> int
                 group.join([processes.server], SERVER_GRACE_S, stop_signals)
                 group.terminate(stop_signals)
                 report.show_line(f"toka: {failure}")  # last, after the final log lines of the other processes
-                return 1
+                return max(replica.exit_code for replica in processes.replicas)
             report.show_line(f"stopping: open requests may take {config.drain_seconds} s to finish; Ctrl-C again kills")
             if report.is_ready:
                 _end_in_order(group, processes, stop_signals, config.drain_seconds)

@@ -57,6 +57,8 @@ class ReplicaProcesses:
         """When to start again, by time.monotonic(); None while it runs."""
         self.has_been_ready = False
         self.num_restarts = 0
+        self.exit_code = 1
+        """Of the launcher, if a failure of this replica ends it."""
         self.is_given_up = False
         """It has failed too often and is not started again, while other replicas go on."""
         self.name = "the engine" if config.dp_size == 1 else f"replica {index}"
@@ -91,7 +93,7 @@ class ReplicaProcesses:
             make_channel(),
         )
         self._started_s = self._alive_s = self._looked_s = time.monotonic()
-        self._is_ready, self.restart_at_s = False, None
+        self._is_ready, self.restart_at_s, self.exit_code = False, None, 1
         inputs: list[Sender[ForwardInput]] = []
         num_workers = config.pp_size * config.tp_size
         rendezvous = self._group.new_path() if num_workers > 1 else None
@@ -149,6 +151,7 @@ class ReplicaProcesses:
                 match message:
                     case Failed():
                         failed.append(message)
+                        self.exit_code = message.exit_code
                     case PhaseDone():
                         report.show_phase(child.description.label, message)
                     case Alive():

@@ -9,7 +9,7 @@ import sys
 import threading
 
 from tokasaurus.messages.channel import ChannelClosed, make_channel
-from tokasaurus.messages.lifecycle import Alive, EngineLimits, PhaseDone, Ready, UserError
+from tokasaurus.messages.lifecycle import Alive, EngineLimits, FlagRefused, PhaseDone, Ready, UserError
 from tokasaurus.messages.replica_connection import receive_connection
 
 
@@ -69,6 +69,10 @@ def run_worker_with_user_error(config, checkpoint, index, rendezvous, inputs, ou
     for _ in range(100):
         sender.send(bytes(100_000))
     raise UserError("kv_cache_num_tokens=7 does not fit")
+
+
+def run_worker_that_refuses_a_flag(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:
+    raise FlagRefused("device=cuda: there is none")
 
 
 def run_worker_that_returns(config, checkpoint, index, rendezvous, inputs, outputs, status) -> None:

@@ -109,6 +109,8 @@ class Failed:
     process: str
     message: str
     """One line for the user."""
+    exit_code: int = 1
+    """With which the launcher ends if the failure ends the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,16 @@ STOP_AT_ONCE = signal.SIGUSR1
 
 class UserError(Exception):
     """A failure that the user can fix, described in one line: the process shows that line and no traceback."""
+
+    exit_code = 1
+    """Of the command."""
+
+
+class FlagRefused(UserError):
+    """A flag asks for what this machine or model cannot do; the line names the flag. As for a flag that is refused
+    before the start."""
+
+    exit_code = 2
 
 
 _MAX_LINE_CHARS = 1000

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tokasaurus.messages.forward import FORWARD_PHASES
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.lifecycle import FlagRefused
 from tokasaurus.model.cpu.build import LibraryUnavailable, find_or_build, kernel_library, machine_sets
 from tokasaurus.model.cpu.isa import PLAIN_TORCH, choose_set
 from tokasaurus.model.cpu.structs import (
@@ -232,6 +232,6 @@ def load_kernels(cpu_isa: str | None = None) -> Kernels | None:
         return Kernels(find_or_build(kernel_library(level)))
     except LibraryUnavailable as error:
         if cpu_isa is not None:
-            raise UserError(f"cpu_isa={cpu_isa}: no CPU kernels: {error}") from error
+            raise FlagRefused(f"cpu_isa={cpu_isa}: no CPU kernels: {error}") from error
         logger.warning("no CPU kernels; using plain torch, which is slower: %s", error)
         return None

@@ -4,7 +4,7 @@ import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.lifecycle import FlagRefused
 
 PLAIN_TORCH = "torch"
 """The value of cpu_isa that uses no kernels."""
@@ -66,7 +66,7 @@ def supported_sets(machine_name: str, features: Iterable[str]) -> tuple[Instruct
 def choose_set(cpu_isa: str | None, supported: tuple[InstructionSet, ...]) -> InstructionSet | None:
     """The best of `supported` that cpu_isa selects (None: any); None for plain torch.
 
-    Raises UserError if cpu_isa is not supported.
+    Raises FlagRefused if cpu_isa is not supported.
     """
     if cpu_isa == PLAIN_TORCH:
         return None
@@ -75,5 +75,5 @@ def choose_set(cpu_isa: str | None, supported: tuple[InstructionSet, ...]) -> In
     chosen = next((level for level in supported if level.cpu_isa == cpu_isa), None)
     if chosen is None:
         allowed = dict.fromkeys([*(level.cpu_isa for level in supported), PLAIN_TORCH])
-        raise UserError(f"cpu_isa={cpu_isa}: this processor does not have it; allowed are {', '.join(allowed)}")
+        raise FlagRefused(f"cpu_isa={cpu_isa}: this processor does not have it; allowed are {', '.join(allowed)}")
     return chosen

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tokasaurus.checkpoint import cache_directory
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.lifecycle import FlagRefused
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Compiler:
 
         options: settings of torch._inductor.config for this function alone.
 
-        Until `end_warm_up`, a call raises UserError if this machine cannot compile and it is required. If it is not,
+        Until `end_warm_up`, a call raises FlagRefused if this machine cannot compile and it is required. If it is not,
         the call logs a warning and runs the function itself.
         """
         from torch._dynamo.decorators import mark_unbacked
@@ -80,7 +80,7 @@ class Compiler:
                 if not _is_of_compiler(error):
                     raise
                 logger.debug("compilation failed", exc_info=error)
-                raise UserError(
+                raise FlagRefused(
                     f"torch_compile=T: cannot compile here, {_gist(error)}; torch_compile=F needs none"
                 ) from error
 

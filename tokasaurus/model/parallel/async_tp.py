@@ -14,7 +14,7 @@ import torch.distributed
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.lifecycle import FlagRefused
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.tensor_parallel import gather_into
 
@@ -69,12 +69,12 @@ def enable_fused_gemms(threshold: int, mesh: Mesh, device: torch.device, first_d
     """
     flag = f"async_tp_threshold={threshold}"
     if device.type != "cuda":
-        raise UserError(f"{flag}: needs GPUs that are joined by NVLink, not device={device.type}")
+        raise FlagRefused(f"{flag}: needs GPUs that are joined by NVLink, not device={device.type}")
     if not torch.distributed.is_nccl_available():
-        raise UserError(f"{flag}: needs a torch with NCCL")
+        raise FlagRefused(f"{flag}: needs a torch with NCCL")
     for other in range(first_device, first_device + mesh.tp_size):
         if other != device.index and not torch.cuda.can_device_access_peer(device, other):
-            raise UserError(
+            raise FlagRefused(
                 f"{flag}: needs GPUs that are joined by NVLink; {device} cannot read memory of cuda:{other}"
             )
     from torch.distributed import _symmetric_memory as symmetric_memory
@@ -89,4 +89,4 @@ def enable_fused_gemms(threshold: int, mesh: Mesh, device: torch.device, first_d
         symmetric_memory.rendezvous(symmetric_memory.empty(1, dtype=torch.float32, device=device), name)
     except RuntimeError as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UserError(f"{flag}: the GPUs cannot share memory: {reason.strip()}") from error
+        raise FlagRefused(f"{flag}: the GPUs cannot share memory: {reason.strip()}") from error

@@ -2,7 +2,7 @@
 
 import torch
 
-from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.messages.lifecycle import FlagRefused
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.cpu.build import LibraryUnavailable, machine_sets
 
@@ -14,17 +14,17 @@ def choose_device(name: str | None, index: int) -> torch.device:
 
     name: "cpu", "cuda", or None: CUDA if available, else CPU.
     index: among the workers of all replicas. Each has a CUDA device of its own; all share a CPU.
-    Raises UserError if CUDA is asked for and missing, or has too few devices.
+    Raises FlagRefused if CUDA is asked for and missing, or has too few devices.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return torch.device(name)
     if not torch.cuda.is_available():
-        raise UserError("device=cuda: torch sees no CUDA device on this machine")
+        raise FlagRefused("device=cuda: torch sees no CUDA device on this machine")
     num_devices = torch.cuda.device_count()
     if index >= num_devices:
-        raise UserError(f"device=cuda: worker {index + 1} has no device of its own; torch sees only {num_devices}")
+        raise FlagRefused(f"device=cuda: worker {index + 1} has no device of its own; torch sees only {num_devices}")
     device = torch.device(name, index)
     torch.cuda.set_device(device)  # else tensors and streams that name no index would be made on cuda:0
     return device

@@ -21,6 +21,7 @@ from tokasaurus.messages.lifecycle import (
     DEFAULT_HYDRAGEN,
     EngineLimits,
     Failed,
+    FlagRefused,
     PhaseDone,
     Ready,
     UserError,
@@ -55,6 +56,7 @@ from tokasaurus.model.worker.kv_sizing import size_kv_cache
 from tokasaurus.model.worker.loop import run_steps
 from tokasaurus.model.worker.memory_plan import INPUTS, ROTARY, SLOTS, STAGES, WEIGHTS, WORKSPACES, sizes_of_graphs
 from tokasaurus.model.worker.memory_report import MemoryReport
+from tokasaurus.model.worker.self_check import check_attention
 from tokasaurus.model.worker.threads import leave_threads_to, set_worker_threads
 from tokasaurus.model.worker.warmup import ForwardLimits, WarmUpTimes, warm_up, warm_up_small
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
@@ -86,7 +88,7 @@ def run_worker(
     try:
         mesh.check(checkpoint.info)
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise FlagRefused(str(error)) from error
     try:
         with _joined(config, mesh, index, rendezvous, status.send) as own_mesh:
             worker = start_worker(config, checkpoint, own_mesh, index, status.send)
@@ -165,7 +167,7 @@ def start_worker(
     with phase("device") as details:
         device = choose_device(config.device, index)
         if device.type != "cpu" and config.cpu_isa is not None:
-            raise UserError(f"cpu_isa={config.cpu_isa}: only device=cpu allows it, not device={device.type}")
+            raise FlagRefused(f"cpu_isa={config.cpu_isa}: only device=cpu allows it, not device={device.type}")
         if config.async_tp_threshold is not None:
             from tokasaurus.model.parallel.async_tp import enable_fused_gemms  # slow to import
 
@@ -209,9 +211,13 @@ def start_worker(
         # FlashInfer may compile for minutes.
         with phase("attention") if device.type == "cuda" else nullcontext(), memory.part(WORKSPACES):
             graph_rows = max(sizes_of_graphs(config), default=0) if device.type == "cuda" else 0
-            backend = make_backend(config.attention_backend, shape, kernels, graph_rows)
+            backend = make_backend(
+                *(config.attention_backend, shape, kernels, graph_rows),
+                check=partial(check_attention, shape=shape) if device.type == "cuda" else None,
+                all_agree=lambda works: bool(least_of_ranks(int(works), mesh, device)),
+            )
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise FlagRefused(str(error)) from error
     max_blocks = -(-context_length // config.page_size)
     with memory.part(SLOTS):
         slots = SlotTable(SlotTableSize(config.max_seqs_per_forward + 1, max_blocks), device)
