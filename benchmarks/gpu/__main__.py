@@ -4,16 +4,18 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -25,11 +27,11 @@ from benchmarks.gpu.parts import Sizes, run_part
 from benchmarks.own_server import own_server
 from benchmarks.report import machine_facts
 
-MAX_MINUTES = 9.0
+MAX_MINUTES = 8.0
 LEAST_SECONDS = 20.0
 """A server or a part is not begun with less time left."""
-SIZES = Sizes(32, 32, 128, 512, 220, (1, 16, 64, 256, 1024), 64)
-TINY_SIZES = Sizes(2, 3, 4, 4, 12, (1, 4), 8)
+SIZES = Sizes(32, 32, 128, 512, 220, (1, 16, 64, 256, 1024), 64, (32, 256, 1024))
+TINY_SIZES = Sizes(2, 3, 4, 4, 12, (1, 4), 8, (3, 6))
 _PACKAGES = ("torch", "triton", "flashinfer-python", "transformers", "numpy")
 
 
@@ -42,19 +44,33 @@ class ServerRun:
     flags: tuple[str, ...] = ()
 
 
-RUNS = (
-    ServerRun(LLAMA_1B, ("steps", "monkeys", "sharegpt")),
-    ServerRun(LLAMA_8B, ("steps", "monkeys", "sharegpt")),
-    ServerRun(LLAMA_1B, ("monkeys",), ("use_hydragen=F",)),
-    ServerRun(LLAMA_1B, ("steps",), ("attention_backend=torch",)),  # beside FlashInfer, where that is installed
-)
 ATTENTION_RUNS = (
     ServerRun(LLAMA_8B, ("attention",)),
     ServerRun(LLAMA_8B, ("attention",), ("attention_backend=torch",)),
 )
 ATTENTION_SECONDS = 150.0
 """Time for attention alone; compiling FlashInfer's kernels takes most of it."""
-TINY_RUNS = (ServerRun(TINY, ("steps", "monkeys", "sharegpt")), ServerRun(TINY, ("monkeys",), ("use_hydragen=F",)))
+ATTENTION = "attention"
+SERVER_PARTS: dict[str, tuple[ServerRun, ...]] = {
+    "steps": (
+        ServerRun(LLAMA_1B, ("steps",)),
+        ServerRun(LLAMA_1B, ("steps",), ("torch_compile=F",)),
+        ServerRun(LLAMA_1B, ("steps",), ("attention_backend=torch",)),  # beside FlashInfer, where that is installed
+    ),
+    "workloads": (
+        ServerRun(LLAMA_1B, ("groups", "sharegpt", "top_p")),
+        ServerRun(LLAMA_1B, ("groups",), ("use_hydragen=F",)),
+    ),
+    "8b": (ServerRun(LLAMA_8B, ("steps", "monkeys", "sharegpt")),),
+}
+PART_NAMES = (ATTENTION, *SERVER_PARTS)
+INTERRUPTED = 2
+"""Exit code after SIGINT or SIGTERM."""
+
+
+def tiny(runs: Sequence[ServerRun]) -> tuple[ServerRun, ...]:
+    """The same runs with a tiny model."""
+    return tuple(replace(run, shape=TINY) for run in runs)
 
 
 @dataclass(slots=True)
@@ -108,6 +124,10 @@ def measure(runs: Sequence[ServerRun], flags: Sequence[str], sizes: Sizes, resul
             except (ServerError, OSError) as error:
                 for part in pending:
                     results.add(run, part, "not run", time.monotonic() - started_s, reason=str(error))
+            except KeyboardInterrupt:
+                for part in pending:
+                    results.add(run, part, "not run", time.monotonic() - started_s, reason="interrupted")
+                raise
 
 
 def measure_attention(arguments: Sequence[str], results: Results, deadline_s: float) -> None:
@@ -142,15 +162,21 @@ def _measure_server(
     started_s = time.monotonic()
     own_flags = [f"model={directory}", *flags, *run.flags]
     with own_server(own_flags, max(1.0, deadline_s - started_s)) as server:
-        results.add(run, "start", "measured", time.monotonic() - started_s, lines=server.start_lines)
+        memory = [line for line in server.start_lines if " planned, " in line]
+        lines = {"lines": server.start_lines, "memory": memory}
+        results.add(run, "start", "measured", time.monotonic() - started_s, **lines)
         while pending:
             _require_time(deadline_s)
             part = pending.pop(0)
             began_s = time.monotonic()
+            values: dict[str, Any] = {}
             try:
-                values = run_part(part, server.base_url, sizes, directory, deadline_s - began_s)
+                run_part(part, server.base_url, sizes, directory, deadline_s - began_s, values)
             except ServerError as error:
-                results.add(run, part, "failed", time.monotonic() - began_s, reason=str(error))
+                results.add(run, part, "failed", time.monotonic() - began_s, reason=str(error), **values)
+            except KeyboardInterrupt:
+                results.add(run, part, "failed", time.monotonic() - began_s, reason="interrupted", **values)
+                raise
             else:
                 results.add(run, part, "measured", time.monotonic() - began_s, **values)
 
@@ -183,34 +209,45 @@ def print_results(results: Results, console: Console) -> None:
 
 
 def _shown(part: dict[str, Any]) -> str:
-    if part["status"] != "measured":
-        return f"{part['status']}: {part['reason']}"
+    """Of a part that failed, the reason and what it had measured."""
+    lines = [] if part["status"] == "measured" else [f"{part['status']}: {part['reason']}"]
     if "attention" in part:
         values = part["attention"]
-        return (
+        lines.append(
             f"{values['backend']}: decode reads {values['decode_bytes_per_s'] / 1e9:,.0f} GB/s,"
             f" {values['decode_share']:.2f} of a copy's; prefix {values['prefix_flop_per_s'] / 1e12:,.1f} TFLOP/s,"
             f" {values['prefix_share']:.2f} of a matrix product's"
         )
-    if "steps" in part:
-        return "\n".join(
-            f"{row['num_rows']} rows: {row['step_ms']:.2f} ms, idle {row['idle_share']:.0%}" for row in part["steps"]
-        )
+    lines += [
+        f"{row['num_rows']} rows: {row['step_ms']:.2f} ms, idle {row['idle_share']:.0%}"
+        for row in part.get("steps", ())
+    ]
+    lines += [
+        f"{row['num_rows']} rows: {row['summary']['output_tokens_per_s']:,.0f} output tokens/s"
+        for row in part.get("groups", ())
+    ]
     if "summary" in part:
-        return f"{part['summary']['output_tokens_per_s']:,.0f} output tokens/s"
-    return f"{part['seconds']:.1f} s"
+        lines.append(f"{part['summary']['output_tokens_per_s']:,.0f} output tokens/s")
+    lines += part.get("memory", ())
+    return "\n".join(lines) or f"{part['seconds']:.1f} s"
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
         description="Measure this server with random weights in the shapes of Llama 3.2 1B and Llama 3.1 8B. Results"
-        " are written after each part. The exit code is 1 if a part failed or was not run.",
+        " are written after each measurement. The exit code is 1 if one failed or was not run, 2 after SIGINT or"
+        " SIGTERM, which end the server and keep what was measured.",
     )
-    parser.add_argument("flags", nargs="*", metavar="NAME=VALUE", help="flags of the server")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="PART | NAME=VALUE",
+        help=f"parts ({', '.join(PART_NAMES)}; none: all), and flags of the server",
+    )
     parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU, for a look at the program")
     parser.add_argument(
-        "--minutes", type=float, default=MAX_MINUTES, metavar="M", help="parts end by then (default: %(default)g)"
+        "--minutes", type=float, default=MAX_MINUTES, metavar="M", help="limit of each part (default: %(default)g)"
     )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="default: benchmarks/results/gpu-DATE.json, or dry-run-DATE.json"
@@ -220,9 +257,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code."""
-    deadline_s = time.monotonic()
-    args = make_parser().parse_intermixed_args(argv)
-    deadline_s += 60 * args.minutes
+    parser = make_parser()
+    args = parser.parse_intermixed_args(argv)
+    names = [word for word in args.words if "=" not in word]
+    if unknown := [name for name in names if name not in PART_NAMES]:
+        parser.error(f"{unknown[0]!r} is not a part; the parts are {', '.join(PART_NAMES)}")
+    flags = [word for word in args.words if "=" in word]
     started_at = datetime.now(timezone.utc)
     name = "dry-run" if args.dry_run else "gpu"
     path = args.output or Path(__file__).parents[1] / "results" / f"{name}-{started_at:%Y%m%d-%H%M%S}.json"
@@ -234,16 +274,34 @@ def main(argv: Sequence[str]) -> int:
     }
     results = Results(path, facts)
     results.write()
-    if args.dry_run:
-        flags = ["device=cpu", "kv_cache_num_tokens=16384", *args.flags]
-        measure_attention(["--device=cpu", "--tiny"], results, deadline_s)
-        measure(TINY_RUNS, flags, TINY_SIZES, results, deadline_s)
-    else:
-        measure_attention(["--device=cuda"], results, deadline_s)
-        measure(RUNS, ["device=cuda", *args.flags], SIZES, results, deadline_s)
+    code = 0
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        for part in names or PART_NAMES:
+            _measure_part(part, args.dry_run, flags, results, time.monotonic() + 60 * args.minutes)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print_results(results, Console(width=None if sys.stdout.isatty() else 140))
     print(f"results: {path}")
-    return 0 if all(part["status"] == "measured" for part in results.parts) else 1
+    return code or (0 if all(part["status"] == "measured" for part in results.parts) else 1)
+
+
+def _measure_part(name: str, is_dry_run: bool, flags: Sequence[str], results: Results, deadline_s: float) -> None:
+    if name == ATTENTION:
+        arguments = ["--device=cpu", "--tiny"] if is_dry_run else ["--device=cuda"]
+        measure_attention(arguments, results, deadline_s)
+    elif is_dry_run:
+        own_flags = ["device=cpu", "kv_cache_num_tokens=16384", *flags]
+        measure(tiny(SERVER_PARTS[name]), own_flags, TINY_SIZES, results, deadline_s)
+    else:
+        measure(SERVER_PARTS[name], ["device=cuda", *flags], SIZES, results, deadline_s)
+
+
+def _interrupt(_signum: int, _frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ending the server takes some seconds
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

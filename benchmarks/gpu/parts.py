@@ -35,24 +35,46 @@ class Sizes:
     """Sequences that decode together in each measurement of steps."""
     num_steps: int
     """Decode steps of each of them."""
+    group_rows: tuple[int, ...]
+    """Sequences of each measurement of prefix groups."""
 
 
-async def measure_monkeys(base_url: str, sizes: Sizes, _directory: Path) -> dict[str, Any]:
+Values = dict[str, Any]
+"""What a part has measured so far: filled as it goes, so that a part that is cut keeps it."""
+
+
+async def measure_monkeys(base_url: str, sizes: Sizes, _directory: Path, values: Values) -> None:
     """Many samples of few questions behind one long prefix. Raises ServerError."""
     arguments = ["--questions", str(sizes.questions), "--samples", str(sizes.samples)]
-    return await _measure_workload(base_url, ["monkeys", *arguments, "--max-tokens", str(sizes.max_tokens)])
+    values |= await _measure_workload(base_url, ["monkeys", *arguments, "--max-tokens", str(sizes.max_tokens)])
 
 
-async def measure_sharegpt(base_url: str, sizes: Sizes, directory: Path) -> dict[str, Any]:
+async def measure_top_p(base_url: str, sizes: Sizes, _directory: Path, values: Values) -> None:
+    """As monkeys, with a limit on what may be drawn. Raises ServerError."""
+    arguments = ["--questions", str(sizes.questions), "--samples", str(sizes.samples), "--extra-body", '{"top_p": 0.9}']
+    values |= await _measure_workload(base_url, ["monkeys", *arguments, "--max-tokens", str(sizes.max_tokens)])
+
+
+async def measure_groups(base_url: str, sizes: Sizes, _directory: Path, values: Values) -> None:
+    """As monkeys, for different numbers of sequences. Raises ServerError."""
+    rows = values["groups"] = []
+    for num_rows in sizes.group_rows:
+        num_samples = min(sizes.samples, num_rows)
+        arguments = ["--questions", str(num_rows // num_samples), "--samples", str(num_samples)]
+        command = ["monkeys", *arguments, "--max-tokens", str(sizes.max_tokens)]
+        rows.append({"num_rows": num_rows, **await _measure_workload(base_url, command)})
+
+
+async def measure_sharegpt(base_url: str, sizes: Sizes, directory: Path, values: Values) -> None:
     """Unrelated requests, all at once. directory: the model's. Raises ServerError."""
     arguments = ["--requests", str(sizes.requests), "--mean-tokens", str(sizes.mean_tokens), "--concurrency", "0"]
     cap = ["--cap", str(4 * sizes.mean_tokens), "--tokenizer", str(directory)]
-    return await _measure_workload(base_url, ["sharegpt", *arguments, *cap])
+    values |= await _measure_workload(base_url, ["sharegpt", *arguments, *cap])
 
 
-async def measure_steps(base_url: str, sizes: Sizes, _directory: Path) -> dict[str, Any]:
+async def measure_steps(base_url: str, sizes: Sizes, _directory: Path, values: Values) -> None:
     """Seconds of a decode step, and the part of the time in which the device waited for one. Raises ServerError."""
-    rows = []
+    rows = values["steps"] = []
     options = ClientOptions(base_url, None, 600.0, usage_per_choice=False, extra_body={})
     async with open_client(options) as client:
         for num_rows in sizes.num_rows:
@@ -75,7 +97,6 @@ async def measure_steps(base_url: str, sizes: Sizes, _directory: Path) -> dict[s
                     "idle_share": idle_s / wall_s,
                 }
             )
-    return {"steps": rows}
 
 
 async def read_metrics(base_url: str) -> dict[str, float]:
@@ -104,12 +125,18 @@ async def _measure_workload(base_url: str, arguments: Sequence[str]) -> dict[str
     return {"summary": asdict(report.summary), "client_cpu_s": report.client_cpu_s, "metrics": changed}
 
 
-def run_part(name: str, base_url: str, sizes: Sizes, directory: Path, timeout_s: float) -> dict[str, Any]:
-    """The part's measurements. Raises ServerError, also after `timeout_s` seconds."""
+def run_part(name: str, base_url: str, sizes: Sizes, directory: Path, timeout_s: float, values: Values) -> None:
+    """Fills `values` with the part's measurements. Raises ServerError, also after `timeout_s` seconds."""
     try:
-        return asyncio.run(asyncio.wait_for(PARTS[name](base_url, sizes, directory), timeout_s))
+        asyncio.run(asyncio.wait_for(PARTS[name](base_url, sizes, directory, values), timeout_s))
     except asyncio.TimeoutError:
         raise ServerError(f"it was not finished after {timeout_s:.0f} s") from None
 
 
-PARTS = {"steps": measure_steps, "monkeys": measure_monkeys, "sharegpt": measure_sharegpt}
+PARTS = {
+    "steps": measure_steps,
+    "monkeys": measure_monkeys,
+    "groups": measure_groups,
+    "top_p": measure_top_p,
+    "sharegpt": measure_sharegpt,
+}

@@ -1,6 +1,10 @@
 """The measurements for a GPU, with a tiny model on the CPU."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.client import ServerError
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.models import LLAMA_1B, LLAMA_8B, TINY, num_bytes, write_model
-from benchmarks.own_server import own_server
+from benchmarks.own_server import child_pids, own_server
 
 
 def test_a_dry_run_measures_every_part(tmp_path: Path) -> None:
@@ -24,16 +28,28 @@ def test_a_dry_run_measures_every_part(tmp_path: Path) -> None:
     plain: list[str] = []
     assert measured == [
         *(("attention", flags) for flags in (plain, ["attention_backend=torch"])),
+        *(
+            (name, flags)
+            for flags in (plain, ["torch_compile=F"], ["attention_backend=torch"])
+            for name in ("start", "steps")
+        ),
+        *((name, plain) for name in ("start", "groups", "sharegpt", "top_p")),
+        *((name, ["use_hydragen=F"]) for name in ("start", "groups")),
         *((name, plain) for name in ("start", "steps", "monkeys", "sharegpt")),
-        *((name, ["use_hydragen=F"]) for name in ("start", "monkeys")),
     ]
     assert {part["status"] for part in results["parts"]} == {"measured"}
     by_name = {part["part"]: part for part in results["parts"]}
     sizes = gpu.TINY_SIZES
     num_monkeys = sizes.questions * sizes.samples * sizes.max_tokens
-    for metrics in (by_name["monkeys"]["metrics"], results["parts"][4]["metrics"]):
+    for part in ("monkeys", "top_p"):
         # one warm-up request of at most 8 tokens comes before
-        assert num_monkeys < metrics["toka_generation_tokens_total"] <= num_monkeys + 8
+        assert num_monkeys < by_name[part]["metrics"]["toka_generation_tokens_total"] <= num_monkeys + 8
+    for part in results["parts"]:
+        if part["part"] == "groups":
+            assert [row["num_rows"] for row in part["groups"]] == list(sizes.group_rows)
+            assert all(row["summary"]["output_tokens_per_s"] > 0 for row in part["groups"])
+        if part["part"] == "start":
+            assert any("KV cache" in line for line in part["memory"])
     assert by_name["sharegpt"]["summary"]["num_requests"] == sizes.requests
     for part, backend in zip(results["parts"], ("CpuBackend", "TorchBackend"), strict=False):
         values = part["attention"]
@@ -49,12 +65,64 @@ def test_a_dry_run_measures_every_part(tmp_path: Path) -> None:
 
 def test_what_time_does_not_allow_is_not_run_and_said(tmp_path: Path) -> None:
     results = gpu.Results(tmp_path / "results.json", {"started_at": "now"})
-    gpu.measure(gpu.TINY_RUNS, ["device=cpu"], gpu.TINY_SIZES, results, time.monotonic() + gpu.LEAST_SECONDS - 1)
+    gpu.measure(
+        gpu.tiny(gpu.SERVER_PARTS["8b"]),
+        ["device=cpu"],
+        gpu.TINY_SIZES,
+        results,
+        time.monotonic() + gpu.LEAST_SECONDS - 1,
+    )
     written = json.loads(results.path.read_text())
     assert written["started_at"] == "now"
     assert [(part["part"], part["status"], part["reason"]) for part in written["parts"]] == [
-        (name, "not run", "no time is left") for name in ("steps", "monkeys", "sharegpt", "monkeys")
+        (name, "not run", "no time is left") for name in ("steps", "monkeys", "sharegpt")
     ]
+
+
+def test_sigterm_ends_the_server_and_keeps_what_is_measured(tmp_path: Path) -> None:
+    path, temporary = tmp_path / "results.json", tmp_path / "temporary"
+    temporary.mkdir()
+    program = f"""
+import sys
+from dataclasses import replace
+from benchmarks.gpu import __main__ as gpu
+gpu.TINY_SIZES = replace(gpu.TINY_SIZES, num_rows=(1, *[4] * 10_000))
+flags = ["max_seqs_per_forward=8", "max_tokens_per_forward=256"]
+sys.exit(gpu.main(["8b", "--dry-run", "--output", {str(path)!r}, *flags]))
+"""
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while '"part": "start"' not in path.read_text() if path.exists() else True:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        children = child_pids(process.pid)
+        time.sleep(2)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == gpu.INTERRUPTED
+    parts = json.loads(path.read_text())["parts"]
+    assert [(part["part"], part["status"]) for part in parts] == [
+        ("start", "measured"),
+        ("steps", "failed"),
+        ("monkeys", "not run"),
+        ("sharegpt", "not run"),
+    ]
+    assert {part["reason"] for part in parts[1:]} == {"interrupted"}
+    assert parts[1]["steps"][0]["num_rows"] == 1, "what was measured before the signal is kept"
+    assert "1 rows:" in output
+    assert children
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+    assert list(temporary.iterdir()) == []
+
+
+def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["step"])
+    assert "attention, steps, workloads, 8b" in capsys.readouterr().err
 
 
 def test_a_server_that_does_not_start_is_said_and_the_next_one_measured(tmp_path: Path) -> None:
