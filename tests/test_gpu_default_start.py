@@ -1,0 +1,10 @@
+"""The check of tests/gpu/test_default_start_on_cuda.py, with a tiny model on the CPU."""
+
+from pathlib import Path
+
+from benchmarks.gpu.models import TINY
+from tests.gpu.default_start import check_default_start
+
+
+def test_a_tiny_server_with_every_default_answers_and_stops(tmp_path: Path) -> None:
+    check_default_start(tmp_path, TINY, "device=cpu", "kv_cache_num_tokens=16384")
