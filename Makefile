@@ -48,12 +48,14 @@ test-neon: .venv/installed-dev
 test-long: .venv/installed-dev
 	$(BIN)/python -m pytest -m long
 
-# FlashInfer's calls against the packages of both versions, each in a folder of its own: 80 MB to fetch
+# Our backend over the Python wrappers and the planner of both versions, each in a folder of its own: 80 MB to fetch
 test-flashinfer: .venv/installed-dev
 	for version in $(FLASHINFER_VERSIONS); do \
 		test -d .venv-flashinfer/$$version || $(BIN)/python -m pip install --quiet --no-deps \
 			--target .venv-flashinfer/$$version flashinfer-python==$$version || exit 1; \
 	done
+	test -d .venv-flashinfer/needs || $(BIN)/python -m pip install --quiet --no-deps \
+		--target .venv-flashinfer/needs apache-tvm-ffi nvidia-ml-py requests tqdm
 	$(BIN)/python -m pytest tests/check_flashinfer.py
 
 # dist/tokasaurus-*.whl, which carries the kernels compiled. setuptools would put what build/ still has into it.

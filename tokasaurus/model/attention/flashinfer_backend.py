@@ -61,9 +61,17 @@ class Wrapper(Protocol):
     def reset_workspace_buffer(self, workspace: Tensor, plans: Tensor) -> None: ...
 
 
+class DecodeModule(Protocol):
+    """What is used of the module `flashinfer.decode`."""
+
+    fast_decode_plan: Callable[..., None]
+    """(wrapper, indptr, indices, last_page_len, ...): a plan after the wrapper's first, which fills no buffers."""
+
+
 class Library(Protocol):
     """What is used of the package `flashinfer`."""
 
+    decode: DecodeModule
     BatchPrefillWithPagedKVCacheWrapper: Callable[..., Wrapper]
     BatchDecodeWithPagedKVCacheWrapper: Callable[..., Wrapper]
 
@@ -171,15 +179,16 @@ class FlashInferBackend:
             if _is_decode(part):
                 if num_decode == len(wrappers.decode):
                     wrappers.decode.append(self._new_decode())
-                wrapper, plan = wrappers.decode[num_decode], self._plan_decode
+                wrapper = wrappers.decode[num_decode]
+                plans.append(partial(self._plan_decode, wrapper.plan, part, o_data_type=self._shape.query_dtype))
                 num_decode += 1
             else:
                 if num_prefill == len(wrappers.prefill):
                     wrappers.prefill.append(self._new_prefill())
-                wrapper, plan = wrappers.prefill[num_prefill], self._plan_prefill
+                wrapper = wrappers.prefill[num_prefill]
+                plans.append(partial(self._plan_prefill, wrapper, part))
                 num_prefill += 1
             self._planned[id(part)] = wrapper
-            plans.append(partial(plan, wrapper, part))
         staging.then(partial(self._run_plans, wrappers, plans))
 
     def prepare_recording(self, max_rows: int, max_blocks: int) -> None:
@@ -205,7 +214,13 @@ class FlashInferBackend:
         if copied is not None:
             # Not long: its copies ran before the step that is running now, at the latest.
             copied.synchronize()
-        self._plan_decode(wrapper, part)
+        if self._use_tensor_cores and part.num_rows in fixed.planned:
+            # The wrapper's own plan takes the longest context one tensor element at a time: milliseconds.
+            fixed.fill_lists(part)
+            self._plan_decode(partial(self._library.decode.fast_decode_plan, wrapper), part)
+        else:
+            self._plan_decode(wrapper.plan, part, o_data_type=self._shape.query_dtype)
+            fixed.planned.add(part.num_rows)
         if self._shape.device.type == "cuda":
             if copied is None:
                 fixed.copied[part.num_rows] = copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -270,18 +285,20 @@ class FlashInferBackend:
             head_dim_qk=shape.head_dim,
             page_size=shape.page_size,
             causal=part.causal,
+            o_data_type=shape.query_dtype,
             **self._options,
         )
 
-    def _plan_decode(self, wrapper: Wrapper, part: PagedPart) -> None:
+    def _plan_decode(self, plan: Callable[..., None], part: PagedPart, **options: Any) -> None:
         shape = self._shape
-        wrapper.plan(
+        plan(
             *self._kv_lists(part),
             num_qo_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             page_size=shape.page_size,
             **self._options,
+            **options,
         )
 
     @property
@@ -291,7 +308,6 @@ class FlashInferBackend:
             "sm_scale": shape.head_dim**-0.5,
             "q_data_type": shape.query_dtype,
             "kv_data_type": shape.dtype,
-            "o_data_type": shape.query_dtype,
         }
 
     def _kv_lists(self, part: PagedPart) -> tuple[Tensor, Tensor, Tensor]:

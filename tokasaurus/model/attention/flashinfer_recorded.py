@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokasaurus.model.attention.backend import PagedPart
+
 # S rows of a recording
 
 
@@ -24,10 +26,19 @@ class FixedMemory:
         self._starts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
         self._blocks = torch.zeros(max_rows * max_blocks, dtype=torch.int32, device=device)
         self._last_lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._plans = torch.zeros(PLAN_BYTES, dtype=torch.uint8, device=device)
+        self._plans = torch.zeros(plan_bytes(max_rows), dtype=torch.uint8, device=device)
         self._wrappers: dict[int, Any] = {}
         self.copied: dict[int, torch.cuda.Event] = {}
         """By number of rows: after the copies of a wrapper's last plan, which read its host memory."""
+        self.planned: set[int] = set()
+        """Numbers of rows whose wrapper has been planned."""
+
+    def fill_lists(self, part: PagedPart) -> None:
+        """Copy the part's lists to where its wrapper reads them. The wrapper's first plan does so itself."""
+        assert part.lists is not None
+        self._starts[: part.num_rows + 1].copy_(part.lists.starts)
+        self._blocks[: len(part.lists.blocks)].copy_(part.lists.blocks)
+        self._last_lengths[: part.num_rows].copy_(part.lists.last_lengths)
 
     def wrapper(self, num_rows: int) -> Any:
         """The wrapper for this number of rows S; made at its first use, which must not be recorded."""
@@ -43,5 +54,12 @@ class FixedMemory:
         return self._wrappers[num_rows]
 
 
-PLAN_BYTES = 8 << 20
-"""As large as FlashInfer makes it."""
+def plan_bytes(max_rows: int) -> int:
+    """Bytes of a plan, on the device once and for each wrapper in pinned memory: at least 1 MiB, 8 in FlashInfer.
+
+    A plan has three int32 and a bool for each tile, two int32 for each row, and a few more. There are at most as many
+    tiles as for a group of 64 heads in tiles of 16, or 2 for each of 512 multiprocessors.
+    """
+    num_tiles = max(5 * max_rows, 1024)
+    needed = 13 * num_tiles + 8 * max_rows + 1024
+    return -(-needed // (1 << 20)) << 20

@@ -182,6 +182,14 @@ class DecodeWrapper(_Wrapper):
                 buffer[: len(planned)].copy_(planned)
             assert len(args[0]) == len(self._fixed[0]), "the number of rows is that of the buffers"
 
+    def plan_fast(self, *args: Any, **options: Any) -> None:
+        self._bind("fast_decode_plan", args, options)
+        assert self._plan is not None, "a first plan loads the module and keeps the output's dtype"
+        assert self._init_options.get("use_cuda_graph"), "the wrapper would read the lists on the host"
+        assert len(args[0]) == len(self._fixed[0]), "the number of rows is that of the buffers"
+        known = {"o_data_type": self._plan.options["o_data_type"], **options}
+        self._note_plan(torch.arange(len(args[0]), dtype=torch.int32), *args, causal=False, **known)
+
 
 _recordable: list[DecodeWrapper] = []
 
@@ -192,7 +200,15 @@ def _recordable_run(query: Tensor, keys: Tensor, values: Tensor, output: Tensor,
     return _recordable[handle].run_planned(query, keys, values, output)
 
 
+class DecodeModule:
+    @staticmethod
+    def fast_decode_plan(wrapper: DecodeWrapper, *args: Any, **options: Any) -> None:
+        """Leaves the buffers as they are."""
+        wrapper.plan_fast(*args, **options)
+
+
 class Library:
+    decode = DecodeModule
     BatchPrefillWithPagedKVCacheWrapper = PrefillWrapper
     BatchDecodeWithPagedKVCacheWrapper = DecodeWrapper
 

@@ -24,7 +24,7 @@ _FILES = {PREFILL: "prefill.py", DECODE: "decode.py"}
 _METHODS = {PREFILL: {"__init__": "__init__", "plan": "plan", "run": "run"}}
 _METHODS[DECODE] = {
     **{"__init__": "__init__", "plan": "_plan_impl", "run": "run"},
-    "reset_workspace_buffer": "reset_workspace_buffer",
+    **{"reset_workspace_buffer": "reset_workspace_buffer", "fast_decode_plan": "fast_decode_plan"},
 }
 
 Parameters = list[tuple[str, str, bool]]
@@ -39,6 +39,7 @@ def read_parameters(directory: Path) -> dict[str, dict[str, Parameters]]:
         (wrapper,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
         # Overloads come before the method that they describe, so that the last one stays.
         methods = {node.name: _parameters(node.args) for node in wrapper.body if isinstance(node, ast.FunctionDef)}
+        methods |= {node.name: _parameters(node.args) for node in tree.body if isinstance(node, ast.FunctionDef)}
         found[name] = {method: methods[source] for method, source in _METHODS[name].items()}
     return found
 

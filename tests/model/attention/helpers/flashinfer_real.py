@@ -1,0 +1,144 @@
+"""Our backend over FlashInfer's real Python wrappers, on a CPU; prints JSON.
+
+`python -m tests.model.attention.helpers.flashinfer_real PACKAGE NEEDS`, two directories.
+
+The compiled modules are stubs: they look up the module's name, which raises for dtypes that FlashInfer lacks, plan by
+FlashInfer's own planner (tensor cores) and compute nothing. Allocations of pinned memory are plain ones.
+"""
+
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.model.attention.helpers.flashinfer_planner import NUM_PROCESSORS, HostPlanner
+from tests.model.helpers.paged_problems import CPU
+from tokasaurus.model.attention import flashinfer_backend
+from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart
+
+HEADS = ((32, 8, 64), (32, 8, 128), (9, 3, 64), (28, 4, 128), (40, 8, 128), (64, 8, 128))
+ROWS = (16, 1024)
+PAGE_SIZE = 16
+MAX_BLOCKS = 64
+
+
+def decode_part(num_rows: int, seed: int, is_partial: bool = False) -> PagedPart:
+    """Rows with random contexts of up to MAX_BLOCKS blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, MAX_BLOCKS * PAGE_SIZE, (num_rows,), generator=generator, dtype=torch.int32)
+    counts = (lengths + PAGE_SIZE - 1) // PAGE_SIZE
+    starts = torch.zeros(num_rows + 1, dtype=torch.int32)
+    starts[1:] = counts.cumsum(0)
+    rows = torch.arange(num_rows + 1, dtype=torch.int32)
+    blocks = torch.ones(int(starts[-1]), dtype=torch.int32)
+    lists = BlockLists(starts, starts.clone(), blocks, lengths - (counts - 1) * PAGE_SIZE, rows, lengths)
+    return PagedPart(0, num_rows, rows, None, lengths, causal=True, is_partial=is_partial, lists=lists)
+
+
+def prefix_part(num_rows: int) -> PagedPart:
+    """All rows behind one prefix."""
+    part = decode_part(1, seed=9, is_partial=True)
+    rows = torch.tensor([0, num_rows], dtype=torch.int32)
+    return PagedPart(0, num_rows, rows, None, part.kv_lengths, causal=False, is_partial=True, lists=part.lists)
+
+
+def stub_modules(flashinfer: Any, planner: HostPlanner) -> None:
+    from flashinfer.jit import attention  # type: ignore[import-not-found]
+
+    def prefill_module(backend: str, *args: Any) -> Any:
+        attention.get_batch_prefill_uri(backend, *args)
+        return SimpleNamespace(plan=planner.plan, paged_run=lambda *_args: None)
+
+    def decode_module(*args: Any) -> Any:
+        attention.get_batch_decode_uri(*args)
+        return SimpleNamespace(plan=lambda *_args: [0] * 10, run=lambda *_args: None)
+
+    for module in (flashinfer.decode, flashinfer.prefill):
+        module.get_batch_prefill_module = prefill_module
+        if hasattr(module, "get_batch_decode_module"):
+            module.get_batch_decode_module = decode_module
+
+
+def check(shape: KVShape, num_rows: int, flashinfer: Any, planner: HostPlanner) -> dict[str, Any]:
+    backend = flashinfer_backend.FlashInferBackend(shape, flashinfer, max_graph_rows=num_rows)
+    backend.allocate(2)
+    query = torch.zeros((num_rows, shape.num_heads, shape.head_dim), dtype=shape.query_dtype)
+    kv_indices = torch.zeros(num_rows, dtype=torch.int64)
+    suffix, prefix = decode_part(num_rows, seed=0, is_partial=True), prefix_part(num_rows)
+    backend.plan(PagedLayout(kv_indices, (suffix,), prefix))
+    partial = [backend.attend(query, 0, part) for part in (suffix, prefix)]
+    whole = decode_part(num_rows, seed=0)
+    backend.plan(PagedLayout(kv_indices, (whole,)))
+    output = torch.zeros_like(query)
+    eager, _ = backend.attend(query, 0, whole, output)
+    backend.prepare_recording(num_rows, MAX_BLOCKS)
+    plans, times_s, asked = [], [], [0, 0]
+    for seed in range(40):
+        part = decode_part(num_rows, seed)
+        layout = PagedLayout(kv_indices, (part,))
+        began_s = time.perf_counter()
+        backend.plan_recorded(layout)
+        times_s.append(time.perf_counter() - began_s)
+        wrapper: Any = next(iter(backend._planned.values()))
+        plans.append(list(wrapper._plan_info))
+        asked = [max(pair) for pair in zip(asked, planner.sizes, strict=True)]
+        assert torch.equal(wrapper._paged_kv_indptr_buf, part.lists.starts)
+        assert torch.equal(wrapper._paged_kv_last_page_len_buf, part.lists.last_lengths)
+        assert torch.equal(wrapper._paged_kv_indices_buf[: len(part.lists.blocks)], part.lists.blocks)
+        recorded, _ = backend.attend(query, 0, part, output)
+        assert recorded.data_ptr() == output.data_ptr()
+    return {
+        "dtypes": sorted({str(x.dtype) for x, _ in partial} | {str(eager.dtype)}),
+        "lse": [str(lse.dtype) for _, lse in partial if lse is not None],
+        "same_plans": all(plan == plans[0] for plan in plans),
+        "asked": asked,
+        "workspace": len(backend._workspace),
+        "plan_memory": len(wrapper._int_workspace_buffer),
+        "plan_ms": 1e3 * statistics.median(times_s[1:]),
+    }
+
+
+def refused_output(flashinfer: Any, shape: KVShape) -> str:
+    """What the stubs do with the output in float32 that partial parts once asked for."""
+    backend = flashinfer_backend.FlashInferBackend(shape, flashinfer)
+    part = decode_part(16, seed=0)
+    try:
+        backend._plan_decode(backend._new_decode().plan, part, o_data_type=torch.float32)
+    except KeyError as error:
+        return str(error)
+    return "nothing"
+
+
+def main(package: str, needs: str) -> None:
+    sys.path[:0] = [package, needs]
+    import flashinfer
+
+    real_empty = torch.empty
+    torch.empty = lambda *args, pin_memory=False, **options: real_empty(*args, **options)  # noqa: ARG005
+    torch.cuda.device = lambda _device: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    torch.set_num_threads(1)
+    flashinfer_backend.workspace_bytes = lambda shape, _number, rows=0, real=flashinfer_backend.workspace_bytes: real(
+        shape, NUM_PROCESSORS, rows
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        planner = HostPlanner(Path(package), Path(directory))
+        stub_modules(flashinfer, planner)
+        found = {}
+        for heads in HEADS:
+            for num_rows in ROWS:
+                planner.sizes = [0, 0]
+                shape = KVShape(1, *heads, PAGE_SIZE, torch.bfloat16, CPU)
+                found["/".join(map(str, heads)) + f" {num_rows}"] = check(shape, num_rows, flashinfer, planner)
+        found["refused"] = refused_output(flashinfer, KVShape(1, *HEADS[0], PAGE_SIZE, torch.bfloat16, CPU))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
