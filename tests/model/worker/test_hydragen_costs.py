@@ -56,7 +56,9 @@ class TimedBackend:
     def write(self, key: Tensor, value: Tensor, _layer_index: int) -> None:
         assert key.shape == value.shape == (key.shape[0], SHAPE.num_kv_heads, SHAPE.head_dim)
 
-    def attend(self, query: Tensor, _layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, query: Tensor, _layer_index: int, part: PagedPart, _output: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         read, multiply, per_group, _ = self._costs
         num_rows = part.query_starts.diff()
         self.now += float((part.kv_lengths * (read + multiply * num_rows) + per_group * (num_rows > 1)).sum())
@@ -115,7 +117,9 @@ def test_fewer_rows_are_tried_if_the_device_has_no_memory_for_many(monkeypatch: 
     backend = TimedBackend(monkeypatch, 1.0, 0.0)
     attend = backend.attend
 
-    def attend_few(query: Tensor, layer_index: int, part: PagedPart) -> tuple[Tensor, Tensor]:
+    def attend_few(
+        query: Tensor, layer_index: int, part: PagedPart, _output: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         if part.num_rows > 16:
             raise torch.OutOfMemoryError("out of memory")
         return attend(query, layer_index, part)
