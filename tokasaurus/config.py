@@ -44,7 +44,7 @@ class ServerConfig(Config):
     max_num_tokens_per_request: int | None = None
 
     torch_compile: bool | None = None
-    use_cudagraphs: bool = True
+    use_cudagraphs: bool | None = None
     cudagraph_max_size: int | None = None
     cudagraph_step: int = 16
     attention_backend: str | None = None

@@ -74,7 +74,7 @@ SERVER_FLAGS = FlagTable(
                 "fails; on CPU this replaces our own kernels, which are faster",
                 none_means="auto",
             ),
-            "use_cudagraphs": Flag("decode with CUDA graphs; only on CUDA"),
+            "use_cudagraphs": Flag("decode with CUDA graphs; auto is on for CUDA devices", none_means="auto"),
             "cudagraph_max_size": _count(
                 "sequences of the largest CUDA graph; larger decode steps run without",
                 none_means="max_seqs_per_forward",

@@ -35,7 +35,7 @@ class PlanConfig(Config):
     max_seqs_per_forward: int = ServerConfig.max_seqs_per_forward
     max_num_tokens_per_request: int | None = None
     attention_backend: str | None = None
-    use_cudagraphs: bool = ServerConfig.use_cudagraphs
+    use_cudagraphs: bool | None = ServerConfig.use_cudagraphs
     cudagraph_max_size: int | None = None
     cudagraph_step: int = ServerConfig.cudagraph_step
 

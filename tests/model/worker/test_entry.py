@@ -17,7 +17,7 @@ from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import parse_server_config
 from tokasaurus.messages.channel import make_channel
 from tokasaurus.messages.forward import ForwardInput
-from tokasaurus.messages.lifecycle import PhaseDone, Ready, UserError
+from tokasaurus.messages.lifecycle import FlagRefused, PhaseDone, Ready, UserError
 from tokasaurus.messages.slots import SlotChanges
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.parallel.mesh import Mesh
@@ -126,3 +126,31 @@ def test_graphs_are_freed_before_the_group_of_ranks_is_left(tmp_path: Path, monk
     run_worker(config, resolve_checkpoint(str(tmp_path)), 0, None, inputs, outputs, status)
     assert len(graphs) > 2
     assert at_end == [0]
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("fault", [None, "stale", "raises"])
+def test_graphs_that_replay_wrongly_are_switched_off_or_refused_by_name(
+    fault: str | None, by_name: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model(tmp_path, "llama")
+    monkeypatch.setattr(Decoder, "pack_module", lambda *_: None)  # a tape reads no packed weights
+    monkeypatch.setattr(entry, "_graph_sizes", lambda *_: [8, 4])
+    monkeypatch.setattr(entry, "CudaRecorder", lambda _device: LaunchTape())
+
+    def replay(_graph: TapedGraph) -> None:
+        if fault == "raises":
+            raise RuntimeError("illegal instruction")
+
+    if fault is not None:
+        monkeypatch.setattr(TapedGraph, "replay", replay)
+    flags = ["kv_cache_num_tokens=100", "use_hydragen=F", "cpu_isa=torch", *(["use_cudagraphs=T"] if by_name else [])]
+    config, checkpoint = parse_server_config([*FLAGS, *flags]), resolve_checkpoint(str(tmp_path))
+    if fault is not None and by_name:
+        with pytest.raises(FlagRefused, match=r"^use_cudagraphs=T: a replayed graph (differs|raises)"):
+            start_worker(config, checkpoint, Mesh(), 0, lambda _: None)
+        return
+    worker = start_worker(config, checkpoint, Mesh(), 0, lambda _: None)
+    assert (worker.runner._graphs is None) == (fault is not None)
+    lines = [record.getMessage() for record in caplog.records if "use_cudagraphs" in record.getMessage()]
+    assert len(lines) == (fault is not None)

@@ -150,6 +150,11 @@ class DecodeGraphs:
                     self._recorder.begin()
                     self._recordings[size, True] = self._end_recording(size, attends, [])
 
+    @property
+    def smallest(self) -> int:
+        """Rows of the smallest graph."""
+        return self._sizes[0]
+
     def size_for(self, step: ForwardInput) -> int | None:
         """The smallest size that `step` fits in; None if it has prefill rows, or more rows than any size."""
         if step.num_decode < len(step.slots):

@@ -208,6 +208,33 @@ class ModelRunner:
             self._backend.prepare_recording(0, 0)
 
     @torch.inference_mode()
+    def graph_error(self) -> float:
+        """Largest difference between hidden states of the smallest graph, replayed with two inputs, and of the same
+        steps launched one by one, as a share of the largest; NaN if a replay computes it. With one pipeline stage."""
+        assert self._links is None
+        graphs = self._graphs
+        assert graphs is not None
+        step = padding_alone(graphs.smallest)
+        token_ids = [1, self._model.vocab_size - 1]
+        try:
+            replayed = [self._hidden_of(step, token_id) for token_id in token_ids]
+            self._graphs = None
+            launched = [self._hidden_of(step, token_id) for token_id in token_ids]
+        finally:
+            self._graphs = graphs
+            self._slots.last_tokens[0] = 0
+        found, expected = torch.stack(replayed), torch.stack(launched)
+        return float((found - expected).abs().max() / expected.abs().max())
+
+    def _hidden_of(self, step: ForwardInput, token_id: int) -> Tensor:
+        """float32 [S, E] of a step of padding alone, whose rows all compute this token."""
+        self._slots.last_tokens[0] = token_id
+        self._staging.begin()
+        _, output = self._compute(step)
+        self._staging.finish()
+        return output.hidden[: len(step.slots)].float().clone()
+
+    @torch.inference_mode()
     def expect(self, step: ForwardInput) -> None:
         """Prepare for a step that will run after those that were expected before; may be left out."""
         if self._links is not None:

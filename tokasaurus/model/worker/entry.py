@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -56,7 +57,7 @@ from tokasaurus.model.worker.kv_sizing import size_kv_cache
 from tokasaurus.model.worker.loop import run_steps
 from tokasaurus.model.worker.memory_plan import INPUTS, ROTARY, SLOTS, STAGES, WEIGHTS, WORKSPACES, sizes_of_graphs
 from tokasaurus.model.worker.memory_report import MemoryReport
-from tokasaurus.model.worker.self_check import check_attention
+from tokasaurus.model.worker.self_check import check_attention, describe_wrong_graphs
 from tokasaurus.model.worker.threads import leave_threads_to, set_worker_threads
 from tokasaurus.model.worker.warmup import ForwardLimits, WarmUpTimes, warm_up, warm_up_small
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
@@ -64,6 +65,8 @@ from tokasaurus.monitoring.trace import Trace
 
 if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
+
+logger = logging.getLogger(__name__)
 
 PROCESS = "model worker"
 
@@ -290,6 +293,14 @@ def start_worker(
         with phase("CUDA graphs", has_progress_bar=True) as details, bar:
             runner.record_graphs(CudaRecorder(device), graphs, partial(bar.track, description="CUDA graphs"))
             details.append(f"{len(graphs)} sizes, up to {graphs[0]} sequences")
+            if links is None:
+                wrong = describe_wrong_graphs(runner, activation_dtype)
+                if not least_of_ranks(int(wrong is None), mesh, device):
+                    wrong = wrong or "they compute wrongly on another rank"
+                    if config.use_cudagraphs:
+                        raise FlagRefused(f"use_cudagraphs=T: {wrong}")
+                    logger.warning("use_cudagraphs is switched off: %s; decode steps are slower without", wrong)
+                    runner.drop_graphs()
     hydragen = DEFAULT_HYDRAGEN
     if config.use_hydragen is not False and None in (config.hydragen_min_group_size, config.hydragen_min_prefix_len):
         with phase("shared prefixes") as details, torch.inference_mode():

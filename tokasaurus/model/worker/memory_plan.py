@@ -70,7 +70,7 @@ class MemoryFlags(Protocol):
     max_seqs_per_forward: int
     max_num_tokens_per_request: int | None
     attention_backend: str | None
-    use_cudagraphs: bool
+    use_cudagraphs: bool | None
     cudagraph_max_size: int | None
     cudagraph_step: int
 
@@ -95,7 +95,7 @@ def sizes_of(
 
 def sizes_of_graphs(flags: MemoryFlags) -> list[int]:
     """Sequences, largest first; none without CUDA graphs."""
-    if not flags.use_cudagraphs:
+    if flags.use_cudagraphs is False:
         return []
     return graph_sizes(flags.cudagraph_max_size or flags.max_seqs_per_forward, flags.cudagraph_step)
 

@@ -20,6 +20,7 @@ from tokasaurus.model.attention.backend import (
 )
 from tokasaurus.model.attention.operation import attends_over
 from tokasaurus.model.attention.reference import ReferenceBackend
+from tokasaurus.model.execution.runner import ModelRunner
 
 # T tokens in this forward, H query heads, K key/value heads, D head size
 
@@ -66,6 +67,19 @@ def check_attention(backend: AttentionBackend, shape: KVShape) -> None:
             raise ComputesWrongly(
                 f"attention ({name}) differs from plain torch by {error:.2g}, allowed is {tolerance:g}"
             )
+
+
+def describe_wrong_graphs(runner: ModelRunner, dtype: torch.dtype) -> str | None:
+    """One line if replays of a recorded graph differ from launched steps, or raise; None if they agree."""
+    try:
+        error = runner.graph_error()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as failure:  # of a driver or a library
+        return f"a replayed graph raises {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
+    if error <= TOLERANCES[dtype]:
+        return None
+    return f"a replayed graph differs from launched steps by {error:.2g}, allowed is {TOLERANCES[dtype]:g}"
 
 
 def measure_attention(backend: AttentionBackend, shape: KVShape) -> Iterator[tuple[str, float, float]]:
