@@ -38,6 +38,7 @@ PARTS: dict[str, Part] = {
         _file("triton_sample", 120, "the Triton sampler at the size of Llama 3's vocabulary against the C++ kernels"),
         _file("sampling", 60, "torch sampling against the CPU"),
         _file("graphs", 120, "CUDA graphs, eager and compiled, against eager steps"),
+        _file("recorded_flashinfer", 240, "whole steps with FlashInfer inside graphs in bfloat16, 80 sequences"),
     ),
     "servers": (
         _file("decoder", 60, "each model family against transformers in float32"),

@@ -71,10 +71,15 @@ def save_tiny_model(
     num_layers: int = 3,
 ) -> PreTrainedModel:
     """Writes the checkpoint and its tokenizer; returns the model in float32, to be the oracle."""
+    return save_random_model(directory, family_config(family, tied, vocab_size, num_layers), max_shard_size, seed)
+
+
+def save_random_model(
+    directory: Path, config: PretrainedConfig, max_shard_size: str = "5GB", seed: int = 0
+) -> PreTrainedModel:
+    """As save_tiny_model, for any config."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        family_config(family, tied, vocab_size, num_layers), dtype=torch.float32
-    ).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Norm weights of 1 and biases of 0, transformers' initial values, would hide a missing norm or bias. The

@@ -43,13 +43,14 @@ def make_runner(
     mesh: Mesh = Mesh(),  # noqa: B008  (it is frozen)
     async_tp_threshold: int | None = None,
     links: StageLinks | None = None,
+    max_graph_rows: int = 0,
 ) -> ModelRunner:
     num_heads, num_kv_heads = mesh.shard(info.num_heads, "heads")[1], mesh.kv_head_shard(info.num_kv_heads)[1]
     shape = KVShape(
         info.num_layers, num_heads, num_kv_heads, info.head_dim, page_size, dtype, device, model.activation_dtype
     )
     kernels = load_kernels()
-    chosen = make_backend(backend, shape, kernels)
+    chosen = make_backend(backend, shape, kernels, max_graph_rows)
     chosen.allocate(num_blocks + 1)
     slots = SlotTable(SlotTableSize(num_slots + 1, -(-info.context_length // page_size)), device)
     slots.rules.allocate((num_blocks + 1) * page_size)
