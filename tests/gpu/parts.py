@@ -39,6 +39,7 @@ PARTS: dict[str, Part] = {
         _file("sampling", 60, "torch sampling against the CPU"),
         _file("graphs", 120, "CUDA graphs, eager and compiled, against eager steps"),
         _file("recorded_flashinfer", 240, "whole steps with FlashInfer inside graphs in bfloat16, 80 sequences"),
+        _file("sync_debug", 120, "whole steps while torch refuses calls that wait for the device"),
     ),
     "servers": (
         _file("decoder", 60, "each model family against transformers in float32"),
