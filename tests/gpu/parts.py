@@ -44,6 +44,7 @@ PARTS: dict[str, Part] = {
     "servers": (
         _file("decoder", 60, "each model family against transformers in float32"),
         _file("stages", 120, "pipeline stages against the whole model"),
+        _file("nccl", 120, "NCCL with one rank: a sum inside a CUDA graph, and a quick end"),
         _file("server", 120, "whole servers against transformers in float32"),
         _file("flashinfer_server", 240, "a server with FlashInfer: errors of log-probabilities beside torch attention"),
         _file("default_start", 300, "a server with every default at the shapes of Llama 1B and 8B, 80 sequences"),

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -30,6 +31,11 @@ def tensors_in(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
+def is_collective(function: Any) -> bool:
+    """Whether the operation is one of torch.distributed, whose schemas do not say which tensors they change."""
+    return bool(function.namespace == "c10d")
+
+
 class TapedGraph:
     """Implements Graph."""
 
@@ -44,7 +50,12 @@ class TapedGraph:
 
     def replay(self) -> None:
         for function, args, kwargs, results in self.operations:
-            for new, result in zip(tensors_in(function(*args, **kwargs)), results, strict=False):
+            returned = function(*args, **kwargs)
+            if is_collective(function):  # gloo's threads run it
+                for leaf in tree_leaves(returned):
+                    if isinstance(leaf, torch.ScriptObject):
+                        torch.distributed.Work.unbox(leaf).wait()
+            for new, result in zip(tensors_in(returned), results, strict=False):
                 result.copy_(new)
 
 
@@ -66,7 +77,7 @@ class _Tape(TorchDispatchMode):
         known = {address(tensor) for tensor in tensors_in((args, kwargs))}
         # A view has the memory of what it shows, and an operation in place that of its argument.
         new = [tensor for tensor in tensors_in(result) if address(tensor) not in known]
-        if new or function._schema.is_mutable:
+        if new or function._schema.is_mutable or is_collective(function):
             self.graph.operations.append((function, args, kwargs, new))
         return result
 

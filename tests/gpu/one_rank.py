@@ -1,0 +1,86 @@
+"""A group of one rank in a child process: a recorded sum over ranks is replayed and dropped, then the group ends.
+
+Not yet run on a GPU, where the group is NCCL's; on the CPU it is gloo's, and the graph is a tape.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+from tests.model.execution.helpers.launch_tape import LaunchTape, is_collective
+from tokasaurus.model.execution.cuda_recorder import CudaRecorder
+from tokasaurus.model.execution.graphs import Recorder
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.parallel.process_group import TIMEOUT, with_groups
+
+ROOT = Path(__file__).parents[2]
+REPLAYED = "replayed"
+"""The line after which nothing is left to do but to drop the graph and to end."""
+
+
+def check_one_rank(device: str, exit_limit_s: float = 5.0) -> None:
+    """device: "cuda" or "cpu". Raises AssertionError if the sum is wrong, or if the end takes longer."""
+    words = [sys.executable, "-m", "tests.gpu.one_rank", device]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+        assert child.stdout is not None
+        try:
+            lines = _lines_until_replayed(child)
+            try:
+                code = child.wait(timeout=exit_limit_s)
+            except subprocess.TimeoutExpired:
+                code = None
+        finally:
+            child.kill()
+        assert code is not None, f"it had not ended {exit_limit_s} s after its last replay"
+        assert code == 0, "\n".join([*lines, child.stdout.read()])
+
+
+def _lines_until_replayed(child: subprocess.Popen[str]) -> list[str]:
+    """Its output. The time limit of the test ends a child that hangs before."""
+    lines: list[str] = []
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.strip() == REPLAYED:
+            return lines
+        lines.append(line)
+    raise AssertionError("it ended early:\n" + "".join(lines))
+
+
+def run_rank(device: torch.device) -> None:
+    on_cuda = device.type == "cuda"
+    with tempfile.TemporaryDirectory() as directory:
+        torch.distributed.init_process_group(
+            "nccl" if on_cuda else "gloo",
+            init_method=f"file://{directory}/rendezvous",
+            rank=0,
+            world_size=1,
+            timeout=TIMEOUT,
+            device_id=device if on_cuda else None,
+        )
+        group = with_groups(Mesh(), on_cuda).tp_group
+        values = torch.zeros(1024, device=device)
+        recorder: Recorder = CudaRecorder(device) if on_cuda else LaunchTape()
+        with recorder.preparing():
+            torch.distributed.all_reduce(values, group=group)  # the first makes a communicator
+            recorder.begin()
+            total = values * 2
+            torch.distributed.all_reduce(total, group=group)
+            total += 1
+            graph = recorder.end()
+        if isinstance(recorder, LaunchTape):  # a sum over one rank changes nothing
+            assert sum(is_collective(function) for function, *_ in recorder.graphs[0].operations) == 1
+        for value in (3.0, 5.0):
+            values.fill_(value)
+            graph.replay()
+            assert total.tolist() == [2 * value + 1] * 1024
+        print(REPLAYED, flush=True)
+        del graph, recorder, total
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_rank(torch.device("cuda", 0) if sys.argv[1] == "cuda" else torch.device(sys.argv[1]))
