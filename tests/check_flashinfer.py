@@ -3,6 +3,7 @@ wrappers and their planner: `make test-flashinfer`."""
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.model.attention.helpers.flashinfer_real import HEADS, ROWS
+from tests.model.attention.helpers.flashinfer_real import HEADS, PROMPT_ROWS, ROWS
 from tests.model.attention.helpers.flashinfer_source import RECORD, read_package
+from tokasaurus.model.attention.flashinfer_recorded import plan_bytes
 
 PACKAGES = Path(__file__).resolve().parents[1] / ".venv-flashinfer"
 RECORDED = json.loads(RECORD.read_text())
@@ -48,6 +50,15 @@ def test_both_wrappers_are_at_the_top_of_the_package() -> None:
         assert set(found["wrappers"]) <= names
 
 
+@pytest.mark.parametrize("version", RECORDED)
+def test_the_planner_does_not_read_the_lengths(version: str) -> None:
+    """Our backend gives one length for all segments."""
+    source = (PACKAGES / version / "flashinfer/data/csrc/batch_prefill.cu").read_text()
+    (function,) = re.findall(r"^Array<int64_t> BatchPrefillWithKVCachePlan\(.*?^}", source, re.MULTILINE | re.DOTALL)
+    assert "kv_indptr.data_ptr()" in function
+    assert function.count("kv_len_arr") == 1, "the parameter"
+
+
 @pytest.fixture(scope="module", params=RECORDED)
 def over_real_wrappers(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What our backend and the wrappers of one version did, by heads and rows. In a process of its own, since both
@@ -72,6 +83,28 @@ def test_eager_and_recorded_steps_run_over_the_real_wrappers(
     assert found["same_plans"]
     assert 0 < found["asked"][0] <= found["workspace"]
     assert 0 < found["asked"][1] <= found["plan_memory"] == 1 << 20
+
+
+@pytest.mark.parametrize("num_rows", PROMPT_ROWS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_plans_of_prompts_fit_in_the_memory_of_their_wrappers(
+    heads: tuple[int, int, int], num_rows: int, over_real_wrappers: dict[str, Any]
+) -> None:
+    """Of 1 MiB for 8,192 rows, and of more for more."""
+    found = over_real_wrappers["/".join(map(str, heads)) + " 1024"]["prompts"][str(num_rows)]
+    print(f"heads {heads}, {num_rows} rows: {found['asked']:,} of {found['plan_memory']:,} bytes")
+    assert 0 < found["asked"] <= found["plan_memory"] == plan_bytes(num_rows)
+    assert (found["plan_memory"] == 1 << 20) is (num_rows == 8192)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_an_eager_decode_step_of_1024_rows_is_planned_in_a_fraction_of_a_millisecond(
+    heads: tuple[int, int, int], over_real_wrappers: dict[str, Any]
+) -> None:
+    """As a recorded one."""
+    milliseconds = over_real_wrappers["/".join(map(str, heads)) + " 1024"]["eager_plan_ms"]
+    print(f"heads {heads}: {milliseconds:.3f} ms")
+    assert milliseconds <= 0.6
 
 
 @pytest.mark.parametrize("heads", HEADS)

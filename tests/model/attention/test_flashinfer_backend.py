@@ -23,6 +23,7 @@ from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.attention.torch_backend import TorchBackend
 from tokasaurus.model.execution.device_batch import padded_count
+from tokasaurus.model.staging.packed import RING_SIZE
 
 CUDA = torch.device("cuda")
 NO_TOKENS = torch.zeros(0, dtype=torch.int64)
@@ -169,6 +170,18 @@ def test_parts_of_one_layout_have_wrappers_of_their_own_planned_once_for_all_lay
     torch.testing.assert_close(together, alone, atol=0, rtol=0)
     assert len(set(map(id, wrappers))) == len(parts)
     assert [wrapper.num_plans for wrapper in wrappers] == before
+
+
+@pytest.mark.usefixtures("_double")
+def test_wrappers_have_a_mebibyte_for_plans_and_more_for_long_forwards() -> None:
+    shape = KVShape(1, 4, 2, 64, 16, torch.bfloat16, CPU)
+    backend = make_backend("flashinfer", shape, None)
+    for num_rows, mebibytes in ((8192, 1), (20_000, 2), (1, 2)):
+        for _ in range(RING_SIZE):
+            part = make_part([Segment(num_rows, num_rows)], [[1] * -(-num_rows // 16)], 0, causal=True)
+            backend.plan(PagedLayout(NO_TOKENS, (part,)))
+            (wrapper,) = backend._planned.values()  # type: ignore[attr-defined]
+            assert wrapper.plan_memory == mebibytes << 20
 
 
 @pytest.mark.usefixtures("_double_in_float32")

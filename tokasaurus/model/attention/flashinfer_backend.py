@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart, as_stored
-from tokasaurus.model.attention.flashinfer_recorded import FixedMemory
+from tokasaurus.model.attention.flashinfer_recorded import FixedMemory, plan_bytes
 from tokasaurus.model.attention.shared_prefix import merge_partial
 from tokasaurus.model.staging.packed import RING_SIZE
 from tokasaurus.model.staging.staging import DirectStaging
@@ -83,6 +83,9 @@ class _WrapperSet:
 
     prefill: list[Wrapper] = field(default_factory=list)
     decode: list[Wrapper] = field(default_factory=list)
+    plan_bytes: int = 0
+    """Of each wrapper, on the device and in pinned memory; 0 if a wrapper still has its own."""
+
     copied: torch.cuda.Event | None = None
 
 
@@ -144,6 +147,7 @@ class FlashInferBackend:
             for _ in range(2):  # a forward without prefix groups has one part of each kind, one with groups two
                 wrappers.prefill.append(self._new_prefill())
                 wrappers.decode.append(self._new_decode())
+            self._make_plan_memory(wrappers, plan_bytes(0))
         self._next_set = 0
         self._planned: dict[int, Wrapper] = {}
         self._fixed: FixedMemory | None = None
@@ -179,16 +183,21 @@ class FlashInferBackend:
             if _is_decode(part):
                 if num_decode == len(wrappers.decode):
                     wrappers.decode.append(self._new_decode())
+                    wrappers.plan_bytes = 0
                 wrapper = wrappers.decode[num_decode]
-                plans.append(partial(self._plan_decode, wrapper.plan, part, o_data_type=self._shape.query_dtype))
+                plans.append(partial(self._plan_decode, wrapper, part))
                 num_decode += 1
             else:
                 if num_prefill == len(wrappers.prefill):
                     wrappers.prefill.append(self._new_prefill())
+                    wrappers.plan_bytes = 0
                 wrapper = wrappers.prefill[num_prefill]
                 plans.append(partial(self._plan_prefill, wrapper, part))
                 num_prefill += 1
             self._planned[id(part)] = wrapper
+        needed = max(plan_bytes(part.num_rows) for part in parts)
+        if needed > wrappers.plan_bytes:
+            self._make_plan_memory(wrappers, needed)
         staging.then(partial(self._run_plans, wrappers, plans))
 
     def prepare_recording(self, max_rows: int, max_blocks: int) -> None:
@@ -215,11 +224,11 @@ class FlashInferBackend:
             # Not long: its copies ran before the step that is running now, at the latest.
             copied.synchronize()
         if self._use_tensor_cores and part.num_rows in fixed.planned:
-            # The wrapper's own plan takes the longest context one tensor element at a time: milliseconds.
+            # The wrapper's own plan would copy its lists from the host.
             fixed.fill_lists(part)
-            self._plan_decode(partial(self._library.decode.fast_decode_plan, wrapper), part)
+            self._plan_rows(partial(self._library.decode.fast_decode_plan, wrapper), part)
         else:
-            self._plan_decode(wrapper.plan, part, o_data_type=self._shape.query_dtype)
+            self._plan_decode(wrapper, part)
             fixed.planned.add(part.num_rows)
         if self._shape.device.type == "cuda":
             if copied is None:
@@ -265,6 +274,15 @@ class FlashInferBackend:
             self._workspace, "NHD", use_tensor_cores=self._use_tensor_cores, backend="fa2", **options
         )
 
+    def _make_plan_memory(self, wrappers: _WrapperSet, num_bytes: int) -> None:
+        """For each wrapper of the set, instead of the 8 MiB that it makes itself."""
+        if wrappers.copied is not None:
+            wrappers.copied.synchronize()  # its copies read the memory that is freed here
+        for wrapper in (*wrappers.prefill, *wrappers.decode):
+            plans = torch.zeros(num_bytes, dtype=torch.uint8, device=self._shape.device)
+            wrapper.reset_workspace_buffer(self._workspace, plans)
+        wrappers.plan_bytes = num_bytes
+
     def _run_plans(self, wrappers: _WrapperSet, plans: list[Callable[[], None]]) -> None:
         if wrappers.copied is not None:
             wrappers.copied.synchronize()
@@ -286,10 +304,15 @@ class FlashInferBackend:
             page_size=shape.page_size,
             causal=part.causal,
             o_data_type=shape.query_dtype,
+            max_token_per_sequence=int(part.query_starts.diff().max()),
+            seq_lens=_longest(part),
             **self._options,
         )
 
-    def _plan_decode(self, plan: Callable[..., None], part: PagedPart, **options: Any) -> None:
+    def _plan_decode(self, wrapper: Wrapper, part: PagedPart) -> None:
+        self._plan_rows(wrapper.plan, part, o_data_type=self._shape.query_dtype, seq_lens=_longest(part))
+
+    def _plan_rows(self, plan: Callable[..., None], part: PagedPart, **options: Any) -> None:
         shape = self._shape
         plan(
             *self._kv_lists(part),
@@ -340,6 +363,14 @@ class FlashInferBackend:
             part = PagedPart(0, num_rows, rows, None, length, causal=False, lists=lists)
             self.plan(PagedLayout(no_tokens, (part,)))
             self.attend(query[:num_rows], 0, part)
+
+
+def _longest(part: PagedPart) -> Tensor:
+    """int32 [1], for `seq_lens`. FlashInfer's plan takes the maximum of these lengths, 0.6.18 one element at a time in
+    Python, which is milliseconds for all of them. Its "fa2" planner and kernels do not read them, but the lists.
+
+    The prefill wrapper's max_sequence_kv= is no other way: with it, plan of 0.6.18 raises UnboundLocalError."""
+    return part.kv_lengths.amax(0, keepdim=True)
 
 
 def _is_decode(part: PagedPart) -> bool:

@@ -55,10 +55,13 @@ class FixedMemory:
 
 
 def plan_bytes(max_rows: int) -> int:
-    """Bytes of a plan, on the device once and for each wrapper in pinned memory: at least 1 MiB, 8 in FlashInfer.
+    """Bytes of a plan, on the device and in pinned memory: at least 1 MiB, 8 in FlashInfer.
+
+    max_rows: of a recorded step, or of a part of another forward.
 
     A plan has three int32 and a bool for each tile, two int32 for each row, and a few more. There are at most as many
-    tiles as for a group of 64 heads in tiles of 16, or 2 for each of 512 multiprocessors.
+    tiles as for a group of 64 heads in tiles of 16, or 2 for each of 512 multiprocessors. Without a recording there are
+    fewer, at most 2 for each row, since a tile's size is chosen by the mean of the segments.
     """
     num_tiles = max(5 * max_rows, 1024)
     needed = 13 * num_tiles + 8 * max_rows + 1024

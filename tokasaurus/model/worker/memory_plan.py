@@ -9,6 +9,7 @@ from tokasaurus.checkpoint import ModelInfo
 from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.flashinfer_backend import HEAD_DIMS, workspace_bytes
+from tokasaurus.model.attention.flashinfer_recorded import plan_bytes
 from tokasaurus.model.decoder.registry import build_decoder
 from tokasaurus.model.execution.device_batch import padded_count
 from tokasaurus.model.execution.graphs import graph_sizes
@@ -32,9 +33,8 @@ _GRAPH_BYTES = 256 << 10
 
 _NUM_PROCESSORS = 132
 """Multiprocessors of an H100 or H200, on which the size of FlashInfer's workspace depends."""
-_WRAPPER_BYTES = 8 << 20
 _NUM_WRAPPERS = 12
-"""FlashInfer's own buffer in each of the wrappers that FlashInferBackend keeps."""
+"""FlashInfer's wrappers that FlashInferBackend keeps, each with a buffer for its plan."""
 
 
 class DoesNotFit(Exception):
@@ -293,11 +293,12 @@ def _workspaces(shape: KVShape, sizes: Sizes) -> list[Part]:
     if not _has_flashinfer(shape, sizes):
         return []
     graph_rows = max(sizes.graph_sizes, default=0)
-    num_bytes = workspace_bytes(shape, _NUM_PROCESSORS, graph_rows) + _NUM_WRAPPERS * _WRAPPER_BYTES
+    of_wrapper = plan_bytes(sizes.max_tokens_per_forward)
+    num_bytes = workspace_bytes(shape, _NUM_PROCESSORS, graph_rows) + _NUM_WRAPPERS * of_wrapper
     reason = f"FlashInfer's workspace for {_NUM_PROCESSORS} multiprocessors"
     if graph_rows:
         reason += f" and graphs of {graph_rows:,} sequences"
-    reason += f", and {_NUM_WRAPPERS} wrappers x 8 MiB"
+    reason += f", and {_NUM_WRAPPERS} wrappers x {show_size(of_wrapper)}"
     return [Part(WORKSPACES, num_bytes, reason, is_exact=False)]
 
 

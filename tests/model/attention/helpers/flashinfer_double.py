@@ -50,6 +50,7 @@ class _Wrapper:
         self._device = workspace.device
         self._init_options = options
         self._plan: _Plan | None = None
+        self.plan_memory = 8 << 20
         self.num_plans = self.num_runs = 0
 
     def _bind(self, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -58,6 +59,18 @@ class _Wrapper:
                 signature.bind(*args, **options)
             except TypeError as error:
                 raise AssertionError(f"{self.NAME}.{method} of FlashInfer {version}: {error}") from error
+
+    def reset_workspace_buffer(self, *args: Any, **options: Any) -> None:
+        self._bind("reset_workspace_buffer", args, options)
+        assert all(buffer.dtype == torch.uint8 and buffer.device == self._device for buffer in args)
+        self.plan_memory = len(args[1])
+
+    def _check_longest(self, kv_starts: Tensor, last_lengths: Tensor, options: dict[str, Any]) -> None:
+        """Without `seq_lens` of one element, `plan` of 0.6.18 takes the maximum of all lengths in Python: slowly."""
+        lengths = (kv_starts.diff() - 1).clamp_min(0) * options["page_size"] + last_lengths
+        longest = options.pop("seq_lens")
+        assert longest.device == CPU
+        assert longest.tolist() == [lengths.max()]
 
     def _note_plan(
         self, starts: Tensor, kv_starts: Tensor, blocks: Tensor, last_lengths: Tensor, causal: bool, **options: Any
@@ -83,6 +96,11 @@ class _Wrapper:
             for version, dtypes in recorded_dtypes(name).items():
                 assert self.any_dtype or options[name] in dtypes, f"{options[name]} as {name} in FlashInfer {version}"
         assert options["num_qo_heads"] % options["num_kv_heads"] == 0
+        # PrefillPlanImpl without a recording: tiles by the mean of the segments' rows.
+        packed = starts.diff() * (options["num_qo_heads"] // options["num_kv_heads"])
+        mean = packed.sum() // len(packed)
+        tiles = -(-packed // (16 if mean <= 16 else 64 if mean <= 64 else 128))
+        assert 13 * tiles.sum() + 4 * (len(starts) + starts[-1] + 3) <= self.plan_memory, "plan would fail"
         # The blocks are kept as they are: on a device they are filled after the plan.
         self._plan = _Plan(options, starts.tolist(), kv_starts.tolist(), blocks, last_lengths.tolist(), causal)
         self.num_plans += 1
@@ -129,6 +147,9 @@ class PrefillWrapper(_Wrapper):
 
     def plan(self, *args: Any, **options: Any) -> None:
         self._bind("plan", args, options)
+        assert "max_sequence_kv" not in options, "with it, plan of 0.6.18 raises UnboundLocalError"
+        assert options.pop("max_token_per_sequence") == args[0].diff().max()
+        self._check_longest(args[1], args[3], options)
         causal = options.pop("causal")
         self._note_plan(*args, causal=causal, **options)
         starts, kv_starts, _, last_lengths = args
@@ -149,10 +170,6 @@ class DecodeWrapper(_Wrapper):
         self._handle = len(_recordable)
         if options.get("use_cuda_graph"):
             _recordable.append(self)
-
-    def reset_workspace_buffer(self, *args: Any, **options: Any) -> None:
-        self._bind("reset_workspace_buffer", args, options)
-        assert all(buffer.dtype == torch.uint8 and buffer.device == self._device for buffer in args)
 
     def _run(self, query: Tensor, kv_cache: tuple[Tensor, Tensor], output: Tensor | None) -> tuple[Tensor, Tensor]:
         if not self._init_options.get("use_cuda_graph"):
@@ -176,6 +193,7 @@ class DecodeWrapper(_Wrapper):
         group = options["num_qo_heads"] // options["num_kv_heads"]
         # DISPATCH_GQA_GROUP_SIZE: the groups that decode on CUDA cores is compiled for.
         assert self._init_options["use_tensor_cores"] or group in (1, 2, 3, 4, 6, 8)
+        self._check_longest(args[0], args[2], options)
         self._note_plan(torch.arange(len(args[0]), dtype=torch.int32), *args, causal=False, **options)
         if self._init_options.get("use_cuda_graph"):
             for buffer, planned in zip(self._fixed, args, strict=True):

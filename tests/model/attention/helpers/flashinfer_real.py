@@ -25,6 +25,7 @@ from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout,
 
 HEADS = ((32, 8, 64), (32, 8, 128), (9, 3, 64), (28, 4, 128), (40, 8, 128), (64, 8, 128))
 ROWS = (16, 1024)
+PROMPT_ROWS = (8192, 40960)
 PAGE_SIZE = 16
 MAX_BLOCKS = 64
 
@@ -49,6 +50,16 @@ def prefix_part(num_rows: int) -> PagedPart:
     return PagedPart(0, num_rows, rows, None, part.kv_lengths, causal=False, is_partial=True, lists=part.lists)
 
 
+def prompts_part(lengths: list[int]) -> PagedPart:
+    """Whole prompts of these lengths, in blocks of their own."""
+    kv_lengths = torch.tensor(lengths, dtype=torch.int32)
+    rows, starts = (torch.zeros(len(lengths) + 1, dtype=torch.int32) for _ in range(2))
+    rows[1:], starts[1:] = kv_lengths.cumsum(0), ((kv_lengths + PAGE_SIZE - 1) // PAGE_SIZE).cumsum(0)
+    blocks = torch.ones(int(starts[-1]), dtype=torch.int32)
+    lists = BlockLists(starts, starts.clone(), blocks, (kv_lengths - 1) % PAGE_SIZE + 1, rows, kv_lengths)
+    return PagedPart(0, int(rows[-1]), rows, None, kv_lengths, causal=True, lists=lists)
+
+
 def stub_modules(flashinfer: Any, planner: HostPlanner) -> None:
     from flashinfer.jit import attention  # type: ignore[import-not-found]
 
@@ -64,6 +75,22 @@ def stub_modules(flashinfer: Any, planner: HostPlanner) -> None:
         module.get_batch_prefill_module = prefill_module
         if hasattr(module, "get_batch_decode_module"):
             module.get_batch_decode_module = decode_module
+
+
+def check_prompts(backend: Any, planner: HostPlanner, num_rows: int) -> dict[str, Any]:
+    """Plans of this many rows, the last with nearly as many tiles as there can be: one prompt is long, the others have
+    a row each, so that the mean just makes large tiles."""
+    group = backend._shape.num_heads // backend._shape.num_kv_heads
+    num_short = num_rows * group // 65
+    problems = ([num_rows], [num_rows // 512] * 512, [1] * num_short + [num_rows - num_short])
+    asked = 0
+    for lengths in problems:
+        part = prompts_part(lengths)
+        backend.plan(PagedLayout(torch.zeros(num_rows, dtype=torch.int64), (part,)))
+        asked = max(asked, planner.sizes[1])
+        wrapper = backend._planned[id(part)]
+    assert len(wrapper._pin_memory_int_workspace_buffer) == len(wrapper._int_workspace_buffer)
+    return {"asked": asked, "plan_memory": len(wrapper._int_workspace_buffer)}
 
 
 def check(shape: KVShape, num_rows: int, flashinfer: Any, planner: HostPlanner) -> dict[str, Any]:
@@ -94,14 +121,25 @@ def check(shape: KVShape, num_rows: int, flashinfer: Any, planner: HostPlanner) 
         assert torch.equal(wrapper._paged_kv_indices_buf[: len(part.lists.blocks)], part.lists.blocks)
         recorded, _ = backend.attend(query, 0, part, output)
         assert recorded.data_ptr() == output.data_ptr()
+    plan_memory = len(wrapper._int_workspace_buffer)
+    eager_s = []
+    for seed in range(40):
+        part = decode_part(num_rows, seed)
+        layout = PagedLayout(kv_indices, (part,))
+        began_s = time.perf_counter()
+        backend.plan(layout)
+        eager_s.append(time.perf_counter() - began_s)
+    prompts = {size: check_prompts(backend, planner, size) for size in PROMPT_ROWS}
     return {
         "dtypes": sorted({str(x.dtype) for x, _ in partial} | {str(eager.dtype)}),
         "lse": [str(lse.dtype) for _, lse in partial if lse is not None],
         "same_plans": all(plan == plans[0] for plan in plans),
         "asked": asked,
         "workspace": len(backend._workspace),
-        "plan_memory": len(wrapper._int_workspace_buffer),
+        "plan_memory": plan_memory,
         "plan_ms": 1e3 * statistics.median(times_s[1:]),
+        "eager_plan_ms": 1e3 * statistics.median(eager_s),
+        "prompts": prompts,
     }
 
 
@@ -110,7 +148,7 @@ def refused_output(flashinfer: Any, shape: KVShape) -> str:
     backend = flashinfer_backend.FlashInferBackend(shape, flashinfer)
     part = decode_part(16, seed=0)
     try:
-        backend._plan_decode(backend._new_decode().plan, part, o_data_type=torch.float32)
+        backend._plan_rows(backend._new_decode().plan, part, o_data_type=torch.float32)
     except KeyError as error:
         return str(error)
     return "nothing"

@@ -21,10 +21,10 @@ RECORD = Path(__file__).with_name("flashinfer_parameters.json")
 PREFILL, DECODE = "BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"
 _FILES = {PREFILL: "prefill.py", DECODE: "decode.py"}
 # The decode wrapper's `plan` takes any keyword and hands all of them to this method.
-_METHODS = {PREFILL: {"__init__": "__init__", "plan": "plan", "run": "run"}}
-_METHODS[DECODE] = {
-    **{"__init__": "__init__", "plan": "_plan_impl", "run": "run"},
-    **{"reset_workspace_buffer": "reset_workspace_buffer", "fast_decode_plan": "fast_decode_plan"},
+_BOTH = {"__init__": "__init__", "run": "run", "reset_workspace_buffer": "reset_workspace_buffer"}
+_METHODS = {
+    PREFILL: {**_BOTH, "plan": "plan"},
+    DECODE: {**_BOTH, "plan": "_plan_impl", "fast_decode_plan": "fast_decode_plan"},
 }
 
 Parameters = list[tuple[str, str, bool]]
