@@ -1,14 +1,24 @@
-"""Whether Triton's kernels take the place of plain torch."""
+"""Whether Triton's kernels take the place of plain torch, for each group of kernels."""
 
 import functools
 import importlib.util
+from typing import Literal, TypeAlias
 
 import torch
 
+KernelGroup: TypeAlias = Literal["attention", "sampling", "layers"]
 
-def uses_triton(device: torch.device) -> bool:
-    """Whether Triton is installed and runs on tensors of this device."""
-    return device.type == "cuda" and _has_triton()
+_switched_off: set[KernelGroup] = set()
+
+
+def uses_triton(device: torch.device, group: KernelGroup) -> bool:
+    """Whether Triton is installed, runs on tensors of this device, and the group is not switched off."""
+    return device.type == "cuda" and group not in _switched_off and _has_triton()
+
+
+def switch_off(group: KernelGroup) -> None:
+    """From now on, in this process, plain torch computes what these kernels do."""
+    _switched_off.add(group)
 
 
 @functools.cache

@@ -53,6 +53,6 @@ def test_the_kernels_compile_for_hopper(kind: str) -> None:
 
 
 def test_plain_torch_serves_devices_other_than_cuda() -> None:
-    assert not uses_triton(torch.device("cpu"))
-    assert not uses_triton(torch.device("meta"))
-    assert uses_triton(torch.device("cuda", 0)) == (TRITON != (0, 0))
+    assert not uses_triton(torch.device("cpu"), "attention")
+    assert not uses_triton(torch.device("meta"), "attention")
+    assert uses_triton(torch.device("cuda", 0), "attention") == (TRITON != (0, 0))

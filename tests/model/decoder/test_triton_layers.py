@@ -118,7 +118,7 @@ def test_where_triton_cannot_launch_the_layers_run_module_by_module(
 ) -> None:
     save_tiny_model(tmp_path, "llama")
     model, _ = load(tmp_path)
-    monkeypatch.setattr(executors, "uses_triton", lambda _: True)  # without a device, the launch fails
+    monkeypatch.setattr(executors, "uses_triton", lambda *_: True)  # without a device, the launch fails
     assert isinstance(choose_executor(model, None), ModuleExecutor)  # type: ignore[arg-type]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warning.startswith("the layers' Triton kernels are not used, so uncompiled layers are slower, since ")

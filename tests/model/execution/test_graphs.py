@@ -173,7 +173,7 @@ def test_sampling_is_replayed_with_the_rows_parameters_and_noise(
     with one_thread():
         model, info = load(tmp_path)
         eager = make_runner(model, info, "torch", num_blocks=NUM_BLOCKS, num_slots=NUM_SLOTS)
-        monkeypatch.setattr(runner_module, "uses_triton", lambda _device: True)
+        monkeypatch.setattr(runner_module, "uses_triton", lambda *_: True)
         monkeypatch.setattr(runner_module, "sample_by_triton", sample_on_device)
         runner, _, tape = make_taped(tmp_path, "torch")
         assert len(tape.graphs) == 3 * (info.num_layers + 1 + 1)

@@ -18,7 +18,7 @@ def fill_lists(block_tables: Tensor, first_entries: Tensor, page_size: int, list
     block_tables: int32 [slots, blocks], contiguous. first_entries: int64 [S], where each segment's blocks begin in the
     flattened tables. A segment of no tokens has no blocks, and page_size as its last length.
     """
-    if uses_triton(block_tables.device):
+    if uses_triton(block_tables.device, "attention"):
         from tokasaurus.model.attention import triton_kernels
 
         triton_kernels.fill_lists(block_tables, first_entries, page_size, lists)

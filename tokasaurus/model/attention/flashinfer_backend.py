@@ -237,7 +237,7 @@ class FlashInferBackend:
 
     def write(self, key: Tensor, value: Tensor, layer_index: int) -> None:
         keys, values = (cache[layer_index].flatten(0, 1) for cache in (self._keys, self._values))  # [tokens, K, D]
-        if uses_triton(self._shape.device):
+        if uses_triton(self._shape.device, "attention"):
             from tokasaurus.model.attention import triton_kernels
 
             triton_kernels.write_kv(keys, values, key, value, self._kv_indices, self._shape.page_size)
@@ -258,7 +258,7 @@ class FlashInferBackend:
         return result[0], result[1] * _LN_2
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-        if uses_triton(self._shape.device):
+        if uses_triton(self._shape.device, "attention"):
             from tokasaurus.model.attention import triton_kernels
 
             return triton_kernels.merge_partial(first, second, dtype)

@@ -75,7 +75,7 @@ class TorchBackend:
         keys, values = (
             cache[layer_index].view(shape.num_kv_heads, -1, shape.head_dim) for cache in (self._keys, self._values)
         )
-        if uses_triton(shape.device):
+        if uses_triton(shape.device, "attention"):
             from tokasaurus.model.attention import triton_kernels
 
             by_token = keys.transpose(0, 1), values.transpose(0, 1)
@@ -99,7 +99,7 @@ class TorchBackend:
         return output, lse
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-        if uses_triton(self._shape.device):
+        if uses_triton(self._shape.device, "attention"):
             from tokasaurus.model.attention import triton_kernels
 
             return triton_kernels.merge_partial(first, second, dtype)

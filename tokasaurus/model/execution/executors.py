@@ -161,7 +161,7 @@ def choose_executor(model: Decoder, backend: AttentionBackend, compiler: Compile
 
 def _choose_fused(model: Decoder) -> FusedExecutor | None:
     """None where Triton is missing, or cannot compile or launch the kernels."""
-    if not uses_triton(model.device):
+    if not uses_triton(model.device, "layers"):
         return None
     try:
         return FusedExecutor(model)

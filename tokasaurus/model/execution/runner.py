@@ -176,13 +176,13 @@ class ModelRunner:
         over the sizes."""
         self._graphs = None
         has_logits = self._mesh.is_last_stage
-        sampler = sample_by_triton if has_logits and self._shard is None and uses_triton(self.device) else None
+        can_sample = has_logits and self._shard is None and uses_triton(self.device, "sampling")
         plan_whole = None
         if isinstance(self._backend, RecordableBackend):
             self._backend.prepare_recording(max(sizes), self._slots.block_tables.shape[1])
             plan_whole = partial(self._plan_padding, self._backend)
         places = self._model, self._executor, recorder, sizes, self.device
-        graphs = DecodeGraphs(*places, has_logits, sampler, plan_whole)
+        graphs = DecodeGraphs(*places, has_logits, sample_by_triton if can_sample else None, plan_whole)
         graphs.record(progress)
         self._graphs = graphs
 

@@ -89,8 +89,14 @@ def sample(logits: Tensor, rows: SamplingRows, kernels: Kernels | None) -> Sampl
     assert masks is None or masks.bits.shape[1] == num_mask_words(logits.shape[1]), "one bit per token"
     if kernels is not None and logits.device.type == "cpu" and logits.dtype in ACTIVATION_DTYPES:
         return _sample_by_kernels(logits, rows, kernels)
-    if uses_triton(logits.device):
+    if uses_triton(logits.device, "sampling"):
         return sample_by_triton(logits, rows)
+    return sample_by_torch(logits, rows)
+
+
+def sample_by_torch(logits: Tensor, rows: SamplingRows) -> Sampled:
+    """`sample` with stock torch operations."""
+    masks = rows.masks
     any_sampled = bool((rows.params["temperature"] > 0).any())
     is_plain = not any_sampled and rows.rules is None and masks is None
     drawn = logits.argmax(dim=-1) if is_plain else _draw(logits, rows, any_sampled)

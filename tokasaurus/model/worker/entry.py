@@ -59,6 +59,7 @@ from tokasaurus.model.worker.memory_plan import INPUTS, ROTARY, SLOTS, STAGES, W
 from tokasaurus.model.worker.memory_report import MemoryReport
 from tokasaurus.model.worker.self_check import check_attention, describe_wrong_graphs
 from tokasaurus.model.worker.threads import leave_threads_to, set_worker_threads
+from tokasaurus.model.worker.triton_check import switch_off_wrong_kernels
 from tokasaurus.model.worker.warmup import ForwardLimits, WarmUpTimes, warm_up, warm_up_small
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
 from tokasaurus.monitoring.trace import Trace
@@ -210,6 +211,12 @@ def start_worker(
         device=device,
         activation_dtype=activation_dtype,
     )
+
+    def all_agree(works: bool) -> bool:
+        return bool(least_of_ranks(int(works), mesh, device))
+
+    if device.type == "cuda":
+        switch_off_wrong_kernels(shape, model, all_agree)
     try:
         # FlashInfer may compile for minutes.
         with phase("attention") if device.type == "cuda" else nullcontext(), memory.part(WORKSPACES):
@@ -217,7 +224,7 @@ def start_worker(
             backend = make_backend(
                 *(config.attention_backend, shape, kernels, graph_rows),
                 check=partial(check_attention, shape=shape) if device.type == "cuda" else None,
-                all_agree=lambda works: bool(least_of_ranks(int(works), mesh, device)),
+                all_agree=all_agree,
             )
     except ValueError as error:
         raise FlagRefused(str(error)) from error

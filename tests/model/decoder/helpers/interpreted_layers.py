@@ -125,7 +125,7 @@ def check_layers(family: str) -> None:
     with tempfile.TemporaryDirectory() as directory, torch.inference_mode():
         save_tiny_model(Path(directory), family)
         model, _ = load(Path(directory))
-        with patch.object(executors, "uses_triton", lambda _: True):
+        with patch.object(executors, "uses_triton", lambda *_: True):
             fused = executors.choose_executor(model, None)  # type: ignore[arg-type]
         assert isinstance(fused, FusedExecutor)
         cos_sin = torch.rand(5, 1, model.head_dim)

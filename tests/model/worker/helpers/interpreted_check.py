@@ -1,0 +1,225 @@
+"""A start's check of the Triton kernels, which run in Triton's interpreter. Run as a module.
+
+A process of its own: the variable TRITON_INTERPRET must be set before anything imports Triton, and then holds for all.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import contextlib
+import dataclasses
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from tests.helpers.tiny_model import FAMILIES, VOCAB_SIZE, save_tiny_model
+from tests.model.attention.helpers.kernel_checks import unfilled_lists
+from tests.model.helpers.greedy_decoding import load
+from tests.model.helpers.sampling_rows import make_rows, noise_keys
+from tokasaurus.model import triton_choice
+from tokasaurus.model.attention import block_lists, torch_backend, triton_kernels
+from tokasaurus.model.attention.backend import KVShape
+from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.decoder import triton_layers
+from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.execution import executors
+from tokasaurus.model.execution.executors import FusedExecutor, ModuleExecutor
+from tokasaurus.model.sampling import sample, triton_rules, triton_sample, triton_top
+from tokasaurus.model.worker import triton_check
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+GROUPS = ("attention", "sampling", "layers")
+
+Kernel = Callable[..., Any]
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            self.lines.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def on_pretended_cuda(*off: str) -> Iterator[None]:
+    """The modules ask for the groups as if their tensors were on CUDA. off: groups that are switched off."""
+
+    def uses(_device: torch.device, group: triton_choice.KernelGroup) -> bool:
+        return triton_choice.uses_triton(CUDA, group)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(triton_choice, "_switched_off", set(off)))
+        for module in (triton_check, torch_backend, block_lists, sample, executors):
+            stack.enter_context(patch.object(module, "uses_triton", uses))
+        yield
+
+
+def check(model: Decoder, shape: KVShape, all_agree: Callable[[bool], bool] = lambda works: works) -> list[str]:
+    """The warnings."""
+    handler = Lines()
+    triton_check.logger.addHandler(handler)
+    try:
+        triton_check.switch_off_wrong_kernels(shape, model, all_agree)
+    finally:
+        triton_check.logger.removeHandler(handler)
+    return handler.lines
+
+
+def left() -> set[str]:
+    return {group for group in GROUPS if triton_choice.uses_triton(CUDA, group)}
+
+
+def use_every_group(model: Decoder) -> set[str]:
+    """Which Triton kernels of OF_GROUP were used by attention, sampling and layers."""
+    used: set[str] = set()
+
+    def noted(module: Any, name: str) -> Any:
+        kernel: Kernel = getattr(module, name)
+
+        def call(*arguments: Any) -> Any:
+            used.add(name)
+            return kernel(*arguments)
+
+        return patch.object(module, name, call)
+
+    with noted(triton_kernels, "merge_partial"), noted(triton_kernels, "fill_lists"), noted(triton_sample, "draw"):
+        backend = make_backend("torch", KVShape(1, 2, 1, 16, 16, torch.float32, CPU), None)
+        part = torch.ones(1, 2, 16), torch.zeros(1, 2)
+        assert torch.equal(backend.merge(part, part, torch.float32), part[0])
+        lists = unfilled_lists(torch.tensor([0, 2]), torch.tensor([17], dtype=torch.int32), CPU)
+        block_lists.fill_lists(torch.tensor([[7, 8, 9]], dtype=torch.int32), torch.tensor([1]), 16, lists)
+        assert lists.blocks.tolist() == [8, 9]
+        rows = make_rows([0.0], [1.0], noise_keys([1], [0], [5]))
+        assert sample.sample(torch.tensor([[1.0, 3.0, 2.0]]), rows, None).tokens.tolist() == [1]
+    executor = executors.choose_executor(model, None)  # type: ignore[arg-type]
+    assert isinstance(executor, (FusedExecutor, ModuleExecutor))
+    if isinstance(executor, FusedExecutor):
+        used.add("layers")
+    return used
+
+
+OF_GROUP = {"attention": {"merge_partial", "fill_lists"}, "sampling": {"draw"}, "layers": {"layers"}}
+
+
+def wrong_kernels() -> Iterator[tuple[str, Any, str, Kernel]]:
+    """(group, module, name, a kernel in its place) of one fault each."""
+
+    def raises(*_: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable")
+
+    def changed(module: Any, name: str, change: Callable[[Any], Any]) -> Kernel:
+        kernel: Kernel = getattr(module, name)
+        return lambda *arguments: change(kernel(*arguments))
+
+    def other_first(count: int, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Change one of the results."""
+        return lambda results: tuple(change(x) if i == count else x for i, x in enumerate(results))
+
+    def write_double(keys: Tensor, values: Tensor, key: Tensor, *others: Any) -> None:
+        original_write(keys, values, key * 2, *others)
+
+    def write_values_nowhere(keys: Tensor, values: Tensor, *others: Any) -> None:
+        original_write(keys, torch.empty_strided(values.shape, values.stride()), *others)
+
+    def write_padding(keys: Tensor, values: Tensor, *others: Any) -> None:
+        original_write(keys, values, *others)
+        keys[0] = 1
+
+    def fill_other_blocks(*arguments: Any) -> None:
+        original_fill(*arguments)
+        arguments[-1].blocks[0] += 1
+
+    original_write, original_fill = triton_kernels.write_kv, triton_kernels.fill_lists
+    attention, sampling, layers = GROUPS
+    for name in ("write_kv", "merge_partial", "fill_lists"):
+        yield attention, triton_kernels, name, raises
+    for wrong in (write_double, write_values_nowhere, write_padding):
+        yield attention, triton_kernels, "write_kv", wrong
+    yield attention, triton_kernels, "fill_lists", fill_other_blocks
+    yield attention, triton_kernels, "merge_partial", lambda first, _second, dtype: first[0].to(dtype)
+    yield attention, triton_kernels, "merge_partial", changed(triton_kernels, "merge_partial", lambda x: x * torch.nan)
+    for module, name in ((triton_sample, "draw"), (triton_rules, "changed_rows"), (triton_top, "largest_logits")):
+        yield sampling, module, name, raises
+    for result, change in ((0, torch.zeros_like), (1, lambda x: x + 0.1), (2, lambda x: x * 1.01)):
+        yield sampling, triton_sample, "draw", changed(triton_sample, "draw", other_first(result, change))
+    for result, change in ((0, lambda x: x.flip(1)), (1, lambda x: x + 0.1)):
+        yield sampling, triton_top, "largest_logits", changed(triton_top, "largest_logits", other_first(result, change))
+    yield (
+        sampling,
+        triton_rules,
+        "changed_rows",
+        lambda logits, rules, own, _: logits[rules.rows.on_device[own]].float(),
+    )
+    yield sampling, triton_sample, "draw", lambda *arguments: original_draw(*arguments[:-1], None)  # without masks
+    for name in ("add_norm", "rotate_heads", "silu_mul"):
+        yield layers, triton_layers, name, raises
+    yield layers, triton_layers, "add_norm", changed(triton_layers, "add_norm", lambda x: x * 1.01)
+    yield layers, triton_layers, "silu_mul", changed(triton_layers, "silu_mul", torch.sigmoid)
+    for result in range(4):
+        wrong = changed(triton_layers, "rotate_heads", other_first(result, torch.ones_like))
+        yield layers, triton_layers, "rotate_heads", wrong
+
+
+original_draw = triton_sample.draw
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name, torch.inference_mode():
+        for family in FAMILIES:
+            (directory := Path(name) / family).mkdir()
+            save_tiny_model(directory, family)
+            model, info = load(directory)
+            heads = info.num_heads, info.num_kv_heads, info.head_dim
+            for dtype, page_size in ((torch.float32, 16), (torch.float16, 1), (torch.bfloat16, 256)):
+                shape = KVShape(2, *heads, page_size, dtype, CPU, activation_dtype=torch.float32)
+                off = () if dtype == torch.float32 else ("sampling",)  # slow, and the same for every cache
+                with on_pretended_cuda(*off):
+                    assert (lines := check(model, shape)) == [], lines
+                    assert left() == {*GROUPS} - {*off}
+        bfloat16 = KVShape(2, 9, 3, 80, 16, torch.bfloat16, CPU)
+        for case in (
+            triton_check.compare_attention(bfloat16),
+            triton_check.compare_sampling(2500, torch.bfloat16, CPU),
+        ):
+            for compared in case:
+                triton_check._check(compared)
+
+        assert model.vocab_size == VOCAB_SIZE
+        shape = dataclasses.replace(shape, dtype=torch.float32, page_size=16)
+        with on_pretended_cuda():
+            assert use_every_group(model) == set().union(*OF_GROUP.values())
+        for group, module, kernel_name, wrong in wrong_kernels():
+            off = {"sampling"} - {group}
+            with on_pretended_cuda(*off):
+                with patch.object(module, kernel_name, wrong):
+                    lines = check(model, shape)
+                assert left() == {*GROUPS} - {group} - off, (kernel_name, lines)
+                (line,) = lines
+                assert line.startswith(f"the Triton kernels of {group} are switched off: "), line
+                assert line.endswith("Triton needs a C compiler")
+                assert "\n" not in line
+                assert ("RuntimeError: Failed to find C compiler.;" in line) == (wrong.__name__ == "raises"), line
+                assert use_every_group(model) == set().union(*(OF_GROUP[other] for other in left()))
+        answers: list[bool] = []
+        with on_pretended_cuda():
+            lines = check(model, shape, all_agree=lambda works: answers.append(works) or False)
+            assert answers == [True] * 3
+            assert all("they fail on another rank" in line for line in lines)
+            assert len(lines) == 3
+            assert left() == set()
+            assert check(model, shape) == [], "what is off is not checked again"
+    print("all found")
+
+
+if __name__ == "__main__":
+    main()
