@@ -52,6 +52,6 @@ def test_requests_outlive_the_death_of_each_stage_and_nothing_is_left_over(
 def test_more_stages_than_layers_end_the_start_in_one_line(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     with starting_toka(free_port(), f"model={tmp_path}", "device=cpu", "pp_size=4") as toka:
-        assert toka.process.wait(120) == 1
+        assert toka.process.wait(120) == 2
     (line,) = {line for line in toka.lines if line.startswith("toka: ")}
     assert "pp_size=4 is more than the model's 3 layers" in line
