@@ -194,6 +194,13 @@ class RecordableBackend(Protocol):
         recording, each a segment of its own."""
 
 
+def output_of(query: Tensor, part: PagedPart, output: Tensor | None) -> Tensor:
+    """Memory for the output of `AttentionBackend.attend`: `output`, or new memory, in float32 for a partial part."""
+    if output is not None:
+        return output
+    return torch.empty(query.shape, dtype=torch.float32 if part.is_partial else query.dtype, device=query.device)
+
+
 def as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Keys or values x converted to the cache's dtype.
 

@@ -5,7 +5,7 @@ import threading
 import torch
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, as_stored
+from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, as_stored, output_of
 from tokasaurus.model.attention.shared_prefix import merge_partial
 
 # T tokens, H query heads, K key/value heads, D head size, L tokens in a segment's blocks
@@ -40,9 +40,7 @@ class ReferenceBackend:
     def attend(
         self, query: Tensor, layer_index: int, part: PagedPart, output: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        if output is None:
-            dtype = torch.float32 if part.is_partial else query.dtype
-            output = torch.empty(query.shape, dtype=dtype, device=query.device)
+        output = output_of(query, part, output)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         for segment in range(len(part.kv_lengths)):
             start, end = part.query_starts[segment : segment + 2].tolist()

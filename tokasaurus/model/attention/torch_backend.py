@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, as_stored
+from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart, as_stored, output_of
 from tokasaurus.model.attention.block_lists import padded_tables
 from tokasaurus.model.attention.shared_prefix import merge_partial
 from tokasaurus.model.staging.staging import DirectStaging
@@ -87,9 +87,7 @@ class TorchBackend:
     def attend(
         self, query: Tensor, layer_index: int, part: PagedPart, output: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        if output is None:
-            dtype = torch.float32 if part.is_partial else query.dtype
-            output = torch.empty(query.shape, dtype=dtype, device=query.device)
+        output = output_of(query, part, output)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         for bucket in self._buckets[id(part)]:
             rows = bucket.rows.flatten()[bucket.valid]
