@@ -13,6 +13,7 @@ import pytest
 
 from tests.model.attention.helpers.flashinfer_real import HEADS, PROMPT_ROWS, ROWS
 from tests.model.attention.helpers.flashinfer_source import RECORD, read_package
+from tokasaurus.messages.lifecycle import DEFAULT_HYDRAGEN, HydragenCosts
 from tokasaurus.model.attention.flashinfer_recorded import plan_bytes
 
 PACKAGES = Path(__file__).resolve().parents[1] / ".venv-flashinfer"
@@ -116,6 +117,16 @@ def test_a_recorded_step_of_1024_rows_is_planned_in_a_fraction_of_a_millisecond(
     milliseconds = over_real_wrappers["/".join(map(str, heads)) + " 1024"]["plan_ms"]
     print(f"heads {heads}: {milliseconds:.3f} ms")
     assert milliseconds <= 0.6
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_costs_of_groups_are_measured_over_the_real_wrappers(
+    heads: tuple[int, int, int], over_real_wrappers: dict[str, Any]
+) -> None:
+    """Their values mean nothing here."""
+    costs = HydragenCosts(**over_real_wrappers["/".join(map(str, heads)) + " 16"]["costs"])
+    assert costs != DEFAULT_HYDRAGEN, "measured"
+    assert costs.saved(1, 1024) <= 1e-6
 
 
 def test_an_output_in_float32_is_refused(over_real_wrappers: dict[str, Any]) -> None:

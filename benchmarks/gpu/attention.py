@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
+from tokasaurus.model.attention.block_lists import as_in_steps
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.cpu.bindings import load_kernels
 
@@ -102,7 +103,8 @@ def _part(tables: Tensor, num_rows: int, num_tokens: int, causal: bool) -> Paged
 
 def _attend(attention: AttentionBackend, shape: KVShape, part: PagedPart) -> Callable[[], object]:
     """Attention of all layers; the plan, once per forward, is not a part of it."""
-    layout = PagedLayout(torch.zeros(0, dtype=torch.int64, device=shape.device), (part,))
+    layout = as_in_steps(PagedLayout(torch.zeros(0, dtype=torch.int64), (part,)), attention, shape)
+    (part,) = layout.parts
     query = torch.randn(part.num_rows, shape.num_heads, shape.head_dim, device=shape.device).to(shape.query_dtype)
 
     def run() -> None:

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.model.attention.helpers import flashinfer_double
 from tests.model.helpers.steps import CPU
 from tokasaurus.messages.lifecycle import DEFAULT_HYDRAGEN, HydragenCosts
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
 from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.worker import hydragen_costs
 from tokasaurus.model.worker.hydragen_costs import describe, find_costs, fit_costs, measure_costs
@@ -196,6 +198,41 @@ def test_costs_can_be_measured_on_the_real_backends(name: str) -> None:
     found = measure_costs(backend, SHAPE, 1200, max_rows=64)
     assert found.saved(1, 1024) <= 1e-6
     assert describe(found)
+
+
+@pytest.mark.parametrize("heads", [(9, 3, 64), (8, 2, 64)])
+def test_flashinfer_is_measured_with_the_lists_of_blocks_that_steps_have(
+    heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA cores and on tensor cores; its double checks each plan and run. The trials' blocks are those that rows
+    alone read: the same rows attend to the same tokens, alone and in groups."""
+    flashinfer_double.install(monkeypatch)
+    shape = KVShape(2, *heads, 16, torch.bfloat16, CPU)
+    backend = make_backend("flashinfer", shape, None)
+    backend.allocate(701)
+    plan, read = FlashInferBackend.plan, list[list[list[int]]]()
+
+    def note(self: FlashInferBackend, layout: PagedLayout) -> None:
+        plan(self, layout)
+        if not layout.parts:
+            return
+        (part,) = layout.parts
+        rows = list[list[int]]([[]] * part.num_rows)
+        for each in (layout.prefix, part):
+            if each is not None:
+                assert each.block_table is None
+                assert each.lists is not None
+                starts, blocks = each.lists.host_starts.tolist(), each.lists.blocks.tolist()
+                segments = [blocks[start:end] for start, end in itertools.pairwise(starts)]
+                for segment, (first, end) in zip(segments, itertools.pairwise(each.query_starts.tolist()), strict=True):
+                    rows[first:end] = [row + segment for row in rows[first:end]]
+        read.append(rows)
+
+    monkeypatch.setattr(FlashInferBackend, "plan", note)
+    found = measure_costs(backend, shape, 700, max_rows=16)
+    assert found.saved(1, 1024) <= 1e-6
+    assert read
+    assert all(alone == together for alone, together in zip(read[::2], read[1::2], strict=True))
 
 
 @pytest.mark.parametrize("name", ["cpu", "torch"])

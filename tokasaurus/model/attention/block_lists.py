@@ -1,11 +1,19 @@
-"""Block lists of segments, built on the device from the block tables of all slots."""
+"""Block lists of segments, built on the device from the block tables of all slots, or on the host from a layout's."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import BlockLists, PagedPart
+from tokasaurus.model.attention.backend import (
+    AttentionBackend,
+    BlockLists,
+    KVShape,
+    PagedLayout,
+    PagedPart,
+    RecordableBackend,
+)
 from tokasaurus.model.staging.staging import Staging
 from tokasaurus.model.triton_choice import uses_triton
 
@@ -36,6 +44,30 @@ def fill_lists_by_torch(block_tables: Tensor, first_entries: Tensor, page_size: 
     segments = torch.searchsorted(lists.starts[1:], entries, right=True)
     entries += (first_entries - lists.starts[:-1])[segments]
     torch.index_select(block_tables.view(-1), 0, entries, out=lists.blocks)
+
+
+def as_in_steps(layout: PagedLayout, backend: AttentionBackend, shape: KVShape) -> PagedLayout:
+    """A layout made on the host, of parts with block tables, as steps have it on the shape's device: with block lists
+    there in place of the tables. Unchanged for backends that read tables, those on a CPU. Waits for the device."""
+    if shape.device.type == "cpu" and not isinstance(backend, RecordableBackend):
+        return layout
+    return replace(
+        layout,
+        kv_indices=layout.kv_indices.to(shape.device),
+        parts=tuple(_with_lists(part, shape) for part in layout.parts),
+        prefix=None if layout.prefix is None else _with_lists(layout.prefix, shape),
+    )
+
+
+def _with_lists(part: PagedPart, shape: KVShape) -> PagedPart:
+    assert part.block_table is not None
+    counts = -(-part.kv_lengths // shape.page_size)
+    host_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    blocks = part.block_table[torch.arange(part.block_table.shape[1]) < counts.unsqueeze(1)]
+    last_lengths = part.kv_lengths - (counts - 1) * shape.page_size
+    on_device = (host_starts, blocks, last_lengths, part.query_starts, part.kv_lengths)
+    lists = BlockLists(host_starts, *(x.int().to(shape.device) for x in on_device))
+    return replace(part, block_table=None, lists=lists)
 
 
 def padded_tables(part: PagedPart, segments: Tensor, num_blocks: int, staging: Staging) -> Tensor:

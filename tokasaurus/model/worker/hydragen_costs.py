@@ -20,6 +20,7 @@ from tokasaurus.checkpoint import CheckpointError, cache_directory
 from tokasaurus.checkpoint.cache import build_once
 from tokasaurus.messages.lifecycle import DEFAULT_HYDRAGEN, HydragenCosts
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape, PagedLayout, PagedPart
+from tokasaurus.model.attention.block_lists import as_in_steps
 from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.cpu.build import LibraryUnavailable, processor_features
@@ -265,10 +266,11 @@ class _Trial:
         own = 1 + shared.numel() + torch.arange(num_rows * self._own_blocks, dtype=torch.int32).view(num_rows, -1)
         whole = torch.cat((shared.repeat_interleave(group_size, dim=0), own), dim=1)
         prefix_tokens = prefix_blocks * self._shape.page_size
-        nothing = torch.zeros(0, dtype=torch.int64, device=self._shape.device)
+        nothing = torch.zeros(0, dtype=torch.int64)
         alone = PagedLayout(nothing, (_part(whole, 1, prefix_tokens + _NUM_OWN_TOKENS, is_partial=False),))
         prefix = _part(shared, group_size, prefix_tokens, is_partial=True)
-        return alone, PagedLayout(nothing, (_part(own, 1, _NUM_OWN_TOKENS, is_partial=True),), prefix)
+        together = PagedLayout(nothing, (_part(own, 1, _NUM_OWN_TOKENS, is_partial=True),), prefix)
+        return as_in_steps(alone, self._backend, self._shape), as_in_steps(together, self._backend, self._shape)
 
 
 def _part(block_table: Tensor, num_rows: int, num_tokens: int, is_partial: bool) -> PagedPart:

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from tokasaurus.model.attention.backend import (
     AttentionBackend,
-    BlockLists,
     KVShape,
     PagedLayout,
     PagedPart,
     RecordableBackend,
     as_stored,
 )
+from tokasaurus.model.attention.block_lists import as_in_steps
 from tokasaurus.model.attention.operation import attends_over
 from tokasaurus.model.attention.reference import ReferenceBackend
 from tokasaurus.model.execution.runner import ModelRunner
@@ -102,19 +102,13 @@ def measure_attention(backend: AttentionBackend, shape: KVShape) -> Iterator[tup
     oracle.plan(PagedLayout(indices, ()))
     key, value = (as_stored(x, shape.dtype).float() for x in filled)
     oracle.write(key, value, 0)
-    has_lists = shape.device.type != "cpu"
     if isinstance(backend, RecordableBackend):
-        has_lists = True  # in steps, its parts have them always
         backend.prepare_recording(len(_DECODE_TOKENS), num_blocks)
     for forward in forwards:
         num_rows = sum(context.num_rows for context in forward.contexts)
         query = _random((num_rows, shape.num_heads, shape.head_dim), shape, generator)
         new = [_random((num_rows, shape.num_kv_heads, shape.head_dim), shape, generator) for _ in range(2)]
-        layout = _layout(forward, shape.page_size)
-        on_device = replace(layout, kv_indices=layout.kv_indices.to(shape.device))
-        if has_lists:
-            prefix = None if layout.prefix is None else _with_lists(layout.prefix, shape)
-            on_device = replace(on_device, parts=tuple(_with_lists(p, shape) for p in layout.parts), prefix=prefix)
+        on_device = as_in_steps(_layout(forward, shape.page_size), backend, shape)
         if forward.is_recorded:
             assert isinstance(backend, RecordableBackend)
             backend.plan_recorded(on_device)
@@ -207,15 +201,3 @@ def _part(contexts: list[_Context], first_row: int, causal: bool, is_partial: bo
         causal=causal,
         is_partial=is_partial,
     )
-
-
-def _with_lists(part: PagedPart, shape: KVShape) -> PagedPart:
-    """The part as steps have it on a device: with lists of blocks in place of a table."""
-    assert part.block_table is not None
-    counts = -(-part.kv_lengths // shape.page_size)
-    host_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
-    blocks = torch.cat([row[:count] for row, count in zip(part.block_table, counts.tolist(), strict=True)])
-    last_lengths = part.kv_lengths - (counts - 1) * shape.page_size
-    on_device = (host_starts, blocks, last_lengths, part.query_starts, part.kv_lengths)
-    lists = BlockLists(host_starts, *(x.int().to(shape.device) for x in on_device))
-    return replace(part, block_table=None, lists=lists)

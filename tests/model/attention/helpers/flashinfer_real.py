@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from tests.model.attention.helpers.flashinfer_planner import NUM_PROCESSORS, Hos
 from tests.model.helpers.paged_problems import CPU
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart
+from tokasaurus.model.worker.hydragen_costs import measure_costs
 
 HEADS = ((32, 8, 64), (32, 8, 128), (9, 3, 64), (28, 4, 128), (40, 8, 128), (64, 8, 128))
 ROWS = (16, 1024)
@@ -129,6 +131,9 @@ def check(shape: KVShape, num_rows: int, flashinfer: Any, planner: HostPlanner) 
         began_s = time.perf_counter()
         backend.plan(layout)
         eager_s.append(time.perf_counter() - began_s)
+    backend.allocate(601)
+    with torch.inference_mode():
+        costs = measure_costs(backend, shape, 600, max_rows=16)
     prompts = {size: check_prompts(backend, planner, size) for size in PROMPT_ROWS}
     return {
         "dtypes": sorted({str(x.dtype) for x, _ in partial} | {str(eager.dtype)}),
@@ -139,6 +144,7 @@ def check(shape: KVShape, num_rows: int, flashinfer: Any, planner: HostPlanner) 
         "plan_memory": plan_memory,
         "plan_ms": 1e3 * statistics.median(times_s[1:]),
         "eager_plan_ms": 1e3 * statistics.median(eager_s),
+        "costs": asdict(costs),
         "prompts": prompts,
     }
 
