@@ -1,0 +1,219 @@
+"""Load a model worker: device, weights, attention backend and runner, each checked before it is used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from tokasaurus.checkpoint import Checkpoint, check_weight_sizes, weight_files
+from tokasaurus.messages.lifecycle import FlagRefused, PhaseDone, UserError
+from tokasaurus.model.attention.backend import AttentionBackend, KVShape
+from tokasaurus.model.attention.choose import make_backend
+from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, load_kernels
+from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, choose_gemm
+from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.registry import build_decoder
+from tokasaurus.model.decoder.weights import FilledModules, load_weights, return_freed_memory
+from tokasaurus.model.execution.device_batch import padded_count
+from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.parallel.process_group import least_of_ranks
+from tokasaurus.model.parallel.stage_links import StageLinks, num_hidden_buffers
+from tokasaurus.model.staging.sizes import sizes_for
+from tokasaurus.model.worker.device import (
+    choose_activation_dtype,
+    choose_device,
+    choose_dtype,
+    choose_kv_cache_dtype,
+    is_compiled,
+)
+from tokasaurus.model.worker.memory_plan import INPUTS, ROTARY, SLOTS, STAGES, WEIGHTS, WORKSPACES, sizes_of_graphs
+from tokasaurus.model.worker.memory_report import MemoryReport
+from tokasaurus.model.worker.self_check import check_attention
+from tokasaurus.model.worker.threads import set_worker_threads
+from tokasaurus.model.worker.triton_check import switch_off_wrong_kernels
+from tokasaurus.model.worker.warmup import ForwardLimits
+from tokasaurus.monitoring.trace import Trace
+
+if TYPE_CHECKING:
+    from tokasaurus.config import ServerConfig
+
+PROCESS = "model worker"
+
+
+class Phases:
+    """Times the phases of a start and reports each to the user."""
+
+    def __init__(self, report: Callable[[PhaseDone], None]) -> None:
+        self.console = Console(stderr=True)
+        self._report = report
+        self._last_end = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, name: str, has_progress_bar: bool = False) -> Iterator[list[str]]:
+        """Time the body, including the code between the previous phase and this one; a terminal shows a spinner.
+
+        Strings that the body appends to the list are shown to the user.
+        """
+        details: list[str] = []
+        with nullcontext() if has_progress_bar else self.console.status(f"{PROCESS}: {name}"):
+            yield details
+        started, self._last_end = self._last_end, time.perf_counter()
+        self._report(PhaseDone(PROCESS, name, self._last_end - started, ", ".join(details)))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWorker:
+    """A model on its device, with a backend whose KV cache has no size yet."""
+
+    mesh: Mesh
+    device: torch.device
+    kernels: Kernels | None
+    """The CPU kernels, if the device is a CPU and has them."""
+    compiler: Compiler | None
+    model: Decoder
+    shape: KVShape
+    backend: AttentionBackend
+    slots: SlotTable
+    runner: ModelRunner
+    limits: ForwardLimits
+    memory: MemoryReport
+
+    def least(self, value: int) -> int:
+        """The least value of all ranks, which must call this together."""
+        return least_of_ranks(value, self.mesh, self.device)
+
+
+def load_worker(config: ServerConfig, checkpoint: Checkpoint, mesh: Mesh, index: int, phases: Phases) -> LoadedWorker:
+    """Load the model and check what computes it. Raises UserError.
+
+    mesh: the other ranks of its group must call this too.
+    index: among the workers of all replicas; it chooses the CUDA device.
+    """
+    info = checkpoint.info
+    check_weight_sizes(weight_files(checkpoint.directory), info)
+    context_length = min(info.context_length, config.max_num_tokens_per_request or info.context_length)
+    with phases("device") as details:
+        device = choose_device(config.device, index)
+        if device.type != "cpu" and config.cpu_isa is not None:
+            raise FlagRefused(f"cpu_isa={config.cpu_isa}: only device=cpu allows it, not device={device.type}")
+        if config.async_tp_threshold is not None:
+            from tokasaurus.model.parallel.async_tp import enable_fused_gemms  # slow to import
+
+            enable_fused_gemms(config.async_tp_threshold, mesh, device, first_device=index - mesh.tp_rank)
+        kernels = load_kernels(config.cpu_isa) if device.type == "cpu" else None
+        compiles = is_compiled(config.torch_compile, device)
+        dtype = choose_dtype(config.dtype, device, kernels, compiles)
+        activation_dtype = choose_activation_dtype(dtype, kernels, compiles)
+        kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, dtype, activation_dtype)
+        details.append(f"{device}, {_describe_dtypes(dtype, activation_dtype, kv_cache_dtype)}")
+        if device.type == "cpu":
+            num_threads = set_worker_threads(config.dp_size * config.pp_size * config.tp_size)
+            details.append(f"{num_threads} threads")
+            if kernels is not None:
+                kernels.set_num_threads(num_threads)
+    choice = ALWAYS_KERNELS
+    if kernels is not None and dtype in ACTIVATION_DTYPES:
+        with phases("gemm") as details:
+            choice = choose_gemm(kernels, info, dtype)
+            details.append(choice.describe())
+    compiler = Compiler(is_required=config.torch_compile is True) if compiles else None
+    memory = MemoryReport(config, info, mesh, device, dtype, kv_cache_dtype)
+    with phases("weights", has_progress_bar=True), memory.part(WEIGHTS, ROTARY, on_cpu=True):
+        model = _build_model(checkpoint, mesh, dtype)
+        model.materialize(device, context_length)
+        model.begin_packing(kernels, choice, compiler)
+        _load_weights(model, checkpoint, phases.console)
+        model.end_packing()
+        return_freed_memory()
+    shape = KVShape(
+        num_layers=len(mesh.stage_layers(info)),
+        num_heads=mesh.shard(info.num_heads, "attention heads")[1],
+        num_kv_heads=mesh.kv_head_shard(info.num_kv_heads)[1],
+        head_dim=info.head_dim,
+        page_size=config.page_size,
+        dtype=kv_cache_dtype,
+        device=device,
+        activation_dtype=activation_dtype,
+    )
+
+    def all_agree(works: bool) -> bool:
+        return bool(least_of_ranks(int(works), mesh, device))
+
+    if device.type == "cuda":
+        switch_off_wrong_kernels(shape, model, all_agree)
+    try:
+        # FlashInfer may compile for minutes.
+        with phases("attention") if device.type == "cuda" else nullcontext(), memory.part(WORKSPACES):
+            graph_rows = max(sizes_of_graphs(config), default=0) if device.type == "cuda" else 0
+            backend = make_backend(
+                *(config.attention_backend, shape, kernels, graph_rows),
+                check=partial(check_attention, shape=shape) if device.type == "cuda" else None,
+                all_agree=all_agree,
+            )
+    except ValueError as error:
+        raise FlagRefused(str(error)) from error
+    max_blocks = -(-context_length // config.page_size)
+    with memory.part(SLOTS):
+        slots = SlotTable(SlotTableSize(config.max_seqs_per_forward + 1, max_blocks), device)
+    slots.rules.allocate(config.page_size)  # the padding block: the first forwards write to no other
+    limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length, info.vocab_size)
+    sizes = sizes_for(limits.max_tokens, limits.max_seqs, limits.vocab_size, config.max_topk_logprobs)
+    places = model, backend, slots, config.page_size, device, kernels, compiler
+    trace = Trace.of(config, mesh.name(PROCESS), index // mesh.num_ranks, row=1 + mesh.world_rank)
+    links = None
+    if mesh.pp_size > 1:
+        with memory.part(STAGES):
+            links = _link_stages(mesh, model, limits, device, trace)
+    with memory.part(INPUTS):
+        runner = ModelRunner(
+            *places,
+            mesh=mesh,
+            buffer_sizes=sizes,
+            async_tp_threshold=config.async_tp_threshold,
+            trace=trace,
+            links=links,
+        )
+    return LoadedWorker(mesh, device, kernels, compiler, model, shape, backend, slots, runner, limits, memory)
+
+
+def _link_stages(mesh: Mesh, model: Decoder, limits: ForwardLimits, device: torch.device, trace: Trace) -> StageLinks:
+    num_tokens = padded_count(limits.max_tokens, mesh.tp_size)
+    buffers = [model.new_hidden(num_tokens, device) for _ in range(num_hidden_buffers(mesh))]
+    return StageLinks(mesh, buffers, limits.max_seqs + 1, trace)
+
+
+def _describe_dtypes(*dtypes: torch.dtype) -> str:
+    """dtypes: of weights, activations and KV cache -> text for the user."""
+    weights, activations, kv_cache = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if weights == activations == kv_cache:
+        return weights
+    return f"{weights} weights, {activations} activations, {kv_cache} KV cache"
+
+
+def _build_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> Decoder:
+    try:
+        return build_decoder(checkpoint.info, mesh, dtype)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _load_weights(model: Decoder, checkpoint: Checkpoint, console: Console) -> None:
+    """Load all weights; each module is packed as soon as its last weight is loaded."""
+    filled = FilledModules(model, model.pack_module)
+    files = weight_files(checkpoint.directory)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("weights", total=sum(file.stat().st_size for file in files))
+        shards = iter(model.weight_shards())  # a list would keep packed weights in memory
+        load_weights(files, shards, model.ignores, lambda size: progress.advance(task, size), filled.note)
