@@ -162,6 +162,16 @@ def test_a_dry_run_runs_nothing_and_finds_files_that_cannot_be_imported(tmp_path
     assert collect_part(part_of(tmp_path, c="import no_such_module\ndef test_c(): pass"), [])[1] != 0
 
 
+@pytest.mark.parametrize("name", PARTS)
+def test_the_dry_run_of_a_part_works_alone(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each file can be imported and has tests."""
+    assert gpu.main([name, "--dry-run"]) == 0
+    [line] = [line for line in capfd.readouterr().out.splitlines() if line.startswith(f"{name}: ")]
+    num_tests, word = line.removeprefix(f"{name}: ").split()
+    assert int(num_tests) >= len(PARTS[name])
+    assert word == "tests"
+
+
 def test_sigterm_ends_what_runs_and_says_what_did_not_run(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(
         "import time\ndef test_a(): pass\ndef test_b():\n    open('begun', 'w').close()\n    time.sleep(60)\n"

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,49 +20,90 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.models import LLAMA_1B, LLAMA_8B, TINY, num_bytes, write_model
 from benchmarks.own_server import child_pids, own_server
 
+PLAIN: list[str] = []
+SMALL = ["max_seqs_per_forward=8", "max_tokens_per_forward=256"]
+MEASURED = {
+    "attention": [("attention", PLAIN), ("attention", ["attention_backend=torch"])],
+    "steps": [
+        (name, flags)
+        for flags in (PLAIN, ["torch_compile=F"], ["attention_backend=torch"])
+        for name in ("start", "steps")
+    ],
+    "workloads": [
+        *((name, PLAIN) for name in ("start", "groups", "sharegpt", "top_p")),
+        *((name, ["use_hydragen=F"]) for name in ("start", "groups")),
+    ],
+    "8b": [(name, PLAIN) for name in ("start", "steps", "monkeys", "sharegpt")],
+}
+"""By part of the program, what it measures with which flags."""
 
-def test_a_dry_run_measures_every_part(tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("part", gpu.PART_NAMES)
+def test_the_dry_run_of_a_part_works_alone(part: str, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    assert gpu.main(["--dry-run", "--output", str(path), "max_seqs_per_forward=8", "max_tokens_per_forward=256"]) == 0
+    assert gpu.main([part, "--dry-run", "--output", str(path), *SMALL]) == 0
     results = json.loads(path.read_text())
     assert results["packages"]["torch"] == torch.__version__
-    measured = [(part["part"], part["flags"]) for part in results["parts"]]
-    plain: list[str] = []
-    assert measured == [
-        *(("attention", flags) for flags in (plain, ["attention_backend=torch"])),
-        *(
-            (name, flags)
-            for flags in (plain, ["torch_compile=F"], ["attention_backend=torch"])
-            for name in ("start", "steps")
-        ),
-        *((name, plain) for name in ("start", "groups", "sharegpt", "top_p")),
-        *((name, ["use_hydragen=F"]) for name in ("start", "groups")),
-        *((name, plain) for name in ("start", "steps", "monkeys", "sharegpt")),
-    ]
-    assert {part["status"] for part in results["parts"]} == {"measured"}
-    by_name = {part["part"]: part for part in results["parts"]}
+    assert [(row["part"], row["flags"]) for row in results["parts"]] == MEASURED[part]
+    for row in results["parts"]:
+        assert row["status"] == "measured"
+        CHECKS[row["part"]](row)
+
+
+def check_attention(row: dict[str, Any]) -> None:
+    values = row["attention"]
+    assert values["backend"] == ("TorchBackend" if row["flags"] else "CpuBackend")
+    for share, rate, of in (("decode", "decode_bytes", "copy_bytes"), ("prefix", "prefix_flop", "matmul_flop")):
+        assert values[f"{share}_share"] == pytest.approx(values[f"{rate}_per_s"] / values[f"{of}_per_s"])
+        assert values[f"{rate}_per_s"] > 0
+
+
+def check_start(row: dict[str, Any]) -> None:
+    assert any("KV cache" in line for line in row["memory"])
+
+
+def check_steps(row: dict[str, Any]) -> None:
+    for measured, num_rows in zip(row["steps"], gpu.TINY_SIZES.num_rows, strict=True):
+        assert measured["num_rows"] == num_rows
+        assert 0 < measured["step_ms"] < measured["wall_ms"] * 1.01
+        assert 0 <= measured["idle_share"] < 1
+
+
+def check_monkeys(row: dict[str, Any]) -> None:
     sizes = gpu.TINY_SIZES
-    num_monkeys = sizes.questions * sizes.samples * sizes.max_tokens
-    for part in ("monkeys", "top_p"):
-        # one warm-up request of at most 8 tokens comes before
-        assert num_monkeys < by_name[part]["metrics"]["toka_generation_tokens_total"] <= num_monkeys + 8
-    for part in results["parts"]:
-        if part["part"] == "groups":
-            assert [row["num_rows"] for row in part["groups"]] == list(sizes.group_rows)
-            assert all(row["summary"]["output_tokens_per_s"] > 0 for row in part["groups"])
-        if part["part"] == "start":
-            assert any("KV cache" in line for line in part["memory"])
-    assert by_name["sharegpt"]["summary"]["num_requests"] == sizes.requests
-    for part, backend in zip(results["parts"], ("CpuBackend", "TorchBackend"), strict=False):
-        values = part["attention"]
-        assert values["backend"] == backend
-        for share, rate, of in (("decode", "decode_bytes", "copy_bytes"), ("prefix", "prefix_flop", "matmul_flop")):
-            assert values[f"{share}_share"] == pytest.approx(values[f"{rate}_per_s"] / values[f"{of}_per_s"])
-            assert values[f"{rate}_per_s"] > 0
-    for row, num_rows in zip(by_name["steps"]["steps"], sizes.num_rows, strict=True):
-        assert row["num_rows"] == num_rows
-        assert 0 < row["step_ms"] < row["wall_ms"] * 1.01
-        assert 0 <= row["idle_share"] < 1
+    num_tokens = sizes.questions * sizes.samples * sizes.max_tokens
+    # one warm-up request of at most 8 tokens comes before
+    assert num_tokens < row["metrics"]["toka_generation_tokens_total"] <= num_tokens + 8
+
+
+def check_groups(row: dict[str, Any]) -> None:
+    assert [measured["num_rows"] for measured in row["groups"]] == list(gpu.TINY_SIZES.group_rows)
+    assert all(measured["summary"]["output_tokens_per_s"] > 0 for measured in row["groups"])
+
+
+def check_sharegpt(row: dict[str, Any]) -> None:
+    assert row["summary"]["num_requests"] == gpu.TINY_SIZES.requests
+
+
+CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "attention": check_attention,
+    "start": check_start,
+    "steps": check_steps,
+    "monkeys": check_monkeys,
+    "top_p": check_monkeys,
+    "groups": check_groups,
+    "sharegpt": check_sharegpt,
+}
+
+
+def test_without_a_name_all_parts_run_each_with_time_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(gpu, "_measure_part", lambda *call: calls.append(call))
+    assert gpu.main(["--minutes", "2", "--output", str(tmp_path / "results.json"), "page_size=8"]) == 0
+    assert [call[:3] for call in calls] == [(name, False, ["page_size=8"]) for name in MEASURED]
+    assert all(0 < call[-1] - time.monotonic() <= 120 for call in calls)
 
 
 def test_what_time_does_not_allow_is_not_run_and_said(tmp_path: Path) -> None:
@@ -80,6 +123,7 @@ def test_what_time_does_not_allow_is_not_run_and_said(tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_the_server_and_keeps_what_is_measured(tmp_path: Path) -> None:
+    """After a server that did not start, which is said and costs nothing else."""
     path, temporary = tmp_path / "results.json", tmp_path / "temporary"
     temporary.mkdir()
     program = f"""
@@ -87,8 +131,8 @@ import sys
 from dataclasses import replace
 from benchmarks.gpu import __main__ as gpu
 gpu.TINY_SIZES = replace(gpu.TINY_SIZES, num_rows=(1, *[4] * 10_000))
-flags = ["max_seqs_per_forward=8", "max_tokens_per_forward=256"]
-sys.exit(gpu.main(["8b", "--dry-run", "--output", {str(path)!r}, *flags]))
+gpu.SERVER_PARTS["8b"] = (gpu.ServerRun(gpu.TINY, ("steps",), ("page_size=nothing",)), *gpu.SERVER_PARTS["8b"])
+sys.exit(gpu.main(["8b", "--dry-run", "--output", {str(path)!r}, *{SMALL}]))
 """
     environment = os.environ | {"TMPDIR": str(temporary)}
     process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
@@ -98,13 +142,15 @@ sys.exit(gpu.main(["8b", "--dry-run", "--output", {str(path)!r}, *flags]))
             assert time.monotonic() < deadline
             time.sleep(0.1)
         children = child_pids(process.pid)
-        time.sleep(2)
+        time.sleep(1)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == gpu.INTERRUPTED
-    parts = json.loads(path.read_text())["parts"]
+    not_started, *parts = json.loads(path.read_text())["parts"]
+    assert (not_started["part"], not_started["status"]) == ("steps", "not run")
+    assert "page_size" in not_started["reason"]
     assert [(part["part"], part["status"]) for part in parts] == [
         ("start", "measured"),
         ("steps", "failed"),
@@ -123,21 +169,6 @@ def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["step"])
     assert "attention, steps, workloads, 8b" in capsys.readouterr().err
-
-
-def test_a_server_that_does_not_start_is_said_and_the_next_one_measured(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    results = gpu.Results(path, {})
-    runs = [gpu.ServerRun(TINY, ("steps",), ("page_size=nothing",)), gpu.ServerRun(TINY, ("steps",))]
-    flags = ["device=cpu", "kv_cache_num_tokens=2048", "max_seqs_per_forward=8", "max_tokens_per_forward=256"]
-    gpu.measure(runs, flags, gpu.TINY_SIZES, results, time.monotonic() + 300)
-    parts = json.loads(path.read_text())["parts"]
-    assert [(part["part"], part["status"]) for part in parts] == [
-        ("steps", "not run"),
-        ("start", "measured"),
-        ("steps", "measured"),
-    ]
-    assert "page_size" in parts[0]["reason"]
 
 
 def test_a_server_that_starts_too_slowly_is_ended(tmp_path: Path) -> None:
