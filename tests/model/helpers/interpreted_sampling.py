@@ -14,6 +14,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
 from tests.model.helpers.pretend_device import on_device, on_host, pretended, with_tensors_on_device
 from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
@@ -135,6 +137,23 @@ def check_top() -> None:
     assert set(token_ids.flatten().tolist()) < set(range(100))
 
 
+@triton.jit
+def store_uniforms(hashes, results, SIZE: tl.constexpr):
+    offsets = tl.arange(0, SIZE)
+    tl.store(results + offsets, triton_sample._uniform(tl.load(hashes + offsets).to(tl.uint32)))
+
+
+def check_uniforms() -> None:
+    """All hashes around powers of two, where the spacing of float32 changes and sums are rounded, and random ones."""
+    powers = (1 << np.arange(33))[:, None] + np.arange(-600, 600)
+    near_powers = powers[(powers >= 0) & (powers < 2**32)]
+    size = 2**17
+    others = np.random.default_rng(6).integers(0, 2**32, size - len(near_powers))
+    hashes, results = torch.from_numpy(np.concatenate((near_powers, others))), torch.empty(size)
+    store_uniforms[(1,)](hashes, results, SIZE=size)
+    assert torch.equal(results, (hashes.double() + 0.5).mul_(2.0**-32).float().clamp_(max=1 - 2.0**-24))
+
+
 def check_device(logits: torch.Tensor, rows: SamplingRows) -> None:
     """With every option, the host does not wait for the device; the kernels themselves run on the host."""
     everything = dataclasses.replace(rows, masks=staged_masks({1: np.arange(333) % 3 == 0}), top=top_rows([1, 4], 6))
@@ -200,6 +219,7 @@ def main() -> None:
     check_several_calls(logits, rows)
     check_changed_logits()
     check_top()
+    check_uniforms()
     check_device(logits, rows)
     print("all equal")
 

@@ -78,12 +78,20 @@ def _mix32(x):
 
 
 @triton.jit
+def _uniform(hashed):
+    """The u of `gumbel_noise`, from uint32 hashes: (hash + 0.5) / 2^32, rounded once.
+
+    float32 holds either half of the bits exactly, the lower one also with 0.5 added: only their sum is rounded."""
+    high = (hashed >> 16).to(tl.float32) * 1.52587890625e-05  # 2^-16
+    low = ((hashed & 0xFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
+    return tl.minimum(high + low, 0.99999994)
+
+
+@triton.jit
 def _gumbel(token_ids, first_key, second_key):
     """As `gumbel_noise`: -log(-log1p(-u))."""
     first = _mix32(token_ids.to(tl.uint32) * 0x9E3779B1 + first_key)
-    hashed = _mix32(first ^ second_key)
-    uniform = ((hashed.to(tl.float64) + 0.5) * 2.3283064365386963e-10).to(tl.float32)
-    uniform = tl.minimum(uniform, 0.99999994)
+    uniform = _uniform(_mix32(first ^ second_key))
     # log1p(-u) by Kahan's formula: the rounding of 1 - u cancels.
     rest = 1.0 - uniform
     log1p = tl.where(rest == 1.0, -uniform, tl.log(rest) * (-uniform / tl.where(rest == 1.0, 1.0, rest - 1.0)))
