@@ -130,6 +130,7 @@ def test_hydragen_min_prefix_len_in_tokens_is_rounded_up_to_whole_blocks():
 
 
 NEVER = HydragenCosts(per_row_token=1.5)
+COSTLY = HydragenCosts(per_step=1e12)
 MEASURED = HydragenCosts(per_group=40.0, per_group_token=1.0, per_row=3.0, per_row_token=0.25)
 
 
@@ -147,6 +148,8 @@ MEASURED = HydragenCosts(per_group=40.0, per_group_token=1.0, per_row=3.0, per_r
         ),
         (NEVER, {}, HydragenOptions(2, 1, NEVER, is_tried=True)),
         (NEVER, {"use_hydragen": True}, HydragenOptions(2, 1, HydragenCosts(8192.0))),
+        (COSTLY, {}, HydragenOptions(2, 1, COSTLY, is_tried=True)),
+        (COSTLY, {"use_hydragen": True}, HydragenOptions(2, 1, HydragenCosts(8192.0))),
         (NEVER, {"hydragen_min_group_size": 5}, HydragenOptions(5, 1, NEVER, is_tried=True)),
         (MEASURED, {"pp_size": 2}, HydragenOptions(2, 1, MEASURED)),
     ],

@@ -356,3 +356,102 @@ def test_steps_in_service_decide_about_groups_whatever_was_measured(
     assert sum(with_groups[20:150]) not in (0, 130), "some steps tried the other way"
     late = with_groups[400:890]
     assert late.count(not are_grouped) <= 490 // 100 + 1, "rare trials apart, the faster way"
+
+
+class PricedDevice(EngineDriver):
+    """Takes a second for each token that a decode row reads alone, and the costs for groups. Prompts take nothing."""
+
+    device: HydragenCosts
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.total_s = 0.0
+        self.steps: list[tuple[int, bool, bool]] = []
+        """(decode rows, whether there are prompts too, whether there are groups) of each step."""
+
+    def send(self, message: ForwardInput) -> None:
+        super().send(message)
+        has_prefill = message.num_decode < len(message.slots)
+        self.steps.append((message.num_decode, has_prefill, message.groups is not None))
+        self.total_s += int(self.state.slots.num_kv_tokens[message.slots[: message.num_decode]].sum())
+        if message.groups is not None:
+            sizes, num_blocks = message.groups.sizes.tolist(), message.groups.num_blocks.tolist()
+            self.total_s -= sum(
+                self.device.saved(*pair) for pair in zip(sizes, [4 * n for n in num_blocks], strict=True)
+            )
+            self.total_s += 0.0 if has_prefill else self.device.per_step
+
+
+def serve_priced(hydragen: HydragenOptions | None, device: HydragenCosts) -> PricedDevice:
+    """Twelve requests with one prompt that end one after another; another prompt is computed while few are left."""
+    limits = replace(make_driver().options.limits, num_kv_blocks=1000, max_tokens_per_sequence=1000)
+    options = replace(make_driver().options, limits=limits, max_seqs_per_forward=20, hydragen=hydragen)
+    driver = PricedDevice(options, step_seconds=(0.01,))
+    driver.device = device
+    requests = [ask(number, 0, 10 * number) for number in range(1, 13)]
+    driver.step(requests)
+    while len(driver.running()) > 3:
+        driver.step([], 1)
+    late = replace(ask(13, 0, 1), prompt_ids=np.array([9] * 70, np.int32))
+    driver.step([late], 1)
+    driver.run_until_idle(1)
+    assert_equals_simulation(driver.deltas, [*requests, late])
+    driver.assert_nothing_is_left()
+    return driver
+
+
+def test_only_steps_whose_groups_save_more_than_a_step_with_groups_takes_have_some() -> None:
+    """The prompt has 22 tokens, 20 of them in whole blocks: a group saves 20 for each row but one, and a step takes 90
+    more. So six rows are few."""
+    device = HydragenCosts(per_step=90.0)
+    driver = serve_priced(HydragenOptions(2, 1, device), device)
+    assert all(
+        has_groups == (num_rows >= 6) for num_rows, has_prefill, has_groups in driver.steps[2:] if not has_prefill
+    )
+    assert {num_rows for num_rows, *_ in driver.steps} == set(range(13))
+    assert (3, True, True) in driver.steps, "a step with a prompt has no graph, and so no price"
+    unpriced = serve_priced(HydragenOptions(2, 1, replace(device, per_step=0.0)), device)
+    assert all(has_groups for num_rows, _, has_groups in unpriced.steps[2:] if num_rows >= 2)
+    assert driver.total_s < min(unpriced.total_s, serve_priced(None, device).total_s)
+
+
+@pytest.mark.parametrize("per_step", [0.0, 30.0, 90.0, 150.0, 400.0])
+def test_groups_never_make_the_steps_of_a_priced_device_longer(per_step: float) -> None:
+    device = HydragenCosts(per_group=5.0, per_row=1.0, per_row_token=0.1, per_step=per_step)
+    driver, never = serve_priced(HydragenOptions(2, 1, device), device), serve_priced(None, device)
+    assert driver.total_s <= never.total_s
+    decode_steps = [has_groups for _, has_prefill, has_groups in driver.steps if not has_prefill]
+    assert any(decode_steps) is (per_step < 400.0)
+
+
+def test_prompt_tokens_count_as_shared_only_in_steps_that_have_groups() -> None:
+    device = HydragenCosts(per_step=1e6)
+    limits = replace(make_driver().options.limits, num_kv_blocks=1000)
+    options = replace(make_driver().options, limits=limits, hydragen=HydragenOptions(2, 1, device))
+    driver = EngineDriver(options, step_seconds=(0.01,))
+    run_all(driver, FOUR_REQUESTS)
+    assert not any(driver.worker.grouped)
+    assert driver.state.stats().total_shared_prompt_tokens == 0
+
+
+@pytest.mark.parametrize(("grouped_s", "are_grouped"), [(0.007, True), (0.013, False)])
+def test_steps_in_service_correct_the_price_of_a_step_too(
+    monkeypatch: pytest.MonkeyPatch, grouped_s: float, are_grouped: bool
+) -> None:
+    """Four rows that save 60 tokens seem not to repay 100."""
+    monkeypatch.setattr(group_trials, "FIRST_INTERVAL", 20)
+    monkeypatch.setattr(group_trials, "MOST_INTERVAL", 100)
+    options = replace(
+        make_driver().options, hydragen=HydragenOptions(2, 1, HydragenCosts(per_step=100.0), is_tried=True)
+    )
+    options = replace(options, limits=replace(options.limits, num_kv_blocks=1000, max_tokens_per_sequence=1000))
+    driver = DriverWithTimes(options)
+    driver.grouped_s = grouped_s
+    requests = [ask(number, 0, 900) for number in range(1, 5)]
+    driver.step(requests)
+    driver.run_until_idle(1)
+    assert_equals_simulation(driver.deltas, requests)
+    with_groups = [bool(groups) for groups in driver.worker.grouped]
+    assert not any(with_groups[:20])
+    assert any(with_groups[20:150]), "trials"
+    assert with_groups[400:890].count(not are_grouped) <= 490 // 100 + 1

@@ -298,7 +298,7 @@ def _hydragen_options(config: ServerConfig, limits: EngineLimits) -> HydragenOpt
     if size is not None and length is not None:
         return HydragenOptions(size, -(-length // limits.page_size), KV_READS)
     costs = limits.hydragen
-    if config.use_hydragen and costs.saved(_MANY_ROWS, _LONG_PREFIX) <= 0:
+    if config.use_hydragen and costs.saved(_MANY_ROWS, _LONG_PREFIX) <= costs.per_step:
         costs = DEFAULT_HYDRAGEN
     return HydragenOptions(
         min_group_size=2 if size is None else size,

@@ -8,11 +8,11 @@ from typing import Literal
 @dataclass(frozen=True, slots=True)
 class HydragenCosts:
     """Time of attention to a shared prefix by a prefix group, in tokens: the time that a row attending alone takes for
-    each token of its context. A group of m rows whose prefix has L tokens takes
+    each token of its context, in all layers together. A group of m rows whose prefix has L tokens takes
 
         per_group + per_group_token * L + m * (per_row + per_row_token * L),
 
-    and the same rows alone take m * L.
+    and the same rows alone take m * L. A decode step with any groups takes per_step more.
     """
 
     per_group: float = 0.0
@@ -23,14 +23,17 @@ class HydragenCosts:
     """Such as a second pass over the row's query, and the merge of its two results."""
     per_row_token: float = 0.0
     """Multiplying each row with each token; 0 where reading takes all the time."""
+    per_step: float = 0.0
+    """With CUDA graphs: such a step replays a piece for each layer and launches attention between them, where one
+    without groups replays one graph. Steps with prompts replay none, and so they do not take it."""
 
     def scaled(self, factor: float) -> "HydragenCosts":
         """All costs times `factor`."""
-        costs = (self.per_group, self.per_group_token, self.per_row, self.per_row_token)
+        costs = (self.per_group, self.per_group_token, self.per_row, self.per_row_token, self.per_step)
         return HydragenCosts(*(factor * cost for cost in costs))
 
     def saved(self, num_rows: int, num_tokens: int) -> float:
-        """What a group saves, in tokens; negative if its rows are faster alone."""
+        """What a group saves, in tokens, apart from per_step; negative if its rows are faster alone."""
         by_row = num_tokens * (1.0 - self.per_row_token) - self.per_row
         return num_rows * by_row - self.per_group - num_tokens * self.per_group_token
 

@@ -1,5 +1,6 @@
 """Tests prefix groups against every way to choose them."""
 
+import dataclasses
 import itertools
 import random
 from collections import Counter
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokasaurus.manager.planning.prefix_groups import group_by_prefix
+from tokasaurus.manager.planning.prefix_groups import group_by_prefix, saved_by_step
 from tokasaurus.messages.lifecycle import KV_READS, HydragenCosts
 
 PAGE_SIZE = 4
@@ -124,6 +125,36 @@ def test_groups_save_as_much_as_the_best_of_all_assignments(
     groups = group(tree, decoding, 2, min_blocks, costs)
     best = most_saved(tree, decoding, 2, min_blocks, costs)
     assert saved_tokens(tree, groups, costs) == pytest.approx(best, abs=1e-6)
+
+
+@settings(max_examples=400, deadline=None)
+@given(cases(), st.sampled_from([0.0, 1.0, 10.0, 40.0, 100.0]))
+def test_groups_that_repay_their_step_make_it_as_short_as_any_assignment_can(
+    case: tuple[Tree, list[int], HydragenCosts], per_step: float
+) -> None:
+    """With the groups found if they repay per_step, and without groups otherwise: the least total of all choices."""
+    tree, decoding, costs = case
+    costs = dataclasses.replace(costs, per_step=per_step)
+    groups = group(tree, decoding, 2, 1, costs)
+    sizes = Counter(groups.values())
+    num_blocks = np.array([tree.end(node) for node in sizes], np.int32)
+    saved = saved_by_step(np.array(list(sizes.values()), np.int32), num_blocks, costs, PAGE_SIZE)
+    assert saved == pytest.approx(saved_tokens(tree, groups, costs) - per_step, abs=1e-6)
+    alone = sum(tree.end(tree.node_of_sequence[sequence]) * PAGE_SIZE for sequence in decoding)
+    least = alone - most_saved(tree, decoding, 2, 1, costs) + per_step
+    assert alone - max(0.0, saved) == pytest.approx(min(alone, least), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_tokens", "is_worth_it"), [(4, 256, False), (64, 256, False), (1024, 1024, True), (32, 4096, True)]
+)
+def test_few_rows_or_tokens_do_not_repay_a_step_in_pieces(num_rows: int, num_tokens: int, is_worth_it: bool) -> None:
+    """A millisecond, if a row reads 50 million tokens a second."""
+    costs = HydragenCosts(per_group=100.0, per_row=2.0, per_row_token=0.02, per_step=50_000.0)
+    sizes, num_blocks = np.array([num_rows], np.int32), np.array([num_tokens // PAGE_SIZE], np.int32)
+    assert (saved_by_step(sizes, num_blocks, costs, PAGE_SIZE) > 0) is is_worth_it
+    unpriced = dataclasses.replace(costs, per_step=0.0)
+    assert saved_by_step(sizes, num_blocks, unpriced, PAGE_SIZE) == pytest.approx(costs.saved(num_rows, num_tokens))
 
 
 def most_saved_by_any_nodes(tree: Tree, costs: HydragenCosts) -> float:

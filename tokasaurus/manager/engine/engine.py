@@ -11,7 +11,7 @@ from tokasaurus.manager.engine.admission import admit_waiting, can_admit
 from tokasaurus.manager.engine.deferred_tasks import DeferredTask, may_run
 from tokasaurus.manager.engine.grammar_results import apply_grammars
 from tokasaurus.manager.engine.grammar_scheduling import is_better_later, ready_to_decode
-from tokasaurus.manager.engine.input_building import num_blocks_short, start_step
+from tokasaurus.manager.engine.input_building import group_costs, num_blocks_short, start_step
 from tokasaurus.manager.engine.length_updates import forecast_is_old, note_ends, update_forecast
 from tokasaurus.manager.engine.lifecycle import find_starts, preempt
 from tokasaurus.manager.engine.outputs import apply_output, check_stop_strings, release_all_ending, release_ending
@@ -200,14 +200,13 @@ def regroup(state: EngineState) -> None:
     options, slots, tree = state.options.hydragen, state.slots, state.blocks.tree.arrays
     assert options is not None
     decode = state.queues.decoding()
-    costs = options.costs if state.group_trials is None else options.costs.scaled(state.group_trials.scale)
     num_blocks = [np.zeros(1, np.int64)]
     num_groups = 0
     for microbatch in range(state.options.num_microbatches):  # only sequences that step together attend together
         own = slots_of(state, microbatch, decode)
         grouping = group_by_prefix(
             *(slots.nodes[own], tree.parents, tree.end_blocks, tree.num_sequences),
-            *(options.min_group_size, options.min_blocks, costs, state.options.limits.page_size),
+            *(options.min_group_size, options.min_blocks, group_costs(state), state.options.limits.page_size),
         )
         groups = grouping.group_of_sequence
         slots.groups[own] = np.where(groups > 0, groups + num_groups, 0)

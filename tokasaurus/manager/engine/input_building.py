@@ -1,7 +1,5 @@
 """Build the next step: allocate its blocks, advance its sequences, and build the message for the workers."""
 
-import itertools
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,7 +8,7 @@ from tokasaurus.manager.engine.logit_rules import build_logit_rules
 from tokasaurus.manager.engine.token_counters import count_computed, count_shared, count_start
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk, build_prompt_logprobs_input
 from tokasaurus.manager.planning.group_trials import OPTIMISM, GroupTrial
-from tokasaurus.manager.planning.prefix_groups import group_by_prefix
+from tokasaurus.manager.planning.prefix_groups import group_by_prefix, saved_by_step
 from tokasaurus.manager.planning.step_time_model import step_features
 from tokasaurus.manager.planning.step_times import step_cost
 from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
@@ -39,7 +37,7 @@ def start_step(
     Precondition: at least one token to compute, and enough available blocks.
     """
     step_id = state.next_step_id
-    decode, groups = _in_groups(state, ready)
+    decode, groups = _in_groups(state, ready, has_prefill=bool(chunks))
     trial = None
     if state.group_trials is not None and not chunks and len(ready) > 1 and state.group_trials.is_due():
         decode, groups, trial = _try_the_other(state, decode, groups)
@@ -134,20 +132,27 @@ def _try_the_other(
     page_size = state.options.limits.page_size
     if groups is not None:
         return decode, None, _trial(False, groups, options.costs, page_size)
+    hoped = options.costs.scaled(trials.scale / OPTIMISM)
     grouping = group_by_prefix(
         *(state.slots.nodes[decode], tree.parents, tree.end_blocks, tree.num_sequences),
-        *(options.min_group_size, options.min_blocks, options.costs.scaled(trials.scale / OPTIMISM), page_size),
+        *(options.min_group_size, options.min_blocks, hoped, page_size),
     )
     order, groups = _ordered(grouping.group_of_sequence, grouping.num_blocks)
-    if groups is None:
+    if groups is None or not _repay_their_step(groups, hoped, page_size):
         return decode, None, None
     return decode[order], groups, _trial(True, groups, options.costs, page_size)
 
 
+def group_costs(state: EngineState) -> HydragenCosts:
+    """What prefix groups cost, by the worker's measurements and by trials."""
+    options, trials = state.options.hydragen, state.group_trials
+    assert options is not None
+    return options.costs if trials is None else options.costs.scaled(trials.scale)
+
+
 def _trial(has_groups: bool, groups: PrefixGroups, costs: HydragenCosts, page_size: int) -> GroupTrial:
-    sizes, num_tokens = groups.sizes.astype(np.float64), groups.num_blocks * float(page_size)
-    alone = float(sizes @ num_tokens)
-    saved = sum(itertools.starmap(costs.saved, zip(sizes.tolist(), num_tokens.tolist(), strict=True)))
+    alone = float(groups.sizes.astype(np.float64) @ (groups.num_blocks * float(page_size)))
+    saved = saved_by_step(groups.sizes, groups.num_blocks, costs, page_size)
     return GroupTrial(has_groups, alone, max(1.0, alone - saved))
 
 
@@ -167,17 +172,33 @@ def _ordered(
     return order, PrefixGroups(sizes[kept].astype(np.int32), num_blocks[kept].astype(np.int32))
 
 
-def _in_groups(state: EngineState, decode: NDArray[np.int64]) -> tuple[NDArray[np.int64], PrefixGroups | None]:
-    """`decode` reordered, with the members of each prefix group adjacent and ungrouped slots last; and the groups."""
+def _repay_their_step(groups: PrefixGroups, costs: HydragenCosts, page_size: int) -> bool:
+    """Whether a decode step should have the groups: not if all of them together save less than costs.per_step.
+
+    Without that cost it should, also if a group has lost its members but one since it was found.
+    """
+    return costs.per_step == 0 or saved_by_step(groups.sizes, groups.num_blocks, costs, page_size) > 0
+
+
+def _in_groups(
+    state: EngineState, decode: NDArray[np.int64], has_prefill: bool
+) -> tuple[NDArray[np.int64], PrefixGroups | None]:
+    """`decode` reordered, with the members of each prefix group adjacent and ungrouped slots last; and the groups.
+
+    has_prefill: whether the step has prompts too.
+    """
     if len(state.group_num_blocks) == 1:
         return decode, None
     groups = state.slots.groups[decode]
+    order, shared = _ordered(groups, state.group_num_blocks)
+    page_size = state.options.limits.page_size
+    if shared is not None and not has_prefill and not _repay_their_step(shared, group_costs(state), page_size):
+        return decode, None
     # With grammars, count in every step: sequences whose matcher is reading now join their group in a later step. So do
     # those of other microbatches.
     if state.groups_are_new or state.num_with_grammars or state.options.num_microbatches > 1:
         count_shared(state, decode, groups)
         state.groups_are_new = False
-    order, shared = _ordered(groups, state.group_num_blocks)
     return decode[order], shared
 
 

@@ -66,6 +66,9 @@ def group_by_prefix(
 
         m * L - (costs.per_group + costs.per_group_token * L + m * (costs.per_row + costs.per_row_token * L)).
 
+    Whether all of them save more than costs.per_step is another question, for each step: see saved_by_step. It has no
+    influence on which groups are the best.
+
     The groups' total is the largest possible one, if no more than MOST_ANCESTORS candidates lie above any node and
     every group of that optimum has min_group_size sequences. A group that would get fewer is not formed, and its
     sequences may join a group above; the total may then be smaller than the best with that limit.
@@ -85,6 +88,17 @@ def group_by_prefix(
     node_of_group, group_of = _form_groups(found, leaves, inner, saved_by_row, thresholds)
     num_blocks = np.append(0, found.num_blocks[node_of_group])
     return Grouping(group_of[found.of_sequence], num_blocks)
+
+
+def saved_by_step(sizes: Int32Array, num_blocks: Int32Array, costs: HydragenCosts, page_size: int) -> float:
+    """What a decode step with these groups saves, in tokens; negative if it is faster without any.
+
+    sizes, num_blocks: [G], of each group.
+    """
+    num_rows, num_tokens = sizes.astype(np.float64), num_blocks * float(page_size)
+    by_row = num_tokens * (1.0 - costs.per_row_token) - costs.per_row
+    by_group = num_rows * by_row - costs.per_group - num_tokens * costs.per_group_token
+    return float(by_group.sum()) - costs.per_step
 
 
 def _form_groups(
