@@ -27,6 +27,8 @@ def _has_ptxas() -> bool:
 
 needs_ptxas = pytest.mark.skipif(not _has_ptxas(), reason="no ptxas beside Triton")
 
+ARCHITECTURES = (80, 90, 100)
+
 _COMPILE = """
 import importlib
 import triton
@@ -38,9 +40,11 @@ pointers, constants = {pointers!r}, {constants!r}
 signature = {{name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}}
 indexed = {{(kernel.arg_names.index(name),): value for name, value in constants.items()}}
 source = ASTSource(fn=kernel, signature=signature, constexprs=indexed)
-compiled = triton.compile(source, target=GPUTarget("cuda", {architecture}, 32), options={{"num_warps": {num_warps}}})
-assert "sm_{architecture}" in compiled.asm["ptx"]
-assert len(compiled.asm["cubin"]) > 1_000
+for architecture in {architectures}:
+    target = GPUTarget("cuda", architecture, 32)
+    compiled = triton.compile(source, target=target, options={{"num_warps": {num_warps}}})
+    assert f"sm_{{architecture}}" in compiled.asm["ptx"]
+    assert len(compiled.asm["cubin"]) > 1_000
 """
 
 
@@ -52,22 +56,17 @@ def run_python(*arguments: str) -> str:
     return done.stdout
 
 
-def compile_for_hopper(
-    module: str,
-    kernel: str,
-    pointers: dict[str, str],
-    constants: dict[str, object],
-    num_warps: int,
-    architecture: int = 90,
+def compile_for_gpus(
+    module: str, kernel: str, pointers: dict[str, str], constants: dict[str, object], num_warps: int
 ) -> None:
-    """Compile a kernel as a H200 would, or a GPU of another architecture. pointers: the types of the arguments that are
-    no int32. Needs ptxas, a part of Triton's wheel."""
+    """Compile a kernel as an A100, an H100 and a B200 would. pointers: the types of the arguments that are no int32.
+    Needs ptxas, a part of Triton's wheel."""
     code = _COMPILE.format(
         module=module,
         kernel=kernel,
         pointers=pointers,
         constants=constants,
         num_warps=num_warps,
-        architecture=architecture,
+        architectures=ARCHITECTURES,
     )
     run_python("-W", "ignore", "-c", code)

@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers.installed_triton import (
     TRITON,
-    compile_for_hopper,
+    compile_for_gpus,
     needs_interpreter,
     needs_ptxas,
     needs_triton,
@@ -47,9 +47,9 @@ def test_interpreted_kernels_equal_slow_oracles() -> None:
 @needs_triton
 @needs_ptxas
 @pytest.mark.parametrize("kind", KERNELS)
-def test_the_kernels_compile_for_hopper(kind: str) -> None:
+def test_the_kernels_compile_for_each_architecture(kind: str) -> None:
     name, constants, types = KERNELS[kind]
-    compile_for_hopper("tokasaurus.model.attention.triton_kernels", name, types, constants, num_warps=4)
+    compile_for_gpus("tokasaurus.model.attention.triton_kernels", name, types, constants, num_warps=4)
 
 
 def test_plain_torch_serves_devices_other_than_cuda() -> None:

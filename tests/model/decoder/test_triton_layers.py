@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.installed_triton import compile_for_hopper, needs_interpreter, needs_ptxas, needs_triton, run_python
+from tests.helpers.installed_triton import compile_for_gpus, needs_interpreter, needs_ptxas, needs_triton, run_python
 from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tests.model.helpers.greedy_decoding import load
 from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
@@ -42,12 +42,10 @@ def test_interpreted_kernels_equal_slow_oracles_and_whole_layers_equal_the_modul
 
 @needs_triton
 @needs_ptxas
-@pytest.mark.parametrize("architecture", [80, 90, 100])
 @pytest.mark.parametrize("kind", KERNELS)
-def test_the_kernels_compile_for_each_architecture(kind: str, architecture: int) -> None:
+def test_the_kernels_compile_for_each_architecture(kind: str) -> None:
     name, constants, types = KERNELS[kind]
-    module = "tokasaurus.model.decoder.triton_layers"
-    compile_for_hopper(module, name, types, constants, num_warps=4, architecture=architecture)
+    compile_for_gpus("tokasaurus.model.decoder.triton_layers", name, types, constants, num_warps=4)
 
 
 class Launches(TorchDispatchMode):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.installed_triton import compile_for_hopper, needs_interpreter, needs_triton, run_python
+from tests.helpers.installed_triton import compile_for_gpus, needs_interpreter, needs_triton, run_python
 
 pytestmark = needs_triton
 
@@ -18,24 +18,24 @@ PARTS = {"logits": "*bf16", "rows": "*i64", "candidates": "*i64"}
 CANDIDATES = {"candidates": "*i64", "token_ids": "*i32", "values": "*fp32"}
 
 
+KERNELS: list[tuple[str, str, dict[str, str], dict[str, object], int]] = [
+    ("triton_sample", "_draw_row", DRAW, {**DRAW_CONSTANTS, "HAS_CHANGED": False, "HAS_MASKS": False}, 8),
+    ("triton_sample", "_draw_row", DRAW, {**DRAW_CONSTANTS, "HAS_CHANGED": True, "HAS_MASKS": True}, 8),
+    ("triton_rules", "_count_tokens", COUNT, {"BLOCK": 1024}, 4),
+    ("triton_rules", "_add_biases", BIAS, {"BLOCK": 128}, 4),
+    ("triton_rules", "_change_rows", CHANGE, {"PRESENCE": 4, "FREQUENCY": 5, "REPETITION": 6, "BLOCK": 2048}, 4),
+    ("triton_top", "_largest_of_parts", PARTS, {"PART": 8192, "LARGEST_ID": 2**31 - 1}, 8),
+    ("triton_top", "_largest_of_candidates", CANDIDATES, {"NUM": 512, "LARGEST_ID": 2**31 - 1}, 8),
+]
+
+
 @needs_interpreter
 def test_interpreted_draws_equal_torch_and_the_kernels() -> None:
     assert run_python("-m", "tests.model.helpers.interpreted_sampling") == "all equal\n"
 
 
-@pytest.mark.parametrize(
-    ("module", "kernel", "pointers", "constants", "num_warps"),
-    [
-        ("triton_sample", "_draw_row", DRAW, {**DRAW_CONSTANTS, "HAS_CHANGED": False, "HAS_MASKS": False}, 8),
-        ("triton_sample", "_draw_row", DRAW, {**DRAW_CONSTANTS, "HAS_CHANGED": True, "HAS_MASKS": True}, 8),
-        ("triton_rules", "_count_tokens", COUNT, {"BLOCK": 1024}, 4),
-        ("triton_rules", "_add_biases", BIAS, {"BLOCK": 128}, 4),
-        ("triton_rules", "_change_rows", CHANGE, {"PRESENCE": 4, "FREQUENCY": 5, "REPETITION": 6, "BLOCK": 2048}, 4),
-        ("triton_top", "_largest_of_parts", PARTS, {"PART": 8192, "LARGEST_ID": 2**31 - 1}, 8),
-        ("triton_top", "_largest_of_candidates", CANDIDATES, {"NUM": 512, "LARGEST_ID": 2**31 - 1}, 8),
-    ],
-)
-def test_the_kernels_compile_for_hopper(
+@pytest.mark.parametrize(("module", "kernel", "pointers", "constants", "num_warps"), KERNELS)
+def test_the_kernels_compile_for_each_architecture(
     module: str, kernel: str, pointers: dict[str, str], constants: dict[str, object], num_warps: int
 ) -> None:
-    compile_for_hopper(f"tokasaurus.model.sampling.{module}", kernel, pointers, constants, num_warps)
+    compile_for_gpus(f"tokasaurus.model.sampling.{module}", kernel, pointers, constants, num_warps)
