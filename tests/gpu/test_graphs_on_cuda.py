@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.tiny_model import save_tiny_model
+from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
 from tests.model.execution.helpers.decode_steps import (
     MAX_ROWS,
     NUM_BLOCKS,
@@ -21,6 +21,8 @@ from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.execution.cuda_recorder import CudaRecorder, measure_graphs
 from tokasaurus.model.execution.graphs import graph_sizes
 from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.worker.group_step_price import measure_step_price
+from tokasaurus.model.worker.warmup import ForwardLimits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,6 +64,14 @@ def test_prefix_groups_that_change_with_every_step_replay_the_same_graphs(compil
         assert samples.num_grouped > 20
         sampled.append(samples.sampled)
     assert_same(*([dict(enumerate(pairs)) for pairs in by_slot.values()] for by_slot in sampled))
+
+
+def test_the_price_of_a_step_with_groups_is_at_most_some_milliseconds(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+    price_s = measure_step_price(
+        with_graphs(tmp_path, compiled=False), ForwardLimits(64, MAX_ROWS, 500, VOCAB_SIZE), 16
+    )
+    assert 0 <= price_s < 0.1
 
 
 def test_the_memory_of_all_graphs_is_estimated_from_the_largest_and_the_smallest(tmp_path: Path) -> None:

@@ -168,6 +168,11 @@ class ModelRunner:
         """Whether the CPU kernels run all layers of every forward: no padding, and a known bound of its memory."""
         return self._executor.always_on_kernels
 
+    @property
+    def smallest_graph(self) -> int | None:
+        """Rows of the smallest recorded decode step; None if none is recorded."""
+        return None if self._graphs is None else self._graphs.smallest
+
     @torch.inference_mode()
     def record_graphs(
         self, recorder: Recorder, sizes: Sequence[int], progress: Callable[[Iterable[int]], Iterable[int]] = iter

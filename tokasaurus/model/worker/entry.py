@@ -34,6 +34,7 @@ from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.process_group import is_about_another_rank, joined
 from tokasaurus.model.worker.device import choose_device
 from tokasaurus.model.worker.forward_memory import ForwardMemory, largest_forward, reserve
+from tokasaurus.model.worker.group_step_price import with_step_price
 from tokasaurus.model.worker.hydragen_costs import describe, find_costs
 from tokasaurus.model.worker.kv_sizing import size_kv_cache
 from tokasaurus.model.worker.loading import PROCESS, LoadedWorker, Phases, load_worker
@@ -156,6 +157,8 @@ def start_worker(
     if config.use_hydragen is not False and None in (config.hydragen_min_group_size, config.hydragen_min_prefix_len):
         with phases("shared prefixes") as details, torch.inference_mode():
             hydragen = find_costs(loaded.backend, loaded.shape, num_blocks, config.max_seqs_per_forward, kernels)
+            trial = runner, loaded.backend, loaded.shape, num_blocks, loaded.limits, checkpoint.info.num_layers
+            hydragen = with_step_price(hydragen, *trial)
             details.append(describe(hydragen))
     with phases("memory") as details:
         details += loaded.memory.lines()

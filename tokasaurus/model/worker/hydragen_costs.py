@@ -116,6 +116,23 @@ def measure_costs(backend: AttentionBackend, shape: KVShape, num_blocks: int, ma
     return DEFAULT_HYDRAGEN
 
 
+def seconds_per_token(backend: AttentionBackend, shape: KVShape, num_blocks: int, max_rows: int) -> float | None:
+    """Seconds of attention in one layer for each token that a row reads alone, in which measure_costs counts.
+
+    Of the rows that share most: their reads are the fastest. None where nothing can be measured. The arguments, and
+    what happens to the cache, are as for measure_costs.
+    """
+    trial, most_rows = _Trial(backend, shape), max_rows
+    while (plan := _plan(shape, num_blocks, most_rows)) is not None:
+        rows_of_size, lengths = plan
+        size = max(rows_of_size)
+        try:
+            return trial.seconds_per_token(size, rows_of_size[size], lengths[-1])
+        except torch.OutOfMemoryError:  # as in measure_costs
+            most_rows = max(rows_of_size.values()) // 2
+    return None
+
+
 def _plan(shape: KVShape, num_blocks: int, max_rows: int) -> _Plan | None:
     """None if there is no room."""
     most_rows = max_rows if shape.device.type == "cuda" else min(max_rows, _MOST_CPU_ROWS)
@@ -150,7 +167,8 @@ def describe(costs: HydragenCosts) -> str:
     if all(share <= 0 for _, share in shares):
         return "not expected to save time on this device"
     saved = ", ".join(f"{num_rows} sequences save {max(0.0, share):.0%}" for num_rows, share in shares)
-    return f"{saved} of attention to 1,024 shared tokens"
+    price = f"; a decode step with groups takes as long as {costs.per_step:,.0f} tokens more" if costs.per_step else ""
+    return f"{saved} of attention to 1,024 shared tokens{price}"
 
 
 def fit_costs(ratios: dict[tuple[int, int], float], num_own_tokens: int) -> HydragenCosts:
@@ -230,6 +248,16 @@ class _Trial:
                     seconds.append(self._time(queries[size], self._layer % num_layers[size], layout))
                 found[size].append(seconds[1] / seconds[0])
         return {size: statistics.median(ratios) for size, ratios in found.items()}
+
+    def seconds_per_token(self, group_size: int, num_rows: int, prefix_length: int) -> float:
+        """Median time of the rows as separate rows, for each token that they read."""
+        shape = self._shape
+        alone, _ = self._layouts(group_size, num_rows, prefix_length)
+        num_layers = self._prepare_layers(group_size, num_rows, prefix_length)
+        size = num_rows, shape.num_heads, shape.head_dim
+        query = torch.zeros(size, dtype=shape.query_dtype, device=shape.device)
+        times = [self._time(query, index % num_layers, alone) for index in range(1 + _LEAST_ROUNDS)]
+        return statistics.median(times[1:]) / (num_rows * (prefix_length + _NUM_OWN_TOKENS))
 
     def _prepare_layers(self, group_size: int, num_rows: int, prefix_length: int) -> int:
         """Write the trial's blocks and return the number of layers it cycles through.

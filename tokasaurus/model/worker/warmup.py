@@ -107,6 +107,12 @@ def decode_after(step: ForwardInput) -> ForwardInput:
     return ForwardInput(0, step.slots, np.ones_like(step.num_tokens), len(step.slots), _NOTHING, changes)
 
 
+def rows_after_a_block(num_rows: int, limits: ForwardLimits, page_size: int) -> ForwardInput:
+    """Each row computes its first token after a block, the padding block, which all of them share."""
+    ones = np.ones(num_rows, np.int32)
+    return _first_step(ones, ones * np.int32(page_size), limits, is_plain=True)
+
+
 def single_token(limits: ForwardLimits) -> ForwardInput:
     """The smallest forward, without any sampling feature."""
     return _first_step(np.ones(1, np.int32), np.zeros(1, np.int32), limits, is_plain=True)
@@ -152,7 +158,7 @@ def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInp
         yield plain
         yield _decode_with_prefill(plain, limits)
     if limits.context_length > page_size + 1:
-        after_block = _first_step(np.ones_like(start), np.full_like(start, page_size), limits, is_plain=True)
+        after_block = rows_after_a_block(num_rows, limits, page_size)
         yield after_block
         groups = PrefixGroups(np.array([num_rows], np.int32), np.ones(1, np.int32))
         yield replace(decode_after(after_block), groups=groups)
