@@ -17,5 +17,5 @@ def test_every_kernel_is_compiled_for_each_architecture() -> None:
     assert len(launched) >= 12
     texts = [path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py")]
     compiling = "".join(text for text in texts if "compile_for_gpus(" in text)
-    missing = {name for name in launched if f'("{name}", ' not in compiling and f', "{name}", ' not in compiling}
+    missing = {name for name in launched if f'"{name}",' not in compiling}
     assert not missing, "no test compiles them: add them to the KERNELS of a test"
