@@ -183,6 +183,7 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
             "async_tp_threshold=9 tp_size=2 torch_compile=T max_tokens_per_forward=8",
             "async_tp_threshold=9: must be at most max_tokens_per_forward=8",
         ),
+        ("symmetric_all_reduce=T", "symmetric_all_reduce=True: needs tp_size= of at least 2 beside it"),
         ("statsd_server_url=udp://x", "statsd_server_url=udp://x: not built yet, it must be None or left out"),
         (
             "max_seqs_per_forward=8 cudagraph_max_size=9",

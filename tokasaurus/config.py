@@ -35,6 +35,7 @@ class ServerConfig(Config):
     tp_size: int = 1
     pp_num_buffer_stages: int = 1
     async_tp_threshold: int | None = None
+    symmetric_all_reduce: bool | None = None
 
     kv_cache_num_tokens: int | None = None
     kv_cache_dtype: str | None = None
@@ -133,6 +134,8 @@ class ServerConfig(Config):
                 f"max_seqs_per_forward={self.max_seqs_per_forward}"
             )
         self._check_async_tp()
+        if self.symmetric_all_reduce and self.tp_size < 2:
+            raise FlagError("symmetric_all_reduce=True: needs tp_size= of at least 2 beside it")
         if self.early_stopping_init_std is not None and self.early_stopping_init_mean is None:
             raise FlagError(
                 f"early_stopping_init_std={self.early_stopping_init_std}: needs early_stopping_init_mean beside it"

@@ -48,6 +48,11 @@ SERVER_FLAGS = FlagTable(
                 "torch_compile=T, tp_size= of 2 or more, and GPUs joined by NVLink",
                 none_means="off",
             ),
+            "symmetric_all_reduce": Flag(
+                "sum over tensor-parallel ranks through memory that their GPUs share, up to the size where it is "
+                "measured to be faster than NCCL; auto is on where it works, T requires that it works",
+                none_means="auto",
+            ),
         },
         "memory": {
             "kv_cache_num_tokens": _count(

@@ -1,21 +1,27 @@
-"""A group of one rank in a child process: a recorded sum over ranks is replayed and dropped, then the group ends.
+"""A group of one rank in a child process: recorded sums over ranks are replayed and dropped, then the group ends.
 
-Not yet run on a GPU, where the group is NCCL's; on the CPU it is gloo's, and the graph is a tape.
+Not yet run on a GPU, where the group is NCCL's; on the CPU it is gloo's, and the graph is a tape. Sums through
+symmetric memory are checked and measured as a start does, and recorded too.
 """
 
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed
 
 from tests.model.execution.helpers.launch_tape import LaunchTape, is_collective
+from tests.model.parallel.helpers.symmetric_memory_on_cpu import symmetric_memory_on_cpu
 from tokasaurus.model.execution.cuda_recorder import CudaRecorder
 from tokasaurus.model.execution.graphs import Recorder
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.process_group import TIMEOUT, with_groups
+from tokasaurus.model.worker import all_reduce_start
 
 ROOT = Path(__file__).parents[2]
 REPLAYED = "replayed"
@@ -77,9 +83,39 @@ def run_rank(device: torch.device) -> None:
             values.fill_(value)
             graph.replay()
             assert total.tolist() == [2 * value + 1] * 1024
+        with nullcontext() if on_cuda else symmetric_memory_on_cpu():
+            check_symmetric_sums(device, replace(Mesh(), tp_group=group))
         print(REPLAYED, flush=True)
         del graph, recorder, total
         torch.distributed.destroy_process_group()
+
+
+def check_symmetric_sums(device: torch.device, mesh: Mesh) -> None:
+    """Prints what is the fastest; then each way's sums, recorded, are replayed with two inputs."""
+
+    def use_all_ways(sizes: list[int], seconds: list[dict[str | None, float]]) -> list[tuple[int, str]]:
+        print(f"seconds of ten sums by bytes: {dict(zip(sizes, seconds, strict=True))}")
+        return [(size, name) for size, name in zip(sizes, [name for name in seconds[0] if name], strict=False)]
+
+    with patch.object(all_reduce_start, "fastest_up_to", use_all_ways):
+        chosen, described = all_reduce_start.choose_all_reduce(True, mesh, device, torch.bfloat16, 1 << 20, 0)
+    print(described)
+    assert chosen.all_reduce is not None
+    for num_bytes in (4 << 10, 16 << 10, 2 << 20):  # by the ways there are, then by NCCL
+        values = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
+        recorder: Recorder = CudaRecorder(device) if device.type == "cuda" else LaunchTape()
+        with recorder.preparing():
+            chosen.all_reduce.sum(values)
+            recorder.begin()
+            total = values * 2
+            chosen.all_reduce.sum(total)
+            total += 1
+            graph = recorder.end()
+        for value in (3.0, 5.0):
+            values.fill_(value)
+            graph.replay()
+            assert total.tolist() == [2 * value + 1] * values.numel()
+        del graph, recorder
 
 
 if __name__ == "__main__":

@@ -45,14 +45,10 @@ PARTS: dict[str, Part] = {
     "servers": (
         _file("decoder", 60, "each model family against transformers in float32"),
         _file("stages", 120, "pipeline stages against the whole model"),
-        _file("nccl", 120, "NCCL with one rank: a sum inside a CUDA graph, and a quick end"),
+        _file("nccl", 120, "NCCL and symmetric memory with one rank: sums inside CUDA graphs, and a quick end"),
         _file("server", 120, "whole servers against transformers in float32"),
         _file("flashinfer_server", 240, "a server with FlashInfer: errors of log-probabilities beside torch attention"),
         _file("default_start", 300, "a server with every default at the shapes of Llama 1B and 8B, 80 sequences"),
         _file("random_requests", 300, "ten thousand random requests leave nothing behind"),
-    ),
-    "faults": (
-        _file("killed_worker", 240, "kill -9 of a model worker under load: a restart, and no answer is lost"),
-        _file("too_little_memory", 200, "starts beside a process that has the memory; a KV cache that is too large"),
     ),
 }

@@ -1,4 +1,5 @@
-"""NCCL with one rank: a sum inside a CUDA graph, and a quick end once the graph is dropped. Not yet run on a GPU."""
+"""NCCL and symmetric memory with one rank: sums inside CUDA graphs, and a quick end once these are dropped. Not yet run
+on a GPU."""
 
 import pytest
 import torch

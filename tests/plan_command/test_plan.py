@@ -104,6 +104,22 @@ def test_stages_have_two_buffers_of_hidden_states_for_each_neighbour(checkpoint)
     assert [buffers_of(worker) for worker in planned(*words)["workers"]] == [0]
 
 
+def test_ranks_share_a_buffer_for_sums_of_up_to_8_mib(checkpoint) -> None:
+    """Llama-3.1-8B has 4,096 numbers a token, of 2 B in bfloat16 and of 4 B in float32."""
+    words = f"model={checkpoint('Llama-3.1-8B')}", "device_memory=160GiB"
+
+    def sums(*flags: str) -> list[int]:
+        parts = [part for worker in planned(*words, *flags)["workers"] for part in worker["parts"]]
+        return [part["bytes"] for part in parts if part["name"] == "sums over ranks"]
+
+    assert sums() == []
+    assert sums("tp_size=2") == [8 << 20] * 2
+    assert sums("tp_size=2", "pp_size=2", "max_tokens_per_forward=512", "max_seqs_per_forward=512") == [4 << 20] * 4
+    assert sums("tp_size=2", "max_tokens_per_forward=512", "max_seqs_per_forward=512", "dtype=float32") == [8 << 20] * 2
+    assert sums("tp_size=2", "dtype=float16") == []
+    assert sums("tp_size=2", "symmetric_all_reduce=F") == []
+
+
 def buffers_of(worker: dict[str, Any]) -> int:
     return sum(part["bytes"] for part in worker["parts"] if part["name"] == "stage buffers")
 

@@ -30,6 +30,7 @@ class PlanConfig(Config):
     kv_cache_dtype: str | None = None
     tp_size: int = 1
     pp_size: int = 1
+    symmetric_all_reduce: bool | None = ServerConfig.symmetric_all_reduce
     page_size: int = ServerConfig.page_size
     max_tokens_per_forward: int = ServerConfig.max_tokens_per_forward
     max_seqs_per_forward: int = ServerConfig.max_seqs_per_forward
@@ -77,9 +78,9 @@ PLAN_FLAGS = FlagTable(
         "flags of the server": {
             "dtype": Flag("data type of the weights and of computation", choices=("bfloat16", "float16", "float32")),
             **_of_server(
-                *("kv_cache_dtype", "tp_size", "pp_size", "page_size", "max_tokens_per_forward"),
-                *("max_seqs_per_forward", "max_num_tokens_per_request", "attention_backend"),
-                *("use_cudagraphs", "cudagraph_max_size", "cudagraph_step"),
+                *("kv_cache_dtype", "tp_size", "pp_size", "symmetric_all_reduce", "page_size"),
+                *("max_tokens_per_forward", "max_seqs_per_forward", "max_num_tokens_per_request"),
+                *("attention_backend", "use_cudagraphs", "cudagraph_max_size", "cudagraph_step"),
             ),
         },
     }

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tokasaurus.messages.lifecycle import FlagRefused
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.parallel.symmetric_all_reduce import unreadable_device
 from tokasaurus.model.parallel.tensor_parallel import gather_into
 
 FUSE_WITH_GEMMS = {"_micro_pipeline_tp": True}
@@ -72,11 +73,9 @@ def enable_fused_gemms(threshold: int, mesh: Mesh, device: torch.device, first_d
         raise FlagRefused(f"{flag}: needs GPUs that are joined by NVLink, not device={device.type}")
     if not torch.distributed.is_nccl_available():
         raise FlagRefused(f"{flag}: needs a torch with NCCL")
-    for other in range(first_device, first_device + mesh.tp_size):
-        if other != device.index and not torch.cuda.can_device_access_peer(device, other):
-            raise FlagRefused(
-                f"{flag}: needs GPUs that are joined by NVLink; {device} cannot read memory of cuda:{other}"
-            )
+    other = unreadable_device(device, first_device, mesh.tp_size)
+    if other is not None:
+        raise FlagRefused(f"{flag}: needs GPUs that are joined by NVLink; {device} cannot read memory of cuda:{other}")
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     assert mesh.tp_group is not None

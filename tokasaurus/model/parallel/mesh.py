@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tokasaurus.checkpoint import ModelInfo
+    from tokasaurus.model.parallel.symmetric_all_reduce import SymmetricAllReduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class Mesh:
     tp_size: int = 1
     tp_group: ProcessGroup | None = None
     """The tensor-parallel ranks of this stage; None, and unused, if tp_size is 1."""
+    all_reduce: SymmetricAllReduce | None = None
+    """Sums over tp_group; None if all are those of NCCL or gloo."""
     previous_group: ProcessGroup | None = None
     """This rank and the one of the stage before, for hidden states; None on the first stage."""
     next_group: ProcessGroup | None = None

@@ -5,6 +5,7 @@ import torch.distributed
 from torch import Tensor
 
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.parallel.symmetric_all_reduce import sum_over_ranks
 
 # torch 2.13 renamed it, and warns of the old name, the only one that 2.11 has.
 _NEW_NAME, _OLD_NAME = "all_gather_single", "all_gather_into_tensor"
@@ -19,7 +20,12 @@ def gather_into(gathered: Tensor, own: Tensor, mesh: Mesh) -> None:
 
 def sum_over_shards(partial: Tensor, mesh: Mesh) -> Tensor:
     """partial [T, E], each rank's partial sum -> the sum, on every rank. May overwrite `partial`."""
-    if mesh.tp_size > 1:
+    if mesh.all_reduce is not None:
+        if torch.compiler.is_compiling():
+            sum_over_ranks(partial, mesh.all_reduce.name)
+        else:
+            mesh.all_reduce.sum(partial)
+    elif mesh.tp_size > 1:
         torch.distributed.all_reduce(partial, group=mesh.tp_group)
     return partial
 

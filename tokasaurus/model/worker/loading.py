@@ -29,7 +29,9 @@ from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.process_group import least_of_ranks
 from tokasaurus.model.parallel.stage_links import StageLinks, num_hidden_buffers
+from tokasaurus.model.parallel.symmetric_all_reduce import buffer_bytes
 from tokasaurus.model.staging.sizes import sizes_for
+from tokasaurus.model.worker.all_reduce_start import choose_all_reduce, is_tried
 from tokasaurus.model.worker.device import (
     choose_activation_dtype,
     choose_device,
@@ -37,7 +39,16 @@ from tokasaurus.model.worker.device import (
     choose_kv_cache_dtype,
     is_compiled,
 )
-from tokasaurus.model.worker.memory_plan import INPUTS, ROTARY, SLOTS, STAGES, WEIGHTS, WORKSPACES, sizes_of_graphs
+from tokasaurus.model.worker.memory_plan import (
+    INPUTS,
+    ROTARY,
+    SLOTS,
+    STAGES,
+    SUMS,
+    WEIGHTS,
+    WORKSPACES,
+    sizes_of_graphs,
+)
 from tokasaurus.model.worker.memory_report import MemoryReport
 from tokasaurus.model.worker.self_check import check_attention
 from tokasaurus.model.worker.threads import set_worker_threads
@@ -129,6 +140,14 @@ def load_worker(config: ServerConfig, checkpoint: Checkpoint, mesh: Mesh, index:
             details.append(choice.describe())
     compiler = Compiler(is_required=config.torch_compile is True) if compiles else None
     memory = MemoryReport(config, info, mesh, device, dtype, kv_cache_dtype)
+    if is_tried(config.symmetric_all_reduce, mesh, device):
+        with phases("all-reduce") as details, memory.part(SUMS):
+            num_bytes = buffer_bytes(config.max_tokens_per_forward, info.hidden_size, activation_dtype)
+            first_device = index - mesh.tp_rank
+            mesh, described = choose_all_reduce(
+                config.symmetric_all_reduce, mesh, device, activation_dtype, num_bytes, first_device
+            )
+            details.append(described)
     with phases("weights", has_progress_bar=True), memory.part(WEIGHTS, ROTARY, on_cpu=True):
         model = _build_model(checkpoint, mesh, dtype)
         model.materialize(device, context_length)

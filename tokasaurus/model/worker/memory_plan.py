@@ -15,6 +15,7 @@ from tokasaurus.model.execution.device_batch import padded_count
 from tokasaurus.model.execution.graphs import graph_sizes
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.stage_links import num_hidden_buffers
+from tokasaurus.model.parallel.symmetric_all_reduce import buffer_bytes
 from tokasaurus.model.sampling.logit_rules import ruled_rows_at_once
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
 from tokasaurus.model.staging.packed import RING_SIZE
@@ -25,6 +26,7 @@ CONTEXT_BYTES = 600 << 20
 """CUDA's context, cuBLAS and the kernels' code on the device: an estimate, which differs by device and version."""
 
 WEIGHTS, ROTARY, SLOTS, INPUTS = "weights", "rotary table", "slots", "inputs of steps"
+SUMS = "sums over ranks"
 STAGES, FORWARD, WORKSPACES, GRAPHS = "stage buffers", "largest forward", "attention workspaces", "CUDA graphs"
 """Names of parts."""
 
@@ -56,6 +58,8 @@ class Sizes:
     context_length: int
     """Most tokens of a sequence, by the model and the flag."""
     has_flashinfer: bool
+    has_symmetric_sums: bool
+    """Whether sums over tensor-parallel ranks may use memory that these share."""
     graph_sizes: tuple[int, ...]
     """Sequences of each decode step that is recorded, largest first; empty without CUDA graphs."""
 
@@ -69,6 +73,7 @@ class MemoryFlags(Protocol):
     max_tokens_per_forward: int
     max_seqs_per_forward: int
     max_num_tokens_per_request: int | None
+    symmetric_all_reduce: bool | None
     attention_backend: str | None
     use_cudagraphs: bool | None
     cudagraph_max_size: int | None
@@ -89,6 +94,7 @@ def sizes_of(
         max_seqs_per_forward=flags.max_seqs_per_forward,
         context_length=min(info.context_length, flags.max_num_tokens_per_request or info.context_length),
         has_flashinfer=flags.attention_backend != "torch",
+        has_symmetric_sums=flags.symmetric_all_reduce is not False,
         graph_sizes=tuple(sizes_of_graphs(flags)),
     )
 
@@ -193,6 +199,7 @@ def plan_worker(info: ModelInfo, mesh: Mesh, sizes: Sizes) -> WorkerPlan:
         _slots(sizes),
         _inputs(info, sizes),
         *_stage_buffers(info, mesh, sizes),
+        *_sums(info, sizes),
         _largest_forward(info, mesh, shape, sizes),
         *_workspaces(shape, sizes),
         *_graphs(info, mesh, shape, sizes),
@@ -243,6 +250,14 @@ def _stage_buffers(info: ModelInfo, mesh: Mesh, sizes: Sizes) -> list[Part]:
     num_bytes = num_buffers * num_tokens * info.hidden_size * item
     reason = f"{num_buffers} x {num_tokens:,} tokens x {info.hidden_size:,} x {item} B between stages"
     return [Part(STAGES, num_bytes, reason, is_exact=True)]
+
+
+def _sums(info: ModelInfo, sizes: Sizes) -> list[Part]:
+    """What the ranks read of each other."""
+    num_bytes = buffer_bytes(sizes.max_tokens_per_forward, info.hidden_size, sizes.dtype)
+    if sizes.tp_size == 1 or not sizes.has_symmetric_sums or not num_bytes:
+        return []
+    return [Part(SUMS, num_bytes, "a buffer that the GPUs share, if they can", is_exact=False)]
 
 
 def _widest_row(info: ModelInfo, mesh: Mesh, shape: KVShape) -> int:
