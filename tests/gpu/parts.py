@@ -51,4 +51,8 @@ PARTS: dict[str, Part] = {
         _file("default_start", 300, "a server with every default at the shapes of Llama 1B and 8B, 80 sequences"),
         _file("random_requests", 300, "ten thousand random requests leave nothing behind"),
     ),
+    "faults": (
+        _file("killed_worker", 240, "kill -9 of a model worker under load: a restart, and no answer is lost"),
+        _file("too_little_memory", 200, "starts beside a process that has the memory; a KV cache that is too large"),
+    ),
 }

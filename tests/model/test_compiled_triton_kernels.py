@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 import tokasaurus
-from tests.model.attention.test_triton_kernels import KERNELS as ATTENTION
-from tests.model.decoder.test_triton_layers import KERNELS as LAYERS
-from tests.model.sampling.test_triton_sample import KERNELS as SAMPLING
+
+TESTS = Path(__file__).parent
 
 
 def test_every_kernel_is_compiled_for_each_architecture() -> None:
@@ -16,5 +15,7 @@ def test_every_kernel_is_compiled_for_each_architecture() -> None:
         kernels = re.findall(r"^@triton\.jit.*\ndef (\w+)\(", text, re.MULTILINE)
         launched |= {name for name in kernels if f" {name}[" in text}
     assert len(launched) >= 12
-    compiled = {name for name, *_ in (*ATTENTION.values(), *LAYERS.values())} | {kernel for _, kernel, *_ in SAMPLING}
-    assert launched == compiled, "the table KERNELS of a test lacks a kernel, or has one that is gone"
+    texts = [path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py")]
+    compiling = "".join(text for text in texts if "compile_for_gpus(" in text)
+    missing = {name for name in launched if f'"{name}",' not in compiling}
+    assert not missing, "no test compiles them: add them to the KERNELS of a test"

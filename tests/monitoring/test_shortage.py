@@ -7,10 +7,38 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tokasaurus.monitoring.shortage import describe_shortage, hint_at_memory
 
 FILES = f"too many open files: this process may open {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} (ulimit -n)"
+
+
+ON_GPU = (
+    "CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 79.11 GiB of which 310.12 MiB is"
+    " free. Process 77 has 75.00 GiB memory in use. Including non-PyTorch memory, this process has 3.80 GiB memory in"
+    " use. "
+)
+OF_TORCH = (
+    "Of the allocated memory 3.1 GiB is allocated by PyTorch, and 7 MiB is reserved by PyTorch but unallocated. If"
+    " reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid"
+    " fragmentation."
+)
+
+
+def test_a_gpu_without_memory_is_one_line_with_its_sizes() -> None:
+    """The message of torch 2.11, and others of a device."""
+    found = describe_shortage(torch.OutOfMemoryError(ON_GPU + OF_TORCH), "use less")
+    sizes = ON_GPU.removeprefix("CUDA out of memory. ").rstrip(". ")
+    assert found == f"not enough memory on the GPU ({sizes}): use less"
+    for message in (
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "Triton Error [CUDA]: out of memory",
+        "NCCL error: unhandled cuda error\nFailed to CUDA calloc async 4 bytes: Cuda failure 2 'out of memory'",
+    ):
+        assert describe_shortage(RuntimeError(message)) == "not enough memory on the GPU"
+    assert describe_shortage(RuntimeError("CUDA error: an illegal memory access was encountered")) is None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import itertools
 import os
 import resource
 import select
@@ -27,6 +28,11 @@ _MEMORY_WORDS = (
     "not enough memory",
     "bad_alloc",
 )
+# In messages about a GPU: of torch, CUDA, cuBLAS, Triton and NCCL.
+_DEVICE_WORDS = ("out of memory", "alloc_failed")
+_DEVICE_NAMES = ("cuda", "cublas", "gpu")
+_END_OF_SIZES = ("Of the allocated memory", "If reserved")
+"""Where torch's message goes on about its allocator."""
 _FILE_WORDS = ("too many open files", "file descriptors")
 _THREAD_WORDS = ("can't start new thread", "resource temporarily unavailable")
 
@@ -54,10 +60,22 @@ def _describe(error: BaseException, advice: str) -> str | None:
         return f"too many open files: this process may open {most} (ulimit -n); 1024 suffice for one model worker"
     if isinstance(error, MemoryError) or number == errno.ENOMEM or any(word in text for word in _MEMORY_WORDS):
         return f"not enough memory{_address_space()}{f': {advice}' if advice else ''}"
+    if any(word in text for word in _DEVICE_WORDS) and any(name in text for name in _DEVICE_NAMES):
+        return f"not enough memory on the GPU{_device_sizes(str(error))}{f': {advice}' if advice else ''}"
     if number == errno.EAGAIN or any(word in text for word in _THREAD_WORDS):
         what = "no more threads or processes can be started"
         return f"{what}: memory{_address_space()}, or their number (ulimit -u), is limited"
     return None
+
+
+def _device_sizes(message: str) -> str:
+    """What torch says of the request, of what is free, and of other processes; in parentheses, or empty."""
+    sentences = message.partition("\n")[0].rstrip(". ").split(". ")
+    first = next((index for index, sentence in enumerate(sentences) if sentence.startswith("Tried to ")), None)
+    if first is None:
+        return ""
+    known = itertools.takewhile(lambda sentence: not sentence.startswith(_END_OF_SIZES), sentences[first:])
+    return f" ({'. '.join(known)})"
 
 
 def _address_space() -> str:

@@ -151,7 +151,7 @@ def test_a_start_with_graphs_tells_the_manager_the_price(
     monkeypatch.setattr(Decoder, "pack_module", lambda *_: None)  # a tape reads no packed weights
     monkeypatch.setattr(entry, "_graph_sizes", lambda *_: sizes)
     monkeypatch.setattr(entry, "CudaRecorder", lambda _device: LaunchTape())
-    monkeypatch.setenv("TOKA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(entry, "find_costs", lambda *_: HydragenCosts())
     measured = list[float]()
 
     def measure(*args: Any) -> float:
