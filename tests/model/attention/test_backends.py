@@ -128,7 +128,7 @@ def test_parts_merged_by_their_lse_equal_attention_over_both(name: str) -> None:
         results.append(backend.attend(query, 0, part))
     (expected, expected_lse), first, second = results
     torch.testing.assert_close(torch.logaddexp(first[1], second[1]), expected_lse, atol=1e-5, rtol=1e-5)
-    merged = backend.merge(first, second, torch.float32)
+    merged = backend.merge(first, second, torch.empty_like(first[0]))
     torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-5)
 
 

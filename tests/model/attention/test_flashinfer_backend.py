@@ -139,7 +139,8 @@ def test_rows_that_see_no_token_have_no_weight_in_a_merge(num_rows: int) -> None
     query = torch.randn(num_rows, 4, 32)
     nothing, everything = backend.attend(query, 0, empty), backend.attend(query, 0, full)
     assert (nothing[1] == -torch.inf).all()
-    torch.testing.assert_close(backend.merge(nothing, everything, torch.float32), everything[0], atol=0, rtol=0)
+    merged = backend.merge(nothing, everything, torch.empty_like(query))
+    torch.testing.assert_close(merged, everything[0], atol=0, rtol=0)
 
 
 @pytest.mark.usefixtures("_double_in_float32")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from tests.model.attention.helpers import flashinfer_double
 from tests.model.helpers.row_split_cases import NAMED_CASES, Case, CaseStep, cases
 from tests.model.helpers.steps import one_thread
 from tokasaurus.model.attention.backend import PagedLayout
@@ -15,6 +16,8 @@ from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.execution.device_batch import build_batch
 from tokasaurus.model.staging.staging import ON_HOST
+
+Part = tuple[torch.Tensor, torch.Tensor]
 
 
 def attend(name: str, case: Case, grouped: bool) -> tuple[torch.Tensor, PagedLayout]:
@@ -71,6 +74,33 @@ def test_rows_in_groups_attend_to_the_same_as_alone_by_the_kernels(case: Case) -
 @pytest.mark.parametrize("case", NAMED_CASES)
 def test_grouped_attention_of_named_cases_equals_ungrouped_attention(name: str, case: Case) -> None:
     check_grouped_attention(name, case)
+
+
+@pytest.mark.parametrize("name", ["reference", "torch", "flashinfer"])
+def test_grouped_rows_are_merged_where_the_next_layer_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a copy, beside rows in no group, a prompt and padding."""
+    flashinfer_double.install(monkeypatch, any_dtype=True)
+    made = CaseStep(NAMED_CASES[3])
+    backend = make_backend(name, NAMED_CASES[3].shape, None)
+    backend.allocate(made.num_blocks)
+    backend.plan(PagedLayout(torch.arange(len(made.key)), ()))
+    backend.write(made.key, made.value, 0)
+    batch = build_batch(made.step, made.slots, 16, ON_HOST)
+    backend.plan(batch.layout)
+    output = torch.full((len(batch.token_ids) + 2, *made.query.shape[1:]), torch.nan)
+    merge, merged = backend.merge, list[tuple[int, int]]()
+
+    def noted(first: Part, second: Part, target: torch.Tensor) -> torch.Tensor:
+        merged.append((target.data_ptr(), len(target)))
+        return merge(first, second, target)
+
+    backend.merge = noted
+    with one_thread():
+        attend_rows(backend, made.query[: len(output)], 0, batch.layout, output)
+        expected, _ = attend("reference", NAMED_CASES[3], grouped=False)
+    assert merged == [(output.data_ptr(), sum(len(group.members) for group in NAMED_CASES[3].groups))]
+    torch.testing.assert_close(output[: len(expected)], expected, atol=1e-5, rtol=1e-5)
+    assert (output[len(expected) :] == 0).all()
 
 
 @pytest.mark.parametrize("grouped", [False, True])

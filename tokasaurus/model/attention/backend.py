@@ -165,9 +165,10 @@ class AttentionBackend(Protocol):
         exponentiated scores; it may be None for a part that is not partial. Scores are scaled by D ** -0.5.
         """
 
-    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-        """Output [R, H, D] and LSE [R, H] of two partial parts of the same R rows -> attention over both, [R, H, D] in
-        dtype, computed in float32. An LSE of -inf means that the row sees no token of that part."""
+    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
+        """Output [R, H, D] and LSE [R, H] of two partial parts of the same R rows -> attention over both: `output`,
+        filled, [R, H, D], contiguous, in any dtype. Computed in float32. An LSE of -inf means that the row sees no
+        token of that part."""
 
 
 @runtime_checkable

@@ -4,7 +4,6 @@ import ctypes
 import math
 import threading
 
-import torch
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
@@ -83,8 +82,8 @@ class CpuBackend:
         assert layout is self._layout, "plan(layout) must come first"
         return self._kernels.attend_layout(query, layer_index, self._paged, self._shape.num_kv_heads)
 
-    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-        return self._kernels.merge(first, second, dtype)
+    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
+        return self._kernels.merge(first, second, output)
 
 
 def _struct(part: PagedPart) -> PagedPartStruct:

@@ -257,12 +257,12 @@ class FlashInferBackend:
             return result, None
         return result[0], result[1] * _LN_2
 
-    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
         if uses_triton(self._shape.device, "attention"):
             from tokasaurus.model.attention import triton_kernels
 
-            return triton_kernels.merge_partial(first, second, dtype)
-        return merge_partial(first, second, dtype)
+            return triton_kernels.merge_partial(first, second, output)
+        return merge_partial(first, second, output)
 
     def _new_prefill(self) -> Wrapper:
         # Not "auto": on Hopper that is "fa3", which does not split long contexts of few segments.

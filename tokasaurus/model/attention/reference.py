@@ -51,8 +51,8 @@ class ReferenceBackend:
                 output[row], lse[row] = self._attend_one(query[row], key[:visible], value[:visible])
         return output, lse
 
-    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-        return merge_partial(first, second, dtype)
+    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
+        return merge_partial(first, second, output)
 
     def _gather(self, layer_index: int, block_table: Tensor, kv_length: int) -> tuple[Tensor, Tensor]:
         """-> key and value [L, H, D] in float32, each KV head repeated for its query heads."""

@@ -28,7 +28,7 @@ def attend_rows(
             assert layout.prefix is not None
             prefix = _attend_partial(backend, query[rows], layer_index, layout.prefix)
             suffix = _attend_partial(backend, query[rows], layer_index, part)
-            output[rows] = backend.merge(prefix, suffix, query.dtype)
+            backend.merge(prefix, suffix, output[rows])
         else:
             backend.attend(query[rows], layer_index, part, output[rows])
         num_rows += part.num_rows

@@ -9,7 +9,7 @@ from torch import Tensor
 # R rows, H query heads, D head size
 
 
-def merge_partial(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+def merge_partial(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
     """AttentionBackend.merge with stock torch operations. 0 for a row that sees no token of either part."""
     (first_output, first_lse), (second_output, second_lse) = first, second
     # Subtract the larger LSE first: neither exponential overflows. The clamp avoids -inf minus -inf.
@@ -17,4 +17,5 @@ def merge_partial(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], d
     first_weight = (first_lse - largest).exp_().unsqueeze(-1)
     second_weight = (second_lse - largest).exp_().unsqueeze(-1)
     total = (first_weight + second_weight).clamp_min_(torch.finfo(torch.float32).tiny)
-    return ((first_output * first_weight + second_output * second_weight) / total).to(dtype)
+    weighted = first_output * first_weight + second_output * second_weight
+    return torch.div(weighted, total, out=output)

@@ -96,12 +96,12 @@ class TorchBackend:
             lse[rows] = bucket_lse.flatten(0, 1)[bucket.valid]
         return output, lse
 
-    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
         if uses_triton(self._shape.device, "attention"):
             from tokasaurus.model.attention import triton_kernels
 
-            return triton_kernels.merge_partial(first, second, dtype)
-        return merge_partial(first, second, dtype)
+            return triton_kernels.merge_partial(first, second, output)
+        return merge_partial(first, second, output)
 
     def _attend_bucket(self, query: Tensor, layer_index: int, bucket: _Bucket) -> tuple[Tensor, Tensor]:
         """query [S, Q, H, D] -> output [S, Q, H, D] and lse [S, Q, H], both float32."""

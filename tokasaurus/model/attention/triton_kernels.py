@@ -47,25 +47,24 @@ def write_kv(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, kv_indice
     )
 
 
-def merge_partial(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+def merge_partial(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
     """As `shared_prefix.merge_partial`, on contiguous tensors. Where a part has no weight, its output is not read."""
     (first_output, first_lse), (second_output, second_lse) = first, second
-    assert all(tensor.is_contiguous() for tensor in (*first, *second))
+    assert all(tensor.is_contiguous() for tensor in (*first, *second, output))
     assert first_lse.shape == second_lse.shape == first_output.shape[:2]
-    assert first_output.shape == second_output.shape
+    assert first_output.shape == second_output.shape == output.shape
     head_dim = first_output.shape[-1]
-    merged = torch.empty(first_output.shape, dtype=dtype, device=first_output.device)
     num_rows = first_lse.numel()
     columns = triton.next_power_of_2(head_dim)
     rows = max(1, _MERGE_BLOCK // columns)
     if num_rows:
         _merge_rows[(triton.cdiv(num_rows, rows),)](
-            *(first_output, first_lse, second_output, second_lse, merged, num_rows),
+            *(first_output, first_lse, second_output, second_lse, output, num_rows),
             HEAD_DIM=head_dim,
             ROWS=rows,
             COLUMNS=columns,
         )
-    return merged
+    return output
 
 
 def fill_lists(block_tables: Tensor, first_entries: Tensor, page_size: int, lists: BlockLists) -> None:

@@ -122,11 +122,11 @@ class Kernels:
         )
         return output
 
-    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-        """Two outputs float32 [R, H, D] with LSE float32 [R, H], all contiguous -> merged output [R, H, D] in dtype."""
-        assert all(tensor.is_contiguous() for tensor in (*first, *second)), "outputs of attend are contiguous"
-        num_rows, num_heads, head_dim = first[0].shape
-        output = torch.empty((num_rows, num_heads, head_dim), dtype=dtype)
+    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
+        """Two outputs float32 [R, H, D] with LSE float32 [R, H] -> `output` [R, H, D], filled. All are contiguous."""
+        assert all(tensor.is_contiguous() for tensor in (*first, *second, output)), "outputs of attend are contiguous"
+        assert output.shape == first[0].shape == second[0].shape
+        num_rows, num_heads, head_dim = output.shape
         self._library.toka_merge(
             *(activation_code(output), first[0].data_ptr(), first[1].data_ptr()),
             *(second[0].data_ptr(), second[1].data_ptr(), output.data_ptr(), num_rows * num_heads, head_dim),

@@ -88,7 +88,7 @@ def main() -> None:
         for offset in (0.0, 40.0, -300.0):
             check_merge(seed, CPU, size, offset)
     nothing = torch.empty(0, 3, 16), torch.empty(0, 3)
-    assert triton_kernels.merge_partial(nothing, nothing, torch.float32).shape == (0, 3, 16)
+    assert triton_kernels.merge_partial(nothing, nothing, torch.empty(0, 3, 16)).shape == (0, 3, 16)
     for num_segments, page_size, most_blocks in ((0, 16, 4), (1, 16, 4), (30, 1, 9), (50, 16, 40), (20, 5, 3)):
         check_lists(num_segments, CPU, num_segments, page_size, most_blocks)
     with patch.object(triton_kernels, "_LIST_BLOCK", 8):  # several turns of both loops

@@ -70,18 +70,24 @@ def check_merge(seed: int, device: torch.device, size: tuple[int, int, int], off
     second = attend(scores[..., 7:], values[7:], seen[..., 7:])
     expected, _ = attend(scores, values, seen)
     first, second = ((output.to(device), lse.to(device)) for output, lse in (first, second))
-    merged = triton_kernels.merge_partial(first, second, torch.float32)
-    torch.testing.assert_close(merged, merge_partial(first, second, torch.float32), atol=1e-5, rtol=1e-5)
+    # The result belongs to the middle of a larger tensor.
+    whole = torch.full((num_rows + 3, num_heads, head_dim), 7.0, device=device)
+    merged = triton_kernels.merge_partial(first, second, whole[1 : num_rows + 1])
+    assert merged.data_ptr() == whole[1:].data_ptr()
+    assert (whole[:1] == 7).all()
+    assert (whole[num_rows + 1 :] == 7).all()
+    torch.testing.assert_close(merged, merge_partial(first, second, torch.empty_like(merged)), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(merged.cpu(), expected, atol=1e-5, rtol=1e-5)
-    rounded = triton_kernels.merge_partial(first, second, torch.float16)
+    rounded = triton_kernels.merge_partial(first, second, torch.empty_like(merged, dtype=torch.float16))
     torch.testing.assert_close(rounded, merged.half(), atol=0, rtol=0)
 
     # What an unseen part holds is not read.
     for output, lse in (first, second):
         output[lse == -torch.inf] = torch.nan
-    torch.testing.assert_close(triton_kernels.merge_partial(first, second, torch.float32), merged, atol=0, rtol=0)
+    again = triton_kernels.merge_partial(first, second, torch.empty_like(merged))
+    torch.testing.assert_close(again, merged, atol=0, rtol=0)
     first[1].view(-1)[:1] = torch.nan  # and a NaN is not lost
-    assert triton_kernels.merge_partial(first, second, torch.float32).view(-1, head_dim)[:1].isnan().all()
+    assert triton_kernels.merge_partial(first, second, again).view(-1, head_dim)[:1].isnan().all()
 
 
 def check_lists(seed: int, device: torch.device, num_segments: int, page_size: int, most_blocks: int) -> None:

@@ -95,7 +95,7 @@ def use_every_group(model: Decoder) -> set[str]:
     with noted(triton_kernels, "merge_partial"), noted(triton_kernels, "fill_lists"), noted(triton_sample, "draw"):
         backend = make_backend("torch", KVShape(1, 2, 1, 16, 16, torch.float32, CPU), None)
         part = torch.ones(1, 2, 16), torch.zeros(1, 2)
-        assert torch.equal(backend.merge(part, part, torch.float32), part[0])
+        assert torch.equal(backend.merge(part, part, torch.empty(1, 2, 16)), part[0])
         lists = unfilled_lists(torch.tensor([0, 2]), torch.tensor([17], dtype=torch.int32), CPU)
         block_lists.fill_lists(torch.tensor([[7, 8, 9]], dtype=torch.int32), torch.tensor([1]), 16, lists)
         assert lists.blocks.tolist() == [8, 9]
@@ -139,15 +139,25 @@ def wrong_kernels() -> Iterator[tuple[str, Any, str, Kernel]]:
         original_fill(*arguments)
         arguments[-1].blocks[0] += 1
 
+    def merge_elsewhere(first: Any, second: Any, output: Tensor) -> Tensor:
+        return original_merge(first, second, torch.empty_like(output))
+
     original_write, original_fill = triton_kernels.write_kv, triton_kernels.fill_lists
+    original_merge = triton_kernels.merge_partial
     attention, sampling, layers = GROUPS
     for name in ("write_kv", "merge_partial", "fill_lists"):
         yield attention, triton_kernels, name, raises
     for wrong in (write_double, write_values_nowhere, write_padding):
         yield attention, triton_kernels, "write_kv", wrong
     yield attention, triton_kernels, "fill_lists", fill_other_blocks
-    yield attention, triton_kernels, "merge_partial", lambda first, _second, dtype: first[0].to(dtype)
-    yield attention, triton_kernels, "merge_partial", changed(triton_kernels, "merge_partial", lambda x: x * torch.nan)
+    yield attention, triton_kernels, "merge_partial", lambda first, _second, output: output.copy_(first[0])
+    yield (
+        attention,
+        triton_kernels,
+        "merge_partial",
+        changed(triton_kernels, "merge_partial", lambda x: x.mul_(torch.nan)),
+    )
+    yield attention, triton_kernels, "merge_partial", merge_elsewhere
     for module, name in ((triton_sample, "draw"), (triton_rules, "changed_rows"), (triton_top, "largest_logits")):
         yield sampling, module, name, raises
     for result, change in ((0, torch.zeros_like), (1, lambda x: x + 0.1), (2, lambda x: x * 1.01)):
