@@ -5,12 +5,13 @@ BENCH_ARGS ?=
 CLIENTS ?=
 PARTS ?=
 KIT_ARGS ?=
+BUILD_ARGS ?=
 
 CPP_FILES = $(shell find tokasaurus tests -name '*.h' -o -name '*.cpp')
 FLASHINFER_VERSIONS := 0.6.18.post1 0.7.2.post1
 PREBUILT := tokasaurus/model/cpu/prebuilt
 
-.PHONY: serve test lint types unit test-clients test-gpu test-neon test-long test-flashinfer test-wheel wheel gpu-kit bench-manager torture soak format clean
+.PHONY: serve test lint types unit test-clients test-gpu test-neon test-long test-flashinfer test-flashinfer-build flashinfer-packages test-wheel wheel gpu-kit bench-manager torture soak format clean
 
 serve: .venv/installed
 	$(BIN)/toka $(SERVE_ARGS)
@@ -48,15 +49,25 @@ test-neon: .venv/installed-dev
 test-long: .venv/installed-dev
 	$(BIN)/python -m pytest -m long
 
-# Our backend over the Python wrappers and the planner of both versions, each in a folder of its own: 80 MB to fetch
-test-flashinfer: .venv/installed-dev
+# Our backend over the Python wrappers and the planners of both versions: 80 MB to fetch
+test-flashinfer: flashinfer-packages
+	$(BIN)/python -m pytest tests/check_flashinfer.py
+
+# What a default start compiles by FlashInfer, for an H100, where nvcc is: a quarter of an hour on one core for both
+# versions. What is built stays in .venv-flashinfer/build, so that a call that was cut goes on.
+test-flashinfer-build: flashinfer-packages
+	$(BIN)/python -m tests.model.attention.helpers.flashinfer_build $(BUILD_ARGS)
+
+# Each version in a folder of its own, for both have the same name
+flashinfer-packages: .venv/installed-dev
 	for version in $(FLASHINFER_VERSIONS); do \
 		test -d .venv-flashinfer/$$version || $(BIN)/python -m pip install --quiet --no-deps \
 			--target .venv-flashinfer/$$version flashinfer-python==$$version || exit 1; \
 	done
 	test -d .venv-flashinfer/needs || $(BIN)/python -m pip install --quiet --no-deps \
 		--target .venv-flashinfer/needs apache-tvm-ffi nvidia-ml-py requests tqdm
-	$(BIN)/python -m pytest tests/check_flashinfer.py
+	test -d .venv-flashinfer/ninja || $(BIN)/python -m pip install --quiet --no-deps \
+		--target .venv-flashinfer/ninja ninja
 
 # dist/tokasaurus-*.whl, which carries the kernels compiled. setuptools would put what build/ still has into it.
 wheel: .venv/installed

@@ -76,13 +76,15 @@ def test_eager_and_recorded_steps_run_over_the_real_wrappers(
     heads: tuple[int, int, int], num_rows: int, over_real_wrappers: dict[str, Any]
 ) -> None:
     """Partial parts and whole ones. Plans of 40 different contexts of one size are the same, so that recordings stay
-    valid; the planner took no more memory than there is. With 3 query heads a KV head, decode runs on CUDA cores, whose
-    planner needs the device: only its prefill is planned here."""
+    valid; the planner took no more memory than there is. With 3 query heads a KV head, decode runs on CUDA cores: its
+    planner splits contexts unless the rows fill the device, for whatever number of blocks a multiprocessor takes."""
     found = over_real_wrappers["/".join(map(str, heads)) + f" {num_rows}"]
     assert found["dtypes"] == ["torch.bfloat16"]
     assert found["lse"] == ["torch.float32"] * 2, "of the two partial parts"
     assert found["same_plans"]
-    assert 0 < found["asked"][0] <= found["workspace"]
+    is_split = heads != (9, 3, 64) or num_rows < 1024
+    assert (found["asked"][0] > 0) is is_split
+    assert found["asked"][0] <= found["workspace"]
     assert 0 < found["asked"][1] <= found["plan_memory"] == 1 << 20
 
 

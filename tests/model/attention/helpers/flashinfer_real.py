@@ -3,7 +3,7 @@
 `python -m tests.model.attention.helpers.flashinfer_real PACKAGE NEEDS`, two directories.
 
 The compiled modules are stubs: they look up the module's name, which raises for dtypes that FlashInfer lacks, plan by
-FlashInfer's own planner (tensor cores) and compute nothing. Allocations of pinned memory are plain ones.
+FlashInfer's own planners and compute nothing. Allocations of pinned memory are plain ones.
 """
 
 import contextlib
@@ -18,8 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from tests.model.attention.helpers.flashinfer_planner import NUM_PROCESSORS, HostPlanner
+from tests.model.attention.helpers.flashinfer_planner import NUM_PROCESSORS, OCCUPANCY, HostPlanner
 from tests.model.helpers.paged_problems import CPU
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart
@@ -30,6 +31,9 @@ ROWS = (16, 1024)
 PROMPT_ROWS = (8192, 40960)
 PAGE_SIZE = 16
 MAX_BLOCKS = 64
+NUM_CONTEXTS = 40
+OCCUPANCIES = (1, 7, 16)
+"""Blocks of the CUDA-core kernel on each multiprocessor, besides the planner's 9: other devices and compilers."""
 
 
 def decode_part(num_rows: int, seed: int, is_partial: bool = False) -> PagedPart:
@@ -62,6 +66,13 @@ def prompts_part(lengths: list[int]) -> PagedPart:
     return PagedPart(0, int(rows[-1]), rows, None, kv_lengths, causal=True, lists=lists)
 
 
+def without_a_device() -> None:
+    """Lets the wrappers run on a CPU: pinned memory is plain memory."""
+    real_empty = torch.empty
+    torch.empty = lambda *args, pin_memory=False, **options: real_empty(*args, **options)  # noqa: ARG005
+    torch.cuda.device = lambda _device: contextlib.nullcontext()  # type: ignore[assignment,misc]
+
+
 def stub_modules(flashinfer: Any, planner: HostPlanner) -> None:
     from flashinfer.jit import attention  # type: ignore[import-not-found]
 
@@ -71,7 +82,7 @@ def stub_modules(flashinfer: Any, planner: HostPlanner) -> None:
 
     def decode_module(*args: Any) -> Any:
         attention.get_batch_decode_uri(*args)
-        return SimpleNamespace(plan=lambda *_args: [0] * 10, run=lambda *_args: None)
+        return SimpleNamespace(plan=planner.plan_decode, run=lambda *_args: None)
 
     for module in (flashinfer.decode, flashinfer.prefill):
         module.get_batch_prefill_module = prefill_module
@@ -95,21 +106,13 @@ def check_prompts(backend: Any, planner: HostPlanner, num_rows: int) -> dict[str
     return {"asked": asked, "plan_memory": len(wrapper._int_workspace_buffer)}
 
 
-def check(shape: KVShape, num_rows: int, flashinfer: Any, planner: HostPlanner) -> dict[str, Any]:
-    backend = flashinfer_backend.FlashInferBackend(shape, flashinfer, max_graph_rows=num_rows)
-    backend.allocate(2)
-    query = torch.zeros((num_rows, shape.num_heads, shape.head_dim), dtype=shape.query_dtype)
-    kv_indices = torch.zeros(num_rows, dtype=torch.int64)
-    suffix, prefix = decode_part(num_rows, seed=0, is_partial=True), prefix_part(num_rows)
-    backend.plan(PagedLayout(kv_indices, (suffix,), prefix))
-    partial = [backend.attend(query, 0, part) for part in (suffix, prefix)]
-    whole = decode_part(num_rows, seed=0)
-    backend.plan(PagedLayout(kv_indices, (whole,)))
-    output = torch.zeros_like(query)
-    eager, _ = backend.attend(query, 0, whole, output)
+def record(backend: Any, planner: HostPlanner, num_rows: int, query: Tensor, num_contexts: int) -> dict[str, Any]:
+    """Steps of one recording, each with other contexts."""
     backend.prepare_recording(num_rows, MAX_BLOCKS)
+    output = torch.zeros_like(query)
+    kv_indices = torch.zeros(num_rows, dtype=torch.int64)
     plans, times_s, asked = [], [], [0, 0]
-    for seed in range(40):
+    for seed in range(num_contexts):
         part = decode_part(num_rows, seed)
         layout = PagedLayout(kv_indices, (part,))
         began_s = time.perf_counter()
@@ -123,7 +126,34 @@ def check(shape: KVShape, num_rows: int, flashinfer: Any, planner: HostPlanner) 
         assert torch.equal(wrapper._paged_kv_indices_buf[: len(part.lists.blocks)], part.lists.blocks)
         recorded, _ = backend.attend(query, 0, part, output)
         assert recorded.data_ptr() == output.data_ptr()
-    plan_memory = len(wrapper._int_workspace_buffer)
+    return {
+        "same_plans": all(plan == plans[0] for plan in plans),
+        "asked": asked,
+        "plan_memory": len(wrapper._int_workspace_buffer),
+        "plan_ms": 1e3 * statistics.median(times_s[1:]),
+    }
+
+
+def check(shape: KVShape, num_rows: int, flashinfer: Any, planner: HostPlanner) -> dict[str, Any]:
+    backend = flashinfer_backend.FlashInferBackend(shape, flashinfer, max_graph_rows=num_rows)
+    backend.allocate(2)
+    query = torch.zeros((num_rows, shape.num_heads, shape.head_dim), dtype=shape.query_dtype)
+    kv_indices = torch.zeros(num_rows, dtype=torch.int64)
+    suffix, prefix = decode_part(num_rows, seed=0, is_partial=True), prefix_part(num_rows)
+    backend.plan(PagedLayout(kv_indices, (suffix,), prefix))
+    partial = [backend.attend(query, 0, part) for part in (suffix, prefix)]
+    whole = decode_part(num_rows, seed=0)
+    backend.plan(PagedLayout(kv_indices, (whole,)))
+    output = torch.zeros_like(query)
+    eager, _ = backend.attend(query, 0, whole, output)
+    recorded = record(backend, planner, num_rows, query, NUM_CONTEXTS)
+    on_cuda_cores = shape.num_heads // shape.num_kv_heads < 4
+    for blocks in OCCUPANCIES if on_cuda_cores else ():
+        planner.blocks_per_processor = blocks
+        other = record(backend, planner, num_rows, query, num_contexts=10)
+        recorded["asked"] = [max(pair) for pair in zip(recorded["asked"], other["asked"], strict=True)]
+        recorded["same_plans"] &= other["same_plans"]
+    planner.blocks_per_processor = OCCUPANCY
     eager_s = []
     for seed in range(40):
         part = decode_part(num_rows, seed)
@@ -138,11 +168,8 @@ def check(shape: KVShape, num_rows: int, flashinfer: Any, planner: HostPlanner) 
     return {
         "dtypes": sorted({str(x.dtype) for x, _ in partial} | {str(eager.dtype)}),
         "lse": [str(lse.dtype) for _, lse in partial if lse is not None],
-        "same_plans": all(plan == plans[0] for plan in plans),
-        "asked": asked,
+        **recorded,
         "workspace": len(backend._workspace),
-        "plan_memory": plan_memory,
-        "plan_ms": 1e3 * statistics.median(times_s[1:]),
         "eager_plan_ms": 1e3 * statistics.median(eager_s),
         "costs": asdict(costs),
         "prompts": prompts,
@@ -164,9 +191,7 @@ def main(package: str, needs: str) -> None:
     sys.path[:0] = [package, needs]
     import flashinfer
 
-    real_empty = torch.empty
-    torch.empty = lambda *args, pin_memory=False, **options: real_empty(*args, **options)  # noqa: ARG005
-    torch.cuda.device = lambda _device: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    without_a_device()
     torch.set_num_threads(1)
     flashinfer_backend.workspace_bytes = lambda shape, _number, rows=0, real=flashinfer_backend.workspace_bytes: real(
         shape, NUM_PROCESSORS, rows
