@@ -21,7 +21,7 @@ from tests.model.helpers.pretend_device import on_device, on_host, pretended, wi
 from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, staged_masks, top_rows, with_params
 from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.sampling import logit_rules, triton_rules, triton_sample, triton_top
+from tokasaurus.model.sampling import logit_rules, triton_limits, triton_rules, triton_sample, triton_top
 from tokasaurus.model.sampling.logit_rules import change_logits
 from tokasaurus.model.sampling.params import columns_of
 from tokasaurus.model.sampling.sample import Sampled, SamplingRows, sample, sample_by_triton
@@ -174,6 +174,7 @@ def check_device(logits: torch.Tensor, rows: SamplingRows) -> None:
 
 
 KERNELS = [
+    (triton_limits, "_find_least"),
     (triton_sample, "_draw_row"),
     *((triton_rules, name) for name in ("_count_tokens", "_add_biases", "_change_rows")),
     *((triton_top, name) for name in ("_largest_of_parts", "_largest_of_candidates")),

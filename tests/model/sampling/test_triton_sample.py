@@ -6,11 +6,13 @@ from tests.helpers.installed_triton import compile_for_gpus, needs_interpreter, 
 
 pytestmark = needs_triton
 
-DRAW = {
-    **{"logits": "*bf16", "params": "*i32", "noise_keys": "*i64", "changed_index": "*i32", "changed_logits": "*fp32"},
-    **{"mask_index": "*i32", "mask_bits": "*i32", "tokens": "*i64", "chosen": "*fp32", "normalizers": "*fp32"},
+ROWS = {
+    **{"logits": "*bf16", "params": "*i32", "changed_index": "*i32", "changed_logits": "*fp32"},
+    **{"mask_index": "*i32", "mask_bits": "*i32", "least_of_row": "*fp32"},
 }
-DRAW_CONSTANTS = {"TEMPERATURE": 0, "TOP_P": 1, "TOP_K": 2, "MIN_P": 3, "BLOCK": 2048}
+DRAW = {**ROWS, "noise_keys": "*i64", "tokens": "*i64", "chosen": "*fp32", "normalizers": "*fp32"}
+DRAW_CONSTANTS = {"TEMPERATURE": 0, "BLOCK": 2048}
+LEAST_CONSTANTS = {**DRAW_CONSTANTS, "TOP_P": 1, "TOP_K": 2, "MIN_P": 3}
 COUNT = {"counts": "*i32", "tokens": "*i32", "tables": "*i32", "lengths": "*i32", "num_request_tokens": "*i32"}
 BIAS = {"changed": "*fp32", "starts": "*i64", "bias_ids": "*i32", "bias_values": "*fp32"}
 CHANGE = {"logits": "*bf16", "rows": "*i64", "params": "*i32", "counts": "*i32", "changed": "*fp32"}
@@ -19,6 +21,8 @@ CANDIDATES = {"candidates": "*i64", "token_ids": "*i32", "values": "*fp32"}
 
 
 KERNELS: list[tuple[str, str, dict[str, str], dict[str, object], int]] = [
+    ("triton_limits", "_find_least", ROWS, {**LEAST_CONSTANTS, "HAS_CHANGED": False, "HAS_MASKS": False}, 8),
+    ("triton_limits", "_find_least", ROWS, {**LEAST_CONSTANTS, "HAS_CHANGED": True, "HAS_MASKS": True}, 8),
     ("triton_sample", "_draw_row", DRAW, {**DRAW_CONSTANTS, "HAS_CHANGED": False, "HAS_MASKS": False}, 8),
     ("triton_sample", "_draw_row", DRAW, {**DRAW_CONSTANTS, "HAS_CHANGED": True, "HAS_MASKS": True}, 8),
     ("triton_rules", "_count_tokens", COUNT, {"BLOCK": 1024}, 4),
@@ -32,6 +36,11 @@ KERNELS: list[tuple[str, str, dict[str, str], dict[str, object], int]] = [
 @needs_interpreter
 def test_interpreted_draws_equal_torch_and_the_kernels() -> None:
     assert run_python("-m", "tests.model.helpers.interpreted_sampling") == "all equal\n"
+
+
+@needs_interpreter
+def test_thresholds_equal_those_of_a_sort_in_few_passes() -> None:
+    assert run_python("-W", "ignore", "-m", "tests.model.sampling.helpers.interpreted_limits") == "all as expected\n"
 
 
 @pytest.mark.parametrize(("module", "kernel", "pointers", "constants", "num_warps"), KERNELS)
