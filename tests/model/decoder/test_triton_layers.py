@@ -1,7 +1,6 @@
 """The Triton kernels of the layers without a GPU: interpreted against slow oracles, compiled for GPUs, and counted."""
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,12 +110,15 @@ def test_a_layer_has_eight_launches_beside_attention(
 
 
 @needs_triton
-def test_where_triton_cannot_launch_the_layers_run_module_by_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("works", [True, False])
+def test_the_kernels_run_the_layers_unless_the_start_has_switched_them_off(
+    works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The choice launches nothing, so ranks that agreed about the kernels cannot choose differently."""
     save_tiny_model(tmp_path, "llama")
     model, _ = load(tmp_path)
-    monkeypatch.setattr(executors, "uses_triton", lambda *_: True)  # without a device, the launch fails
-    assert isinstance(choose_executor(model, None), ModuleExecutor)  # type: ignore[arg-type]
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warning.startswith("the layers' Triton kernels are not used, so uncompiled layers are slower, since ")
+    monkeypatch.setattr(executors, "uses_triton", lambda _device, group: works and group == "layers")
+    for name in ("_add_norm_row", "_rotate_token", "_activate_token"):
+        monkeypatch.setattr(f"tokasaurus.model.decoder.triton_layers.{name}", None)
+    chosen = choose_executor(model, None)  # type: ignore[arg-type]
+    assert isinstance(chosen, FusedExecutor if works else ModuleExecutor)

@@ -3,7 +3,6 @@ call of the CPU kernels."""
 
 # T tokens in this forward, E hidden size, D head size
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +17,6 @@ from tokasaurus.model.cpu.layer_executor import PackedLayers
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.decoder import Decoder, DecoderLayer, LayerExecutor
 from tokasaurus.model.triton_choice import uses_triton
-
-logger = logging.getLogger(__name__)
 
 
 class ModuleExecutor:
@@ -45,20 +42,10 @@ class FusedExecutor:
     always_on_kernels = False
 
     def __init__(self, model: Decoder) -> None:
-        """Launches each kernel once: raises what Triton raises where it cannot compile or launch them."""
         from tokasaurus.model.decoder import triton_layers
 
         self._layers = list(model.decoder_layers())
         self._kernels = triton_layers
-        layer = self._layers[0]
-        weight = layer.attention_norm.weight
-        row = torch.zeros((1, len(weight)), dtype=weight.dtype, device=weight.device)
-        features = row.new_zeros((1, (layer.attention.num_heads + 2 * layer.attention.num_kv_heads) * model.head_dim))
-        *_, poison = self._rotate(layer, features, row.new_zeros((1, 1, model.head_dim), dtype=torch.float32))
-        triton_layers.add_norm(row, None, weight, layer.attention_norm.eps)
-        triton_layers.add_norm(row, row.clone(), weight, layer.attention_norm.eps)
-        triton_layers.add_norm(row, row.clone(), weight, layer.mlp_norm.eps, poison)
-        triton_layers.silu_mul(row.new_zeros((1, 2 * layer.mlp.gate_up.length)))
 
     def run(self, hidden: Tensor, cos_sin: Tensor, attends: Attends) -> Tensor:
         """Overwrites `hidden`."""
@@ -147,32 +134,15 @@ class KernelExecutor:
 
 
 def choose_executor(model: Decoder, backend: AttentionBackend, compiler: Compiler | None = None) -> LayerExecutor:
-    """The fastest executor for a loaded and packed model with this backend; the compiler's, if there is one."""
+    """The fastest executor for a loaded and packed model with this backend; the compiler's, if there is one.
+
+    A start has checked the layers' Triton kernels by now, and switched them off on all ranks if they fail on one."""
     modules = ModuleExecutor(model)
-    uncompiled = _choose_fused(model) or modules
+    fused = FusedExecutor(model) if uses_triton(model.device, "layers") else None
     if compiler is not None:
-        return CompiledExecutor(model, backend, compiler, uncompiled)
-    if not isinstance(uncompiled, ModuleExecutor):
-        return uncompiled
+        return CompiledExecutor(model, backend, compiler, fused or modules)
+    if fused is not None:
+        return fused
     if model.packed_layers is None or not isinstance(backend, CpuBackend):
         return modules
     return KernelExecutor(model.packed_layers, backend, model.gemm_choice, modules)
-
-
-def _choose_fused(model: Decoder) -> FusedExecutor | None:
-    """None where Triton is missing, or cannot compile or launch the kernels."""
-    if not uses_triton(model.device, "layers"):
-        return None
-    try:
-        return FusedExecutor(model)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        logger.debug("the layers' Triton kernels failed", exc_info=error)
-        first_line, *_ = [*str(error).splitlines(), type(error).__name__]
-        logger.warning(
-            "the layers' Triton kernels are not used, so uncompiled layers are slower, since they do not run here: %s; "
-            "Triton needs a C compiler",
-            first_line,
-        )
-        return None
