@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.installed_triton import needs_interpreter, needs_triton, run_python
 from tests.helpers.tiny_model import FAMILIES, save_tiny_model
 from tests.model.attention.helpers import flashinfer_double
 from tests.model.execution.helpers.decode_steps import (
@@ -90,6 +91,13 @@ def test_graphs_read_and_write_only_parameters_tables_and_their_own_buffers(comp
     known = {address(tensor) for tensor in (*own, *table, *model.parameters(), *caches)}
     assert tape.outside_addresses() <= known
     assert {address(tensor) for tensor in own} <= tape.outside_addresses(), "each buffer is used"
+
+
+@needs_triton
+@needs_interpreter
+def test_replays_of_the_layers_triton_kernels_give_the_tokens_of_the_modules() -> None:
+    """Interpreted. Around attention with prefix groups, and with attention recorded too."""
+    assert run_python("-W", "ignore", "-m", "tests.model.execution.helpers.interpreted_graphs") == "all equal\n"
 
 
 def test_sizes_are_multiples_below_the_largest_and_begin_with_it() -> None:
