@@ -8,8 +8,11 @@ import pytest
 from torch import Tensor
 
 from tests.helpers.tiny_model import save_tiny_model
+from tests.model.execution.helpers.launch_tape import LaunchTape
 from tests.model.helpers.greedy_decoding import load
-from tests.model.helpers.steps import StepDriver, make_runner
+from tests.model.helpers.steps import StepDriver, make_runner, one_thread
+from tokasaurus.model.attention.backend import PagedLayout
+from tokasaurus.model.attention.torch_backend import TorchBackend
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.cpu.layer_executor import PackedLayers
 from tokasaurus.model.execution.device_batch import padded_count
@@ -51,6 +54,46 @@ def test_gemms_have_only_padded_row_counts(tmp_path: Path) -> None:
         driver.run(list(range(1, slot + 1)), [])
     assert counts <= {padded_count(count) for count in range(1, 401)}
     assert not prompt_lengths <= counts, "most prompt lengths are not padded counts"
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_keys_and_values_are_stored_in_the_rows_blocks_and_those_of_padding_in_the_padding_block(
+    has_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kv index is below 0: plain torch would count it from the cache's end. Prompts, decode rows, prefixes that are
+    shared and in part computed again, and steps padded to a count or to a graph."""
+    save_tiny_model(tmp_path, "llama")
+    model, info = load(tmp_path)
+    runner = make_runner(model, info, "torch")
+    if has_graphs:
+        runner.record_graphs(LaunchTape(), [16, 8])
+    driver, rng = StepDriver(runner), random.Random(0)
+    planned: list[Tensor] = []
+    plan = TorchBackend.plan
+
+    def noted(backend: TorchBackend, layout: PagedLayout) -> None:
+        planned.append(layout.kv_indices)
+        plan(backend, layout)
+
+    monkeypatch.setattr(TorchBackend, "plan", noted)
+    num_padding = 0
+    for slot in range(1, 12):
+        prompt = [1] * rng.randint(33, 60)
+        shares = None if slot % 3 else (slot - 1, 2)
+        driver.open(slot, prompt, shares=shares, num_recomputed=0 if shares is None else 7)
+        before = list(range(1, slot))
+        for decode, prefill in ((before, [(slot, driver.remaining(slot))]), ([*before, slot], [])):
+            planned.clear()
+            with one_thread():
+                driver.run(decode, prefill)
+            (kv_indices,) = planned
+            count = len(decode) + sum(count for _, count in prefill)
+            own = {block for row in (*decode, slot) for block in driver._tables[row]}
+            assert all(index // 16 in own | {0} for index in kv_indices[:count].tolist())
+            assert (kv_indices[:count] < 16).sum() == (7 if prefill and shares else 0), "tokens that are cached already"
+            assert ((kv_indices[count:] >= 0) & (kv_indices[count:] < 16)).all()
+            num_padding += len(kv_indices) - count
+    assert num_padding > 5
 
 
 def test_forwards_of_the_kernels_are_not_padded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

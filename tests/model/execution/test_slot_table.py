@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.model.helpers.steps import int32
 from tokasaurus.messages.sampling import SAMPLING_DTYPE
 from tokasaurus.messages.slots import SlotChanges, SlotOpens
 from tokasaurus.model.execution.slot_table import SlotTable, SlotTableSize
@@ -60,3 +61,10 @@ def test_block_tables_equal_lists_kept_by_hand(seed: int) -> None:
             assert table.block_tables[slot, : len(expected)].tolist() == expected
         assert table.positions[opened].tolist() == positions
         assert not table.block_tables[0].any(), "the padding slot stays on the padding block"
+
+
+def test_a_block_below_0_is_refused() -> None:
+    """Plain torch would store its keys and values at the cache's end."""
+    table = SlotTable(SlotTableSize(4, 8), torch.device("cpu"))
+    with pytest.raises(AssertionError, match="from 0 on"):
+        table.apply(SlotChanges(int32([]), None, int32([1, 1]), int32([3, -1])))

@@ -109,7 +109,8 @@ class PagedLayout:
     """Where the tokens of one forward are stored, and which tokens its rows attend to."""
 
     kv_indices: Tensor
-    """int64 [T], the kv index of each token: block id * page_size + offset in the block."""
+    """int64 [T], the kv index of each token: block id * page_size + offset in the block. Never below 0; padding is in
+    block 0."""
 
     parts: tuple[PagedPart, ...]
     """These cover the first rows of T in order; the rows after them are padding."""
