@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,8 +31,8 @@ from benchmarks.report import machine_facts
 MAX_MINUTES = 8.0
 LEAST_SECONDS = 20.0
 """A server or a part is not begun with less time left."""
-SIZES = Sizes(32, 32, 128, 512, 220, (1, 16, 64, 256, 1024), 64, (32, 256, 1024))
-TINY_SIZES = Sizes(2, 3, 4, 4, 12, (1, 4), 8, (3, 6))
+SIZES = Sizes(32, 32, 128, 512, 220, (1, 16, 64, 256, 1024), 64, (32, 256, 1024), (1, 64, 1024))
+TINY_SIZES = Sizes(2, 3, 4, 4, 12, (1, 4), 8, (3, 6), (1, 4))
 _PACKAGES = ("torch", "triton", "flashinfer-python", "transformers", "numpy")
 
 
@@ -51,7 +52,12 @@ ATTENTION_RUNS = (
 ATTENTION_SECONDS = 150.0
 """Time for attention alone; compiling FlashInfer's kernels takes most of it."""
 ATTENTION = "attention"
-SERVER_PARTS: dict[str, tuple[ServerRun, ...]] = {
+PROFILE = "profile"
+MODEL_PARTS: dict[str, tuple[ServerRun, ...]] = {
+    PROFILE: (
+        ServerRun(LLAMA_1B, (PROFILE,)),
+        ServerRun(LLAMA_1B, (PROFILE,), ("torch_compile=F",)),
+    ),
     "steps": (
         ServerRun(LLAMA_1B, ("steps",)),
         ServerRun(LLAMA_1B, ("steps",), ("torch_compile=F",)),
@@ -63,7 +69,7 @@ SERVER_PARTS: dict[str, tuple[ServerRun, ...]] = {
     ),
     "8b": (ServerRun(LLAMA_8B, ("steps", "monkeys", "sharegpt")),),
 }
-PART_NAMES = (ATTENTION, *SERVER_PARTS)
+PART_NAMES = (ATTENTION, *MODEL_PARTS)
 INTERRUPTED = 2
 """Exit code after SIGINT or SIGTERM."""
 
@@ -120,7 +126,8 @@ def measure(runs: Sequence[ServerRun], flags: Sequence[str], sizes: Sizes, resul
                 _require_time(deadline_s)
                 if not directory.exists():
                     _write(directory, run.shape)
-                _measure_server(run, directory, flags, sizes, results, deadline_s, pending)
+                begin = _measure_profile if PROFILE in run.parts else _measure_server
+                begin(run, directory, flags, sizes, results, deadline_s, pending)
             except (ServerError, OSError) as error:
                 for part in pending:
                     results.add(run, part, "not run", time.monotonic() - started_s, reason=str(error))
@@ -143,8 +150,8 @@ def measure_attention(arguments: Sequence[str], results: Results, deadline_s: fl
         except subprocess.TimeoutExpired:
             results.add(run, "attention", "failed", timeout_s, reason=f"it was not finished after {timeout_s:.0f} s")
         except subprocess.CalledProcessError as error:
-            last_line = [*error.stderr.splitlines(), f"exit code {error.returncode}"][-1]
-            results.add(run, "attention", "failed", time.monotonic() - started_s, reason=last_line)
+            reason = _last_line(error.stderr, error.returncode)
+            results.add(run, "attention", "failed", time.monotonic() - started_s, reason=reason)
         else:
             results.add(run, "attention", "measured", time.monotonic() - started_s, attention=values)
 
@@ -179,6 +186,62 @@ def _measure_server(
                 raise
             else:
                 results.add(run, part, "measured", time.monotonic() - began_s, **values)
+
+
+def _measure_profile(
+    run: ServerRun,
+    directory: Path,
+    flags: Sequence[str],
+    sizes: Sizes,
+    results: Results,
+    deadline_s: float,
+    pending: list[str],
+) -> None:
+    """Decode steps of a worker without a server, in a process of its own. Its traces lie beside the results."""
+    started_s = time.monotonic()
+    pending.clear()
+    traces = results.path.with_name("-".join((results.path.stem, "traces", *run.flags)))
+    rows = [str(num_rows) for num_rows in sizes.profile_rows]
+    command = [sys.executable, "-m", "benchmarks.gpu.profile_steps", str(directory), "--rows", *rows]
+    values: dict[str, Any] = {"profile": [], "traces": traces.name}
+    try:
+        command += ["--traces", str(traces), *flags, *run.flags]
+        _read_rows(command, deadline_s - started_s, values["profile"])
+    except ServerError as error:
+        results.add(run, PROFILE, "failed", time.monotonic() - started_s, reason=str(error), **values)
+    except KeyboardInterrupt:
+        results.add(run, PROFILE, "failed", time.monotonic() - started_s, reason="interrupted", **values)
+        raise
+    else:
+        results.add(run, PROFILE, "measured", time.monotonic() - started_s, **values)
+
+
+def _read_rows(command: Sequence[str], timeout_s: float, rows: list[dict[str, Any]]) -> None:
+    """Add each line of JSON that the command prints, when it prints it. Raises ServerError."""
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        assert process.stdout is not None
+        too_late = threading.Timer(max(1.0, timeout_s), process.kill)
+        too_late.start()
+        try:
+            for line in process.stdout:
+                rows += [json.loads(line)] if line.startswith("{") else []
+            code = process.wait()
+            if not too_late.is_alive():
+                raise ServerError(f"it was not finished after {timeout_s:.0f} s")
+        finally:
+            too_late.cancel()
+            process.kill()
+        if code:
+            errors.seek(0)
+            raise ServerError(_last_line(errors.read(), code))
+
+
+def _last_line(errors: str, code: int) -> str:
+    """Of what a process has written to standard error."""
+    return [f"exit code {code}", *filter(None, errors.splitlines())][-1]
 
 
 def _require_time(deadline_s: float) -> None:
@@ -218,6 +281,8 @@ def _shown(part: dict[str, Any]) -> str:
             f" {values['decode_share']:.2f} of a copy's; prefix {values['prefix_flop_per_s'] / 1e12:,.1f} TFLOP/s,"
             f" {values['prefix_share']:.2f} of a matrix product's"
         )
+    for row in part.get("profile", ()):
+        lines += [f"{row['num_rows']} rows: {row['reason']}"] if "reason" in row else _shown_profile(row)
     lines += [
         f"{row['num_rows']} rows: {row['step_ms']:.2f} ms, idle {row['idle_share']:.0%}"
         for row in part.get("steps", ())
@@ -230,6 +295,20 @@ def _shown(part: dict[str, Any]) -> str:
         lines.append(f"{part['summary']['output_tokens_per_s']:,.0f} output tokens/s")
     lines += part.get("memory", ())
     return "\n".join(lines) or f"{part['seconds']:.1f} s"
+
+
+def _shown_profile(row: dict[str, Any]) -> list[str]:
+    num_launches = sum(row["launches_per_step"].values())
+    first = (
+        f"{row['num_rows']} rows: {row['step_ms']:.2f} ms, {row['host_ms']:.2f} of the host;"
+        f" {row['kernels_per_step']:.0f} kernels ({row['kernels_per_layer']} a layer), {num_launches:.0f} launches;"
+        f" {row['busy_ms']:.2f} ms busy, {row['idle_ms']:.2f} idle"
+    )
+    longest = (
+        f"  {kernel['share']:4.0%} {kernel['us']:,.0f} us in {kernel['per_step']:g}: {kernel['name'][:60]}"
+        for kernel in row["longest_kernels"]
+    )
+    return [first, *longest]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -294,9 +373,9 @@ def _measure_part(name: str, is_dry_run: bool, flags: Sequence[str], results: Re
         measure_attention(arguments, results, deadline_s)
     elif is_dry_run:
         own_flags = ["device=cpu", "kv_cache_num_tokens=16384", *flags]
-        measure(tiny(SERVER_PARTS[name]), own_flags, TINY_SIZES, results, deadline_s)
+        measure(tiny(MODEL_PARTS[name]), own_flags, TINY_SIZES, results, deadline_s)
     else:
-        measure(SERVER_PARTS[name], ["device=cuda", *flags], SIZES, results, deadline_s)
+        measure(MODEL_PARTS[name], ["device=cuda", *flags], SIZES, results, deadline_s)
 
 
 def _interrupt(_signum: int, _frame: FrameType | None) -> None:

@@ -37,6 +37,8 @@ class Sizes:
     """Decode steps of each of them."""
     group_rows: tuple[int, ...]
     """Sequences of each measurement of prefix groups."""
+    profile_rows: tuple[int, ...]
+    """Sequences of each profile of decode steps."""
 
 
 Values = dict[str, Any]

@@ -24,6 +24,7 @@ PLAIN: list[str] = []
 SMALL = ["max_seqs_per_forward=8", "max_tokens_per_forward=256"]
 MEASURED = {
     "attention": [("attention", PLAIN), ("attention", ["attention_backend=torch"])],
+    "profile": [("profile", PLAIN), ("profile", ["torch_compile=F"])],
     "steps": [
         (name, flags)
         for flags in (PLAIN, ["torch_compile=F"], ["attention_backend=torch"])
@@ -48,6 +49,7 @@ def test_the_dry_run_of_a_part_works_alone(part: str, tmp_path: Path) -> None:
     for row in results["parts"]:
         assert row["status"] == "measured"
         CHECKS[row["part"]](row)
+        assert (tmp_path / row.get("traces", ".")).is_dir()
 
 
 def check_attention(row: dict[str, Any]) -> None:
@@ -56,6 +58,16 @@ def check_attention(row: dict[str, Any]) -> None:
     for share, rate, of in (("decode", "decode_bytes", "copy_bytes"), ("prefix", "prefix_flop", "matmul_flop")):
         assert values[f"{share}_share"] == pytest.approx(values[f"{rate}_per_s"] / values[f"{of}_per_s"])
         assert values[f"{rate}_per_s"] > 0
+
+
+def check_profile(row: dict[str, Any]) -> None:
+    assert [measured["num_rows"] for measured in row["profile"]] == list(gpu.TINY_SIZES.profile_rows)
+    for measured in row["profile"]:
+        assert not measured["is_on_device"]
+        assert measured["kernels_per_step"] > 1
+        assert measured["busy_ms"] > 0
+        assert 0 < measured["host_ms"] <= measured["step_ms"] * 1.5
+        assert sum(kernel["share"] for kernel in measured["longest_kernels"]) <= 1.001
 
 
 def check_start(row: dict[str, Any]) -> None:
@@ -87,6 +99,7 @@ def check_sharegpt(row: dict[str, Any]) -> None:
 
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "attention": check_attention,
+    "profile": check_profile,
     "start": check_start,
     "steps": check_steps,
     "monkeys": check_monkeys,
@@ -109,7 +122,7 @@ def test_without_a_name_all_parts_run_each_with_time_of_its_own(
 def test_what_time_does_not_allow_is_not_run_and_said(tmp_path: Path) -> None:
     results = gpu.Results(tmp_path / "results.json", {"started_at": "now"})
     gpu.measure(
-        gpu.tiny(gpu.SERVER_PARTS["8b"]),
+        gpu.tiny(gpu.MODEL_PARTS["8b"]),
         ["device=cpu"],
         gpu.TINY_SIZES,
         results,
@@ -131,7 +144,7 @@ import sys
 from dataclasses import replace
 from benchmarks.gpu import __main__ as gpu
 gpu.TINY_SIZES = replace(gpu.TINY_SIZES, num_rows=(1, *[4] * 10_000))
-gpu.SERVER_PARTS["8b"] = (gpu.ServerRun(gpu.TINY, ("steps",), ("page_size=nothing",)), *gpu.SERVER_PARTS["8b"])
+gpu.MODEL_PARTS["8b"] = (gpu.ServerRun(gpu.TINY, ("steps",), ("page_size=nothing",)), *gpu.MODEL_PARTS["8b"])
 sys.exit(gpu.main(["8b", "--dry-run", "--output", {str(path)!r}, *{SMALL}]))
 """
     environment = os.environ | {"TMPDIR": str(temporary)}
@@ -165,10 +178,28 @@ sys.exit(gpu.main(["8b", "--dry-run", "--output", {str(path)!r}, *{SMALL}]))
     assert list(temporary.iterdir()) == []
 
 
+def test_the_reason_of_a_failed_process_is_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "ATTENTION_RUNS", gpu.ATTENTION_RUNS[:1])
+    results = gpu.Results(tmp_path / "results.json", {})
+    gpu.measure_attention(["--device=nothing"], results, time.monotonic() + 60)
+    assert {part["status"] for part in results.parts} == {"failed"}
+    assert all("device string: nothing" in part["reason"] for part in results.parts)
+
+
+def test_rows_are_kept_of_a_process_that_is_too_late_or_fails() -> None:
+    rows: list[dict[str, Any]] = []
+    program = "import sys, time\nprint('{\"num_rows\": 1}', flush=True)\n"
+    with pytest.raises(ServerError, match="not finished after 1 s"):
+        gpu._read_rows([sys.executable, "-c", program + "time.sleep(60)"], 1.0, rows)
+    with pytest.raises(ServerError, match="ValueError: no such kernel"):
+        gpu._read_rows([sys.executable, "-c", program + "raise ValueError('no such kernel')"], 30.0, rows)
+    assert rows == [{"num_rows": 1}] * 2
+
+
 def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["step"])
-    assert "attention, steps, workloads, 8b" in capsys.readouterr().err
+    assert "attention, profile, steps, workloads, 8b" in capsys.readouterr().err
 
 
 def test_a_server_that_starts_too_slowly_is_ended(tmp_path: Path) -> None:

@@ -1,0 +1,237 @@
+"""What decode steps launch and where their time goes: a process that prints a line of JSON for each number of rows.
+
+python -m benchmarks.gpu.profile_steps DIRECTORY --rows 1 64 1024 [--traces DIRECTORY] [flags of the server]
+
+It starts a worker by the server's own code, without a server, and runs decode steps as the worker's loop does: one step
+is launched while the one before it computes. torch's profiler then records some of them. The keys and values of the
+contexts are zeros.
+"""
+
+import argparse
+import gzip
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tokasaurus.checkpoint import resolve_checkpoint
+from tokasaurus.config import parse_server_config
+from tokasaurus.messages.forward import ForwardInput
+from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.messages.slots import SlotChanges, SlotOpens
+from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.worker.entry import start_worker
+
+MAX_CONTEXT = 512
+"""Tokens of each row, unless the KV cache has fewer."""
+_NUM_WARM, _NUM_TIMED, _NUM_PROFILED = 4, 32, 8
+_NUM_STEPS = 2 + _NUM_WARM + _NUM_TIMED + _NUM_PROFILED
+NUM_LONGEST = 10
+"""Kernels that are shown, those that take most time."""
+_NUM_GAPS = 5
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_RUNTIME = ("cuda_runtime", "cuda_driver")
+_NOTHING = np.zeros(0, np.int32)
+
+
+class Event(NamedTuple):
+    """Of a trace. Times are in microseconds."""
+
+    name: str
+    began_us: float
+    ended_us: float
+
+
+def summarize(trace_events: Iterable[dict[str, Any]], num_steps: int, num_layers: int) -> dict[str, Any]:
+    """Of the events of a trace as torch writes it, for each of its steps.
+
+    Where no device took part, the operations of torch that call no other are counted as its kernels."""
+    by_category: dict[str, list[dict[str, Any]]] = {}
+    for event in trace_events:
+        if event.get("ph") == "X":
+            by_category.setdefault(event.get("cat", ""), []).append(event)
+    kernels = [_event(event) for category in _DEVICE for event in by_category.get(category, ())]
+    is_on_device = bool(kernels)
+    if not is_on_device:
+        kernels = _leaves(by_category.get("cpu_op", ()))
+    if not kernels:
+        raise ValueError("the trace has no kernels and no operations")
+    kernels.sort(key=lambda kernel: kernel.began_us)
+    launches: dict[str, int] = {}
+    for event in (event for category in _RUNTIME for event in by_category.get(category, ())):
+        if any(word in event["name"] for word in ("Launch", "Memcpy", "Memset")):
+            launches[event["name"]] = launches.get(event["name"], 0) + 1
+    times_us: dict[str, list[float]] = {}
+    for kernel in kernels:
+        times_us.setdefault(kernel.name, []).append(kernel.ended_us - kernel.began_us)
+    total_us = sum(map(sum, times_us.values()))
+    longest = sorted(times_us.items(), key=lambda item: -sum(item[1]))[:NUM_LONGEST]
+    busy_us, gaps = _gaps(kernels)
+    window_us = max(kernel.ended_us for kernel in kernels) - kernels[0].began_us
+    return {
+        "is_on_device": is_on_device,
+        "kernels_per_step": len(kernels) / num_steps,
+        # Of those that a step has at least once a layer; what a step has a few times belongs to no layer.
+        "kernels_per_layer": sum(round(len(times) / num_steps) // num_layers for times in times_us.values()),
+        "launches_per_step": {name: count / num_steps for name, count in sorted(launches.items())},
+        "busy_ms": busy_us / 1000 / num_steps,
+        "idle_ms": (window_us - busy_us) / 1000 / num_steps,
+        "longest_kernels": [
+            {
+                "name": name,
+                "per_step": len(times) / num_steps,
+                "us": sum(times) / num_steps,
+                "share": sum(times) / total_us,
+            }
+            for name, times in longest
+        ],
+        "longest_gaps": [
+            {"us": us, "after": after, "before": before} for us, after, before in sorted(gaps, reverse=True)[:_NUM_GAPS]
+        ],
+    }
+
+
+def _event(event: dict[str, Any]) -> Event:
+    return Event(event["name"], event["ts"], event["ts"] + event.get("dur", 0))
+
+
+def _leaves(operations: Iterable[dict[str, Any]]) -> list[Event]:
+    """Operations that call no other, of all threads."""
+    by_thread: dict[object, list[Event]] = {}
+    for operation in operations:
+        by_thread.setdefault(operation.get("tid"), []).append(_event(operation))
+    leaves = []
+    for events in by_thread.values():
+        events.sort(key=lambda event: (event.began_us, -event.ended_us))
+        leaves += [event for event, after in pairwise(events) if after.began_us >= event.ended_us]
+        leaves.append(events[-1])
+    return leaves
+
+
+def _gaps(kernels: Sequence[Event]) -> tuple[float, list[tuple[float, str, str]]]:
+    """Microseconds in which some kernel runs, and (microseconds, kernel before, kernel after) of each other time.
+    kernels: by their begin; they may overlap."""
+    busy_us, gaps = 0.0, []
+    last = kernels[0]
+    began_us = last.began_us
+    for kernel in kernels[1:]:
+        if kernel.began_us > last.ended_us:
+            gaps.append((kernel.began_us - last.ended_us, last.name, kernel.name))
+            busy_us += last.ended_us - began_us
+            began_us = kernel.began_us
+        if kernel.ended_us > last.ended_us:
+            last = kernel
+    return busy_us + last.ended_us - began_us, gaps
+
+
+def opening_step(num_rows: int, num_context: int, num_blocks: int, page_size: int) -> ForwardInput:
+    """Opens a slot for each row, with blocks of its own, and computes its first token after the context."""
+    slots = np.arange(1, 1 + num_rows, dtype=np.int32)
+    each = -(-(num_context + _NUM_STEPS) // page_size)
+    assert each * num_rows <= num_blocks
+    ones = np.ones(num_rows, np.int32)
+    opened = SlotOpens(
+        slots=slots,
+        num_prompt_tokens=ones * np.int32(num_context + 1),
+        first_positions=ones * np.int32(num_context),
+        sampling=np.array([SamplingParams(temperature=1.0)] * num_rows, SAMPLING_DTYPE),
+        seeds=np.arange(num_rows, dtype=np.uint64),
+        sample_indices=np.zeros(num_rows, np.uint32),
+        want_logprobs=np.zeros(num_rows, np.bool_),
+    )
+    blocks = 1 + np.random.default_rng(0).permutation(num_blocks)[: each * num_rows].astype(np.int32)
+    changes = SlotChanges(closed=_NOTHING, opened=opened, block_slots=np.repeat(slots, each), block_ids=blocks)
+    return ForwardInput(0, slots, ones, 0, np.zeros(num_rows, np.int32), changes)
+
+
+def measure(
+    runner: ModelRunner, num_rows: int, num_context: int, num_blocks: int, page_size: int, num_layers: int, path: Path
+) -> dict[str, Any]:
+    """path: of the trace that is written, which ends in .gz."""
+    opening = opening_step(num_rows, num_context, num_blocks, page_size)
+    runner.run(opening)
+    changes = SlotChanges(closed=_NOTHING, opened=None, block_slots=_NOTHING, block_ids=_NOTHING)
+    step = ForwardInput(0, opening.slots, opening.num_tokens, num_rows, _NOTHING, changes)
+    _run(runner, step, _NUM_WARM)
+    step_ms, host_ms = _run(runner, step, _NUM_TIMED)
+    activities = [ProfilerActivity.CPU]
+    if runner.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+        with profile(activities=activities):  # the first one loads its library
+            _run(runner, step, 1)
+    with profile(activities=activities) as profiler:
+        _run(runner, step, _NUM_PROFILED)
+    profiler.export_chrome_trace(str(path))
+    summary = summarize(read_trace(path), _NUM_PROFILED, num_layers)
+    return {"num_rows": num_rows, "num_context": num_context, "step_ms": step_ms, "host_ms": host_ms, **summary}
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return events
+
+
+def _run(runner: ModelRunner, step: ForwardInput, num_steps: int) -> tuple[float, float]:
+    """Milliseconds of a step, and the median of those in which the host prepares and launches it."""
+    host_s: list[float] = []
+    _wait(runner.device)
+    began_s = time.perf_counter()
+    before = None
+    for _ in range(num_steps):
+        launched_s = time.perf_counter()
+        result = runner.run(step)
+        host_s.append(time.perf_counter() - launched_s)
+        if before is not None:
+            before.host_token_ids()
+        before = result
+    _wait(runner.device)
+    return 1000 * (time.perf_counter() - began_s) / num_steps, 1000 * statistics.median(host_s)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.profile_steps")
+    parser.add_argument("directory", type=Path, help="the model's")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 1024], help="default: %(default)s")
+    parser.add_argument("--traces", type=Path, metavar="DIRECTORY", help="where the traces are kept")
+    args, flags = parser.parse_known_args(argv)
+    config = parse_server_config([f"model={args.directory}", *flags])
+    checkpoint = resolve_checkpoint(str(args.directory))
+    worker = start_worker(config, checkpoint, Mesh(), 0, lambda _: None)
+    limits, num_layers = worker.limits, checkpoint.info.num_layers
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = args.traces or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        for num_rows in args.rows:
+            blocks_each = limits.num_kv_blocks // num_rows
+            tokens_each = min(blocks_each * limits.page_size, limits.max_tokens_per_sequence) - _NUM_STEPS
+            if num_rows > config.max_seqs_per_forward or tokens_each < 1:
+                reason = "the server's flags and its KV cache allow no such step"
+                print(json.dumps({"num_rows": num_rows, "reason": reason}), flush=True)
+                continue
+            sizes = limits.num_kv_blocks, limits.page_size, num_layers
+            path = directory / f"rows-{num_rows}.json.gz"
+            found = measure(worker.runner, num_rows, min(MAX_CONTEXT, tokens_each), *sizes, path)
+            print(json.dumps(found), flush=True)
+    worker.runner.drop_graphs()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
