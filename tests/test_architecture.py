@@ -39,7 +39,7 @@ OWN_FOLDERS = {
 LAYERS = [
     ["__main__"],
     ["cli"],
-    ["ping", "download", "batch_command", "plan_command"],
+    ["ping", "download", "batch_command", "plan_command", "check_command"],
     ["launch"],
     ["replica_processes"],
     ["process_group", "startup_report", "restart_policy"],

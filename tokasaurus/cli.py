@@ -24,6 +24,7 @@ toka [name=value ...]            serve a model behind the OpenAI API;
 toka ping prompt=TEXT [...]      ask a running server
 toka download model=NAME [...]   fetch a model without serving it
 toka plan model=NAME [...]       how its memory would be divided on a GPU
+toka check model=NAME [...]      whether what computes it works here
 toka batch input=F output=F ...  run a file of requests, without a server
 toka SUBCOMMAND --help, toka --version"""
 
@@ -33,6 +34,10 @@ _PLAN_USAGE = """\
 toka plan model=NAME [name=value ...]   how a model's memory would be divided
                                         on CUDA devices, which need not be
                                         there; --json prints JSON"""
+_CHECK_USAGE = """\
+toka check [model=NAME] [name=value ...]   compare what computes a model here,
+                                           kernels, compiled layers and graphs,
+                                           with plain torch; --json prints JSON"""
 _BATCH_USAGE = """\
 toka batch input=FILE output=FILE [...]   run a file of requests; run again,
                                           it continues
@@ -122,6 +127,22 @@ def plan_main(args: list[str] | None = None) -> int:
 
 
 @ends_in_one_line
+def check_main(args: list[str] | None = None) -> int:
+    """`toka check`: returns the exit code, 1 if something computes wrongly."""
+    words = sys.argv[1:] if args is None else args
+    from tokasaurus.check_command import CHECK_FLAGS, CheckConfig, check, parse_check_config
+    from tokasaurus.flags import FlagError
+
+    if _wants_help(words):
+        return _print_help(_CHECK_USAGE, CheckConfig, CHECK_FLAGS)
+    try:
+        run = parse_check_config(words)
+    except FlagError as error:
+        return _refuse("toka check", str(error))
+    return check(run)
+
+
+@ends_in_one_line
 def batch_main(args: list[str] | None = None) -> int:
     """`toka batch`, also installed as `toka-batch`. Returns the exit code."""
     words = sys.argv[1:] if args is None else args
@@ -172,6 +193,7 @@ _SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "ping": ping_main,
     "download": download_main,
     "plan": plan_main,
+    "check": check_main,
     "batch": batch_main,
 }
 

@@ -84,6 +84,8 @@ class EngineLimits:
     seconds_per_pair: float = 0.0
     """Time of attention for each prompt token and token of its context, in seconds; 0 if not known. Used until steps
     are timed."""
+    switched_off: tuple[str, ...] = ()
+    """Features that the checks of the start have switched off, such as torch_compile."""
 
 
 @dataclass(frozen=True, slots=True)

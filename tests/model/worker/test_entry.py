@@ -118,7 +118,7 @@ def test_graphs_are_freed_before_the_group_of_ranks_is_left(tmp_path: Path, monk
 
     monkeypatch.setattr(entry, "_joined", joined)
     monkeypatch.setattr(Decoder, "pack_module", lambda *_: None)  # a tape reads no packed weights
-    monkeypatch.setattr(entry, "_graph_sizes", lambda *_: [8, 4])
+    monkeypatch.setattr(entry, "graph_sizes_of", lambda *_: [8, 4])
     monkeypatch.setattr(entry, "CudaRecorder", lambda _device: ForgetfulTape())
     config = parse_server_config([*FLAGS, "kv_cache_num_tokens=100", "use_hydragen=F", "cpu_isa=torch"])
     (inputs, input_end), (_, outputs), (_, status) = make_channel(), make_channel(), make_channel()
@@ -135,7 +135,7 @@ def test_graphs_that_replay_wrongly_are_switched_off_or_refused_by_name(
 ) -> None:
     save_tiny_model(tmp_path, "llama")
     monkeypatch.setattr(Decoder, "pack_module", lambda *_: None)  # a tape reads no packed weights
-    monkeypatch.setattr(entry, "_graph_sizes", lambda *_: [8, 4])
+    monkeypatch.setattr(entry, "graph_sizes_of", lambda *_: [8, 4])
     monkeypatch.setattr(entry, "CudaRecorder", lambda _device: LaunchTape())
 
     def replay(_graph: TapedGraph) -> None:
@@ -147,7 +147,9 @@ def test_graphs_that_replay_wrongly_are_switched_off_or_refused_by_name(
     flags = ["kv_cache_num_tokens=100", "use_hydragen=F", "cpu_isa=torch", *(["use_cudagraphs=T"] if by_name else [])]
     config, checkpoint = parse_server_config([*FLAGS, *flags]), resolve_checkpoint(str(tmp_path))
     if fault is not None and by_name:
-        with pytest.raises(FlagRefused, match=r"^use_cudagraphs=T: a replayed graph (differs|raises)"):
+        with pytest.raises(
+            FlagRefused, match=r"^use_cudagraphs=T: (graph of 4 rows: worst row differs|RuntimeError: illegal)"
+        ):
             start_worker(config, checkpoint, Mesh(), 0, lambda _: None)
         return
     worker = start_worker(config, checkpoint, Mesh(), 0, lambda _: None)

@@ -1,6 +1,7 @@
 """The checks of a start: right backends pass, wrong ones do not, and the next one takes their place."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend
 from tokasaurus.model.attention.torch_backend import TorchBackend
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.worker.attention_check import measure_attention
 from tokasaurus.model.worker.entry import start_worker
-from tokasaurus.model.worker.self_check import ComputesWrongly, check_attention, measure_attention
+from tokasaurus.model.worker.self_check import Checks, ComputesWrongly, Measured, compared, describe
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -28,6 +30,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def shape_of(dtype: torch.dtype, heads: tuple[int, int, int] = (8, 2, 64), page_size: int = 16) -> KVShape:
     return KVShape(2, *heads, page_size, dtype, CPU)
+
+
+def check_attention(backend: AttentionBackend, shape: KVShape) -> None:
+    for measured in measure_attention(backend, shape):
+        if not measured.is_right:
+            raise ComputesWrongly(describe(measured))
 
 
 def build(name: str, shape: KVShape, monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
@@ -43,9 +51,9 @@ def test_right_backends_are_far_within_the_tolerance(
 ) -> None:
     shape = shape_of(dtype, heads)
     measured = list(measure_attention(build(name, shape, monkeypatch), shape))
-    names = [what for what, _, _ in measured]
-    assert names[:4] == ["decode", "prefill", "decode and prefill", "prefix group"]
-    assert names[4:] == (["recorded decode"] * 2 if name == "flashinfer" else [])
+    names = [what.removeprefix("attention ") for what, _, _ in measured]
+    assert names[:4] == ["(decode)", "(prefill)", "(decode and prefill)", "(prefix group)"]
+    assert names[4:] == (["(recorded decode)"] * 2 if name == "flashinfer" else [])
     for what, error, tolerance in measured:
         assert error < tolerance / 2, what
 
@@ -88,7 +96,7 @@ class Wrong:
 @pytest.mark.parametrize("what", ["does not write", "base-2 LSE", "scale", "heads", "NaN"])
 def test_wrong_backends_are_found(what: str, dtype: torch.dtype) -> None:
     shape = shape_of(dtype)
-    with pytest.raises(ComputesWrongly, match=r"^attention \(.*\) differs from plain torch by .*, allowed is "):
+    with pytest.raises(ComputesWrongly, match=r"^attention \(.*\) differs by .*, allowed is "):
         check_attention(Wrong(TorchBackend(shape), what), shape)
 
 
@@ -114,10 +122,16 @@ def test_what_fails_is_left_out_with_one_line_or_refused_by_name(
         if isinstance(backend, Wrong):
             check_attention(backend, shape_of(torch.float32))
 
+    left_out: list[tuple[str, str]] = []
     with caplog.at_level(logging.WARNING):
-        assert isinstance(make_backend(None, on_cuda, None, check=check), TorchBackend)
+        chosen = make_backend(
+            None, on_cuda, None, check=check, on_left_out=lambda name, reason: left_out.append((name, reason))
+        )
+    assert isinstance(chosen, TorchBackend)
+    ((name, reason),) = left_out
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("attention_backend=flashinfer is switched off, since it fails at the start: ")
+    assert name == "flashinfer"
+    assert line.startswith(f"attention_backend=flashinfer is switched off, since it fails at the start: {reason}")
     assert "compiled by nvcc and ninja, which must be installed" in line
     assert "\n" not in line
     assert ("static assertion failed" in line) == (fault == "is built by a compiler that fails")
@@ -149,3 +163,66 @@ def test_a_backend_asked_for_by_name_that_fails_is_a_refused_flag(
     with pytest.raises(FlagRefused, match=r"^attention_backend=flashinfer: OSError: cannot load x\.so$") as raised:
         start_worker(config, resolve_checkpoint(str(tmp_path)), Mesh(), 0, lambda _: None)
     assert raised.value.exit_code == 2
+
+
+def test_a_check_that_fails_is_noted_with_one_line_and_by_name_refused(caplog: pytest.LogCaptureFixture) -> None:
+    checks = Checks()
+    right, other = torch.tensor([1.0, torch.nan, 4.0]), torch.tensor([1.0, torch.nan, 4.5])
+
+    def measure_wrong() -> Iterator[Measured]:
+        yield compared("first", right, right, 0.1)
+        yield compared("second", other, right, 0.1)
+        yield compared("third", right, right, 0.1)
+
+    def measure_right() -> Iterator[Measured]:
+        yield compared("of zeros", torch.zeros(2), torch.zeros(2), 0.0)
+        yield compared("within", other, right, 0.125)
+
+    def fail() -> Iterator[Measured]:
+        yield compared("first", right, right, 0.1)
+        raise KeyError("no such\nkernel")
+
+    assert checks.passes("good", measure_right, "good is", "worse")
+    assert not checks.passes("bad", measure_wrong, "bad is", "it is slow")
+    assert not checks.passes("broken", fail, "broken is", "it is slow")
+    expected = ["second differs by 0.12, allowed is 0.1", "KeyError: 'no such\\nkernel'"]
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [
+        f"{name} is switched off: {why}; it is slow" for name, why in zip(("bad", "broken"), expected, strict=True)
+    ]
+    assert checks.switched_off == ["bad", "broken"]
+    with pytest.raises(FlagRefused, match=f"^bad=T: {expected[0]}$"):
+        checks.passes("bad", measure_wrong, "bad is", "it is slow", flag="bad=T")
+    found = [(result.feature, result.failure) for result in checks.results]
+    assert found[:6] == [("good", None)] * 2 + [
+        ("bad", None),
+        ("bad", expected[0]),
+        ("broken", None),
+        ("broken", expected[1]),
+    ]
+
+
+def test_memory_that_is_missing_is_no_fault_of_what_is_checked() -> None:
+    def fail() -> Iterator[Measured]:
+        raise torch.OutOfMemoryError
+        yield
+
+    with pytest.raises(torch.OutOfMemoryError):
+        Checks().passes("feature", fail, "it is", "")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [([1.0, torch.nan], [1.0, 2.0]), ([1.0, 2.0], [1.0, torch.nan]), ([1.0, torch.inf], [1.0, 2.0]), ([1.0], [0.0])],
+)
+def test_what_is_not_finite_or_should_be_zero_is_not_right(found: list[float], expected: list[float]) -> None:
+    assert not compared("x", torch.tensor(found), torch.tensor(expected), 0.5).is_right
+
+
+def test_ranks_switch_off_alike(caplog: pytest.LogCaptureFixture) -> None:
+    checks = Checks(all_agree=lambda _works: False)
+    assert not checks.passes("feature", lambda: iter(()), "feature is", "slow")
+    assert checks.switched_off == ["feature"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "feature is switched off: it fails on another rank; slow"
+    ]

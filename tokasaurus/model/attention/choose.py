@@ -37,13 +37,15 @@ def make_backend(
     max_graph_rows: int = 0,
     check: Callable[[AttentionBackend], None] | None = None,
     all_agree: Callable[[bool], bool] = bool,
+    on_left_out: Callable[[str, str], None] = lambda _name, _reason: None,
 ) -> AttentionBackend:
     """The named backend, or the first of the candidates that can be built and passes `check`; each other one is logged
     in one line. FlashInfer may compile its kernels first, which takes minutes.
 
     name: "cpu", "torch", "flashinfer", "reference", or None for any. kernels: None if unavailable.
     max_graph_rows: of the largest decode step that will be recorded; 0 for none. check: raises if the backend computes
-    wrongly. all_agree: whether all ranks of the replica have got True; they choose alike.
+    wrongly. all_agree: whether all ranks of the replica have got True; they choose alike. on_left_out: called with the
+    name of each candidate that failed, and why.
 
     Raises ValueError if the named backend cannot serve this device or model, or fails.
     """
@@ -67,6 +69,7 @@ def make_backend(
             raise ValueError(f"attention_backend={name}: {reason}") from error
         if candidate is choices[-1]:
             raise RuntimeError(f"no attention backend works here; {candidate.name}: {reason}") from error
+        on_left_out(candidate.name, reason)
         logger.warning(
             "attention_backend=%s is switched off, since it fails at the start: %s%s; others are slower",
             *(candidate.name, reason, _advice(candidate.name)),

@@ -6,7 +6,8 @@ The compiler is imported only when it is used, because the import takes a second
 import logging
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -33,7 +34,8 @@ class Compiler:
         """is_required: the start fails where this machine cannot compile; otherwise it goes on without."""
         self._is_required = is_required
         self.has_failed = False
-        """Whether a compilation failed that was not required. Since then, every function runs uncompiled."""
+        """Whether a compilation that was not required failed, or what it made is wrong. Since then, every function runs
+        uncompiled."""
         self.num_compilations = 0
         """Since start."""
         self.num_recompiles = 0
@@ -85,6 +87,19 @@ class Compiler:
                 ) from error
 
         return call
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, every function runs uncompiled."""
+        before, self.has_failed = self.has_failed, True
+        try:
+            yield
+        finally:
+            self.has_failed = before
+
+    def switch_off(self) -> None:
+        """From now on, every function runs uncompiled."""
+        self.has_failed = True
 
     def end_warm_up(self) -> None:
         """From now on, every compilation counts as an error."""

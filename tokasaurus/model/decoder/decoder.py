@@ -242,6 +242,11 @@ class Decoder(nn.Module):
             assert isinstance(layer, DecoderLayer)
             yield layer
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] -> what enters the first stage, [T, E]."""
+        assert self.embedding is not None, "only the first stage embeds"
+        return self.embedding.embed(token_ids).to(self.activation_dtype)
+
     def forward(
         self,
         token_ids: Tensor,
@@ -257,8 +262,7 @@ class Decoder(nn.Module):
         """
         assert self._rotary is not None, "materialize must come first"
         if hidden is None:
-            assert self.embedding is not None, "only the first stage embeds"
-            hidden = self.embedding.embed(token_ids).to(self.activation_dtype)
+            hidden = self.embed(token_ids)
         return executor.run(hidden, self._rotary.at(positions), attends)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -94,6 +94,19 @@ def load_weights(
         raise CheckpointError(f"{file} is not a readable safetensors file: {error}") from error
 
 
+def fill_randomly(shards: Iterable[WeightShard], on_filled: Callable[[Tensor], None] = lambda _: None) -> None:
+    """Fill the target of every shard with numbers as trained models have them: near 1 for norms, near 0 for all else.
+
+    on_filled: called with each target when it is filled."""
+    torch.manual_seed(0)
+    for shard in shards:
+        if shard.target is not None:
+            is_norm = len(shard.shape) == 1 and not shard.source.endswith("bias")
+            with torch.no_grad():
+                shard.target.normal_(float(is_norm), 0.02)
+            on_filled(shard.target)
+
+
 def return_freed_memory() -> None:
     """Give freed memory back to the system, such as that of weights that have been packed.
 

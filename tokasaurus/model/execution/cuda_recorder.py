@@ -68,7 +68,7 @@ class _Memory:
         }
 
 
-def measure_graphs(runner: ModelRunner, sizes: Sequence[int], device: torch.device) -> int:
+def graph_bytes(runner: ModelRunner, sizes: Sequence[int], device: torch.device) -> int:
     """Bytes that the graphs of these sizes, largest first, will take, estimated by recording the first and the last.
 
     The others need what the last does beyond the memory of the first. The graphs recorded here are dropped.

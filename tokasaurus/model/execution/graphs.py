@@ -151,9 +151,9 @@ class DecodeGraphs:
                     self._recordings[size, True] = self._end_recording(size, attends, [])
 
     @property
-    def smallest(self) -> int:
-        """Rows of the smallest graph."""
-        return self._sizes[0]
+    def sizes(self) -> list[int]:
+        """In rows, smallest first."""
+        return self._sizes
 
     def size_for(self, step: ForwardInput) -> int | None:
         """The smallest size that `step` fits in; None if it has prefill rows, or more rows than any size."""

@@ -1,6 +1,7 @@
 """Run one forward: apply the slot changes, compute, sample, store the last tokens."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,7 +15,7 @@ from tokasaurus.model.attention.backend import AttentionBackend, RecordableBacke
 from tokasaurus.model.attention.operation import Attends, attends_over
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.decoder.compile import Compiler
-from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.decoder import Decoder, LayerExecutor
 from tokasaurus.model.execution.device_batch import DeviceBatch, build_batch
 from tokasaurus.model.execution.executors import choose_executor
 from tokasaurus.model.execution.graphs import DecodeGraphs, DecodeOutput, Recorder, padded, padding_alone
@@ -107,6 +108,18 @@ class StepResult:
         return PromptLogprobsOutput(*(arrays[f"prompt_{name}"] for name in TokenLogprobs._fields))
 
 
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """What one step has computed, on the device."""
+
+    hidden: Tensor
+    """float32 [T, E]."""
+    drawn: Tensor | None
+    """int64 [T], tokens that the graphs drew; None if they drew none."""
+    redrawn: Tensor | None
+    """int64 [T], drawn again from the same logits, by launches; None if the graphs drew none."""
+
+
 class ModelRunner:
     """This rank's model, KV cache and slots. `run` receives every step that the manager sends, in order."""
 
@@ -148,7 +161,7 @@ class ModelRunner:
             self._results = PackedResults(transfers, buffer_sizes.results)
         self._kernels = kernels
         self._compiler = compiler
-        self._executor = choose_executor(model, backend, compiler)
+        self._executor: LayerExecutor = choose_executor(model, backend, compiler)
         self._token_multiple = 1
         if async_tp_threshold is not None:
             from tokasaurus.model.execution.async_tp_executor import AsyncTPExecutor  # torch's part is slow to import
@@ -212,32 +225,49 @@ class ModelRunner:
         if isinstance(self._backend, RecordableBackend):
             self._backend.prepare_recording(0, 0)
 
-    @torch.inference_mode()
-    def graph_error(self) -> float:
-        """Largest difference between hidden states of the smallest graph, replayed with two inputs, and of the same
-        steps launched one by one, as a share of the largest; NaN if a replay computes it. With one pipeline stage."""
-        assert self._links is None
-        graphs = self._graphs
-        assert graphs is not None
-        step = padding_alone(graphs.smallest)
-        token_ids = [1, self._model.vocab_size - 1]
+    @property
+    def executor(self) -> LayerExecutor:
+        """Runs the layers of every forward."""
+        return self._executor
+
+    @property
+    def token_multiple(self) -> int:
+        """Of which every forward has a multiple of tokens, padding included."""
+        return self._token_multiple
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Of the recorded decode steps, in sequences, smallest first; empty if there are none."""
+        return [] if self._graphs is None else self._graphs.sizes
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Inside, no step replays a graph."""
+        graphs, self._graphs = self._graphs, None
         try:
-            replayed = [self._hidden_of(step, token_id) for token_id in token_ids]
-            self._graphs = None
-            launched = [self._hidden_of(step, token_id) for token_id in token_ids]
+            yield
         finally:
             self._graphs = graphs
-            self._slots.last_tokens[0] = 0
-        found, expected = torch.stack(replayed), torch.stack(launched)
-        return float((found - expected).abs().max() / expected.abs().max())
 
-    def _hidden_of(self, step: ForwardInput, token_id: int) -> Tensor:
-        """float32 [S, E] of a step of padding alone, whose rows all compute this token."""
-        self._slots.last_tokens[0] = token_id
+    @torch.inference_mode()
+    def compute_alone(self, step: ForwardInput, last_tokens: Tensor | None, entering: Tensor | None) -> ComputedStep:
+        """Run a step without exchanging anything with other stages, and keep its results on the device.
+
+        last_tokens: int64 [R], of the slots of a decode step, if that step embeds them. entering: [T, E], what enters
+        this stage; None for the embeddings of the step's tokens.
+        """
+        num_rows = int(step.num_tokens.sum())
+        if last_tokens is not None:
+            self._slots.last_tokens[torch.from_numpy(step.slots).long().to(self.device)] = last_tokens
         self._staging.begin()
-        _, output = self._compute(step)
+        self._slots.apply(step.changes, self._staging)
+        batch, (hidden, logits, drawn) = self._compute(step, entering)
         self._staging.finish()
-        return output.hidden[: len(step.slots)].float().clone()
+        redrawn = None
+        if drawn is not None:
+            redrawn = self._sample(hidden, logits, batch).tokens[:num_rows]
+        tokens = None if drawn is None else drawn.tokens[:num_rows].clone()
+        return ComputedStep(hidden[:num_rows].float().clone(), tokens, redrawn)
 
     @torch.inference_mode()
     def expect(self, step: ForwardInput) -> None:
@@ -305,29 +335,34 @@ class ModelRunner:
             *(begun[0], ended),
         )
 
-    def _compute(self, step: ForwardInput) -> tuple[DeviceBatch, DecodeOutput]:
-        """Build, send and run a forward; its slots are up to date. The batch is padded if a graph computes it."""
+    def _compute(self, step: ForwardInput, entering: Tensor | None = None) -> tuple[DeviceBatch, DecodeOutput]:
+        """Build, send and run a forward; its slots are up to date. The batch is padded if a graph computes it.
+
+        entering: hidden states that no other stage has to send.
+        """
         graphs, backend = self._graphs, self._backend
         size = None if graphs is None else graphs.size_for(step)
         if graphs is None or size is None:
             batch = self._build(step, is_padded=not self.always_on_kernels)
             backend.plan(batch.layout)
             self._staging.send()
-            attends, entering = attends_over(backend, batch.layout), self._receive(step, len(batch.token_ids))
-            hidden = self._model(batch.token_ids, entering, batch.positions, self._executor, attends)
+            attends, hidden = attends_over(backend, batch.layout), self._receive(step, entering, len(batch.token_ids))
+            hidden = self._model(batch.token_ids, hidden, batch.positions, self._executor, attends)
             return batch, DecodeOutput(hidden, logits=None)
         batch = self._build(padded(step, size), is_padded=False)
         if isinstance(backend, RecordableBackend) and batch.layout.prefix is None:
             backend.plan_recorded(batch.layout)
             self._staging.send()
-            return batch, graphs.run(batch, None, self._receive(step))
+            return batch, graphs.run(batch, None, self._receive(step, entering))
         backend.plan(batch.layout)
         self._staging.send()
-        return batch, graphs.run(batch, attends_over(backend, batch.layout), self._receive(step))
+        return batch, graphs.run(batch, attends_over(backend, batch.layout), self._receive(step, entering))
 
-    def _receive(self, step: ForwardInput, num_padded: int = 0) -> Tensor | None:
-        """What the stage before this one has computed of the step, [n, E], padded to num_padded tokens if these are
-        more; None on the first stage."""
+    def _receive(self, step: ForwardInput, entering: Tensor | None, num_padded: int = 0) -> Tensor | None:
+        """What the stage before this one has computed of the step, or `entering`: [n, E], padded to num_padded tokens
+        if these are more; None on the first stage."""
+        if entering is not None:
+            return torch.nn.functional.pad(entering, (0, 0, 0, max(0, num_padded - len(entering))))
         if self._links is None or self._links.is_first:
             return None
         num_tokens = int(step.num_tokens.sum())

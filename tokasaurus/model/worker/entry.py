@@ -28,7 +28,7 @@ from tokasaurus.messages.lifecycle import (
     longest_sequence,
 )
 from tokasaurus.model.cpu.bindings import Kernels
-from tokasaurus.model.execution.cuda_recorder import CudaRecorder, measure_graphs
+from tokasaurus.model.execution.cuda_recorder import CudaRecorder, graph_bytes
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.process_group import is_about_another_rank, joined
@@ -40,7 +40,7 @@ from tokasaurus.model.worker.kv_sizing import size_kv_cache
 from tokasaurus.model.worker.loading import PROCESS, LoadedWorker, Phases, load_worker
 from tokasaurus.model.worker.loop import run_steps
 from tokasaurus.model.worker.memory_plan import sizes_of_graphs
-from tokasaurus.model.worker.self_check import describe_wrong_graphs
+from tokasaurus.model.worker.step_check import measure_graphs
 from tokasaurus.model.worker.threads import leave_threads_to
 from tokasaurus.model.worker.warmup import WarmUpTimes, warm_up, warm_up_small
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
@@ -137,7 +137,7 @@ def start_worker(
             *(checkpoint.info, loaded.limits, config.page_size, loaded.model.activation_dtype.itemsize),
             *(torch.get_num_threads(), config.max_topk_logprobs),
         )
-    graphs = _graph_sizes(config, device)
+    graphs = graph_sizes_of(config, device)
     with phases("KV cache") as details:
         num_blocks = _allocate_kv_cache(config, checkpoint.info.num_layers, loaded, forward_memory, graphs, details)
     with phases("warm-up") as details:
@@ -152,7 +152,7 @@ def start_worker(
             loaded.compiler.end_warm_up()
             details.append(loaded.compiler.describe())
     if graphs:
-        _record_graphs(config, loaded, graphs, phases)
+        record_graphs(config, loaded, graphs, num_blocks, phases)
     hydragen = DEFAULT_HYDRAGEN
     if config.use_hydragen is not False and None in (config.hydragen_min_group_size, config.hydragen_min_prefix_len):
         with phases("shared prefixes") as details, torch.inference_mode():
@@ -171,11 +171,12 @@ def start_worker(
     limits_found = EngineLimits(
         *(num_blocks, config.page_size, max_tokens, hydragen),
         *(times.per_token, times.single_token, limited_by, times.per_pair),
+        switched_off=tuple(loaded.checks.switched_off),
     )
     return StartedWorker(runner, limits_found, device, kernels if runner.always_on_kernels else None)
 
 
-def _graph_sizes(config: ServerConfig, device: torch.device) -> list[int]:
+def graph_sizes_of(config: ServerConfig, device: torch.device) -> list[int]:
     """In sequences, largest first; none if no graphs are wanted."""
     sizes = sizes_of_graphs(config) if device.type == "cuda" else []
     # From the threshold on, forwards need a multiple of tp_size tokens, and collectives that were never recorded.
@@ -201,7 +202,7 @@ def _allocate_kv_cache(
     plan = size_kv_cache(
         *(config, num_layers, loaded.shape, backend, forward_memory),
         run_largest=partial(_run_largest, loaded, config.page_size),
-        measure_graphs=partial(measure_graphs, loaded.runner, graphs, loaded.device),
+        measure_graphs=partial(graph_bytes, loaded.runner, graphs, loaded.device),
         memory=memory,
     )
     # No rank takes memory for blocks that another one lacks.
@@ -220,19 +221,18 @@ def _allocate_kv_cache(
     return num_blocks
 
 
-def _record_graphs(config: ServerConfig, loaded: LoadedWorker, sizes: list[int], phases: Phases) -> None:
-    """Record decode steps of these sizes, and drop them if they do not compute what launched steps do."""
+def record_graphs(
+    config: ServerConfig, loaded: LoadedWorker, sizes: list[int], num_blocks: int, phases: Phases
+) -> None:
+    """Record decode steps of these sizes, and drop them if they do not compute what launched steps do. num_blocks:
+    usable ones of the KV cache."""
     runner = loaded.runner
     bar = Progress(console=phases.console, transient=True, disable=not phases.console.is_terminal)
     with phases("CUDA graphs", has_progress_bar=True) as details, bar:
         runner.record_graphs(CudaRecorder(loaded.device), sizes, partial(bar.track, description="CUDA graphs"))
         details.append(f"{len(sizes)} sizes, up to {sizes[0]} sequences")
-        if loaded.mesh.pp_size > 1:
-            return
-        wrong = describe_wrong_graphs(runner, loaded.shape.query_dtype)
-        if not loaded.least(int(wrong is None)):
-            wrong = wrong or "they compute wrongly on another rank"
-            if config.use_cudagraphs:
-                raise FlagRefused(f"use_cudagraphs=T: {wrong}")
-            logger.warning("use_cudagraphs is switched off: %s; decode steps are slower without", wrong)
+        measure = partial(measure_graphs, runner, loaded.model, config.page_size, num_blocks, loaded.limits)
+        flag = "use_cudagraphs=T" if config.use_cudagraphs else None
+        without = "decode steps are slower without"
+        if not loaded.checks.passes("cudagraphs", measure, "use_cudagraphs is", without, flag):
             runner.drop_graphs()

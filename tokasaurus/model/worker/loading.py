@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from rich.console import Console
@@ -32,6 +32,7 @@ from tokasaurus.model.parallel.stage_links import StageLinks, num_hidden_buffers
 from tokasaurus.model.parallel.symmetric_all_reduce import buffer_bytes
 from tokasaurus.model.staging.sizes import sizes_for
 from tokasaurus.model.worker.all_reduce_start import choose_all_reduce, is_tried
+from tokasaurus.model.worker.attention_check import measure_attention
 from tokasaurus.model.worker.device import (
     choose_activation_dtype,
     choose_device,
@@ -50,7 +51,8 @@ from tokasaurus.model.worker.memory_plan import (
     sizes_of_graphs,
 )
 from tokasaurus.model.worker.memory_report import MemoryReport
-from tokasaurus.model.worker.self_check import check_attention
+from tokasaurus.model.worker.self_check import Checks, ComputesWrongly, describe
+from tokasaurus.model.worker.step_check import measure_layers
 from tokasaurus.model.worker.threads import set_worker_threads
 from tokasaurus.model.worker.triton_check import switch_off_wrong_kernels
 from tokasaurus.model.worker.warmup import ForwardLimits
@@ -60,6 +62,9 @@ if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
 
 PROCESS = "model worker"
+
+Fill: TypeAlias = Callable[[Decoder, FilledModules], None]
+"""Fills all weight shards of a model, and notes each."""
 
 
 class Phases:
@@ -99,20 +104,32 @@ class LoadedWorker:
     runner: ModelRunner
     limits: ForwardLimits
     memory: MemoryReport
+    checks: Checks
 
     def least(self, value: int) -> int:
         """The least value of all ranks, which must call this together."""
         return least_of_ranks(value, self.mesh, self.device)
 
 
-def load_worker(config: ServerConfig, checkpoint: Checkpoint, mesh: Mesh, index: int, phases: Phases) -> LoadedWorker:
+def load_worker(
+    config: ServerConfig,
+    checkpoint: Checkpoint,
+    mesh: Mesh,
+    index: int,
+    phases: Phases,
+    fill: Fill | None = None,
+    is_thorough: bool = False,
+) -> LoadedWorker:
     """Load the model and check what computes it. Raises UserError.
 
     mesh: the other ranks of its group must call this too.
     index: among the workers of all replicas; it chooses the CUDA device.
+    fill: fills the weights; None: from the checkpoint's files.
+    is_thorough: as in Checks.
     """
     info = checkpoint.info
-    check_weight_sizes(weight_files(checkpoint.directory), info)
+    if fill is None:
+        check_weight_sizes(weight_files(checkpoint.directory), info)
     context_length = min(info.context_length, config.max_num_tokens_per_request or info.context_length)
     with phases("device") as details:
         device = choose_device(config.device, index)
@@ -152,7 +169,11 @@ def load_worker(config: ServerConfig, checkpoint: Checkpoint, mesh: Mesh, index:
         model = _build_model(checkpoint, mesh, dtype)
         model.materialize(device, context_length)
         model.begin_packing(kernels, choice, compiler)
-        _load_weights(model, checkpoint, phases.console)
+        filled = FilledModules(model, model.pack_module)
+        if fill is None:
+            _load_weights(model, checkpoint, filled, phases.console)
+        else:
+            fill(model, filled)
         model.end_packing()
         return_freed_memory()
     shape = KVShape(
@@ -166,19 +187,28 @@ def load_worker(config: ServerConfig, checkpoint: Checkpoint, mesh: Mesh, index:
         activation_dtype=activation_dtype,
     )
 
-    def all_agree(works: bool) -> bool:
-        return bool(least_of_ranks(int(works), mesh, device))
+    checks = Checks(lambda works: bool(least_of_ranks(int(works), mesh, device)), is_thorough)
+    checks_attention = device.type == "cuda" or is_thorough
+
+    def check_attention(backend: AttentionBackend) -> None:
+        for measured in checks.noting(
+            f"attention: {type(backend).__name__}", partial(measure_attention, backend, shape)
+        ):
+            if not measured.is_right:
+                raise ComputesWrongly(describe(measured))
 
     if device.type == "cuda":
-        switch_off_wrong_kernels(shape, model, all_agree)
+        with phases("Triton kernels"):
+            switch_off_wrong_kernels(shape, model, checks)
     try:
         # FlashInfer may compile for minutes.
         with phases("attention") if device.type == "cuda" else nullcontext(), memory.part(WORKSPACES):
             graph_rows = max(sizes_of_graphs(config), default=0) if device.type == "cuda" else 0
             backend = make_backend(
                 *(config.attention_backend, shape, kernels, graph_rows),
-                check=partial(check_attention, shape=shape) if device.type == "cuda" else None,
-                all_agree=all_agree,
+                check=check_attention if checks_attention else None,
+                all_agree=checks.all_agree,
+                on_left_out=lambda name, reason: checks.leave_out(f"attention_backend={name}", reason),
             )
     except ValueError as error:
         raise FlagRefused(str(error)) from error
@@ -203,7 +233,33 @@ def load_worker(config: ServerConfig, checkpoint: Checkpoint, mesh: Mesh, index:
             trace=trace,
             links=links,
         )
-    return LoadedWorker(mesh, device, kernels, compiler, model, shape, backend, slots, runner, limits, memory)
+    loaded = LoadedWorker(mesh, device, kernels, compiler, model, shape, backend, slots, runner, limits, memory, checks)
+    if compiler is not None:
+        with phases("compiled layers"), torch.inference_mode():
+            _check_compiled(loaded, compiler, config)
+    return loaded
+
+
+def check_layers(loaded: LoadedWorker, flag: str | None = None) -> bool:
+    """Whether all layers, compiled or not, compute what torch's modules do. flag: as in Checks.passes."""
+    runner = loaded.runner
+    measure = partial(
+        measure_layers,
+        *(runner.executor, loaded.model, loaded.backend, loaded.shape, loaded.mesh, loaded.compiler),
+        *(runner.token_multiple, loaded.limits.context_length),
+    )
+    if loaded.compiler is None:
+        return loaded.checks.describe_wrong("layers", measure) is None
+    what, without = "torch_compile is", "the layers run uncompiled, which is slower"
+    return loaded.checks.passes("torch_compile", measure, what, without, flag)
+
+
+def _check_compiled(loaded: LoadedWorker, compiler: Compiler, config: ServerConfig) -> None:
+    """Compile the layers; switch the compiler off if it fails, which it logs itself, or if they compute wrongly."""
+    if not check_layers(loaded, "torch_compile=T" if config.torch_compile else None):
+        compiler.switch_off()
+    elif compiler.has_failed:
+        loaded.checks.leave_out("torch_compile", "it does not compile here")
 
 
 def _link_stages(mesh: Mesh, model: Decoder, limits: ForwardLimits, device: torch.device, trace: Trace) -> StageLinks:
@@ -227,9 +283,7 @@ def _build_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> Deco
         raise UserError(str(error)) from error
 
 
-def _load_weights(model: Decoder, checkpoint: Checkpoint, console: Console) -> None:
-    """Load all weights; each module is packed as soon as its last weight is loaded."""
-    filled = FilledModules(model, model.pack_module)
+def _load_weights(model: Decoder, checkpoint: Checkpoint, filled: FilledModules, console: Console) -> None:
     files = weight_files(checkpoint.directory)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -1,203 +1,134 @@
-"""Checks of a start, on the device at hand, before the KV cache is sized: what computes wrongly is not used.
+"""What the checks of a start share. A start computes with small inputs on the device at hand, compares with plain
+torch, and switches off what differs or raises.
 
-Attention of a backend is compared with plain float32 torch on the host, for this worker's heads and dtypes.
+Each check yields what it measured (attention_check, triton_check, step_check). `toka check` shows it all.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from tokasaurus.model.attention.backend import (
-    AttentionBackend,
-    KVShape,
-    PagedLayout,
-    PagedPart,
-    RecordableBackend,
-    as_stored,
-)
-from tokasaurus.model.attention.block_lists import as_in_steps
-from tokasaurus.model.attention.operation import attends_over
-from tokasaurus.model.attention.reference import ReferenceBackend
-from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.messages.lifecycle import FlagRefused
 
-# T tokens in this forward, H query heads, K key/value heads, D head size
+logger = logging.getLogger(__name__)
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.01, torch.bfloat16: 0.03}
-"""Largest allowed difference, as a share of the oracle's largest value, by the less precise of the dtypes of
-activations and cache."""
+"""Largest allowed difference, as a share of the largest expected value, by dtype of what is computed."""
 
-_CPU = torch.device("cpu")
-_DECODE_TOKENS = (1, 16, 40, 47)
-"""Tokens that decode rows attend to, their own included."""
-_PREFILL = ((5, 5), (3, 37), (20, 50))
-"""(rows, tokens that the last one attends to) of each prompt: a first chunk and two later ones."""
-_SHARED_BLOCKS = 2
-"""Blocks of the prefix of a group."""
+
+class Measured(NamedTuple):
+    """How far a result is from what is expected."""
+
+    name: str
+    """Of what was computed, for the user."""
+    error: float
+    """The difference as a share of what is expected. NaN: only one of both is NaN somewhere."""
+    tolerance: float
+
+    @property
+    def is_right(self) -> bool:
+        return self.error <= self.tolerance
 
 
 class ComputesWrongly(Exception):
-    """One line: what differs, from what, and by how much."""
+    """One line: what differs, and by how much."""
 
 
-class _Context(NamedTuple):
-    """A sequence's end in this forward."""
+Measure: TypeAlias = Callable[[], Iterator[Measured]]
 
-    num_rows: int
-    num_tokens: int
-    blocks: list[int]
+
+def compared(name: str, found: Tensor, expected: Tensor, tolerance: float) -> Measured:
+    """Both of one shape: the largest difference as a share of the largest expected value. NaN equals NaN."""
+    found, expected = found.double(), expected.double()
+    is_nan = expected.isnan()
+    if not torch.equal(found.isnan(), is_nan):
+        return Measured(name, torch.nan, tolerance)
+    found, expected = found.masked_fill(is_nan, 0), expected.masked_fill(is_nan, 0)
+    if torch.equal(found, expected):
+        return Measured(name, 0.0, tolerance)
+    return Measured(name, float((found - expected).abs().max() / expected.abs().max()), tolerance)
+
+
+def describe(measured: Measured) -> str:
+    """One line on a result that is not right."""
+    return f"{measured.name} differs by {measured.error:.2g}, allowed is {measured.tolerance:.2g}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Forward:
-    """A forward, with a name for the user. Its rows that are grouped by prefix are also computed alone."""
+class Result:
+    """What a check has found."""
 
-    name: str
-    contexts: tuple[_Context, ...]
-    num_grouped: int = 0
-    """The first contexts, which share _SHARED_BLOCKS."""
-    is_recorded: bool = False
-
-
-def check_attention(backend: AttentionBackend, shape: KVShape) -> None:
-    """Raises ComputesWrongly. Replaces the backend's cache by one of a few blocks."""
-    for name, error, tolerance in measure_attention(backend, shape):
-        if not error <= tolerance:
-            raise ComputesWrongly(
-                f"attention ({name}) differs from plain torch by {error:.2g}, allowed is {tolerance:g}"
-            )
+    feature: str
+    """As the metric toka_switched_off names it."""
+    measured: Measured | None
+    """None: the check raised an error."""
+    failure: str | None
+    """One line if it is not right."""
+    seconds: float
+    """Since the last result of the same check, or its beginning."""
 
 
-def describe_wrong_graphs(runner: ModelRunner, dtype: torch.dtype) -> str | None:
-    """One line if replays of a recorded graph differ from launched steps, or raise; None if they agree."""
-    try:
-        error = runner.graph_error()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as failure:  # of a driver or a library
-        return f"a replayed graph raises {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
-    if error <= TOLERANCES[dtype]:
-        return None
-    return f"a replayed graph differs from launched steps by {error:.2g}, allowed is {TOLERANCES[dtype]:g}"
+class Checks:
+    """The checks of one start: their results, and what they have switched off."""
 
+    def __init__(self, all_agree: Callable[[bool], bool] = bool, is_thorough: bool = False) -> None:
+        """all_agree: whether it is true of every rank; all ranks run the same checks. is_thorough: check also what a
+        start takes for granted, such as the kernels of the CPU, and go on after a wrong result."""
+        self.all_agree = all_agree
+        self.is_thorough = is_thorough
+        self.results: list[Result] = []
+        self.switched_off: list[str] = []
+        """Features, in the order in which they were found."""
 
-def measure_attention(backend: AttentionBackend, shape: KVShape) -> Iterator[tuple[str, float, float]]:
-    """(what, error, tolerance) of each kind of forward; NaN is an error that no tolerance allows."""
-    tolerance = max(TOLERANCES[shape.dtype], TOLERANCES[shape.query_dtype])
-    oracle = ReferenceBackend(
-        replace(shape, num_layers=1, dtype=torch.float32, activation_dtype=torch.float32, device=_CPU)
-    )
-    num_blocks, forwards = _forwards(shape.page_size, isinstance(backend, RecordableBackend))
-    generator = torch.Generator().manual_seed(0)
-    backend.allocate(num_blocks)
-    oracle.allocate(num_blocks)
-    layer = shape.num_layers - 1
-    indices = torch.arange(shape.page_size, num_blocks * shape.page_size)
-    filled = [_random((len(indices), shape.num_kv_heads, shape.head_dim), shape, generator) for _ in range(2)]
-    backend.plan(PagedLayout(indices.to(shape.device), ()))
-    key, value = (x.to(shape.device) for x in filled)
-    backend.write(key, value, layer)
-    oracle.plan(PagedLayout(indices, ()))
-    key, value = (as_stored(x, shape.dtype).float() for x in filled)
-    oracle.write(key, value, 0)
-    if isinstance(backend, RecordableBackend):
-        backend.prepare_recording(len(_DECODE_TOKENS), num_blocks)
-    for forward in forwards:
-        num_rows = sum(context.num_rows for context in forward.contexts)
-        query = _random((num_rows, shape.num_heads, shape.head_dim), shape, generator)
-        new = [_random((num_rows, shape.num_kv_heads, shape.head_dim), shape, generator) for _ in range(2)]
-        on_device = as_in_steps(_layout(forward, shape.page_size), backend, shape)
-        if forward.is_recorded:
-            assert isinstance(backend, RecordableBackend)
-            backend.plan_recorded(on_device)
-        else:
-            backend.plan(on_device)
-        attends = attends_over(backend, on_device)
-        sent, key, value = (x.to(shape.device) for x in (query, *new))
-        found = attends(sent, key, value, layer).float().to(_CPU)
-        alone = _layout(replace(forward, num_grouped=0), shape.page_size)
-        oracle.plan(alone)
-        key, value = (as_stored(x, shape.dtype).float() for x in new)
-        expected = attends_over(oracle, alone)(query.float(), key, value, 0)
-        yield forward.name, float((found - expected).abs().max() / expected.abs().max()), tolerance
-    if isinstance(backend, RecordableBackend):
-        backend.prepare_recording(0, 0)
+    def passes(self, feature: str, measure: Measure, what: str, without: str, flag: str | None = None) -> bool:
+        """Whether the feature computes rightly on all ranks. Otherwise it is noted as switched off, with one line in
+        the log: `what` is switched off, why, and what happens `without`.
 
+        flag: asks for the feature by name; then FlagRefused is raised instead. Raises OutOfMemoryError, which says
+        nothing about the feature."""
+        wrong = self.describe_wrong(feature, measure)
+        if self.all_agree(wrong is None):
+            return True
+        wrong = wrong or "it fails on another rank"
+        if flag is not None:
+            raise FlagRefused(f"{flag}: {wrong}")
+        logger.warning("%s switched off: %s; %s", what, wrong, without)
+        self.switched_off.append(feature)
+        return False
 
-def _random(size: tuple[int, ...], shape: KVShape, generator: torch.Generator) -> Tensor:
-    return torch.randn(size, generator=generator).to(shape.query_dtype)
+    def describe_wrong(self, feature: str, measure: Measure) -> str | None:
+        """One line on the first result beyond its tolerance, or on what was raised; None if all is right."""
+        failures: list[str] = []
+        try:
+            for measured in self.noting(feature, measure):
+                if not measured.is_right:
+                    failures.append(describe(measured))
+                    if not self.is_thorough:
+                        break
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of a library, its compilers or a driver, which have errors of many classes
+            logger.debug("the check of %s failed", feature, exc_info=error)
+            failures.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            self.results.append(Result(feature, None, failures[-1], 0.0))
+        return next(iter(failures), None)
 
+    def noting(self, feature: str, measure: Measure) -> Iterator[Measured]:
+        """What `measure` yields, which is added to the results."""
+        began_s = time.perf_counter()
+        for measured in measure():
+            ended_s = time.perf_counter()
+            failure = None if measured.is_right else describe(measured)
+            self.results.append(Result(feature, measured, failure, ended_s - began_s))
+            yield measured
+            began_s = time.perf_counter()
 
-def _forwards(page_size: int, can_record: bool) -> tuple[int, list[_Forward]]:
-    """The number of blocks with the padding block, and the forwards. Tokens scale with pages, so that every case
-    has the same number of blocks."""
-    next_block = 1 + _SHARED_BLOCKS
-
-    def own(num_blocks: int) -> list[int]:
-        nonlocal next_block
-        next_block += num_blocks
-        return list(range(next_block - num_blocks, next_block))[::-1]
-
-    def alone(num_rows: int, num_tokens: int) -> _Context:
-        return _Context(num_rows, num_tokens, own(-(-num_tokens // page_size)))
-
-    def grouped(num_own: int) -> _Context:
-        shared = list(range(1, 1 + _SHARED_BLOCKS))
-        return _Context(1, _SHARED_BLOCKS * page_size + num_own, shared + own(-(-num_own // page_size)))
-
-    decode = tuple(alone(1, num_tokens) for num_tokens in _DECODE_TOKENS)
-    others = decode[::-1]
-    prefill = tuple(alone(*sizes) for sizes in _PREFILL)
-    group = tuple(grouped(num_own) for num_own in (1, 5, page_size + 3))
-    forwards = [
-        _Forward("decode", decode),
-        _Forward("prefill", prefill),
-        _Forward("decode and prefill", (*decode, *prefill)),
-        _Forward("prefix group", (*group, *decode[:1]), num_grouped=len(group)),
-    ]
-    if can_record:
-        recorded = (_Forward("recorded decode", contexts, is_recorded=True) for contexts in (decode, others))
-        forwards += recorded
-    return next_block, forwards
-
-
-def _layout(forward: _Forward, page_size: int) -> PagedLayout:
-    """Grouped rows, other decode rows and prompts are a part each, as in a step."""
-    decode = [context for context in forward.contexts if context.num_rows == 1]
-    prefill = [context for context in forward.contexts if context.num_rows > 1]
-    num_grouped = forward.num_grouped
-    indices = [
-        context.blocks[token // page_size] * page_size + token % page_size
-        for context in (*decode, *prefill)
-        for token in range(context.num_tokens - context.num_rows, context.num_tokens)
-    ]
-    parts, prefix = [], None
-    if num_grouped:
-        num_shared = _SHARED_BLOCKS * page_size
-        prefix = _part([_Context(num_grouped, num_shared, decode[0].blocks[:_SHARED_BLOCKS])], 0, False, True)
-        after = [
-            context._replace(num_tokens=context.num_tokens - num_shared, blocks=context.blocks[_SHARED_BLOCKS:])
-            for context in decode[:num_grouped]
-        ]
-        parts.append(_part(after, 0, True, True))
-    if decode[num_grouped:]:
-        parts.append(_part(decode[num_grouped:], num_grouped, True, False))
-    if prefill:
-        parts.append(_part(prefill, len(decode), True, False))
-    return PagedLayout(torch.tensor(indices), tuple(parts), prefix)
-
-
-def _part(contexts: list[_Context], first_row: int, causal: bool, is_partial: bool) -> PagedPart:
-    width = max(len(context.blocks) for context in contexts)
-    counts = torch.tensor([0, *(context.num_rows for context in contexts)])
-    return PagedPart(
-        first_row=first_row,
-        num_rows=int(counts.sum()),
-        query_starts=counts.cumsum(0).int(),
-        block_table=torch.tensor([c.blocks + [0] * (width - len(c.blocks)) for c in contexts], dtype=torch.int32),
-        kv_lengths=torch.tensor([context.num_tokens for context in contexts], dtype=torch.int32),
-        causal=causal,
-        is_partial=is_partial,
-    )
+    def leave_out(self, feature: str, reason: str) -> None:
+        """Note a feature that is switched off, which the caller has logged."""
+        self.results.append(Result(feature, None, reason, 0.0))
+        self.switched_off.append(feature)

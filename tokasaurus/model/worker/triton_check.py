@@ -6,9 +6,7 @@ Inputs are small, but have the sizes of this model: a check compiles the variant
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,15 +21,13 @@ from tokasaurus.model.sampling.chosen_rows import choose_rows
 from tokasaurus.model.sampling.limits import has_limits, limited_rows
 from tokasaurus.model.sampling.logit_rules import RuledRows
 from tokasaurus.model.sampling.params import params_to_device
-from tokasaurus.model.sampling.sample import SamplingRows, TopRows, sample_by_torch, sample_by_triton
+from tokasaurus.model.sampling.sample import Sampled, SamplingRows, TopRows, sample_by_torch, sample_by_triton
 from tokasaurus.model.sampling.token_masks import DeviceMasks, num_mask_words
 from tokasaurus.model.staging.staging import DirectStaging
 from tokasaurus.model.triton_choice import KernelGroup, switch_off, uses_triton
-from tokasaurus.model.worker.self_check import TOLERANCES, ComputesWrongly
+from tokasaurus.model.worker.self_check import TOLERANCES, Checks, Measure, Measured, compared
 
 # T tokens, K key/value heads, H query heads, D head size, E hidden size, R rows that sample, V vocabulary
-
-logger = logging.getLogger(__name__)
 
 _LOST: dict[KernelGroup, str] = {
     "attention": "KV writes, merging of shared prefixes and block lists take several launches each",
@@ -52,65 +48,28 @@ _NUM_TOP = 5
 _CONTEXT_TOKENS = 20
 
 
-class Compared(NamedTuple):
-    """What a kernel and plain torch computed. NaN equals NaN."""
+def switch_off_wrong_kernels(shape: KVShape, model: Decoder, checks: Checks) -> None:
+    """Check each group of kernels that is in use here."""
+    for group, measure in measures(shape, model).items():
+        what = f"the Triton kernels of {group} are"
+        without = f"without them, {_LOST[group]}. Triton needs a C compiler"
+        if not checks.passes(f"triton_{group}", measure, what, without):
+            switch_off(group)
 
-    name: str
-    found: Tensor
-    expected: Tensor
-    tolerance: float
-    """As a share of the largest expected value."""
 
-
-def switch_off_wrong_kernels(shape: KVShape, model: Decoder, all_agree: Callable[[bool], bool]) -> None:
-    """Logs one line for each group that is switched off. all_agree: whether it is true of every rank."""
-    checks: dict[KernelGroup, Callable[[], Iterator[Compared]]] = {
+def measures(shape: KVShape, model: Decoder) -> dict[KernelGroup, Measure]:
+    """The check of each group of kernels that is in use on this device."""
+    every: dict[KernelGroup, Measure] = {
         "attention": functools.partial(compare_attention, shape),
-        "sampling": functools.partial(compare_sampling, model.vocab_size, model.activation_dtype, shape.device),
+        "sampling": functools.partial(
+            compare_sampling, model.vocab_size, model.activation_dtype, shape.device, sample_by_triton
+        ),
         "layers": functools.partial(compare_layers, model),
     }
-    for group, check in checks.items():
-        if not uses_triton(shape.device, group):
-            continue
-        wrong = _describe_wrong(check)
-        if all_agree(wrong is None):
-            continue
-        switch_off(group)
-        logger.warning(
-            "the Triton kernels of %s are switched off: %s; without them, %s. Triton needs a C compiler",
-            *(group, wrong or "they fail on another rank", _LOST[group]),
-        )
+    return {group: measure for group, measure in every.items() if uses_triton(shape.device, group)}
 
 
-def _describe_wrong(check: Callable[[], Iterator[Compared]]) -> str | None:
-    try:
-        for compared in check():
-            _check(compared)
-    except torch.OutOfMemoryError:
-        raise
-    except ComputesWrongly as error:
-        return str(error)
-    except Exception as error:  # of Triton, its compiler or the driver
-        logger.debug("a Triton kernel failed", exc_info=error)
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    return None
-
-
-def _check(compared: Compared) -> None:
-    name, found, expected, tolerance = compared
-    found, expected = found.double(), expected.double()
-    is_nan = expected.isnan()
-    if not torch.equal(found.isnan(), is_nan):
-        raise ComputesWrongly(f"{name}: NaN in other places than in plain torch")
-    found, expected = found.masked_fill(is_nan, 0), expected.masked_fill(is_nan, 0)
-    error, largest = float((found - expected).abs().max()), float(expected.abs().max())
-    if not error <= tolerance * largest:
-        raise ComputesWrongly(
-            f"{name} differs from plain torch by {error:.2g} where the largest value is {largest:.2g}"
-        )
-
-
-def compare_attention(shape: KVShape) -> Iterator[Compared]:
+def compare_attention(shape: KVShape) -> Iterator[Measured]:
     from tokasaurus.model.attention import triton_kernels
 
     device, page_size = shape.device, shape.page_size
@@ -129,7 +88,7 @@ def compare_attention(shape: KVShape) -> Iterator[Compared]:
         triton_kernels.write_kv(by_token[0], by_token[1], key, value, kv_indices, page_size)
         for index, new in enumerate((key, value)):
             expected[index][kv_indices[:2]] = as_stored(new[:2], shape.dtype)
-        yield Compared("write_kv", by_token, expected, tolerance)
+        yield compared("write_kv", by_token, expected, tolerance)
 
     for dtype in dict.fromkeys((torch.float32, shape.query_dtype)):
         outputs = [random.normal((5, shape.num_heads, head_dim), dtype) for _ in range(2)]
@@ -142,7 +101,7 @@ def compare_attention(shape: KVShape) -> Iterator[Compared]:
         )
         triton_kernels.merge_partial(first, second, found[:5])
         merge_partial(first, second, expected[:5])
-        yield Compared("merge_partial", found, expected, tolerance)
+        yield compared("merge_partial", found, expected, tolerance)
 
     lengths = torch.tensor([3 * page_size, 1, 2 * page_size + 1, 0], dtype=torch.int32, device=device)
     tables = torch.arange(40, dtype=torch.int32, device=device).view(4, 10)
@@ -151,11 +110,13 @@ def compare_attention(shape: KVShape) -> Iterator[Compared]:
     triton_kernels.fill_lists(tables, first_entries, page_size, ours)
     fill_lists_by_torch(tables, first_entries, page_size, plain)
     for name in ("starts", "blocks", "last_lengths"):
-        yield Compared(f"fill_lists ({name})", getattr(ours, name), getattr(plain, name), 0)
+        yield compared(f"fill_lists ({name})", getattr(ours, name), getattr(plain, name), 0)
 
 
-def compare_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> Iterator[Compared]:
-    """dtype: of logits."""
+def compare_sampling(
+    vocab_size: int, dtype: torch.dtype, device: torch.device, sampler: Callable[[Tensor, SamplingRows], Sampled]
+) -> Iterator[Measured]:
+    """dtype: of logits. sampler: compared with `sample_by_torch`."""
     random = _Random(device)
     num_rows = len(_OPTIONS) * _ROWS_PER_OPTION
     logits = 2 * random.normal((num_rows, vocab_size), dtype)
@@ -174,7 +135,7 @@ def compare_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) 
         limited=limited_rows(has_limits(params), staging),
         top=TopRows(choose_rows(np.arange(0, num_rows - 1, 3), staging), min(_NUM_TOP, vocab_size)),
     )
-    yield from _compare_draws("sampling", logits, rows)
+    yield from _compare_draws("sampling", logits, rows, sampler)
     # Contexts of each second row's largest logits, so that penalties and biases change what is drawn.
     ruled = choose_rows(np.arange(1, num_rows, 2), staging)
     count = len(ruled.on_host)
@@ -198,31 +159,33 @@ def compare_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) 
     bits = random.integers((len(masked.on_host), num_mask_words(vocab_size)), 2**31).int()
     bits[:, 0] |= 1  # at least one token is allowed
     changed = dataclasses.replace(rows, rules=rules, masks=DeviceMasks(masked, bits))
-    yield from _compare_draws("sampling with penalties, biases and masks", logits, changed)
+    yield from _compare_draws("sampling with penalties, biases and masks", logits, changed, sampler)
 
 
-def _compare_draws(name: str, logits: Tensor, rows: SamplingRows) -> Iterator[Compared]:
-    found, expected = sample_by_triton(logits, rows), sample_by_torch(logits, rows)
+def _compare_draws(
+    name: str, logits: Tensor, rows: SamplingRows, sampler: Callable[[Tensor, SamplingRows], Sampled]
+) -> Iterator[Measured]:
+    found, expected = sampler(logits, rows), sample_by_torch(logits, rows)
     differs = found.tokens != expected.tokens
-    if (num_wrong := int(differs.sum())) > 1:  # in one row, a near tie may go the other way
-        raise ComputesWrongly(f"{name}: {num_wrong} of {len(differs)} rows have other tokens than by plain torch")
+    # In one row, a near tie may go the other way.
+    yield Measured(f"{name} (share of tokens)", float(differs.double().mean()), 1 / len(differs))
     is_same = ~differs & (expected.tokens >= 0)
     assert found.logprobs is not None
     assert expected.logprobs is not None
     tolerance = TOLERANCES[torch.float32]
-    yield Compared(f"{name} (logprobs)", found.logprobs[is_same], expected.logprobs[is_same], tolerance)
+    yield compared(f"{name} (logprobs)", found.logprobs[is_same], expected.logprobs[is_same], tolerance)
     assert found.top_ids is not None
     assert found.top_logprobs is not None
     assert expected.top_ids is not None
     assert expected.top_logprobs is not None
     assert rows.top is not None
-    yield Compared(f"{name} (top_logprobs)", found.top_logprobs, expected.top_logprobs, tolerance)
+    yield compared(f"{name} (top_logprobs)", found.top_logprobs, expected.top_logprobs, tolerance)
     own = logits[rows.top.rows.on_device]  # of equal logits, either token may come first
     of_ids, of_expected = (own.gather(1, ids.long()) for ids in (found.top_ids, expected.top_ids))
-    yield Compared(f"{name} (top_ids)", of_ids, of_expected, 0)
+    yield compared(f"{name} (top_ids)", of_ids, of_expected, 0)
 
 
-def compare_layers(model: Decoder) -> Iterator[Compared]:
+def compare_layers(model: Decoder) -> Iterator[Measured]:
     from tokasaurus.model.decoder import triton_layers
 
     layer = next(iter(model.decoder_layers()))
@@ -242,22 +205,22 @@ def compare_layers(model: Decoder) -> Iterator[Compared]:
     query, key, value = attention.split_heads(attention.heads(features), cos_sin)
     key, value, is_finite = zero_nonfinite(key, value)
     for name, ours, plain in zip(("query", "key", "value"), found, (query, key, value), strict=True):
-        yield Compared(f"rotate_heads ({name})", ours, plain, tolerance)
+        yield compared(f"rotate_heads ({name})", ours, plain, tolerance)
     expected_poison = torch.where(is_finite, 0.0, torch.nan)
-    yield Compared("rotate_heads (poison)", poison, expected_poison, 0)
+    yield compared("rotate_heads (poison)", poison, expected_poison, 0)
 
     hidden, addend = (random.normal((4, model.hidden_size), dtype) for _ in range(2))
-    yield Compared("add_norm", triton_layers.add_norm(hidden, None, norm.weight, norm.eps), norm(hidden), tolerance)
+    yield compared("add_norm", triton_layers.add_norm(hidden, None, norm.weight, norm.eps), norm(hidden), tolerance)
     for given in (None, expected_poison):
         total = hidden.clone()
         normed = triton_layers.add_norm(total, addend, mlp_norm.weight, mlp_norm.eps, given)
         expected = hidden + addend
         if given is not None:
             expected = torch.where(is_finite[:, None], expected, torch.nan)
-        yield Compared("add_norm (sum)", total, expected, tolerance)
-        yield Compared("add_norm (norm)", normed, mlp_norm(expected), tolerance)
+        yield compared("add_norm (sum)", total, expected, tolerance)
+        yield compared("add_norm (norm)", normed, mlp_norm(expected), tolerance)
     gate_up = random.normal((4, 2 * layer.mlp.gate_up.length), dtype)
-    yield Compared("silu_mul", triton_layers.silu_mul(gate_up), layer.mlp.gate_up.activate(gate_up), tolerance)
+    yield compared("silu_mul", triton_layers.silu_mul(gate_up), layer.mlp.gate_up.activate(gate_up), tolerance)
 
 
 class _Random:

@@ -32,7 +32,8 @@ from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.execution import executors
 from tokasaurus.model.execution.executors import FusedExecutor, ModuleExecutor
 from tokasaurus.model.sampling import sample, triton_rules, triton_sample, triton_top
-from tokasaurus.model.worker import triton_check
+from tokasaurus.model.worker import self_check, triton_check
+from tokasaurus.model.worker.self_check import Checks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GROUPS = ("attention", "sampling", "layers")
@@ -66,12 +67,13 @@ def on_pretended_cuda(*off: str) -> Iterator[None]:
 
 def check(model: Decoder, shape: KVShape, all_agree: Callable[[bool], bool] = lambda works: works) -> list[str]:
     """The warnings."""
-    handler = Lines()
-    triton_check.logger.addHandler(handler)
+    handler, checks = Lines(), Checks(all_agree)
+    self_check.logger.addHandler(handler)
     try:
-        triton_check.switch_off_wrong_kernels(shape, model, all_agree)
+        triton_check.switch_off_wrong_kernels(shape, model, checks)
     finally:
-        triton_check.logger.removeHandler(handler)
+        self_check.logger.removeHandler(handler)
+    assert len(checks.switched_off) == len(handler.lines)
     return handler.lines
 
 
@@ -199,10 +201,10 @@ def main() -> None:
         bfloat16 = KVShape(2, 9, 3, 80, 16, torch.bfloat16, CPU)
         for case in (
             triton_check.compare_attention(bfloat16),
-            triton_check.compare_sampling(2500, torch.bfloat16, CPU),
+            triton_check.compare_sampling(2500, torch.bfloat16, CPU, sample.sample_by_triton),
         ):
-            for compared in case:
-                triton_check._check(compared)
+            for measured in case:
+                assert measured.is_right, measured
 
         assert model.vocab_size == VOCAB_SIZE
         shape = dataclasses.replace(shape, dtype=torch.float32, page_size=16)
@@ -224,7 +226,7 @@ def main() -> None:
         with on_pretended_cuda():
             lines = check(model, shape, all_agree=lambda works: answers.append(works) or False)
             assert answers == [True] * 3
-            assert all("they fail on another rank" in line for line in lines)
+            assert all("it fails on another rank" in line for line in lines)
             assert len(lines) == 3
             assert left() == set()
             assert check(model, shape) == [], "what is off is not checked again"

@@ -1,0 +1,271 @@
+"""The checks of whole steps: right layers and graphs pass in every family, wrong ones are found and switched off."""
+
+import logging
+import random
+import unittest.mock
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.tiny_model import FAMILIES, save_tiny_model
+from tests.model.attention.helpers import flashinfer_double
+from tests.model.execution.helpers.device_sampling import sample_on_device
+from tests.model.execution.helpers.launch_tape import LaunchTape, TapedCompiler, TapedGraph
+from tests.model.helpers.greedy_decoding import greedy_in_a_mixed_batch, load
+from tests.model.helpers.steps import StepDriver, make_runner, one_thread
+from tokasaurus.checkpoint import resolve_checkpoint
+from tokasaurus.config import parse_server_config
+from tokasaurus.messages.lifecycle import FlagRefused
+from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend
+from tokasaurus.model.decoder.compile import Compiler
+from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.weights import fill_randomly
+from tokasaurus.model.execution import runner as runner_module
+from tokasaurus.model.execution.graphs import DecodeGraphs
+from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.worker import entry, loading
+from tokasaurus.model.worker.entry import StartedWorker, start_worker
+from tokasaurus.model.worker.loading import Phases, check_layers, load_worker
+from tokasaurus.model.worker.self_check import Measured
+from tokasaurus.model.worker.step_check import measure_graphs
+from tokasaurus.model.worker.warmup import ForwardLimits
+
+FLAGS = ["kv_cache_num_tokens=1024", "use_hydragen=F", "max_tokens_per_forward=256", "max_seqs_per_forward=16"]
+NUM_BLOCKS = 60
+
+Graph = Callable[..., Any]
+
+
+def start(directory: Path, *flags: str) -> StartedWorker:
+    return start_worker(
+        parse_server_config([*FLAGS, *flags]), resolve_checkpoint(str(directory)), Mesh(), 0, lambda _: None
+    )
+
+
+def tokens_of(worker: StartedWorker) -> list[list[int]]:
+    driver = StepDriver(worker.runner, num_blocks=worker.limits.num_kv_blocks)
+    return greedy_in_a_mixed_batch(driver, [[3, 4, 5], [7] * 20], 8, random.Random(0))[0]
+
+
+def compiled_wrongly(fault: str) -> Callable[..., Any]:
+    """In the place of Compiler._compile_graph: each layer's result is wrong in one way."""
+
+    def compile_graph(_self: Compiler, graph: Graph, _inputs: object, **_: object) -> Graph:
+        def change(result: torch.Tensor) -> torch.Tensor:
+            match fault:
+                case "scale":
+                    return result * 1.1
+                case "last row":
+                    return torch.cat((result[:-1], result[-1:].flip(-1)))
+            return result.masked_fill(torch.arange(len(result))[:, None] == 1, torch.nan)
+
+        def call(*arguments: Any) -> Any:
+            results = graph(*arguments)
+            return tuple(change(x) if isinstance(x, torch.Tensor) and x.ndim == 2 else x for x in results)
+
+        return call
+
+    return compile_graph
+
+
+@pytest.mark.parametrize("fault", ["scale", "last row", "NaN"])
+def test_layers_that_are_compiled_wrongly_run_uncompiled(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model(tmp_path, "qwen2")
+    expected = tokens_of(start(tmp_path, "torch_compile=F"))
+    monkeypatch.setattr(loading, "is_compiled", lambda flag, _device: flag is not False)  # as on CUDA
+    with unittest.mock.patch.object(Compiler, "_compile_graph", compiled_wrongly(fault)):
+        worker = start(tmp_path)
+        assert tokens_of(worker) == expected
+        assert worker.limits.switched_off == ("torch_compile",)
+        (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        assert line.startswith("torch_compile is switched off: l")
+        assert line.endswith("; the layers run uncompiled, which is slower")
+        with pytest.raises(FlagRefused, match=r"^torch_compile=T: (layers|logits) \(.*\): .* row differs by "):
+            start(tmp_path, "torch_compile=T")
+
+
+def test_layers_that_do_not_compile_count_as_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_model(tmp_path, "llama")
+    monkeypatch.setattr(loading, "is_compiled", lambda flag, _device: flag is not False)  # as on CUDA
+    with unittest.mock.patch.object(Compiler, "_compile_graph", side_effect=RuntimeError("no Triton")):
+        assert start(tmp_path).limits.switched_off == ("torch_compile",)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_right_layers_pass_in_every_family_and_dtype(family: str, dtype: str, tmp_path: Path) -> None:
+    """The CPU kernels' layers, with the weights of a test model and with random ones."""
+    save_tiny_model(tmp_path, family)
+    config = parse_server_config([*FLAGS, f"dtype={dtype}"])
+    checkpoint = resolve_checkpoint(str(tmp_path))
+    for fill in (None, lambda model, filled: fill_randomly(iter(model.weight_shards()), filled.note)):
+        loaded = load_worker(config, checkpoint, Mesh(), 0, Phases(lambda _: None), fill, is_thorough=True)
+        with torch.inference_mode():
+            assert check_layers(loaded)
+        names = [result.measured.name for result in loaded.checks.results if result.feature == "layers"]
+        assert names == [
+            f"layers ({forward}): {row} row"
+            for forward in ("prefill", "decode and prefill", "decode")
+            for row in ("worst", "median")
+        ]
+
+
+@pytest.mark.parametrize("fault", ["raises", "stale hidden states"])
+def test_wrong_layers_of_the_cpu_kernels_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_model(tmp_path, "llama")
+    checkpoint = resolve_checkpoint(str(tmp_path))
+    loaded = load_worker(parse_server_config(FLAGS), checkpoint, Mesh(), 0, Phases(lambda _: None), is_thorough=True)
+
+    def run(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+        if fault == "raises":
+            raise RuntimeError("illegal instruction")
+        return hidden
+
+    monkeypatch.setattr(loaded.runner.executor, "run", run)
+    with torch.inference_mode():
+        assert not check_layers(loaded)
+    failures = [result.failure for result in loaded.checks.results if result.failure is not None]
+    assert len(failures) == (1 if fault == "raises" else 6), "a thorough check goes on after a wrong result"
+
+
+def recorded(directory: Path, monkeypatch: pytest.MonkeyPatch, backend: str, compiled: bool = False) -> ModelRunner:
+    """A runner with graphs of 3 and 11 rows, which draw tokens too."""
+    flashinfer_double.install(monkeypatch, any_dtype=True)
+    monkeypatch.setattr(runner_module, "uses_triton", lambda *_: True)
+    monkeypatch.setattr(runner_module, "sample_by_triton", sample_on_device)
+    tape = LaunchTape()
+    model, info = load(directory)
+    compiler = TapedCompiler(tape) if compiled else None
+    runner = make_runner(model, info, backend, num_blocks=NUM_BLOCKS, compiler=compiler)
+    runner.record_graphs(tape, [11, 3])
+    return runner
+
+
+def measure(runner: ModelRunner, num_blocks: int = NUM_BLOCKS, **limits: int) -> list[Measured]:
+    model = runner._model
+    usual = {"max_tokens": 256, "max_seqs": 16, "context_length": 64, "vocab_size": model.vocab_size}
+    return list(measure_graphs(runner, model, 16, num_blocks, ForwardLimits(**(usual | limits))))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "flashinfer"])
+def test_right_graphs_pass(backend: str, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_model(tmp_path, "qwen3")
+    with one_thread():
+        measured = measure(recorded(tmp_path, monkeypatch, backend, compiled))
+    assert all(one.is_right for one in measured), measured
+    kinds = ("worst row", "median row", "share of tokens")
+    assert [one.name for one in measured] == [
+        f"graph of {size} rows{pieces}: {kind}" for size in (3, 11) for pieces in ("", " in pieces") for kind in kinds
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "limits"),
+    [
+        (1, {}),
+        (2, {}),
+        (NUM_BLOCKS, {"context_length": 17}),
+        (NUM_BLOCKS, {"context_length": 2}),
+        (NUM_BLOCKS, {"context_length": 1}),
+        (NUM_BLOCKS, {"max_tokens": 16}),
+    ],
+)
+def test_right_graphs_pass_where_there_is_little_room(
+    num_blocks: int, limits: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_model(tmp_path, "llama")
+    with one_thread():
+        measured = measure(recorded(tmp_path, monkeypatch, "flashinfer"), num_blocks, **limits)
+    assert measured
+    assert all(one.is_right for one in measured), measured
+
+
+FAULTS: dict[str, str] = {
+    "stale tokens": "row",
+    "stale positions": "row",
+    "stale plans": "row",
+    "stale noise": "share of tokens",
+    "nothing is replayed": "row",
+    "the last piece is not replayed": "row",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_graphs_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_model(tmp_path, "llama")
+    with one_thread():
+        runner = recorded(tmp_path, monkeypatch, "flashinfer")
+        graphs = runner._graphs
+        assert graphs is not None
+        original = TapedGraph.replay
+        match fault:
+            case "stale tokens":
+                keep_first(monkeypatch, graphs._token_ids)
+            case "stale positions":
+                keep_first(monkeypatch, graphs._positions)
+            case "stale noise":
+                assert graphs._rows is not None
+                keep_first(monkeypatch, graphs._rows.noise_keys)
+            case "stale plans":
+                plan, planned = FlashInferBackend.plan_recorded, set[int]()
+
+                def plan_once(backend: FlashInferBackend, layout: Any) -> None:
+                    if len(layout.kv_indices) not in planned:
+                        planned.add(len(layout.kv_indices))
+                        plan(backend, layout)
+
+                monkeypatch.setattr(FlashInferBackend, "plan_recorded", plan_once)
+            case "nothing is replayed":
+                monkeypatch.setattr(TapedGraph, "replay", lambda _graph: None)
+            case "the last piece is not replayed":
+                lasts = {id(recording.last) for recording in graphs._recordings.values()}
+                monkeypatch.setattr(TapedGraph, "replay", lambda g: None if id(g) in lasts else original(g))
+        wrong = [one.name for one in measure(runner) if not one.is_right]
+    assert wrong
+    assert all(FAULTS[fault] in name for name in wrong), wrong
+
+
+def keep_first(monkeypatch: pytest.MonkeyPatch, buffer: torch.Tensor) -> None:
+    """Each row of the buffer keeps what is first copied to it."""
+    copy, end = torch.Tensor.copy_, buffer.data_ptr() + buffer.numel() * buffer.itemsize
+    copied: set[tuple[int, int]] = set()
+
+    def copy_once(tensor: torch.Tensor, source: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        if buffer.data_ptr() <= tensor.data_ptr() < end:
+            if (tensor.data_ptr(), len(tensor)) in copied:
+                return tensor
+            copied.add((tensor.data_ptr(), len(tensor)))
+        return copy(tensor, source, *others, **named)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_once)
+
+
+def test_graphs_switched_off_at_the_start_leave_right_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model(tmp_path, "llama")
+    expected = tokens_of(start(tmp_path, "cpu_isa=torch", "dtype=float32"))
+    monkeypatch.setattr(Decoder, "pack_module", lambda *_: None)  # a tape reads no packed weights
+    monkeypatch.setattr(entry, "graph_sizes_of", lambda *_: [8, 4])
+    monkeypatch.setattr(entry, "CudaRecorder", lambda _device: LaunchTape())
+    monkeypatch.setattr(DecodeGraphs, "run", without_its_inputs(DecodeGraphs.run))
+    worker = start(tmp_path, "cpu_isa=torch", "dtype=float32")
+    assert worker.limits.switched_off == ("cudagraphs",)
+    assert tokens_of(worker) == expected
+    (line,) = [r.getMessage() for r in caplog.records if "use_cudagraphs" in r.getMessage()]
+    assert line.startswith("use_cudagraphs is switched off: graph of 4 rows")
+
+
+def without_its_inputs(run: Graph) -> Graph:
+    def call(graphs: DecodeGraphs, batch: Any, *others: Any) -> Any:
+        batch.token_ids.zero_()
+        return run(graphs, batch, *others)
+
+    return call

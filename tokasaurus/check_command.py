@@ -1,0 +1,206 @@
+"""`toka check`: loads a model, or random weights of its shape, and compares what computes it here with plain torch."""
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tokasaurus.checkpoint import Checkpoint, read_model_info, resolve_checkpoint
+from tokasaurus.checkpoint.cache import expand_home
+from tokasaurus.checkpoint.info import read_config
+from tokasaurus.checkpoint.weight_files import weight_file_names
+from tokasaurus.config import ServerConfig
+from tokasaurus.config_flags import SERVER_FLAGS
+from tokasaurus.flags import Flag, FlagTable, assign_flags
+from tokasaurus.messages.lifecycle import PhaseDone, UserError
+from tokasaurus.model.cpu.build_ahead import kernels_built_ahead
+from tokasaurus.model.decoder.decoder import Decoder
+from tokasaurus.model.decoder.weights import FilledModules, fill_randomly
+from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.worker.entry import graph_sizes_of, record_graphs
+from tokasaurus.model.worker.loading import LoadedWorker, Phases, check_layers, load_worker
+from tokasaurus.model.worker.self_check import Result
+from tokasaurus.model.worker.triton_check import compare_sampling
+from tokasaurus.monitoring.log_setup import setup_logging
+
+if TYPE_CHECKING:
+
+    class Config:  # Pydra has no types
+        def finalize(self) -> None: ...
+else:
+    from pydra import Config
+
+
+class CheckConfig(Config):
+    """The flags of `toka check`: its own, and those of the server that change what computes a model."""
+
+    model: str | None = None
+    json: bool = False
+    device: str | None = None
+    dtype: str | None = None
+    kv_cache_dtype: str | None = None
+    cpu_isa: str | None = None
+    page_size: int = ServerConfig.page_size
+    max_tokens_per_forward: int = ServerConfig.max_tokens_per_forward
+    max_seqs_per_forward: int = ServerConfig.max_seqs_per_forward
+    max_num_tokens_per_request: int | None = None
+    attention_backend: str | None = None
+    torch_compile: bool | None = None
+    use_cudagraphs: bool | None = None
+    cudagraph_max_size: int | None = None
+    cudagraph_step: int = ServerConfig.cudagraph_step
+    log_level: str = ServerConfig.log_level
+
+
+_OF_SERVER = [name for name in CheckConfig.__annotations__ if name not in ("model", "json")]
+
+CHECK_FLAGS = FlagTable(
+    groups={
+        "check": {
+            "model": Flag(
+                "as for the server; or for random weights, a config.json or a directory that has no weights beside it",
+                none_means="demo",
+            ),
+            "json": Flag("print JSON"),
+        },
+        "flags of the server": {name: SERVER_FLAGS.flags[name] for name in _OF_SERVER},
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRun:
+    """What one run of the command was asked for."""
+
+    server: ServerConfig
+    prints_json: bool
+
+
+def parse_check_config(words: list[str]) -> CheckRun:
+    """From `name=value` words. Raises FlagError, whose message is one line."""
+    config, server = CheckConfig(), ServerConfig()
+    assign_flags(config, CHECK_FLAGS, ["json=T" if word == "--json" else word for word in words])
+    for name in ("model", *_OF_SERVER):
+        setattr(server, name, getattr(config, name))
+    server.finalize()
+    return CheckRun(server, config.json)
+
+
+def check(run: CheckRun) -> int:
+    """Run all checks and print their results; returns the exit code: 1 if something is wrong or the model cannot be
+    loaded, 2 if a flag asks for what does not work here."""
+    config = run.server
+    setup_logging(config, "check")
+    phases = Phases(_show_phase)
+    try:
+        checkpoint, has_weights = _find(config)
+        with kernels_built_ahead(config, lambda line: print(f"toka check: {line}", file=sys.stderr)):
+            fill = None if has_weights else _fill
+            loaded = load_worker(config, checkpoint, Mesh(), 0, phases, fill, is_thorough=True)
+            with torch.inference_mode():
+                _check_the_rest(config, loaded, phases)
+    except KeyboardInterrupt:
+        print("toka check: stopped", file=sys.stderr)
+        return 1
+    except UserError as error:
+        print(f"toka check: {error}", file=sys.stderr)
+        return error.exit_code
+    results, switched_off = loaded.checks.results, loaded.checks.switched_off
+    if run.prints_json:
+        rows = [_as_json(result) for result in results]
+        print(json.dumps({"device": str(loaded.device), "results": rows, "switched_off": switched_off}, indent=2))
+    else:
+        _print_table(f"{checkpoint.name} on {_name_of(loaded.device)}", results)
+    return int(any(result.failure is not None for result in results))
+
+
+def _find(config: ServerConfig) -> tuple[Checkpoint, bool]:
+    """The model, and whether it has weights. Raises CheckpointError."""
+    if config.model is not None:
+        path = expand_home("model", config.model)
+        if path.is_file() and path.suffix == ".json":
+            return Checkpoint(path.parent.name, path.parent, path.parent, read_config(path)), False
+        if path.is_dir() and not _has_weights(path):
+            return Checkpoint(path.name, path, path, read_model_info(path)), False
+    return resolve_checkpoint(config.model, on_phase=lambda line: print(f"toka check: {line}", file=sys.stderr)), True
+
+
+def _has_weights(directory: Path) -> bool:
+    return all((directory / name).is_file() for name in weight_file_names(directory))
+
+
+def _fill(model: Decoder, filled: FilledModules) -> None:
+    fill_randomly(iter(model.weight_shards()), filled.note)
+
+
+def _check_the_rest(config: ServerConfig, loaded: LoadedWorker, phases: Phases) -> None:
+    """What the start of a server checks later than its loading, and what it takes for granted."""
+    checks, runner = loaded.checks, loaded.runner
+    if loaded.compiler is None:  # else its layers were checked
+        with phases("layers"):
+            check_layers(loaded)
+    kernels = loaded.kernels
+    if kernels is not None:
+        with phases("sampling"):
+            from tokasaurus.model.sampling.sample import sample
+
+            vocab_size, dtype = loaded.model.vocab_size, loaded.model.activation_dtype
+            checks.describe_wrong(
+                "sampling",
+                lambda: compare_sampling(
+                    vocab_size, dtype, loaded.device, lambda logits, rows: sample(logits, rows, kernels)
+                ),
+            )
+    sizes = graph_sizes_of(config, loaded.device)
+    if sizes:
+        num_blocks = sizes[0] + 1
+        loaded.backend.allocate(num_blocks + 1)
+        loaded.slots.rules.allocate((num_blocks + 1) * config.page_size)
+        record_graphs(config, loaded, sorted({sizes[0], sizes[-1]}, reverse=True), num_blocks, phases)
+        runner.drop_graphs()
+
+
+def _show_phase(phase: PhaseDone) -> None:
+    detail = f"  {phase.detail}" if phase.detail else ""
+    print(f"{phase.phase:<16} {phase.seconds:7.2f} s{detail}", file=sys.stderr)
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
+def _as_json(result: Result) -> dict[str, object]:
+    measured = result.measured
+    error = None if measured is None or not math.isfinite(measured.error) else measured.error
+    return {
+        "feature": result.feature,
+        "name": None if measured is None else measured.name,
+        "error": error,
+        "allowed": None if measured is None else measured.tolerance,
+        "failure": result.failure,
+        "seconds": round(result.seconds, 4),
+    }
+
+
+def _print_table(title: str, results: list[Result]) -> None:
+    table = Table(title=title, title_justify="left")
+    table.add_column("feature")
+    table.add_column("compared with plain torch")
+    table.add_column("difference", justify="right")
+    table.add_column("allowed", justify="right")
+    table.add_column("ms", justify="right")
+    table.add_column("result")
+    for result in results:
+        measured = result.measured
+        row = [result.feature, "", "", ""]
+        if measured is not None:
+            row = [result.feature, measured.name, f"{measured.error:.2g}", f"{measured.tolerance:.2g}"]
+        verdict = "right" if result.failure is None else "wrong" if measured is not None else result.failure
+        table.add_row(*row, f"{1000 * result.seconds:.0f}", verdict)
+    Console().print(table)
