@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokasaurus.messages.forward import ForwardInput, NonfiniteTokens, PromptLogprobsOutput, TopOfRows
+from tokasaurus.messages.slots import SlotChanges
 from tokasaurus.model.attention.backend import AttentionBackend, RecordableBackend
 from tokasaurus.model.attention.operation import Attends, attends_over
 from tokasaurus.model.cpu.bindings import Kernels
@@ -34,6 +35,8 @@ from tokasaurus.model.triton_choice import uses_triton
 from tokasaurus.monitoring.trace import NO_TRACE, Trace
 
 # T tokens in this forward, E hidden size, R rows that sample
+
+_NOTHING = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +184,6 @@ class ModelRunner:
         """Whether the CPU kernels run all layers of every forward: no padding, and a known bound of its memory."""
         return self._executor.always_on_kernels
 
-    @property
-    def smallest_graph(self) -> int | None:
-        """Rows of the smallest recorded decode step; None if none is recorded."""
-        return None if self._graphs is None else self._graphs.smallest
-
     @torch.inference_mode()
     def record_graphs(
         self, recorder: Recorder, sizes: Sequence[int], progress: Callable[[Iterable[int]], Iterable[int]] = iter
@@ -251,7 +249,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute_alone(self, step: ForwardInput, last_tokens: Tensor | None, entering: Tensor | None) -> ComputedStep:
-        """Run a step without exchanging anything with other stages, and keep its results on the device.
+        """Run a step that opens all its slots, close them, and keep the results on the device. Exchanges nothing with
+        other stages.
 
         last_tokens: int64 [R], of the slots of a decode step, if that step embeds them. entering: [T, E], what enters
         this stage; None for the embeddings of the step's tokens.
@@ -267,6 +266,7 @@ class ModelRunner:
         if drawn is not None:
             redrawn = self._sample(hidden, logits, batch).tokens[:num_rows]
         tokens = None if drawn is None else drawn.tokens[:num_rows].clone()
+        self._slots.apply(SlotChanges(closed=step.slots, opened=None, block_slots=_NOTHING, block_ids=_NOTHING))
         return ComputedStep(hidden[:num_rows].float().clone(), tokens, redrawn)
 
     @torch.inference_mode()

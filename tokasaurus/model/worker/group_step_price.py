@@ -50,9 +50,9 @@ def measure_step_price(runner: ModelRunner, limits: ForwardLimits, page_size: in
     the grouped rows, the other rows). Where the device computes for longer, that hides launches of the host. All ranks
     run the same steps. Leaves slots open, as `warm_up` does.
     """
-    if runner.smallest_graph is None:
+    if not runner.graph_sizes:
         return 0.0
-    num_rows = min(runner.smallest_graph, limits.max_seqs, limits.max_tokens)
+    num_rows = min(runner.graph_sizes[0], limits.max_seqs, limits.max_tokens)
     if num_rows < 2 or limits.context_length < page_size + 1 + _NUM_STEPS:
         return 0.0  # no step can have such a group
     opening = rows_after_a_block(num_rows, limits, page_size)
