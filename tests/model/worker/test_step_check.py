@@ -3,7 +3,7 @@
 import logging
 import random
 import unittest.mock
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,14 @@ FLAGS = ["kv_cache_num_tokens=1024", "use_hydragen=F", "max_tokens_per_forward=2
 NUM_BLOCKS = 60
 
 Graph = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def own_compilations() -> Iterator[None]:
+    """In a process, all compilers of all tests share the limit of one function's compilations."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def start(directory: Path, *flags: str) -> StartedWorker:
