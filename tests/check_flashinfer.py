@@ -122,6 +122,17 @@ def test_a_recorded_step_of_1024_rows_is_planned_in_a_fraction_of_a_millisecond(
 
 
 @pytest.mark.parametrize("heads", HEADS)
+def test_a_step_with_groups_costs_the_host_a_fraction_of_a_millisecond_a_layer(
+    heads: tuple[int, int, int], over_real_wrappers: dict[str, Any]
+) -> None:
+    """Of 16 rows, without the launches themselves. What this makes of a step is measured at each start."""
+    found = over_real_wrappers["/".join(map(str, heads)) + " 16"]["groups"]
+    print(f"heads {heads}: plan {found['plan_ms']:.3f} ms, attention {found['layer_ms']:.3f} ms a layer")
+    assert found["plan_ms"] <= 2
+    assert found["layer_ms"] <= 1
+
+
+@pytest.mark.parametrize("heads", HEADS)
 def test_costs_of_groups_are_measured_over_the_real_wrappers(
     heads: tuple[int, int, int], over_real_wrappers: dict[str, Any]
 ) -> None:

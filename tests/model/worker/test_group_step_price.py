@@ -90,17 +90,19 @@ def test_the_price_is_a_replay_and_the_launches_of_attention_for_each_layer(
 def test_the_price_is_in_tokens_of_attention_in_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two stages, each of which runs the same layers here."""
     runner, limits, shape = make(tmp_path, monkeypatch)
-    costs = HydragenCosts(1.0, 2.0, 3.0, 4.0)
+    costs, details = HydragenCosts(1.0, 2.0, 3.0, 4.0), list[str]()
     with one_thread():
         runner.record_graphs(LaunchTape(), [NUM_ROWS])
         Clock(monkeypatch)
         monkeypatch.setattr(group_step_price, "seconds_per_token", lambda *_: 0.125)
-        found = with_step_price(costs, runner, runner._backend, shape, 300, limits, 2 * shape.num_layers)
+        found = with_step_price(costs, runner, runner._backend, shape, 300, limits, 2 * shape.num_layers, details)
         monkeypatch.setattr(group_step_price, "seconds_per_token", lambda *_: None)
-        unknown = with_step_price(costs, runner, runner._backend, shape, 300, limits, shape.num_layers)
+        unknown = with_step_price(costs, runner, runner._backend, shape, 300, limits, shape.num_layers, details)
     price_s = shape.num_layers * (REPLAY_S + 3 * ATTEND_S + MERGE_S)
     assert found == HydragenCosts(1.0, 2.0, 3.0, 4.0, pytest.approx(price_s / (0.125 * 2 * shape.num_layers)))
     assert unknown == costs
+    num_tokens = price_s / (0.125 * 2 * shape.num_layers)
+    assert details == [f"a decode step with groups takes {price_s * 1e3:.2g} ms more ({num_tokens:,.0f} tokens)"]
 
 
 def test_without_graphs_or_room_for_a_shared_block_there_is_no_price(
@@ -167,7 +169,7 @@ def test_a_start_with_graphs_tells_the_manager_the_price(
     )
     assert bool(worker.runner.graph_sizes) == bool(sizes)
     assert (worker.limits.hydragen.per_step > 1000) is bool(sizes)
-    assert any("takes as long as" in detail for detail in details) is bool(sizes)
+    assert any("a decode step with groups takes 2e+03 ms more" in detail for detail in details) is bool(sizes)
     if not sizes:
         assert measured == [0.0]
         assert worker.limits.hydragen.per_step == 0

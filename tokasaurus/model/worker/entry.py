@@ -158,8 +158,8 @@ def start_worker(
         with phases("shared prefixes") as details, torch.inference_mode():
             hydragen = find_costs(loaded.backend, loaded.shape, num_blocks, config.max_seqs_per_forward, kernels)
             trial = runner, loaded.backend, loaded.shape, num_blocks, loaded.limits, checkpoint.info.num_layers
-            hydragen = with_step_price(hydragen, *trial)
             details.append(describe(hydragen))
+            hydragen = with_step_price(hydragen, *trial, details)
     with phases("memory") as details:
         details += loaded.memory.lines()
     if kernels is not None:

@@ -31,16 +31,22 @@ def with_step_price(
     num_blocks: int,
     limits: ForwardLimits,
     num_layers: int,
+    details: list[str],
 ) -> HydragenCosts:
     """The costs with per_step as it is measured; as they are without CUDA graphs.
 
     num_blocks: as for measure_costs. num_layers: of all pipeline stages, since a step's time is that of all of them.
+    details: gets a text for the user if there is a price.
     """
     seconds = measure_step_price(runner, limits, shape.page_size)
     if seconds == 0:
         return costs
     token_seconds = seconds_per_token(backend, shape, num_blocks, limits.max_seqs)
-    return costs if token_seconds is None else replace(costs, per_step=seconds / (token_seconds * num_layers))
+    if token_seconds is None:
+        return costs
+    num_tokens = seconds / (token_seconds * num_layers)
+    details.append(f"a decode step with groups takes {seconds * 1e3:.2g} ms more ({num_tokens:,.0f} tokens)")
+    return replace(costs, per_step=num_tokens)
 
 
 def measure_step_price(runner: ModelRunner, limits: ForwardLimits, page_size: int) -> float:

@@ -167,8 +167,7 @@ def describe(costs: HydragenCosts) -> str:
     if all(share <= 0 for _, share in shares):
         return "not expected to save time on this device"
     saved = ", ".join(f"{num_rows} sequences save {max(0.0, share):.0%}" for num_rows, share in shares)
-    price = f"; a decode step with groups takes as long as {costs.per_step:,.0f} tokens more" if costs.per_step else ""
-    return f"{saved} of attention to 1,024 shared tokens{price}"
+    return f"{saved} of attention to 1,024 shared tokens"
 
 
 def fit_costs(ratios: dict[tuple[int, int], float], num_own_tokens: int) -> HydragenCosts:

@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from tests.model.attention.helpers.flashinfer_planner import NUM_PROCESSORS, OCC
 from tests.model.helpers.paged_problems import CPU
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart
+from tokasaurus.model.attention.row_split import attend_rows
 from tokasaurus.model.worker.hydragen_costs import measure_costs
 
 HEADS = ((32, 8, 64), (32, 8, 128), (9, 3, 64), (28, 4, 128), (40, 8, 128), (64, 8, 128))
@@ -134,6 +135,28 @@ def record(backend: Any, planner: HostPlanner, num_rows: int, query: Tensor, num
     }
 
 
+def time_groups(backend: Any, shape: KVShape, num_rows: int) -> dict[str, float]:
+    """Host time of a step of which two rows share a prefix: its plan, and attention of a layer, in three calls. The
+    merge is left out: plain torch computes it here, where on CUDA a kernel is launched."""
+    grouped, others = decode_part(2, seed=1, is_partial=True), decode_part(num_rows - 2, seed=2)
+    layout = PagedLayout(
+        torch.zeros(num_rows, dtype=torch.int64), (grouped, replace(others, first_row=2)), prefix_part(2)
+    )
+    query = torch.zeros((num_rows, shape.num_heads, shape.head_dim), dtype=shape.query_dtype)
+    output = torch.empty_like(query)
+    backend.merge = lambda *_arguments: None
+    plans_s, layers_s = [], []
+    for _ in range(40):
+        began_s = time.perf_counter()
+        backend.plan(layout)
+        plans_s.append(time.perf_counter() - began_s)
+        began_s = time.perf_counter()
+        attend_rows(backend, query, 0, layout, output)
+        layers_s.append(time.perf_counter() - began_s)
+    del backend.merge
+    return {"plan_ms": 1e3 * statistics.median(plans_s), "layer_ms": 1e3 * statistics.median(layers_s)}
+
+
 def check(shape: KVShape, num_rows: int, flashinfer: Any, planner: HostPlanner) -> dict[str, Any]:
     backend = flashinfer_backend.FlashInferBackend(shape, flashinfer, max_graph_rows=num_rows)
     backend.allocate(2)
@@ -172,6 +195,7 @@ def check(shape: KVShape, num_rows: int, flashinfer: Any, planner: HostPlanner) 
         "workspace": len(backend._workspace),
         "eager_plan_ms": 1e3 * statistics.median(eager_s),
         "costs": asdict(costs),
+        "groups": time_groups(backend, shape, num_rows),
         "prompts": prompts,
     }
 
