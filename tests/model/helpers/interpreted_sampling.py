@@ -21,8 +21,9 @@ from tests.model.helpers.pretend_device import on_device, on_host, pretended, wi
 from tests.model.helpers.rule_contexts import ALWAYS, Contexts, Rule
 from tests.model.helpers.sampling_rows import make_rows, noise_keys, staged_masks, top_rows, with_params
 from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.sampling import logit_rules, triton_limits, triton_rules, triton_sample, triton_top
+from tokasaurus.model.sampling import logit_rules, triton_limits, triton_rows, triton_rules, triton_sample, triton_top
 from tokasaurus.model.sampling.logit_rules import change_logits
+from tokasaurus.model.sampling.noise import gumbel_noise
 from tokasaurus.model.sampling.params import columns_of
 from tokasaurus.model.sampling.sample import Sampled, SamplingRows, sample, sample_by_triton
 
@@ -154,6 +155,22 @@ def check_uniforms() -> None:
     assert torch.equal(results, (hashes.double() + 0.5).mul_(2.0**-32).float().clamp_(max=1 - 2.0**-24))
 
 
+def check_skipped_noise() -> None:
+    """Blocks whose noise cannot win are skipped: none that holds the winner, whatever the spread, scale and limits."""
+    num_rows, vocab_size = 8, 600
+    generator = torch.Generator().manual_seed(7)
+    for spread, offset in ((0.0, 0.0), (0.01, 0.0), (1.0, -700.0), (3.0, 30.0), (5.0, 1e5), (50.0, 0.0)):
+        logits = torch.randn(num_rows, vocab_size, generator=generator) * spread + offset
+        keys = noise_keys(list(range(num_rows)), [0] * num_rows, [8] * num_rows)
+        temperatures = [0.3, 1.0, 1.7, 0.0] * (num_rows // 4)
+        with unittest.mock.patch.object(triton_rows, "_BLOCK", 16):
+            tokens = sample_by_triton(logits, make_rows(temperatures, [1.0] * num_rows, keys)).tokens
+        divisors = torch.tensor(temperatures).unsqueeze(1)
+        noise = gumbel_noise(keys, vocab_size).masked_fill(divisors == 0, 0)
+        noisy = logits / torch.where(divisors > 0, divisors, 1) + noise
+        assert torch.equal(tokens, noisy.argmax(dim=1))  # the lowest id among equals
+
+
 def check_device(logits: torch.Tensor, rows: SamplingRows) -> None:
     """With every option, the host does not wait for the device; the kernels themselves run on the host."""
     everything = dataclasses.replace(rows, masks=staged_masks({1: np.arange(333) % 3 == 0}), top=top_rows([1, 4], 6))
@@ -221,6 +238,7 @@ def main() -> None:
     check_changed_logits()
     check_top()
     check_uniforms()
+    check_skipped_noise()
     check_device(logits, rows)
     print("all equal")
 

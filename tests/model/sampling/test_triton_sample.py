@@ -11,8 +11,8 @@ ROWS = {
     **{"mask_index": "*i32", "mask_bits": "*i32", "least_of_row": "*fp32"},
 }
 DRAW = {**ROWS, "noise_keys": "*i64", "tokens": "*i64", "chosen": "*fp32", "normalizers": "*fp32"}
-DRAW_CONSTANTS = {"TEMPERATURE": 0, "BLOCK": 2048}
-LEAST_CONSTANTS = {**DRAW_CONSTANTS, "TOP_P": 1, "TOP_K": 2, "MIN_P": 3}
+DRAW_CONSTANTS = {"TEMPERATURE": 0, "NO_TOKEN": 2**31 - 1, "LARGEST_NOISE": 22.88, "BLOCK": 2048}
+LEAST_CONSTANTS = {"TEMPERATURE": 0, "TOP_P": 1, "TOP_K": 2, "MIN_P": 3, "BLOCK": 2048}
 COUNT = {"counts": "*i32", "tokens": "*i32", "tables": "*i32", "lengths": "*i32", "num_request_tokens": "*i32"}
 BIAS = {"changed": "*fp32", "starts": "*i64", "bias_ids": "*i32", "bias_values": "*fp32"}
 CHANGE = {"logits": "*bf16", "rows": "*i64", "params": "*i32", "counts": "*i32", "changed": "*fp32"}

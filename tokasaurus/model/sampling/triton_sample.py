@@ -2,6 +2,11 @@
 
 `sample.py` is their readable reference; the noise is that of `noise.py`, so that all samplers draw the same tokens.
 A row without limits takes one pass over its logits, and most rows with limits take two: see triton_limits.
+
+The noise of a token takes two logarithms and a division. They are computed only for blocks of tokens of which one may
+win: the noise is at most -log(u), u being uniform, so a token with u >= exp(adjusted logit - best noisy logit so far)
+cannot. In both a normal distribution over 128,256 tokens and the demo model's, 5 to 8 % of the blocks remain. No draw
+differs, as it could if E / exp(adjusted logit) were compared with E = -log1p(-u): other roundings break near ties.
 """
 
 from typing import NamedTuple
@@ -17,6 +22,8 @@ from tokasaurus.model.sampling.triton_rows import COLUMN, block_size, load_block
 # R rows that sample, V vocabulary, C rows with changed logits, A rows with a mask
 
 _NUM_WARPS = 8
+_NO_TOKEN = 2**31 - 1
+_LARGEST_NOISE = 22.88  # -log(2^-33), and some more
 
 
 class Drawn(NamedTuple):
@@ -55,6 +62,8 @@ def draw(
         *(*arguments, noise_keys, least, tokens, chosen, normalizers),
         **flags,
         TEMPERATURE=COLUMN["temperature"],
+        NO_TOKEN=_NO_TOKEN,
+        LARGEST_NOISE=_LARGEST_NOISE,
         BLOCK=block_size(vocab_size),
         num_warps=_NUM_WARPS,
     )
@@ -79,10 +88,8 @@ def _uniform(hashed):
 
 
 @triton.jit
-def _gumbel(token_ids, first_key, second_key):
+def _gumbel(uniform):
     """As `gumbel_noise`: -log(-log1p(-u))."""
-    first = _mix32(token_ids.to(tl.uint32) * 0x9E3779B1 + first_key)
-    uniform = _uniform(_mix32(first ^ second_key))
     # log1p(-u) by Kahan's formula: the rounding of 1 - u cancels.
     rest = 1.0 - uniform
     log1p = tl.where(rest == 1.0, -uniform, tl.log(rest) * (-uniform / tl.where(rest == 1.0, 1.0, rest - 1.0)))
@@ -93,7 +100,8 @@ def _gumbel(token_ids, first_key, second_key):
 def _draw_row(
     first, logits, row_stride, vocab_size, params, params_stride, changed_index, changed_logits, mask_index, mask_bits,
     num_words, noise_keys, least_of_row, tokens, chosen, normalizers,
-    HAS_CHANGED: tl.constexpr, HAS_MASKS: tl.constexpr, TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_CHANGED: tl.constexpr, HAS_MASKS: tl.constexpr, TEMPERATURE: tl.constexpr,
+    NO_TOKEN: tl.constexpr, LARGEST_NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     own = tl.program_id(0).to(tl.int64)
     index = first + own
@@ -106,30 +114,40 @@ def _draw_row(
     second_key = tl.load(noise_keys + 2 * index + 1).to(tl.uint32)
     least = tl.load(least_of_row + own)
 
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    best_token = tl.full((BLOCK,), 2147483647, tl.int32)
-    largest_raw = tl.full((BLOCK,), float("-inf"), tl.float32)
-    sums = tl.zeros((BLOCK,), tl.float32)
-    is_finite = tl.full((BLOCK,), 1, tl.int32)
+    best = tl.full((), float("-inf"), tl.float32)  # of the noisy logits so far
+    token = tl.full((), NO_TOKEN, tl.int32)
+    bar = best  # a token wins only if an upper bound of its noisy logit is above
+    most_noise = tl.where(is_greedy, 0.0, LARGEST_NOISE)
+    reference = best  # the largest logit so far
+    sums = tl.zeros((BLOCK,), tl.float32)  # of exp(logits - reference)
     for start in range(0, vocab_size, BLOCK):
         token_ids, raw, adjusted, is_allowed = load_block(row, start, HAS_CHANGED, HAS_MASKS, BLOCK)
-        is_finite = is_finite & (raw < float("inf")).to(tl.int32)
-        higher = tl.maximum(largest_raw, raw)
-        origin = tl.where(higher == float("-inf"), 0.0, higher)
-        sums = sums * tl.exp(largest_raw - origin) + tl.exp(raw - origin)
-        largest_raw = higher
+        previous = reference
+        reference = tl.maximum(previous, tl.max(raw))
+        origin = tl.where(reference == float("-inf"), 0.0, reference)
+        sums = sums * tl.exp(previous - origin) + tl.exp(raw - origin)
         adjusted = tl.where(adjusted >= least, adjusted, float("-inf"))
-        noise = tl.where(is_greedy, 0.0, _gumbel(token_ids, first_key, second_key))
-        value = adjusted + noise
-        is_better = is_allowed & ((value > best) | (best_token == 2147483647))
-        best_token = tl.where(is_better, token_ids, best_token)
-        best = tl.where(is_better, value, best)
-    highest = tl.max(best)
-    token = tl.min(tl.where(best == highest, best_token, 2147483647))
-    largest = tl.max(largest_raw)
-    origin = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.sum(sums * tl.exp(largest_raw - origin))
+        if (tl.max(adjusted) + most_noise > bar) | (token == NO_TOKEN):
+            noisy = adjusted
+            if is_greedy:
+                highest = tl.max(adjusted)
+            else:
+                first_hash = _mix32(token_ids.to(tl.uint32) * 0x9E3779B1 + first_key)
+                uniform = _uniform(_mix32(first_hash ^ second_key))
+                # The noise is at most -log(u): compared without a logarithm.
+                may_win = uniform < tl.exp(adjusted - bar)
+                highest = tl.full((), float("-inf"), tl.float32)
+                if (tl.max(may_win.to(tl.int32)) > 0) | (token == NO_TOKEN):
+                    noisy = adjusted + _gumbel(uniform)
+                    highest = tl.max(noisy)
+            if (highest > best) | (token == NO_TOKEN):
+                token = tl.min(tl.where(is_allowed & (noisy == highest), token_ids, NO_TOKEN))
+                best = highest
+                # Far more than what rounding may add to the noise and to the sum.
+                bar = tl.where(is_greedy, best, best - (1e-3 + 1e-6 * tl.abs(best)))
+    total = tl.sum(sums)
     token = tl.minimum(token, vocab_size - 1)  # if a NaN has won
-    tl.store(normalizers + own, largest + tl.log(total))
+    tl.store(normalizers + own, reference + tl.log(total))
     tl.store(chosen + own, tl.load(row[0] + token).to(tl.float32))
-    tl.store(tokens + own, tl.where(tl.min(is_finite) == 1, token.to(tl.int64), -1))
+    # The sum is NaN if a logit is NaN or positive infinity.
+    tl.store(tokens + own, tl.where(total < float("inf"), token.to(tl.int64), -1))
