@@ -18,7 +18,7 @@ from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.steps import StepDriver, make_runner
 from tokasaurus.model.decoder.compile import Compiler
-from tokasaurus.model.execution.cuda_recorder import CudaRecorder, measure_graphs
+from tokasaurus.model.execution.cuda_recorder import CudaRecorder, graph_bytes
 from tokasaurus.model.execution.graphs import graph_sizes
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.worker.group_step_price import measure_step_price
@@ -77,7 +77,7 @@ def test_the_price_of_a_step_with_groups_is_at_most_some_milliseconds(tmp_path: 
 def test_the_memory_of_all_graphs_is_estimated_from_the_largest_and_the_smallest(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     runner, device, sizes = runner_on_cuda(tmp_path), torch.device("cuda", 0), graph_sizes(256, 16)
-    estimate = measure_graphs(runner, sizes, device)
+    estimate = graph_bytes(runner, sizes, device)
     before = torch.cuda.mem_get_info(device)[0]
     runner.record_graphs(CudaRecorder(device), sizes)
     taken = before - torch.cuda.mem_get_info(device)[0]
