@@ -49,7 +49,10 @@ def cpu_seconds_of_children() -> float:
     ("args", "line"),
     [
         (["port=x"], "toka: port=x: must be a whole number from 0 to 65535"),
-        (["pong"], "toka: pong: no such sub-command, there are ping, download, plan, batch; flags are name=value"),
+        (
+            ["pong"],
+            "toka: pong: no such sub-command, there are ping, download, plan, check, batch; flags are name=value",
+        ),
         (["--port"], "toka: --port: not understood, flags are written name=value"),
         (["ping"], "toka ping: prompt is missing: toka ping prompt='tell me a joke'"),
         (["ping", "prompt=x", "n=0"], "toka ping: n=0: must be a whole number from 1 to 2147483647"),

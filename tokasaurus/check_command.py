@@ -201,6 +201,10 @@ def _print_table(title: str, results: list[Result]) -> None:
         row = [result.feature, "", "", ""]
         if measured is not None:
             row = [result.feature, measured.name, f"{measured.error:.2g}", f"{measured.tolerance:.2g}"]
-        verdict = "right" if result.failure is None else "wrong" if measured is not None else result.failure
+        verdict = "right" if result.failure is None else "wrong" if measured is not None else "fails"
         table.add_row(*row, f"{1000 * result.seconds:.0f}", verdict)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for result in results:
+        if result.failure is not None:
+            console.print(f"{result.feature}: {result.failure}", highlight=False, markup=False, soft_wrap=True)

@@ -50,6 +50,14 @@ def test_forward_phases_are_exported_for_workers_that_measure_them() -> None:
     ]
 
 
+def test_features_that_are_switched_off_are_a_sample_each() -> None:
+    collector = EngineCollector(lambda: [], lambda: [0, 0], read_switched_off=lambda: [("a",), ("a", "b=c")])
+    families = text_string_to_metric_families(render_metrics(collector).decode())
+    family = next(family for family in families if family.name == "toka_switched_off")
+    found = [(sample.labels["replica"], sample.labels["feature"], sample.value) for sample in family.samples]
+    assert found == [("0", "a", 1.0), ("1", "a", 1.0), ("1", "b=c", 1.0)]
+
+
 def test_server_cpu_time_is_the_cpu_time_of_this_process() -> None:
     started_s = time.process_time()
     families = text_string_to_metric_families(render_metrics(EngineCollector(lambda: [], lambda: [])).decode())

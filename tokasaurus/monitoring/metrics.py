@@ -144,6 +144,7 @@ class EngineCollector(Collector):
 
     read_stats: returns the latest stats of each replica, None for a replica that is not up. read_restarts: returns how
     often each replica was started again. loop_lag: of the server's event loop. batches: None if it stores none.
+    read_switched_off: returns, for each replica, the features that the checks of its start have switched off.
     """
 
     def __init__(
@@ -152,7 +153,9 @@ class EngineCollector(Collector):
         read_restarts: Callable[[], Sequence[int]],
         loop_lag: LoopLag | None = None,
         batches: BatchStats | None = None,
+        read_switched_off: Callable[[], Sequence[Sequence[str]]] = list,
     ) -> None:
+        self._read_switched_off = read_switched_off
         self._read_stats = read_stats
         self._read_restarts = read_restarts
         self._loop_lag = LoopLag() if loop_lag is None else loop_lag
@@ -190,6 +193,15 @@ class EngineCollector(Collector):
         for replica_index, num_restarts in enumerate(self._read_restarts()):
             restarts.add_metric([str(replica_index)], num_restarts)
         yield restarts
+        switched_off = GaugeMetricFamily(
+            "toka_switched_off",
+            "1 for each feature that a check of the start has switched off, because it fails or computes wrongly here.",
+            labels=["replica", "feature"],
+        )
+        for replica_index, features in enumerate(self._read_switched_off()):
+            for feature in features:
+                switched_off.add_metric([str(replica_index), feature], 1)
+        yield switched_off
         yield CounterMetricFamily(
             "toka_server_cpu_seconds", "CPU time of the server process, in seconds.", value=time.process_time()
         )

@@ -265,7 +265,7 @@ def test_graphs_switched_off_at_the_start_leave_right_tokens(
     monkeypatch.setattr(entry, "CudaRecorder", lambda _device: LaunchTape())
     monkeypatch.setattr(DecodeGraphs, "run", without_its_inputs(DecodeGraphs.run))
     worker = start(tmp_path, "cpu_isa=torch", "dtype=float32")
-    assert worker.limits.switched_off == ("cudagraphs",)
+    assert worker.limits.switched_off == ("use_cudagraphs",)
     assert tokens_of(worker) == expected
     (line,) = [r.getMessage() for r in caplog.records if "use_cudagraphs" in r.getMessage()]
     assert line.startswith("use_cudagraphs is switched off: graph of 4 rows")

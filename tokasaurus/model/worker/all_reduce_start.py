@@ -61,12 +61,14 @@ def choose_all_reduce(
     num_bytes: int,
     first_device: int,
     make_buffer: Callable[..., SharedBuffer] = SymmetricBuffer,
+    on_left_out: Callable[[str], None] = lambda _reason: None,
 ) -> tuple[Mesh, str]:
     """The mesh, with sums through symmetric memory where they are the fastest; and a text for the user, that says so.
 
     num_bytes: from buffer_bytes, for `dtype`, that of hidden states. first_device: index of the first rank's CUDA
     device; the others follow. Every rank of the group must call it. What fails on one of them is used on none: one line
-    is logged, or, where the flag is True, FlagRefused raised. Raises UserError if a rank waits for another in vain.
+    is logged, and on_left_out called with the reason, or, where the flag is True, FlagRefused raised. Raises UserError
+    if a rank waits for another in vain.
     """
     meeting = _Meeting(mesh)
     failure = meeting.first_failure(_why_impossible(dtype, device, first_device, mesh.tp_size))
@@ -79,6 +81,7 @@ def choose_all_reduce(
     except _FailsHere as error:
         if symmetric_all_reduce:
             raise FlagRefused(f"symmetric_all_reduce=T: {error}") from error
+        on_left_out(str(error))
         logger.warning(
             "sums over ranks through symmetric memory are switched off: %s; NCCL takes longer for few tokens. "
             "symmetric_all_reduce=F does not try",

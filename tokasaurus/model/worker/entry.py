@@ -234,5 +234,5 @@ def record_graphs(
         measure = partial(measure_graphs, runner, loaded.model, config.page_size, num_blocks, loaded.limits)
         flag = "use_cudagraphs=T" if config.use_cudagraphs else None
         without = "decode steps are slower without"
-        if not loaded.checks.passes("cudagraphs", measure, "use_cudagraphs is", without, flag):
+        if not loaded.checks.passes("use_cudagraphs", measure, "use_cudagraphs is", without, flag):
             runner.drop_graphs()

@@ -157,12 +157,14 @@ def load_worker(
             details.append(choice.describe())
     compiler = Compiler(is_required=config.torch_compile is True) if compiles else None
     memory = MemoryReport(config, info, mesh, device, dtype, kv_cache_dtype)
+    checks = Checks(lambda works: bool(least_of_ranks(int(works), mesh, device)), is_thorough)
     if is_tried(config.symmetric_all_reduce, mesh, device):
         with phases("all-reduce") as details, memory.part(SUMS):
             num_bytes = buffer_bytes(config.max_tokens_per_forward, info.hidden_size, activation_dtype)
             first_device = index - mesh.tp_rank
             mesh, described = choose_all_reduce(
-                config.symmetric_all_reduce, mesh, device, activation_dtype, num_bytes, first_device
+                *(config.symmetric_all_reduce, mesh, device, activation_dtype, num_bytes, first_device),
+                on_left_out=partial(checks.leave_out, "symmetric_all_reduce"),
             )
             details.append(described)
     with phases("weights", has_progress_bar=True), memory.part(WEIGHTS, ROTARY, on_cpu=True):
@@ -187,7 +189,6 @@ def load_worker(
         activation_dtype=activation_dtype,
     )
 
-    checks = Checks(lambda works: bool(least_of_ranks(int(works), mesh, device)), is_thorough)
     checks_attention = device.type == "cuda" or is_thorough
 
     def check_attention(backend: AttentionBackend) -> None:

@@ -103,6 +103,11 @@ class EngineClient:
         return [max(0, replica.num_starts - 1) for replica in self._replicas]
 
     @property
+    def switched_off(self) -> Sequence[Sequence[str]]:
+        """By replica: the features that the checks of its last start have switched off."""
+        return [() if replica.limits is None else replica.limits.switched_off for replica in self._replicas]
+
+    @property
     def num_pending_requests(self) -> int:
         """Requests that a `generate` or `stream` call is waiting for or has not yet cleaned up."""
         return len(self._pending)

@@ -15,5 +15,8 @@ async def metrics(request: Request) -> Response:
     """Prometheus text; no samples until the engine is up."""
     state, service = state_of(request), find_batches(request)
     batches = None if service is None else service.stats()
-    collector = EngineCollector(lambda: state.engine.stats, lambda: state.engine.num_restarts, state.loop_lag, batches)
+    engine = state.engine
+    collector = EngineCollector(
+        *(lambda: engine.stats, lambda: engine.num_restarts, state.loop_lag, batches, lambda: engine.switched_off)
+    )
     return Response(render_metrics(collector), media_type=CONTENT_TYPE_LATEST)
