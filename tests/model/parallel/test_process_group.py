@@ -14,11 +14,7 @@ import torch
 
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.process_group import LINK_CTAS, TIMEOUT, is_about_another_rank, joined, with_groups
-from tokasaurus.model.parallel.tensor_parallel import (
-    copy_from_first,
-    gather_shards,
-    sum_over_shards,
-)
+from tokasaurus.model.parallel.tensor_parallel import gather_rows, gather_shards, sum_over_shards, whole_rows
 
 CPU = torch.device("cpu")
 
@@ -31,11 +27,14 @@ def run_rank(rank: int, num_ranks: int, rendezvous: Path, end: str, answers: Con
     torch.set_num_threads(1)
     with joined(Mesh(tp_rank=rank, tp_size=num_ranks), rendezvous, CPU) as mesh:
         total = sum_over_shards(torch.tensor([1.0, 10.0**rank]), mesh)
-        tokens = torch.arange(3) + 100 * rank
-        copy_from_first(tokens, mesh)
+        columns = (
+            torch.tensor([[0, 1], [10, 11], [20, 21], [30, 31]])[:, slice(0, 1) if rank else slice(2)] + 100 * rank
+        )
+        whole = whole_rows(columns, [1, 0, 3], [2, 1, 1], mesh)
+        rows = gather_rows(whole, [1, 0, 3], mesh)
         nothing = gather_shards(torch.empty((0, 7)), mesh)
         gathered = gather_shards(torch.tensor([[rank, rank + 10]]).t(), mesh)
-        answers.send((total.tolist(), tokens.tolist(), tuple(nothing.shape), gathered.tolist()))
+        answers.send((total.tolist(), whole.tolist(), rows.tolist(), tuple(nothing.shape), gathered.tolist()))
         if rank == num_ranks - 1:
             if end == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -63,9 +62,10 @@ def test_ranks_compute_together_until_one_of_them_ends(end: str, tmp_path: Path)
         return pipes[rank][0].recv()
 
     try:
-        for rank in range(3):
-            gathered = [[[0], [10]], [[1], [11]], [[2], [12]]]
-            assert receive(rank) == ([3.0, 111.0], [0, 1, 2], (3, 0, 7), gathered)
+        gathered = [[[0], [10]], [[1], [11]], [[2], [12]]]
+        rows = [[10 * row, 10 * row + 1, 10 * row + 100, 10 * row + 200] for row in range(4)]
+        for rank, own in enumerate((rows[:1], [], rows[1:])):
+            assert receive(rank) == ([3.0, 111.0], own, rows, (3, 0, 7), gathered)
         for rank in range(2):
             is_lost, seconds = receive(rank)
             assert is_lost

@@ -19,23 +19,17 @@ from tokasaurus.model.sampling.noise import gumbel_noise, keys_of_shard
 from tokasaurus.model.sampling.prompt_logprobs import fill_token_logprobs
 from tokasaurus.model.sampling.sample import Sampled, sample
 
-MOST_CANDIDATES = 1024
-"""Of a row with top_p, that a rank sends first."""
-
 
 def most_bytes(case: Case, num_ranks: int) -> int:
-    """That a rank sends where a reduction serves."""
-    # Score, token, whether it is finite; for logprobs, also its logit and the log-sum-exp.
-    num_bytes = NUM_ROWS * 8 * (5 if case.any_logprobs else 3)
-    most_own = -(-case.vocab_size // num_ranks)
-    if any(case.limits):
-        usual = MOST_CANDIDATES if any("top_p" in own for own in case.limits) else 1
-        largest = max(int(own.get("top_k", usual)) for own in case.limits)
-        limited = [row for row in range(NUM_ROWS) if case.limits[row % len(case.limits)]]
-        greedy = [row for row in limited if not case.temperatures[row % len(case.temperatures)]]
-        num_bytes += (len(limited) - len(greedy)) * 4 * (min(largest, most_own) + 1)  # and a log-sum-exp
-        num_bytes += 2 * 4  # whether the candidates of top_p suffice, of two chunks of rows
-    return num_bytes + len(range(0, NUM_ROWS, 3)) * 2 * 8 * case.num_top
+    """That a rank sends for a sampled step."""
+    if case.is_plain:
+        # Score, token, whether it is finite; for logprobs, also its logit and the log-sum-exp.
+        num_bytes = case.num_rows * 8 * (5 if case.any_logprobs else 3)
+        return num_bytes + len(case.top_rows) * 2 * 8 * case.num_top
+    # Its logits of all rows, those of its own among them; then token and log-probability of each own row. All ranks
+    # send as many top log-probabilities as the rank with the most.
+    logits = case.num_rows * -(-case.vocab_size // num_ranks) * case.dtype.itemsize
+    return logits + -(-case.num_rows // num_ranks) * 2 * 8 + len(case.top_rows) * 2 * 8 * case.num_top
 
 
 def bytes_of_prompt(case: Case) -> int:
@@ -58,7 +52,7 @@ def assert_sampled_alike(got: list[np.ndarray | None], expected: Sampled) -> Non
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_sample_as_one_process_and_exchange_few_numbers(num_ranks: int, tmp_path: Path) -> None:
+def test_ranks_sample_as_one_process_and_exchange_no_more_than_they_need(num_ranks: int, tmp_path: Path) -> None:
     num_prompts = sum(case.has_prompt for case in CASES)
     answers = run_ranks(num_ranks, tmp_path, 2 * len(CASES) + num_prompts)
     for of_rank in answers:
@@ -71,8 +65,7 @@ def test_ranks_sample_as_one_process_and_exchange_few_numbers(num_ranks: int, tm
                 assert_sampled_alike(got, expected)
                 if expected.top_ids is not None:  # logits are distinct, so that their order is too
                     np.testing.assert_array_equal(got[2], expected.top_ids)
-                if case.name != "top_p of many tokens":
-                    assert num_bytes <= most_bytes(case, num_ranks), case.name
+                assert num_bytes <= most_bytes(case, num_ranks), case.name
             if case.has_prompt:
                 wanted = empty_logprobs(min(4, case.vocab_size))
                 fill_token_logprobs(logits, prompt_targets(case.vocab_size), wanted, None)
@@ -81,8 +74,8 @@ def test_ranks_sample_as_one_process_and_exchange_few_numbers(num_ranks: int, tm
                     if name != "top_ids" or case.dtype == torch.float32:  # bfloat16 has ties, in any order
                         np.testing.assert_allclose(got_part, want_part, atol=1e-5, rtol=0)
                 assert num_bytes <= bytes_of_prompt(case), case.name
-    for first, *others in zip(*answers, strict=True):
-        for other in others:
+    for (first, _), *others in zip(*answers, strict=True):
+        for other, _ in others:
             assert repr(other) == repr(first), "every rank has the same results"
 
 

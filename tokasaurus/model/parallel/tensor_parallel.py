@@ -1,5 +1,7 @@
 """Tensor-parallel collectives. With tp_size 1, each returns its argument."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed
 from torch import Tensor
@@ -30,10 +32,24 @@ def sum_over_shards(partial: Tensor, mesh: Mesh) -> Tensor:
     return partial
 
 
-def copy_from_first(tensor: Tensor, mesh: Mesh) -> None:
-    """tensor: contiguous, of the same shape and dtype on each rank. Overwritten with the first rank's values."""
-    if mesh.tp_size > 1 and tensor.numel() > 0:
-        torch.distributed.broadcast(tensor, group=mesh.tp_group, group_src=0)
+def whole_rows(own: Tensor, num_rows: Sequence[int], widths: Sequence[int], mesh: Mesh) -> Tensor:
+    """own [R, v], this rank's columns of all rows -> [r, V], all columns of this rank's rows.
+
+    num_rows: r of each rank, which have the rows in this order. widths: v of each rank.
+    """
+    sizes = [num_rows[mesh.tp_rank] * width for width in widths]
+    received = own.new_empty(sum(sizes))
+    sent = [num * own.shape[1] for num in num_rows]
+    torch.distributed.all_to_all_single(received, own.flatten(), sizes, sent, group=mesh.tp_group)
+    parts = zip(torch.split(received, sizes), widths, strict=True)
+    return torch.cat([part.view(num_rows[mesh.tp_rank], width) for part, width in parts], dim=1)
+
+
+def gather_rows(own: Tensor, num_rows: Sequence[int], mesh: Mesh) -> Tensor:
+    """own [r, ...], this rank's rows -> [R, ...], those of all ranks in their order. num_rows: r of each rank."""
+    padded = own.new_zeros((max(num_rows), *own.shape[1:]))
+    padded[: len(own)] = own
+    return torch.cat([rows[:num] for rows, num in zip(gather_shards(padded, mesh), num_rows, strict=True)])
 
 
 def gather_shards(own: Tensor, mesh: Mesh) -> Tensor:

@@ -27,6 +27,11 @@ class ChosenRows:
         """Which of the A are among the rows from `first_row` on: found without waiting for the device."""
         return slice(*np.searchsorted(self.on_host, (first_row, first_row + num_rows)).tolist())
 
+    def cut(self, first_row: int, num_rows: int) -> "ChosenRows":
+        """Those among the rows from `first_row` on, as indices into these."""
+        own = self.within(first_row, num_rows)
+        return ChosenRows(self.on_host[own] - first_row, self.on_device[own] - first_row)
+
     def index_of_row(self, num_rows: int) -> Tensor:
         """Each row's index among the chosen ones, or -1: int32 [R = num_rows], on the device."""
         rows = self.on_device

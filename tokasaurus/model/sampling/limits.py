@@ -13,7 +13,7 @@ from tokasaurus.model.staging.staging import Staging
 
 # R rows that sample, V vocabulary, C of its tokens
 
-MOST_CANDIDATES = 1024
+_MOST_CANDIDATES = 1024
 """Most likely tokens to which a CPU applies limits first; it sorts the vocabulary only if these do not suffice."""
 
 
@@ -53,18 +53,18 @@ def outside_limits(adjusted: Tensor, params: ParamColumns, in_use: LimitsInUse) 
     vocab_size = adjusted.shape[1]
     if not in_use.any_top_p:
         ordered = probabilities.topk(min(max(in_use.largest_top_k, 1), vocab_size), dim=-1).values
-        return probabilities < smallest_before_top_p(ordered, params)
+        return probabilities < _smallest_before_top_p(ordered, params)
     smallest = None
     if adjusted.device.type == "cpu":  # Elsewhere, the host would wait to see whether some candidates suffice.
-        ordered = probabilities.topk(min(MOST_CANDIDATES, vocab_size), dim=-1).values
-        if ordered.shape[1] == vocab_size or suffices(ordered, params):
-            smallest = smallest_inside(ordered, params)
+        ordered = probabilities.topk(min(_MOST_CANDIDATES, vocab_size), dim=-1).values
+        if ordered.shape[1] == vocab_size or _suffices(ordered, params):
+            smallest = _smallest_inside(ordered, params)
     if smallest is None:
-        smallest = smallest_inside(probabilities.sort(dim=-1, descending=True).values, params)
+        smallest = _smallest_inside(probabilities.sort(dim=-1, descending=True).values, params)
     return probabilities < smallest
 
 
-def smallest_before_top_p(ordered: Tensor, params: ParamColumns) -> Tensor:
+def _smallest_before_top_p(ordered: Tensor, params: ParamColumns) -> Tensor:
     """The least probability inside min_p and top_k, float32 [R, 1].
 
     ordered: float32 [R, C], the C largest probabilities, in descending order: all, or as many as the largest top_k.
@@ -75,25 +75,25 @@ def smallest_before_top_p(ordered: Tensor, params: ParamColumns) -> Tensor:
     return torch.where(top_k > 0, smallest.maximum(kth), smallest)
 
 
-def suffices(ordered: Tensor, params: ParamColumns) -> bool:
+def _suffices(ordered: Tensor, params: ParamColumns) -> bool:
     """Whether the C < V most likely tokens of each row include all tokens inside its limits. Waits for the answer.
 
-    ordered: float32 [R, C], as in smallest_inside.
+    ordered: float32 [R, C], as in _smallest_inside.
     """
-    smallest = smallest_before_top_p(ordered, params)
+    smallest = _smallest_before_top_p(ordered, params)
     sums = torch.where(ordered >= smallest, ordered, 0).cumsum(dim=-1)[:, -1:]
     top_p = params["top_p"].unsqueeze(1)
     reaches_on = torch.where(smallest == 0, sums < top_p, ordered[:, -1:] >= smallest)
     return not bool((reaches_on | (params["top_k"].unsqueeze(1) >= ordered.shape[1])).any())
 
 
-def smallest_inside(ordered: Tensor, params: ParamColumns) -> Tensor:
+def _smallest_inside(ordered: Tensor, params: ParamColumns) -> Tensor:
     """The least probability inside all limits, float32 [R, 1].
 
     ordered: float32 [R, C], the C largest probabilities, in descending order: all, or as many as suffice.
     """
     top_p = params["top_p"].unsqueeze(1)
-    smallest = smallest_before_top_p(ordered, params)
+    smallest = _smallest_before_top_p(ordered, params)
     left = torch.where(ordered >= smallest, ordered, 0)
     sums = left.cumsum(dim=-1)
     # If all tokens remain before top_p, they sum to 1: the least likely ones need not be read.

@@ -1,7 +1,7 @@
 """Logit biases and penalties: store them per slot and apply them to rows of logits."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -57,6 +57,23 @@ class RuledRows:
 
     bias_values: Tensor
     """float32 [biases]."""
+
+    def cut(self, first_row: int, num_rows: int) -> "RuledRows | None":
+        """Those of the rows from `first_row` on, but with all biases; None if there are none."""
+        own = self.rows.within(first_row, num_rows)
+        if own.start == own.stop:
+            return None
+        ends = slice(own.start, own.stop + 1)
+        # In memory of their own: Triton compiles a kernel again for an address that is aligned otherwise.
+        return replace(
+            self,
+            rows=self.rows.cut(first_row, num_rows),
+            block_tables=self.block_tables[own].clone(),
+            lengths=self.lengths[own].clone(),
+            num_request_tokens=self.num_request_tokens[own].clone(),
+            bias_starts=self.bias_starts[ends],
+            device_bias_starts=self.device_bias_starts[ends].clone(),
+        )
 
 
 class SlotRules:
@@ -146,10 +163,10 @@ class SlotRules:
 _NO_BIAS = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32)
 
 
-def change_logits(logits: Tensor, rules: RuledRows, params: ParamColumns, first_row: int, first_id: int = 0) -> None:
+def change_logits(logits: Tensor, rules: RuledRows, params: ParamColumns, first_row: int) -> None:
     """Apply the rules to logits, float32 [r, V], in place: these are the rows of a step from `first_row` on.
 
-    params: [r], of the same rows. first_id: the token id of the first logit; rules of others are left out.
+    params: [r], of the same rows.
     """
     own = rules.rows.within(first_row, len(logits))
     if own.start == own.stop:
@@ -161,15 +178,14 @@ def change_logits(logits: Tensor, rules: RuledRows, params: ParamColumns, first_
     some = slice(first_bias, last_bias)
     counts = rules.device_bias_starts[own.start : own.stop + 1].diff()
     biased = torch.repeat_interleave(counts, output_size=last_bias - first_bias)
-    ids, is_here = _within(rules.bias_ids[some].long() - first_id, logits.shape[1])
-    changed.index_put_((biased, ids), rules.bias_values[some].masked_fill(~is_here, 0), accumulate=True)
+    changed.index_put_((biased, rules.bias_ids[some].long()), rules.bias_values[some], accumulate=True)
 
     kv_indices = rules.block_tables[own].long().unsqueeze(2) * rules.page_size + torch.arange(
         rules.page_size, device=device
     )
-    tokens, is_here = _within(rules.tokens[kv_indices.flatten(1)].long() - first_id, logits.shape[1])
+    tokens = rules.tokens[kv_indices.flatten(1)].long()
     positions = torch.arange(tokens.shape[1], device=device)
-    is_there = is_here & (positions < rules.lengths[own].unsqueeze(1))
+    is_there = positions < rules.lengths[own].unsqueeze(1)
     is_generated = is_there & (positions >= rules.num_request_tokens[own].unsqueeze(1))
     counts = torch.zeros_like(changed).scatter_add_(1, tokens, is_generated.float())
     is_seen = torch.zeros_like(changed).scatter_add_(1, tokens, is_there.float()) > 0
@@ -178,8 +194,3 @@ def change_logits(logits: Tensor, rules: RuledRows, params: ParamColumns, first_
     )
     changed = torch.where(is_seen, torch.where(changed > 0, changed / repetition, changed * repetition), changed)
     logits[rows] = changed - frequency * counts - presence * (counts > 0)
-
-
-def _within(ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """ids: int64 -> the same with valid indices only, and whether they were valid: from 0 on, less than count."""
-    return ids.clamp(0, count - 1), (ids >= 0) & (ids < count)

@@ -1,7 +1,7 @@
 """Sample tokens from logits, and compute their log-probabilities."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +61,22 @@ class SamplingRows:
 
     masks: DeviceMasks | None = None
     """None if every row may draw any token."""
+
+    def cut(self, first_row: int, num_rows: int) -> "SamplingRows":
+        """The rows from `first_row` on, in memory of their own."""
+        own, place = slice(first_row, first_row + num_rows), (first_row, num_rows)
+        limited = None if self.limited is None else self.limited.cut(*place)
+        top = None if self.top is None else replace(self.top, rows=self.top.rows.cut(*place))
+        return replace(
+            self,
+            params=self.params[own],
+            device_params=self.device_params[own].clone(),
+            noise_keys=self.noise_keys[own].clone(),
+            limited=None if limited is None or not len(limited.on_host) else limited,
+            rules=None if self.rules is None else self.rules.cut(*place),
+            top=None if top is None or not len(top.rows.on_host) else top,
+            masks=None if self.masks is None else self.masks.cut(*place),
+        )
 
 
 class Sampled(NamedTuple):

@@ -1,35 +1,28 @@
 """Sampling by tensor-parallel ranks, each of which has the logits of its own range of token ids.
 
-No rank sees all logits. Each finds the best token of its shard, and all compare the few numbers that the ranks
-exchange: identical numbers, compared without rounding, so that all ranks choose the same tokens. Only rows with a top_p
-may need more: the ranks exchange the probabilities of these rows, first of the most likely tokens, then of all.
+Without limits, rules and masks, each rank finds the best token of its shard, and all compare the few numbers that they
+exchange: identical numbers, compared without rounding, so that all choose the same tokens. Otherwise, the ranks divide
+the rows: each gets the whole logits of its own rows, samples these as one process does, and all exchange the results.
 """
 
-# R rows that sample, V vocabulary, v tokens of this rank's shard, K candidates, F tokens with prompt log-probabilities
+# R rows that sample, r of them of this rank, V vocabulary, v tokens of this rank's shard, A rows with top-k logprobs,
+# K of their tokens, F tokens with prompt log-probabilities
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.parallel.mesh import Mesh
-from tokasaurus.model.parallel.tensor_parallel import copy_from_first, gather_shards, sum_over_shards
-from tokasaurus.model.sampling.limits import (
-    MOST_CANDIDATES,
-    LimitsInUse,
-    limits_in_use,
-    smallest_before_top_p,
-    smallest_inside,
-    suffices,
-)
-from tokasaurus.model.sampling.logit_rules import change_logits
+from tokasaurus.model.parallel.tensor_parallel import gather_rows, gather_shards, sum_over_shards, whole_rows
 from tokasaurus.model.sampling.noise import gumbel_noise_of, keys_of_shard
-from tokasaurus.model.sampling.params import ParamColumns, columns_of
+from tokasaurus.model.sampling.params import columns_of
 from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs
 from tokasaurus.model.sampling.sample import Sampled, SamplingRows, TopRows, chunks_of, sample
-from tokasaurus.model.sampling.token_masks import masked_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +32,14 @@ class VocabularyShard:
     first_id: int
     vocab_size: int
     """V, of all ranks."""
+    widths: tuple[int, ...]
+    """Token ids of each rank."""
     mesh: Mesh
 
     @classmethod
     def of(cls, mesh: Mesh, vocab_size: int) -> "VocabularyShard":
-        return cls(mesh.vocab_shard(vocab_size)[0], vocab_size, mesh)
+        widths = (replace(mesh, tp_rank=rank).vocab_shard(vocab_size)[1] for rank in range(mesh.tp_size))
+        return cls(mesh.vocab_shard(vocab_size)[0], vocab_size, tuple(widths), mesh)
 
 
 def sample_shards(logits: Tensor, rows: SamplingRows, shard: VocabularyShard, kernels: Kernels | None) -> Sampled:
@@ -51,13 +47,17 @@ def sample_shards(logits: Tensor, rows: SamplingRows, shard: VocabularyShard, ke
     if not len(logits):
         return sample(logits, rows, kernels)
     if rows.rules is None and rows.masks is None and rows.limited is None:
-        scores, ids = _best_of_plain_rows(logits, rows, shard, kernels)
-    else:
-        scores, ids = _best_of_rows(logits, rows, shard)
+        return _sample_plain_rows(logits, rows, shard, kernels)
+    return _sample_own_rows(logits, rows, shard, kernels)
+
+
+def _sample_plain_rows(logits: Tensor, rows: SamplingRows, shard: VocabularyShard, kernels: Kernels | None) -> Sampled:
+    """sample_shards, for rows without limits, rules and masks."""
+    scores, ids = _best_of_shard(logits, rows, shard, kernels)
     is_bad = ~(logits.amax(dim=-1) < torch.inf)  # amax is NaN if a logit is
     own = [scores, ids, is_bad]
     if rows.any_logprobs:
-        chosen = logits.gather(1, (ids - shard.first_id).clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
+        chosen = logits.gather(1, (ids - shard.first_id).unsqueeze(1)).squeeze(1)
         own += [chosen, _normalizers(logits)]
     # float64 holds float32 values and token ids exactly.
     shards = gather_shards(torch.stack([values.double() for values in own]), shard.mesh)  # [ranks, numbers, R]
@@ -73,11 +73,11 @@ def sample_shards(logits: Tensor, rows: SamplingRows, shard: VocabularyShard, ke
     return Sampled(tokens, (best[3] - normalizers).float(), *top)
 
 
-def _best_of_plain_rows(
+def _best_of_shard(
     logits: Tensor, rows: SamplingRows, shard: VocabularyShard, kernels: Kernels | None
 ) -> tuple[Tensor, Tensor]:
     """-> the scores of each row's best token on this rank, float32 [R], and its id in the whole vocabulary, int64 [R];
-    anything for rows with NaN or infinity."""
+    any of this rank's for rows with NaN or infinity."""
     keys = keys_of_shard(rows.noise_keys, shard.first_id)
     drawn = sample(logits, replace(rows, noise_keys=keys, any_logprobs=False, top=None), kernels).tokens.clamp(min=0)
     temperatures = columns_of(rows.device_params)["temperature"]
@@ -87,77 +87,32 @@ def _best_of_plain_rows(
     return scores, drawn + shard.first_id
 
 
-def _best_of_rows(logits: Tensor, rows: SamplingRows, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """As _best_of_plain_rows, with rules, masks and limits."""
-    keys, parts = keys_of_shard(rows.noise_keys, shard.first_id), []
-    for chunk in chunks_of(len(logits)):
-        params = columns_of(rows.device_params[chunk])
-        temperatures = params["temperature"].unsqueeze(1)
-        adjusted = logits[chunk].to(torch.float32, copy=True)
-        if rows.rules is not None:
-            change_logits(adjusted, rows.rules, params, chunk.start, shard.first_id)
-        masked = None
-        if rows.masks is not None:
-            masked = masked_rows(rows.masks, adjusted, chunk.start, shard.first_id)
-        if masked is not None:
-            masked.forbid(adjusted)
-        adjusted /= torch.where(temperatures > 0, temperatures, 1)
-        _mask_outside(adjusted, rows, chunk.start, shard)
-        noise = gumbel_noise_of(keys[chunk], torch.arange(logits.shape[1], device=logits.device))
-        adjusted += noise.masked_fill_(temperatures == 0, 0)
-        scores, drawn = adjusted.max(dim=-1)
-        if masked is not None:
-            masked.correct(drawn)
-            # A rank without any allowed token must not win with a token that is forbidden.
-            has_none = torch.zeros_like(drawn, dtype=torch.bool)
-            has_none[masked.rows] = ~masked.is_allowed.any(dim=1)
-            drawn = torch.where(has_none, shard.vocab_size, drawn)
-        parts.append((scores, drawn + shard.first_id))
-    scores, ids = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return scores, ids
-
-
-def _mask_outside(adjusted: Tensor, rows: SamplingRows, first_row: int, shard: VocabularyShard) -> None:
-    """As in sample.py, for this rank's adjusted logits [r, v]."""
-    if rows.limited is None:
-        return
-    own = rows.limited.within(first_row, len(adjusted))
-    if own.start == own.stop:
-        return
-    indices = rows.limited.on_device[own]
-    some = adjusted[indices - first_row]
-    in_use = limits_in_use(rows.params[rows.limited.on_host[own]])
-    normalizers = gather_shards(_normalizers(some), shard.mesh).logsumexp(dim=0)
-    probabilities = (some - normalizers.unsqueeze(1)).exp()
-    smallest = _smallest_of_shards(probabilities, columns_of(rows.device_params[indices]), in_use, shard)
-    adjusted[indices - first_row] = some.masked_fill_(probabilities < smallest, -torch.inf)
-
-
-def _smallest_of_shards(
-    probabilities: Tensor, params: ParamColumns, in_use: LimitsInUse, shard: VocabularyShard
-) -> Tensor:
-    """The least probability inside all limits, float32 [r, 1], the same on every rank. probabilities: [r, v]."""
-    count = max(in_use.largest_top_k, 1)
-    if in_use.any_top_p:
-        # Not on other devices: the host would wait to see whether some candidates suffice.
-        count = max(count, MOST_CANDIDATES) if probabilities.device.type == "cpu" else shard.vocab_size
-    count = min(count, shard.vocab_size)
-    ordered = _largest_of_shards(probabilities, count, shard)
-    if not in_use.any_top_p:
-        return smallest_before_top_p(ordered, params)
-    is_enough = torch.ones(1, dtype=torch.int32, device=probabilities.device)
-    if count < shard.vocab_size:
-        is_enough.fill_(suffices(ordered, params))
-        copy_from_first(is_enough, shard.mesh)  # or one rank might wait for another that goes on
-    if not bool(is_enough):
-        ordered = _largest_of_shards(probabilities, shard.vocab_size, shard)
-    return smallest_inside(ordered, params)
-
-
-def _largest_of_shards(values: Tensor, count: int, shard: VocabularyShard) -> Tensor:
-    """values [r, v] -> the `count` largest of all ranks, [r, count], in descending order, on every rank."""
-    candidates = gather_shards(_padded_top(values, count, shard)[0], shard.mesh)
-    return candidates.transpose(0, 1).flatten(1).topk(count, dim=-1).values
+def _sample_own_rows(logits: Tensor, rows: SamplingRows, shard: VocabularyShard, kernels: Kernels | None) -> Sampled:
+    """sample_shards, for any rows."""
+    mesh = shard.mesh
+    ends = [len(logits) * rank // mesh.tp_size for rank in range(mesh.tp_size + 1)]
+    num_rows = [end - start for start, end in itertools.pairwise(ends)]  # of each rank
+    whole = whole_rows(logits, num_rows, shard.widths, mesh)
+    sampled = None
+    if len(whole):
+        sampled = sample(whole, rows.cut(ends[mesh.tp_rank], len(whole)), kernels)
+    numbers = logits.new_zeros((len(whole), 2), dtype=torch.float64)  # which holds float32 and token ids exactly
+    if sampled is not None:
+        numbers[:, 0] = sampled.tokens
+        if sampled.logprobs is not None:
+            numbers[:, 1] = sampled.logprobs
+    tokens, logprobs = gather_rows(numbers, num_rows, mesh).unbind(1)
+    if not rows.any_logprobs:
+        return Sampled(tokens.long())
+    if rows.top is None:
+        return Sampled(tokens.long(), logprobs.float())
+    counts = np.searchsorted(rows.top.rows.on_host, ends)  # A of rows before each rank's
+    num_top = np.diff(counts).tolist()
+    best = logits.new_zeros((num_top[mesh.tp_rank], 2, rows.top.count), dtype=torch.float64)
+    if sampled is not None and sampled.top_ids is not None and sampled.top_logprobs is not None:
+        best[:, 0], best[:, 1] = sampled.top_ids, sampled.top_logprobs
+    top_ids, top_logprobs = gather_rows(best, num_top, mesh).unbind(1)
+    return Sampled(tokens.long(), logprobs.float(), top_ids.int(), top_logprobs.float())
 
 
 def _padded_top(values: Tensor, count: int, shard: VocabularyShard) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,13 @@ class DeviceMasks(NamedTuple):
     bits: Tensor
     """int32 [A, words], the bits of TokenMasks."""
 
+    def cut(self, first_row: int, num_rows: int) -> "DeviceMasks | None":
+        """Those of the rows from `first_row` on, in memory of their own; None if there are none."""
+        own = self.rows.within(first_row, num_rows)
+        if own.start == own.stop:
+            return None
+        return DeviceMasks(self.rows.cut(first_row, num_rows), self.bits[own].clone())
+
 
 def stage_masks(masks: TokenMasks, staging: Staging) -> DeviceMasks:
     """The masks are on the device once `staging` has sent them."""
@@ -59,16 +66,13 @@ class MaskedRows(NamedTuple):
         tokens[self.rows] = torch.where(self.is_allowed.gather(1, drawn), drawn, first).squeeze(1)
 
 
-def masked_rows(masks: DeviceMasks, logits: Tensor, first_row: int, first_id: int = 0) -> MaskedRows | None:
+def masked_rows(masks: DeviceMasks, logits: Tensor, first_row: int) -> MaskedRows | None:
     """The rows with a mask among logits [rows, V], which are the rows of a step from `first_row` on; None if there are
-    none.
-
-    first_id: the token id of the first logit.
-    """
+    none."""
     num_rows, num_logits = logits.shape
     own = masks.rows.within(first_row, num_rows)
     if own.start == own.stop:
         return None
     shifts = torch.arange(_BITS, dtype=torch.int32, device=logits.device)
-    is_allowed = ((masks.bits[own].unsqueeze(2) >> shifts) & 1).bool().flatten(1)[:, first_id : first_id + num_logits]
+    is_allowed = ((masks.bits[own].unsqueeze(2) >> shifts) & 1).bool().flatten(1)[:, :num_logits]
     return MaskedRows(masks.rows.on_device[own] - first_row, is_allowed)

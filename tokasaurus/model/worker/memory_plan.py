@@ -298,6 +298,8 @@ def _largest_forward(info: ModelInfo, mesh: Mesh, shape: KVShape, sizes: Sizes) 
     reason = f"{num_tokens:,} tokens x {widest:,} x {item} B of a layer"
     if mesh.is_last_stage:
         num_rows = min(max(sizes.max_seqs_per_forward, LOGPROBS_AT_ONCE), num_tokens)
+        if mesh.tp_size > 1:  # a rank's logits of all rows, and those of all tokens of its rows as received and joined
+            num_rows = 3 * -(-num_rows // mesh.tp_size)
         num_ruled = min(num_rows, ruled_rows_at_once(info.vocab_size))
         num_bytes += (num_rows * item + num_ruled * 8) * info.vocab_size
         reason += f" + {info.vocab_size:,} logits x ({num_rows:,} rows x {item} B + {num_ruled:,} with penalties x 8 B)"

@@ -141,15 +141,17 @@ def warm_up(runner: ModelRunner, limits: ForwardLimits, page_size: int, is_conte
 def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInput]:
     """A small forward of each kind; run each before taking the next.
 
-    With every sampling feature: prefill with prompt logprobs, then decode. The same prefill without masks, and one with
-    masks alone: Triton compiles a variant of a kernel for each. With none: prefill, decode together with prefill,
-    decode in a prefix group, and a single token, in case a compiler treats a size of 1 specially.
+    With every sampling feature: prefill with prompt logprobs, then decode. The same prefill without masks, one with
+    limits alone, and one with masks alone: Triton compiles a variant of a kernel for each. With none: prefill, decode
+    together with prefill, decode in a prefix group, and a single token, in case a compiler treats a size of 1
+    specially.
     """
     num_rows = min(_SMALL_ROWS, limits.max_seqs, limits.max_tokens)
     num_tokens = np.full(num_rows, min(_SMALL_TOKENS, limits.max_tokens // num_rows, limits.context_length), np.int32)
     start = np.zeros(num_rows, np.int32)
     prefill = _first_step(num_tokens, start, limits)
     yield replace(prefill, masks=None)
+    yield _with_limits_alone(prefill)
     yield replace(_first_step(num_tokens, start, limits, is_plain=True), masks=prefill.masks)
     yield _with_prompt_logprobs(prefill, limits)
     if limits.context_length > num_tokens[0]:
@@ -163,6 +165,13 @@ def small_forwards(limits: ForwardLimits, page_size: int) -> Iterator[ForwardInp
         groups = PrefixGroups(np.array([num_rows], np.int32), np.ones(1, np.int32))
         yield replace(decode_after(after_block), groups=groups)
     yield single_token(limits)
+
+
+def _with_limits_alone(step: ForwardInput) -> ForwardInput:
+    """`step`, which opens slots, without masks and rules. Tensor-parallel ranks then sample whole rows of logits."""
+    opened = step.changes.opened
+    assert opened is not None
+    return replace(step, masks=None, changes=replace(step.changes, opened=replace(opened, rules=None)))
 
 
 def warm_up_small(runner: ModelRunner, limits: ForwardLimits, page_size: int) -> WarmUpTimes:

@@ -23,13 +23,14 @@ from tokasaurus.model.sampling.prompt_logprobs import TokenLogprobs
 from tokasaurus.model.sampling.sample import SamplingRows
 from tokasaurus.model.sampling.shards import VocabularyShard, fill_token_logprobs_of_shards, sample_shards
 
-NUM_ROWS = 70  # more than plain torch samples together
+NUM_ROWS = 140  # so that each of two ranks has more than plain torch samples together; not divided by 3
 
 
 class Case(NamedTuple):
     """What the rows of a batch want; rows without it are beside them."""
 
     name: str
+    num_rows: int = NUM_ROWS
     vocab_size: int = 331  # divided by neither 2 nor 3
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.3)
     limits: tuple[dict[str, float], ...] = ({},)
@@ -46,6 +47,17 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     has_prompt: bool = False
     """Whether prompt logprobs are computed from the logits too."""
+    first_row: int = 0
+    """The first with rules, masks and top logprobs."""
+
+    @property
+    def top_rows(self) -> range:
+        return range(self.first_row, self.num_rows, 3)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no row has limits, rules or a mask."""
+        return not (self.has_rules or self.has_masks or any(self.limits))
 
 
 CASES = [
@@ -64,6 +76,12 @@ CASES = [
     Case("rules", has_rules=True, num_top=3),
     Case("masks", has_masks=True),
     Case("everything", limits=({}, {"top_p": 0.8}, {"top_k": 9}), has_rules=True, has_masks=True, num_top=4),
+    Case("bad rows with limits", limits=({}, {"top_p": 0.8}), has_bad_rows=True),
+    Case("limits, without logprobs", limits=({}, {"top_k": 4}), any_logprobs=False),
+    Case("greedy rules", temperatures=(0.0,), has_rules=True, any_logprobs=False),
+    Case("last rows", limits=({},), has_rules=True, has_masks=True, num_top=2, first_row=NUM_ROWS - 4),
+    Case("one row", num_rows=1, limits=({"top_p": 0.8},), temperatures=(0.9,), num_top=3),
+    Case("two rows", num_rows=2, limits=({"top_p": 0.8},), has_rules=True, has_masks=True, num_top=3),
     Case("few tokens", vocab_size=3, limits=({}, {"top_k": 2}), has_prompt=True),
 ]
 
@@ -71,14 +89,14 @@ CASES = [
 def make_case(case: Case) -> tuple[Tensor, SamplingRows]:
     """Whole logits and their rows."""
     rng = np.random.default_rng(len(case.name))
-    vocab_size = case.vocab_size
-    logits = torch.from_numpy(rng.normal(0, case.spread, (NUM_ROWS, vocab_size)).astype(np.float32)).to(case.dtype)
+    vocab_size, num_rows = case.vocab_size, case.num_rows
+    logits = torch.from_numpy(rng.normal(0, case.spread, (num_rows, vocab_size)).astype(np.float32)).to(case.dtype)
     if case.has_ties:
         logits = logits.round()
-    keys = noise_keys(rng.integers(0, 2**63, NUM_ROWS).tolist(), [1] * NUM_ROWS, list(range(5, 5 + NUM_ROWS)))
-    temperatures = [case.temperatures[row % len(case.temperatures)] for row in range(NUM_ROWS)]
-    rows = make_rows(temperatures, [1.0] * NUM_ROWS, keys)
-    limits = [case.limits[row % len(case.limits)] for row in range(NUM_ROWS)]
+    keys = noise_keys(rng.integers(0, 2**63, num_rows).tolist(), [1] * num_rows, list(range(5, 5 + num_rows)))
+    temperatures = [case.temperatures[row % len(case.temperatures)] for row in range(num_rows)]
+    rows = make_rows(temperatures, [1.0] * num_rows, keys)
+    limits = [case.limits[row % len(case.limits)] for row in range(num_rows)]
     defaults = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     columns = {name: np.array([own.get(name, usual) for own in limits]) for name, usual in defaults.items()}
     rows = with_params(rows, **columns)
@@ -86,21 +104,24 @@ def make_case(case: Case) -> tuple[Tensor, SamplingRows]:
         logits[3, 300], logits[8, 2], logits[9] = torch.nan, torch.inf, -torch.inf
         logits[11, :200] = -torch.inf
     if case.has_masks:
-        allowed = {row: rng.random(vocab_size) < 0.1 for row in range(1, NUM_ROWS, 2)}
-        allowed[5] = np.arange(vocab_size) == vocab_size - 1
-        allowed[7] = np.arange(vocab_size) == 0
+        allowed = {row: rng.random(vocab_size) < 0.1 for row in range(case.first_row | 1, num_rows, 2)}
+        if 7 in allowed:
+            allowed[5] = np.arange(vocab_size) == vocab_size - 1
+            allowed[7] = np.arange(vocab_size) == 0
+            logits[5] = -torch.inf  # all that is allowed is forbidden too: the token is an allowed one all the same
+            logits[5, 0] = 1
         rows = rows_with(rows, masks=staged_masks(allowed))
-        logits[5] = -torch.inf  # all that is allowed is forbidden too: the token is an allowed one all the same
-        logits[5, 0] = 1
     if case.has_rules:
-        contexts = {slot: rng.integers(0, vocab_size, 50).tolist() for slot in range(1, NUM_ROWS + 1)}
-        state = Contexts(contexts, NUM_ROWS + 1)
+        contexts = {slot: rng.integers(0, vocab_size, 50).tolist() for slot in range(1, num_rows + 1)}
+        state = Contexts(contexts, num_rows + 1)
         biases = ((0, 9.0, ALWAYS), (vocab_size - 1, 8.0, ALWAYS), (vocab_size // 2, -np.inf, ALWAYS))
-        by_slot = {slot: Rule(20, 1.5, 0.5, 1.4, biases[slot % 3 :]) for slot in contexts if slot % 4}
+        by_slot = {
+            slot: Rule(20, 1.5, 0.5, 1.4, biases[slot % 3 :]) for slot in contexts if slot % 4 and slot > case.first_row
+        }
         state.open(list(contexts), by_slot)
         rows = state.with_rules(rows, list(contexts))
     if case.num_top:
-        rows = rows_with(rows, top=top_rows(range(0, NUM_ROWS, 3), case.num_top))
+        rows = rows_with(rows, top=top_rows(case.top_rows, case.num_top))
     return logits, rows_with(rows, any_logprobs=case.any_logprobs)
 
 
@@ -145,17 +166,18 @@ def counted_bytes() -> Iterator[Callable[[], int]]:
     """Yields a function that tells how many bytes this rank has put into collectives so far."""
     sent: list[int] = []
 
-    def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*tensors: Any, **options: Any) -> Any:
-            sent.append(tensors[-1].numel() * tensors[-1].itemsize)  # the last one is this rank's own
-            return collective(*tensors, **options)
+    def counting(collective: Callable[..., Any], place_of_own: int) -> Callable[..., Any]:
+        def count(*arguments: Any, **options: Any) -> Any:
+            own = arguments[place_of_own]
+            sent.append(own.numel() * own.itemsize)
+            return collective(*arguments, **options)
 
         return count
 
     with ExitStack() as stack:
-        for name in (tensor_parallel.GATHER, "all_reduce", "broadcast"):
+        for name, place in {tensor_parallel.GATHER: 1, "all_to_all_single": 1, "all_reduce": 0}.items():
             real = getattr(torch.distributed, name)
-            stack.enter_context(unittest.mock.patch.object(torch.distributed, name, counting(real)))
+            stack.enter_context(unittest.mock.patch.object(torch.distributed, name, counting(real, place)))
         yield lambda: sum(sent)
 
 
@@ -177,7 +199,9 @@ def run_ranks(
     for _, sender in pipes:
         sender.close()  # so that a rank that fails ends the wait for its answer
     try:
-        return [[receiver.recv() for _ in range(num_answers)] for receiver, _ in pipes]
+        # In turns: a rank whose pipe is full would let the others wait.
+        answers = [[receiver.recv() for receiver, _ in pipes] for _ in range(num_answers)]
+        return [list(of_rank) for of_rank in zip(*answers, strict=True)]
     finally:
         for process in processes:
             process.kill()
