@@ -106,8 +106,7 @@ def test_what_fails_is_left_out_with_one_line_or_refused_by_name(
 ) -> None:
     flashinfer_double.install(monkeypatch)
     on_cuda = KVShape(2, 8, 2, 64, 16, torch.float32, torch.device("cuda", 0))
-    monkeypatch.setattr("shutil.which", lambda _name: None)
-    monkeypatch.setattr(Path, "exists", lambda _path: False)
+    monkeypatch.setattr("tokasaurus.model.attention.choose.missing_tools", lambda _environment: ["nvcc", "ninja"])
 
     def broken(_shape: KVShape, _max_graph_rows: int) -> AttentionBackend:
         if fault == "raises":

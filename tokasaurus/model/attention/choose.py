@@ -2,17 +2,16 @@
 
 import logging
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
 from tokasaurus.model.attention.cpu import CpuBackend, why_unfit
+from tokasaurus.model.attention.flashinfer_tools import missing_tools
 from tokasaurus.model.attention.reference import ReferenceBackend
 from tokasaurus.model.attention.torch_backend import TorchBackend
 from tokasaurus.model.cpu.bindings import Kernels
@@ -128,7 +127,5 @@ def _advice(name: str) -> str:
     """How to get what is lost."""
     if name != "flashinfer":
         return ""
-    homes = (os.environ.get("CUDA_HOME"), "/usr/local/cuda")
-    has_nvcc = any(home and Path(home, "bin", "nvcc").exists() for home in homes)
-    missing = [tool for tool in ("nvcc", "ninja") if shutil.which(tool) is None and not (tool == "nvcc" and has_nvcc)]
+    missing = missing_tools(os.environ)
     return f" (its kernels are compiled by {' and '.join(missing)}, which must be installed)" if missing else ""

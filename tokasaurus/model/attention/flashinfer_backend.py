@@ -7,6 +7,7 @@ base 2; our own kernel merges, in float32.
 
 import importlib.util
 import math
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from tokasaurus.model.attention.backend import BlockLists, KVShape, PagedLayout, PagedPart, as_stored
 from tokasaurus.model.attention.flashinfer_recorded import FixedMemory, plan_bytes
+from tokasaurus.model.attention.flashinfer_tools import provide_tools
 from tokasaurus.model.attention.shared_prefix import merge_partial
 from tokasaurus.model.staging.packed import RING_SIZE
 from tokasaurus.model.staging.staging import DirectStaging
@@ -90,6 +92,7 @@ class _WrapperSet:
 
 
 def load_library() -> Library:
+    provide_tools(os.environ)
     import flashinfer
 
     return cast(Library, flashinfer)

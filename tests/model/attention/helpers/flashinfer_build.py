@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from tokasaurus.model.attention.flashinfer_tools import find_cuda
 
 ROOT = Path(__file__).parents[4]
 PACKAGES = ROOT / ".venv-flashinfer"
@@ -43,19 +44,6 @@ class Module:
     def short_name(self) -> str:
         kind, dtype, head_dim = _NAME.match(self.name).groups()  # type: ignore[union-attr]
         return f"{kind} {dtype} head size {head_dim} ({', '.join(dict.fromkeys(self.heads))})"
-
-
-def find_cuda(environment: Mapping[str, str], default: Path = Path("/usr/local")) -> Path | None:
-    """The toolkit: a directory with nvcc and the runtime's headers. FlashInfer itself looks only at CUDA_HOME and next
-    to the nvcc of PATH, which may be a script elsewhere."""
-    named = [Path(environment[name]) for name in ("CUDA_HOME", "CUDA_PATH") if environment.get(name)]
-    on_path = shutil.which("nvcc", path=environment.get("PATH", ""))
-    if on_path is not None:
-        named.append(Path(on_path).resolve().parents[1])
-    for directory in (*named, default / "cuda", *sorted(default.glob("cuda-*"), reverse=True)):
-        if (directory / "bin/nvcc").exists() and (directory / "include/cuda_runtime.h").exists():
-            return directory
-    return None
 
 
 def build_environment(cuda: Path, build: Path) -> dict[str, str]:
