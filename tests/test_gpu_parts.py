@@ -1,5 +1,6 @@
 """`python -m tests.gpu`: its parts, and what it does with tests that fail, hang or kill their process."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.__main__ import PART_NAMES
 from tests.gpu import __main__ as gpu
 from tests.gpu import part_runner
 from tests.gpu.part_runner import FAILED, INTERRUPTED, NO_TESTS, NOT_ALL_RUN, ROOT, PartResult, collect_part, run_part
@@ -172,6 +174,18 @@ def test_the_dry_run_of_a_part_works_alone(name: str, capfd: pytest.CaptureFixtu
     assert word == "tests"
 
 
+def test_the_commands_of_the_first_hour_exist() -> None:
+    """Those of docs/gpu.md: each part of the tests and of the measurements is in it once, and each file exists."""
+    section = (ROOT / "docs/gpu.md").read_text().partition("\n## The first hour\n")[2].partition("\n## ")[0]
+    commands = re.findall(r"^\| [^|]+ \| `([^`]+)` \| \d+ \|$", section, re.MULTILINE)
+    parts = [command.split()[2:4] for command in commands if command.startswith("python -m ")]
+    assert sorted(name for module, name in parts if module == "tests.gpu") == sorted(PARTS)
+    assert sorted(name for module, name in parts if module == "benchmarks.gpu") == sorted(PART_NAMES)
+    files = [word for command in commands for word in command.split() if word.endswith(".py")]
+    assert files
+    assert all((ROOT / file).exists() for file in files)
+
+
 def test_sigterm_ends_what_runs_and_says_what_did_not_run(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(
         "import time\ndef test_a(): pass\ndef test_b():\n    open('begun', 'w').close()\n    time.sleep(60)\n"
@@ -181,6 +195,7 @@ def test_sigterm_ends_what_runs_and_says_what_did_not_run(tmp_path: Path) -> Non
 import sys
 from pathlib import Path
 import torch
+from benchmarks.gpu.__main__ import PART_NAMES
 from tests.gpu import __main__ as gpu
 from tests.gpu.parts import TestFile
 torch.cuda.is_available = lambda: True

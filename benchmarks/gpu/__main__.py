@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.client import ServerError
-from benchmarks.gpu.models import LLAMA_1B, LLAMA_8B, TINY, ModelShape, num_bytes, write_model
+from benchmarks.gpu.models import LLAMA_1B, LLAMA_8B, TINY, ModelShape, num_bytes, write_config, write_model
 from benchmarks.gpu.parts import Sizes, run_part
 from benchmarks.own_server import own_server
 from benchmarks.report import machine_facts
@@ -52,6 +52,8 @@ ATTENTION_RUNS = (
 ATTENTION_SECONDS = 150.0
 """Time for attention alone; compiling FlashInfer's kernels takes most of it."""
 ATTENTION = "attention"
+CHECK = "check"
+CHECK_RUNS = (ServerRun(LLAMA_1B, (CHECK,)), ServerRun(LLAMA_8B, (CHECK,)))
 PROFILE = "profile"
 MODEL_PARTS: dict[str, tuple[ServerRun, ...]] = {
     PROFILE: (
@@ -69,7 +71,7 @@ MODEL_PARTS: dict[str, tuple[ServerRun, ...]] = {
     ),
     "8b": (ServerRun(LLAMA_8B, ("steps", "monkeys", "sharegpt")),),
 }
-PART_NAMES = (ATTENTION, *MODEL_PARTS)
+PART_NAMES = (CHECK, ATTENTION, *MODEL_PARTS)
 INTERRUPTED = 2
 """Exit code after SIGINT or SIGTERM."""
 
@@ -135,6 +137,29 @@ def measure(runs: Sequence[ServerRun], flags: Sequence[str], sizes: Sizes, resul
                 for part in pending:
                     results.add(run, part, "not run", time.monotonic() - started_s, reason="interrupted")
                 raise
+
+
+def measure_checks(runs: Sequence[ServerRun], flags: Sequence[str], results: Results, deadline_s: float) -> None:
+    """`toka check` for random weights of each shape: what computes wrongly or not at all is a failure."""
+    for run in runs:
+        started_s = time.monotonic()
+        timeout_s = max(1.0, deadline_s - started_s)
+        with tempfile.TemporaryDirectory() as directory:
+            write_config(Path(directory), run.shape)
+            command = [sys.executable, "-m", "tokasaurus", "check", f"model={directory}", *flags, "--json"]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+            except subprocess.TimeoutExpired:
+                results.add(run, CHECK, "failed", timeout_s, reason=f"it was not finished after {timeout_s:.0f} s")
+                continue
+        seconds = time.monotonic() - started_s
+        found = json.loads(done.stdout) if done.stdout.startswith("{") else {}
+        if done.returncode == 0:
+            results.add(run, CHECK, "measured", seconds, check=found)
+            continue
+        wrong = [f"{row['name']}: {row['failure']}" for row in found.get("results", ()) if row["failure"] is not None]
+        reason = "; ".join(wrong) or _last_line(done.stderr, done.returncode)
+        results.add(run, CHECK, "failed", seconds, reason=reason, check=found)
 
 
 def measure_attention(arguments: Sequence[str], results: Results, deadline_s: float) -> None:
@@ -274,6 +299,12 @@ def print_results(results: Results, console: Console) -> None:
 def _shown(part: dict[str, Any]) -> str:
     """Of a part that failed, the reason and what it had measured."""
     lines = [] if part["status"] == "measured" else [f"{part['status']}: {part['reason']}"]
+    if part.get("check"):
+        rows = part["check"]["results"]
+        lines.append(
+            f"{sum(row['failure'] is None for row in rows)} of {len(rows)} comparisons are right,"
+            f" {sum(row['seconds'] for row in rows):.1f} s beside loading and compiling"
+        )
     if "attention" in part:
         values = part["attention"]
         lines.append(
@@ -368,7 +399,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _measure_part(name: str, is_dry_run: bool, flags: Sequence[str], results: Results, deadline_s: float) -> None:
-    if name == ATTENTION:
+    if name == CHECK:
+        device = "cpu" if is_dry_run else "cuda"
+        runs = dict.fromkeys(tiny(CHECK_RUNS)) if is_dry_run else CHECK_RUNS
+        measure_checks(tuple(runs), [f"device={device}", *flags], results, deadline_s)
+    elif name == ATTENTION:
         arguments = ["--device=cpu", "--tiny"] if is_dry_run else ["--device=cuda"]
         measure_attention(arguments, results, deadline_s)
     elif is_dry_run:

@@ -74,8 +74,13 @@ def write_model(directory: Path, shape: ModelShape) -> None:
         file_of_weight |= dict.fromkeys(weights, filename)
     index = {"metadata": {}, "weight_map": file_of_weight}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    (directory / "config.json").write_text(json.dumps(_config(shape)))
+    write_config(directory, shape)
     write_byte_tokenizer(directory)
+
+
+def write_config(directory: Path, shape: ModelShape) -> None:
+    """The model's config.json alone. Raises OSError."""
+    (directory / "config.json").write_text(json.dumps(_config(shape)))
 
 
 def write_byte_tokenizer(directory: Path) -> None:

@@ -23,6 +23,7 @@ from benchmarks.own_server import child_pids, own_server
 PLAIN: list[str] = []
 SMALL = ["max_seqs_per_forward=8", "max_tokens_per_forward=256"]
 MEASURED = {
+    "check": [("check", PLAIN)],
     "attention": [("attention", PLAIN), ("attention", ["attention_backend=torch"])],
     "profile": [("profile", PLAIN), ("profile", ["torch_compile=F"])],
     "steps": [
@@ -50,6 +51,11 @@ def test_the_dry_run_of_a_part_works_alone(part: str, tmp_path: Path) -> None:
         assert row["status"] == "measured"
         CHECKS[row["part"]](row)
         assert (tmp_path / row.get("traces", ".")).is_dir()
+
+
+def check_check(row: dict[str, Any]) -> None:
+    assert {found["feature"] for found in row["check"]["results"]} >= {"attention: CpuBackend", "layers"}
+    assert not row["check"]["switched_off"]
 
 
 def check_attention(row: dict[str, Any]) -> None:
@@ -98,6 +104,7 @@ def check_sharegpt(row: dict[str, Any]) -> None:
 
 
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "check": check_check,
     "attention": check_attention,
     "profile": check_profile,
     "start": check_start,
@@ -186,6 +193,22 @@ def test_the_reason_of_a_failed_process_is_its_last_line(tmp_path: Path, monkeyp
     assert all("device string: nothing" in part["reason"] for part in results.parts)
 
 
+def test_what_a_check_finds_wrong_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what keeps it from running at all."""
+    right, wrong = ({"name": name, "failure": why, "seconds": 1.0} for name, why in (("a", None), ("b", "raises X")))
+    answers = [(1, json.dumps({"results": [right, wrong]}), "log"), (2, "", "more\ntoka check: no such flag\n")]
+
+    def answer(command: list[str], **_options: object) -> "subprocess.CompletedProcess[str]":
+        assert json.loads((Path(command[4].removeprefix("model=")) / "config.json").read_text())["vocab_size"] > 1000
+        return subprocess.CompletedProcess(command, *answers.pop(0))
+
+    monkeypatch.setattr(subprocess, "run", answer)
+    results = gpu.Results(tmp_path / "results.json", {})
+    gpu.measure_checks(gpu.CHECK_RUNS, ["device=cuda"], results, time.monotonic() + 60)
+    assert [part["reason"] for part in results.parts] == ["b: raises X", "toka check: no such flag"]
+    assert "1 of 2 comparisons are right, 2.0 s" in gpu._shown(results.parts[0])
+
+
 def test_rows_are_kept_of_a_process_that_is_too_late_or_fails() -> None:
     rows: list[dict[str, Any]] = []
     program = "import sys, time\nprint('{\"num_rows\": 1}', flush=True)\n"
@@ -199,7 +222,7 @@ def test_rows_are_kept_of_a_process_that_is_too_late_or_fails() -> None:
 def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["step"])
-    assert "attention, profile, steps, workloads, 8b" in capsys.readouterr().err
+    assert "check, attention, profile, steps, workloads, 8b" in capsys.readouterr().err
 
 
 def test_a_server_that_starts_too_slowly_is_ended(tmp_path: Path) -> None:
