@@ -102,17 +102,21 @@ def _sample_own_rows(logits: Tensor, rows: SamplingRows, shard: VocabularyShard,
         if sampled.logprobs is not None:
             numbers[:, 1] = sampled.logprobs
     tokens, logprobs = gather_rows(numbers, num_rows, mesh).unbind(1)
-    if not rows.any_logprobs:
-        return Sampled(tokens.long())
+    drawn = Sampled(_packed(tokens, torch.int64), _packed(logprobs, torch.float32) if rows.any_logprobs else None)
     if rows.top is None:
-        return Sampled(tokens.long(), logprobs.float())
+        return drawn
     counts = np.searchsorted(rows.top.rows.on_host, ends)  # A of rows before each rank's
     num_top = np.diff(counts).tolist()
     best = logits.new_zeros((num_top[mesh.tp_rank], 2, rows.top.count), dtype=torch.float64)
     if sampled is not None and sampled.top_ids is not None and sampled.top_logprobs is not None:
         best[:, 0], best[:, 1] = sampled.top_ids, sampled.top_logprobs
     top_ids, top_logprobs = gather_rows(best, num_top, mesh).unbind(1)
-    return Sampled(tokens.long(), logprobs.float(), top_ids.int(), top_logprobs.float())
+    return Sampled(*drawn[:2], _packed(top_ids, torch.int32), _packed(top_logprobs, torch.float32))
+
+
+def _packed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same numbers side by side in memory, in another dtype. `float()` keeps the gaps of a tensor of one number."""
+    return tensor.to(dtype, memory_format=torch.contiguous_format)
 
 
 def _padded_top(values: Tensor, count: int, shard: VocabularyShard) -> tuple[Tensor, Tensor]:

@@ -153,6 +153,8 @@ def run_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connection) -
             for kernels in (None, load_kernels()):
                 before = num_sent()
                 sampled = sample_shards(own.clone(), rows, shard, kernels)
+                for result in sampled:  # as results are packed for their copy from a device
+                    assert result is None or result.reshape(-1).view(torch.uint8) is not None
                 answers.send(([None if x is None else x.numpy() for x in sampled], num_sent() - before))
             if case.has_prompt:
                 computed = empty_logprobs(min(4, case.vocab_size))

@@ -10,6 +10,8 @@ import collections
 import os
 import tempfile
 import unittest.mock
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
+import torch.distributed
 from triton.runtime.interpreter import InterpretedFunction
 
 from tests.helpers.tiny_model import VOCAB_SIZE, save_tiny_model
@@ -29,6 +32,8 @@ from tests.model.helpers.sampling_rows import make_masks
 from tests.model.helpers.steps import StepDriver, make_runner
 from tokasaurus.model.attention import torch_backend
 from tokasaurus.model.execution.runner import ModelRunner
+from tokasaurus.model.parallel import tensor_parallel
+from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.sampling import logit_rules, sample
 from tokasaurus.model.worker import warmup
 
@@ -96,10 +101,26 @@ def run_steps(runner: ModelRunner) -> None:
     assert samples.num_grouped > 0
 
 
-def missing_variants() -> list[Variant]:
+@contextmanager
+def a_rank_alone() -> Iterator[Mesh]:
+    """A mesh of two ranks, of which the first runs: it gets what it sends. The sizes are right, the numbers are not."""
+
+    def exchange(received: torch.Tensor, own: torch.Tensor, *_: Any, **__: Any) -> None:
+        flat = own.flatten()
+        received.view(-1).copy_(flat.repeat(-(-received.numel() // max(1, len(flat))))[: received.numel()])
+
+    with (
+        unittest.mock.patch.object(torch.distributed, "all_reduce"),
+        unittest.mock.patch.object(torch.distributed, "all_to_all_single", exchange),
+        unittest.mock.patch.object(torch.distributed, tensor_parallel.GATHER, exchange),
+    ):
+        yield Mesh(tp_size=2)
+
+
+def missing_variants(mesh: Mesh) -> list[Variant]:
     with tempfile.TemporaryDirectory() as directory:
         save_tiny_model(Path(directory), "llama")
-        model, info = load(Path(directory))
+        model, info = load(Path(directory), mesh)
     launches = Launches()
     with (
         unittest.mock.patch.object(
@@ -108,17 +129,20 @@ def missing_variants() -> list[Variant]:
         unittest.mock.patch.object(steps, "load_kernels", return_value=None),
         unittest.mock.patch.object(sample, "uses_triton", return_value=True),
         unittest.mock.patch.object(torch_backend, "uses_triton", return_value=True),
-        unittest.mock.patch.dict(warmup._LIMITS, clear=True),  # slow in the interpreter, and no variant of their own
+        # Others are slow in the interpreter, and have no variants of their own. With any, ranks sample whole rows.
+        unittest.mock.patch.dict(warmup._LIMITS, {"min_p": 0.01}, clear=True),
         unittest.mock.patch.object(logit_rules, "_SCRATCH_BYTES", 8 * VOCAB_SIZE * RULED_ROWS_AT_ONCE),
     ):
-        runner = make_runner(model, info, "torch", PAGE_SIZE, transfers=HostTransfers())
+        runner = make_runner(model, info, "torch", PAGE_SIZE, transfers=HostTransfers(), mesh=mesh)
         warmup.warm_up(runner, LIMITS, PAGE_SIZE, is_context_costly=True)
         known = set(launches.variants)
         launches.variants.clear()
         run_steps(runner)
     counts = collections.Counter(name for name, *_ in launches.variants)
     for name in ("_find_least", "_draw_row"):
-        assert counts.pop(name) == 4, "with and without rules, with and without masks"
+        # Ranks sample rows without any option from their part of the vocabulary.
+        num_variants = counts.pop(name)
+        assert num_variants == 4 + (mesh.tp_size > 1), "with and without rules, with and without masks"
     assert set(counts) == {
         *("_count_tokens", "_add_biases", "_change_rows", "_largest_of_parts", "_largest_of_candidates"),
         *("_write_token", "_merge_rows"),
@@ -128,6 +152,9 @@ def missing_variants() -> list[Variant]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for variant in missing_variants():
+    for variant in missing_variants(Mesh()):
         print(*variant)
+    with a_rank_alone() as rank:
+        for variant in missing_variants(rank):
+            print("a rank:", *variant)
     print("done")
