@@ -76,9 +76,14 @@ INTERRUPTED = 2
 """Exit code after SIGINT or SIGTERM."""
 
 
+_DEFAULTS_ON_CPU = ("torch_compile=F",)
+
+
 def tiny(runs: Sequence[ServerRun]) -> tuple[ServerRun, ...]:
-    """The same runs with a tiny model."""
-    return tuple(replace(run, shape=TINY) for run in runs)
+    """The runs with a tiny model on a CPU, without those that would be the same there."""
+    flags = [tuple(flag for flag in run.flags if flag not in _DEFAULTS_ON_CPU) for run in runs]
+    same = [replace(run, shape=TINY, flags=own) for run, own in zip(runs, flags, strict=True)]
+    return tuple(dict.fromkeys(same))
 
 
 @dataclass(slots=True)
@@ -401,8 +406,8 @@ def main(argv: Sequence[str]) -> int:
 def _measure_part(name: str, is_dry_run: bool, flags: Sequence[str], results: Results, deadline_s: float) -> None:
     if name == CHECK:
         device = "cpu" if is_dry_run else "cuda"
-        runs = dict.fromkeys(tiny(CHECK_RUNS)) if is_dry_run else CHECK_RUNS
-        measure_checks(tuple(runs), [f"device={device}", *flags], results, deadline_s)
+        runs = tiny(CHECK_RUNS) if is_dry_run else CHECK_RUNS
+        measure_checks(runs, [f"device={device}", *flags], results, deadline_s)
     elif name == ATTENTION:
         arguments = ["--device=cpu", "--tiny"] if is_dry_run else ["--device=cuda"]
         measure_attention(arguments, results, deadline_s)

@@ -25,19 +25,15 @@ SMALL = ["max_seqs_per_forward=8", "max_tokens_per_forward=256"]
 MEASURED = {
     "check": [("check", PLAIN)],
     "attention": [("attention", PLAIN), ("attention", ["attention_backend=torch"])],
-    "profile": [("profile", PLAIN), ("profile", ["torch_compile=F"])],
-    "steps": [
-        (name, flags)
-        for flags in (PLAIN, ["torch_compile=F"], ["attention_backend=torch"])
-        for name in ("start", "steps")
-    ],
+    "profile": [("profile", PLAIN)],
+    "steps": [(name, flags) for flags in (PLAIN, ["attention_backend=torch"]) for name in ("start", "steps")],
     "workloads": [
         *((name, PLAIN) for name in ("start", "groups", "sharegpt", "top_p")),
         *((name, ["use_hydragen=F"]) for name in ("start", "groups")),
     ],
     "8b": [(name, PLAIN) for name in ("start", "steps", "monkeys", "sharegpt")],
 }
-"""By part of the program, what it measures with which flags."""
+"""By part of the program, what its dry run measures with which flags. `torch_compile=F` is the default on a CPU."""
 
 
 @pytest.mark.parametrize("part", gpu.PART_NAMES)
@@ -116,6 +112,12 @@ CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
+def test_a_dry_run_starts_no_server_twice() -> None:
+    assert [run.flags for run in gpu.MODEL_PARTS["steps"]] == [(), ("torch_compile=F",), ("attention_backend=torch",)]
+    assert [run.flags for run in gpu.tiny(gpu.MODEL_PARTS["steps"])] == [(), ("attention_backend=torch",)]
+    assert [run.flags for run in gpu.MODEL_PARTS["profile"]] == [(), ("torch_compile=F",)]
+
+
 def test_without_a_name_all_parts_run_each_with_time_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,11 +188,14 @@ sys.exit(gpu.main(["8b", "--dry-run", "--output", {str(path)!r}, *{SMALL}]))
 
 
 def test_the_reason_of_a_failed_process_is_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "ATTENTION_RUNS", gpu.ATTENTION_RUNS[:1])
+    def fail(command: list[str], **_options: object) -> None:
+        raise subprocess.CalledProcessError(3, command, stderr="Traceback\nRuntimeError: no kernel\n\n")
+
+    monkeypatch.setattr(subprocess, "run", fail)
     results = gpu.Results(tmp_path / "results.json", {})
-    gpu.measure_attention(["--device=nothing"], results, time.monotonic() + 60)
-    assert {part["status"] for part in results.parts} == {"failed"}
-    assert all("device string: nothing" in part["reason"] for part in results.parts)
+    gpu.measure_attention(["--device=cuda"], results, time.monotonic() + 60)
+    assert [(part["status"], part["reason"]) for part in results.parts] == [("failed", "RuntimeError: no kernel")] * 2
+    assert gpu._last_line("", 3) == "exit code 3"
 
 
 def test_what_a_check_finds_wrong_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
