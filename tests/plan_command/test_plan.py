@@ -1,6 +1,7 @@
 """`toka plan` on published shapes, against numbers worked out by hand."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -118,6 +119,22 @@ def test_ranks_share_a_buffer_for_sums_of_up_to_8_mib(checkpoint) -> None:
     assert sums("tp_size=2", "max_tokens_per_forward=512", "max_seqs_per_forward=512", "dtype=float32") == [8 << 20] * 2
     assert sums("tp_size=2", "dtype=float16") == []
     assert sums("tp_size=2", "symmetric_all_reduce=F") == []
+
+
+def test_ranks_have_room_for_logits_of_all_rows_and_for_whole_ones_of_their_own_twice(checkpoint) -> None:
+    """Llama-3.1-8B: 128,256 logits, 1,024 rows of 2 B. A rank of two has as many logits as 512 rows, receives as many,
+    and joins these; of its rows, 130 at once have penalties, with 8 B a logit."""
+    words = f"model={checkpoint('Llama-3.1-8B')}", "device_memory=160GiB"
+
+    def logit_bytes(*flags: str) -> int:
+        (part, *_) = [
+            part for part in planned(*words, *flags)["workers"][0]["parts"] if part["name"] == "largest forward"
+        ]
+        num_tokens, widest = map(int, re.findall(r"[\d,]+", part["reason"].replace(",", ""))[:2])
+        return int(part["bytes"] - num_tokens * widest * 2)
+
+    assert logit_bytes() == 128_256 * (1024 * 2 + 130 * 8)
+    assert logit_bytes("tp_size=2") == 128_256 * (3 * 512 * 2 + 130 * 8)
 
 
 def buffers_of(worker: dict[str, Any]) -> int:

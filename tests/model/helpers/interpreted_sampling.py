@@ -5,6 +5,7 @@ A process of its own: the variable TRITON_INTERPRET must be set before anything 
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import unittest.mock
 from collections.abc import Callable
@@ -77,7 +78,27 @@ def check_rules(logits: torch.Tensor, rows: SamplingRows) -> None:
     state.open(list(contexts), by_slot)
     ruled = state.with_rules(rows, list(contexts))
     check(logits, ruled)
-    assert not torch.equal(sample_by_triton(logits, ruled).tokens, sample_by_triton(logits, rows).tokens)
+    drawn = sample_by_triton(logits, ruled).tokens
+    assert not torch.equal(drawn, sample_by_triton(logits, rows).tokens)
+    check_cut(logits, ruled, drawn)
+
+
+def check_cut(logits: torch.Tensor, rows: SamplingRows, drawn: torch.Tensor) -> None:
+    """Some rows alone, as ranks divide them, have the same tokens, in memory that is aligned as that of all rows."""
+    ends = [0, 1, 5, len(logits)]
+    cut = [rows.cut(start, end - start) for start, end in itertools.pairwise(ends)]
+    parts = [
+        sample_by_triton(logits[start:end], own)
+        for (start, end), own in zip(itertools.pairwise(ends), cut, strict=True)
+    ]
+    assert torch.equal(torch.cat([part.tokens for part in parts]), drawn)
+    for own in cut:
+        tensors = [own.device_params, own.noise_keys]
+        if own.rules is not None:
+            tensors += [own.rules.lengths, own.rules.block_tables, own.rules.device_bias_starts]
+        if own.masks is not None:
+            tensors.append(own.masks.bits)
+        assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def check_changed_logits() -> None:

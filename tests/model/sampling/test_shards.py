@@ -1,5 +1,6 @@
 """Ranks that each have a part of the vocabulary sample as one process does that has all of it."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.model.sampling.helpers.shard_ranks import (
     prompt_targets,
     run_ranks,
 )
+from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.sampling.noise import gumbel_noise, keys_of_shard
 from tokasaurus.model.sampling.prompt_logprobs import fill_token_logprobs
 from tokasaurus.model.sampling.sample import Sampled, sample
@@ -77,6 +79,26 @@ def test_ranks_sample_as_one_process_and_exchange_no_more_than_they_need(num_ran
     for (first, _), *others in zip(*answers, strict=True):
         for other, _ in others:
             assert repr(other) == repr(first), "every rank has the same results"
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_rows_that_are_cut_into_ranges_are_sampled_as_together(case: Case, has_kernels: bool) -> None:
+    logits, rows = make_case(case)
+    kernels = load_kernels() if has_kernels else None
+    whole = sample(logits, rows, kernels)
+    ends = sorted({0, 1, min(66, case.num_rows), case.num_rows})
+    parts = [
+        sample(logits[start:end], rows.cut(start, end - start), kernels) for start, end in itertools.pairwise(ends)
+    ]
+    for name, together in whole._asdict().items():
+        if together is None:
+            assert all(getattr(part, name) is None for part in parts)
+            continue
+        found = torch.cat([value for part in parts if (value := getattr(part, name)) is not None])
+        torch.testing.assert_close(
+            found, together, rtol=0, atol=1e-6 if name.endswith("logprobs") else 0, equal_nan=True
+        )
 
 
 def test_the_keys_of_a_shard_give_its_tokens_the_noise_of_the_whole() -> None:
