@@ -5,9 +5,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.model.attention.helpers import flashinfer_build
+from tests.model.attention.helpers import flashinfer_build, flashinfer_double
 from tests.model.attention.helpers.flashinfer_build import FAILED, NOT_ALL_BUILT, Module
+from tests.model.attention.helpers.flashinfer_modules import run_start
+from tests.model.helpers.paged_problems import CPU
+from tokasaurus.model.attention.backend import KVShape
 
 NINJA = """#!/bin/sh
 # As ninja: builds what its log does not have, one output after the other.
@@ -20,6 +24,20 @@ for output in first.o second.o library.so; do
     printf x > $output
 done
 """
+
+
+def test_a_start_uses_both_kinds_of_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the double: what is run to find the modules is what a start runs."""
+    flashinfer_double.install(monkeypatch)
+    used = set()
+    library = flashinfer_double.Library()
+    for name in ("BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"):
+        real = getattr(library, name)
+        monkeypatch.setattr(
+            library, name, lambda *args, _real=real, **options: used.add(_real) or _real(*args, **options)
+        )
+    assert run_start(KVShape(1, 9, 3, 64, 16, torch.bfloat16, CPU), library) >= 4
+    assert len(used) == 2
 
 
 def make_executable(path: Path, text: str) -> None:

@@ -18,7 +18,7 @@ from tests.model.attention.helpers.flashinfer_real import HEADS, PAGE_SIZE, with
 from tests.model.helpers.paged_problems import CPU
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import KVShape
-from tokasaurus.model.worker.self_check import measure_attention
+from tokasaurus.model.worker.attention_check import measure_attention
 
 START_HEADS = (*HEADS, (32, 32, 128))
 """With one query head a KV head of size 128 too, so that each head size has decode on CUDA cores."""
@@ -39,6 +39,12 @@ def note_modules(found: dict[str, dict[str, Any]], heads: list[str]) -> None:
     JitSpec.build_and_load = build_and_load
 
 
+def run_start(shape: KVShape, library: flashinfer_backend.Library) -> int:
+    """What a start does with the backend -> the number of comparisons, which say nothing where nothing is computed."""
+    backend = flashinfer_backend.FlashInferBackend(shape, library, max_graph_rows=16)
+    return sum(1 for _ in measure_attention(backend, shape))
+
+
 def main(package: str, needs: str, build: str) -> None:
     os.environ["FLASHINFER_WORKSPACE_BASE"] = build
     sys.path[:0] = [package, needs]
@@ -55,9 +61,7 @@ def main(package: str, needs: str, build: str) -> None:
                 if hasattr(module, name):
                     getattr(module, name).cache_clear()
         shape = KVShape(1, num_heads, num_kv_heads, head_dim, PAGE_SIZE, torch.bfloat16, CPU)
-        backend = flashinfer_backend.FlashInferBackend(shape, flashinfer, max_graph_rows=16)
-        for _ in measure_attention(backend, shape):
-            pass
+        run_start(shape, flashinfer)
     print(json.dumps(found))
 
 
