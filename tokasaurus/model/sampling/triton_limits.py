@@ -2,9 +2,10 @@
 
 One pass over a row keeps the four largest adjusted logits of each of 2,048 residue classes of token ids, in registers.
 A threshold found among these is a lower bound, and it is exact if no class has its fourth above it: true of nearly all
-limits that leave up to 700 tokens, and of wide ones with many ties. Any other threshold is searched in the vocabulary,
-between bounds that the lists give. This was chosen over histograms (they count tokens, but top_p needs sums of their
-probabilities) and over a buffer of candidates (memory for each row, a barrier and a scan for each block).
+limits that leave up to 700 tokens, and of wider ones with many ties. Otherwise the amount above the largest fourth is
+exact, and lists of what is below are made next; passes that only count narrow down what is far. This was chosen over
+histograms (they count tokens, but top_p needs sums of their probabilities) and over a buffer of candidates (memory for
+each row, a barrier and a scan for each block).
 """
 
 import torch
@@ -16,8 +17,7 @@ from tokasaurus.model.sampling.triton_rows import COLUMN, block_size, load_block
 
 # R rows that sample, V vocabulary
 
-_NUM_WARPS = 8
-_MOST_REGISTERS = 128  # of a thread, so that two programs run on a multiprocessor
+_NUM_WARPS = 16  # so that the lists fit a program's registers
 
 
 def find_least(
@@ -37,7 +37,6 @@ def find_least(
         MIN_P=COLUMN["min_p"],
         BLOCK=block_size(vocab_size),
         num_warps=_NUM_WARPS,
-        maxnreg=_MOST_REGISTERS,
     )
     return least
 
@@ -63,37 +62,52 @@ def _mass(values, largest, least):
 
 
 @triton.jit
-def _least_listed(first, second, third, fourth, largest, least, counts, target, lowest):
-    """The smallest float from `lowest` to `largest` with less than `target` above it, of the listed tokens' amounts.
+def _amounts(lists, largest, least, counts):
+    """1 for each listed token if `counts`, otherwise its mass."""
+    first, second, third, fourth = lists
+    return (
+        tl.where(counts, 1.0, _mass(first, largest, least)),
+        tl.where(counts, 1.0, _mass(second, largest, least)),
+        tl.where(counts, 1.0, _mass(third, largest, least)),
+        tl.where(counts, 1.0, _mass(fourth, largest, least)),
+    )
 
-    counts: the amount of a token is 1; otherwise its mass, if it has at least `least`."""
-    of_first = tl.where(counts, 1.0, _mass(first, largest, least))
-    of_second = tl.where(counts, 1.0, _mass(second, largest, least))
-    of_third = tl.where(counts, 1.0, _mass(third, largest, least))
-    of_fourth = tl.where(counts, 1.0, _mass(fourth, largest, least))
-    low, high = _key(lowest) - 1, _key(largest)
+
+@triton.jit
+def _amount_above(lists, amounts, bound):
+    """The amount of the listed tokens above `bound`."""
+    above = tl.where(lists[0] > bound, amounts[0], 0.0) + tl.where(lists[1] > bound, amounts[1], 0.0)
+    above += tl.where(lists[2] > bound, amounts[2], 0.0) + tl.where(lists[3] > bound, amounts[3], 0.0)
+    return tl.sum(above)
+
+
+@triton.jit
+def _search_lists(lists, amounts, target, lowest, highest, above):
+    """The smallest float from `lowest` to `highest` with less than `target` above it, of the listed tokens' amounts.
+
+    above: the amount of tokens above `highest`, which are not listed."""
+    low, high = _key(lowest) - 1, _key(highest)
     while high - low > 1:
         middle = low + (high - low) // 2
-        bound = _of_key(middle)
-        above = tl.where(first > bound, of_first, 0.0) + tl.where(second > bound, of_second, 0.0)
-        above += tl.where(third > bound, of_third, 0.0) + tl.where(fourth > bound, of_fourth, 0.0)
-        is_less = tl.sum(above) < target
+        is_less = above + _amount_above(lists, amounts, _of_key(middle)) < target
         low = tl.where(is_less, low, middle)
         high = tl.where(is_less, middle, high)
     return _of_key(high)
 
 
 @triton.jit
-def _least_of_all(
-    row, largest, least, counts, target, lowest, highest,
+def _narrow(
+    row, largest, least, counts, target, lowest, highest, above, turn,
     HAS_CHANGED: tl.constexpr, HAS_MASKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `_least_listed`, of all tokens, from `lowest` to `highest`: one of these is the value of a token.
+    """(`lowest`, `highest`, the amount of tokens above it) with few tokens between them, by passes over all tokens.
 
-    Each pass leaves a quarter, which then begins and ends with values of tokens."""
+    Parameters as in `_amounts` and `_search_lists`. Precondition: one of the floats from `lowest` to `highest` is the
+    value of a token with less than `target` above it. Each pass leaves about a quarter, and at least one is made.
+    turn: which kind of quarters the first pass makes."""
     low, high = _key(lowest) - 1, _key(highest)
-    turn = 0
-    while high - low > 1:
+    above_low, above_high = row[1], 0  # numbers of tokens
+    while (high - low > 1) & (above_low - above_high > BLOCK // 4):
         # Quarters of the values, and sometimes of the keys: values may be dense where keys are not.
         low_value, high_value = _of_key(low + 1), _of_key(high)
         width = tl.minimum(high_value - low_value, 64.0)
@@ -106,27 +120,42 @@ def _least_of_all(
         second = tl.minimum(tl.maximum(second, low + 1), high)
         third = tl.minimum(tl.maximum(third, low + 1), high)
         first_bound, second_bound, third_bound = _of_key(first), _of_key(second), _of_key(third)
-        above_first = tl.zeros((BLOCK,), tl.float32)
-        above_second = tl.zeros((BLOCK,), tl.float32)
-        above_third = tl.zeros((BLOCK,), tl.float32)
+        amounts_first = tl.zeros((BLOCK,), tl.float32)
+        amounts_second = tl.zeros((BLOCK,), tl.float32)
+        amounts_third = tl.zeros((BLOCK,), tl.float32)
+        numbers_first = tl.zeros((BLOCK,), tl.int32)
+        numbers_second = tl.zeros((BLOCK,), tl.int32)
+        numbers_third = tl.zeros((BLOCK,), tl.int32)
         smallest_of = tl.full((BLOCK,), float("inf"), tl.float32)
         largest_of = tl.full((BLOCK,), float("-inf"), tl.float32)
         for start in range(0, row[1], BLOCK):
             _, _, adjusted, _ = load_block(row, start, HAS_CHANGED, HAS_MASKS, BLOCK)
             amount = tl.where(counts, 1.0, _mass(adjusted, largest, least))
-            above_first += tl.where(adjusted > first_bound, amount, 0.0)
-            above_second += tl.where(adjusted > second_bound, amount, 0.0)
-            above_third += tl.where(adjusted > third_bound, amount, 0.0)
+            amounts_first += tl.where(adjusted > first_bound, amount, 0.0)
+            amounts_second += tl.where(adjusted > second_bound, amount, 0.0)
+            amounts_third += tl.where(adjusted > third_bound, amount, 0.0)
+            numbers_first += (adjusted > first_bound).to(tl.int32)
+            numbers_second += (adjusted > second_bound).to(tl.int32)
+            numbers_third += (adjusted > third_bound).to(tl.int32)
             smallest_of = tl.minimum(smallest_of, tl.where(adjusted >= low_value, adjusted, float("inf")))
             largest_of = tl.maximum(largest_of, tl.where(adjusted <= high_value, adjusted, float("-inf")))
-        is_first, is_second = tl.sum(above_first) < target, tl.sum(above_second) < target
-        is_third = tl.sum(above_third) < target
+        of_first, of_second, of_third = tl.sum(amounts_first), tl.sum(amounts_second), tl.sum(amounts_third)
+        is_first, is_second, is_third = of_first < target, of_second < target, of_third < target
+        number_first, number_second, number_third = tl.sum(numbers_first), tl.sum(numbers_second), tl.sum(numbers_third)
         lower = tl.where(is_first, low, tl.where(is_second, first, tl.where(is_third, second, third)))
         higher = tl.where(is_first, first, tl.where(is_second, second, tl.where(is_third, third, high)))
+        above = tl.where(is_first, of_first, tl.where(is_second, of_second, tl.where(is_third, of_third, above)))
+        above_low = tl.where(
+            is_first, above_low, tl.where(is_second, number_first, tl.where(is_third, number_second, number_third))
+        )
+        above_high = tl.where(
+            is_first, number_first, tl.where(is_second, number_second, tl.where(is_third, number_third, above_high))
+        )
+        # The result begins and ends with values of tokens.
         high = tl.minimum(higher, tl.maximum(_key(tl.max(largest_of)), low + 1))
         low = tl.minimum(tl.maximum(lower, _key(tl.min(smallest_of)) - 1), high - 1)
         turn += 1
-    return _of_key(high)
+    return _of_key(low + 1), _of_key(high), above
 
 
 @triton.jit
@@ -148,67 +177,93 @@ def _least_inside(
     second = tl.full((BLOCK,), float("-inf"), tl.float32)
     third = tl.full((BLOCK,), float("-inf"), tl.float32)
     fourth = tl.full((BLOCK,), float("-inf"), tl.float32)
-    sums = tl.zeros((BLOCK,), tl.float32)  # of exp(adjusted - first)
-    for start in range(0, row[1], BLOCK):
-        _, _, adjusted, _ = load_block(row, start, HAS_CHANGED, HAS_MASKS, BLOCK)
-        rest = tl.minimum(first, adjusted)
-        if top_p < 1.0:
-            higher = tl.maximum(first, adjusted)
-            ratio = tl.where(higher > float("-inf"), tl.exp(rest - higher), 0.0)
-            sums = tl.where(adjusted > first, sums * ratio + 1.0, sums + ratio)
-        first = tl.maximum(first, adjusted)
-        next_rest = tl.minimum(second, rest)
-        second = tl.maximum(second, rest)
-        rest = tl.minimum(third, next_rest)
-        third = tl.maximum(third, next_rest)
-        fourth = tl.maximum(fourth, rest)
-    largest = tl.max(first)
-    least = tl.full((), float("-inf"), tl.float32)
-    if (largest > float("-inf")) & (largest < float("inf")):
-        if min_p > 0.0:
-            least = largest + tl.log(min_p)
-        # No token has more that is not listed.
-        unlisted = tl.where(row[1] <= 4 * BLOCK, float("-inf"), tl.max(fourth))
-        total = tl.sum(sums * tl.exp(first - largest))
-        lowest, highest = least, largest
-        unsolved = 2  # the limit whose threshold the lists do not have: 0 is top_k, 1 is top_p, 2 is none
-        for limit in range(2):
-            counts = limit == 0
-            is_set = tl.where(counts, (top_k > 0) & (top_k < row[1]), top_p < 1.0)
-            if is_set & (unsolved == 2):
-                lowest = tl.where(counts, float("-inf"), tl.maximum(least, largest - 105.0))
-                unsolved = limit
-                if counts | (least == float("-inf")) | (unlisted < least):
-                    target = top_k.to(tl.float32)
-                    if limit == 1:
-                        mass = total
-                        if least > float("-inf"):
-                            of_lists = _mass(first, largest, least) + _mass(second, largest, least)
-                            of_lists += _mass(third, largest, least) + _mass(fourth, largest, least)
-                            mass = tl.sum(of_lists)
-                        target = top_p * mass
-                    lowest = _least_listed(first, second, third, fourth, largest, least, counts, target, lowest)
-                    highest = unlisted
-                    if unlisted <= lowest:
-                        least = tl.maximum(least, lowest)
-                        unsolved = 2
-        for limit in range(2):
-            counts = limit == 0
-            is_set = tl.where(counts, (top_k > 0) & (top_k < row[1]), top_p < 1.0)
-            if is_set & (limit >= unsolved):
+    has_lists = 0  # whether these are the largest of each class, of the tokens with at most `highest`
+    highest = tl.full((), float("inf"), tl.float32)
+    lowest = tl.full((), float("-inf"), tl.float32)
+    unlisted = lowest  # no token that is not listed has more
+    largest = highest  # known after the first pass
+    least = lowest
+    total = tl.full((), 0.0, tl.float32)  # mass of all tokens
+    target = total
+    above = total  # amount of the tokens above `highest`
+    has_target = 0
+    attempts = 0
+    limit = 0  # 0: top_k, 1: top_p
+    while limit < 2:
+        if has_lists == 0:
+            first = tl.full((BLOCK,), float("-inf"), tl.float32)
+            second = tl.full((BLOCK,), float("-inf"), tl.float32)
+            third = tl.full((BLOCK,), float("-inf"), tl.float32)
+            fourth = tl.full((BLOCK,), float("-inf"), tl.float32)
+            sums = tl.zeros((BLOCK,), tl.float32)  # of exp(adjusted - first)
+            for start in range(0, row[1], BLOCK):
+                _, _, adjusted, _ = load_block(row, start, HAS_CHANGED, HAS_MASKS, BLOCK)
+                adjusted = tl.where(adjusted <= highest, adjusted, float("-inf"))
+                rest = tl.minimum(first, adjusted)
+                if top_p < 1.0:
+                    higher = tl.maximum(first, adjusted)
+                    ratio = tl.where(higher > float("-inf"), tl.exp(rest - higher), 0.0)
+                    sums = tl.where(adjusted > first, sums * ratio + 1.0, sums + ratio)
+                first = tl.maximum(first, adjusted)
+                next_rest = tl.minimum(second, rest)
+                second = tl.maximum(second, rest)
+                rest = tl.minimum(third, next_rest)
+                third = tl.maximum(third, next_rest)
+                fourth = tl.maximum(fourth, rest)
+            has_lists = 1
+            unlisted = tl.where(row[1] <= 4 * BLOCK, float("-inf"), tl.max(fourth))
+            if largest == float("inf"):
+                largest = tl.max(first)
+                if (largest > float("-inf")) & (largest < float("inf")):
+                    total = tl.sum(sums * tl.exp(first - largest))
+                    if min_p > 0.0:
+                        least = largest + tl.log(min_p)
+                else:
+                    limit = 2
+        lists = (first, second, third, fourth)
+        counts = limit == 0
+        is_set = tl.where(counts, (top_k > 0) & (top_k < row[1]), top_p < 1.0)
+        if is_set & (limit < 2):
+            if has_target == 0:
+                has_target = 1
+                attempts = 0
+                above = tl.full((), 0.0, tl.float32)
                 target = top_k.to(tl.float32)
+                lowest = tl.where(counts, float("-inf"), tl.maximum(least, largest - 105.0))
                 if limit == 1:
                     mass = total
                     if least > float("-inf"):
-                        mass = _mass_inside(row, largest, least, HAS_CHANGED, HAS_MASKS, BLOCK)
+                        if unlisted < least:
+                            amounts = _amounts(lists, largest, least, False)
+                            mass = tl.sum(amounts[0] + amounts[1] + (amounts[2] + amounts[3]))
+                        else:
+                            mass = _mass_inside(row, largest, least, HAS_CHANGED, HAS_MASKS, BLOCK)
                     target = top_p * mass
-                if limit > unsolved:
-                    lowest = tl.maximum(least, largest - 105.0)
-                    highest = largest
-                bound = _least_of_all(
-                    row, largest, least, counts, target, lowest, highest, HAS_CHANGED, HAS_MASKS, BLOCK
-                )
-                least = tl.maximum(least, bound)
+            amounts = _amounts(lists, largest, least, counts)
+            lowest = _search_lists(lists, amounts, target, lowest, tl.minimum(highest, largest), above)
+            if unlisted <= lowest:
+                least = tl.maximum(least, lowest)
+                limit += 1
+                has_target = 0
+                if highest < float("inf"):
+                    highest = tl.full((), float("inf"), tl.float32)
+                    has_lists = 0
+            else:
+                above += _amount_above(lists, amounts, unlisted)
+                is_far = (above < 0.5 * target) | (unlisted == highest) | (attempts > 0)
+                highest = unlisted
+                has_lists = 0
+                attempts += 1
+                if is_far:
+                    lowest, highest, above = _narrow(
+                        row, largest, least, counts, target, lowest, highest, above, attempts - 1,
+                        HAS_CHANGED, HAS_MASKS, BLOCK,
+                    )  # fmt: skip
+                    if lowest == highest:  # found: no need to list what is between
+                        unlisted = lowest
+                        has_lists = 1
+        else:
+            limit += 1
     return least
 
 
