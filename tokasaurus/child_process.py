@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -99,6 +100,7 @@ def _run(
         entry = _load(child.entry)
         status.send(PhaseDone(child.kind, "imports", time.time() - spawned_at))
         entry(*args)
+        gc.freeze()  # else the interpreter, at its end, searches all modules and weights for cycles: half a second
     except UserError as error:
         _fail(child, status, str(error), error.exit_code)
     except Exception as error:
