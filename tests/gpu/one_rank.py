@@ -1,7 +1,7 @@
 """A group of one rank in a child process: recorded sums over ranks are replayed and dropped, then the group ends.
 
 Not yet run on a GPU, where the group is NCCL's; on the CPU it is gloo's, and the graph is a tape. Sums through
-symmetric memory are checked and measured as a start does, and recorded too.
+symmetric memory are checked and measured as a start does, and recorded too. Rows that ranks divide are sampled.
 """
 
 import subprocess
@@ -16,11 +16,15 @@ import torch
 import torch.distributed
 
 from tests.model.execution.helpers.launch_tape import LaunchTape, is_collective
+from tests.model.helpers.sampling_rows import on_device
 from tests.model.parallel.helpers.symmetric_memory_on_cpu import symmetric_memory_on_cpu
+from tests.model.sampling.helpers.shard_ranks import CASES, make_case
 from tokasaurus.model.execution.cuda_recorder import CudaRecorder
 from tokasaurus.model.execution.graphs import Recorder
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.process_group import TIMEOUT, with_groups
+from tokasaurus.model.sampling.sample import sample
+from tokasaurus.model.sampling.shards import VocabularyShard, sample_shards
 from tokasaurus.model.worker import all_reduce_start
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +89,7 @@ def run_rank(device: torch.device) -> None:
             assert total.tolist() == [2 * value + 1] * 1024
         with nullcontext() if on_cuda else symmetric_memory_on_cpu():
             check_symmetric_sums(device, replace(Mesh(), tp_group=group))
+        check_sampling(device, replace(Mesh(), tp_group=group))
         print(REPLAYED, flush=True)
         del graph, recorder, total
         torch.distributed.destroy_process_group()
@@ -116,6 +121,24 @@ def check_symmetric_sums(device: torch.device, mesh: Mesh) -> None:
             graph.replay()
             assert total.tolist() == [2 * value + 1] * values.numel()
         del graph, recorder
+
+
+def check_sampling(device: torch.device, mesh: Mesh) -> None:
+    """Rows with limits, rules and masks, through the exchange of ranks, are sampled as on the CPU without one."""
+    for case in CASES:
+        if case.is_plain:
+            continue
+        logits, rows = make_case(case)
+        shard = VocabularyShard.of(mesh, case.vocab_size)
+        found = sample_shards(logits.to(device), on_device(rows, device), shard, None)
+        expected = sample(logits, rows, None)
+        is_equal = found.tokens.cpu() == expected.tokens
+        assert is_equal.float().mean() >= 0.98, case.name
+        if expected.logprobs is not None and found.logprobs is not None:
+            is_compared = is_equal & (expected.tokens >= 0)
+            torch.testing.assert_close(
+                found.logprobs.cpu()[is_compared], expected.logprobs[is_compared], rtol=0, atol=1e-4, equal_nan=True
+            )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.model.helpers.sampling_rows import make_masks, make_rows, noise_keys, token_logprobs_of
+from tests.model.helpers.sampling_rows import make_rows, noise_keys, on_device, staged_masks, token_logprobs_of
 from tokasaurus.model.sampling.sample import sample
 
 pytestmark = [
@@ -21,14 +21,9 @@ def test_masked_draws_equal_the_cpu() -> None:
     keys = noise_keys(list(range(100)), [0] * 100, [1] * 100)
     allowed = np.random.default_rng(0).random((100, 1003)) < 0.2
     rows = dataclasses.replace(
-        make_rows([0.0, 1.0] * 50, [1.0, 1.0, 1.0, 0.9] * 25, keys), masks=make_masks(dict(enumerate(allowed)))
+        make_rows([0.0, 1.0] * 50, [1.0, 1.0, 1.0, 0.9] * 25, keys), masks=staged_masks(dict(enumerate(allowed)))
     )
-    on_device = {
-        field.name: value.to(DEVICE)
-        for field in dataclasses.fields(rows)
-        if isinstance(value := getattr(rows, field.name), torch.Tensor)
-    }
-    drawn = sample(logits.to(DEVICE), dataclasses.replace(rows, **on_device), None).tokens.cpu()
+    drawn = sample(logits.to(DEVICE), on_device(rows, torch.device(DEVICE)), None).tokens.cpu()
     assert allowed[np.arange(100), drawn.numpy()].all()
     assert (drawn == sample(logits, rows, None).tokens).float().mean() >= 0.98
 

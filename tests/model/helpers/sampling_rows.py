@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,6 +79,18 @@ def make_masks(allowed: dict[int, np.ndarray]) -> TokenMasks:
 def staged_masks(allowed: dict[int, np.ndarray]) -> DeviceMasks:
     """As make_masks, for `sample`."""
     return stage_masks(make_masks(allowed), ON_HOST)
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """SamplingRows, or a part of it, with all its tensors on the device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):  # DeviceMasks
+        return type(value)(*(on_device(part, device) for part in value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: on_device(getattr(value, field.name), device) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value
 
 
 def top_rows(rows: Sequence[int], count: int) -> TopRows:
