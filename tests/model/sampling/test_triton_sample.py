@@ -21,8 +21,8 @@ CANDIDATES = {"candidates": "*i64", "token_ids": "*i32", "values": "*fp32"}
 
 
 KERNELS: list[tuple[str, str, dict[str, str], dict[str, object], int]] = [
-    ("triton_limits", "_find_least", ROWS, {**LEAST_CONSTANTS, "HAS_CHANGED": False, "HAS_MASKS": False}, 8),
-    ("triton_limits", "_find_least", ROWS, {**LEAST_CONSTANTS, "HAS_CHANGED": True, "HAS_MASKS": True}, 8),
+    ("triton_limits", "_find_least", ROWS, {**LEAST_CONSTANTS, "HAS_CHANGED": False, "HAS_MASKS": False}, 16),
+    ("triton_limits", "_find_least", ROWS, {**LEAST_CONSTANTS, "HAS_CHANGED": True, "HAS_MASKS": True}, 16),
     ("triton_sample", "_draw_row", DRAW, {**DRAW_CONSTANTS, "HAS_CHANGED": False, "HAS_MASKS": False}, 8),
     ("triton_sample", "_draw_row", DRAW, {**DRAW_CONSTANTS, "HAS_CHANGED": True, "HAS_MASKS": True}, 8),
     ("triton_rules", "_count_tokens", COUNT, {"BLOCK": 1024}, 4),
