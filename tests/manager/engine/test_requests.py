@@ -8,7 +8,7 @@ from tests.manager.helpers.requests import make_request
 from tests.manager.helpers.simulation import simulate
 from tokasaurus.manager.engine.admission import MOST_ADMITTED
 from tokasaurus.manager.engine.requests import MOST_RELEASED
-from tokasaurus.manager.state.fair_queue import QUANTUM
+from tokasaurus.manager.state.sequence_queues import QUANTUM
 from tokasaurus.messages.generation import CancelRequest
 from tokasaurus.messages.lifecycle import EngineLimits
 

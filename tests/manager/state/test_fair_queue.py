@@ -9,11 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.manager.helpers.requests import make_request
-from tokasaurus.manager.state import fair_queue, sequence_queues
-from tokasaurus.manager.state.fair_queue import MOST_DROPPED, QUANTUM, SEQUENCES_PER_PRIORITY, FairQueue
-from tokasaurus.manager.state.samples import Samples
-from tokasaurus.manager.state.sequence import Phase, Sequence, make_prompt
-from tokasaurus.manager.state.sequence_queues import LIVE_PER_BACKGROUND, SequenceQueues
+from tokasaurus.manager.state import sequence_queues
+from tokasaurus.manager.state.sequence import Phase, Samples, Sequence, make_prompt
+from tokasaurus.manager.state.sequence_queues import (
+    LIVE_PER_BACKGROUND,
+    MOST_DROPPED,
+    QUANTUM,
+    SEQUENCES_PER_PRIORITY,
+    FairQueue,
+    SequenceQueues,
+)
 from tokasaurus.manager.state.slot_arrays import SlotArrays
 from tokasaurus.messages.generation import GenerateRequest
 
@@ -55,7 +60,7 @@ class SlowClass:
             self.clients.append(client)
             self.num_added[client] = 0
         for item in items:
-            item.rank = self.num_added[client] + fair_queue.SEQUENCES_PER_PRIORITY * item.request.priority
+            item.rank = self.num_added[client] + sequence_queues.SEQUENCES_PER_PRIORITY * item.request.priority
         self.waiting += items
         self.num_added[client] += len(items)
 
@@ -211,7 +216,7 @@ operation_strategy = st.tuples(
 def test_sequences_are_seen_and_taken_in_the_order_of_the_oracle(operations, per_priority, per_background) -> None:
     """Clients, priorities, samples, cancellation, preemption, grammars and the background class, all together."""
     with (
-        patch.object(fair_queue, "SEQUENCES_PER_PRIORITY", per_priority),
+        patch.object(sequence_queues, "SEQUENCES_PER_PRIORITY", per_priority),
         patch.object(sequence_queues, "LIVE_PER_BACKGROUND", per_background),
     ):
         compare_with_oracle(operations)

@@ -9,12 +9,17 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.engine.admission import admit_waiting, can_admit
 from tokasaurus.manager.engine.deferred_tasks import DeferredTask, may_run
-from tokasaurus.manager.engine.grammar_results import apply_grammars
 from tokasaurus.manager.engine.grammar_scheduling import is_better_later, ready_to_decode
 from tokasaurus.manager.engine.input_building import group_costs, num_blocks_short, start_step
 from tokasaurus.manager.engine.length_updates import forecast_is_old, note_ends, update_forecast
 from tokasaurus.manager.engine.lifecycle import find_starts, preempt
-from tokasaurus.manager.engine.outputs import apply_output, check_stop_strings, release_all_ending, release_ending
+from tokasaurus.manager.engine.outputs import (
+    apply_grammars,
+    apply_output,
+    check_stop_strings,
+    release_all_ending,
+    release_ending,
+)
 from tokasaurus.manager.engine.prefill_time import prefill_time
 from tokasaurus.manager.engine.requests import add_request, cancel_request, release_cancelled
 from tokasaurus.manager.engine.streams import stream_new_tokens

@@ -1,10 +1,11 @@
 """Build the next step: allocate its blocks, advance its sequences, and build the message for the workers."""
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.engine.grammar_scheduling import build_masks
-from tokasaurus.manager.engine.logit_rules import build_logit_rules
 from tokasaurus.manager.engine.token_counters import count_computed, count_shared, count_start
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk, build_prompt_logprobs_input
 from tokasaurus.manager.planning.group_trials import OPTIMISM, GroupTrial
@@ -14,12 +15,16 @@ from tokasaurus.manager.planning.step_times import step_cost
 from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups
+from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.lifecycle import HydragenCosts
 from tokasaurus.messages.sampling import SAMPLING_DTYPE
-from tokasaurus.messages.slots import SlotChanges, SlotOpens, TableCopies
+from tokasaurus.messages.slots import LogitRules, SlotChanges, SlotOpens, TableCopies
 
 MIN_COPIED_BLOCKS = 4
 """Fewest leading blocks sent as a block table copy; fewer are listed. A copy takes the bytes of 1.5 listed blocks."""
+
+_NO_END = np.iinfo(np.int32).max
+"""End of a bias that applies to every token of the sequence."""
 
 
 def num_blocks_short(state: EngineState, ready: NDArray[np.int64]) -> int:
@@ -313,7 +318,37 @@ def _build_opens(state: EngineState, sequences: list[Sequence]) -> SlotOpens | N
         seeds=np.array([sequence.request.seed for sequence in sequences], np.uint64),
         sample_indices=np.array([sequence.index for sequence in sequences], np.uint32),
         want_logprobs=state.slots.want_logprobs[slots],
-        rules=build_logit_rules(sequences, state.options.eos_ids),
+        rules=_build_logit_rules(sequences, state.options.eos_ids),
         num_top_logprobs=num_top if num_top.any() else None,
         first_writes=first_writes.astype(np.int32) if (first_writes != first_positions).any() else None,
     )
+
+
+def _build_logit_rules(sequences: Iterable[Sequence], eos_ids: frozenset[int]) -> LogitRules | None:
+    """Rules for the sequences with logit biases, penalties or min_tokens; None if there are none.
+
+    Precondition: every sequence has a slot.
+    """
+    ruled = [s for s in sequences if s.request.sampling.has_penalties or s.request.logit_bias or s.request.min_tokens]
+    if not ruled:
+        return None
+    biases = [_biases(sequence.request, eos_ids) for sequence in ruled]
+    flat = [bias for own in biases for bias in own]
+    return LogitRules(
+        slots=np.array([sequence.slot for sequence in ruled], np.int32),
+        num_request_tokens=np.array([len(sequence.request.prompt_ids) for sequence in ruled], np.int32),
+        bias_counts=np.array([len(own) for own in biases], np.int32),
+        bias_ids=np.array([token_id for token_id, _, _ in flat], np.int32),
+        bias_values=np.array([value for _, value, _ in flat], np.float32),
+        bias_ends=np.array([end for _, _, end in flat], np.int32),
+    )
+
+
+def _biases(request: GenerateRequest, eos_ids: frozenset[int]) -> list[tuple[int, float, int]]:
+    """(token id, bias, end) each: a bias applies while prompt and completion together have fewer than `end` tokens."""
+    biases = [(token_id, value, _NO_END) for token_id, value in request.logit_bias]
+    if request.min_tokens:
+        end_ids = {*request.stop_token_ids, *(() if request.ignore_eos else eos_ids)}
+        end = len(request.prompt_ids) + request.min_tokens
+        biases += [(token_id, -np.inf, end) for token_id in sorted(end_ids)]
+    return biases

@@ -3,9 +3,7 @@
 from tokasaurus.manager.engine.lifecycle import release
 from tokasaurus.manager.engine.outputs import MOST_RELEASED, abort
 from tokasaurus.manager.state.engine_state import EngineState
-from tokasaurus.manager.state.samples import Samples
-from tokasaurus.manager.state.sequence import Phase, Sequence, make_prompt
-from tokasaurus.manager.state.top_logprobs import KeptTop
+from tokasaurus.manager.state.sequence import KeptTop, Phase, Samples, Sequence, make_prompt
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.text.prompt_tail import PROMPT_TAIL_TOKENS
 from tokasaurus.text.stop_strings import StopMatcher

@@ -17,8 +17,7 @@ from tokasaurus.manager.planning.step_budget import StepLimit
 from tokasaurus.manager.planning.step_time_model import StepTimeModel
 from tokasaurus.manager.planning.step_times import StepTimes
 from tokasaurus.manager.state.grammar_manager import Grammars
-from tokasaurus.manager.state.samples import Samples
-from tokasaurus.manager.state.sequence import Sequence, TokenCounts
+from tokasaurus.manager.state.sequence import Samples, Sequence, TokenCounts
 from tokasaurus.manager.state.sequence_queues import SequenceQueues
 from tokasaurus.manager.state.slot_arrays import SlotArrays
 from tokasaurus.messages.generation import SequenceDelta

@@ -1,5 +1,6 @@
-"""One sequence: its request, its slot and blocks while it runs, and the tokens it keeps across preemption."""
+"""Sequences: the request of each, its slot and blocks while it runs, and what it keeps across preemption."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -8,8 +9,7 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
 from tokasaurus.manager.state.grammar_matcher import GrammarMatcher
-from tokasaurus.manager.state.top_logprobs import KeptTop
-from tokasaurus.messages.generation import GenerateRequest, PromptLogprobs
+from tokasaurus.messages.generation import GenerateRequest, PromptLogprobs, TopLogprobs
 from tokasaurus.text.stop_strings import StopMatcher
 
 
@@ -42,6 +42,28 @@ class Prompt:
 
 def make_prompt(token_ids: NDArray[np.int32]) -> Prompt:
     return Prompt(token_ids, token_ids.tobytes())
+
+
+class KeptTop:
+    """Top-k logprobs of every token that one sequence has sampled, kept across preemption. count: k."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._ids = bytearray()
+        self._logprobs = bytearray()
+
+    def append(self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
+        """Add the top-k logprobs of the next token. Both arrays have at least `count` entries, most likely first."""
+        self._ids += token_ids[: self._count].tobytes()
+        self._logprobs += logprobs[: self._count].tobytes()
+
+    def part(self, start: int, end: int) -> TopLogprobs:
+        """A copy of the entries for sampled tokens `start` to before `end`."""
+        own = slice(4 * self._count * start, 4 * self._count * end)
+        ids = np.frombuffer(bytes(self._ids[own]), np.int32)
+        logprobs = np.frombuffer(bytes(self._logprobs[own]), np.float32)
+        assert len(ids) == self._count * (end - start), f"{len(ids)} top-k entries for tokens {start} to {end}"
+        return TopLogprobs(ids.reshape(-1, self._count), logprobs.reshape(-1, self._count))
 
 
 @dataclass(slots=True)
@@ -130,3 +152,23 @@ class Sequence:
     def max_kv_tokens(self) -> int:
         """KV tokens at its maximum length: the KV of the last token is never needed."""
         return len(self.request.prompt_ids) + self.max_sampled_tokens - 1
+
+
+@dataclass(slots=True, eq=False)
+class Samples:
+    """A request's unfinished sequences. Creating 65,536 at once would take a third of a second."""
+
+    request: GenerateRequest
+    make: Callable[[int], Sequence]
+    """Sample index -> a new sequence."""
+    num_to_create: int
+    """Waiting samples without a sequence, the last ones; 0 once the request is cancelled."""
+    sequences: dict[Sequence, None] = field(default_factory=dict)
+    """Sequences that were created and have not finished, in order of their index."""
+
+    def create(self) -> Sequence:
+        """The next sequence. Precondition: num_to_create is not 0."""
+        sequence = self.make(self.request.num_sequences - self.num_to_create)
+        self.num_to_create -= 1
+        self.sequences[sequence] = None
+        return sequence
