@@ -193,9 +193,10 @@ def test_a_check_that_fails_is_noted_with_one_line_and_by_name_refused(caplog: p
     with pytest.raises(FlagRefused, match=f"^bad=T: {expected[0]}$"):
         checks.passes("bad", measure_wrong, "bad is", "it is slow", flag="bad=T")
     found = [(result.feature, result.failure) for result in checks.results]
-    assert found[:6] == [("good", None)] * 2 + [
+    assert found[:7] == [("good", None)] * 2 + [
         ("bad", None),
         ("bad", expected[0]),
+        ("bad", None),
         ("broken", None),
         ("broken", expected[1]),
     ]

@@ -131,6 +131,80 @@ def load_worker(
     if fill is None:
         check_weight_sizes(weight_files(checkpoint.directory), info)
     context_length = min(info.context_length, config.max_num_tokens_per_request or info.context_length)
+    platform = _choose_platform(config, mesh, index, phases)
+    device, kernels = platform.device, platform.kernels
+    compiler = Compiler(is_required=config.torch_compile is True) if platform.compiles else None
+    memory = MemoryReport(config, info, mesh, device, platform.dtype, platform.kv_cache_dtype)
+    checks = Checks(lambda works: bool(least_of_ranks(int(works), mesh, device)), is_thorough)
+    if is_tried(config.symmetric_all_reduce, mesh, device):
+        with phases("all-reduce") as details, memory.part(SUMS):
+            num_bytes = buffer_bytes(config.max_tokens_per_forward, info.hidden_size, platform.activation_dtype)
+            first_device = index - mesh.tp_rank
+            mesh, described = choose_all_reduce(
+                *(config.symmetric_all_reduce, mesh, device, platform.activation_dtype, num_bytes, first_device),
+                on_left_out=partial(checks.leave_out, "symmetric_all_reduce"),
+            )
+            details.append(described)
+    model = _load_model(checkpoint, mesh, platform, compiler, context_length, fill, memory, phases)
+    shape = KVShape(
+        num_layers=len(mesh.stage_layers(info)),
+        num_heads=mesh.shard(info.num_heads, "attention heads")[1],
+        num_kv_heads=mesh.kv_head_shard(info.num_kv_heads)[1],
+        head_dim=info.head_dim,
+        page_size=config.page_size,
+        dtype=platform.kv_cache_dtype,
+        device=device,
+        activation_dtype=platform.activation_dtype,
+    )
+    if device.type == "cuda":
+        with phases("Triton kernels"):
+            switch_off_wrong_kernels(shape, model, checks)
+        with phases("attention"), memory.part(WORKSPACES):  # FlashInfer may compile for minutes
+            backend = _choose_backend(config, shape, None, max(sizes_of_graphs(config), default=0), checks)
+    else:
+        backend = _choose_backend(config, shape, kernels, 0, checks)
+    limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length, info.vocab_size)
+    with memory.part(SLOTS):
+        max_blocks = -(-context_length // config.page_size)
+        slots = SlotTable(SlotTableSize(config.max_seqs_per_forward + 1, max_blocks), device)
+    slots.rules.allocate(config.page_size)  # the padding block: the first forwards write to no other
+    trace = Trace.of(config, mesh.name(PROCESS), index // mesh.num_ranks, row=1 + mesh.world_rank)
+    links = None
+    if mesh.pp_size > 1:
+        with memory.part(STAGES):
+            links = _link_stages(mesh, model, limits, device, trace)
+    with memory.part(INPUTS):
+        runner = ModelRunner(
+            *(model, backend, slots, config.page_size, device, kernels, compiler),
+            mesh=mesh,
+            buffer_sizes=sizes_for(limits.max_tokens, limits.max_seqs, limits.vocab_size, config.max_topk_logprobs),
+            async_tp_threshold=config.async_tp_threshold,
+            trace=trace,
+            links=links,
+        )
+    loaded = LoadedWorker(mesh, device, kernels, compiler, model, shape, backend, slots, runner, limits, memory, checks)
+    if compiler is not None:
+        with phases("compiled layers"), torch.inference_mode():
+            _check_compiled(loaded, compiler, config)
+    return loaded
+
+
+@dataclass(frozen=True, slots=True)
+class _Platform:
+    """Where a worker computes, and in which formats."""
+
+    device: torch.device
+    kernels: Kernels | None
+    compiles: bool
+    """Whether torch compiles the layers."""
+    dtype: torch.dtype
+    """Of the weights."""
+    activation_dtype: torch.dtype
+    kv_cache_dtype: torch.dtype
+
+
+def _choose_platform(config: ServerConfig, mesh: Mesh, index: int, phases: Phases) -> _Platform:
+    """index: as in load_worker. Raises FlagRefused."""
     with phases("device") as details:
         device = choose_device(config.device, index)
         if device.type != "cpu" and config.cpu_isa is not None:
@@ -150,27 +224,29 @@ def load_worker(
             details.append(f"{num_threads} threads")
             if kernels is not None:
                 kernels.set_num_threads(num_threads)
+    return _Platform(device, kernels, compiles, dtype, activation_dtype, kv_cache_dtype)
+
+
+def _load_model(
+    checkpoint: Checkpoint,
+    mesh: Mesh,
+    platform: _Platform,
+    compiler: Compiler | None,
+    context_length: int,
+    fill: Fill | None,
+    memory: MemoryReport,
+    phases: Phases,
+) -> Decoder:
+    """This rank's part of the model, with weights in the layouts of its gemms. fill: as in load_worker."""
     choice = ALWAYS_KERNELS
-    if kernels is not None and dtype in ACTIVATION_DTYPES:
+    if platform.kernels is not None and platform.dtype in ACTIVATION_DTYPES:
         with phases("gemm") as details:
-            choice = choose_gemm(kernels, info, dtype)
+            choice = choose_gemm(platform.kernels, checkpoint.info, platform.dtype)
             details.append(choice.describe())
-    compiler = Compiler(is_required=config.torch_compile is True) if compiles else None
-    memory = MemoryReport(config, info, mesh, device, dtype, kv_cache_dtype)
-    checks = Checks(lambda works: bool(least_of_ranks(int(works), mesh, device)), is_thorough)
-    if is_tried(config.symmetric_all_reduce, mesh, device):
-        with phases("all-reduce") as details, memory.part(SUMS):
-            num_bytes = buffer_bytes(config.max_tokens_per_forward, info.hidden_size, activation_dtype)
-            first_device = index - mesh.tp_rank
-            mesh, described = choose_all_reduce(
-                *(config.symmetric_all_reduce, mesh, device, activation_dtype, num_bytes, first_device),
-                on_left_out=partial(checks.leave_out, "symmetric_all_reduce"),
-            )
-            details.append(described)
     with phases("weights", has_progress_bar=True), memory.part(WEIGHTS, ROTARY, on_cpu=True):
-        model = _build_model(checkpoint, mesh, dtype)
-        model.materialize(device, context_length)
-        model.begin_packing(kernels, choice, compiler)
+        model = _build_model(checkpoint, mesh, platform.dtype)
+        model.materialize(platform.device, context_length)
+        model.begin_packing(platform.kernels, choice, compiler)
         filled = FilledModules(model, model.pack_module)
         if fill is None:
             _load_weights(model, checkpoint, filled, phases.console)
@@ -178,67 +254,29 @@ def load_worker(
             fill(model, filled)
         model.end_packing()
         return_freed_memory()
-    shape = KVShape(
-        num_layers=len(mesh.stage_layers(info)),
-        num_heads=mesh.shard(info.num_heads, "attention heads")[1],
-        num_kv_heads=mesh.kv_head_shard(info.num_kv_heads)[1],
-        head_dim=info.head_dim,
-        page_size=config.page_size,
-        dtype=kv_cache_dtype,
-        device=device,
-        activation_dtype=activation_dtype,
-    )
+    return model
 
-    checks_attention = device.type == "cuda" or is_thorough
 
-    def check_attention(backend: AttentionBackend) -> None:
-        for measured in checks.noting(
-            f"attention: {type(backend).__name__}", partial(measure_attention, backend, shape)
-        ):
+def _choose_backend(
+    config: ServerConfig, shape: KVShape, kernels: Kernels | None, max_graph_rows: int, checks: Checks
+) -> AttentionBackend:
+    """The fastest backend that works here. max_graph_rows: as in make_backend. Raises FlagRefused."""
+
+    def check(backend: AttentionBackend) -> None:
+        feature = f"attention: {type(backend).__name__}"
+        for measured in checks.noting(feature, partial(measure_attention, backend, shape)):
             if not measured.is_right:
                 raise ComputesWrongly(describe(measured))
 
-    if device.type == "cuda":
-        with phases("Triton kernels"):
-            switch_off_wrong_kernels(shape, model, checks)
     try:
-        # FlashInfer may compile for minutes.
-        with phases("attention") if device.type == "cuda" else nullcontext(), memory.part(WORKSPACES):
-            graph_rows = max(sizes_of_graphs(config), default=0) if device.type == "cuda" else 0
-            backend = make_backend(
-                *(config.attention_backend, shape, kernels, graph_rows),
-                check=check_attention if checks_attention else None,
-                all_agree=checks.all_agree,
-                on_left_out=lambda name, reason: checks.leave_out(f"attention_backend={name}", reason),
-            )
+        return make_backend(
+            *(config.attention_backend, shape, kernels, max_graph_rows),
+            check=check if shape.device.type == "cuda" or checks.is_thorough else None,
+            all_agree=checks.all_agree,
+            on_left_out=lambda name, reason: checks.leave_out(f"attention_backend={name}", reason),
+        )
     except ValueError as error:
         raise FlagRefused(str(error)) from error
-    max_blocks = -(-context_length // config.page_size)
-    with memory.part(SLOTS):
-        slots = SlotTable(SlotTableSize(config.max_seqs_per_forward + 1, max_blocks), device)
-    slots.rules.allocate(config.page_size)  # the padding block: the first forwards write to no other
-    limits = ForwardLimits(config.max_tokens_per_forward, config.max_seqs_per_forward, context_length, info.vocab_size)
-    sizes = sizes_for(limits.max_tokens, limits.max_seqs, limits.vocab_size, config.max_topk_logprobs)
-    places = model, backend, slots, config.page_size, device, kernels, compiler
-    trace = Trace.of(config, mesh.name(PROCESS), index // mesh.num_ranks, row=1 + mesh.world_rank)
-    links = None
-    if mesh.pp_size > 1:
-        with memory.part(STAGES):
-            links = _link_stages(mesh, model, limits, device, trace)
-    with memory.part(INPUTS):
-        runner = ModelRunner(
-            *places,
-            mesh=mesh,
-            buffer_sizes=sizes,
-            async_tp_threshold=config.async_tp_threshold,
-            trace=trace,
-            links=links,
-        )
-    loaded = LoadedWorker(mesh, device, kernels, compiler, model, shape, backend, slots, runner, limits, memory, checks)
-    if compiler is not None:
-        with phases("compiled layers"), torch.inference_mode():
-            _check_compiled(loaded, compiler, config)
-    return loaded
 
 
 def check_layers(loaded: LoadedWorker, flag: str | None = None) -> bool:

@@ -78,7 +78,7 @@ class Checks:
 
     def __init__(self, all_agree: Callable[[bool], bool] = bool, is_thorough: bool = False) -> None:
         """all_agree: whether it is true of every rank; all ranks run the same checks. is_thorough: check also what a
-        start takes for granted, such as the kernels of the CPU, and go on after a wrong result."""
+        start takes for granted, such as the kernels of the CPU."""
         self.all_agree = all_agree
         self.is_thorough = is_thorough
         self.results: list[Result] = []
@@ -105,11 +105,8 @@ class Checks:
         """One line on the first result beyond its tolerance, or on what was raised; None if all is right."""
         failures: list[str] = []
         try:
-            for measured in self.noting(feature, measure):
-                if not measured.is_right:
-                    failures.append(describe(measured))
-                    if not self.is_thorough:
-                        break
+            # All of them, also after a wrong one: other ranks wait for this one in the check's collectives.
+            failures += [describe(measured) for measured in self.noting(feature, measure) if not measured.is_right]
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of a library, its compilers or a driver, which have errors of many classes
