@@ -23,8 +23,7 @@ from tokasaurus.manager.state.engine_state import make_state
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.generation import GenerateRequest, SequenceDelta
 from tokasaurus.messages.sampling import SamplingParams
-from tokasaurus.server.engine_client.load_balancer import choose_replica
-from tokasaurus.server.engine_client.replica import Replica
+from tokasaurus.server.engine_client.replicas import Replica, choose_replica
 
 MAX_SEQS_PER_FORWARD = 256
 STEP_SECONDS = 0.01

@@ -13,10 +13,9 @@ from tokasaurus.messages.generation import CancelRequest, EngineUpdate, Generate
 from tokasaurus.messages.lifecycle import EngineLimits, EngineStats, Ready
 from tokasaurus.messages.replica_connection import receive_connection
 from tokasaurus.server.engine_client.collectors import FinishedSequence, Results, StreamCollector
-from tokasaurus.server.engine_client.load_balancer import choose_replica
 from tokasaurus.server.engine_client.pending import Collector, PendingRequest
 from tokasaurus.server.engine_client.queue_limits import NO_LIMITS, QueueLimits, UnfinishedWork
-from tokasaurus.server.engine_client.replica import Replica
+from tokasaurus.server.engine_client.replicas import Replica, choose_replica
 from tokasaurus.server.errors import EngineDied, EngineRestarting
 
 MAX_REPLAYS = 3

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tokasaurus.messages.generation import GenerateRequest, SequenceDelta, SequenceProgress
-from tokasaurus.server.engine_client.replica import Replica
+from tokasaurus.server.engine_client.replicas import Replica
 
 
 class Collector(Protocol):

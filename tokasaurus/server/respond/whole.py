@@ -27,11 +27,11 @@ from tokasaurus.server.protocol.completions import (
 )
 from tokasaurus.server.protocol.usage import Usage
 from tokasaurus.server.respond.choice import Choice, ChoiceDelta
-from tokasaurus.server.respond.fingerprint import build_fingerprint
 from tokasaurus.server.respond.logprobs import (
     build_chat_logprobs,
     build_completion_logprobs,
     build_echo_logprobs,
+    build_fingerprint,
     build_prompt_logprobs,
     join_logprobs,
 )

@@ -1,9 +1,9 @@
-"""What the generation routes share: whole and streamed answers, cancelled if the client disconnects."""
+"""POST /v1/completions and /v1/chat/completions: whole and streamed answers, cancelled if the client disconnects."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
 
 from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.server.client_identity import client_of
@@ -17,25 +17,46 @@ from tokasaurus.server.generation.answer import (
     raising_api_errors,
 )
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
+from tokasaurus.server.prepare.body import prepare_chat, prepare_completion
 from tokasaurus.server.prepare.origin import Origin
 from tokasaurus.server.prepare.requests import Prepared, num_prompt_values
+from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest
+from tokasaurus.server.protocol.completions import Completion, CompletionRequest
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
-from tokasaurus.server.respond.stream import AnswerStream
+from tokasaurus.server.respond.stream import AnswerStream, ChatStream, CompletionStream
+from tokasaurus.server.respond.whole import build_chat_completion, build_completion
 from tokasaurus.server.routes.event_stream import EventStream
+from tokasaurus.server.routes.json_body import JsonBodyRoute
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState, num_body_bytes, state_of
 
+router = APIRouter(route_class=JsonBodyRoute, tags=["generation"])
+
 # For the OpenAPI page.
-ERROR_RESPONSES = error_responses(*BODY_ERRORS, 404, 429, 503)
+_ERROR_RESPONSES = error_responses(*BODY_ERRORS, 404, 429, 503)
 # Content of a 200 response with stream=true.
-STREAMED = {"text/event-stream": {"schema": {"description": "Chunks as server-sent events."}}}
+_STREAMED = {"text/event-stream": {"schema": {"description": "Chunks as server-sent events."}}}
 
 # Values turned into events before other tasks may run: a few milliseconds of work.
 MAX_VALUES_AT_ONCE = 2048
 MAX_FIRST_CHOICES = 256
 
 
-async def answer_generation(
+@router.post("/v1/completions", responses={200: {"model": Completion, "content": _STREAMED}, **_ERROR_RESPONSES})
+async def create_completion(request: Request, body: CompletionRequest) -> Response:
+    """Continue one or more prompts, each `n` times."""
+    return await _answer_generation(request, body, prepare_completion, build_completion, CompletionStream)
+
+
+@router.post(
+    "/v1/chat/completions", responses={200: {"model": ChatCompletion, "content": _STREAMED}, **_ERROR_RESPONSES}
+)
+async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
+    """Generate `n` answers to a conversation, formatted with the model's chat template."""
+    return await _answer_generation(request, body, prepare_chat, build_chat_completion, ChatStream)
+
+
+async def _answer_generation(
     request: Request,
     body: Body,
     prepare: Prepare[Body],

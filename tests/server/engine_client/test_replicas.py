@@ -1,4 +1,4 @@
-"""Which replica gets the next request."""
+"""Choosing a replica, by what it has cached and how busy it is, and the index of its cached prefixes."""
 
 import dataclasses
 from functools import partial
@@ -6,12 +6,20 @@ from random import Random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.prefix_routing import choose_at_random, make_chats, simulate
 from tests.server.helpers.client_driver import make_request
 from tokasaurus.messages.lifecycle import EngineLimits
-from tokasaurus.server.engine_client.load_balancer import TOKENS_PER_SEQUENCE, choose_replica
-from tokasaurus.server.engine_client.replica import Replica
+from tokasaurus.server.engine_client.replicas import (
+    CHUNK_ENDS,
+    TOKENS_PER_SEQUENCE,
+    PrefixIndex,
+    Replica,
+    choose_replica,
+    hash_prefixes,
+)
 
 LIMITS = EngineLimits(num_kv_blocks=100, page_size=16, max_tokens_per_sequence=512)
 PROMPT = list(range(160))
@@ -67,3 +75,62 @@ def test_two_replicas_find_nearly_as_much_in_their_caches_as_one():
     at_random = simulate(chats, 2, 400_000, partial(choose_at_random, Random(1)))
     assert two.cached >= 0.95 * one.cached > at_random.cached
     assert np.isclose(one.asked, two.asked, rtol=0.01)
+
+
+def tokens(*parts: tuple[int, int]) -> np.ndarray:
+    """The token `value` `count` times, for each (value, count) in turn."""
+    return np.concatenate([np.full(count, value, np.int32) for value, count in parts])
+
+
+prompts = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 60)), min_size=1, max_size=5).map(
+    lambda parts: tokens(*parts)
+)
+
+
+@given(st.lists(st.tuples(prompts, st.sampled_from(["", "a"])), max_size=6), prompts, st.sampled_from(["", "a"]))
+def test_the_longest_common_prefix_of_whole_chunks_is_found(sent, asked, salt):
+    index = PrefixIndex(100_000)
+    for prompt, its_salt in sent:
+        index.add(hash_prefixes(prompt, its_salt))
+    common = [
+        int(np.cumprod(prompt[: len(asked)] == asked[: len(prompt)]).sum()) // 16 * 16
+        for prompt, its_salt in sent
+        if its_salt == salt
+    ]
+    assert index.num_cached_tokens(hash_prefixes(asked, salt)) == max(common, default=0)
+    distinct = {
+        (its_salt, prompt[:end].tobytes()) for prompt, its_salt in sent for end in range(16, len(prompt) + 1, 16)
+    }
+    assert index.num_tokens == 16 * len(distinct)
+
+
+def test_long_prompts_have_few_chunks():
+    assert CHUNK_ENDS[:2] == (16, 32)
+    assert CHUNK_ENDS[63:66] == (1024, 1088, 1152)
+    prompt = np.arange(1_000_000, dtype=np.int32)
+    prefixes = hash_prefixes(prompt, "")
+    assert len(prefixes) < 450
+    index = PrefixIndex(1_000_000)
+    index.add(prefixes)
+    changed = prompt.copy()
+    changed[500_000] = -1
+    assert 400_000 < index.num_cached_tokens(hash_prefixes(changed, "")) <= 500_000
+
+
+def test_what_was_not_used_for_longest_is_forgotten_tail_first():
+    index = PrefixIndex(160)
+    first, second = hash_prefixes(tokens((1, 48)), ""), hash_prefixes(tokens((2, 96)), "")
+    index.add(first)
+    index.add(second)
+    index.add(first)  # used again
+    index.add(hash_prefixes(tokens((3, 48)), ""))
+    assert index.num_tokens == 160
+    assert index.num_cached_tokens(first) == 48
+    assert index.num_cached_tokens(second) == 64
+
+
+def test_a_prompt_longer_than_the_cache_is_remembered_up_to_its_size():
+    index = PrefixIndex(64)
+    prefixes = hash_prefixes(tokens((1, 200)), "")
+    index.add(prefixes)
+    assert index.num_cached_tokens(prefixes) == index.num_tokens == 64

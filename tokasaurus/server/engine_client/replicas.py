@@ -1,11 +1,17 @@
-"""Remembers the beginnings of the prompts that a replica was sent, to guess how much of the next one it has cached."""
+"""Data-parallel replicas: what the server knows of each, and which one the next request goes to."""
 
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.messages.lifecycle import EngineLimits, EngineStats
+from tokasaurus.messages.replica_connection import ReplicaConnection
 
 CHUNKS_PER_SIZE = 64
 FIRST_CHUNK_TOKENS = 16
@@ -63,3 +69,56 @@ class PrefixIndex:
         while self.num_tokens > self._max_tokens:
             _, tokens = self._chunks.popitem(last=False)
             self.num_tokens -= tokens
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One replica: connected while its processes live, ready once its model is loaded."""
+
+    connection: ReplicaConnection | None = None
+    is_ready: bool = False
+    limits: EngineLimits | None = None
+    """The limits reported at its last start; None before its first start."""
+    stats: EngineStats | None = None
+    """None while it is not ready."""
+    num_unfinished_sequences: int = 0
+    num_starts: int = 0
+    prefixes: PrefixIndex = field(default_factory=lambda: PrefixIndex(0))
+    """Of the prompts that it was sent since its last start."""
+
+    def start(self, limits: EngineLimits) -> None:
+        """It is ready."""
+        self.is_ready, self.limits = True, limits
+        self.prefixes = PrefixIndex(limits.num_kv_blocks * limits.page_size)
+        self.stats = EngineStats(
+            num_running=0,
+            num_waiting=0,
+            num_kv_blocks_used=0,
+            num_kv_blocks_total=limits.num_kv_blocks,
+            total_prompt_tokens=0,
+            total_generation_tokens=0,
+            worker_queue_depth=0,
+        )
+
+
+TOKENS_PER_SEQUENCE = 32
+"""An unfinished sequence delays a request as much as the prefill of this many tokens."""
+
+
+def choose_replica(replicas: Sequence[Replica], request: GenerateRequest) -> Replica:
+    """The replica with most of the prompt cached, unless another is so much less busy that it is ready sooner.
+
+    Among equals, the one that was sent the fewest tokens; among those, the first. The chosen one is expected to cache
+    the prompt from now on. replicas: at least one, all up.
+    """
+    if len(replicas) == 1:
+        return replicas[0]  # hashing would be useless
+    prefixes = hash_prefixes(request.prompt_ids, request.cache_salt)
+
+    def cost(replica: Replica) -> tuple[int, int]:
+        num_uncached = len(request.prompt_ids) - replica.prefixes.num_cached_tokens(prefixes)
+        return num_uncached + TOKENS_PER_SEQUENCE * replica.num_unfinished_sequences, replica.prefixes.num_tokens
+
+    replica = min(replicas, key=cost)
+    replica.prefixes.add(prefixes)
+    return replica
