@@ -10,7 +10,7 @@ import pytest
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.raw_http import ask
-from tokasaurus.server.allowed_hosts import allowed_hosts, is_address
+from tokasaurus.server.access import allowed_hosts, is_address
 from tokasaurus.server.served_model import ServedModel
 
 

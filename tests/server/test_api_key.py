@@ -14,7 +14,7 @@ from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_ope
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
 from tokasaurus.messages.lifecycle import UserError
-from tokasaurus.server.api_key import read_api_keys
+from tokasaurus.server.access import read_api_keys
 from tokasaurus.server.served_model import ServedModel
 
 KEY = "s3cret-key"

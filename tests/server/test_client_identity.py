@@ -6,7 +6,7 @@ import pytest
 from fastapi import Request
 
 from tests.server.helpers.client_driver import make_request
-from tokasaurus.server.client_identity import add_key_salt, client_of, set_client
+from tokasaurus.server.access import add_key_salt, client_of, set_client
 
 
 @pytest.fixture

@@ -24,8 +24,14 @@ from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.monitoring.loop_lag import LoopLag
 from tokasaurus.monitoring.shortage import describe_shortage
-from tokasaurus.server.allowed_hosts import AllowedHostsMiddleware, allowed_hosts
-from tokasaurus.server.api_key import ApiKey, ApiKeyMiddleware, read_api_keys
+from tokasaurus.server.access import (
+    AllowedHostsMiddleware,
+    ApiKey,
+    ApiKeyMiddleware,
+    RequestIdMiddleware,
+    allowed_hosts,
+    read_api_keys,
+)
 from tokasaurus.server.batches.limits import BatchLimits, batch_limits
 from tokasaurus.server.batches.location import opened_data_dir
 from tokasaurus.server.batches.service import BatchService
@@ -39,13 +45,12 @@ from tokasaurus.server.errors import StorageFailed, StorageIsFull, add_error_han
 from tokasaurus.server.head import HeadMiddleware
 from tokasaurus.server.http_server import LISTEN_BACKLOG, HttpServer, http_config
 from tokasaurus.server.openapi import DescribedApp
-from tokasaurus.server.request_id import RequestIdMiddleware
 from tokasaurus.server.resources.body_bytes import BodyBytes
 from tokasaurus.server.resources.garbage import collect_garbage_when_idle
 from tokasaurus.server.resources.limits import RequestLimits, request_limits
 from tokasaurus.server.resources.text_threads import TextThreads
 from tokasaurus.server.routes import batches as batch_routes
-from tokasaurus.server.routes import bulk, files, generation, health, metrics, models, tokenize
+from tokasaurus.server.routes import bulk, files, generation, health, models, tokenize
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
 from tokasaurus.server.structured_output.validator import GrammarChecker
@@ -184,7 +189,7 @@ def create_app(
         app.add_middleware(ApiKeyMiddleware, keys=list(api_keys), salt_by_key=salt_by_key)
     if hosts is not None:
         app.add_middleware(AllowedHostsMiddleware, names=hosts)
-    for routes in (generation, bulk, files, batch_routes, models, tokenize, health, metrics):
+    for routes in (generation, bulk, files, batch_routes, models, tokenize, health):
         app.include_router(routes.router)
     # Not by add_middleware: the answer to an internal error would lack the id.
     return RequestIdMiddleware(HeadMiddleware(app))

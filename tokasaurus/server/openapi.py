@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 from fastapi import FastAPI
 
-from tokasaurus.server.api_key import OPEN_PATHS
+from tokasaurus.server.access import OPEN_PATHS
 from tokasaurus.server.errors import ErrorResponse
 
 Responses = dict[int | str, dict[str, Any]]

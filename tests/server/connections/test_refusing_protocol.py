@@ -10,7 +10,7 @@ import pytest
 from tests.server.helpers.fake_engine import FakeEngine
 from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.raw_http import ask, completion, connect, parse_answers, read_all, read_answer
-from tokasaurus.server.connections.refusing_protocol import MAX_HEADERS, MAX_PIPELINED
+from tokasaurus.server.connections.protocol import MAX_HEADERS, MAX_PIPELINED
 from tokasaurus.server.served_model import ServedModel
 
 MAX_HEADER_BYTES, MAX_URL_BYTES = 2000, 300

@@ -14,8 +14,7 @@ from starlette.types import ASGIApp
 
 from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tokasaurus.config import ServerConfig
-from tokasaurus.server.allowed_hosts import allowed_hosts
-from tokasaurus.server.api_key import read_api_keys
+from tokasaurus.server.access import allowed_hosts, read_api_keys
 from tokasaurus.server.app import create_app
 from tokasaurus.server.batches.limits import BatchLimits
 from tokasaurus.server.batches.store.store import Store, open_store

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 
 from tokasaurus.messages.lifecycle import EngineLimits
-from tokasaurus.server.prepare.origin import Origin
-from tokasaurus.server.prepare.requests import Prepared, draft_chat, draft_completion
+from tokasaurus.server.prepare.requests import Origin, Prepared, draft_chat, draft_completion
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.served_model import ServedModel

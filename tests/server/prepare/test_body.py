@@ -7,9 +7,7 @@ import pytest
 
 from tests.server.helpers.prepared_requests import LIMITS
 from tokasaurus.server.errors import InvalidRequest
-from tokasaurus.server.prepare.body import prepare_chat, prepare_completion
-from tokasaurus.server.prepare.origin import Origin
-from tokasaurus.server.prepare.requests import Prepared
+from tokasaurus.server.prepare.requests import Origin, Prepared, prepare_chat, prepare_completion
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.resources.text_threads import TextThreads

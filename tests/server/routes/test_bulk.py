@@ -17,7 +17,7 @@ from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.engine_client.queue_limits import QueueLimits
 from tokasaurus.server.generation import line as lines
 from tokasaurus.server.resources.limits import RequestLimits
-from tokasaurus.server.routes import bulk_lines
+from tokasaurus.server.routes import bulk
 from tokasaurus.server.served_model import ServedModel
 
 BULK = "/v1/bulk"
@@ -186,7 +186,7 @@ def test_internal_error_affects_only_its_own_line(shared_server: LiveServer, mon
 
 
 def test_lines_wait_while_the_queue_is_full(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk_lines, "QUEUE_RETRY_S", 0.05)
+    monkeypatch.setattr(bulk, "QUEUE_RETRY_S", 0.05)
     with live_server(served_model, FakeEngine(), queue_limits=QueueLimits(max_requests=2)) as server:
         results = ask(server, b"".join(line_of(str(number), GOOD) for number in range(200)))
         assert [result["response"]["status_code"] for result in results] == [200] * 200
@@ -196,7 +196,7 @@ def test_lines_wait_while_the_queue_is_full(served_model: ServedModel, monkeypat
 def test_lines_wait_at_the_hard_limits_unless_they_can_never_fit(
     served_model: ServedModel, monkeypatch: pytest.MonkeyPatch, limits: QueueLimits
 ) -> None:
-    monkeypatch.setattr(bulk_lines, "QUEUE_RETRY_S", 0.05)
+    monkeypatch.setattr(bulk, "QUEUE_RETRY_S", 0.05)
     with live_server(served_model, FakeEngine(), queue_limits=limits) as server:
         lines = [line_of(str(number), GOOD) for number in range(50)]
         never_fits = line_of("never", GOOD | {"prompt": ["a" * 6, "a" * 5], "n": 2})

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from tokasaurus.server.errors import QueueFull, ServerStopping
-from tokasaurus.server.routes import bulk_lines
-from tokasaurus.server.routes.bulk_lines import BulkRun, IncomingBody, Line, LineSplitter
+from tokasaurus.server.routes import bulk
+from tokasaurus.server.routes.bulk import BulkRun, IncomingBody, Line, LineSplitter
 
 Chunks = list[bytes]
 
@@ -118,8 +118,8 @@ class Answers:
 def test_every_line_gets_one_result_and_max_lines_in_flight_is_the_peak(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk_lines, "MAX_LINES_IN_FLIGHT", 7)
-    monkeypatch.setattr(bulk_lines, "MAX_UNREAD_BYTES", 50)
+    monkeypatch.setattr(bulk, "MAX_LINES_IN_FLIGHT", 7)
+    monkeypatch.setattr(bulk, "MAX_UNREAD_BYTES", 50)
     text = b"".join(b"line %d\n" % number for number in range(300))
     borders = sorted(random.Random(seed).sample(range(len(text)), 40))
     chunks = [text[start:end] for start, end in zip([0, *borders], [*borders, len(text)], strict=True)]
@@ -135,8 +135,8 @@ def test_every_line_gets_one_result_and_max_lines_in_flight_is_the_peak(
 
 
 def test_reading_stops_while_max_lines_in_flight_are_unanswered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk_lines, "MAX_LINES_IN_FLIGHT", 3)
-    monkeypatch.setattr(bulk_lines, "MAX_UNREAD_BYTES", 100)
+    monkeypatch.setattr(bulk, "MAX_LINES_IN_FLIGHT", 3)
+    monkeypatch.setattr(bulk, "MAX_UNREAD_BYTES", 100)
 
     async def go() -> None:
         answers = Answers()
@@ -187,7 +187,7 @@ def test_client_that_reads_only_after_sending_everything_gets_every_result() -> 
 
 
 def test_reading_stops_while_too_many_result_bytes_are_unsent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk_lines, "MAX_UNSENT_BYTES", 5_000)
+    monkeypatch.setattr(bulk, "MAX_UNSENT_BYTES", 5_000)
 
     async def go() -> None:
         answers = Answers()
@@ -230,7 +230,7 @@ def test_cancelling_the_run_stops_its_lines_and_unanswered_lines_can_get_errors(
 
 def test_line_refused_by_a_full_queue_is_retried_and_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is retried when another line finishes, not only after QUEUE_RETRY_S."""
-    monkeypatch.setattr(bulk_lines, "QUEUE_RETRY_S", 0.2)
+    monkeypatch.setattr(bulk, "QUEUE_RETRY_S", 0.2)
 
     async def go() -> None:
         answers = Answers()

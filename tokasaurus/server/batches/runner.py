@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import apsw
 
+from tokasaurus.server.access import use_key_salt
 from tokasaurus.server.batches.limits import BatchLimits
 from tokasaurus.server.batches.recorder import ResultRecorder
 from tokasaurus.server.batches.results import answered_line, refused_line
@@ -15,11 +16,10 @@ from tokasaurus.server.batches.store.database import Database
 from tokasaurus.server.batches.store.errors import StoreError
 from tokasaurus.server.batches.store.ledger import release_lines, start_lines
 from tokasaurus.server.batches.store.records import LineResult, PendingLine
-from tokasaurus.server.client_identity import use_key_salt
 from tokasaurus.server.errors import AnswerTooLargeError, ApiError, EngineDied, GrammarValidatorFailed
 from tokasaurus.server.generation.line import LineRefused, ParsedLine, parse_line
 from tokasaurus.server.parsing.json_values import MAX_INLINE_BYTES
-from tokasaurus.server.prepare.origin import Origin
+from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.state import ServerState
 
 logger = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ import apsw
 from fastapi import Request
 
 from tokasaurus.monitoring.metrics import BatchStats
+from tokasaurus.server.access import key_salt
 from tokasaurus.server.batches.closing import clear_ledger, close_batch
 from tokasaurus.server.batches.input_errors import InputError, dump_errors
 from tokasaurus.server.batches.library import require_file
@@ -38,7 +39,6 @@ from tokasaurus.server.batches.store.ledger import release_running
 from tokasaurus.server.batches.store.records import FINAL_STATUSES, BatchRecord
 from tokasaurus.server.batches.store.store import Store
 from tokasaurus.server.batches.validation import ValidationDied, fill_ledger
-from tokasaurus.server.client_identity import key_salt
 from tokasaurus.server.errors import DataDirMissing, InvalidRequest
 from tokasaurus.server.protocol.storage.batches import BatchProgress, BatchStatus
 from tokasaurus.server.state import ServerState

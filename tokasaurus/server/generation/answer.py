@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tokasaurus.messages.lifecycle import EngineLimits
-from tokasaurus.server.client_identity import add_key_salt
+from tokasaurus.server.access import add_key_salt
 from tokasaurus.server.engine_client.collectors import (
     VALUES_PER_DELTA,
     AnswerTooLarge,
@@ -15,8 +15,7 @@ from tokasaurus.server.engine_client.collectors import (
     SequenceAborted,
 )
 from tokasaurus.server.errors import AnswerTooLargeError, GrammarTooComplex, InvalidRequest, NumericalError
-from tokasaurus.server.prepare.origin import Origin
-from tokasaurus.server.prepare.requests import Prepared, num_prompt_values
+from tokasaurus.server.prepare.requests import Origin, Prepared, num_prompt_values
 from tokasaurus.server.protocol.chat import ChatCompletion
 from tokasaurus.server.protocol.completions import Completion
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
@@ -30,7 +29,7 @@ from tokasaurus.server.structured_output.validator import GrammarChecker
 
 Body = TypeVar("Body", bound=SamplingFields)
 Prepare = Callable[[Body, ServedModel, EngineLimits, GrammarChecker, TextThreads, Origin], Awaitable[Prepared]]
-"""A function of server.prepare.body."""
+"""A function of server.prepare.requests."""
 Build = Callable[[Prepared, list[list[FinishedSequence]], ServedModel], Completion | ChatCompletion]
 """A function of server.respond.whole."""
 

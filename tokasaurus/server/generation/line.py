@@ -9,8 +9,7 @@ import orjson
 from tokasaurus.server.errors import ApiError, InvalidRequest
 from tokasaurus.server.generation.answer import Answer, Body, Build, Prepare, generate_answer
 from tokasaurus.server.parsing.json_values import load_json, validate_body
-from tokasaurus.server.prepare.body import prepare_chat, prepare_completion
-from tokasaurus.server.prepare.origin import Origin
+from tokasaurus.server.prepare.requests import Origin, prepare_chat, prepare_completion
 from tokasaurus.server.protocol.bulk import BulkLine
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest

@@ -1,4 +1,4 @@
-"""OpenAI body → GenerateRequest, all but its grammar: checks the body, resolves every default. Plain functions."""
+"""OpenAI body → Prepared, final: its requests are drafted in a thread, then wait until their grammar is validated."""
 
 import secrets
 import uuid
@@ -14,14 +14,14 @@ from tokasaurus.server.errors import InvalidRequest, Unsupported, shorten
 from tokasaurus.server.prepare.chat_prompt import encode_messages, opens_thinking
 from tokasaurus.server.prepare.context_length import check_max_tokens, room_after, too_long
 from tokasaurus.server.prepare.echo import Echo, make_echo
-from tokasaurus.server.prepare.origin import Origin
 from tokasaurus.server.prepare.tool_choice import resolve_tools
 from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest, Prompt
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
+from tokasaurus.server.resources.text_threads import TextThreads
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.structured_output.validator import asked_grammar
+from tokasaurus.server.structured_output.validator import GrammarChecker, asked_grammar
 from tokasaurus.server.tools.parser import CallRules
 from tokasaurus.text.tokenizer import TextTooLong
 
@@ -43,6 +43,20 @@ _REPETITION_PENALTIES = (1e-30, 1e30)
 _UINT64_MASK = 2**64 - 1
 # Between the seeds of a body's prompts, if its origin gives one: odd, and with bits everywhere.
 _SEED_STEP = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a body comes from."""
+
+    num_bytes: int = 0
+    """Size of the body."""
+    client: str = ""
+    """Who sent it, by `client_of`."""
+    seed: int | None = None
+    """Unsigned 64 bits, from which the seeds of a body that gives none follow; None draws them."""
+    is_background: bool = False
+    """Its requests wait behind all others, and are not counted in the limits of the queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +98,42 @@ class Draft:
     """Final if the body has no grammar."""
     grammar: GrammarSource | None
     """What each completion must match; None for any text. Not validated, and not part of `prepared`."""
+
+
+async def prepare_completion(
+    body: CompletionRequest,
+    model: ServedModel,
+    limits: EngineLimits,
+    grammars: GrammarChecker,
+    text_threads: TextThreads,
+    origin: Origin,
+) -> Prepared:
+    """The requests of a body. text_threads: where it is tokenized. Raises ApiError."""
+    drafting = text_threads.run(origin.num_bytes, draft_completion, body, model, limits, origin)
+    return await _with_grammar(await drafting, grammars)
+
+
+async def prepare_chat(
+    body: ChatCompletionRequest,
+    model: ServedModel,
+    limits: EngineLimits,
+    grammars: GrammarChecker,
+    text_threads: TextThreads,
+    origin: Origin,
+) -> Prepared:
+    """As `prepare_completion`."""
+    drafting = text_threads.run(origin.num_bytes, draft_chat, body, model, limits, origin)
+    return await _with_grammar(await drafting, grammars)
+
+
+async def _with_grammar(draft: Draft, grammars: GrammarChecker) -> Prepared:
+    """The final requests. Raises InvalidRequest if the grammar is not valid."""
+    prepared, source = draft.prepared, draft.grammar
+    if source is None:
+        return prepared
+    grammar = await grammars.check(source)
+    requests = [replace(request, grammar=grammar) for request in prepared.requests]
+    return replace(prepared, requests=requests, grammar_param=source.param)
 
 
 def draft_completion(body: CompletionRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:

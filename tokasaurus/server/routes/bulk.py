@@ -1,29 +1,311 @@
-"""POST /v1/bulk"""
+"""POST /v1/bulk, many requests over one connection: lines start as they arrive, results are sent as they finish."""
 
 import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from itertools import islice
 
+import orjson
 from fastapi import APIRouter, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from tokasaurus.server.client_identity import client_of
+from tokasaurus.server.access import client_of
 from tokasaurus.server.disconnect import run_while_connected
-from tokasaurus.server.errors import ClientGone, ServerStopping
+from tokasaurus.server.errors import (
+    ApiError,
+    BodyTooLarge,
+    ClientGone,
+    InvalidRequest,
+    QueueFull,
+    ServerStopping,
+    error_response,
+    shorten,
+)
 from tokasaurus.server.generation.line import LineRefused, parse_line
 from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.parsing.json_values import MAX_INLINE_BYTES
-from tokasaurus.server.prepare.origin import Origin
+from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.protocol.bulk import LINE_SCHEMA, RESULT_SCHEMA
-from tokasaurus.server.routes.bulk_lines import BulkRun, IncomingBody, Line, refused
 from tokasaurus.server.routes.event_stream import HEADERS
 from tokasaurus.server.routes.json_body import check_type
 from tokasaurus.server.state import ServerState, state_of
+from tokasaurus.text.json_lines import write_json
 
+logger = logging.getLogger(__name__)
 router = APIRouter(tags=["generation"])
 
 NDJSON = "application/x-ndjson"
 # Media types that clients use for NDJSON; some send the last for any body.
 MEDIA_TYPES = (NDJSON, "application/ndjson", "application/jsonl", "application/x-jsonlines", "application/json")
+
+# Per connection: enough for a large batch and a queue behind it.
+MAX_LINES_IN_FLIGHT = 4096
+# Per connection: bytes of the lines in flight; one line more may begin.
+MAX_BYTES_IN_FLIGHT = 64 << 20
+# Per connection: bytes of the body after the last started line.
+MAX_UNREAD_BYTES = 1 << 20
+# Per connection: results that the client has not received. Many clients read nothing until they have sent their whole
+# body; a limit below the results they have by then would be a deadlock.
+MAX_UNSENT_BYTES = 256 << 20
+# A line that found the queue full tries again after this time, even if no line of its connection has finished.
+QUEUE_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the body, parsed."""
+
+    custom_id: str | None
+    """None if the line has no readable one."""
+    answer: Callable[[], Awaitable[bytes]]
+    """Returns the response as JSON; raises ApiError."""
+
+
+def refused(custom_id: str | None, error: ApiError) -> Line:
+    async def answer() -> bytes:
+        raise error
+
+    return Line(custom_id, answer)
+
+
+class IncomingBody:
+    """The body of a request, read as it arrives. Buffers at most `MAX_UNREAD_BYTES` and one message."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._unread = bytearray()
+        self._is_whole = False
+        self._has_news = asyncio.Event()
+        self._can_read = asyncio.Event()
+        self._can_read.set()
+
+    async def receive(self) -> Message:
+        """The next ASGI message, once the buffer has space. The caller must keep calling it for `read` to progress."""
+        await self._can_read.wait()
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._unread += message.get("body", b"")
+            self._is_whole = not message.get("more_body", False)
+            self._has_news.set()
+            if len(self._unread) > MAX_UNREAD_BYTES:
+                self._can_read.clear()
+        return message
+
+    async def read(self) -> bytes:
+        """Waits for unread bytes and returns them all; empty at the end of the body."""
+        while not self._unread and not self._is_whole:
+            await self._has_news.wait()
+            self._has_news.clear()
+        content = bytes(self._unread)
+        self._unread.clear()
+        self._can_read.set()
+        return content
+
+
+class LineSplitter:
+    """Splits chunks of bytes into lines, without line ends. A line longer than `max_bytes` is dropped: None replaces
+    it."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._begun = bytearray()
+        self._is_too_long = False
+
+    def add(self, chunk: bytes) -> list[bytes | None]:
+        """The lines that end in `chunk`."""
+        *ends, rest = chunk.split(b"\n")
+        lines = [self._end(end) for end in ends]
+        self._continue(rest)
+        return lines
+
+    def finish(self) -> list[bytes | None]:
+        """The last line, if it has no line end."""
+        return [self._end(b"")] if self._begun or self._is_too_long else []
+
+    def _continue(self, part: bytes) -> None:
+        if len(self._begun) + len(part) > self._max_bytes:
+            self._is_too_long = True
+        if self._is_too_long:
+            self._begun.clear()
+        else:
+            self._begun += part
+
+    def _end(self, part: bytes) -> bytes | None:
+        self._continue(part)
+        line = None if self._is_too_long else bytes(self._begun)
+        self._begun.clear()
+        self._is_too_long = False
+        return line
+
+
+class BulkRun:
+    """Runs the lines of one body; each gets exactly one result.
+
+    read_line: called for one line at a time, in order. max_line_bytes: a longer line gets an error as its result.
+    """
+
+    def __init__(self, read_line: Callable[[bytes], Awaitable[Line]], max_line_bytes: int) -> None:
+        self._read_line = read_line
+        self._max_line_bytes = max_line_bytes
+        self._num_lines = 0
+        self._custom_ids: set[int] = set()  # their hashes, which take less memory
+        self._unanswered: dict[asyncio.Task[bytes], str | None] = {}
+        self._num_bytes_of: dict[asyncio.Task[bytes], int] = {}  # of the unanswered lines
+        self._num_bytes_in_flight = 0
+        self._results: list[bytes] = []
+        self._queue_waiters: dict[asyncio.Future[None], None] = {}  # in order of arrival
+        self._num_unsent_bytes = 0
+        self._has_news = asyncio.Event()
+        self._can_read = asyncio.Event()
+        self.has_read_all = False
+
+    async def run(self, body: IncomingBody, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Returns when the results of all lines have been written; if it ends early, unfinished lines are cancelled.
+
+        write: receives one or more whole results."""
+        self._notice()
+        starting = asyncio.ensure_future(self._start_lines(body))
+        starting.add_done_callback(lambda _: self._notice())
+        try:
+            is_last = False
+            while not is_last:
+                await self._has_news.wait()
+                self._has_news.clear()
+                is_last = starting.done() and not self._unanswered
+                results, self._results = self._results, []
+                if results:
+                    content = b"".join(results)
+                    await write(content)
+                    self._num_unsent_bytes -= len(content)
+                    self._notice_room()
+            await starting
+        finally:
+            unfinished = [starting, *self._unanswered]
+            for task in unfinished:
+                task.cancel()
+            await asyncio.gather(*unfinished, return_exceptions=True)
+
+    def results_of_rest(self, error: ApiError) -> bytes:
+        """After `run` ended early: results not yet written, then `error` as the result of each unfinished line."""
+        rest = [_error_result(custom_id, error) for custom_id in self._unanswered.values()]
+        return b"".join([*self._results, *rest])
+
+    async def _start_lines(self, body: IncomingBody) -> None:
+        splitter = LineSplitter(self._max_line_bytes)
+        while chunk := await body.read():
+            for content in splitter.add(chunk):
+                await self._start_line(content)
+        for content in splitter.finish():
+            await self._start_line(content)
+        self.has_read_all = True
+
+    async def _start_line(self, content: bytes | None) -> None:
+        self._num_lines += 1
+        if content is not None and not content.strip():
+            return
+        await self._can_read.wait()
+        line = await self._checked_line(content)
+        task = asyncio.ensure_future(self._answer(line))
+        self._unanswered[task] = line.custom_id
+        num_bytes = self._num_bytes_of[task] = 0 if content is None else len(content)
+        self._num_bytes_in_flight += num_bytes
+        task.add_done_callback(self._finish)
+        self._notice_room()
+        await asyncio.sleep(0)  # let other tasks run: a chunk may contain thousands of lines
+
+    async def _checked_line(self, content: bytes | None) -> Line:
+        if content is None:
+            message = f"line {self._num_lines} has more than {self._max_line_bytes} bytes (max_line_bytes)"
+            return refused(None, BodyTooLarge(message))
+        line = await self._read_line(content)
+        if line.custom_id is None:
+            return _with_number(line, self._num_lines)
+        if hash(line.custom_id) in self._custom_ids:
+            message = f"line {self._num_lines}: an earlier line has the custom_id {shorten(line.custom_id)!r}"
+            return refused(line.custom_id, InvalidRequest(message, "custom_id"))
+        self._custom_ids.add(hash(line.custom_id))
+        return line
+
+    def _finish(self, task: asyncio.Task[bytes]) -> None:
+        self._num_bytes_in_flight -= self._num_bytes_of.pop(task)
+        if task.cancelled():  # by `run`; `results_of_rest` then answers its line
+            return
+        del self._unanswered[task]
+        result = task.result()
+        self._results.append(result)
+        self._num_unsent_bytes += len(result)
+        # Wake two, so that the number of lines in flight can grow when the engine accepts many at once.
+        for waiter in list(islice(self._queue_waiters, 2)):
+            del self._queue_waiters[waiter]
+            waiter.set_result(None)
+        self._notice()
+
+    async def _answer(self, line: Line) -> bytes:
+        """The line's result."""
+        try:
+            return _result(line.custom_id, 200, await self._answer_when_room(line), None)
+        except ApiError as known:
+            error = known
+        except Exception:
+            logger.exception("a line of a bulk request failed")
+            error = ApiError("internal error; the server's log has the details")
+        return _error_result(line.custom_id, error)
+
+    async def _answer_when_room(self, line: Line) -> bytes:
+        """If the queue is full, wait and try again: single requests get QueueFull, lines do not."""
+        while True:
+            try:
+                return await line.answer()
+            except QueueFull:
+                waiter = asyncio.get_running_loop().create_future()
+                self._queue_waiters[waiter] = None
+                try:
+                    await asyncio.wait([waiter], timeout=QUEUE_RETRY_S)
+                finally:
+                    self._queue_waiters.pop(waiter, None)
+
+    def _notice(self) -> None:
+        self._has_news.set()
+        self._notice_room()
+
+    def _notice_room(self) -> None:
+        if (
+            len(self._unanswered) < MAX_LINES_IN_FLIGHT
+            and self._num_bytes_in_flight < MAX_BYTES_IN_FLIGHT
+            and self._num_unsent_bytes < MAX_UNSENT_BYTES
+        ):
+            self._can_read.set()
+        else:
+            self._can_read.clear()
+
+
+def _with_number(line: Line, number: int) -> Line:
+    """A line without custom_id: its error messages start with the line number."""
+
+    async def answer() -> bytes:
+        try:
+            return await line.answer()
+        except ApiError as error:
+            error.message = f"line {number}: {error.message}"
+            raise
+
+    return Line(None, answer)
+
+
+def _error_result(custom_id: str | None, error: ApiError) -> bytes:
+    return _result(custom_id, error.status, bytes(error_response(error).body), error)
+
+
+def _result(custom_id: str | None, status: int, body: bytes, error: ApiError | None) -> bytes:
+    """A line of OpenAI's batch output, with its line end."""
+    unique = uuid.uuid4().hex
+    response = {"status_code": status, "request_id": f"req_{unique}", "body": orjson.Fragment(body)}
+    shown = None if error is None else error.as_object()
+    line = {"id": f"bulk_req_{unique}", "custom_id": custom_id, "response": response, "error": shown}
+    return write_json(line, option=orjson.OPT_APPEND_NEWLINE)
 
 
 class BulkStream(Response):

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from fastapi import APIRouter, Request, Response
 
 from tokasaurus.messages.generation import SequenceDelta
-from tokasaurus.server.client_identity import client_of
+from tokasaurus.server.access import client_of
 from tokasaurus.server.disconnect import run_while_connected
 from tokasaurus.server.generation.answer import (
     Body,
@@ -17,9 +17,7 @@ from tokasaurus.server.generation.answer import (
     raising_api_errors,
 )
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
-from tokasaurus.server.prepare.body import prepare_chat, prepare_completion
-from tokasaurus.server.prepare.origin import Origin
-from tokasaurus.server.prepare.requests import Prepared, num_prompt_values
+from tokasaurus.server.prepare.requests import Origin, Prepared, num_prompt_values, prepare_chat, prepare_completion
 from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from tokasaurus.server.protocol.completions import Completion, CompletionRequest
 from tokasaurus.server.protocol.sampling_fields import StreamOptions

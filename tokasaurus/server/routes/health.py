@@ -1,10 +1,12 @@
-"""GET /health, /ready, /ping, /version"""
+"""GET /health, /ready, /ping, /version and /metrics"""
 
 import importlib.metadata
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
 
+from tokasaurus.monitoring.metrics import CONTENT_TYPE_LATEST, EngineCollector, render_metrics
+from tokasaurus.server.batches.service import find_batches
 from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.state import state_of
 
@@ -35,3 +37,15 @@ async def ping() -> JSONResponse:
 @router.get("/version")
 async def version() -> JSONResponse:
     return JSONResponse({"version": importlib.metadata.version("tokasaurus")})
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """Prometheus text; no samples until the engine is up."""
+    state, service = state_of(request), find_batches(request)
+    batches = None if service is None else service.stats()
+    engine = state.engine
+    collector = EngineCollector(
+        *(lambda: engine.stats, lambda: engine.num_restarts, state.loop_lag, batches, lambda: engine.switched_off)
+    )
+    return Response(render_metrics(collector), media_type=CONTENT_TYPE_LATEST)

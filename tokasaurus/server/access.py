@@ -1,0 +1,268 @@
+"""Who may send a request, and who does: API keys, host names, request ids, and the client's name."""
+
+import dataclasses
+import hashlib
+import hmac
+import ipaddress
+import re
+import socket
+import uuid
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import cast
+
+from fastapi import Request
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tokasaurus.checkpoint.cache import expand_home
+from tokasaurus.messages.generation import GenerateRequest
+from tokasaurus.messages.lifecycle import UserError
+from tokasaurus.server.errors import MisdirectedRequest, WrongApiKey, error_response, shorten
+
+# Load balancers check these without the key.
+OPEN_PATHS = frozenset({"/health", "/ready"})
+_KEY = re.compile("[!-~]+")
+
+# A port may be empty. A zone, such as eth0, follows the address after a percent sign.
+_NUMBER = "(?:0x[0-9a-f]*|[0-9]+)"
+_IPV4 = re.compile(rf"({_NUMBER}(?:\.{_NUMBER}){{0,3}})\.?(?::[0-9]*)?", re.ASCII | re.IGNORECASE)
+_IPV6 = re.compile(r"\[([0-9a-f:.]+)(?:%[^\s\]]+)?\](?::[0-9]*)?", re.ASCII | re.IGNORECASE)
+_BARE_IPV6 = re.compile(r"([0-9a-f:.]+)(?:%\S+)?", re.ASCII | re.IGNORECASE)
+
+_CLIENT_ID = "client_id"
+# Of the request that runs in this context. A context variable, since the lines of a bulk request run in tasks of
+# their own.
+_key_salt: ContextVar[str] = ContextVar("key_salt", default="")
+
+_REQUEST_ID_HEADER = "x-request-id"
+_VALID_REQUEST_ID = re.compile("[ -~]{1,200}")
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    name: str
+    """Identifies the key in the server."""
+    digest: bytes
+    """SHA-256 of the key. A fixed length, so the time of a comparison does not depend on the key."""
+
+
+def read_api_keys(api_key: str | None, keys_file: str | None) -> list[ApiKey]:
+    """The key of the flag or environment, and those of a file. No keys: the server needs none.
+
+    The file has a key per line, after a name and white space if wanted; # begins a comment line. Several keys may have
+    one name: they belong to the same client. Raises UserError, which shows no key.
+    """
+    keys = [] if api_key is None else [_make_key(api_key, None)]
+    if keys_file is not None:
+        keys += _read_keys_file(keys_file)
+    if len({key.digest for key in keys}) < len(keys):
+        raise UserError("api_keys_file=, api_key= (or TOKA_API_KEY): one key is given twice")
+    return keys
+
+
+def _read_keys_file(path: str) -> list[ApiKey]:
+    try:
+        lines = expand_home("api_keys_file", path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"api_keys_file={path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"api_keys_file={path}: must be text in UTF-8") from None
+    keys = []
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) > 2 or not _KEY.fullmatch(words[-1]):
+            what = "a key, or a name and a key; keys are printable ASCII without spaces"
+            raise UserError(f"api_keys_file={path}: line {number} must be {what}")
+        keys.append(_make_key(words[-1], words[0] if len(words) == 2 else None))
+    if not keys:
+        raise UserError(f"api_keys_file={path}: has no key")
+    return keys
+
+
+def _make_key(key: str, name: str | None) -> ApiKey:
+    digest = _digest(key.encode())
+    return ApiKey(f"key-{digest.hex()[:12]}" if name is None else name, digest)
+
+
+class ApiKeyMiddleware:
+    """Answers 401, without reading the body, to requests without `Authorization: Bearer <key>`.
+
+    Notes the client that a key belongs to. salt_by_key: requests share cached prompts only with the same client's.
+    """
+
+    def __init__(self, app: ASGIApp, keys: list[ApiKey], salt_by_key: bool) -> None:
+        self._app = app
+        self._keys = keys
+        self._salts = {key.name: _digest(b"salt:" + key.name.encode()).hex() if salt_by_key else "" for key in keys}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        key = self._find(Headers(scope=scope))
+        if key is not None:
+            # With a single key, everybody has it: connections tell more about who asks.
+            set_client(scope, key.name if len(self._salts) > 1 else None, self._salts[key.name])
+            await self._app(scope, receive, send)
+            return
+        error = WrongApiKey("this server requires a key in the header Authorization: Bearer <key>, which is missing")
+        if "authorization" in Headers(scope=scope):
+            error = WrongApiKey("the key in the header Authorization: Bearer <key> is not known to this server")
+        await error_response(error)(scope, receive, send)
+
+    def _find(self, headers: Headers) -> ApiKey | None:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        digest = _digest(key.strip().encode("latin-1"))
+        found = None
+        for known in self._keys:  # all of them: the time does not tell which one matches
+            if hmac.compare_digest(digest, known.digest):
+                found = known
+        return found
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def allowed_hosts(address: str, listed: str | None) -> frozenset[str] | None:
+    """The names that requests may be sent to, beside every address written as a number; None allows all.
+
+    address: what the server listens on. listed: the flag, names separated by commas; * allows all.
+    """
+    names = frozenset(name.strip().lower() for name in (listed or "").split(",")) - {""}
+    if "*" in names or (listed is None and not _is_loopback(address)):
+        return None
+    return names | {"localhost"}
+
+
+class AllowedHostsMiddleware:
+    """Answers 421 (misdirected request) to a request whose Host header is not allowed, or missing.
+
+    DNS rebinding: a page whose name resolves to 127.0.0.1 could otherwise send requests to a server on its visitor's
+    machine and read the answers. The browser sends the page's name as Host. No name server can change where an address
+    leads that is written as a number, such as the 0.0.0.0 that a server prints or a container's address.
+    """
+
+    def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
+        self._app = app
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if hosts and all(self._is_allowed(host) for host in hosts):
+            await self._app(scope, receive, send)
+            return
+        shown = repr(shorten(hosts[0])) if hosts else "missing"
+        error = MisdirectedRequest(
+            f"the Host header is {shown}, which this server does not serve: it must be localhost, an address written "
+            "as numbers, or a name in allowed_hosts"
+        )
+        await error_response(error)(scope, receive, send)
+
+    def _is_allowed(self, host: str) -> bool:
+        name = _without_port(host).lower()
+        return name in self._names or is_address(host)
+
+
+def _without_port(host: str) -> str:
+    """localhost:80 -> localhost."""
+    return host.partition(":")[0]
+
+
+def is_address(host: str) -> bool:
+    """Whether a Host header is an IP address, with or without a port: 127.0.0.1:80, [::1]:80.
+
+    Of IPv4, all forms that resolvers and URLs have: 127.1, 0x7f000001, a dot at the end. No name ends in a number: each
+    client reads such a host as an address, or not at all. Brackets may be missing, and a zone may follow the address,
+    since no name has a colon or a percent sign.
+    """
+    try:
+        if match := _IPV4.fullmatch(host):
+            socket.inet_aton(match[1])
+        elif match := _IPV6.fullmatch(host) or _BARE_IPV6.fullmatch(host):
+            ipaddress.IPv6Address(match[1])
+    except (OSError, ValueError):
+        return False
+    return match is not None
+
+
+def _is_loopback(address: str) -> bool:
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def set_client(scope: Scope, client_id: str | None, key_salt: str = "") -> None:
+    """Note who sends the request of `scope`, in whose task this must be called.
+
+    client_id: None if the key does not tell. key_salt: separates cached prompts of different keys; "" shares them.
+    """
+    scope.setdefault("state", {})[_CLIENT_ID] = client_id
+    _key_salt.set(key_salt)
+
+
+def use_key_salt(salt: str) -> None:
+    """For work in the task of this call that is done for an earlier request, see `key_salt`."""
+    _key_salt.set(salt)
+
+
+def key_salt() -> str:
+    """What separates cached prompts of the key that sent the request of this task; "" if nothing does."""
+    return _key_salt.get()
+
+
+def client_of(request: Request) -> str:
+    """The name of the request's API key; if there are not several, the address and port of its connection."""
+    client_id = request.scope.get("state", {}).get(_CLIENT_ID)
+    if client_id is not None:
+        return cast(str, client_id)
+    return "unknown" if request.client is None else f"{request.client.host}:{request.client.port}"
+
+
+def add_key_salt(requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
+    """The same requests; if prompts are cached by key, no other key shares their KV, whatever salt its body has."""
+    salt = _key_salt.get()
+    if not salt:
+        return list(requests)
+    return [dataclasses.replace(request, cache_salt=f"{salt}:{request.cache_salt}") for request in requests]
+
+
+def request_id_of(headers: Headers) -> str:
+    """The client's own X-Request-Id if it is valid, 1 to 200 characters of printable ASCII; else a fresh one."""
+    given = headers.get(_REQUEST_ID_HEADER, "")
+    return given if _VALID_REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+
+
+class RequestIdMiddleware:
+    """Adds the request's id to the answer.
+
+    Must be outside of all other middleware, since these answer errors themselves.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        header = (_REQUEST_ID_HEADER.encode(), request_id_of(Headers(scope=scope)).encode())
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
