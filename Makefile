@@ -10,6 +10,7 @@ BUILD_ARGS ?=
 CPP_FILES = $(shell find tokasaurus tests -name '*.h' -o -name '*.cpp')
 FLASHINFER_VERSIONS := 0.6.18.post1 0.7.2.post1
 PREBUILT := tokasaurus/model/cpu/prebuilt
+LONG_LIMITS := --timeout 1500 -o faulthandler_timeout=1800
 
 .PHONY: serve test lint types unit test-clients test-gpu test-neon test-long test-flashinfer test-flashinfer-build flashinfer-packages test-wheel wheel gpu-kit bench-manager torture soak format clean
 
@@ -43,11 +44,11 @@ gpu-kit: .venv/installed-dev
 
 # Kernels for NEON, cross-compiled, in an emulator: minutes
 test-neon: .venv/installed-dev
-	$(BIN)/python -m pytest -m neon
+	$(BIN)/python -m pytest -m neon $(LONG_LIMITS)
 
 # More cases of what `make test` checks on fewer: larger models, combinations of replicas, stages and ranks. 20 minutes
 test-long: .venv/installed-dev
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long $(LONG_LIMITS)
 
 # Our backend over the Python wrappers and the planners of both versions: 80 MB to fetch
 test-flashinfer: flashinfer-packages

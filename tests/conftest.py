@@ -1,7 +1,9 @@
 """Settings of all tests."""
 
 import os
+import signal
 import tempfile
+import threading
 
 import hypothesis
 import torch
@@ -15,3 +17,11 @@ torch.set_num_threads(1)
 
 # Servers that tests start keep their files and batches apart from the user's.
 os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="toka-tests-")
+
+if threading.current_thread() is threading.main_thread():
+    # `nohup make test &` starts tests with these signals ignored, which processes that tests start and stop would
+    # inherit. A signal with a handler is at its default in a new program. This process survives a hang-up as before.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for _number in (signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(_number) is signal.SIG_IGN:
+            signal.signal(_number, lambda *_: None)

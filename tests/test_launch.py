@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.helpers.processes import assert_all_end
@@ -79,11 +80,11 @@ class Launcher:
 
     def children(self) -> dict[str, int]:
         """Pid of each child process of the launcher that has a `toka-` title, by title."""
-        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        # /proc/PID/task/PID/children may miss one while another ends.
         found = {}
-        for pid in pids:
-            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-                found[Path(f"/proc/{pid}/comm").read_text().strip()] = int(pid)
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                found[child.name()] = child.pid
         return {name: pid for name, pid in found.items() if name.startswith("toka-")}
 
     def end(self) -> None:

@@ -16,6 +16,7 @@ import pytest
 from tests.batch_command.helpers.dropping_proxy import proxy_before
 from tests.batch_command.helpers.request_lines import read_results, request_line, text_of, write_requests
 from tests.batch_command.helpers.runs import RUN, start, wait_for_batch, wait_for_lines, wait_until
+from tests.helpers.pipes import read_until
 from tests.server.helpers.fake_engine import Reply, echo, never
 from tests.server.helpers.live_server import LiveServer
 from tokasaurus.batch_command import run as run_module
@@ -267,13 +268,9 @@ def test_on_a_terminal_there_is_a_bar(words: list[str], server: LiveServer) -> N
     command = [sys.executable, "-c", RUN, *words]
     process = subprocess.Popen(command, stderr=other_end, env={**os.environ, "TERM": "xterm", "COLUMNS": "120"})
     os.close(other_end)
-    shown = b""
-    while b"0 of 30 lines done, 0 failed" not in shown:
-        shown += os.read(terminal, 4096)
-    assert b"\x1b[" in shown
+    assert b"\x1b[" in read_until(terminal, lambda shown: b"0 of 30 lines done, 0 failed" in shown)
     process.send_signal(signal.SIGINT)
-    while b"the same command continues" not in shown:
-        shown += os.read(terminal, 4096)
+    read_until(terminal, lambda shown: b"the same command continues" in shown)
     assert process.wait(timeout=60) == 130
     os.close(terminal)
     (batch,) = httpx.get(f"{server.url}/v1/batches").json()["data"]

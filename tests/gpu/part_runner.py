@@ -72,6 +72,8 @@ def collect_part(part: Part, arguments: Sequence[str]) -> tuple[int, int]:
 def _run_pytest(part: Part, arguments: Sequence[str], settings: Settings) -> int | None:
     """Returns its exit code, or None if we are interrupted. It and what it started die with the deadline."""
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
+    # The journal sets faulthandler's only timer; pytest would set it again.
+    command += ["-o", "faulthandler_timeout=0"]
     command += ["-p", "tests.gpu.journal", "-rs", *(str(file.path) for file in part), *arguments]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | settings.as_environment(), start_new_session=True)
     try:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers.pipes import fill_pipe
+from tests.helpers.pipes import fill_pipe, read_until
 from tokasaurus.monitoring import log_writer
 from tokasaurus.monitoring.log_writer import MAX_LINES, LogWriter
 
@@ -32,8 +32,7 @@ class Reader:
         content = bytearray()
 
         def read_to_mark() -> None:
-            while not content.endswith(b"\0"):
-                content.extend(os.read(self.reader, 1 << 16))
+            content.extend(read_until(self.reader, lambda text: text.endswith(b"\0")))
 
         thread = threading.Thread(target=read_to_mark)
         thread.start()
