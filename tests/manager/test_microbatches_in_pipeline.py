@@ -12,7 +12,7 @@ from tests.manager.helpers.engine_driver import EngineDriver, make_options
 from tests.manager.helpers.pipeline import SECONDS_OF_STEP, SECONDS_OF_TOKEN, Pipeline, at_once, spread
 from tests.manager.helpers.requests import make_request
 from tokasaurus.manager.engine import engine as engine_module
-from tokasaurus.manager.state.microbatches import choose_microbatch
+from tokasaurus.manager.engine.microbatches import choose_microbatch
 from tokasaurus.messages.generation import GenerateRequest
 
 EQUAL, UNEQUAL = [1.0, 1.0, 1.0, 1.0], [1.0, 1.2, 0.8, 1.0]

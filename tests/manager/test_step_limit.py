@@ -9,7 +9,7 @@ from tests.manager.helpers.engine_driver import EngineDriver, make_options
 from tests.manager.helpers.requests import make_request
 from tokasaurus.manager.engine.kv_forecast import forecast_kv
 from tokasaurus.manager.planning.step_budget import StepLimit
-from tokasaurus.manager.planning.step_time_model import step_features
+from tokasaurus.manager.planning.step_times import step_features
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits

@@ -23,13 +23,13 @@ from tokasaurus.manager.engine.admission import (
     num_obviously_fitting,
     simulate_candidates,
 )
+from tokasaurus.manager.engine.candidates import describe
 from tokasaurus.manager.engine.engine import next_step
 from tokasaurus.manager.engine.kv_forecast import forecast_kv
 from tokasaurus.manager.engine.lifecycle import admit
 from tokasaurus.manager.engine.outputs import apply_output, release_ending
 from tokasaurus.manager.engine.requests import add_request, cancel_request, release_cancelled
 from tokasaurus.manager.planning.kv_simulation import fits_together
-from tokasaurus.manager.state.candidates import describe
 from tokasaurus.manager.state.engine_state import EngineOptions, EngineState
 from tokasaurus.manager.state.sequence import Sequence
 from tokasaurus.messages.lifecycle import EngineLimits

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokasaurus.manager.planning.kv_simulation import SequenceLoads, simulate_kv
-from tokasaurus.manager.planning.shared_blocks import SharedBlocks, find_shared_blocks
+from tokasaurus.manager.planning.kv_simulation import SequenceLoads, SharedBlocks, find_shared_blocks, simulate_kv
 
 Block = tuple[int, int]
 """A block of the tree: its node, and its index within the node."""

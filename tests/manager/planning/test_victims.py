@@ -17,7 +17,7 @@ from tokasaurus.manager.engine.engine import make_room, next_step
 from tokasaurus.manager.engine.lifecycle import preempt, sampled_tokens
 from tokasaurus.manager.engine.outputs import apply_output, release_ending
 from tokasaurus.manager.engine.requests import add_request
-from tokasaurus.manager.planning.victims import choose_victims
+from tokasaurus.manager.planning.step_budget import choose_victims
 from tokasaurus.manager.state.sequence import Phase, Sequence
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.manager.engine.candidates import Candidates, describe
 from tokasaurus.manager.engine.kv_forecast import KVForecast, expected_decode_steps, forecast_kv, wanted_prefill_rate
 from tokasaurus.manager.engine.lifecycle import admit
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixMatch
@@ -13,7 +14,6 @@ from tokasaurus.manager.planning.kv_simulation import (
     fits_together,
     simulate_kv,
 )
-from tokasaurus.manager.state.candidates import Candidates, describe
 from tokasaurus.manager.state.engine_state import EngineState
 
 Int64Array = NDArray[np.int64]

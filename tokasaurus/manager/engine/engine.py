@@ -13,6 +13,7 @@ from tokasaurus.manager.engine.grammar_scheduling import is_better_later, ready_
 from tokasaurus.manager.engine.input_building import group_costs, num_blocks_short, start_step
 from tokasaurus.manager.engine.length_updates import forecast_is_old, note_ends, update_forecast
 from tokasaurus.manager.engine.lifecycle import find_starts, preempt
+from tokasaurus.manager.engine.microbatches import most_prefill, next_microbatches, note_step, prefilling_of, slots_of
 from tokasaurus.manager.engine.outputs import (
     apply_grammars,
     apply_output,
@@ -23,18 +24,17 @@ from tokasaurus.manager.engine.outputs import (
 from tokasaurus.manager.engine.prefill_time import prefill_time
 from tokasaurus.manager.engine.requests import add_request, cancel_request, release_cancelled
 from tokasaurus.manager.engine.streams import stream_new_tokens
+from tokasaurus.manager.planning.kv_simulation import find_shared_blocks
 from tokasaurus.manager.planning.prefix_groups import group_by_prefix
-from tokasaurus.manager.planning.shared_blocks import find_shared_blocks
 from tokasaurus.manager.planning.step_budget import (
     SECONDS_QUEUED,
+    choose_victims,
     num_steps_to_keep_in_flight,
     split_prefill,
     wants_another_step,
 )
-from tokasaurus.manager.planning.step_time_model import NUM_FEATURES
-from tokasaurus.manager.planning.victims import choose_victims
+from tokasaurus.manager.planning.step_times import NUM_FEATURES
 from tokasaurus.manager.state.engine_state import EngineState
-from tokasaurus.manager.state.microbatches import most_prefill, next_microbatches, note_step, prefilling_of, slots_of
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest

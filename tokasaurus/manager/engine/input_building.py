@@ -10,8 +10,7 @@ from tokasaurus.manager.engine.token_counters import count_computed, count_share
 from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk, build_prompt_logprobs_input
 from tokasaurus.manager.planning.group_trials import OPTIMISM, GroupTrial
 from tokasaurus.manager.planning.prefix_groups import group_by_prefix, saved_by_step
-from tokasaurus.manager.planning.step_time_model import step_features
-from tokasaurus.manager.planning.step_times import step_cost
+from tokasaurus.manager.planning.step_times import step_cost, step_features
 from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.messages.forward import ForwardInput, PrefixGroups

@@ -6,14 +6,13 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.manager.engine.candidates import Candidates
+from tokasaurus.manager.engine.microbatches import prefill_per_round
 from tokasaurus.manager.engine.prefill_time import prefill_time
-from tokasaurus.manager.planning.kv_simulation import SequenceLoads, UsageCurve, simulate_kv
+from tokasaurus.manager.planning.kv_simulation import SequenceLoads, UsageCurve, find_shared_blocks, simulate_kv
 from tokasaurus.manager.planning.prefill_forecast import PrefillForecast, count_decoding, forecast_prefill
-from tokasaurus.manager.planning.shared_blocks import find_shared_blocks
 from tokasaurus.manager.planning.step_budget import MIN_CHUNK, num_steps_to_keep_in_flight, prefill_rate
-from tokasaurus.manager.state.candidates import Candidates
 from tokasaurus.manager.state.engine_state import EngineState
-from tokasaurus.manager.state.microbatches import prefill_per_round
 
 Int64Array = NDArray[np.int64]
 

@@ -7,11 +7,11 @@ or is preempted.
 import numpy as np
 from numpy.typing import NDArray
 
+from tokasaurus.manager.engine.microbatches import choose_microbatch
 from tokasaurus.manager.engine.token_counters import count_leaving
 from tokasaurus.manager.kv_cache.prefix_tree import PrefixNode
 from tokasaurus.manager.kv_cache.prompt_logprobs import first_position
 from tokasaurus.manager.state.engine_state import EngineState
-from tokasaurus.manager.state.microbatches import choose_microbatch
 from tokasaurus.manager.state.sequence import Phase, Sequence, make_prompt
 from tokasaurus.manager.state.slot_arrays import NEVER
 

@@ -9,7 +9,7 @@ from tokasaurus.manager.engine.grammar_scheduling import note_tokens
 from tokasaurus.manager.engine.lifecycle import keep_prompt_logprobs, release, sampled_logprobs, sampled_tokens
 from tokasaurus.manager.planning.group_trials import GroupTrials
 from tokasaurus.manager.planning.step_budget import average_step_seconds
-from tokasaurus.manager.planning.step_time_model import IS_OF_DECODE
+from tokasaurus.manager.planning.step_times import IS_OF_DECODE
 from tokasaurus.manager.state.engine_state import EngineState, StepInFlight
 from tokasaurus.manager.state.sequence import Phase, Sequence
 from tokasaurus.manager.state.slot_arrays import NEVER

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.planning.step_budget import MIN_CHUNK, PrefillTime
-from tokasaurus.manager.planning.step_time_model import decode_features
+from tokasaurus.manager.planning.step_times import decode_features
 from tokasaurus.manager.state.engine_state import EngineState
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.manager.planning.shared_blocks import deepest_shared_nodes
+from tokasaurus.manager.planning.kv_simulation import deepest_shared_nodes
 from tokasaurus.messages.lifecycle import HydragenCosts
 
 Int32Array = NDArray[np.int32]

@@ -1,4 +1,7 @@
-"""What the next step computes, and how many steps to send ahead of the results. Pure functions."""
+"""What the next step computes, how many steps to send ahead of the results, and which sequences to preempt for a step
+that lacks blocks. Pure functions."""
+
+# N sequences, M microbatches
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +17,6 @@ lose a CPU time slice to another process; this covers both."""
 NEW_STEP_WEIGHT = 0.2
 """Weight of the newest step in the moving average, which thus covers about ten steps."""
 
-
 MIN_STEP_SECONDS = 0.25
 """Least time that a step with prompts may take if no flag sets it: readers of a stream hardly notice such a gap."""
 
@@ -26,6 +28,13 @@ STEP_OVERHEAD = 0.02
 
 MIN_CHUNK = 16
 """Prompt tokens that a step computes at least, however long they are expected to take, so that prompts advance."""
+
+_LEAST_CHUNK = 64
+"""Prompt tokens that a microbatch's step may have, even if it has more tokens than the others: so that short prompts
+need not wait."""
+
+_MOST_ROUNDS = 64
+"""Longest prefill that is followed round by round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +165,70 @@ def num_steps_to_keep_in_flight(step_seconds: float | None, max_steps_ahead: int
     """
     wanted = 2 if step_seconds is None or step_seconds <= 0 else max(2, 1 + ceil(SECONDS_QUEUED / step_seconds))
     return min(wanted, max_steps_ahead)
+
+
+def choose_victims(
+    num_lost: NDArray[np.int64], num_freed: NDArray[np.int64], admitted_at: NDArray[np.int64], num_short: int
+) -> NDArray[np.int64]:
+    """Which of N sequences to preempt to free `num_short` blocks: indices into the arrays, newest sequence first.
+
+    num_lost: [N] tokens that each would have to recompute. num_freed: [N] blocks that it alone uses, plus the block
+    that it would allocate in the next step. admitted_at: [N] order of admission.
+
+    Sequences that lose the fewest tokens are preempted first, the newest first among equals. So the most advanced
+    sequence is preempted last, and will finish however short of blocks the others are. If all sequences do not free
+    enough, all that free any are preempted.
+    """
+    order = np.lexsort((-admitted_at, num_lost))
+    order = order[num_freed[order] > 0]
+    num_needed = int(np.searchsorted(np.cumsum(num_freed[order]), num_short)) + 1
+    victims = order[:num_needed]
+    return victims[np.argsort(-admitted_at[victims])]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What limits the prompt tokens of a step with several microbatches."""
+
+    num_stages: int
+    num_microbatches: int
+    """Precondition: at least 2."""
+    max_tokens: int
+    """Most tokens of a step."""
+
+    def most_prefill(self, num_decoding: int, num_all_tokens: int) -> int:
+        """Most prompt tokens for a step with `num_decoding` decode rows.
+
+        num_all_tokens: decoding rows and prompt tokens still to compute, of all microbatches. So many that the steps of
+        a round have equally many tokens, because a step that is longer than the others leaves stages idle before it
+        and behind it; or as many as it may have more than the others without that.
+        """
+        num_even = -(-num_all_tokens // self.num_microbatches) - num_decoding
+        return min(max(self._spare_tokens(num_decoding), num_even), self.max_tokens - num_decoding)
+
+    def _spare_tokens(self, num_decoding: int) -> int:
+        """Prompt tokens by which one step of a round may be longer than the others.
+
+        With S stages, M microbatches and steps of a tokens, but one of a + c: a stage computes M * a + c tokens in a
+        round, and the longer step takes S * (a + c) to pass all stages. It delays nothing up to c = (M - S) * a /
+        (S - 1).
+        """
+        num_more = self.num_microbatches - self.num_stages
+        return max(_LEAST_CHUNK, num_more * num_decoding // max(1, self.num_stages - 1))
+
+    def prefill_per_round(self, num_decoding: list[int], num_left: list[int]) -> int | None:
+        """Prompt tokens that a step of each microbatch compute together, in the mean until all prompts are computed.
+
+        None if there is no prompt, or if decoding rows leave no room. num_decoding, num_left: [M] rows, which are taken
+        to stay the same, and prompt tokens still to compute.
+        """
+        left, num_all_left, num_rounds = list(num_left), sum(num_left), 0
+        num_all_decoding = sum(num_decoding)
+        while (num_now := sum(left)) and num_rounds < _MOST_ROUNDS:
+            for index, own_decoding in enumerate(num_decoding):
+                most = max(0, self.most_prefill(own_decoding, num_all_decoding + sum(left)))
+                left[index] -= min(left[index], most)
+            if sum(left) == num_now:
+                break
+            num_rounds += 1
+        return -(-(num_all_left - sum(left)) // num_rounds) if num_rounds else None

@@ -1,9 +1,59 @@
-"""How long a step may plausibly take, learned from the steps before: tells a long step from one that hangs."""
+"""How long steps take, learned from the steps before.
+
+StepTimeModel predicts the time of a step from its rows, prefill tokens and context. StepTimes bounds the longest
+plausible time, which tells a long step from one that hangs.
+"""
 
 import math
+from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
+
+NUM_FEATURES = 5
+_PAIRS = 4
+
+IS_OF_DECODE = np.array([1.0, 1.0, 1.0, 0.0, 0.0])
+"""1 for the features of a step that are not zero without prefill."""
+
+RATE = 0.3
+"""Share of the (logarithmic) error that one decode step corrects. Ten steps follow a change; noise is averaged over
+about three steps."""
+
+MAX_FACTOR = 4.0
+"""A step that took more than this many times its prediction, or less than the inverse share of it, counts as if it took
+just that. So one outlier moves a prediction by at most 4 ** RATE = 1.5, while a lasting change is followed."""
+
+LEAST_SHARE = 0.01
+"""Least share of a step's time that a feature gets when it is not zero for the first time."""
+
+MAX_PAIRS_SHARE = 0.9
+"""Largest share of the time of the first step with prefill that is put down to context."""
+
+ANCHOR = 2 * 2048.0**2
+"""Weight of the first measurement of context's cost: that of two steps with a context of 2,048. Short prompts do not
+outweigh it, whose time for each token depends on how few they are; a few steps of long ones do."""
+
+FORGETTING = 0.99
+"""Weight of a step with prefill, relative to the one after it: the fit covers about a hundred of them. How a token's
+time grows with its context is a property of the device and changes little; a change of speed is followed by RATE."""
+
+SMALL_PREFILL = 64.0
+"""A step with so many prefill tokens has half the weight of a very large one: its noise is large for each token."""
+
+CAUTION = 0.02
+"""Weight of the previous fit, relative to the latest steps. It decides what these do not tell, such as the cost of
+context while all prompts have the same length."""
+
+GROWTH = 1.5
+_NUM_LATEST = 8
+"""For `most_prefill`. As many steps as this may be small before it shrinks."""
+
+LEAST_WEIGHT = 1e-15
+"""Least seconds per unit of a feature that a step has had."""
+
+SECONDS_RANGE = 1e-6, 3600.0
+"""Shortest and longest plausible time of a step, in seconds."""
 
 CONTEXT_TOKENS = 512
 """Attention over this much context counts as much as all other work for a token. Most models need more context, but a
@@ -11,6 +61,124 @@ small model with torch's attention does not: its step of 8,000 tokens takes 250 
 
 DECAY = 0.99
 """A class of steps forgets its slowest step by this factor with each new one."""
+
+
+def step_features(
+    num_tokens: NDArray[np.int32], num_kv_tokens: NDArray[np.int64], num_decode: int
+) -> NDArray[np.float64]:
+    """What a step's time depends on, float64 [5]: 1, decode rows, their context, prefill tokens, tokens x context.
+
+    num_tokens: [rows], tokens of each row, the decode rows first. num_kv_tokens: [rows], each row's context at the end
+    of the step. Decode reads each row's keys and values; prefill computes a score for each pair of token and context.
+    """
+    tokens, context = num_tokens[num_decode:], num_kv_tokens[num_decode:]
+    decode_context = num_kv_tokens[:num_decode].sum()
+    return np.array([1, num_decode, decode_context, tokens.sum(), tokens @ context], np.float64)
+
+
+def decode_features(num_kv_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    """`step_features` of a step of decode rows alone, with this context each."""
+    return np.array([1, len(num_kv_tokens), num_kv_tokens.sum(), 0, 0], np.float64)
+
+
+class StepTimeModel:
+    """A non-negative weight for each feature, fitted online to relative errors.
+
+    The weights of decode are fitted by exponentiated gradient descent: a step changes each weight by a factor, and most
+    the weights that account for most of its time. So weights stay positive, features need no common scale, steps of 2
+    ms count as much as steps of 60 ms, and a thousand decode steps do not change what is known about prefill. The
+    prediction is linear in the features, so the time of several steps is predicted from the sum of their features.
+    Source: Kivinen and Warmuth, Exponentiated gradient versus gradient descent for linear predictors, 1997.
+
+    The two weights of prefill are those with the least squares over the latest steps with prefill: the time of a step
+    is limited by them, and gradient descent takes too many prompts to tell the cost of a token from that of context.
+
+    first_per_pair: seconds for each prefill token and token of its context by an earlier measurement, 0 if there is
+    none. The first prompts are often too short to show it, and the next may be many times as long.
+    """
+
+    def __init__(self, first_per_pair: float = 0.0) -> None:
+        self.first_per_pair = first_per_pair
+        self.weights = np.zeros(NUM_FEATURES)
+        """Seconds per unit of each feature, at least 0; 0 until a step has had the feature."""
+        self._num_prefill_tokens = deque[float](maxlen=_NUM_LATEST)  # of the latest steps with any
+        self._moments = [0.0] * 5  # of the line: sums of 1, x, x * x, y and x * y
+        if first_per_pair > 0:  # as if its slope had been seen, at no height
+            self._moments[2], self._moments[4] = ANCHOR, ANCHOR * first_per_pair
+
+    def knows(self, features: NDArray[np.float64]) -> bool:
+        """Whether an observed step had each of these features. The prediction is too small otherwise."""
+        return bool((self.weights > 0)[features > 0].all())
+
+    @property
+    def prefill_weights(self) -> tuple[float, float]:
+        """Seconds for each prefill token, and for each prefill token and token of its context; 0 while not known."""
+        return float(self.weights[3]), float(self.weights[4])
+
+    @property
+    def most_prefill(self) -> float:
+        """Prefill tokens of a step whose time can be told: GROWTH times as many as the largest of the latest steps had;
+        inf until a step had any. Beyond that, an error in one weight could make a step many times too long."""
+        return GROWTH * max(self._num_prefill_tokens, default=math.inf)
+
+    def predict(self, features: NDArray[np.float64]) -> float:
+        """Seconds of a step, or of several whose features were added."""
+        return float(self.weights @ features)
+
+    def note(self, features: NDArray[np.float64], seconds: float) -> None:
+        """A step with these features took `seconds`."""
+        seconds = min(max(seconds, SECONDS_RANGE[0]), SECONDS_RANGE[1])
+        values, weights = features.tolist(), self.weights.tolist()
+        parts = [value * weight for value, weight in zip(values, weights, strict=True)]
+        new = [index for index, value in enumerate(values) if value > 0 and weights[index] == 0]
+        if new:
+            unexplained = max(seconds - sum(parts), LEAST_SHARE * seconds)
+            if _PAIRS in new:  # not an equal share: the next chunk of the prompt has several times the context
+                new.remove(_PAIRS)
+                expected = self.first_per_pair * values[_PAIRS] or LEAST_SHARE * unexplained
+                parts[_PAIRS] = min(expected, MAX_PAIRS_SHARE * unexplained)
+                weights[_PAIRS] = parts[_PAIRS] / values[_PAIRS]
+                unexplained -= parts[_PAIRS] if new else 0.0
+            for index in new:
+                parts[index] = unexplained / len(new)
+                weights[index] = parts[index] / values[index]
+        predicted = sum(parts)
+        most = math.log(MAX_FACTOR)
+        error = min(max(math.log(seconds / predicted), -most), most)
+        if values[3] > 0:
+            self._num_prefill_tokens.append(values[3])
+            prefill_seconds = max(predicted * math.exp(error) - sum(parts[:3]), LEAST_SHARE * seconds)
+            change = math.exp(RATE * error)
+            per_token, per_pair = change * weights[3], change * weights[4]
+            self._moments[3:] = (change * moment for moment in self._moments[3:])
+            weights[3:] = self._fit_prefill(values[3], values[4] / values[3], prefill_seconds, per_token, per_pair)
+        # Scaled so that the prediction for this step changes by the factor exp(RATE * error), to first order.
+        scale = RATE * error * predicted / sum(part * part for part in parts)
+        for index in range(3):
+            weights[index] *= math.exp(min(max(scale * parts[index], -1.0), 1.0))
+        self.weights = np.array(weights)
+
+    def _fit_prefill(
+        self, num_tokens: float, context: float, seconds: float, per_token: float, per_pair: float
+    ) -> tuple[float, float]:
+        """The weights of prefill after a step whose prefill took `seconds`. per_token, per_pair: the weights before.
+
+        context: mean context of the tokens. Fits a line to seconds per token by context.
+        """
+        weight, rate = num_tokens / (num_tokens + SMALL_PREFILL), seconds / num_tokens
+        new = weight, weight * context, weight * context * context, weight * rate, weight * rate * context
+        self._moments = [FORGETTING * old + value for old, value in zip(self._moments, new, strict=True)]
+        count, contexts, squares, rates, products = self._moments
+        rates, count = rates + CAUTION * count * per_token, (1 + CAUTION) * count
+        products, squares = products + CAUTION * squares * per_pair, (1 + CAUTION) * squares
+        determinant = count * squares - contexts * contexts
+        first = (rates * squares - products * contexts) / determinant
+        second = (products * count - rates * contexts) / determinant
+        if first < LEAST_WEIGHT:
+            return LEAST_WEIGHT, products / squares
+        if second < LEAST_WEIGHT:
+            return rates / count, LEAST_WEIGHT
+        return first, second
 
 
 def step_cost(num_tokens: NDArray[np.int32], num_kv_tokens: NDArray[np.int64]) -> float:

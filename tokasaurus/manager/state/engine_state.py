@@ -14,8 +14,7 @@ from tokasaurus.manager.kv_cache.prompt_logprobs import PromptLogprobChunk
 from tokasaurus.manager.planning.group_trials import GroupTrial, GroupTrials
 from tokasaurus.manager.planning.length_predictor import CompletionLengths, Forecast, prior_forecast
 from tokasaurus.manager.planning.step_budget import StepLimit
-from tokasaurus.manager.planning.step_time_model import StepTimeModel
-from tokasaurus.manager.planning.step_times import StepTimes
+from tokasaurus.manager.planning.step_times import StepTimeModel, StepTimes
 from tokasaurus.manager.state.grammar_manager import Grammars
 from tokasaurus.manager.state.sequence import Samples, Sequence, TokenCounts
 from tokasaurus.manager.state.sequence_queues import SequenceQueues

@@ -73,7 +73,7 @@ class SlotArrays:
         self.stop_rows = zeros()
         """Row of StopTokens.may_end for its stop strings."""
         self.microbatches = zeros()
-        """See state/microbatches; 0 without pipeline stages."""
+        """See engine/microbatches; 0 without pipeline stages."""
         self.groups = zeros()
         """Number of its prefix group; 0 for none."""
         self.num_shared_tokens = zeros()

@@ -10,7 +10,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from tokasaurus.manager.planning.microbatch_prefill import Pipeline
+from tokasaurus.manager.planning.step_budget import Pipeline
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import Sequence
 
@@ -63,14 +63,13 @@ def _num_prompt_tokens_left(state: EngineState) -> NDArray[np.int64]:
 
 
 def most_prefill(state: EngineState, num_decoding: int) -> int:
-    """Most prompt tokens for a step with so many decoding rows. Precondition: several microbatches."""
+    """Most prompt tokens for a step with `num_decoding` decode rows. Precondition: several microbatches."""
     num_all_tokens = int(state.slots.is_decoding.sum() + _num_prompt_tokens_left(state).sum())
     return _pipeline(state).most_prefill(num_decoding, num_all_tokens)
 
 
 def prefill_per_round(state: EngineState, num_candidate_tokens: NDArray[np.int64]) -> int | None:
-    """Prompt tokens that a step of each microbatch are expected to compute together; None if that has no limit of its
-    own.
+    """Expected prompt tokens per round, which has one step of each microbatch; None if microbatches do not limit them.
 
     num_candidate_tokens: prompt tokens to compute of each sequence that may be admitted; they are taken to join the
     microbatch with the least to compute.
