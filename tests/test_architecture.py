@@ -66,7 +66,7 @@ INNER_LAYERS = {
         ["protocol", "errors"],
     ],
     # planning: pure functions over arrays and numbers, which know no engine state.
-    "manager": [["loop"], ["engine", "worker_watch"], ["state"], ["planning", "kv_cache"]],
+    "manager": [["loop"], ["engine"], ["state"], ["planning", "kv_cache"]],
     "model": [
         ["worker"],
         ["execution"],

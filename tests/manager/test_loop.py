@@ -22,7 +22,16 @@ from tests.manager.helpers.simulation import decode_text, prompt_tail, simulate
 from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
 from tokasaurus.config import ServerConfig
 from tokasaurus.config_flags import SERVER_FLAGS
-from tokasaurus.manager.loop import engine_options, is_worth_an_update, run_manager
+from tokasaurus.manager.loop import (
+    IDLE_SECONDS,
+    INTAKE_SHARE,
+    LEAST_MESSAGES,
+    Intake,
+    common_limits,
+    engine_options,
+    is_worth_an_update,
+    run_manager,
+)
 from tokasaurus.manager.planning.step_budget import StepLimit
 from tokasaurus.manager.state.engine_state import EngineOptions, HydragenOptions, LengthPredictorOptions
 from tokasaurus.messages.channel import ChannelClosed, Receiver, Sender, make_channel, wait
@@ -169,7 +178,6 @@ def test_default_flags_give_the_default_engine_options():
 
 
 PROCESS_LIMITS = EngineLimits(num_kv_blocks=40, page_size=4, max_tokens_per_sequence=120)
-
 
 TIMEOUT_S = 30.0
 
@@ -342,3 +350,51 @@ def test_the_end_of_requests_before_the_worker_is_ready_ends_the_manager(checkpo
         for channel in engine.inputs:
             with pytest.raises(ChannelClosed):
                 channel.receive(TIMEOUT_S)
+
+
+def test_one_worker_has_its_own_limits() -> None:
+    limits = EngineLimits(9, 4, 30, HydragenCosts(1.0, 2.0, 3.0, 4.0, 5.0), 0.5)
+    assert common_limits([limits]) == limits
+
+
+def test_the_worker_with_the_least_decides_for_each_limit() -> None:
+    limits = [
+        EngineLimits(7, 4, 28, HydragenCosts(1.0, 0.5, 3.0, 0.0), 0.1, 0.01, "kv_cache_num_tokens"),
+        EngineLimits(9, 4, 20, HydragenCosts(2.0, 0.4, 4.0, 0.1, 9.0), 0.3, 0.02, "max_num_tokens_per_request", 1e-7),
+        EngineLimits(8, 4, 30, HydragenCosts(0.0, 0.6, 2.0, 0.0, 7.0), 0.2, 0.04),
+    ]
+    expected = EngineLimits(
+        7, 4, 20, HydragenCosts(2.0, 0.6, 4.0, 0.1, 9.0), 0.3, 0.04, "max_num_tokens_per_request", 1e-7
+    )
+    assert common_limits(limits) == expected
+
+
+@pytest.mark.parametrize("message_seconds", [2e-5, 1e-3])
+@pytest.mark.parametrize("seconds_left", [0.0, 0.001, 0.02, 1.0])
+def test_accepted_messages_take_a_share_of_the_time_left(message_seconds: float, seconds_left: float) -> None:
+    intake = Intake()
+    for num_messages in (1, 7, 300) * 30:
+        intake.note(num_messages, num_messages * message_seconds)
+    num = intake.most_messages(seconds_left, is_idle=False)
+    assert num >= LEAST_MESSAGES
+    if num > LEAST_MESSAGES:
+        assert num * message_seconds == pytest.approx(INTAKE_SHARE * seconds_left, rel=0.01, abs=2 * message_seconds)
+    else:
+        assert INTAKE_SHARE * seconds_left < (LEAST_MESSAGES + 1) * message_seconds
+
+
+def test_an_idle_engine_accepts_some_milliseconds_of_requests() -> None:
+    intake = Intake()
+    for _ in range(100):
+        intake.note(10, 0.001)
+    assert intake.most_messages(0.0, is_idle=True) == pytest.approx(IDLE_SECONDS / 1e-4, abs=1)
+
+
+def test_rounds_without_messages_and_times_of_zero_teach_nothing_absurd() -> None:
+    intake = Intake()
+    before = intake.most_messages(1.0, is_idle=False)
+    intake.note(0, 5.0)
+    assert intake.most_messages(1.0, is_idle=False) == before
+    for _ in range(1000):
+        intake.note(5, 0.0)
+    assert before < intake.most_messages(1.0, is_idle=False) < 1_000_000

@@ -6,8 +6,8 @@ import pytest
 from tests.manager.helpers.engine_driver import make_options
 from tests.manager.helpers.requests import make_request
 from tokasaurus.manager.engine.engine import Engine
+from tokasaurus.manager.loop import PAUSE_SECONDS, WorkerWatch
 from tokasaurus.manager.state.engine_state import EngineState, make_state
-from tokasaurus.manager.worker_watch import PAUSE_SECONDS, WorkerWatch
 from tokasaurus.messages.lifecycle import EngineLimits
 
 WATCHDOG_S = 10.0

@@ -1,4 +1,8 @@
-"""Entry and main loop of the manager process: run one engine step, send updates, wait for the next message."""
+"""Entry and main loop of the manager process: run one engine step, send updates, wait for the next message.
+
+Beside the loop: what limits the requests that one round accepts (`Intake`), what notices a worker that hangs
+(`WorkerWatch`), and how flags and the workers' limits become the engine's options.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,9 +19,7 @@ import numpy as np
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.manager.engine.engine import Engine
 from tokasaurus.manager.engine.length_updates import background_progress
-from tokasaurus.manager.planning.intake import Intake
 from tokasaurus.manager.planning.step_budget import make_step_limit
-from tokasaurus.manager.planning.worker_limits import common_limits
 from tokasaurus.manager.state.engine_state import (
     EngineOptions,
     EngineState,
@@ -27,7 +29,6 @@ from tokasaurus.manager.state.engine_state import (
     make_state,
 )
 from tokasaurus.manager.state.grammar_manager import Grammars
-from tokasaurus.manager.worker_watch import WorkerWatch
 from tokasaurus.messages.channel import HasFileno, Receiver, Sender, send_to_all, wait
 from tokasaurus.messages.forward import ForwardInput, ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, EngineUpdate, GenerateRequest, SequenceProgress
@@ -39,6 +40,7 @@ from tokasaurus.messages.lifecycle import (
     EngineLimits,
     EngineStats,
     Failed,
+    HydragenCosts,
     PhaseDone,
     Ready,
 )
@@ -79,6 +81,24 @@ _MANY_ROWS, _LONG_PREFIX = 512, 4096
 
 STATS_UPDATE_SECONDS = 0.25
 """Interval between updates of the server's counters while no sequence starts or ends, in seconds."""
+
+LATE_FACTOR = 4.0
+"""A step is late after this many times its longest plausible time, for each stage that it passes."""
+
+PAUSE_SECONDS = 5 * HEARTBEAT_SECONDS
+"""If the manager does not look for this long, it was probably stopped itself, and the worker with it. In seconds."""
+
+INTAKE_SHARE = 0.25
+"""Share of the time for which the worker has work that one round spends on new requests."""
+
+IDLE_SECONDS = 0.005
+"""Time for new requests while the worker has no work: their first step should start soon."""
+
+LEAST_MESSAGES = 4
+"""Messages accepted in every round: no burst waits for ever. It also bounds what a wrong estimate can do."""
+
+NEW_WEIGHT = 0.1
+"""Weight of the newest round in the moving average of the time per message."""
 
 
 def run_manager(
@@ -161,6 +181,28 @@ def _await_workers(
     return common_limits(found)
 
 
+def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
+    """What all workers of a replica can do, since they run the same steps.
+
+    The least capacity, the highest costs and the features that are switched off, of any worker. All have blocks of one
+    size.
+    """
+    assert len({one.page_size for one in limits}) == 1
+    hydragen = HydragenCosts(*map(max, zip(*(astuple(one.hydragen) for one in limits), strict=True)))
+    shortest = min(limits, key=lambda one: one.max_tokens_per_sequence)
+    return EngineLimits(
+        num_kv_blocks=min(one.num_kv_blocks for one in limits),
+        page_size=limits[0].page_size,
+        max_tokens_per_sequence=shortest.max_tokens_per_sequence,
+        hydragen=hydragen,
+        seconds_per_token=max(one.seconds_per_token for one in limits),
+        limited_by=shortest.limited_by,
+        seconds_per_step=max(one.seconds_per_step for one in limits),
+        seconds_per_pair=max(one.seconds_per_pair for one in limits),
+        switched_off=tuple(dict.fromkeys(name for one in limits for name in one.switched_off)),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Channels:
     """This process's ends of the channels: see `run_manager`."""
@@ -240,6 +282,50 @@ def _serve(
             intake.note(len(messages), time.monotonic() - start_s + engine.seconds_per_message * len(messages))
         else:
             messages = requests.drain()
+
+
+class WorkerWatch:
+    """Notices a worker that hangs: it does not return a step for much longer than the step should take.
+
+    Look at least every HEARTBEAT_SECONDS. watchdog_s: no step is late before this time, in seconds.
+    """
+
+    def __init__(self, watchdog_s: float, now_s: float) -> None:
+        self._watchdog_s = watchdog_s
+        self._last_result_id = -1
+        self._progress_s = self._looked_s = now_s
+
+    def is_late(self, state: EngineState, now_s: float) -> bool:
+        """Whether the oldest step in flight is late. now_s: by a clock that never goes back, in seconds."""
+        was_stopped = now_s - self._looked_s > PAUSE_SECONDS
+        self._looked_s = now_s
+        if not state.steps_in_flight or state.last_result_id != self._last_result_id or was_stopped:
+            self._last_result_id, self._progress_s = state.last_result_id, now_s
+            return False
+        longest_s = state.step_times.longest(state.steps_in_flight[0].cost)
+        waited_s: float = now_s - self._progress_s
+        return waited_s > max(self._watchdog_s, LATE_FACTOR * state.options.num_stages * longest_s)
+
+
+class Intake:
+    """Bounds the requests and cancellations of a round by the time that earlier ones took, so that a burst does not
+    keep the manager from sending steps."""
+
+    def __init__(self) -> None:
+        self._message_seconds = 1e-4
+
+    def most_messages(self, seconds_left: float, is_idle: bool) -> int:
+        """Most messages to accept now. seconds_left: how long the worker is busy with the steps it has.
+
+        is_idle: it has none.
+        """
+        seconds = IDLE_SECONDS if is_idle else INTAKE_SHARE * seconds_left
+        return max(LEAST_MESSAGES, int(seconds / self._message_seconds))
+
+    def note(self, num_messages: int, seconds: float) -> None:
+        """To read and queue these messages took `seconds`."""
+        if num_messages:
+            self._message_seconds += NEW_WEIGHT * (max(1e-6, seconds / num_messages) - self._message_seconds)
 
 
 def engine_options(

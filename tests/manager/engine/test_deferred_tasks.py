@@ -9,7 +9,7 @@ from tests.manager.helpers.engine_driver import EngineDriver, make_options
 from tests.manager.helpers.requests import make_request
 from tests.manager.helpers.simulation import assert_equals_simulation
 from tokasaurus.manager.engine import engine
-from tokasaurus.manager.engine.deferred_tasks import DeferredTask, may_run
+from tokasaurus.manager.engine.engine import DeferredTask, may_run
 from tokasaurus.messages.forward import ForwardInput
 
 STEP_SECONDS = 0.01

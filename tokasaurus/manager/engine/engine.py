@@ -3,14 +3,15 @@
 import itertools
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokasaurus.manager.engine.admission import admit_waiting, can_admit
-from tokasaurus.manager.engine.deferred_tasks import DeferredTask, may_run
 from tokasaurus.manager.engine.grammar_scheduling import is_better_later, ready_to_decode
 from tokasaurus.manager.engine.input_building import group_costs, num_blocks_short, start_step
+from tokasaurus.manager.engine.kv_forecast import prefill_time
 from tokasaurus.manager.engine.length_updates import forecast_is_old, note_ends, update_forecast
 from tokasaurus.manager.engine.lifecycle import find_starts, preempt
 from tokasaurus.manager.engine.microbatches import most_prefill, next_microbatches, note_step, prefilling_of, slots_of
@@ -21,7 +22,6 @@ from tokasaurus.manager.engine.outputs import (
     release_all_ending,
     release_ending,
 )
-from tokasaurus.manager.engine.prefill_time import prefill_time
 from tokasaurus.manager.engine.requests import add_request, cancel_request, release_cancelled
 from tokasaurus.manager.engine.streams import stream_new_tokens
 from tokasaurus.manager.planning.kv_simulation import find_shared_blocks
@@ -46,6 +46,40 @@ SECONDS_IN_HURRY = 0.01
 
 MOST_READING_SECONDS = 0.002
 """Longest time a step waits for grammar matchers to read tokens, in seconds."""
+
+NEW_RUN_WEIGHT = 0.2
+"""Weight of the newest run in the moving average of a deferred task's time."""
+
+
+@dataclass(slots=True)
+class DeferredTask:
+    """Work that a step may leave for a later step."""
+
+    name: str
+    has_work: Callable[[EngineState], bool]
+    """Whether there is anything to do."""
+    run: Callable[[EngineState], None]
+    max_steps_deferred: int
+    """Most consecutive steps that may defer it."""
+    seconds: float = 0.0
+    """Moving average of its running time."""
+    num_steps_deferred: int = 0
+    """Steps that have deferred it since it last ran."""
+
+    def note_run(self, seconds: float) -> None:
+        self.seconds += NEW_RUN_WEIGHT * (seconds - self.seconds)
+        self.num_steps_deferred = 0
+
+
+def may_run(task: DeferredTask, seconds_left: float, mode: str | None) -> bool:
+    """Whether to run `task` now rather than defer it.
+
+    seconds_left: how long the worker is busy with the steps it has. mode: "always", "deferred" (defer as long as
+    allowed), or None: defer while the task is expected to take half of seconds_left or more.
+    """
+    if mode == "always" or task.num_steps_deferred >= task.max_steps_deferred:
+        return True
+    return mode is None and 2 * task.seconds < seconds_left
 
 
 class Engine:

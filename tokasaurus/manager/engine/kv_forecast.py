@@ -1,4 +1,5 @@
-"""Forecast the KV blocks of the running sequences, step by step, until the last of them ends."""
+"""Forecast the KV blocks of the running sequences, step by step, until the last of them ends, and how many prompt
+tokens those steps compute."""
 
 from dataclasses import dataclass
 from math import inf
@@ -8,10 +9,10 @@ from numpy.typing import NDArray
 
 from tokasaurus.manager.engine.candidates import Candidates
 from tokasaurus.manager.engine.microbatches import prefill_per_round
-from tokasaurus.manager.engine.prefill_time import prefill_time
 from tokasaurus.manager.planning.kv_simulation import SequenceLoads, UsageCurve, find_shared_blocks, simulate_kv
 from tokasaurus.manager.planning.prefill_forecast import PrefillForecast, count_decoding, forecast_prefill
-from tokasaurus.manager.planning.step_budget import MIN_CHUNK, num_steps_to_keep_in_flight, prefill_rate
+from tokasaurus.manager.planning.step_budget import MIN_CHUNK, PrefillTime, num_steps_to_keep_in_flight, prefill_rate
+from tokasaurus.manager.planning.step_times import decode_features
 from tokasaurus.manager.state.engine_state import EngineState
 
 Int64Array = NDArray[np.int64]
@@ -71,6 +72,26 @@ def wanted_prefill_rate(state: EngineState, num_tokens: Int64Array, num_steps: I
         np.concatenate((num_past_steps + expected_decode_steps(state, slots), num_steps)),
         state.options.prefill_multiple,
     )
+
+
+def prefill_time(state: EngineState, decoding: NDArray[np.int64]) -> PrefillTime:
+    """How long the prompts of the next step may take, by the times of earlier steps. decoding: slots that decode in it.
+
+    With several microbatches, each has an equal share of the time: the last stage sees a step of each of them before it
+    sees the same one again. Until a step has had prompts, each token is expected to take as long as in the warm-up.
+    While nothing decodes, no stream waits for a token.
+    """
+    options, model = state.options, state.step_time_model
+    is_streaming = state.num_streamed > 0 and len(state.queues.decoding()) > 0
+    if options.step_limit.prefill_seconds(0.0, is_streaming) == inf:
+        return PrefillTime(inf, 0.0, 0.0)
+    decode_seconds = model.predict(decode_features(state.slots.num_kv_tokens[decoding] + 1))
+    share = options.num_microbatches
+    seconds = options.step_limit.prefill_seconds(share * decode_seconds, is_streaming) / share
+    per_token, per_pair = model.prefill_weights
+    if not per_token:
+        per_token, per_pair = options.limits.seconds_per_token, model.first_per_pair
+    return PrefillTime(seconds, per_token, per_pair, max(MIN_CHUNK, model.most_prefill))
 
 
 def timed_prefill_rate(
