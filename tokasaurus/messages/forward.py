@@ -79,7 +79,7 @@ class ForwardInput:
     masks: TokenMasks | None = None
     """None if no row has a mask."""
     microbatch: int = 0
-    """The microbatch of all its rows: see manager/state/microbatches."""
+    """The microbatch of all its rows: see manager/engine/microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
