@@ -27,7 +27,7 @@ from tokasaurus.model.worker.entry import graph_sizes_of, record_graphs
 from tokasaurus.model.worker.loading import LoadedWorker, Phases, check_layers, load_worker
 from tokasaurus.model.worker.self_check import Result
 from tokasaurus.model.worker.triton_check import compare_sampling
-from tokasaurus.monitoring.log_setup import setup_logging
+from tokasaurus.monitoring.log_writer import setup_logging
 
 if TYPE_CHECKING:
 

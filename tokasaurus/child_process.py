@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokasaurus.messages.channel import Sender
 from tokasaurus.messages.lifecycle import Alive, Failed, PhaseDone, Ready, UserError
-from tokasaurus.monitoring.log_setup import setup_logging
-from tokasaurus.monitoring.log_writer import log_writer
+from tokasaurus.monitoring.log_writer import log_writer, setup_logging
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
 
 if TYPE_CHECKING:

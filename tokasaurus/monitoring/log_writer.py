@@ -1,4 +1,7 @@
-"""A thread that writes to stderr: nothing else in the process waits for whoever reads its log."""
+"""Logging of one process: lines on stderr that name the process. Prompts and completions are logged only at debug.
+
+A thread writes to stderr: nothing else in the process waits for whoever reads its log.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,14 @@ import logging
 import os
 import queue
 import select
+import sys
 import threading
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokasaurus.config import ServerConfig
 
 FLUSH_TIMEOUT_S = 1.0
 """Longest wait for unwritten lines when a process ends."""
@@ -23,6 +31,8 @@ _WINDOW_S = 1.0
 
 _LIMITED_LOGGER = "uvicorn.error"
 """Warns of each malformed HTTP request, so any client can cause any number of warnings."""
+
+_UVICORN_TRACE = 5  # uvicorn's own level below debug
 
 
 @dataclass
@@ -195,3 +205,20 @@ def log_writer() -> LogWriter:
     writer = LogWriter()
     atexit.register(writer.flush_lines)
     return writer
+
+
+def setup_logging(config: ServerConfig, process: str) -> None:
+    """Log this process to stderr, replacing existing handlers. From now on no log line or print to stderr blocks.
+
+    Levels: config.log_level for tokasaurus, config.uvicorn_log_level for uvicorn, warning for all other packages.
+    Start uvicorn with `log_config=None`, or it installs its own handlers.
+    """
+    handler = log_writer()
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {process}: %(message)s"))
+    sys.stderr = QueuedStderr(handler)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("tokasaurus").setLevel(config.log_level.upper())
+    uvicorn_level = config.uvicorn_log_level
+    logging.getLogger("uvicorn").setLevel(_UVICORN_TRACE if uvicorn_level == "trace" else uvicorn_level.upper())
