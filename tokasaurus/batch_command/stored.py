@@ -19,9 +19,8 @@ from tokasaurus.flags import FlagError
 from tokasaurus.server.batches.location import default_data_dir
 from tokasaurus.server.batches.objects import batch_object, to_json
 from tokasaurus.server.batches.store.batches import cancel_batch, get_batch, list_batches
-from tokasaurus.server.batches.store.data_dir import DataDir
+from tokasaurus.server.batches.store.data_dir import DataDir, DataDirInUse, StoreError
 from tokasaurus.server.batches.store.database import explain, open_connection
-from tokasaurus.server.batches.store.errors import DataDirInUse, StoreError
 from tokasaurus.server.batches.store.records import BatchRecord
 from tokasaurus.server.batches.store.schema import MIGRATIONS
 from tokasaurus.server.batches.store.store import open_store

@@ -35,7 +35,7 @@ from tokasaurus.server.access import (
 from tokasaurus.server.batches.limits import BatchLimits, batch_limits
 from tokasaurus.server.batches.location import opened_data_dir
 from tokasaurus.server.batches.service import BatchService
-from tokasaurus.server.batches.store.errors import StorageFull, StoreError
+from tokasaurus.server.batches.store.data_dir import StorageFull, StoreError
 from tokasaurus.server.batches.store.store import Store
 from tokasaurus.server.connections.table import ConnectionTable
 from tokasaurus.server.connections.transport import watch_for_lost_peers
@@ -45,9 +45,8 @@ from tokasaurus.server.errors import StorageFailed, StorageIsFull, add_error_han
 from tokasaurus.server.head import HeadMiddleware
 from tokasaurus.server.http_server import LISTEN_BACKLOG, HttpServer, http_config
 from tokasaurus.server.openapi import DescribedApp
-from tokasaurus.server.resources.body_bytes import BodyBytes
 from tokasaurus.server.resources.garbage import collect_garbage_when_idle
-from tokasaurus.server.resources.limits import RequestLimits, request_limits
+from tokasaurus.server.resources.limits import BodyBytes, RequestLimits, request_limits
 from tokasaurus.server.resources.text_threads import TextThreads
 from tokasaurus.server.routes import batches as batch_routes
 from tokasaurus.server.routes import bulk, files, generation, health, models, tokenize

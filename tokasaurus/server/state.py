@@ -9,8 +9,7 @@ from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.monitoring.loop_lag import LoopLag
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import EngineNotReady, EngineRestarting, ServerStopping
-from tokasaurus.server.resources.body_bytes import BodyBytes
-from tokasaurus.server.resources.limits import RequestLimits
+from tokasaurus.server.resources.limits import BodyBytes, RequestLimits
 from tokasaurus.server.resources.text_threads import TextThreads
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.structured_output.validator import GrammarChecker

@@ -17,8 +17,7 @@ from tests.server.batches.helpers.records import INPUT_FILE, integrity, new_batc
 from tokasaurus.server.batches.closing import close_batch
 from tokasaurus.server.batches.results import answered_line, unrun_line
 from tokasaurus.server.batches.store.batches import add_batch, begin_finalizing, read_batch, start_batch
-from tokasaurus.server.batches.store.data_dir import NewContent
-from tokasaurus.server.batches.store.errors import StorageFull
+from tokasaurus.server.batches.store.data_dir import NewContent, StorageFull
 from tokasaurus.server.batches.store.files import add_file
 from tokasaurus.server.batches.store.ledger import add_lines, record_results
 from tokasaurus.server.batches.store.records import BatchRecord, BatchStatus, LineResult

@@ -18,7 +18,7 @@ from tests.server.helpers.fake_engine import FakeEngine, Reply, echo
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_ready
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.batches.store.batches import add_batch, get_batch
-from tokasaurus.server.batches.store.errors import StorageFull
+from tokasaurus.server.batches.store.data_dir import StorageFull
 from tokasaurus.server.batches.store.store import open_store
 from tokasaurus.server.served_model import ServedModel
 

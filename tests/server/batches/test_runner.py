@@ -12,7 +12,7 @@ import pytest
 from tests.server.batches.helpers.batch_service import prompts, run, running_service
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.batches import runner, running_batch
+from tokasaurus.server.batches import runner
 from tokasaurus.server.batches.limits import BatchLimits
 from tokasaurus.server.batches.store.ledger import pending_lines
 from tokasaurus.server.batches.store.records import PendingLine
@@ -126,7 +126,7 @@ def test_lines_that_could_not_be_started_are_tried_again_on_a_busy_event_loop(
         return pending_lines(connection, batch, first, most)
 
     async def test() -> None:
-        monkeypatch.setattr(running_batch, "pending_lines", read)
+        monkeypatch.setattr(runner, "pending_lines", read)
         monkeypatch.setattr(runner, "RETRY_SECONDS", 0.02)
         async with running_service(served_model, tmp_path) as running:
             batch = await running.create(*prompts(3))
@@ -148,7 +148,7 @@ def test_a_batch_that_cannot_be_read_does_not_stop_the_others(
         return pending_lines(connection, batch, first, most)
 
     async def test() -> None:
-        monkeypatch.setattr(running_batch, "pending_lines", read)
+        monkeypatch.setattr(runner, "pending_lines", read)
         async with running_service(served_model, tmp_path) as running:
             await running.create(*prompts(3))
             batch = await running.finish((await running.create(*prompts(3))).number)

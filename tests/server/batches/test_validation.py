@@ -13,7 +13,7 @@ from tests.server.batches.helpers.records import INPUT_FILE, new_batch, new_file
 from tokasaurus.server.batches import validation
 from tokasaurus.server.batches.limits import BatchLimits
 from tokasaurus.server.batches.store.batches import add_batch
-from tokasaurus.server.batches.store.errors import ContentMissing, StoreError
+from tokasaurus.server.batches.store.data_dir import ContentMissing, StoreError
 from tokasaurus.server.batches.store.files import add_file
 from tokasaurus.server.batches.store.ledger import pending_lines
 from tokasaurus.server.batches.store.records import BatchRecord, PendingLine

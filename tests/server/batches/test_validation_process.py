@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokasaurus.server.batches.input_errors import MAX_SHOWN_ERRORS, InputError
-from tokasaurus.server.batches.validation_process import InputReader
+from tokasaurus.server.batches.validation_process import MAX_SHOWN_ERRORS, InputError, InputReader
 
 ENDPOINT = "/v1/completions"
 MAX_LINES = 20

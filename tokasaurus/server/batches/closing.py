@@ -6,9 +6,8 @@ import apsw
 
 from tokasaurus.server.batches.results import unrun_line
 from tokasaurus.server.batches.store.batches import finish_batch, read_batch
-from tokasaurus.server.batches.store.blocking import run_blocking
 from tokasaurus.server.batches.store.data_dir import NewContent
-from tokasaurus.server.batches.store.database import explain
+from tokasaurus.server.batches.store.database import explain, run_blocking
 from tokasaurus.server.batches.store.files import add_file
 from tokasaurus.server.batches.store.ledger import (
     free_space,

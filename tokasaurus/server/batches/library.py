@@ -7,9 +7,8 @@ from typing import BinaryIO
 import apsw
 
 from tokasaurus.server.batches.limits import DAY_SECONDS, BatchLimits
-from tokasaurus.server.batches.store.blocking import run_blocking
-from tokasaurus.server.batches.store.data_dir import NewContent
-from tokasaurus.server.batches.store.errors import StoreError
+from tokasaurus.server.batches.store.data_dir import NewContent, StoreError
+from tokasaurus.server.batches.store.database import run_blocking
 from tokasaurus.server.batches.store.files import (
     add_file,
     batch_that_needs,

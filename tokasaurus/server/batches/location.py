@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.messages.lifecycle import UserError
-from tokasaurus.server.batches.store.data_dir import DataDir
-from tokasaurus.server.batches.store.errors import DataDirInUse, StoreError
+from tokasaurus.server.batches.store.data_dir import DataDir, DataDirInUse, StoreError
 from tokasaurus.server.batches.store.store import Store, open_store
 
 if TYPE_CHECKING:

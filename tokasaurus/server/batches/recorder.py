@@ -6,8 +6,8 @@ from collections import defaultdict, deque
 
 import apsw
 
+from tokasaurus.server.batches.store.data_dir import StoreError
 from tokasaurus.server.batches.store.database import Database
-from tokasaurus.server.batches.store.errors import StoreError
 from tokasaurus.server.batches.store.ledger import record_results
 from tokasaurus.server.batches.store.records import LineResult
 

@@ -9,7 +9,7 @@ import apsw
 from tokasaurus.server.batches.closing import clear_ledger
 from tokasaurus.server.batches.library import remove_contents
 from tokasaurus.server.batches.store.batches import finished_before, remove_batch_row
-from tokasaurus.server.batches.store.errors import StoreError
+from tokasaurus.server.batches.store.data_dir import StoreError
 from tokasaurus.server.batches.store.files import expired_files, remove_file_row
 from tokasaurus.server.batches.store.records import BatchRecord
 from tokasaurus.server.batches.store.store import Store

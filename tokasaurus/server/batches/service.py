@@ -15,14 +15,12 @@ from fastapi import Request
 from tokasaurus.monitoring.metrics import BatchStats
 from tokasaurus.server.access import key_salt
 from tokasaurus.server.batches.closing import clear_ledger, close_batch
-from tokasaurus.server.batches.input_errors import InputError, dump_errors
 from tokasaurus.server.batches.library import require_file
 from tokasaurus.server.batches.limits import DAY_SECONDS, BatchLimits
 from tokasaurus.server.batches.objects import batch_progress
 from tokasaurus.server.batches.recorder import ResultRecorder
 from tokasaurus.server.batches.retention import keep_removing
-from tokasaurus.server.batches.runner import BatchRunner
-from tokasaurus.server.batches.running_batch import RunningBatch, client_of
+from tokasaurus.server.batches.runner import BatchRunner, RunningBatch, client_of
 from tokasaurus.server.batches.store.batches import (
     add_batch,
     begin_finalizing,
@@ -33,12 +31,13 @@ from tokasaurus.server.batches.store.batches import (
     start_batch,
     unfinished_batches,
 )
-from tokasaurus.server.batches.store.errors import ContentMissing, StoreError
+from tokasaurus.server.batches.store.data_dir import ContentMissing, StoreError
 from tokasaurus.server.batches.store.files import get_file
 from tokasaurus.server.batches.store.ledger import release_running
 from tokasaurus.server.batches.store.records import FINAL_STATUSES, BatchRecord
 from tokasaurus.server.batches.store.store import Store
 from tokasaurus.server.batches.validation import ValidationDied, fill_ledger
+from tokasaurus.server.batches.validation_process import InputError, dump_errors
 from tokasaurus.server.errors import DataDirMissing, InvalidRequest
 from tokasaurus.server.protocol.storage.batches import BatchProgress, BatchStatus
 from tokasaurus.server.state import ServerState

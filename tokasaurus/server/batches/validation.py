@@ -9,12 +9,12 @@ import apsw
 import orjson
 
 from tokasaurus.server.batches.closing import clear_ledger
-from tokasaurus.server.batches.input_errors import MAX_SHOWN_ERRORS, InputError
 from tokasaurus.server.batches.limits import BatchLimits
-from tokasaurus.server.batches.store.errors import StoreError
+from tokasaurus.server.batches.store.data_dir import StoreError
 from tokasaurus.server.batches.store.ledger import add_lines
 from tokasaurus.server.batches.store.records import BatchRecord, NewLine
 from tokasaurus.server.batches.store.store import Store
+from tokasaurus.server.batches.validation_process import MAX_SHOWN_ERRORS, InputError
 
 logger = logging.getLogger(__name__)
 

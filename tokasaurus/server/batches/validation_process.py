@@ -2,22 +2,41 @@
 
 Run as `python -m tokasaurus.server.batches.validation_process PATH ENDPOINT MAX_LINES MAX_LINE_BYTES`. Writes lines of
 JSON to stdout: lists of [custom_id, start, size], then {"errors": [...], "num_errors": N}.
+Imports nothing heavy.
 """
 
 import codecs
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import orjson
 
-from tokasaurus.server.batches.input_errors import MAX_SHOWN_ERRORS, InputError
 from tokasaurus.server.protocol.storage.custom_id import MAX_CUSTOM_ID_CHARS
 
+MAX_SHOWN_ERRORS = 1000
+"""A file may have an error in each line; the rest are only counted."""
 LINES_PER_PART = 500
 _METHOD = "POST"
+
+
+@dataclass(frozen=True, slots=True)
+class InputError:
+    """One error. Fields as in OpenAI's `errors.data`."""
+
+    code: str
+    message: str
+    line: int | None = None
+    """The line's number, from 1; None if the error is the whole file's."""
+    param: str | None = None
+
+
+def dump_errors(errors: list[InputError]) -> str:
+    """JSON list for the database."""
+    return orjson.dumps([asdict(error) for error in errors]).decode()
 
 
 class _BadLine(Exception):

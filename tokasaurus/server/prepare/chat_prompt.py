@@ -6,8 +6,7 @@ from typing import Any
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.server.errors import InvalidRequest, shorten
 from tokasaurus.server.prepare.context_length import too_long
-from tokasaurus.server.protocol.chat import ChatMessage
-from tokasaurus.server.protocol.template_fields import TemplateFields
+from tokasaurus.server.protocol.chat import ChatMessage, TemplateFields
 from tokasaurus.server.protocol.tools import Tool
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.tools.parser import THINKING_MARKS, is_in_thinking

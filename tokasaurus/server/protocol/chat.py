@@ -5,15 +5,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, ValidationInfo, WithJsonSchema, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, WithJsonSchema, field_validator
 from pydantic_core import PydanticCustomError
 
 from tokasaurus.server.protocol.prompt_logprobs import WrittenPromptLogprobs
 from tokasaurus.server.protocol.sampling_fields import NullMeans, Only, SamplingFields, value_error
 from tokasaurus.server.protocol.strict_object import StrictObject
-from tokasaurus.server.protocol.template_fields import TemplateFields
 from tokasaurus.server.protocol.tools import MessageToolCall, ToolCall, ToolChoiceField, Tools
 from tokasaurus.server.protocol.usage import Usage
+
+TemplateVariables = Annotated[dict[str, Any], NullMeans({})]
+
+
+class TemplateFields(BaseModel):
+    """add_generation_prompt: end the prompt with the start of an assistant message; null: yes, unless
+    continue_final_message is set.
+    continue_final_message: leave the final message open, so that the model continues it.
+    chat_template_kwargs: variables of the template, such as enable_thinking. Clients cannot send a template.
+    apply_chat_template_overrides: all of the above in one object.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateVariables = {}
+    apply_chat_template_overrides: TemplateVariables = {}
 
 
 def _parse_content(value: object, info: ValidationInfo) -> str:

@@ -5,9 +5,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tokasaurus.server.protocol.chat import ChatMessage
+from tokasaurus.server.protocol.chat import ChatMessage, TemplateFields
 from tokasaurus.server.protocol.sampling_fields import NullMeans, Only
-from tokasaurus.server.protocol.template_fields import TemplateFields
 from tokasaurus.server.protocol.tools import Tools
 
 

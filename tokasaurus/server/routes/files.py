@@ -18,8 +18,8 @@ from tokasaurus.server.batches.library import (
 )
 from tokasaurus.server.batches.objects import file_list, file_object, json_response, to_json
 from tokasaurus.server.batches.service import BatchService, batches_of
-from tokasaurus.server.batches.store.blocking import run_blocking
-from tokasaurus.server.batches.store.errors import StoreError
+from tokasaurus.server.batches.store.data_dir import StoreError
+from tokasaurus.server.batches.store.database import run_blocking
 from tokasaurus.server.batches.store.files import list_files
 from tokasaurus.server.batches.store.records import FileRecord
 from tokasaurus.server.disconnect import run_while_connected

@@ -8,7 +8,7 @@ from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
 from tokasaurus.server.prepare.chat_prompt import encode_messages
 from tokasaurus.server.prepare.tool_choice import check_names
-from tokasaurus.server.protocol.template_fields import TemplateFields
+from tokasaurus.server.protocol.chat import TemplateFields
 from tokasaurus.server.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,

@@ -22,8 +22,7 @@ from tokasaurus.server.batches.store.records import FINAL_STATUSES, BatchRecord,
 from tokasaurus.server.batches.store.store import Store, open_store
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.queue_limits import NO_LIMITS, QueueLimits
-from tokasaurus.server.resources.body_bytes import BodyBytes
-from tokasaurus.server.resources.limits import RequestLimits
+from tokasaurus.server.resources.limits import BodyBytes, RequestLimits
 from tokasaurus.server.resources.text_threads import TextThreads
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState

@@ -12,8 +12,8 @@ import apsw
 import pytest
 
 from tests.server.batches.helpers.records import integrity
+from tokasaurus.server.batches.store.data_dir import StorageFull, StoreError
 from tokasaurus.server.batches.store.database import Database
-from tokasaurus.server.batches.store.errors import StorageFull, StoreError
 
 Write = Callable[[apsw.Connection], None]
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.server.batches.helpers.records import integrity, new_batch, new_lines, new_result
 from tokasaurus.server.batches.store.batches import add_batch
+from tokasaurus.server.batches.store.data_dir import StoreError
 from tokasaurus.server.batches.store.database import Database
-from tokasaurus.server.batches.store.errors import StoreError
 from tokasaurus.server.batches.store.ledger import add_lines, record_results
 from tokasaurus.server.batches.store.write_ahead_log import path_of_log
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests.server.batches.helpers.records import integrity
 from tokasaurus.server.batches.store import schema
+from tokasaurus.server.batches.store.data_dir import StoreError
 from tokasaurus.server.batches.store.database import Database
-from tokasaurus.server.batches.store.errors import StoreError
 from tokasaurus.server.batches.store.schema import MIGRATIONS, migrate
 
 # As a later version would append them.

@@ -11,8 +11,14 @@ import pytest
 
 from tests.server.batches.helpers.records import integrity, new_batch, new_file, new_lines
 from tokasaurus.server.batches.store.batches import add_batch, get_batch
-from tokasaurus.server.batches.store.data_dir import DataDir, NewContent
-from tokasaurus.server.batches.store.errors import ContentMissing, DataDirInUse, StorageFull, StoreError
+from tokasaurus.server.batches.store.data_dir import (
+    ContentMissing,
+    DataDir,
+    DataDirInUse,
+    NewContent,
+    StorageFull,
+    StoreError,
+)
 from tokasaurus.server.batches.store.files import add_file, file_ids
 from tokasaurus.server.batches.store.ledger import add_lines, finished_ledgers
 from tokasaurus.server.batches.store.store import Store, open_store

@@ -1,4 +1,4 @@
-"""The data directory: its lock, and files that are either whole on the disk or not there."""
+"""The data directory: its lock, what can go wrong with it, and files that are either whole on the disk or not there."""
 
 import fcntl
 import os
@@ -7,9 +7,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from tokasaurus.server.batches.store.errors import ContentMissing, DataDirInUse, StoreError
-
 _TEMPORARY = ".part"
+
+
+class StoreError(Exception):
+    """The data directory cannot be read or written. The message is one line for the user."""
+
+
+class StorageFull(StoreError):
+    """The file system has no space left. What was to be written is not stored; nothing else is lost."""
+
+
+class DataDirInUse(StoreError):
+    """Another server uses the data directory."""
+
+
+class ContentMissing(StoreError):
+    """A file that is listed has no content: somebody deleted it from the data directory."""
 
 
 class NewContent:

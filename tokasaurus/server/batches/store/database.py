@@ -1,4 +1,4 @@
-"""One SQLite database: a thread that writes in groups, and one that reads."""
+"""One SQLite database: a thread that writes in groups, and one that reads; threads for what else blocks."""
 
 import asyncio
 import errno
@@ -10,17 +10,17 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import apsw
 
-from tokasaurus.server.batches.store.data_dir import open_privately
-from tokasaurus.server.batches.store.errors import StorageFull, StoreError
+from tokasaurus.server.batches.store.data_dir import StorageFull, StoreError, open_privately
 from tokasaurus.server.batches.store.schema import check_version, migrate
 from tokasaurus.server.batches.store.write_ahead_log import has_unread_frames, path_of_log
 
 logger = logging.getLogger(__name__)
 
+Params = ParamSpec("Params")
 Result = TypeVar("Result")
 Operation = Callable[[apsw.Connection], Result]
 """Reads or writes, and may be called again if its transaction was rolled back."""
@@ -242,3 +242,17 @@ class Database:
         if not self._writing.get_autocommit():
             with suppress(apsw.Error):
                 self._writing.execute("ROLLBACK")
+
+
+async def run_blocking(work: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs) -> Result:
+    """What `work` returns or raises, but StoreError in place of OSError. A caller that is cancelled waits nevertheless
+    for its end: nobody else may use the same file before."""
+    running = asyncio.get_running_loop().run_in_executor(None, lambda: work(*args, **kwargs))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        running.exception()  # or it would be logged
+        raise
+    except OSError as error:
+        raise explain(error) from None

@@ -2,7 +2,7 @@
 
 import apsw
 
-from tokasaurus.server.batches.store.errors import StoreError
+from tokasaurus.server.batches.store.data_dir import StoreError
 
 # Keys of `lines` and `results` are batches.number << LINE_BITS | number of the line.
 LINE_BITS = 32

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tokasaurus.server.batches.store.data_dir import DataDir
+from tokasaurus.server.batches.store.data_dir import DataDir, StoreError
 from tokasaurus.server.batches.store.database import Database, explain
-from tokasaurus.server.batches.store.errors import StoreError
 from tokasaurus.server.batches.store.files import file_ids
 from tokasaurus.server.batches.store.ledger import finished_ledgers, remove_lines
 
