@@ -11,8 +11,7 @@ from typing import Any
 
 from tokasaurus.checkpoint.config_keys import left_to_requests, refuse_keys
 from tokasaurus.checkpoint.errors import CheckpointError
-from tokasaurus.checkpoint.fields import flag, positive_float, positive_int
-from tokasaurus.checkpoint.json_files import read_json
+from tokasaurus.checkpoint.json_files import flag, positive_float, positive_int, read_json
 from tokasaurus.checkpoint.rope import MAX_CONTEXT, RopeInfo, dropped_theta, extended_context_length, parse_rope
 
 DTYPES = ("float32", "float16", "bfloat16")

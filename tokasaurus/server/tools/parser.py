@@ -7,15 +7,16 @@ buffered, so that text that turns out to be no call becomes content exactly as i
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from tokasaurus.server.tools.call_head import CallHead, Reading
 from tokasaurus.server.tools.formats import ToolCallFormat
+from tokasaurus.server.tools.json_scanner import JsonScanner
 from tokasaurus.text.stop_strings import buffered_length
 
 _SPACE = " \t\n\r"
+_ARGUMENT_KEYS = ("arguments", "parameters")
 THINKING_MARKS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
@@ -83,6 +84,92 @@ class _Marks:
         self.pattern = re.compile("|".join(map(re.escape, self.texts)))
 
 
+class _Reading(Enum):
+    """What the characters read so far show the object to be."""
+
+    OPEN = auto()  # not yet decided
+    CALL = auto()
+    NO_CALL = auto()
+    NO_JSON = auto()
+
+
+class _NoCall(Exception):
+    pass
+
+
+class _CallHead:
+    """Reads an object, starting after its opening brace, until it is known whether the object is a call.
+
+    A call has a name in `names` and an object of arguments, in either order. The only other field that it may have is
+    "type", with the value "function".
+    """
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.name = ""
+        """The function's name; valid once the object is a call."""
+        self.arguments = ""
+        """The text of the arguments read so far; valid once the object is a call."""
+        self.scanner = JsonScanner()
+        """Follows the whole object. Its depth is 2 or more while the arguments continue."""
+        self.scanner.add("{")
+        self._names = names
+        self._reading = self._read()
+        next(self._reading)
+
+    def add(self, character: str) -> _Reading:
+        """Reads one character. Not to be called after a result other than OPEN."""
+        if not self.scanner.add(character):
+            return _Reading.NO_JSON
+        try:
+            self._reading.send(character)
+        except _NoCall:
+            return _Reading.NO_CALL
+        except StopIteration:
+            return _Reading.CALL
+        return _Reading.OPEN
+
+    def _read(self) -> Generator[None, str, None]:
+        """Is sent one character at a time, after the scanner has accepted it; returns once the object is a call."""
+        while not (self.name and self.arguments):
+            if (yield from self._next_character()) != '"':
+                raise _NoCall
+            key = yield from self._rest_of_string()
+            yield from self._next_character()  # the colon
+            first = yield from self._next_character()
+            if key == "name" and first == '"' and not self.name:
+                self.name = yield from self._rest_of_string()
+                if self.name not in self._names:
+                    raise _NoCall
+            elif key in _ARGUMENT_KEYS and first == "{" and not self.arguments:
+                # after the name, the arguments need not be buffered until they are complete
+                self.arguments = first if self.name else (yield from self._rest_of_arguments())
+            elif key != "type" or first != '"' or (yield from self._rest_of_string()) != "function":
+                raise _NoCall
+            if not (self.name and self.arguments) and (yield from self._next_character()) != ",":
+                raise _NoCall
+
+    def _next_character(self) -> Generator[None, str, str]:
+        """The next character that is not white space."""
+        while (character := (yield)) in _SPACE:
+            pass
+        return character
+
+    def _rest_of_string(self) -> Generator[None, str, str]:
+        """The rest of a string after its opening quote, with escapes as they are written."""
+        characters: list[str] = []
+        while True:
+            character = yield
+            if not self.scanner.in_string:
+                return "".join(characters)
+            characters.append(character)
+
+    def _rest_of_arguments(self) -> Generator[None, str, str]:
+        characters = ["{"]
+        while self.scanner.depth > 1:
+            characters.append((yield))
+        return "".join(characters)
+
+
 class CallReader:
     """Reads the text of one answer."""
 
@@ -101,7 +188,7 @@ class CallReader:
         is_thinking = rules.starts_in_thinking and not rules.is_forced
         self._state = _State.THINKING if is_thinking else _State.CONTENT
         self._buffered: list[str] = []  # text that may be content or part of a call
-        self._head = CallHead(rules.names)
+        self._head = _CallHead(rules.names)
         self._has_content_since_call = True
         self._num_matched = 0  # characters of the end mark read so far
         self._content: list[str] = []
@@ -172,7 +259,7 @@ class CallReader:
         self._buffered = [before[len(shown) :]]
         if found:
             self._buffered.append(self._start)
-            self._head = CallHead(self._names)
+            self._head = _CallHead(self._names)
             self._state = _State.HEAD if self._start == "{" else _State.MARKED
         return end
 
@@ -214,13 +301,13 @@ class CallReader:
 
     def _read_object(self, character: str) -> bool:
         reading = self._head.add(character)
-        if reading is Reading.NO_JSON:
+        if reading is _Reading.NO_JSON:
             self._abort()
             return False
         self._buffered.append(character)
-        if reading is Reading.CALL:
+        if reading is _Reading.CALL:
             self._begin_call()
-        elif reading is Reading.NO_CALL:
+        elif reading is _Reading.NO_CALL:
             self._show(self._take_buffered())
             self._state = _State.CONTENT if self._head.scanner.is_complete else _State.OTHER_OBJECT
         return True

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import apsw
 
-from tokasaurus.server.batches.store.records import FINAL_STATUSES, BatchRecord
-from tokasaurus.server.batches.store.rows import insert, page, select
+from tokasaurus.server.batches.store.records import FINAL_STATUSES, BatchRecord, insert, page, select
 from tokasaurus.server.protocol.storage.batches import BatchStatus
 
 
@@ -28,7 +27,7 @@ def read_batch(connection: apsw.Connection, number: int) -> BatchRecord:
 
 
 def list_batches(connection: apsw.Connection, after: str | None, limit: int) -> tuple[list[BatchRecord], bool]:
-    """The newest first; as `rows.page`."""
+    """The newest first; as `page`."""
     return page(connection, BatchRecord, after, limit)
 
 

@@ -4,8 +4,7 @@ import secrets
 
 import apsw
 
-from tokasaurus.server.batches.store.records import FINAL_STATUSES, FileRecord
-from tokasaurus.server.batches.store.rows import insert, page, select
+from tokasaurus.server.batches.store.records import FINAL_STATUSES, FileRecord, insert, page, select
 
 
 def new_file_id() -> str:
@@ -25,7 +24,7 @@ def add_file(connection: apsw.Connection, record: FileRecord) -> None:
 def list_files(
     connection: apsw.Connection, purpose: str | None, after: str | None, limit: int, newest_first: bool
 ) -> tuple[list[FileRecord], bool]:
-    """As `rows.page`."""
+    """As `page`."""
     condition, values = ("TRUE", ()) if purpose is None else ("purpose = ?", (purpose,))
     return page(connection, FileRecord, after, limit, newest_first, condition, values)
 
