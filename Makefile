@@ -12,55 +12,71 @@ FLASHINFER_VERSIONS := 0.6.18.post1 0.7.2.post1
 PREBUILT := tokasaurus/model/cpu/prebuilt
 LONG_LIMITS := --timeout 1500 -o faulthandler_timeout=1800
 
-.PHONY: serve test lint types unit test-clients test-gpu test-neon test-long test-flashinfer test-flashinfer-build flashinfer-packages test-wheel wheel gpu-kit bench-manager torture soak format clean
+.PHONY: help serve test check lint types unit test-clients test-gpu test-neon test-long test-flashinfer test-flashinfer-build flashinfer-packages test-wheel wheel gpu-kit bench-manager torture soak format clean
 
-serve: .venv/installed
+serve: .venv/installed  ## Serves the demo model, or SERVE_ARGS
 	$(BIN)/toka $(SERVE_ARGS)
 
-test: lint types unit
+help:  ## Lists the targets
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1\t\2/p' Makefile | expand -t 24
 
-lint: .venv/installed-dev
+test: lint types unit  ## Lint, types and all tests
+
+# A fifth of the tests, over every part of the server: the core against slow oracles, and one real server. mypy's cache
+# makes its second run quick.
+CHECKED_TESTS = $(addprefix tests/, \
+	manager/planning manager/kv_cache manager/state manager/engine \
+	model/attention/test_backends.py model/sampling/test_sample.py model/decoder/test_decoder.py \
+	server/respond server/http/test_refused_bodies.py \
+	end_to_end/test_processes.py::test_a_served_local_checkpoint_matches_transformers)
+# Without the slowest
+CHECKED_NAMES := not ranks and not tensor_parallel and not constant_preemption
+
+check: lint types  ## Lint, types and the tests of the core: 3 minutes
+	$(BIN)/python -m pytest -n 2 --dist loadfile -k "$(CHECKED_NAMES)" $(CHECKED_TESTS)
+
+lint: .venv/installed-dev  ## Ruff and clang-format, without changes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
-types: .venv/installed-dev
+types: .venv/installed-dev  ## mypy
 	$(BIN)/mypy
 
 # Two files at a time: many tests wait for one process, or compute on one thread
-unit: .venv/installed-dev
+unit: .venv/installed-dev  ## The tests alone, two files at a time
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-clients: .venv/installed-dev
+test-clients: .venv/installed-dev  ## Clients that need environments of their own
 	$(BIN)/python -m tests.clients.in_environments $(CLIENTS)
 
 # What needs a CUDA device; docs/gpu.md. One line without one.
-test-gpu: .venv/installed-dev
+test-gpu: .venv/installed-dev  ## What needs a CUDA device
 	$(BIN)/python -m tests.gpu
 
 # gpu-kit/: what a GPU machine without a package registry lacks, for Python 3.12 on x86-64; docs/gpu.md. Two minutes
-gpu-kit: .venv/installed-dev
+gpu-kit: .venv/installed-dev  ## Packages that a GPU machine without a registry lacks
 	$(BIN)/python -m tests.gpu.kit $(KIT_ARGS)
 
 # Kernels for NEON, cross-compiled, in an emulator: minutes
-test-neon: .venv/installed-dev
+test-neon: .venv/installed-dev  ## NEON kernels in an emulator: minutes
 	$(BIN)/python -m pytest -m neon $(LONG_LIMITS)
 
 # More cases of what `make test` checks on fewer: larger models, combinations of replicas, stages and ranks. 20 minutes
-test-long: .venv/installed-dev
+test-long: .venv/installed-dev  ## More cases of what `make test` checks on fewer: 20 minutes
 	$(BIN)/python -m pytest -m long $(LONG_LIMITS)
 
 # Our backend over the Python wrappers and the planners of both versions: 80 MB to fetch
-test-flashinfer: flashinfer-packages
+test-flashinfer: flashinfer-packages  ## FlashInfer's calls against the source of two versions
 	$(BIN)/python -m pytest tests/check_flashinfer.py
 
 # What a default start compiles by FlashInfer, for an H100, where nvcc is: a quarter of an hour on one core for both
 # versions. What is built stays in .venv-flashinfer/build, so that a call that was cut goes on.
-test-flashinfer-build: flashinfer-packages
+test-flashinfer-build: flashinfer-packages  ## Compiles FlashInfer for an H100: a quarter of an hour
 	$(BIN)/python -m tests.model.attention.helpers.flashinfer_build $(BUILD_ARGS)
 
 # Each version in a folder of its own, for both have the same name
-flashinfer-packages: .venv/installed-dev
+flashinfer-packages: .venv/installed-dev  ## Fetches both versions of FlashInfer
 	for version in $(FLASHINFER_VERSIONS); do \
 		test -d .venv-flashinfer/$$version || $(BIN)/python -m pip install --quiet --no-deps \
 			--target .venv-flashinfer/$$version flashinfer-python==$$version || exit 1; \
@@ -71,27 +87,27 @@ flashinfer-packages: .venv/installed-dev
 		--target .venv-flashinfer/ninja ninja
 
 # dist/tokasaurus-*.whl, which carries the kernels compiled. setuptools would put what build/ still has into it.
-wheel: .venv/installed
+wheel: .venv/installed  ## A package in dist/ with compiled kernels
 	rm -rf build dist
 	$(BIN)/python -m tokasaurus.model.cpu.prebuild
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	rm -rf build $(PREBUILT)
 
-test-wheel: .venv/installed-dev wheel
+test-wheel: .venv/installed-dev wheel  ## Installs the wheel where no compiler is found
 	$(BIN)/python -m pytest tests/check_wheel.py
 
-bench-manager: .venv/installed-dev
+bench-manager: .venv/installed-dev  ## The manager's CPU time per step
 	$(BIN)/python -m benchmarks.manager_cpu $(BENCH_ARGS)
 
 # What real servers survive, as a table: half an hour, on a machine that does nothing else
-torture: .venv/installed-dev
+torture: .venv/installed-dev  ## What real servers survive: half an hour
 	$(BIN)/python -m tests.torture $(PARTS)
 
 # Mixed load for half an hour, while memory and file descriptors must not grow
-soak: .venv/installed-dev
+soak: .venv/installed-dev  ## Mixed load for half an hour
 	$(BIN)/python -m tests.torture --soak 30
 
-format: .venv/installed-dev
+format: .venv/installed-dev  ## Formats Python and C++
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_FILES)
@@ -117,5 +133,5 @@ endef
 	$(call install,.[dev],110,2.4)
 	@touch $@ .venv/installed
 
-clean:
+clean:  ## Removes environments and what was built
 	rm -rf .venv .venv-clients .venv-flashinfer build dist gpu-kit $(PREBUILT)

@@ -1,7 +1,8 @@
-"""What `make` says while it installs, with a Python that installs nothing."""
+"""What `make` says of its targets, and while it installs, with a Python that installs nothing."""
 
 import os
 import pty
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -76,3 +77,23 @@ def test_a_failed_installation_is_tried_again(clone: Path) -> None:
     assert make(clone, ".venv/installed", PIP_CODE="1").returncode != 0
     assert make(clone, ".venv/installed").returncode == 0
     assert len((clone / "pip_calls").read_text().splitlines()) == 2
+
+
+def test_help_shows_each_target_with_one_line(clone: Path) -> None:
+    """Of the targets that a user calls: those that make no file."""
+    phony = re.search(r"^\.PHONY: (.*)$", (clone / "Makefile").read_text(), flags=re.MULTILINE)
+    assert phony
+    shown = [line.split(None, 1) for line in make(clone, "help").stdout.splitlines()]
+    assert {name for name, _ in shown} == set(phony[1].split())
+    assert all(len(text) < 80 for _, text in shown)
+
+
+def test_what_check_runs_exists() -> None:
+    listed = re.search(r"^CHECKED_TESTS = \$\(addprefix tests/, (.*?)\)$", (ROOT / "Makefile").read_text(), re.M | re.S)
+    assert listed
+    tests = [word for word in listed[1].split() if word != "\\"]
+    assert len(tests) >= 8
+    for test in tests:
+        path, _, function = test.partition("::")
+        assert (ROOT / "tests" / path).exists(), path
+        assert not function or f"def {function}(" in (ROOT / "tests" / path).read_text(), test
