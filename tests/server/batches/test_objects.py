@@ -8,8 +8,8 @@ from tests.server.helpers.finished_sequences import make_request
 from tokasaurus.messages.generation import SequenceDelta, SequenceProgress
 from tokasaurus.server.batches.objects import batch_progress
 from tokasaurus.server.batches.store.records import BatchRecord
+from tokasaurus.server.engine_client.client import PendingRequest
 from tokasaurus.server.engine_client.collectors import Results
-from tokasaurus.server.engine_client.pending import PendingRequest
 
 
 def record(num_completed: int = 0, output_tokens: int = 0, num_failed: int = 0) -> BatchRecord:

@@ -9,7 +9,7 @@ import orjson
 from fastapi import Response
 
 from tokasaurus.server.batches.store.records import BatchRecord, FileRecord
-from tokasaurus.server.engine_client.pending import PendingRequest
+from tokasaurus.server.engine_client.client import PendingRequest
 from tokasaurus.server.protocol.storage.batches import (
     BatchError,
     BatchErrors,
