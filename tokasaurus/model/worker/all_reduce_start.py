@@ -37,7 +37,7 @@ WAIT_SECONDS = 60.0
 """Longest wait of a rank for what the others found, or for its device. A rank that reads another's memory waits for it
 without end, on the device, if that one fails alone."""
 
-_FEWEST_BYTES, _FACTOR = 8 << 10, 4
+_MIN_BYTES, _FACTOR = 8 << 10, 4
 """Of the smallest sum that is measured, and between two of them."""
 _NUM_SUMS = 10
 """That are measured together, so that it counts little when each rank begins."""
@@ -247,7 +247,7 @@ def _wait_for(device: torch.device) -> None:
 
 def _measured_sizes(num_bytes: int) -> list[int]:
     """In bytes, ascending; the last is that of the buffer."""
-    powers = (_FEWEST_BYTES * _FACTOR**exponent for exponent in itertools.count())
+    powers = (_MIN_BYTES * _FACTOR**exponent for exponent in itertools.count())
     return [*itertools.takewhile(lambda size: size < num_bytes, powers), num_bytes]
 
 

@@ -43,7 +43,7 @@ _CHUNK = 7
 
 _NUM_SEQUENCES = 8
 """Different sequences among a graph's rows."""
-_MOST_OWN = 16
+_MAX_OWN = 16
 """Tokens of a sequence after the shared block."""
 
 _NOTHING = np.zeros(0, np.int32)
@@ -166,7 +166,7 @@ class _Prompts:
         room = min(limits.context_length, most_tokens) - page_size
         self.num_shared = int(room > 0 and num_blocks > 1)
         self._vocab_size = limits.vocab_size
-        num_own = max(1, min(page_size, _MOST_OWN, room if self.num_shared else most_tokens, limits.context_length))
+        num_own = max(1, min(page_size, _MAX_OWN, room if self.num_shared else most_tokens, limits.context_length))
         count = min(most_sequences, num_blocks - self.num_shared)
         self._lengths = self.num_shared * page_size + (5 * np.arange(count, dtype=np.int32)) % num_own
         shared = np.arange(1, 1 + self.num_shared, dtype=np.int32)
