@@ -35,7 +35,7 @@ def test_a_right_model_passes(model: Path) -> None:
     command = [sys.executable, "-m", "tokasaurus", "check", f"model={model}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{model.name} on the CPU")
+    assert done.stdout.startswith(f"{model} on the CPU")
     assert done.stdout.count("right") == len(FEATURES)
     assert "weights" in done.stderr, "the phases are shown"
 
@@ -79,6 +79,19 @@ def test_what_computes_wrongly_is_named_and_makes_the_exit_code_1(
     assert wrong["layers"].startswith("layers (decode): median row differs by ")
     assert main(["check", f"model={model}", "device=cpu"]) == 1
     assert "\nsampling: RuntimeError: no such instruction\n" in capsys.readouterr().out
+
+
+def test_what_was_found_before_an_error_is_shown(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure\nmore of it")
+
+    monkeypatch.setattr("tokasaurus.check_command.check_layers", fail)
+    code, found = check(capsys, f"model={model}")
+    assert code == 1
+    assert [result["feature"] for result in found["results"]] == [*FEATURES[:4], "start"]
+    assert found["results"][-1]["failure"] == "RuntimeError: CUDA error: unspecified launch failure"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`toka check`: loads a model, or random weights of its shape, and compares what computes it here with plain torch."""
 
 import json
+import logging
 import math
 import sys
 from dataclasses import dataclass
@@ -25,9 +26,10 @@ from tokasaurus.model.decoder.weights import FilledModules, fill_randomly
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.entry import graph_sizes_of, record_graphs
 from tokasaurus.model.worker.loading import LoadedWorker, Phases, check_layers, load_worker
-from tokasaurus.model.worker.self_check import Result
+from tokasaurus.model.worker.self_check import Checks, Result
 from tokasaurus.model.worker.triton_check import compare_sampling
 from tokasaurus.monitoring.log_writer import setup_logging
+from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
 
 if TYPE_CHECKING:
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
         def finalize(self) -> None: ...
 else:
     from pydra import Config
+
+logger = logging.getLogger(__name__)
 
 
 class CheckConfig(Config):
@@ -97,27 +101,31 @@ def check(run: CheckRun) -> int:
     loaded, 2 if a flag asks for what does not work here."""
     config = run.server
     setup_logging(config, "check")
-    phases = Phases(_show_phase)
+    phases, checks, code = Phases(_show_phase), Checks(is_thorough=True), 0
     try:
         checkpoint, has_weights = _find(config)
         with kernels_built_ahead(config, lambda line: print(f"toka check: {line}", file=sys.stderr)):
-            fill = None if has_weights else _fill
-            loaded = load_worker(config, checkpoint, Mesh(), 0, phases, fill, is_thorough=True)
-            with torch.inference_mode():
-                _check_the_rest(config, loaded, phases)
+            loaded = load_worker(config, checkpoint, Mesh(), 0, phases, None if has_weights else _fill, checks)
+            _check_the_rest(config, loaded, phases)
     except KeyboardInterrupt:
         print("toka check: stopped", file=sys.stderr)
         return 1
     except UserError as error:
         print(f"toka check: {error}", file=sys.stderr)
-        return error.exit_code
-    results, switched_off = loaded.checks.results, loaded.checks.switched_off
+        code = error.exit_code
+    except Exception as error:  # on a broken machine, of anything; the results so far may say why
+        logger.debug("the checks ended early", exc_info=error)
+        first_line = str(error).strip().partition("\n")[0]
+        print(f"toka check: {describe_shortage(error, LESS_MEMORY) or first_line}", file=sys.stderr)
+        checks.results.append(Result("start", None, f"{type(error).__name__}: {first_line}", 0.0))
     if run.prints_json:
-        rows = [_as_json(result) for result in results]
-        print(json.dumps({"device": str(loaded.device), "results": rows, "switched_off": switched_off}, indent=2))
-    else:
-        _print_table(f"{checkpoint.name} on {_name_of(loaded.device)}", results)
-    return int(any(result.failure is not None for result in results))
+        rows = [_as_json(result) for result in checks.results]
+        print(
+            json.dumps({"device": _device_name(config), "results": rows, "switched_off": checks.switched_off}, indent=2)
+        )
+    elif checks.results:
+        _print_table(config, checks.results)
+    return code or int(any(result.failure is not None for result in checks.results))
 
 
 def _find(config: ServerConfig) -> tuple[Checkpoint, bool]:
@@ -171,8 +179,8 @@ def _show_phase(phase: PhaseDone) -> None:
     print(f"{phase.phase:<16} {phase.seconds:7.2f} s{detail}", file=sys.stderr)
 
 
-def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+def _device_name(config: ServerConfig) -> str:
+    return torch.cuda.get_device_name() if config.device != "cpu" and torch.cuda.is_available() else "the CPU"
 
 
 def _as_json(result: Result) -> dict[str, object]:
@@ -188,7 +196,8 @@ def _as_json(result: Result) -> dict[str, object]:
     }
 
 
-def _print_table(title: str, results: list[Result]) -> None:
+def _print_table(config: ServerConfig, results: list[Result]) -> None:
+    title = f"{'the demo model' if config.model is None else config.model} on {_device_name(config)}"
     table = Table(title=title, title_justify="left")
     table.add_column("feature")
     table.add_column("compared with plain torch")

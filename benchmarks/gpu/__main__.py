@@ -162,7 +162,9 @@ def measure_checks(runs: Sequence[ServerRun], flags: Sequence[str], results: Res
         if done.returncode == 0:
             results.add(run, CHECK, "measured", seconds, check=found)
             continue
-        wrong = [f"{row['name']}: {row['failure']}" for row in found.get("results", ()) if row["failure"] is not None]
+        wrong = [
+            f"{row['feature']}: {row['failure']}" for row in found.get("results", ()) if row["failure"] is not None
+        ]
         reason = "; ".join(wrong) or _last_line(done.stderr, done.returncode)
         results.add(run, CHECK, "failed", seconds, reason=reason, check=found)
 

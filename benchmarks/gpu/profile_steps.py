@@ -150,7 +150,7 @@ def opening_step(num_rows: int, num_context: int, num_blocks: int, page_size: in
         want_logprobs=np.zeros(num_rows, np.bool_),
     )
     blocks = 1 + np.random.default_rng(0).permutation(num_blocks)[: each * num_rows].astype(np.int32)
-    changes = SlotChanges(closed=_NOTHING, opened=opened, block_slots=np.repeat(slots, each), block_ids=blocks)
+    changes = SlotChanges(closed=slots, opened=opened, block_slots=np.repeat(slots, each), block_ids=blocks)
     return ForwardInput(0, slots, ones, 0, np.zeros(num_rows, np.int32), changes)
 
 

@@ -18,7 +18,7 @@ from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.process_group import joined
 from tokasaurus.model.parallel.symmetric_all_reduce import (
-    MOST_BYTES,
+    MAX_BYTES,
     SymmetricAllReduce,
     SymmetricBuffer,
     buffer_bytes,
@@ -28,9 +28,7 @@ from tokasaurus.model.parallel.tensor_parallel import sum_over_shards
 from tokasaurus.model.worker.warmup import ForwardLimits, warm_up
 
 LIMITS = [(64, "one-shot"), (1024, "multimem")]
-ONE_SHOT, ONE_SHOT_COPIED, MULTIMEM = (
-    *("one_shot_all_reduce_copy_out", "one_shot_all_reduce_out", "multimem_all_reduce_"),
-)
+ONE_SHOT, MULTIMEM = "one_shot_all_reduce_out", "multimem_all_reduce_"
 HIDDEN_SIZE = 64
 PROMPTS = [[random.Random(number).randrange(VOCAB_SIZE) for _ in range(length)] for number, length in [(1, 3), (2, 40)]]
 NUM_TOKENS = 6
@@ -51,7 +49,7 @@ def partial_sums(mesh: Mesh) -> dict[str, tuple[Tensor, str | None]]:
         "fewest bytes": (torch.arange(4.0), ONE_SHOT),
         "most of one way": (torch.arange(16.0).view(2, 8), ONE_SHOT),
         "more": (torch.arange(20.0), MULTIMEM),
-        "at an odd place": (torch.arange(17.0)[1:], ONE_SHOT_COPIED),
+        "at an odd place": (torch.arange(17.0)[1:], ONE_SHOT),
         "most of the buffer": (torch.arange(256.0).view(16, 16), MULTIMEM),
         "larger": (torch.arange(260.0), None),
         "no whole words": (torch.arange(5.0), None),
@@ -133,7 +131,7 @@ def test_compiled_and_eager_layers_sum_small_steps_through_shared_memory_without
         (64, 64, torch.float32, 64 * 64 * 4),
         (64, 64, torch.bfloat16, 64 * 64 * 2),
         (3, 3, torch.float32, 32),
-        (8192, 4096, torch.bfloat16, MOST_BYTES),
+        (8192, 4096, torch.bfloat16, MAX_BYTES),
         (64, 64, torch.float16, 0),
     ],
 )

@@ -217,5 +217,5 @@ def test_a_worker_of_two_ranks_gives_the_same_tokens_with_shared_memory_and_wher
     for works, faulty in run_ranks(2, tmp_path, 2, run_worker_rank):
         assert works[0] == faulty[0] == expected
         assert works[1] == "one-shot up to 16 KiB, NCCL beyond"
-        assert works[2].keys() == {"one_shot_all_reduce_copy_out"}
+        assert works[2].keys() == {"one_shot_all_reduce_out"}
         assert faulty[1:] == ("NCCL", {})

@@ -4,6 +4,7 @@ import logging
 import random
 import unittest.mock
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from tests.model.attention.helpers import flashinfer_double
 from tests.model.execution.helpers.device_sampling import sample_on_device
 from tests.model.execution.helpers.launch_tape import LaunchTape, TapedCompiler, TapedGraph
 from tests.model.helpers.greedy_decoding import greedy_in_a_mixed_batch, load
-from tests.model.helpers.steps import StepDriver, make_runner, one_thread
+from tests.model.helpers.steps import CPU, StepDriver, make_runner, one_thread
+from tests.model.sampling.helpers.shard_ranks import run_ranks
 from tokasaurus.checkpoint import resolve_checkpoint
 from tokasaurus.config import parse_server_config
 from tokasaurus.messages.lifecycle import FlagRefused
@@ -27,10 +29,11 @@ from tokasaurus.model.execution import runner as runner_module
 from tokasaurus.model.execution.graphs import DecodeGraphs
 from tokasaurus.model.execution.runner import ModelRunner
 from tokasaurus.model.parallel.mesh import Mesh
+from tokasaurus.model.parallel.process_group import joined
 from tokasaurus.model.worker import entry, loading
 from tokasaurus.model.worker.entry import StartedWorker, start_worker
 from tokasaurus.model.worker.loading import Phases, check_layers, load_worker
-from tokasaurus.model.worker.self_check import Measured
+from tokasaurus.model.worker.self_check import Checks, Measured
 from tokasaurus.model.worker.step_check import measure_graphs
 from tokasaurus.model.worker.warmup import ForwardLimits
 
@@ -113,9 +116,8 @@ def test_right_layers_pass_in_every_family_and_dtype(family: str, dtype: str, tm
     config = parse_server_config([*FLAGS, f"dtype={dtype}"])
     checkpoint = resolve_checkpoint(str(tmp_path))
     for fill in (None, lambda model, filled: fill_randomly(iter(model.weight_shards()), filled.note)):
-        loaded = load_worker(config, checkpoint, Mesh(), 0, Phases(lambda _: None), fill, is_thorough=True)
-        with torch.inference_mode():
-            assert check_layers(loaded)
+        loaded = load_worker(config, checkpoint, Mesh(), 0, Phases(lambda _: None), fill, Checks(is_thorough=True))
+        assert check_layers(loaded)
         names = [result.measured.name for result in loaded.checks.results if result.feature == "layers"]
         assert names == [
             f"layers ({forward}): {row} row"
@@ -128,7 +130,8 @@ def test_right_layers_pass_in_every_family_and_dtype(family: str, dtype: str, tm
 def test_wrong_layers_of_the_cpu_kernels_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model(tmp_path, "llama")
     checkpoint = resolve_checkpoint(str(tmp_path))
-    loaded = load_worker(parse_server_config(FLAGS), checkpoint, Mesh(), 0, Phases(lambda _: None), is_thorough=True)
+    config, checks = parse_server_config(FLAGS), Checks(is_thorough=True)
+    loaded = load_worker(config, checkpoint, Mesh(), 0, Phases(lambda _: None), checks=checks)
 
     def run(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
         if fault == "raises":
@@ -136,8 +139,7 @@ def test_wrong_layers_of_the_cpu_kernels_are_found(fault: str, tmp_path: Path, m
         return hidden
 
     monkeypatch.setattr(loaded.runner.executor, "run", run)
-    with torch.inference_mode():
-        assert not check_layers(loaded)
+    assert not check_layers(loaded)
     failures = [result.failure for result in loaded.checks.results if result.failure is not None]
     assert len(failures) == (1 if fault == "raises" else 6), "a thorough check goes on after a wrong result"
 
@@ -166,11 +168,14 @@ def measure(runner: ModelRunner, num_blocks: int = NUM_BLOCKS, **limits: int) ->
 def test_right_graphs_pass(backend: str, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model(tmp_path, "qwen3")
     with one_thread():
-        measured = measure(recorded(tmp_path, monkeypatch, backend, compiled))
+        runner = recorded(tmp_path, monkeypatch, backend, compiled)
+        measured = measure(runner)
+    assert runner._compiler is None or runner._compiler.num_compilations == 1, "the check compiles nothing again"
     assert all(one.is_right for one in measured), measured
-    kinds = ("worst row", "median row", "share of tokens")
+    rows = [f"{what}: {row} row" for what in ("", ", logits") for row in ("worst", "median")]
+    kinds = [*rows, ": share of tokens"]
     assert [one.name for one in measured] == [
-        f"graph of {size} rows{pieces}: {kind}" for size in (3, 11) for pieces in ("", " in pieces") for kind in kinds
+        f"graph of {size} rows{pieces}{kind}" for size in (3, 11) for pieces in ("", " in pieces") for kind in kinds
     ]
 
 
@@ -196,6 +201,7 @@ def test_right_graphs_pass_where_there_is_little_room(
 
 
 FAULTS: dict[str, str] = {
+    "another LM head": "logits",
     "stale tokens": "row",
     "stale positions": "row",
     "stale plans": "row",
@@ -208,8 +214,12 @@ FAULTS: dict[str, str] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_wrong_graphs_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model(tmp_path, "llama")
+    logits = Decoder.logits
+    if fault == "another LM head":
+        monkeypatch.setattr(Decoder, "logits", lambda model, hidden: -logits(model, hidden.flip(0)))
     with one_thread():
         runner = recorded(tmp_path, monkeypatch, "flashinfer")
+        monkeypatch.setattr(Decoder, "logits", logits)
         graphs = runner._graphs
         assert graphs is not None
         original = TapedGraph.replay
@@ -269,6 +279,68 @@ def test_graphs_switched_off_at_the_start_leave_right_tokens(
     assert tokens_of(worker) == expected
     (line,) = [r.getMessage() for r in caplog.records if "use_cudagraphs" in r.getMessage()]
     assert line.startswith("use_cudagraphs is switched off: graph of 4 rows")
+
+
+@pytest.mark.parametrize("when", ["at the estimate", "at the start"])
+def test_recordings_that_raise_leave_a_server_without_graphs(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model(tmp_path, "llama")
+    flags = ["cpu_isa=torch", "dtype=float32"]
+    expected = tokens_of(start(tmp_path, *flags))
+    monkeypatch.setattr(Decoder, "pack_module", lambda *_: None)  # a tape reads no packed weights
+    monkeypatch.setattr(entry, "graph_sizes_of", lambda *_: [8, 4])
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+
+    class Broken(LaunchTape):
+        begin = fail
+
+    monkeypatch.setattr(entry, "CudaRecorder", lambda _device: Broken())
+    monkeypatch.setattr(entry, "graph_bytes", fail if when == "at the estimate" else lambda *_: 0)
+    size_kv_cache = entry.size_kv_cache
+
+    def size_as_on_cuda(*arguments: Any, measure_graphs: Callable[[], int], **named: Any) -> Any:
+        assert measure_graphs() == 0
+        return size_kv_cache(*arguments, measure_graphs=measure_graphs, **named)
+
+    monkeypatch.setattr(entry, "size_kv_cache", size_as_on_cuda)
+    worker = start(tmp_path, *flags)
+    assert worker.limits.switched_off == ("use_cudagraphs",)
+    assert worker.runner.graph_sizes == []
+    assert tokens_of(worker) == expected
+    (line,) = [r.getMessage() for r in caplog.records if "use_cudagraphs" in r.getMessage()]
+    reason = "RuntimeError: operation not permitted when stream is capturing"
+    assert line == f"use_cudagraphs is switched off: {reason}; decode steps are slower without"
+    with pytest.raises(FlagRefused, match=f"^use_cudagraphs=T: {reason}$"):
+        start(tmp_path, *flags, "use_cudagraphs=T")
+
+
+def load_with_wrong_logits_on_one_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connection) -> None:
+    torch.set_num_threads(1)
+    flags = ["dtype=float32", "device=cpu", "tp_size=2", "max_tokens_per_forward=64", "max_seqs_per_forward=8"]
+    config, checkpoint = parse_server_config(flags), resolve_checkpoint(str(rendezvous.parent))
+    logits = Decoder.logits
+
+    def wrong(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+        found = logits(model, hidden)
+        return found * 1.1 if rank == 1 and not model._compiler.has_failed else found
+
+    with (
+        joined(Mesh(tp_rank=rank, tp_size=num_ranks), rendezvous, CPU) as mesh,
+        unittest.mock.patch.object(loading, "is_compiled", return_value=True),
+        unittest.mock.patch.object(Compiler, "_compile_graph", lambda _self, graph, *_, **__: graph),
+        unittest.mock.patch.object(Decoder, "logits", wrong),
+    ):
+        loaded = load_worker(config, checkpoint, mesh, rank, Phases(lambda _: None))
+        answers.send(loaded.checks.switched_off)
+
+
+def test_what_is_wrong_on_one_rank_is_switched_off_on_all(tmp_path: Path) -> None:
+    """A rank that left the check at its first wrong result would leave the others in a collective."""
+    save_tiny_model(tmp_path, "llama")
+    assert run_ranks(2, tmp_path, 1, load_with_wrong_logits_on_one_rank) == [[["torch_compile"]]] * 2
 
 
 def without_its_inputs(run: Graph) -> Graph:

@@ -3,7 +3,7 @@
 import gc
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -32,10 +32,16 @@ class CudaRecorder:
     @contextmanager
     def preparing(self) -> Iterator[None]:
         """The default stream cannot be recorded; libraries choose their memory by stream, so that the forward before
-        the recording must be on the same one."""
+        the recording must be on the same one. Ends a recording that an exception has left open."""
         torch.cuda.synchronize(self._device)
         with torch.cuda.stream(self._stream):
-            yield
+            try:
+                yield
+            finally:
+                graph, self._graph = self._graph, None
+                if graph is not None:
+                    with suppress(RuntimeError):  # it says again what the exception says
+                        graph.capture_end()
         torch.cuda.synchronize(self._device)
 
     def begin(self) -> None:

@@ -36,6 +36,9 @@ from tokasaurus.monitoring.trace import NO_TRACE, Trace
 
 # T tokens in this forward, E hidden size, R rows that sample
 
+CHECKED_LOGIT_ROWS = 16
+"""Logits of more rows might not fit beside a KV cache that fills the device."""
+
 _NOTHING = np.zeros(0, np.int32)
 
 
@@ -117,6 +120,8 @@ class ComputedStep:
 
     hidden: Tensor
     """float32 [T, E]."""
+    logits: Tensor | None
+    """[n, v] of the first n = CHECKED_LOGIT_ROWS tokens, or of all; None before the last stage."""
     drawn: Tensor | None
     """int64 [T], tokens that the graphs drew; None if they drew none."""
     redrawn: Tensor | None
@@ -230,12 +235,12 @@ class ModelRunner:
 
     @property
     def token_multiple(self) -> int:
-        """Of which every forward has a multiple of tokens, padding included."""
+        """Every forward has a multiple of this many tokens, padding included."""
         return self._token_multiple
 
     @property
     def graph_sizes(self) -> list[int]:
-        """Of the recorded decode steps, in sequences, smallest first; empty if there are none."""
+        """Sizes of the recorded decode steps, in sequences, smallest first; empty if there are none."""
         return [] if self._graphs is None else self._graphs.sizes
 
     @contextmanager
@@ -261,13 +266,17 @@ class ModelRunner:
         self._staging.begin()
         self._slots.apply(step.changes, self._staging)
         batch, (hidden, logits, drawn) = self._compute(step, entering)
-        self._staging.finish()
         redrawn = None
         if drawn is not None:
             redrawn = self._sample(hidden, logits, batch).tokens[:num_rows]
+        if self._mesh.is_last_stage:
+            some = slice(0, min(num_rows, CHECKED_LOGIT_ROWS))
+            logits = self._model.logits(hidden[some]) if logits is None else logits[some]
+            logits = logits.clone()
+        self._staging.finish()
         tokens = None if drawn is None else drawn.tokens[:num_rows].clone()
         self._slots.apply(SlotChanges(closed=step.slots, opened=None, block_slots=_NOTHING, block_ids=_NOTHING))
-        return ComputedStep(hidden[:num_rows].float().clone(), tokens, redrawn)
+        return ComputedStep(hidden[:num_rows].float().clone(), logits, tokens, redrawn)
 
     @torch.inference_mode()
     def expect(self, step: ForwardInput) -> None:
@@ -362,7 +371,9 @@ class ModelRunner:
         """What the stage before this one has computed of the step, or `entering`: [n, E], padded to num_padded tokens
         if these are more; None on the first stage."""
         if entering is not None:
-            return torch.nn.functional.pad(entering, (0, 0, 0, max(0, num_padded - len(entering))))
+            num_padding = max(0, num_padded - len(entering))
+            with torch.inference_mode(entering.is_inference()):  # compiled layers are made for one of both kinds
+                return torch.nn.functional.pad(entering, (0, 0, 0, num_padding)) if num_padding else entering
         if self._links is None or self._links.is_first:
             return None
         num_tokens = int(step.num_tokens.sum())

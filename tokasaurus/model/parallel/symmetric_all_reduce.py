@@ -16,11 +16,11 @@ from torch.distributed import ProcessGroup
 # T tokens in this forward, E hidden size
 
 DTYPES = (torch.bfloat16, torch.float32)
-"""Those of torch's kernels."""
+"""Torch's kernels sum numbers of these dtypes."""
 
-MOST_BYTES = 8 << 20
-"""Of the largest sum that may take another way than NCCL's, as of 1,024 tokens with 4,096 numbers of bfloat16. Beyond,
-a sum takes as long as its bytes need, and NCCL moves these well."""
+MAX_BYTES = 8 << 20
+"""Bytes of the largest sum that may take another way than NCCL's: those of 1,024 tokens with 4,096 numbers of bfloat16.
+Larger sums take as long as their bytes need, and NCCL moves these well."""
 
 _ALIGNMENT = 16
 """Bytes that a thread of the kernels reads at a time."""
@@ -30,8 +30,8 @@ Way: TypeAlias = Callable[[Tensor], None]
 
 
 def buffer_bytes(max_tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Of each rank's memory that the others read, a multiple of what a thread reads. max_tokens: of a forward."""
-    num_bytes = min(MOST_BYTES, max_tokens * hidden_size * dtype.itemsize) if dtype in DTYPES else 0
+    """Bytes of each rank's buffer that the others read, a multiple of what a thread reads. max_tokens: of a forward."""
+    num_bytes = min(MAX_BYTES, max_tokens * hidden_size * dtype.itemsize) if dtype in DTYPES else 0
     return num_bytes // _ALIGNMENT * _ALIGNMENT
 
 
@@ -78,11 +78,10 @@ class SymmetricBuffer:
     def _sum_in_one_shot(self, partial: Tensor) -> None:
         """Each rank reads the partial sums of all others."""
         own = self._own(partial)
-        if partial.storage_offset() * partial.itemsize % _ALIGNMENT:
-            own.copy_(partial)
-            torch.ops.symm_mem.one_shot_all_reduce_out(own, "sum", self._group, partial)
-        else:  # The kernel copies too; a thread writes the numbers that it has read before.
-            torch.ops.symm_mem.one_shot_all_reduce_copy_out(own, partial, "sum", self._group, partial)
+        # In a launch of its own: torch's one_shot_all_reduce_copy_out tells the other ranks to read before all of its
+        # threads have copied.
+        own.copy_(partial)
+        torch.ops.symm_mem.one_shot_all_reduce_out(own, "sum", self._group, partial)
 
     def _sum_in_switch(self, partial: Tensor) -> None:
         """NVLink's switch adds up: each rank has it sum its share of the numbers, and send these to all."""

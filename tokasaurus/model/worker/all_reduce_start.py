@@ -38,12 +38,12 @@ WAIT_SECONDS = 60.0
 without end, on the device, if that one fails alone."""
 
 _MIN_BYTES, _FACTOR = 8 << 10, 4
-"""Of the smallest sum that is measured, and between two of them."""
+"""Bytes of the smallest sum that is measured, and the factor between two sizes."""
 _NUM_SUMS = 10
-"""That are measured together, so that it counts little when each rank begins."""
+"""Sums that are measured together, so that it matters little when each rank begins."""
 _NUM_ROUNDS = 5
 _NUM_INPUTS = 2
-"""With which each way is compared at each size."""
+"""Inputs with which each way is compared at each size."""
 
 
 def is_tried(symmetric_all_reduce: bool | None, mesh: Mesh, device: torch.device) -> bool:
@@ -65,7 +65,7 @@ def choose_all_reduce(
 ) -> tuple[Mesh, str]:
     """The mesh, with sums through symmetric memory where they are the fastest; and a text for the user, that says so.
 
-    num_bytes: from buffer_bytes, for `dtype`, that of hidden states. first_device: index of the first rank's CUDA
+    num_bytes: from buffer_bytes. dtype: of hidden states. first_device: index of the first rank's CUDA
     device; the others follow. Every rank of the group must call it. What fails on one of them is used on none: one line
     is logged, and on_left_out called with the reason, or, where the flag is True, FlagRefused raised. Raises UserError
     if a rank waits for another in vain.
@@ -101,7 +101,7 @@ def choose_all_reduce(
 
 def fastest_up_to(sizes: Sequence[int], seconds: Sequence[dict[str | None, float]]) -> list[tuple[int, str]]:
     """(bytes, way): each way up to which size, ascending. sizes: in bytes, ascending. seconds: of each size, by way;
-    that of None is NCCL, which is left with all sizes from the first on where it is the fastest."""
+    None is NCCL's way, which gets every size from the first one on where it is the fastest."""
     limits: list[tuple[int, str]] = []
     for size, of_ways in zip(sizes, seconds, strict=True):
         name = min(of_ways, key=lambda way: of_ways[way])

@@ -40,6 +40,7 @@ from tokasaurus.model.worker.kv_sizing import size_kv_cache
 from tokasaurus.model.worker.loading import PROCESS, LoadedWorker, Phases, load_worker
 from tokasaurus.model.worker.loop import run_steps
 from tokasaurus.model.worker.memory_plan import sizes_of_graphs
+from tokasaurus.model.worker.self_check import Measure, Measured
 from tokasaurus.model.worker.step_check import measure_graphs
 from tokasaurus.model.worker.threads import leave_threads_to
 from tokasaurus.model.worker.warmup import WarmUpTimes, warm_up, warm_up_small
@@ -160,6 +161,9 @@ def start_worker(
             trial = runner, loaded.backend, loaded.shape, num_blocks, loaded.limits, checkpoint.info.num_layers
             details.append(describe(hydragen))
             hydragen = with_step_price(hydragen, *trial, details)
+    if loaded.checks.results:
+        with phases("checks") as details:
+            details.append(f"{len(loaded.checks.results)} comparisons in {loaded.checks.seconds:.1f} s")
     with phases("memory") as details:
         details += loaded.memory.lines()
     if kernels is not None:
@@ -197,12 +201,13 @@ def _allocate_kv_cache(
     graphs: list[int],
     details: list[str],
 ) -> int:
-    """Usable blocks, the same on all ranks. num_layers: of all stages. graphs: sizes that will be recorded."""
+    """Usable blocks, the same on all ranks. num_layers: of all stages. graphs: sizes that will be recorded;
+    emptied if none can be."""
     backend, memory = loaded.backend, loaded.memory
     plan = size_kv_cache(
         *(config, num_layers, loaded.shape, backend, forward_memory),
         run_largest=partial(_run_largest, loaded, config.page_size),
-        measure_graphs=partial(graph_bytes, loaded.runner, graphs, loaded.device),
+        measure_graphs=partial(_graph_bytes, config, loaded, graphs),
         memory=memory,
     )
     # No rank takes memory for blocks that another one lacks.
@@ -228,11 +233,34 @@ def record_graphs(
     usable ones of the KV cache."""
     runner = loaded.runner
     bar = Progress(console=phases.console, transient=True, disable=not phases.console.is_terminal)
-    with phases("CUDA graphs", has_progress_bar=True) as details, bar:
+
+    def record_and_measure() -> Iterator[Measured]:
         runner.record_graphs(CudaRecorder(loaded.device), sizes, partial(bar.track, description="CUDA graphs"))
         details.append(f"{len(sizes)} sizes, up to {sizes[0]} sequences")
-        measure = partial(measure_graphs, runner, loaded.model, config.page_size, num_blocks, loaded.limits)
-        flag = "use_cudagraphs=T" if config.use_cudagraphs else None
-        without = "decode steps are slower without"
-        if not loaded.checks.passes("use_cudagraphs", measure, "use_cudagraphs is", without, flag):
+        yield from measure_graphs(runner, loaded.model, config.page_size, num_blocks, loaded.limits)
+
+    with phases("CUDA graphs", has_progress_bar=True) as details, bar:
+        if not _graphs_pass(config, loaded, record_and_measure):
             runner.drop_graphs()
+
+
+def _graph_bytes(config: ServerConfig, loaded: LoadedWorker, sizes: list[int]) -> int:
+    """Bytes that the graphs of these sizes will take. Removes all sizes if they cannot be recorded here."""
+    found = 0
+
+    def estimate() -> Iterator[Measured]:
+        nonlocal found
+        found = graph_bytes(loaded.runner, sizes, loaded.device)
+        yield from ()
+
+    if sizes and not _graphs_pass(config, loaded, estimate):
+        loaded.runner.drop_graphs()
+        sizes.clear()
+        return 0
+    return found
+
+
+def _graphs_pass(config: ServerConfig, loaded: LoadedWorker, measure: Measure) -> bool:
+    flag = "use_cudagraphs=T" if config.use_cudagraphs else None
+    without = "decode steps are slower without"
+    return loaded.checks.passes("use_cudagraphs", measure, "use_cudagraphs is", without, flag)

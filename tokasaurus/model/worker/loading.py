@@ -118,14 +118,14 @@ def load_worker(
     index: int,
     phases: Phases,
     fill: Fill | None = None,
-    is_thorough: bool = False,
+    checks: Checks | None = None,
 ) -> LoadedWorker:
     """Load the model and check what computes it. Raises UserError.
 
     mesh: the other ranks of its group must call this too.
     index: among the workers of all replicas; it chooses the CUDA device.
     fill: fills the weights; None: from the checkpoint's files.
-    is_thorough: as in Checks.
+    checks: of a single rank; None: the usual ones of a start.
     """
     info = checkpoint.info
     if fill is None:
@@ -135,9 +135,10 @@ def load_worker(
     device, kernels = platform.device, platform.kernels
     compiler = Compiler(is_required=config.torch_compile is True) if platform.compiles else None
     memory = MemoryReport(config, info, mesh, device, platform.dtype, platform.kv_cache_dtype)
-    checks = Checks(lambda works: bool(least_of_ranks(int(works), mesh, device)), is_thorough)
+    if checks is None:
+        checks = Checks(lambda works: bool(least_of_ranks(int(works), mesh, device)))
     if is_tried(config.symmetric_all_reduce, mesh, device):
-        with phases("all-reduce") as details, memory.part(SUMS):
+        with phases("all-reduce") as details, memory.part(SUMS, outside_torch=True):
             num_bytes = buffer_bytes(config.max_tokens_per_forward, info.hidden_size, platform.activation_dtype)
             first_device = index - mesh.tp_rank
             mesh, described = choose_all_reduce(
@@ -184,7 +185,7 @@ def load_worker(
         )
     loaded = LoadedWorker(mesh, device, kernels, compiler, model, shape, backend, slots, runner, limits, memory, checks)
     if compiler is not None:
-        with phases("compiled layers"), torch.inference_mode():
+        with phases("compiled layers"):
             _check_compiled(loaded, compiler, config)
     return loaded
 

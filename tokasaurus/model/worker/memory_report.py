@@ -38,14 +38,16 @@ class MemoryReport:
         self._lines: list[str] = []
 
     @contextmanager
-    def part(self, *names: str, on_cpu: bool = False) -> Iterator[None]:
-        """Measure what the body allocates: these parts of the plan. on_cpu: there as well."""
+    def part(self, *names: str, on_cpu: bool = False, outside_torch: bool = False) -> Iterator[None]:
+        """Measure what the body allocates: these parts of the plan. on_cpu: there as well. outside_torch: torch's
+        allocator does not count it."""
         if not (self._is_cuda or on_cpu):
             yield
             return
-        before = self._used_bytes()
+        used_bytes = self._taken_bytes if outside_torch else self._used_bytes
+        before = used_bytes()
         yield
-        self.note(self._used_bytes() - before, *names)
+        self.note(used_bytes() - before, *names)
 
     def note(self, measured_bytes: int, *names: str) -> None:
         """What was measured of these parts of the plan, which may lack them."""
@@ -72,6 +74,11 @@ class MemoryReport:
 
     def _used_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device) if self._is_cuda else own_bytes()
+
+    def _taken_bytes(self) -> int:
+        """From the device, by whomever."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
 
     def _reserved_bytes(self) -> int:
         """On a CPU, the system provides a cache's memory at first use: until then it has addresses only."""

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tokasaurus.messages.lifecycle import FlagRefused
+from tokasaurus.messages.lifecycle import FlagRefused, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class Measured(NamedTuple):
     """How far a result is from what is expected."""
 
     name: str
-    """Of what was computed, for the user."""
+    """What was computed, for the user."""
     error: float
     """The difference as a share of what is expected. NaN: only one of both is NaN somewhere."""
     tolerance: float
@@ -85,12 +85,17 @@ class Checks:
         self.switched_off: list[str] = []
         """Features, in the order in which they were found."""
 
+    @property
+    def seconds(self) -> float:
+        """Time of all comparisons, with the compilations that they began."""
+        return sum(result.seconds for result in self.results)
+
     def passes(self, feature: str, measure: Measure, what: str, without: str, flag: str | None = None) -> bool:
         """Whether the feature computes rightly on all ranks. Otherwise it is noted as switched off, with one line in
         the log: `what` is switched off, why, and what happens `without`.
 
-        flag: asks for the feature by name; then FlagRefused is raised instead. Raises OutOfMemoryError, which says
-        nothing about the feature."""
+        what: the feature as the subject of a sentence, with its verb. flag: asks for the feature by name; then
+        FlagRefused is raised instead. Raises OutOfMemoryError, which says nothing about the feature."""
         wrong = self.describe_wrong(feature, measure)
         if self.all_agree(wrong is None):
             return True
@@ -107,7 +112,7 @@ class Checks:
         try:
             # All of them, also after a wrong one: other ranks wait for this one in the check's collectives.
             failures += [describe(measured) for measured in self.noting(feature, measure) if not measured.is_right]
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, UserError):
             raise
         except Exception as error:  # of a library, its compilers or a driver, which have errors of many classes
             logger.debug("the check of %s failed", feature, exc_info=error)

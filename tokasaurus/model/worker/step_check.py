@@ -30,7 +30,7 @@ from tokasaurus.model.worker.warmup import ForwardLimits
 
 # T tokens in this forward, R rows of a decode step, E hidden size
 
-TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.005, torch.bfloat16: 0.02}
+ROW_TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.005, torch.bfloat16: 0.02}
 """Allowed difference of a row, by dtype of activations: the norm of the difference as a share of the norm."""
 
 NOISE_FACTOR = 4
@@ -49,6 +49,7 @@ _MAX_OWN = 16
 _NOTHING = np.zeros(0, np.int32)
 
 
+@torch.inference_mode()
 def measure_layers(
     executor: LayerExecutor,
     model: Decoder,
@@ -79,7 +80,7 @@ def measure_layers(
         # The modules last: what they store in the cache is what the next forward reads.
         for one, entering in ((executor, hidden), (modules, _perturbed(hidden)), (modules, hidden)):
             backend.plan(layout)
-            results.append(model(positions, entering.clone(), positions, one, attends)[:num_rows])
+            results.append(model(positions, _copy(entering), positions, one, attends)[:num_rows])
         found, perturbed, expected = results
         yield from _compared(f"layers ({forward.name})", dtype, found, expected, perturbed)
         if compiler is not None and mesh.is_last_stage:
@@ -89,6 +90,7 @@ def measure_layers(
             yield from _compared(f"logits ({forward.name})", dtype, *logits)
 
 
+@torch.inference_mode()
 def measure_graphs(
     runner: ModelRunner, model: Decoder, page_size: int, num_blocks: int, limits: ForwardLimits
 ) -> Iterator[Measured]:
@@ -119,8 +121,12 @@ def measure_graphs(
                     perturbed.append(runner.compute_alone(step, token_ids, _perturbed(entering)))
                     launched.append(runner.compute_alone(step, token_ids, hidden))
             name = f"graph of {size} rows{' in pieces' if has_groups else ''}"
-            computed = (torch.cat([one.hidden for one in some]) for some in (replayed, launched, perturbed))
-            yield from _compared(name, model.activation_dtype, *computed)
+            computed = replayed, launched, perturbed
+            hidden_states = (torch.cat([one.hidden for one in steps]) for steps in computed)
+            yield from _compared(name, model.activation_dtype, *hidden_states)
+            if replayed[0].logits is not None:
+                logits = (torch.cat([one.logits for one in steps if one.logits is not None]) for steps in computed)
+                yield from _compared(f"{name}, logits", model.activation_dtype, *logits)
             drawn = [one.drawn for one in replayed if one.drawn is not None]
             redrawn = [one.redrawn for one in replayed if one.redrawn is not None]
             if drawn:
@@ -231,7 +237,7 @@ def _compared(name: str, dtype: torch.dtype, found: Tensor, expected: Tensor, pe
     errors, noise = ((rows - expected).norm(dim=-1) / size for rows in (found, perturbed))
     pairs = {"worst row": (errors.max(), noise.max()), "median row": (errors.median(), noise.median())}
     for which, (error, of_noise) in pairs.items():
-        yield Measured(f"{name}: {which}", float(error), max(TOLERANCES[dtype], NOISE_FACTOR * float(of_noise)))
+        yield Measured(f"{name}: {which}", float(error), max(ROW_TOLERANCES[dtype], NOISE_FACTOR * float(of_noise)))
 
 
 def _first_hidden(num_rows: int, model: Decoder, seed: int) -> Tensor:
@@ -240,7 +246,13 @@ def _first_hidden(num_rows: int, model: Decoder, seed: int) -> Tensor:
     if model.is_first_stage:
         token_ids = torch.randint(model.vocab_size, (num_rows,), generator=generator)
         return model.embed(token_ids.to(model.device))
-    return torch.randn((num_rows, model.hidden_size), generator=generator).to(model.device, model.activation_dtype)
+    with torch.inference_mode(False):  # as the buffers that later stages receive to: compiled layers are made for them
+        return torch.randn((num_rows, model.hidden_size), generator=generator).to(model.device, model.activation_dtype)
+
+
+def _copy(hidden: Tensor) -> Tensor:
+    with torch.inference_mode(hidden.is_inference()):
+        return hidden.clone()
 
 
 def _perturbed(hidden: Tensor) -> Tensor:

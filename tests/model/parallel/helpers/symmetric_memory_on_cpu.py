@@ -51,18 +51,13 @@ def symmetric_memory_on_cpu(
         calls["one_shot_all_reduce_out"] += 1
         return out.copy_(summed(own, reduce_op, group))
 
-    def one_shot_all_reduce_copy_out(own: Tensor, local: Tensor, reduce_op: str, group: str, out: Tensor) -> Tensor:
-        calls["one_shot_all_reduce_copy_out"] += 1
-        assert local.storage_offset() * local.itemsize % 16 == 0, "the buffer's alignment"
-        return out.copy_(summed(own.copy_(local), reduce_op, group))
-
     def multimem_all_reduce_(own: Tensor, reduce_op: str, group: str) -> Tensor:
         assert has_multicast
         calls["multimem_all_reduce_"] += 1
         return own.copy_(summed(own, reduce_op, group))
 
     library = torch.library.Library("symm_mem", "IMPL")
-    for function in (one_shot_all_reduce_out, one_shot_all_reduce_copy_out, multimem_all_reduce_):
+    for function in (one_shot_all_reduce_out, multimem_all_reduce_):
         library.impl(function.__name__, function, "CPU")
     with patch.object(symmetric_memory, "empty", empty), patch.object(symmetric_memory, "rendezvous", rendezvous):
         yield calls
