@@ -3,6 +3,7 @@
 Tests mirror the package, and import helpers but no other tests."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -194,6 +195,14 @@ def test_optional_library_has_one_importer_and_loads_late(library: str) -> None:
 def test_no_module_is_a_grab_bag() -> None:
     grab_bags = {"utils", "util", "common", "helpers", "misc", "types"}
     assert not {module for module in MODULES if module.rpartition(".")[2] in grab_bags}
+
+
+def test_each_package_says_what_it_knows_and_what_it_does_not() -> None:
+    for path in sorted(PACKAGE.rglob("__init__.py")):
+        if path.parent != PACKAGE:
+            said = ast.get_docstring(ast.parse(path.read_text())) or ""
+            assert re.search(r"\bKnows\b", said), path
+            assert re.search(r"Does not|does not|Imports little|Loads no|What an endpoint does", said), path
 
 
 def test_folders_of_tests_mirror_the_package() -> None:

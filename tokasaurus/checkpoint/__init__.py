@@ -1,4 +1,8 @@
-"""Resolves a model's name to local files and its configuration. Imports no torch: all three processes use it."""
+"""From a model's name to local files and its configuration.
+
+Knows the Hugging Face formats, GGUF and the cache of files. Does not know how a model is computed. Imports no torch:
+all three processes use it.
+"""
 
 from tokasaurus.checkpoint.cache import cache_directory
 from tokasaurus.checkpoint.errors import CheckpointError

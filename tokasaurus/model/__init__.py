@@ -1,4 +1,8 @@
-"""The model worker. Must be imported before torch, which reads the OpenMP settings when it loads."""
+"""The model worker's process: weights, the KV cache, and the forwards that the manager asks for.
+
+Knows slots, blocks and tensors. Does not know requests, text or HTTP, and decides nothing. Must be imported before
+torch, which reads the OpenMP settings when it loads.
+"""
 
 import os
 
