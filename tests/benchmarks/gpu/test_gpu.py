@@ -200,7 +200,10 @@ def test_the_reason_of_a_failed_process_is_its_last_line(tmp_path: Path, monkeyp
 
 def test_what_a_check_finds_wrong_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what keeps it from running at all."""
-    right, wrong = ({"name": name, "failure": why, "seconds": 1.0} for name, why in (("a", None), ("b", "raises X")))
+    right, wrong = (
+        {"feature": feature, "name": None, "failure": why, "seconds": 1.0}
+        for feature, why in (("a", None), ("b", "raises X"))
+    )
     answers = [(1, json.dumps({"results": [right, wrong]}), "log"), (2, "", "more\ntoka check: no such flag\n")]
 
     def answer(command: list[str], **_options: object) -> "subprocess.CompletedProcess[str]":
