@@ -175,7 +175,7 @@ def test_the_dry_run_of_a_part_works_alone(name: str, capfd: pytest.CaptureFixtu
 
 
 def test_the_commands_of_the_first_hour_exist() -> None:
-    """Those of docs/gpu.md: each part of the tests and of the measurements is in it once, and each file exists."""
+    """docs/gpu.md names each part of the tests and of the measurements once, and only files that exist."""
     section = (ROOT / "docs/gpu.md").read_text().partition("\n## The first hour\n")[2].partition("\n## ")[0]
     commands = re.findall(r"^\| [^|]+ \| `([^`]+)` \| \d+ \|$", section, re.MULTILINE)
     parts = [command.split()[2:4] for command in commands if command.startswith("python -m ")]

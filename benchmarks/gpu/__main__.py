@@ -10,8 +10,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -101,6 +101,20 @@ class Results:
         self.write()
         why = f": {values['reason']}" if "reason" in values else ""
         print(f"{run.shape.name} {' '.join(run.flags)} {part}: {status}, {seconds:.1f} s{why}", flush=True)
+
+    @contextmanager
+    def measuring(self, run: ServerRun, part: str, values: dict[str, Any]) -> Iterator[None]:
+        """Add what the body puts into `values`, also if it fails. A ServerError ends the part alone."""
+        began_s = time.monotonic()
+        try:
+            yield
+        except ServerError as error:
+            self.add(run, part, "failed", time.monotonic() - began_s, reason=str(error), **values)
+        except KeyboardInterrupt:
+            self.add(run, part, "failed", time.monotonic() - began_s, reason="interrupted", **values)
+            raise
+        else:
+            self.add(run, part, "measured", time.monotonic() - began_s, **values)
 
     def write(self) -> None:
         """Replace the file as a whole, so that a killed run leaves what it has measured."""
@@ -207,17 +221,9 @@ def _measure_server(
         while pending:
             _require_time(deadline_s)
             part = pending.pop(0)
-            began_s = time.monotonic()
             values: dict[str, Any] = {}
-            try:
-                run_part(part, server.base_url, sizes, directory, deadline_s - began_s, values)
-            except ServerError as error:
-                results.add(run, part, "failed", time.monotonic() - began_s, reason=str(error), **values)
-            except KeyboardInterrupt:
-                results.add(run, part, "failed", time.monotonic() - began_s, reason="interrupted", **values)
-                raise
-            else:
-                results.add(run, part, "measured", time.monotonic() - began_s, **values)
+            with results.measuring(run, part, values):
+                run_part(part, server.base_url, sizes, directory, deadline_s - time.monotonic(), values)
 
 
 def _measure_profile(
@@ -230,22 +236,14 @@ def _measure_profile(
     pending: list[str],
 ) -> None:
     """Decode steps of a worker without a server, in a process of its own. Its traces lie beside the results."""
-    started_s = time.monotonic()
     pending.clear()
     traces = results.path.with_name("-".join((results.path.stem, "traces", *run.flags)))
     rows = [str(num_rows) for num_rows in sizes.profile_rows]
     command = [sys.executable, "-m", "benchmarks.gpu.profile_steps", str(directory), "--rows", *rows]
     values: dict[str, Any] = {"profile": [], "traces": traces.name}
-    try:
-        command += ["--traces", str(traces), *flags, *run.flags]
-        _read_rows(command, deadline_s - started_s, values["profile"])
-    except ServerError as error:
-        results.add(run, PROFILE, "failed", time.monotonic() - started_s, reason=str(error), **values)
-    except KeyboardInterrupt:
-        results.add(run, PROFILE, "failed", time.monotonic() - started_s, reason="interrupted", **values)
-        raise
-    else:
-        results.add(run, PROFILE, "measured", time.monotonic() - started_s, **values)
+    command += ["--traces", str(traces), *flags, *run.flags]
+    with results.measuring(run, PROFILE, values):
+        _read_rows(command, deadline_s - time.monotonic(), values["profile"])
 
 
 def _read_rows(command: Sequence[str], timeout_s: float, rows: list[dict[str, Any]]) -> None:

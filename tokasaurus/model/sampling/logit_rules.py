@@ -59,7 +59,7 @@ class RuledRows:
     """float32 [biases]."""
 
     def cut(self, first_row: int, num_rows: int) -> "RuledRows | None":
-        """Those of the rows from `first_row` on, but with all biases; None if there are none."""
+        """The rules of num_rows rows from `first_row` on, with all rows' biases; None if no such row has rules."""
         own = self.rows.within(first_row, num_rows)
         if own.start == own.stop:
             return None

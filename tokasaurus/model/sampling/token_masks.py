@@ -30,7 +30,7 @@ class DeviceMasks(NamedTuple):
     """int32 [A, words], the bits of TokenMasks."""
 
     def cut(self, first_row: int, num_rows: int) -> "DeviceMasks | None":
-        """Those of the rows from `first_row` on, in memory of their own; None if there are none."""
+        """A copy of the masks of num_rows rows from `first_row` on; None if no such row has a mask."""
         own = self.rows.within(first_row, num_rows)
         if own.start == own.stop:
             return None

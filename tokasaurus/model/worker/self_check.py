@@ -87,7 +87,7 @@ class Checks:
 
     @property
     def seconds(self) -> float:
-        """Time of all comparisons, with the compilations that they began."""
+        """Time of all comparisons, with the compilations and recordings that they began."""
         return sum(result.seconds for result in self.results)
 
     def passes(self, feature: str, measure: Measure, what: str, without: str, flag: str | None = None) -> bool:
