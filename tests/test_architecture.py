@@ -59,6 +59,7 @@ INNER_LAYERS = {
         ["routes", "http_server"],
         ["batches"],
         ["generation"],
+        ["endpoints"],
         ["state", "openapi", "disconnect", "head", "respond", "connections"],
         ["prepare"],
         ["structured_output", "engine_client"],

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 from fastapi import Request
 
-from tests.server.helpers.client_driver import make_request
-from tokasaurus.server.access import add_key_salt, client_of, set_client
+from tests.server.helpers.prepared_requests import completion
+from tokasaurus.server.access import client_of, set_client
+from tokasaurus.server.served_model import ServedModel
 
 
 @pytest.fixture
@@ -21,13 +22,15 @@ def test_client_is_its_key_or_else_its_connection(scope: dict[str, object]) -> N
     assert client_of(Request({"type": "http", "headers": [], "client": None})) == "unknown"
 
 
-def test_salt_belongs_to_the_task_that_set_it_and_to_its_children(scope: dict[str, object]) -> None:
+def test_salt_belongs_to_the_task_that_set_it_and_to_its_children(
+    scope: dict[str, object], served_model: ServedModel
+) -> None:
     async def salt_in(client: str) -> str:
         set_client(dict(scope), client, client)
         await asyncio.sleep(0.01)
 
         async def line() -> str:
-            (request,) = add_key_salt([make_request("r", [1])])
+            (request,) = completion(served_model).requests
             return request.cache_salt
 
         return await asyncio.create_task(line())

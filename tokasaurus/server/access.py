@@ -1,13 +1,11 @@
 """Who may send a request, and who does: API keys, host names, request ids, and the client's name."""
 
-import dataclasses
 import hashlib
 import hmac
 import ipaddress
 import re
 import socket
 import uuid
-from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import cast
@@ -17,7 +15,6 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokasaurus.checkpoint.cache import expand_home
-from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.server.errors import MisdirectedRequest, WrongApiKey, error_response, shorten
 
@@ -229,14 +226,6 @@ def client_of(request: Request) -> str:
     if client_id is not None:
         return cast(str, client_id)
     return "unknown" if request.client is None else f"{request.client.host}:{request.client.port}"
-
-
-def add_key_salt(requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
-    """The same requests; if prompts are cached by key, no other key shares their KV, whatever salt its body has."""
-    salt = _key_salt.get()
-    if not salt:
-        return list(requests)
-    return [dataclasses.replace(request, cache_salt=f"{salt}:{request.cache_salt}") for request in requests]
 
 
 def request_id_of(headers: Headers) -> str:

@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -175,8 +176,7 @@ def test_internal_error_affects_only_its_own_line(shared_server: LiveServer, mon
     def broken(*_: object) -> object:
         raise KeyError("a secret prompt")
 
-    endpoint = lines.Endpoint(lines.ChatCompletionRequest, lines.prepare_chat, broken)
-    monkeypatch.setitem(lines.ENDPOINTS, CHAT, endpoint)
+    monkeypatch.setitem(lines.ENDPOINTS, CHAT, replace(lines.ENDPOINTS[CHAT], build=broken))
     results = ask(shared_server, line_of("broken", minimal_body(CHAT), CHAT) + line_of("whole", GOOD))
     assert {result["custom_id"]: result["response"]["status_code"] for result in results} == {
         "broken": 500,

@@ -1,4 +1,4 @@
-"""The common path of a live request and of a line of a batch: prepare, generate, build the answer.
+"""Lines of bulk requests and batches: each names an endpoint and contains a body for it.
 
-Knows the order of these calls. Does not know whether an answer goes to a client or into a file.
+Knows the form of a line. Does not know whether an answer goes to a client or into a file.
 """

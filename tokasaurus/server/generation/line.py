@@ -1,36 +1,18 @@
 """A line of a bulk request or of a batch → the body of a generation route."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any
 
 import orjson
 
+from tokasaurus.server.endpoints import ENDPOINTS, Answer, Endpoint
 from tokasaurus.server.errors import ApiError, InvalidRequest
-from tokasaurus.server.generation.answer import Answer, Body, Build, Prepare, generate_answer
 from tokasaurus.server.parsing.json_values import load_json, validate_body
-from tokasaurus.server.prepare.requests import Origin, prepare_chat, prepare_completion
+from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.protocol.bulk import BulkLine
-from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest
 from tokasaurus.server.protocol.storage.custom_id import MAX_CUSTOM_ID_CHARS
-from tokasaurus.server.respond.whole import build_chat_completion, build_completion
 from tokasaurus.server.state import ServerState
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint(Generic[Body]):
-    """The route that a line's url refers to: its body model, and the calls that prepare and build a response."""
-
-    body_model: type[Body]
-    prepare: Prepare[Body]
-    build: Build
-
-
-ENDPOINTS: Mapping[str, Endpoint[Any]] = {
-    "/v1/completions": Endpoint(CompletionRequest, prepare_completion, build_completion),
-    "/v1/chat/completions": Endpoint(ChatCompletionRequest, prepare_chat, build_chat_completion),
-}
 
 
 class LineRefused(Exception):
@@ -59,8 +41,8 @@ class ParsedLine:
         return num_prompts * int(self.body.n)
 
     async def answer(self, state: ServerState, origin: Origin) -> Answer:
-        """As `generate_answer`."""
-        return await generate_answer(state, self.body, origin, self.endpoint.prepare, self.endpoint.build)
+        """As `Endpoint.answer`."""
+        return await self.endpoint.answer(state, self.body, origin)
 
 
 def parse_line(content: bytes, max_values: int) -> ParsedLine:

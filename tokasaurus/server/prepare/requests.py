@@ -3,13 +3,14 @@
 import secrets
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.messages.sampling import SamplingParams
+from tokasaurus.server.access import key_salt
 from tokasaurus.server.errors import InvalidRequest, Unsupported, shorten
 from tokasaurus.server.prepare.chat_prompt import encode_messages, opens_thinking
 from tokasaurus.server.prepare.context_length import check_max_tokens, room_after, too_long
@@ -19,9 +20,8 @@ from tokasaurus.server.protocol.chat import ChatCompletionRequest
 from tokasaurus.server.protocol.completions import CompletionRequest, Prompt
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
-from tokasaurus.server.resources.text_threads import TextThreads
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.structured_output.validator import GrammarChecker, asked_grammar
+from tokasaurus.server.structured_output.validator import asked_grammar
 from tokasaurus.server.tools.parser import CallRules
 from tokasaurus.text.tokenizer import TextTooLong
 
@@ -57,6 +57,8 @@ class Origin:
     """Unsigned 64 bits, from which the seeds of a body that gives none follow; None draws them."""
     is_background: bool = False
     """Its requests wait behind all others, and are not counted in the limits of the queue."""
+    key_salt: str = field(default_factory=key_salt)
+    """No other key's requests share cached prompts with its own, whatever salt its body has; "" shares them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,41 +101,11 @@ class Draft:
     grammar: GrammarSource | None
     """What each completion must match; None for any text. Not validated, and not part of `prepared`."""
 
-
-async def prepare_completion(
-    body: CompletionRequest,
-    model: ServedModel,
-    limits: EngineLimits,
-    grammars: GrammarChecker,
-    text_threads: TextThreads,
-    origin: Origin,
-) -> Prepared:
-    """The requests of a body. text_threads: where it is tokenized. Raises ApiError."""
-    drafting = text_threads.run(origin.num_bytes, draft_completion, body, model, limits, origin)
-    return await _with_grammar(await drafting, grammars)
-
-
-async def prepare_chat(
-    body: ChatCompletionRequest,
-    model: ServedModel,
-    limits: EngineLimits,
-    grammars: GrammarChecker,
-    text_threads: TextThreads,
-    origin: Origin,
-) -> Prepared:
-    """As `prepare_completion`."""
-    drafting = text_threads.run(origin.num_bytes, draft_chat, body, model, limits, origin)
-    return await _with_grammar(await drafting, grammars)
-
-
-async def _with_grammar(draft: Draft, grammars: GrammarChecker) -> Prepared:
-    """The final requests. Raises InvalidRequest if the grammar is not valid."""
-    prepared, source = draft.prepared, draft.grammar
-    if source is None:
-        return prepared
-    grammar = await grammars.check(source)
-    requests = [replace(request, grammar=grammar) for request in prepared.requests]
-    return replace(prepared, requests=requests, grammar_param=source.param)
+    def with_grammar(self, grammar: str) -> Prepared:
+        """The final requests. grammar: `self.grammar`, validated, in llguidance's form."""
+        assert self.grammar is not None, "the body has a grammar"
+        requests = [replace(request, grammar=grammar) for request in self.prepared.requests]
+        return replace(self.prepared, requests=requests, grammar_param=self.grammar.param)
 
 
 def draft_completion(body: CompletionRequest, model: ServedModel, limits: EngineLimits, origin: Origin) -> Draft:
@@ -332,7 +304,7 @@ def _request(
         ignore_eos=body.ignore_eos,
         want_logprobs=num_top_logprobs is not None,
         logit_bias=body.logit_bias,
-        cache_salt=body.cache_salt,
+        cache_salt=f"{origin.key_salt}:{body.cache_salt}" if origin.key_salt else body.cache_salt,
         stop_token_ids=body.stop_token_ids,
         min_tokens=body.min_tokens,
         is_streamed=body.stream,

@@ -1,35 +1,43 @@
-"""Prepared requests are ready for the engine: they contain the validated grammar."""
+"""Prepared requests are final: they contain the validated grammar."""
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
 
 from tests.server.helpers.prepared_requests import LIMITS
+from tokasaurus.monitoring.loop_lag import LoopLag
+from tokasaurus.server.endpoints import ENDPOINTS
+from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import InvalidRequest
-from tokasaurus.server.prepare.requests import Origin, Prepared, prepare_chat, prepare_completion
-from tokasaurus.server.protocol.chat import ChatCompletionRequest
-from tokasaurus.server.protocol.completions import CompletionRequest
+from tokasaurus.server.prepare.requests import Origin, Prepared
+from tokasaurus.server.resources.limits import BodyBytes, RequestLimits
 from tokasaurus.server.resources.text_threads import TextThreads
 from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.state import ServerState
 from tokasaurus.server.structured_output.validator import GrammarChecker
 
 CHAT = {"messages": [{"role": "user", "content": "abc"}]}
 COMPLETION = {"prompt": ["a", "bc"]}
 
 
+class Engine(EngineClient):
+    limits = LIMITS  # type: ignore[assignment]
+
+
 def prepare(model: ServedModel, **fields: Any) -> Prepared:
     async def run() -> Prepared:
-        grammars, threads = GrammarChecker(model), TextThreads()
-        try:
-            if "messages" in fields:
-                chat = ChatCompletionRequest.model_validate({"model": "default"} | fields)
-                return await prepare_chat(chat, model, LIMITS, grammars, threads, Origin(100, "client"))
-            completion = CompletionRequest.model_validate({"model": "default"} | fields)
-            return await prepare_completion(completion, model, LIMITS, grammars, threads, Origin(100, "client"))
-        finally:
-            threads.close()
-            await grammars.close()
+        with socket.socket() as launcher:
+            grammars, threads, limits = GrammarChecker(model), TextThreads(), RequestLimits()
+            state = ServerState(model, Engine(launcher), grammars, threads, limits, BodyBytes(1 << 20), LoopLag())
+            endpoint = ENDPOINTS["/v1/chat/completions" if "messages" in fields else "/v1/completions"]
+            body = endpoint.body_model.model_validate({"model": "default"} | fields)
+            try:
+                return await endpoint.prepare(state, body, Origin(100, "client"))
+            finally:
+                threads.close()
+                await grammars.close()
 
     return asyncio.run(run())
 

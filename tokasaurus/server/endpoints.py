@@ -1,0 +1,171 @@
+"""Endpoints that generate text: one object each, for live requests and for the lines of bulk requests and batches.
+
+To add one: its body in `protocol`, its draft in `prepare`, its answers in `respond`, and its line in ENDPOINTS.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from tokasaurus.messages.generation import SequenceDelta
+from tokasaurus.messages.lifecycle import EngineLimits
+from tokasaurus.server.engine_client.collectors import (
+    VALUES_PER_DELTA,
+    AnswerTooLarge,
+    FinishedSequence,
+    SequenceAborted,
+)
+from tokasaurus.server.errors import AnswerTooLargeError, GrammarTooComplex, InvalidRequest, NumericalError
+from tokasaurus.server.prepare.requests import (
+    Draft,
+    Origin,
+    Prepared,
+    draft_chat,
+    draft_completion,
+    num_prompt_values,
+)
+from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest
+from tokasaurus.server.protocol.completions import Completion, CompletionRequest
+from tokasaurus.server.protocol.sampling_fields import SamplingFields, StreamOptions
+from tokasaurus.server.protocol.usage import Usage
+from tokasaurus.server.resources.limits import RequestLimits
+from tokasaurus.server.respond.stream import AnswerStream, ChatStream, CompletionStream
+from tokasaurus.server.respond.whole import build_chat_completion, build_completion, write_answer
+from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.state import ServerState
+
+Body = TypeVar("Body", bound=SamplingFields)
+
+# Values turned into events before other tasks may run: a few milliseconds of work.
+MAX_VALUES_AT_ONCE = 2048
+MAX_FIRST_CHOICES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The whole response to a body."""
+
+    content: bytes
+    """JSON."""
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint(Generic[Body]):
+    """How one route's bodies become requests, and their sequences an answer."""
+
+    body_model: type[Body]
+    draft: Callable[[Body, ServedModel, EngineLimits, Origin], Draft]
+    build: Callable[[Prepared, Sequence[Sequence[FinishedSequence]], ServedModel], Completion | ChatCompletion]
+    """Builds the whole answer."""
+    stream: Callable[[Prepared, ServedModel, StreamOptions], AnswerStream]
+    """Makes what turns deltas into the events of a streamed answer."""
+
+    async def prepare(self, state: ServerState, body: Body, origin: Origin) -> Prepared:
+        """The final requests of a body. Checks that cost nothing come first. Raises ApiError."""
+        limits = _checked_limits(state, body, origin)
+        draft = await state.text_threads.run(origin.num_bytes, self.draft, body, state.model, limits, origin)
+        if draft.grammar is None:
+            return draft.prepared
+        return draft.with_grammar(await state.grammars.check(draft.grammar))
+
+    async def answer(self, state: ServerState, body: Body, origin: Origin) -> Answer:
+        """Prepare, generate and build. If the caller is cancelled, so is the request in the engine. Raises ApiError."""
+        prepared = await self.prepare(state, body, origin)
+        with _raising_api_errors(prepared):
+            results = await state.engine.generate(prepared.requests, state.limits.max_answer_values)
+        size = sum(sequence.num_values + VALUES_PER_DELTA for row in results for sequence in row)
+        size += num_prompt_values(prepared)
+
+        def write() -> Answer:
+            answer = self.build(prepared, results, state.model)
+            return Answer(write_answer(answer), answer.usage)
+
+        return await state.text_threads.run(size, write)
+
+    async def events(
+        self, state: ServerState, prepared: Prepared, options: StreamOptions
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of a stream. If closed before its end, the requests are cancelled in the engine.
+
+        Until the first event, the engine may run requests again whose first tokens have been read, but made no text
+        yet. Raises ApiError.
+        """
+        num_values = num_prompt_values(prepared)
+        answer, has_sent = self.stream(prepared, state.model, options), False
+        unsent = list[tuple[int, SequenceDelta]]()
+        with _raising_api_errors(prepared):
+            async with state.engine.stream(prepared.requests) as collector:
+                while deltas := await collector.read(MAX_VALUES_AT_ONCE):
+                    if restarted := collector.take_restarted():
+                        answer = self.stream(prepared, state.model, options)
+                        deltas = [(index, delta) for index, delta in unsent if index not in restarted] + deltas
+                        unsent.clear()
+                    while answer.num_unsent_first > MAX_FIRST_CHOICES:
+                        if answer.shows_prompts(deltas):  # prompts may be long
+                            yield await state.text_threads.run(num_values, answer.first_events, MAX_FIRST_CHOICES)
+                        else:
+                            yield answer.first_events(MAX_FIRST_CHOICES)
+                        has_sent = True
+                    if answer.shows_prompts(deltas):
+                        events = await state.text_threads.run(num_values, answer.events, deltas)
+                    else:
+                        events = answer.events(deltas)
+                    if events:
+                        has_sent = True
+                        unsent.clear()
+                        yield events  # the reader lets other tasks run
+                        continue
+                    if not has_sent:
+                        unsent += deltas
+                        collector.note_nothing_sent()
+                    await asyncio.sleep(0)
+        yield answer.end()
+
+
+ENDPOINTS: Mapping[str, Endpoint[Any]] = {
+    "/v1/completions": Endpoint(CompletionRequest, draft_completion, build_completion, CompletionStream),
+    "/v1/chat/completions": Endpoint(ChatCompletionRequest, draft_chat, build_chat_completion, ChatStream),
+}
+
+
+def _checked_limits(state: ServerState, body: SamplingFields, origin: Origin) -> EngineLimits:
+    state.model.check_name(body.model)
+    limits = state.ready_limits()
+    if not origin.is_background:
+        state.engine.check_queue(origin.client, body.n)  # checked again at submission; this saves the work before it
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options goes with stream=true", "stream_options")
+    _check_stops(body.stop, state.limits)
+    return limits
+
+
+def _check_stops(stops: Sequence[str], limits: RequestLimits) -> None:
+    if len(stops) > limits.max_stop_strings:
+        raise InvalidRequest(f"stop may have at most {limits.max_stop_strings} strings (max_stop_strings)", "stop")
+    longest = max(map(len, stops), default=0)
+    if longest > limits.max_stop_chars:
+        raise InvalidRequest(
+            f"stop has a string of {longest} characters: there may be at most {limits.max_stop_chars} (max_stop_chars)",
+            "stop",
+        )
+
+
+@contextmanager
+def _raising_api_errors(prepared: Prepared) -> Iterator[None]:
+    """Turns SequenceAborted into NumericalError, or GrammarTooComplex for the field that contained the grammar."""
+    try:
+        yield
+    except SequenceAborted as error:
+        if error.code == "numerical_error":
+            raise NumericalError(str(error)) from None
+        param = prepared.grammar_param
+        assert param is not None, "the sequence has a grammar"
+        raise GrammarTooComplex(f"{param}: {error}", param) from None
+    except AnswerTooLarge as error:
+        raise AnswerTooLargeError(
+            f"{error}, its tokens and log-probabilities together (max_answer_values); "
+            "with stream=true there is no such limit"
+        ) from None
