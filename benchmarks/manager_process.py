@@ -64,9 +64,9 @@ class ProcessCost:
     is_known: bool
     """Whether max_tokens of each request is its length; otherwise eos ends it at random."""
     manager_us_per_token: float
-    least_us_per_token: float
+    min_us_per_token: float
     """Minimum of `manager_us_per_token` over the windows."""
-    most_us_per_token: float
+    max_us_per_token: float
     """Maximum of `manager_us_per_token` over the windows."""
     worker_us_per_token: float
     tokens_per_s: float
@@ -247,8 +247,8 @@ def measure_process(
         num_sequences=num_sequences,
         is_known=is_known,
         manager_us_per_token=statistics.median(manager_us),
-        least_us_per_token=min(manager_us),
-        most_us_per_token=max(manager_us),
+        min_us_per_token=min(manager_us),
+        max_us_per_token=max(manager_us),
         worker_us_per_token=statistics.median(window.worker_us_per_token for window in windows),
         tokens_per_s=statistics.median(window.tokens_per_s for window in windows),
         mean_running=statistics.median(window.mean_running for window in windows),

@@ -54,8 +54,8 @@ def check_costs(costs: Sequence[ProcessCost], shares: Sequence[Shares]) -> list[
     if least < most:
         name = f"manager CPU per token at {most:,} sequences over {least:,} sequences"
         checks.append(at_most(name, us_per_token[most] / us_per_token[least], MAX_GROWTH))
-    least_running = min(cost.mean_running / cost.num_sequences for cost in costs)
-    checks.append(at_least("mean running sequences over sequences asked for", least_running, MIN_SHARE_RUNNING))
+    min_running = min(cost.mean_running / cost.num_sequences for cost in costs)
+    checks.append(at_least("mean running sequences over sequences asked for", min_running, MIN_SHARE_RUNNING))
     bytes_per_row = max([cost.bytes_per_row for cost in costs] + [one.bytes_per_row for one in shares])
     checks.append(at_most("bytes to the worker per decode row", bytes_per_row, MAX_BYTES_PER_ROW))
     torch_imported = [cost.torch_imported for cost in costs] + [one.torch_imported for one in shares]
@@ -111,7 +111,7 @@ def print_costs(costs: Sequence[ProcessCost], console: Console) -> None:
             f"{cost.num_sequences:,}",
             f"{cost.mean_running:,.0f}",
             f"{cost.mean_waiting:,.0f}",
-            f"{cost.manager_us_per_token:.3f} ({cost.least_us_per_token:.3f} to {cost.most_us_per_token:.3f})",
+            f"{cost.manager_us_per_token:.3f} ({cost.min_us_per_token:.3f} to {cost.max_us_per_token:.3f})",
             f"{cost.worker_us_per_token:.3f}",
             f"{cost.tokens_per_s:,.0f}",
             f"{cost.bytes_per_row:.1f}",

@@ -27,7 +27,7 @@ from tokasaurus.server.engine_client.replicas import Replica, choose_replica
 
 MAX_SEQS_PER_FORWARD = 256
 STEP_SECONDS = 0.01
-MOST_PAUSE_ROUNDS = 60
+MAX_PAUSE_ROUNDS = 60
 
 Rule = Callable[[Sequence[Replica], GenerateRequest], Replica]
 
@@ -89,12 +89,12 @@ class Chat:
 
 @dataclass(frozen=True)
 class Found:
-    """asked: prompt tokens of all requests. cached: those found in a KV cache. most_apart: largest difference between
+    """asked: prompt tokens of all requests. cached: those found in a KV cache. max_apart: largest difference between
     the unfinished sequences of two replicas."""
 
     asked: int
     cached: int
-    most_apart: int
+    max_apart: int
 
 
 def make_chats(num_chats: int, num_turns: int, seed: int) -> list[Chat]:
@@ -125,10 +125,10 @@ def simulate(chats: list[Chat], num_replicas: int, num_kv_tokens: int, rule: Rul
     """Run all chats. num_kv_tokens: of all replicas together."""
     rng = random.Random(seed)
     replicas = [SimulatedReplica(num_kv_tokens // num_replicas) for _ in range(num_replicas)]
-    waiting = [replace(chat, turns=list(chat.turns), begins_at=rng.randrange(MOST_PAUSE_ROUNDS)) for chat in chats]
+    waiting = [replace(chat, turns=list(chat.turns), begins_at=rng.randrange(MAX_PAUSE_ROUNDS)) for chat in chats]
     open_chats: dict[str, Chat] = {}
     found: Counter[str] = Counter()
-    most_apart = num_round = 0
+    max_apart = num_round = 0
     while waiting or open_chats:
         for chat in [chat for chat in waiting if chat.begins_at <= num_round]:
             waiting.remove(chat)
@@ -138,16 +138,16 @@ def simulate(chats: list[Chat], num_replicas: int, num_kv_tokens: int, rule: Rul
             next(replica for replica in replicas if replica.known is chosen).send(request)
             found["asked"] += len(request.prompt_ids)
         loads = [replica.known.num_unfinished_sequences for replica in replicas]
-        most_apart = max(most_apart, max(loads) - min(loads))
+        max_apart = max(max_apart, max(loads) - min(loads))
         for delta in [delta for replica in replicas for delta in replica.step()]:
             chat = open_chats.pop(delta.request_id)
             found["cached"] += delta.num_cached_tokens
             if chat.turns:
                 chat.prompt = np.concatenate([chat.prompt, np.array(delta.token_ids, np.int32)])
-                chat.begins_at = num_round + rng.randrange(MOST_PAUSE_ROUNDS)
+                chat.begins_at = num_round + rng.randrange(MAX_PAUSE_ROUNDS)
                 waiting.append(chat)
         num_round += 1
-    return Found(found["asked"], found["cached"], most_apart)
+    return Found(found["asked"], found["cached"], max_apart)
 
 
 def choose_least_busy(replicas: Sequence[Replica], _request: GenerateRequest) -> Replica:
@@ -173,7 +173,7 @@ def print_found(title: str, chats: list[Chat], num_kv_tokens: int, console: Cons
         found = simulate(chats, num_replicas, num_kv_tokens, rule)
         best = best or found.cached
         table.add_row(
-            label, f"{found.asked:,}", f"{found.cached:,}", f"{found.cached / best:.3f}", str(found.most_apart)
+            label, f"{found.asked:,}", f"{found.cached:,}", f"{found.cached / best:.3f}", str(found.max_apart)
         )
     console.print(table)
 

@@ -29,7 +29,7 @@ from benchmarks.own_server import own_server
 from benchmarks.report import machine_facts
 
 MAX_MINUTES = 8.0
-LEAST_SECONDS = 20.0
+MIN_SECONDS = 20.0
 """A server or a part is not begun with less time left."""
 SIZES = Sizes(32, 32, 128, 512, 220, (1, 16, 64, 256, 1024), 64, (32, 256, 1024), (1, 64, 1024))
 TINY_SIZES = Sizes(2, 3, 4, 4, 12, (1, 4), 8, (3, 6), (1, 4))
@@ -275,7 +275,7 @@ def _last_line(errors: str, code: int) -> str:
 
 
 def _require_time(deadline_s: float) -> None:
-    if deadline_s - time.monotonic() < LEAST_SECONDS:
+    if deadline_s - time.monotonic() < MIN_SECONDS:
         raise ServerError("no time is left")
 
 

@@ -22,7 +22,7 @@ class ScriptedServer:
         self.headers: list[dict[str, str]] = []
         self.num_in_flight = 0
         self.max_in_flight = 0
-        self.least_in_flight = 0
+        self.min_in_flight = 0
         """No request is answered before so many have been in flight at once."""
         self.latency_s = lambda _: 0.0
         self.status = lambda _: 200
@@ -57,7 +57,7 @@ class ScriptedServer:
             self.headers.append(dict(request.headers))
             self.num_in_flight += 1
             self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
-            while self.max_in_flight < self.least_in_flight:  # noqa: ASYNC110 - tests wait so seldom
+            while self.max_in_flight < self.min_in_flight:  # noqa: ASYNC110 - tests wait so seldom
                 await asyncio.sleep(0.005)
             await asyncio.sleep(self.latency_s(body))
             self.num_in_flight -= 1

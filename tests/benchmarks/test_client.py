@@ -55,7 +55,7 @@ def test_concurrency_is_reached_and_never_exceeded(
     scripted_server: Any, concurrency: int | None, expected: int
 ) -> None:
     scripted_server.latency_s = lambda _: 0.05
-    scripted_server.least_in_flight = expected
+    scripted_server.min_in_flight = expected
     offer(scripted_server.base_url, [offered() for _ in range(12)], concurrency)
     assert scripted_server.max_in_flight == expected
     assert len(scripted_server.bodies) == 12

@@ -143,7 +143,7 @@ def test_a_real_manager_is_measured_without_torch() -> None:
     shares: list[float] = []
     cost = measure_process(64, False, 40, 2, 0.2, shares.append)
     assert not cost.torch_imported
-    assert 0 < cost.least_us_per_token <= cost.manager_us_per_token <= cost.most_us_per_token
+    assert 0 < cost.min_us_per_token <= cost.manager_us_per_token <= cost.max_us_per_token
     assert cost.worker_us_per_token > 0
     assert cost.tokens_per_s > 0
     assert 8 < cost.bytes_per_row < 200

@@ -21,7 +21,7 @@ import pytest
 SETTINGS = "TOKA_TEST_JOURNAL"
 """The environment variable with the settings."""
 _DEFAULT_LIMIT_S = 60.0
-_LEAST_S = 2.0
+_MIN_S = 2.0
 """No test begins with less time left."""
 
 
@@ -80,7 +80,7 @@ class _Journal:
         if _device_is_lost():
             self._write(restart="the process's CUDA context is broken")
             item.session.shouldstop = "the process's CUDA context is broken"
-        elif self._left_s() < _LEAST_S:
+        elif self._left_s() < _MIN_S:
             self._write(out_of_time=True)
             item.session.shouldstop = "no time is left"
         return done

@@ -37,8 +37,8 @@ def test_merged_parts_equal_attention_over_both() -> None:
 def test_block_lists_have_the_blocks_of_each_segment() -> None:
     from tests.model.attention.helpers.kernel_checks import check_lists
 
-    for num_segments, page_size, most_blocks in ((0, 16, 4), (1, 16, 4), (300, 1, 9), (2500, 16, 40), (3, 16, 6000)):
-        check_lists(num_segments, CUDA, num_segments, page_size, most_blocks)
+    for num_segments, page_size, max_blocks in ((0, 16, 4), (1, 16, 4), (300, 1, 9), (2500, 16, 40), (3, 16, 6000)):
+        check_lists(num_segments, CUDA, num_segments, page_size, max_blocks)
 
 
 def test_block_lists_do_not_wait_for_the_device() -> None:

@@ -105,7 +105,7 @@ def test_a_microbatch_has_at_most_two_steps_in_flight_and_no_more_than_steps_ahe
     driver = EngineDriver(options)
     driver.step([make_request(1, 5, 1, 60, ignore_eos=True)])
     driver.run_until_idle()
-    assert driver.most_in_flight == min(2, max_steps_ahead)
+    assert driver.max_in_flight == min(2, max_steps_ahead)
 
 
 @pytest.mark.parametrize(("num_requests", "num_samples"), [(16, 16), (1, NUM_SLOTS)])

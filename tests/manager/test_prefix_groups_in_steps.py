@@ -341,7 +341,7 @@ def test_steps_in_service_decide_about_groups_whatever_was_measured(
     monkeypatch: pytest.MonkeyPatch, costs: HydragenCosts, grouped_s: float, are_grouped: bool
 ) -> None:
     monkeypatch.setattr(group_trials, "FIRST_INTERVAL", 20)
-    monkeypatch.setattr(group_trials, "MOST_INTERVAL", 100)
+    monkeypatch.setattr(group_trials, "MAX_INTERVAL", 100)
     options = replace(make_driver().options, hydragen=HydragenOptions(2, 1, costs, is_tried=True))
     options = replace(options, limits=replace(options.limits, num_kv_blocks=1000, max_tokens_per_sequence=1000))
     driver = DriverWithTimes(options)
@@ -440,7 +440,7 @@ def test_steps_in_service_correct_the_price_of_a_step_too(
 ) -> None:
     """Four rows that save 60 tokens seem not to repay 100."""
     monkeypatch.setattr(group_trials, "FIRST_INTERVAL", 20)
-    monkeypatch.setattr(group_trials, "MOST_INTERVAL", 100)
+    monkeypatch.setattr(group_trials, "MAX_INTERVAL", 100)
     options = replace(
         make_driver().options, hydragen=HydragenOptions(2, 1, HydragenCosts(per_step=100.0), is_tried=True)
     )

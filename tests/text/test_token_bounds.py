@@ -80,10 +80,10 @@ def test_repeated_words_have_no_fewer_tokens_than_the_bound(case: Case, word: st
 
 def test_the_bound_is_at_least_the_length_divided_by_the_longest_token(case: Case) -> None:
     vocabulary = case.base.get_vocab(with_added_tokens=True)
-    most_letters = max(sum(c.isascii() and c.isalnum() for c in token) for token in vocabulary)
-    assert case.bounds.fewest_tokens("hello the " * 300) >= 8 * 300 / most_letters
-    most_bytes = max(map(len, vocabulary))
-    assert case.bounds.fewest_tokens("\u0416" * 300) >= 2 * 300 / most_bytes
+    max_letters = max(sum(c.isascii() and c.isalnum() for c in token) for token in vocabulary)
+    assert case.bounds.fewest_tokens("hello the " * 300) >= 8 * 300 / max_letters
+    max_bytes = max(map(len, vocabulary))
+    assert case.bounds.fewest_tokens("\u0416" * 300) >= 2 * 300 / max_bytes
 
 
 @pytest.mark.parametrize(

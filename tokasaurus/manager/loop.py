@@ -94,7 +94,7 @@ INTAKE_SHARE = 0.25
 IDLE_SECONDS = 0.005
 """Time for new requests while the worker has no work: their first step should start soon."""
 
-LEAST_MESSAGES = 4
+MIN_MESSAGES = 4
 """Messages accepted in every round: no burst waits for ever. It also bounds what a wrong estimate can do."""
 
 NEW_WEIGHT = 0.1
@@ -276,7 +276,7 @@ def _serve(
             garbage.collect(engine.seconds_left(), is_idle=state.num_running == 0 and state.queues.num_waiting == 0)
         wait(readers, min((s for s in timeouts if s is not None and s < to_heartbeat_s), default=to_heartbeat_s))
         if tuning.bounds_intake:
-            most = intake.most_messages(engine.seconds_left(), is_idle=not state.steps_in_flight)
+            most = intake.max_messages(engine.seconds_left(), is_idle=not state.steps_in_flight)
             start_s = time.monotonic()
             messages = requests.drain(most)
             intake.note(len(messages), time.monotonic() - start_s + engine.seconds_per_message * len(messages))
@@ -314,13 +314,13 @@ class Intake:
     def __init__(self) -> None:
         self._message_seconds = 1e-4
 
-    def most_messages(self, seconds_left: float, is_idle: bool) -> int:
+    def max_messages(self, seconds_left: float, is_idle: bool) -> int:
         """Most messages to accept now. seconds_left: how long the worker is busy with the steps it has.
 
         is_idle: it has none.
         """
         seconds = IDLE_SECONDS if is_idle else INTAKE_SHARE * seconds_left
-        return max(LEAST_MESSAGES, int(seconds / self._message_seconds))
+        return max(MIN_MESSAGES, int(seconds / self._message_seconds))
 
     def note(self, num_messages: int, seconds: float) -> None:
         """To read and queue these messages took `seconds`."""

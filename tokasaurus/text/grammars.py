@@ -24,7 +24,7 @@ from tokasaurus.text.token_decoder import CALL_MARKS, TokenizerError
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 """Limits for one grammar, beside llguidance's defaults. So many lexer states take up to 100 MB."""
 
-_MOST_ERROR_CHARS = 200
+_MAX_ERROR_CHARS = 200
 
 _NO_TOKEN = "NoExtensionBias"
 """llguidance's whole message when the grammar requires bytes that no token contains."""
@@ -146,4 +146,4 @@ def one_line(error: str) -> str:
     line = " ".join(error.replace("<non-verbose/>", "").split())
     if line == _NO_TOKEN:
         return "no token can follow: none has the characters that the grammar requires next"
-    return line if len(line) <= _MOST_ERROR_CHARS else line[:_MOST_ERROR_CHARS] + "…"
+    return line if len(line) <= _MAX_ERROR_CHARS else line[:_MAX_ERROR_CHARS] + "…"

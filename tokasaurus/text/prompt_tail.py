@@ -13,10 +13,10 @@ from tokasaurus.text.token_bytes import TokenBytes
 PROMPT_TAIL_TOKENS = 64
 """Most tokens that are read at the end of a prompt."""
 
-_MOST_BYTE_TOKENS = 32
+_MAX_BYTE_TOKENS = 32
 """Most byte tokens that are read at the end of a prompt. A longer run is taken for valid UTF-8 before them."""
 
-_MOST_OPEN_BYTES = 3  # of an incomplete character
+_MAX_OPEN_BYTES = 3  # of an incomplete character
 _CONTINUATION = range(0x80, 0xC0)
 
 
@@ -48,7 +48,7 @@ def tail_of_bytes(prompt_ids: Sequence[int], special_ids: Container[int], token_
         if own:
             token_ids.append(token_id)
             last_bytes = own + last_bytes
-            if len(last_bytes) >= _MOST_OPEN_BYTES or last_bytes[0] not in _CONTINUATION:
+            if len(last_bytes) >= _MAX_OPEN_BYTES or last_bytes[0] not in _CONTINUATION:
                 break
     text, num_decoded = codecs.utf_8_decode(last_bytes, "replace", False)
     return NO_TAIL if num_decoded == len(last_bytes) else PromptTail(tuple(reversed(token_ids)), len(text))
@@ -67,10 +67,10 @@ def tail_of_tokens(
         if token_id in special_ids or not token_bytes.of(token_id):
             continue
         last_first.append(token_id)
-        if len(last_first) > _MOST_BYTE_TOKENS or not token_bytes.is_byte_token(token_id):
+        if len(last_first) > _MAX_BYTE_TOKENS or not token_bytes.is_byte_token(token_id):
             break
         run.append(token_id)
-    if len(run) == _MOST_BYTE_TOKENS:
+    if len(run) == _MAX_BYTE_TOKENS:
         last_first = run
         while len(last_first) > 1 and token_bytes.of(last_first[-1])[0] in _CONTINUATION:
             last_first.pop()  # the run is cut where a character begins

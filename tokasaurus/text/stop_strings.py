@@ -14,7 +14,7 @@ from tokasaurus.text.prompt_tail import NO_TAIL, PromptTail
 
 _REPLACEMENT = "\ufffd"  # incomplete UTF-8 decodes to this
 
-_MOST_ROWS = 256
+_MAX_ROWS = 256
 """Limit on the sets of last characters for which StopTokens keeps a row, since clients can send arbitrarily many."""
 
 
@@ -210,7 +210,7 @@ class StopTokens:
         self._characters, self._owners = characters[order], owners[order]
         self._row_of_characters: dict[frozenset[str], int] = {}
         # Room for all rows: the system provides memory only for those in use, and no row is ever copied.
-        self._rows = np.empty((_MOST_ROWS + 1, len(token_texts)), np.bool_)
+        self._rows = np.empty((_MAX_ROWS + 1, len(token_texts)), np.bool_)
         self._rows[0] = True
         self.may_end: NDArray[np.bool_] = self._rows[:1]
         """bool [rows, V]: whether a token may complete a stop string; in row 0 every token may."""
@@ -228,7 +228,7 @@ class StopTokens:
         row = self._row_of_characters.get(characters)
         if row is None:
             row = len(self.may_end)
-            if row > _MOST_ROWS:
+            if row > _MAX_ROWS:
                 return 0
             self._rows[row] = False
             sought = np.array([ord(character) for character in (*characters, _REPLACEMENT)], np.uint32)

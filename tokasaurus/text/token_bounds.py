@@ -46,7 +46,7 @@ class TokenBounds:
             counted = byte_class & has_token
             characters = {character for character, byte in byte_of_character.items() if byte[0] in counted}
             most = max((sum(byte in counted for byte in token.content.encode()) for token in added), default=0)
-            most = max(most, _most_characters(vocabulary, characters))
+            most = max(most, _max_characters(vocabulary, characters))
             self._longest.append((bytes(_ALL - counted), most))
 
     def fewest_tokens(self, text: str) -> int:
@@ -89,7 +89,7 @@ def _takes_spaces_along(token: AddedToken) -> bool:
     return bool(token.lstrip or token.rstrip)
 
 
-def _most_characters(vocabulary: list[str], characters: set[str]) -> int:
+def _max_characters(vocabulary: list[str], characters: set[str]) -> int:
     """The largest number of `characters` in one token. vocabulary: sorted by length, longest first."""
     most = 0
     for token in vocabulary:

@@ -135,7 +135,7 @@ def test_what_time_does_not_allow_is_not_run_and_said(tmp_path: Path) -> None:
         ["device=cpu"],
         gpu.TINY_SIZES,
         results,
-        time.monotonic() + gpu.LEAST_SECONDS - 1,
+        time.monotonic() + gpu.MIN_SECONDS - 1,
     )
     written = json.loads(results.path.read_text())
     assert written["started_at"] == "now"

@@ -134,7 +134,7 @@ class KilledBatches:
         self._ids: list[str] = []
         self.kills: Counter[str] = Counter()
         self.num_starts = 0
-        self._most_seen = 0
+        self._max_seen = 0
         self.lost: list[str] = []
         """Results that a client had seen counted, and that were gone after a kill."""
 
@@ -259,9 +259,9 @@ class KilledBatches:
                 found = sum(_num_results(toka.client.read(batch_id)) for batch_id in self._ids)
             except httpx.TransportError:
                 continue
-            if found < self._most_seen:
-                self.lost.append(f"{found} results, after {self._most_seen}")
-            self._most_seen = seen = found
+            if found < self._max_seen:
+                self.lost.append(f"{found} results, after {self._max_seen}")
+            self._max_seen = seen = found
             time.sleep(_POLL_S)
 
     def _wait_for_end(self, client: BatchClient) -> Outcome:

@@ -69,15 +69,15 @@ def ask_plain(toka: TokaProcess) -> list[str]:
     return [choice["text"] for choice in answer.json()["choices"]]
 
 
-def assert_same_answers(found: list[dict[str, Any]], expected: list[dict[str, Any]], most_diverged: int = 0) -> None:
-    """Equal texts, tokens and ends; log-probabilities within 1e-4. most_diverged: texts that may differ; those of tiny
+def assert_same_answers(found: list[dict[str, Any]], expected: list[dict[str, Any]], max_diverged: int = 0) -> None:
+    """Equal texts, tokens and ends; log-probabilities within 1e-4. max_diverged: texts that may differ; those of tiny
     models have no near ties."""
     num_diverged = 0
     for body, one, other in zip(mixed_bodies(), found, expected, strict=True):
         for choice, right in zip(one["choices"], other["choices"], strict=True):
             if choice["text"] != right["text"]:
                 num_diverged += 1
-                assert num_diverged <= most_diverged, (body, choice["text"], right["text"])
+                assert num_diverged <= max_diverged, (body, choice["text"], right["text"])
                 continue
             assert choice["finish_reason"] == right["finish_reason"], body
             assert _numbers(choice) == pytest.approx(_numbers(right), abs=1e-4), body

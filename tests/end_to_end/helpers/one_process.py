@@ -27,15 +27,15 @@ def assert_equals_one_process(directory: Path | None, *parallel: str) -> None:
 
     directory: None for the demo model, whose vocabulary is so large that one text may differ at a tie.
     """
-    model, most_diverged = (() if directory is None else (f"model={directory}",)), 1 if directory is None else 0
+    model, max_diverged = (() if directory is None else (f"model={directory}",)), 1 if directory is None else 0
     with running_toka(*model, *LARGE) as toka:
         expected, plain = ask_mixed(toka), ask_plain(toka)
         assert toka.stop() == 0
     with running_toka(*model, *SMALL, *GROUPS, *parallel) as toka:
-        assert_same_answers(ask_mixed(toka), expected, most_diverged)
+        assert_same_answers(ask_mixed(toka), expected, max_diverged)
         num_before = toka.gauge("toka_preemptions_total")
         texts = ask_plain(toka)
-        assert sum(text != right for text, right in zip(texts, plain, strict=True)) <= most_diverged
+        assert sum(text != right for text, right in zip(texts, plain, strict=True)) <= max_diverged
         assert toka.gauge("toka_preemptions_total") > num_before
         for counter in ("prefix_cache_hit_tokens", "shared_prompt_tokens"):
             assert toka.gauge(f"toka_{counter}_total") > 0, counter

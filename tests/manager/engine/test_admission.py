@@ -14,7 +14,7 @@ from tests.manager.helpers.requests import Shape, make_request, make_requests
 from tests.manager.helpers.strategies import CACHE_SALTS, random_shape
 from tokasaurus.manager.engine import admission
 from tokasaurus.manager.engine.admission import (
-    MOST_STEPS_BLOCKED,
+    MAX_STEPS_BLOCKED,
     RUNNING_PER_RELEASE,
     admit_described,
     admit_waiting,
@@ -286,7 +286,7 @@ def test_sequences_obviously_fit_if_they_fit_without_sharing_blocks(prompts, max
 
 
 def test_a_large_batch_admits_again_once_enough_sequences_have_left_or_after_a_few_steps(monkeypatch):
-    monkeypatch.setattr(admission, "MOST_ADMITTED", 1000)
+    monkeypatch.setattr(admission, "MAX_ADMITTED", 1000)
     options = make_options(2000, 1, max_tokens_per_forward=1024, max_seqs_per_forward=1024)
     driver = make_quick_driver(options)
     state = driver.state
@@ -303,9 +303,9 @@ def test_a_large_batch_admits_again_once_enough_sequences_have_left_or_after_a_f
     assert can_admit(state)
     state.num_releases -= 1
     assert not can_admit(state)
-    state.next_step_id += MOST_STEPS_BLOCKED
+    state.next_step_id += MAX_STEPS_BLOCKED
     assert can_admit(state)
-    state.next_step_id -= MOST_STEPS_BLOCKED
+    state.next_step_id -= MAX_STEPS_BLOCKED
     state.steps_in_flight.clear()
     assert can_admit(state), "the worker has nothing to do"
 

@@ -171,7 +171,7 @@ def test_sending_steps_ahead_changes_no_token(step_seconds):
         driver.run_until_idle()
         results.append({(delta.request_id, delta.sequence_index): delta.token_ids for delta in driver.deltas})
         assert (
-            driver.most_in_flight
+            driver.max_in_flight
             == {(1, 0.0001): 1, (1, 0.01): 1, (8, 0.0001): 8, (8, 0.01): 4}[max_steps_ahead, step_seconds]
         )
     assert results[0] == results[1]
@@ -248,4 +248,4 @@ def test_if_many_results_arrive_at_once_steps_are_sent_before_all_are_applied(is
     assert (applied[0] < 5) is is_on
     driver.run_until_idle()
     assert_equals_simulation(driver.deltas, [request])
-    assert driver.most_in_flight == 8
+    assert driver.max_in_flight == 8

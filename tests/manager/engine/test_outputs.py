@@ -16,7 +16,7 @@ from tests.manager.helpers.simulation import assert_equals_simulation, decode_te
 from tests.manager.helpers.strategies import STOP_TOKENS, random_shape
 from tokasaurus.manager.engine import outputs
 from tokasaurus.manager.engine.lifecycle import sampled_tokens
-from tokasaurus.manager.engine.outputs import MOST_RELEASED, apply_output
+from tokasaurus.manager.engine.outputs import MAX_RELEASED, apply_output
 from tokasaurus.manager.state.engine_state import Tuning
 from tokasaurus.messages.forward import ForwardOutput
 from tokasaurus.messages.generation import CancelRequest, GenerateRequest
@@ -213,7 +213,7 @@ def test_a_cancelled_stream_sends_no_more_deltas():
     driver.assert_nothing_is_left()
 
 
-NUM_COMMON_ENDS = 3 * MOST_RELEASED
+NUM_COMMON_ENDS = 3 * MAX_RELEASED
 
 
 def driver_of_common_end() -> tuple[EngineDriver, GenerateRequest]:
@@ -231,8 +231,8 @@ def driver_of_common_end() -> tuple[EngineDriver, GenerateRequest]:
     driver.step([request])
     while not driver.state.ending:
         driver.step([], 1)
-    assert driver.state.num_releases == len(driver.deltas) == MOST_RELEASED
-    assert len(driver.state.ending) == NUM_COMMON_ENDS - MOST_RELEASED
+    assert driver.state.num_releases == len(driver.deltas) == MAX_RELEASED
+    assert len(driver.state.ending) == NUM_COMMON_ENDS - MAX_RELEASED
     return driver, request
 
 
@@ -242,7 +242,7 @@ def test_hundreds_of_sequences_that_end_at_once_leave_in_short_turns():
     while state.ending:
         num_before = state.num_releases
         driver.step([], 1)
-        assert 0 < state.num_releases - num_before <= MOST_RELEASED + int(2 * state.usual_releases)
+        assert 0 < state.num_releases - num_before <= MAX_RELEASED + int(2 * state.usual_releases)
     driver.run_until_idle()
     assert_equals_simulation(driver.deltas, [request])
     driver.assert_nothing_is_left()
@@ -255,15 +255,15 @@ def test_sequences_cancelled_while_they_wait_for_their_end_leave_once():
     while driver.queue or driver.state.ending or driver.state.cancelled:
         num_to_leave.append(driver.state.num_running)
         driver.step([], 1)
-    assert num_to_leave[:3] == [2 * MOST_RELEASED, MOST_RELEASED, 0]
-    assert len(driver.deltas) == MOST_RELEASED
+    assert num_to_leave[:3] == [2 * MAX_RELEASED, MAX_RELEASED, 0]
+    assert len(driver.deltas) == MAX_RELEASED
     driver.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("num_ahead", [1, 2, 8])
 def test_a_few_ends_per_turn_change_no_result_and_preempt_nothing(num_ahead, monkeypatch):
     """Sequences that keep their blocks while they wait for their end give way before any other is preempted."""
-    monkeypatch.setattr(outputs, "MOST_RELEASED", 1)
+    monkeypatch.setattr(outputs, "MAX_RELEASED", 1)
     requests = [make_request(number, 5, 6, 6 + 8 * (number % 2), ignore_eos=True) for number in range(30)]
     options = make_options(36, max_seqs_per_forward=30, max_tokens_per_forward=64, max_steps_ahead=num_ahead)
     driver = EngineDriver(options, (0.001,), rng=random.Random(num_ahead))

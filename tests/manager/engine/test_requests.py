@@ -6,8 +6,8 @@ from dataclasses import replace
 from tests.manager.helpers.engine_driver import EngineDriver, make_options
 from tests.manager.helpers.requests import make_request
 from tests.manager.helpers.simulation import simulate
-from tokasaurus.manager.engine.admission import MOST_ADMITTED
-from tokasaurus.manager.engine.requests import MOST_RELEASED
+from tokasaurus.manager.engine.admission import MAX_ADMITTED
+from tokasaurus.manager.engine.requests import MAX_RELEASED
 from tokasaurus.manager.state.sequence_queues import QUANTUM
 from tokasaurus.messages.generation import CancelRequest
 from tokasaurus.messages.lifecycle import EngineLimits
@@ -65,15 +65,15 @@ def largest_steps(num_samples: int) -> tuple[int, float, float]:
     driver = EngineDriver(make_options(limits=limits, max_seqs_per_forward=512, max_tokens_per_forward=4096))
     state = driver.state
     request = make_request(1, num_sequences=num_samples, max_new_tokens=200, ignore_eos=True)
-    most_admitted, seconds = 0, []
+    max_admitted, seconds = 0, []
     step = driver.engine.step
 
     def timed_step(*args) -> None:
-        nonlocal most_admitted
+        nonlocal max_admitted
         num_before, start_s = state.num_admissions, time.thread_time()
         step(*args)
         seconds.append(time.thread_time() - start_s)
-        most_admitted = max(most_admitted, state.num_admissions - num_before)
+        max_admitted = max(max_admitted, state.num_admissions - num_before)
 
     driver.engine.step = timed_step
     driver.step([request])
@@ -86,18 +86,18 @@ def largest_steps(num_samples: int) -> tuple[int, float, float]:
     while state.num_running:
         driver.step([], 1)
         num_cancelled_steps += 1
-        assert state.num_running == max(0, num_before - (num_cancelled_steps + 1) * MOST_RELEASED)
+        assert state.num_running == max(0, num_before - (num_cancelled_steps + 1) * MAX_RELEASED)
     cancel_s = max(seconds)
     driver.run_until_idle()
     assert not driver.deltas
     driver.assert_nothing_is_left()
-    return most_admitted, slowest_s * 1e3, cancel_s * 1e3
+    return max_admitted, slowest_s * 1e3, cancel_s * 1e3
 
 
 def test_a_request_with_65536_samples_is_admitted_in_short_steps() -> None:
     """Three tries, since a busy machine may stretch a step, which takes 2 to 5 ms. A step that created all samples
     would take a third of a second. That none fills the batch, or ends all of it, the counts say."""
     tries = [largest_steps(65_536) for _ in range(3)]
-    assert {most_admitted for most_admitted, _, _ in tries} == {MOST_ADMITTED}
+    assert {max_admitted for max_admitted, _, _ in tries} == {MAX_ADMITTED}
     assert min(slowest_ms for _, slowest_ms, _ in tries) < 60
     assert min(cancel_ms for _, _, cancel_ms in tries) < 60

@@ -71,7 +71,7 @@ class EngineDriver:
     """Steps sent to the worker and not yet computed."""
     deltas: list[SequenceDelta] = field(default_factory=list)
     """Deltas of all steps."""
-    most_in_flight: int = 0
+    max_in_flight: int = 0
     """The largest number of steps that the worker had at once."""
     vocabulary: GrammarVocabulary | None = None
     """Vocabulary of grammars; None if no request has a grammar."""
@@ -97,7 +97,7 @@ class EngineDriver:
 
     def send(self, message: ForwardInput) -> None:
         self.queue.append(message)
-        self.most_in_flight = max(self.most_in_flight, len(self.queue))
+        self.max_in_flight = max(self.max_in_flight, len(self.queue))
 
     def step(
         self, messages: Iterable[GenerateRequest | CancelRequest] = (), num_results: int = 0
@@ -126,9 +126,9 @@ class EngineDriver:
         while jobs and self.rng.random() < self.job_rate:
             jobs.popleft()()
 
-    def run_until_idle(self, most_results: int = 3) -> None:
+    def run_until_idle(self, max_results: int = 3) -> None:
         while self.queue or self.state.ending or any(self.jobs):
-            self.step([], self.rng.randint(1, most_results))
+            self.step([], self.rng.randint(1, max_results))
         assert self.state.queues.num_waiting == 0, "sequences wait but no step was sent"
 
     def run(self, requests: Iterable[GenerateRequest], cancelled: Iterable[str] = (), check_share: float = 0.1) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tokasaurus.manager.planning.length_predictor import (
     CERTAIN_HAZARD,
-    MOST_HAZARD,
+    MAX_HAZARD,
     CompletionLengths,
     Ints,
     SurvivalForecast,
@@ -69,7 +69,7 @@ class LengthOracle:
         hazards = [0.0]
         for chance in chances:
             hazard = CERTAIN_HAZARD if chance == 1.0 else -log(1 - chance)
-            hazards.append(min(hazards[-1] + hazard, MOST_HAZARD))
+            hazards.append(min(hazards[-1] + hazard, MAX_HAZARD))
         self.longest = len(chances)
         self.have = num_generated
         self.hazards = [hazard - hazards[min(num_generated, self.longest)] for hazard in hazards]
@@ -78,7 +78,7 @@ class LengthOracle:
         """Share of sequences longer than `length` (>= num_generated). No end is known past the longest length."""
         return exp(-self.hazards[min(length, self.longest)])
 
-    def least_length(self, hazard: float) -> float:
+    def min_length(self, hazard: float) -> float:
         """The smallest length that at most a share exp(-hazard) exceed; infinite if no end is known that late."""
         lengths = range(self.have + 1, self.longest + 1)
         return next((length for length in lengths if self.hazards[length] >= hazard), inf)

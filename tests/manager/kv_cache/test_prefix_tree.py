@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokasaurus.manager.kv_cache.prefix_tree import LEAST_SIZE, NodeArrays, PrefixMatch, PrefixNode, PrefixTree
+from tokasaurus.manager.kv_cache.prefix_tree import MIN_SIZE, NodeArrays, PrefixMatch, PrefixNode, PrefixTree
 
 PAGE = 2
 SALTS = (b"", b"tenant")
@@ -333,7 +333,7 @@ def test_nodes_keep_their_entries_while_the_arrays_grow_and_shrink(seed, sizes):
             arrays.remove(index)
             del expected[index]
         assert_holds(arrays, expected)
-    assert len(arrays.parents) <= LEAST_SIZE
+    assert len(arrays.parents) <= MIN_SIZE
 
 
 def test_arrays_shrink_once_lasting_nodes_have_given_way():

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tokasaurus.manager.planning.group_trials import FIRST_INTERVAL, MOST_INTERVAL, GroupTrial, GroupTrials
+from tokasaurus.manager.planning.group_trials import FIRST_INTERVAL, MAX_INTERVAL, GroupTrial, GroupTrials
 
 
 class Device:
@@ -65,7 +65,7 @@ def test_trials_that_confirm_the_choice_become_rare_and_cost_little() -> None:
     _, made, excess = serve(Device(1.0, noise=0.0), [8.0], 50_000)
     gaps = [after - before for before, after in zip([0, *made], made, strict=False)]
     assert FIRST_INTERVAL <= gaps[0] <= FIRST_INTERVAL + 1
-    assert all(MOST_INTERVAL <= gap <= MOST_INTERVAL + 1 for gap in gaps[5:])
+    assert all(MAX_INTERVAL <= gap <= MAX_INTERVAL + 1 for gap in gaps[5:])
     assert excess < 1.001
 
 

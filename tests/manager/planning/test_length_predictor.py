@@ -62,8 +62,8 @@ def test_expected_length_equals_a_count_of_every_token_and_length(
         hazard, std = -log(share), oracle.std()
         # The forecast resolves hazard to 1/256, and rounds the margin up after subtracting 0.01 of a token. The small
         # terms allow for rounding of floats.
-        shortest = oracle.least_length(hazard - 1e-9) + ceil(scale * std - 0.0101)
-        longest = oracle.least_length(hazard + 1 / 256 + 1e-9) + ceil(scale * std - 0.0099)
+        shortest = oracle.min_length(hazard - 1e-9) + ceil(scale * std - 0.0101)
+        longest = oracle.min_length(hazard + 1 / 256 + 1e-9) + ceil(scale * std - 0.0099)
         assert min(shortest, most) <= value <= min(longest, most), (have, most, share)
 
 

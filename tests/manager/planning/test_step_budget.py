@@ -204,7 +204,7 @@ def round_time(num_stages: int, lengths: list[float]) -> float:
 def test_spare_tokens_delay_no_other_step_and_more_tokens_would(num_stages: int, num_microbatches: int) -> None:
     num_decoding = 1200  # divisible, and far above the 64 tokens that any step may have
     pipeline = Pipeline(num_stages, num_microbatches, max_tokens=10_000)
-    num_spare = pipeline.most_prefill(num_decoding, num_all_tokens=num_microbatches * num_decoding)
+    num_spare = pipeline.max_prefill(num_decoding, num_all_tokens=num_microbatches * num_decoding)
 
     def lost(num_more: int) -> float:
         """Time in which the stages compute nothing, in a round."""
@@ -226,7 +226,7 @@ def test_spare_tokens_delay_no_other_step_and_more_tokens_would(num_stages: int,
     ],
 )
 def test_a_steps_prompt_tokens_by_hand(num_decoding: int, num_all_tokens: int, most: int) -> None:
-    assert Pipeline(3, 4, max_tokens=512).most_prefill(num_decoding, num_all_tokens) == most
+    assert Pipeline(3, 4, max_tokens=512).max_prefill(num_decoding, num_all_tokens) == most
 
 
 @pytest.mark.parametrize(

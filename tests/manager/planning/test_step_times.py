@@ -141,14 +141,14 @@ def test_the_cost_of_a_token_is_told_from_that_of_its_context(num_tokens: int) -
 
 def test_prefill_is_known_up_to_a_multiple_of_the_largest_of_the_latest_steps() -> None:
     model = StepTimeModel()
-    assert model.most_prefill == float("inf")
+    assert model.max_prefill == float("inf")
     for num_tokens in (300, 40, 5):
         model.note(np.array([1, 0, 0, num_tokens, num_tokens**2]), 0.1)
         model.note(np.array([1, 4, 90, 0, 0.0]), 0.01)
-    assert model.most_prefill == GROWTH * 300
+    assert model.max_prefill == GROWTH * 300
     for _ in range(8):
         model.note(np.array([1, 0, 0, 40, 40.0**2]), 0.01)
-    assert model.most_prefill == GROWTH * 40
+    assert model.max_prefill == GROWTH * 40
 
 
 @pytest.mark.parametrize("per_pair", [1e-8, 1e-7, 1e-6])

@@ -13,7 +13,7 @@ from tokasaurus.manager.state import sequence_queues
 from tokasaurus.manager.state.sequence import Phase, Samples, Sequence, make_prompt
 from tokasaurus.manager.state.sequence_queues import (
     LIVE_PER_BACKGROUND,
-    MOST_DROPPED,
+    MAX_DROPPED,
     QUANTUM,
     SEQUENCES_PER_PRIORITY,
     FairQueue,
@@ -290,7 +290,7 @@ def test_few_cancelled_sequences_stay_in_memory(num_kept: int) -> None:
         sequence.phase = Phase.FINISHED
         queue.remove(sequence)
     num_held = sum(len(client._entries) for client in queue._clients.values())
-    assert num_held <= (2 * num_kept + MOST_DROPPED if num_kept else 0)
+    assert num_held <= (2 * num_kept + MAX_DROPPED if num_kept else 0)
     assert list(queue.in_order()) == ordered[:num_kept]
     assert bool(queue) is (num_kept > 0)
 

@@ -60,7 +60,7 @@ def test_a_sequence_that_fills_a_table_alone_gets_only_one_new_matcher(monkeypat
     driver.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("limit", ["MOST_COMPILED_GRAMMARS", "MOST_GRAMMAR_CHARS"])
+@pytest.mark.parametrize("limit", ["MAX_COMPILED_GRAMMARS", "MAX_GRAMMAR_CHARS"])
 def test_a_grammar_is_compiled_once_and_the_least_recently_used_is_dropped(limit, monkeypatch):
     made = []
 
@@ -71,7 +71,7 @@ def test_a_grammar_is_compiled_once_and_the_least_recently_used_is_dropped(limit
     monkeypatch.setattr(grammar_matcher, "make_matcher", record_and_make)
     texts = [LLMatcher.grammar_from_regex(f"a{{{count}}}") for count in range(1, 6)]
     assert len({len(text) for text in texts}) == 1
-    monkeypatch.setattr(grammar_manager, limit, 3 if limit == "MOST_COMPILED_GRAMMARS" else 3 * len(texts[0]))
+    monkeypatch.setattr(grammar_manager, limit, 3 if limit == "MAX_COMPILED_GRAMMARS" else 3 * len(texts[0]))
     driver = make_driver()
     driver.worker.requests = UncheckedRequests()
     for number, index in enumerate([0, 1, 2, 0, 3, 0, 2, 1, 4, 3]):

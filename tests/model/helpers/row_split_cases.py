@@ -137,9 +137,9 @@ class CaseStep:
         for prefix, group in zip(prefixes, case.groups, strict=True):
             num_prefix_tokens = len(prefix) * case.page_size
             before, num_whole = prefix, len(prefix)
-            for num_after, most_shared in group.members:
+            for num_after, max_shared in group.members:
                 cached = num_prefix_tokens + num_after - 1
-                num_same = min(len(prefix) + most_shared, num_whole, cached // case.page_size)
+                num_same = min(len(prefix) + max_shared, num_whole, cached // case.page_size)
                 before = self._extended(before[:num_same], cached + 1)
                 num_whole = cached // case.page_size
                 rows.append((before, cached, 1))

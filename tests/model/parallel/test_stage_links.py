@@ -59,14 +59,14 @@ class Stages:
         links.end_step()
 
 
-def run_in_order(stages: Stages, steps: list[list[int]], most_ahead: int, rng: random.Random) -> None:
-    """Run all steps; the first stage is at most `most_ahead` steps before the last, and all steps that it may run are
+def run_in_order(stages: Stages, steps: list[list[int]], max_ahead: int, rng: random.Random) -> None:
+    """Run all steps; the first stage is at most `max_ahead` steps before the last, and all steps that it may run are
     expected. Before a step, the first stage has the last token of each of its slots."""
     pp_size = len(stages.links)
     last_step: dict[int, int] = {}
     num_expected = 0
     while stages.num_run[-1] < len(steps):
-        while num_expected < min(len(steps), stages.num_run[-1] + most_ahead):
+        while num_expected < min(len(steps), stages.num_run[-1] + max_ahead):
             stages.expect(len(steps[num_expected]))
             num_expected += 1
         may_run = [stage for stage in range(1, pp_size) if stages.num_run[stage] < stages.num_run[stage - 1]]
@@ -83,14 +83,14 @@ def run_in_order(stages: Stages, steps: list[list[int]], most_ahead: int, rng: r
 
 
 @pytest.mark.parametrize("pp_size", [2, 3, 4])
-@pytest.mark.parametrize("most_ahead", [1, 2, 5])
+@pytest.mark.parametrize("max_ahead", [1, 2, 5])
 def test_each_stage_gets_what_the_one_before_sent_and_the_first_the_tokens(
-    pp_size: int, most_ahead: int, transport: Transport
+    pp_size: int, max_ahead: int, transport: Transport
 ) -> None:
     rng = random.Random(pp_size)
     steps = [rng.sample(range(NUM_SLOTS), rng.randint(1, NUM_SLOTS)) for _ in range(60)]
     stages = Stages(pp_size)
-    run_in_order(stages, steps, most_ahead, rng)
+    run_in_order(stages, steps, max_ahead, rng)
     for links in stages.links:
         links.finish()
     assert not any(transport.waiting.values())

@@ -22,7 +22,7 @@ from tokasaurus.model.sampling.prompt_logprobs import fill_token_logprobs
 from tokasaurus.model.sampling.sample import Sampled, sample
 
 
-def most_bytes(case: Case, num_ranks: int) -> int:
+def max_bytes(case: Case, num_ranks: int) -> int:
     """That a rank sends for a sampled step."""
     if case.is_plain:
         # Score, token, whether it is finite; for logprobs, also its logit and the log-sum-exp.
@@ -67,7 +67,7 @@ def test_ranks_sample_as_one_process_and_exchange_no_more_than_they_need(num_ran
                 assert_sampled_alike(got, expected)
                 if expected.top_ids is not None:  # logits are distinct, so that their order is too
                     np.testing.assert_array_equal(got[2], expected.top_ids)
-                assert num_bytes <= most_bytes(case, num_ranks), case.name
+                assert num_bytes <= max_bytes(case, num_ranks), case.name
             if case.has_prompt:
                 wanted = empty_logprobs(min(4, case.vocab_size))
                 fill_token_logprobs(logits, prompt_targets(case.vocab_size), wanted, None)

@@ -96,7 +96,7 @@ def test_batches_are_removed_with_their_ledger_some_time_after_their_end(store: 
 
 
 def test_any_number_is_removed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "_MOST_AT_ONCE", 3)
+    monkeypatch.setattr(retention, "_MAX_AT_ONCE", 3)
     for number in range(10):
         store_file(store, f"file-{number}", NOW)
         store_batch(store, f"batch-{number}", "completed", completed_at=1)

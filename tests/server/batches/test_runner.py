@@ -120,10 +120,10 @@ def test_lines_that_could_not_be_started_are_tried_again_on_a_busy_event_loop(
 ) -> None:
     failures = [apsw.FullError] * 20
 
-    def read(connection: apsw.Connection, batch: int, first: int, most: int) -> list[PendingLine]:
+    def read(connection: apsw.Connection, batch: int, first: int, limit: int) -> list[PendingLine]:
         if failures:
             raise failures.pop()
-        return pending_lines(connection, batch, first, most)
+        return pending_lines(connection, batch, first, limit)
 
     async def test() -> None:
         monkeypatch.setattr(runner, "pending_lines", read)
@@ -142,10 +142,10 @@ def test_lines_that_could_not_be_started_are_tried_again_on_a_busy_event_loop(
 def test_a_batch_that_cannot_be_read_does_not_stop_the_others(
     served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read(connection: apsw.Connection, batch: int, first: int, most: int) -> list[PendingLine]:
+    def read(connection: apsw.Connection, batch: int, first: int, limit: int) -> list[PendingLine]:
         if batch == 1:
             raise apsw.CorruptError
-        return pending_lines(connection, batch, first, most)
+        return pending_lines(connection, batch, first, limit)
 
     async def test() -> None:
         monkeypatch.setattr(runner, "pending_lines", read)

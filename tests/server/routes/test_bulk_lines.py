@@ -82,7 +82,7 @@ class Answers:
     """Answers each line, which is its custom_id, after a random number of event loop iterations."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.num_running = self.most_running = self.num_started = 0
+        self.num_running = self.max_running = self.num_started = 0
         self.written: list[bytes] = []
         self._random = random.Random(seed)
         self.gate = asyncio.Event()
@@ -92,7 +92,7 @@ class Answers:
         async def answer() -> bytes:
             self.num_started += 1
             self.num_running += 1
-            self.most_running = max(self.most_running, self.num_running)
+            self.max_running = max(self.max_running, self.num_running)
             try:
                 for _ in range(self._random.randrange(20)):
                     await asyncio.sleep(0)
@@ -131,7 +131,7 @@ def test_every_line_gets_one_result_and_max_lines_in_flight_is_the_peak(
 
     answers = asyncio.run(go())
     assert answers.results() == {f"line {number}": 200 for number in range(300)}
-    assert answers.most_running == 7
+    assert answers.max_running == 7
 
 
 def test_reading_stops_while_max_lines_in_flight_are_unanswered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +249,7 @@ def test_line_refused_by_a_full_queue_is_retried_and_answered(monkeypatch: pytes
         chunks = [b"%d\n" % number for number in range(1000)]
         await run_lines(BulkRun(read_line, 1000), chunks, answers.write)
         assert answers.results() == {str(number): 200 for number in range(1000)}
-        assert answers.most_running == 4
+        assert answers.max_running == 4
         assert asyncio.get_running_loop().time() - started < 20  # 250 waits of QUEUE_RETRY_S would take 50 s
 
     asyncio.run(go())

@@ -21,10 +21,10 @@ Int64Array = NDArray[np.int64]
 MIN_DESCRIBED = 8
 """Fewest candidates considered together."""
 
-MOST_ROUNDS = 4
+MAX_ROUNDS = 4
 """Most groups of candidates admitted in one step; the worker may idle meanwhile."""
 
-MOST_ADMITTED = 96
+MAX_ADMITTED = 96
 """Most sequences admitted in one step, so that it takes a few milliseconds however many samples a request has. Twice
 the usual number of sequences that leave may come on top: else a batch of short completions would shrink."""
 
@@ -35,7 +35,7 @@ RUNNING_PER_RELEASE = 256
 """While the next sequence does not fit, admission waits until one in this many running sequences has left. Every
 round costs about as much as ending ten sequences, and a batch that lacks one sequence in 256 is hardly smaller."""
 
-MOST_STEPS_BLOCKED = 4
+MAX_STEPS_BLOCKED = 4
 """Most steps that admission waits so: expected lengths change, and other sequences may come first."""
 
 RUNNING_PER_UNTRIED = 1024
@@ -92,19 +92,19 @@ def num_fitting(
     page_size: int,
     batch: int,
     most: int,
-    most_untried: int = 0,
+    max_untried: int = 0,
 ) -> int:
     """How many candidates fit according to the KV simulation, at most num_certain + most.
 
     The first `num_certain` are known to fit. Tries `batch` candidates more, then twice as many more each time. After
-    the first group that does not fit, bisects, until at most `most_untried` others may fit as well.
+    the first group that does not fit, bisects, until at most `max_untried` others may fit as well.
     """
     num, limit = num_certain, min(len(candidates.decode_steps), num_certain + most) + 1
     limit = min(
         limit, _num_prompts_with_room(candidates, num_blocks - int(kv_forecast.curve.at(_NOW)[0]), page_size) + 1
     )
     has_failed = False
-    while num + 1 + (most_untried if has_failed and num > num_certain else 0) < limit:
+    while num + 1 + (max_untried if has_failed and num > num_certain else 0) < limit:
         tried = num + (limit - num) // 2 if has_failed else min(num + batch, limit - 1)
         if fits_together(kv_forecast.curve, simulate_candidates(candidates, tried, kv_forecast, page_size), num_blocks):
             num, batch = tried, 2 * batch
@@ -133,8 +133,8 @@ def admit_waiting(state: EngineState) -> None:
     A sequence that does not fit blocks all behind it; otherwise a long prompt might never be admitted.
     """
     state.blocked_admission = None
-    num_left = _most_to_admit(state)
-    for _ in range(MOST_ROUNDS):
+    num_left = _max_to_admit(state)
+    for _ in range(MAX_ROUNDS):
         num_described = min(num_left, max(MIN_DESCRIBED, 2 * state.onboard_batch))
         sequences = state.queues.first_waiting(min(len(state.free_slots), num_described))
         if not sequences:
@@ -147,12 +147,12 @@ def admit_waiting(state: EngineState) -> None:
         num_left -= num_admitted
 
 
-def _most_to_admit(state: EngineState) -> int:
-    """Most sequences that this call of `admit_waiting` may admit, at least MOST_ADMITTED."""
+def _max_to_admit(state: EngineState) -> int:
+    """Most sequences that this call of `admit_waiting` may admit, at least MAX_ADMITTED."""
     num_new = state.num_releases - state.num_releases_counted
     state.num_releases_counted = state.num_releases
     state.usual_releases += NEW_RELEASES_WEIGHT * (num_new - state.usual_releases)
-    return MOST_ADMITTED + int(2 * state.usual_releases)
+    return MAX_ADMITTED + int(2 * state.usual_releases)
 
 
 def can_admit(state: EngineState) -> bool:
@@ -163,29 +163,29 @@ def can_admit(state: EngineState) -> bool:
         return True
     step_id, num_releases = state.blocked_admission
     num_awaited = state.num_running // RUNNING_PER_RELEASE
-    return state.num_releases - num_releases >= num_awaited or state.next_step_id - step_id >= MOST_STEPS_BLOCKED
+    return state.num_releases - num_releases >= num_awaited or state.next_step_id - step_id >= MAX_STEPS_BLOCKED
 
 
 def _admit_fitting(state: EngineState, candidates: Candidates) -> tuple[int, bool]:
     """Admit the first candidates that fit. Returns how many, and whether the next one does not fit."""
-    page_size, most_at_once = state.options.limits.page_size, state.options.onboard_batch_size
+    page_size, max_at_once = state.options.limits.page_size, state.options.onboard_batch_size
     num_blocks = int(state.blocks.num_blocks * state.options.target_utilization)
     rate = wanted_prefill_rate(state, candidates.num_to_compute, candidates.decode_steps)
     num_unreserved = num_blocks - state.blocks.num_used - _num_blocks_still_needed(state)
     num_certain = num = num_obviously_fitting(candidates, num_unreserved, page_size)
     most = len(candidates.decode_steps)
-    if num < most and most_at_once is not None:
-        most = min(most, num_certain + most_at_once)
+    if num < most and max_at_once is not None:
+        most = min(most, num_certain + max_at_once)
         kv_forecast = forecast_kv(state, rate, candidates)
         if rate != state.prefill_rate and state.num_running and kv_forecast.curve.peak > num_blocks:
             # The running sequences do not fit at this rate, but did at the rate at which they were admitted.
             rate = state.prefill_rate
             kv_forecast = forecast_kv(state, rate, candidates)
         num = num_fitting(
-            *(candidates, num_certain, kv_forecast, num_blocks, page_size, state.onboard_batch, most_at_once),
-            most_untried=state.num_running // RUNNING_PER_UNTRIED,
+            *(candidates, num_certain, kv_forecast, num_blocks, page_size, state.onboard_batch, max_at_once),
+            max_untried=state.num_running // RUNNING_PER_UNTRIED,
         )
-        state.onboard_batch = min(most_at_once, max(1, num))
+        state.onboard_batch = min(max_at_once, max(1, num))
     if num == 0 and not state.num_running:
         num = 1  # a sequence always fits alone: the server rejects the others
     if num:

@@ -138,11 +138,11 @@ def _share(state: EngineState, sequences: list[Sequence], prompts: list[_CachedP
     tree, page_size = state.blocks.tree, state.options.limits.page_size
     block_bytes = 4 * page_size
     scratch_tree = PrefixTree(page_size)
-    most_new = sum(len(sequences[index].prompt) for index, *_ in prompts) // page_size
-    numbers, num_numbered = np.arange(most_new, dtype=np.int32) + len(state.blocks.tokens), 0
+    max_new = sum(len(sequences[index].prompt) for index, *_ in prompts) // page_size
+    numbers, num_numbered = np.arange(max_new, dtype=np.int32) + len(state.blocks.tokens), 0
     reserved_num_top = np.empty(0, np.int32)
     if state.blocks.prompt_logprobs is not None and any(sequence.needs_prompt_logprobs for sequence in sequences):
-        reserved_num_top = state.blocks.prompt_logprobs.reserved(most_new)
+        reserved_num_top = state.blocks.prompt_logprobs.reserved(max_new)
     found: list[tuple[int, int, int, PrefixMatch, PrefixNode, int | None]] = []
     for index, whole_match, match, _ in prompts:
         sequence = sequences[index]

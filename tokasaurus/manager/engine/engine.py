@@ -14,7 +14,7 @@ from tokasaurus.manager.engine.input_building import group_costs, num_blocks_sho
 from tokasaurus.manager.engine.kv_forecast import prefill_time
 from tokasaurus.manager.engine.length_updates import forecast_is_old, note_ends, update_forecast
 from tokasaurus.manager.engine.lifecycle import find_starts, preempt
-from tokasaurus.manager.engine.microbatches import most_prefill, next_microbatches, note_step, prefilling_of, slots_of
+from tokasaurus.manager.engine.microbatches import max_prefill, next_microbatches, note_step, prefilling_of, slots_of
 from tokasaurus.manager.engine.outputs import (
     apply_grammars,
     apply_output,
@@ -44,7 +44,7 @@ from tokasaurus.monitoring.trace import NO_TRACE, Trace
 SECONDS_IN_HURRY = 0.01
 """With less work than this in the worker's queue, a step is sent before all results that have arrived are applied."""
 
-MOST_READING_SECONDS = 0.002
+MAX_READING_SECONDS = 0.002
 """Longest time a step waits for grammar matchers to read tokens, in seconds."""
 
 NEW_RUN_WEIGHT = 0.2
@@ -127,7 +127,7 @@ class Engine:
             self._apply(list(results))
             release_ending(state, num_cancelled)
             if state.grammars is not None:
-                state.grammars.read(min(MOST_READING_SECONDS, self.seconds_left() / 4))
+                state.grammars.read(min(MAX_READING_SECONDS, self.seconds_left() / 4))
                 if state.grammars.has_finished:
                     apply_grammars(state)
             note_ends(state)
@@ -288,7 +288,7 @@ def _step_of(state: EngineState, microbatch: int) -> ForwardInput | None:
         if state.prefill_rate is not None:
             budget = min(budget, -(-state.prefill_rate // state.options.num_microbatches))
         if state.options.num_microbatches > 1:
-            budget = min(budget, most_prefill(state, num_decoding))
+            budget = min(budget, max_prefill(state, num_decoding))
         prompts = (
             (num_computed := int(state.slots.num_kv_tokens[sequence.slot]), len(sequence.prompt) - num_computed)
             for sequence in prefilling_of(state, microbatch)

@@ -91,7 +91,7 @@ def prefill_time(state: EngineState, decoding: NDArray[np.int64]) -> PrefillTime
     per_token, per_pair = model.prefill_weights
     if not per_token:
         per_token, per_pair = options.limits.seconds_per_token, model.first_per_pair
-    return PrefillTime(seconds, per_token, per_pair, max(MIN_CHUNK, model.most_prefill))
+    return PrefillTime(seconds, per_token, per_pair, max(MIN_CHUNK, model.max_prefill))
 
 
 def timed_prefill_rate(
@@ -122,10 +122,10 @@ def forecast_kv(state: EngineState, prefill_rate: int | None, candidates: Candid
     may be admitted, whose prompts change how many tokens fit into a step.
     """
     arrays, tree, page_size = state.slots, state.blocks.tree.arrays, state.options.limits.page_size
-    most_ahead = state.options.max_steps_ahead
+    max_ahead = state.options.max_steps_ahead
     if state.step_seconds is not None:
-        wanted = num_steps_to_keep_in_flight(state.step_seconds, most_ahead)
-        most_ahead = max(wanted, len(state.steps_in_flight))
+        wanted = num_steps_to_keep_in_flight(state.step_seconds, max_ahead)
+        max_ahead = max(wanted, len(state.steps_in_flight))
     num_microbatches = state.options.num_microbatches
     past, prefilling = running_slots(state)
     rates = (
@@ -134,7 +134,7 @@ def forecast_kv(state: EngineState, prefill_rate: int | None, candidates: Candid
         timed_prefill_rate(state, past[arrays.is_decoding[past]], prefilling, candidates),
     )
     prefill_rate = min((rate for rate in rates if rate is not None), default=None)
-    release_delay = 1 if num_microbatches > 1 else most_ahead - 1
+    release_delay = 1 if num_microbatches > 1 else max_ahead - 1
     slots = np.concatenate((past, prefilling))
     num_steps = expected_decode_steps(state, slots)
     num_tokens = np.maximum(arrays.num_kv_tokens[slots], arrays.num_prefill_tokens[slots])

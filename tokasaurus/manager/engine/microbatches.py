@@ -14,10 +14,10 @@ from tokasaurus.manager.planning.step_budget import Pipeline
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import Sequence
 
-_MOST_IN_FLIGHT = 2
+_MAX_IN_FLIGHT = 2
 """Steps of one microbatch in flight: the second is queued while the first still runs."""
 
-_LEAST_TOGETHER = 8
+_MIN_TOGETHER = 8
 """Samples of a request that stay in one microbatch, however few sequences others have: a step of so few takes about as
 long as one of a single sequence."""
 
@@ -29,7 +29,7 @@ for many steps."""
 def choose_microbatch(state: EngineState, sequence: Sequence) -> int:
     """The microbatch of a sequence that gets a slot.
 
-    Samples of a request share a microbatch, because they share prefixes, until it has _LEAST_TOGETHER sequences and an
+    Samples of a request share a microbatch, because they share prefixes, until it has _MIN_TOGETHER sequences and an
     equal share of all running and waiting sequences; of the waiting ones, only as many count as the slots and the KV
     cache can hold. Otherwise it is the microbatch with the least to compute, and of equal ones the next in turn.
     """
@@ -41,7 +41,7 @@ def choose_microbatch(state: EngineState, sequence: Sequence) -> int:
     num_running = int(counts.sum()) + 1
     num_fitting = state.blocks.num_blocks // -(-sequence.max_kv_tokens // state.options.limits.page_size)
     num_soon = min(state.options.num_slots, num_running + state.queues.num_waiting, max(num_running, num_fitting))
-    share = max(_LEAST_TOGETHER, -(-num_soon // num_microbatches))
+    share = max(_MIN_TOGETHER, -(-num_soon // num_microbatches))
     siblings = state.unfinished[sequence.request.request_id].sequences
     for sibling in reversed(siblings):
         if sibling is not sequence and sibling.slot and slots.is_running[sibling.slot]:
@@ -62,10 +62,10 @@ def _num_prompt_tokens_left(state: EngineState) -> NDArray[np.int64]:
     return num_left
 
 
-def most_prefill(state: EngineState, num_decoding: int) -> int:
+def max_prefill(state: EngineState, num_decoding: int) -> int:
     """Most prompt tokens for a step with `num_decoding` decode rows. Precondition: several microbatches."""
     num_all_tokens = int(state.slots.is_decoding.sum() + _num_prompt_tokens_left(state).sum())
-    return _pipeline(state).most_prefill(num_decoding, num_all_tokens)
+    return _pipeline(state).max_prefill(num_decoding, num_all_tokens)
 
 
 def prefill_per_round(state: EngineState, num_candidate_tokens: NDArray[np.int64]) -> int | None:
@@ -99,7 +99,7 @@ def next_microbatches(state: EngineState, num_unapplied: int) -> Iterator[int]:
     if num_microbatches == 1:
         yield 0
         return
-    most = min(_MOST_IN_FLIGHT, state.options.max_steps_ahead)
+    most = min(_MAX_IN_FLIGHT, state.options.max_steps_ahead)
     in_flight = [step.microbatch for step in islice(state.steps_in_flight, num_unapplied, None)]
     for offset in range(num_microbatches):
         microbatch = (state.next_microbatch + offset) % num_microbatches

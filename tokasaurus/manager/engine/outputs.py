@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 NUMERICAL_ERROR = "the model computed numbers for this request that are not finite (NaN or infinity)"
 
-MOST_RELEASED = 96
+MAX_RELEASED = 96
 """Most sequences that leave their slots in one step of the manager, beyond those that usually do, so that it takes a
 few milliseconds."""
 
-MOST_SPECIAL_TOKENS = 16
+MAX_SPECIAL_TOKENS = 16
 """Most special tokens among the last tokens of a completion. With more, all of it is read for stop strings."""
 
 
@@ -106,7 +106,7 @@ def release_ending(state: EngineState, num_released: int = 0) -> None:
     The rest keep their slots and blocks until a later call. Thousands of sequences may end in the same step, while the
     worker needs its next one within milliseconds.
     """
-    _release_ending(state, MOST_RELEASED + int(2 * state.usual_releases) - num_released)
+    _release_ending(state, MAX_RELEASED + int(2 * state.usual_releases) - num_released)
 
 
 def release_all_ending(state: EngineState) -> None:
@@ -181,13 +181,13 @@ def _find_stop(state: EngineState, sequence: Sequence, matcher: StopMatcher) -> 
     num_generated = int(arrays.num_known_tokens[slot] - arrays.num_prompt_tokens[slot])
     num_checked = int(arrays.num_counted_tokens[slot])
     # Read only the tail: copying a long completion for every check is slow. It suffices if special tokens are few.
-    num_read = num_generated - num_checked + matcher.lookback + MOST_SPECIAL_TOKENS
+    num_read = num_generated - num_checked + matcher.lookback + MAX_SPECIAL_TOKENS
     num_sampled = num_generated - len(sequence.kept_token_ids)
     tail = sampled_tokens(state, sequence, min(num_read, num_sampled)).tolist()
     if num_read > num_sampled:
         tail = sequence.kept_token_ids[-(num_read - num_sampled) :] + tail
     special_ids = state.options.special_ids
-    if matcher.needs_whole_text or sum(token_id in special_ids for token_id in tail) > MOST_SPECIAL_TOKENS:
+    if matcher.needs_whole_text or sum(token_id in special_ids for token_id in tail) > MAX_SPECIAL_TOKENS:
         tail = sequence.kept_token_ids + sampled_tokens(state, sequence).tolist()
     num_before = num_generated - len(tail)
     num_exempt = sequence.request.min_tokens - num_before

@@ -1,7 +1,7 @@
 """Add and cancel requests."""
 
 from tokasaurus.manager.engine.lifecycle import release
-from tokasaurus.manager.engine.outputs import MOST_RELEASED, abort
+from tokasaurus.manager.engine.outputs import MAX_RELEASED, abort
 from tokasaurus.manager.state.engine_state import EngineState
 from tokasaurus.manager.state.sequence import KeptTop, Phase, Samples, Sequence, make_prompt
 from tokasaurus.messages.generation import GenerateRequest
@@ -89,10 +89,10 @@ def cancel_request(state: EngineState, request_id: str) -> None:
 
 
 def release_cancelled(state: EngineState) -> int:
-    """End up to MOST_RELEASED running sequences of cancelled requests; return how many. The others run on until a later
+    """End up to MAX_RELEASED running sequences of cancelled requests; return how many. The others run on until a later
     call; the server ignores what they generate."""
     num_released = 0
-    while state.cancelled and num_released < MOST_RELEASED:
+    while state.cancelled and num_released < MAX_RELEASED:
         sequence = state.cancelled.popleft()
         if sequence.phase is not Phase.FINISHED:
             release(state, sequence)

@@ -16,7 +16,7 @@ BYTES_PER_TOKEN = 4
 ROOT_SEQUENCES = 1 << 30
 """Reference count of the root, above any other node's: the root counts as shared and is never an unused leaf."""
 
-LEAST_SIZE = 1024
+MIN_SIZE = 1024
 """The arrays of nodes do not shrink below this size."""
 
 
@@ -335,7 +335,7 @@ class NodeArrays:
         self._is_used[index] = False
         self._num_nodes -= 1
         self._num_in_upper_half -= 2 * index >= size
-        while not self._num_in_upper_half and size > max(LEAST_SIZE, 4 * self._num_nodes):
+        while not self._num_in_upper_half and size > max(MIN_SIZE, 4 * self._num_nodes):
             size //= 2
             self._resize(size)
 

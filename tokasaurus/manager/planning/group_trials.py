@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 FIRST_INTERVAL = 128
-MOST_INTERVAL = 4096
+MAX_INTERVAL = 4096
 """Decode steps before the first trial, and between trials at most. Each trial after which the choice is clearly right
 multiplies the interval by 4, so that trials cost far less than 1 % of the time."""
 
@@ -21,11 +21,11 @@ OPTIMISM = 4.0
 NUM_KEPT = 32
 """Trials that count."""
 
-MOST_GAIN = 0.25
+MAX_GAIN = 0.25
 """A trial that shows more than this share of a step's time counts as if it showed this: another process may have
 delayed one step."""
 
-LEAST_REGRET = 0.02
+MIN_REGRET = 0.02
 """Least share of a step's time that another scale must have saved in the mean of the trials, to be used."""
 
 DOUBT = 1.5
@@ -86,11 +86,11 @@ class GroupTrials:
     def _observe(self, trial: GroupTrial, trial_seconds: float, usual_seconds: float) -> bool:
         alone_s, together_s = (usual_seconds, trial_seconds) if trial.has_groups else (trial_seconds, usual_seconds)
         gain = (alone_s - together_s) / max(alone_s, together_s)
-        self._observed.append((trial.alone / trial.together, min(max(gain, -MOST_GAIN), MOST_GAIN)))
+        self._observed.append((trial.alone / trial.together, min(max(gain, -MAX_GAIN), MAX_GAIN)))
         before, self.scale = self.scale, self._best_scale()
         gains = [gain if ratio > self.scale else -gain for ratio, gain in self._observed]
         is_confirmed = gains[-1] > 0 and _is_clear(gains)
-        self._interval = min(4 * self._interval, MOST_INTERVAL) if is_confirmed else FIRST_INTERVAL
+        self._interval = min(4 * self._interval, MAX_INTERVAL) if is_confirmed else FIRST_INTERVAL
         return before != self.scale
 
     def _best_scale(self) -> float:
@@ -100,7 +100,7 @@ class GroupTrials:
         # The choice changes where the scale passes a trial's ratio.
         for scale in (factor * ratio for ratio, _ in self._observed for factor in (0.99, 1.01)):
             others = list(self._losses(scale))
-            if _is_clear([loss - other - LEAST_REGRET for loss, other in zip(losses, others, strict=True)]):
+            if _is_clear([loss - other - MIN_REGRET for loss, other in zip(losses, others, strict=True)]):
                 best = min(best, (sum(others), max(scale, 1 / scale), scale))
         return best[2]
 

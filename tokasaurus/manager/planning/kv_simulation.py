@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
-_MOST_SINGLE_LEVELS = 8
+_MAX_SINGLE_LEVELS = 8
 """Levels climbed one by one, before all nodes of the tree are visited."""
 
 
@@ -163,7 +163,7 @@ def deepest_shared_nodes(
     """
     assert num_sequences[0] >= 2, "the root must count as shared, or the climb does not end"
     deepest: Int32Array = node_of_sequence.astype(parents.dtype)
-    for _ in range(_MOST_SINGLE_LEVELS):
+    for _ in range(_MAX_SINGLE_LEVELS):
         is_private = num_sequences[deepest] < 2
         if not is_private.any():
             return deepest

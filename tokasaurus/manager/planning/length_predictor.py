@@ -22,7 +22,7 @@ CERTAIN_HAZARD = 32.0
 """Hazard of a token at which every known sequence ended. It is finite: one in 80 trillion sequences continues, too few
 to matter in a sum, but lengths after this token can still be compared."""
 
-MOST_HAZARD = 128.0
+MAX_HAZARD = 128.0
 """Largest cumulative hazard at which lengths are told apart: after four certain ends, nothing is known."""
 
 HAZARD_RESOLUTION = 256
@@ -128,7 +128,7 @@ class SurvivalForecast:
 
     hazards: Floats
     """[K + 1], cumulative hazard: -log of the share of completions with more than l tokens, for l = 0 to K, the longest
-    seen; at most MOST_HAZARD."""
+    seen; at most MAX_HAZARD."""
     lengths: Ints
     """Entry i: smallest l whose hazard reaches (i + 1) / HAZARD_RESOLUTION, up to the last hazard; the last entry is
     UNKNOWN, since no length reaches it."""
@@ -212,7 +212,7 @@ def _forecast_from(hazard: Floats, std_buffer_scale: float) -> SurvivalForecast:
     """hazard[l]: -log of the share of completions with more than l + 1 tokens among those with more than l."""
     hazards = np.zeros(len(hazard) + 1)
     np.cumsum(hazard, out=hazards[1:])
-    np.minimum(hazards, MOST_HAZARD, out=hazards)
+    np.minimum(hazards, MAX_HAZARD, out=hazards)
     # Hazards never fall, so the smallest l that reaches a value is the number of hazards below it.
     lengths = np.bincount((hazards * HAZARD_RESOLUTION).astype(np.int64)).cumsum()
     lengths[-1] = UNKNOWN

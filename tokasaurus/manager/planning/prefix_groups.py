@@ -14,11 +14,11 @@ Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 Float64Array = NDArray[np.float64]
 
-MOST_ANCESTORS = 32
+MAX_ANCESTORS = 32
 """Most nodes above a sequence's deepest shared node that are considered for its group. It bounds the work of grouping;
 nodes at which no other sequence joins are skipped and do not count."""
 
-_MOST_SKIPPED = 32
+_MAX_SKIPPED = 32
 """Most nodes in a row that are skipped; the next one is considered without need."""
 
 
@@ -69,11 +69,11 @@ def group_by_prefix(
     Whether all of them save more than costs.per_step is another question, for each step: see saved_by_step. It has no
     influence on which groups are the best.
 
-    The groups' total is the largest possible one, if no more than MOST_ANCESTORS candidates lie above any node and
+    The groups' total is the largest possible one, if no more than MAX_ANCESTORS candidates lie above any node and
     every group of that optimum has min_group_size sequences. A group that would get fewer is not formed, and its
     sequences may join a group above; the total may then be smaller than the best with that limit.
 
-    Work: at most MOST_ANCESTORS * _MOST_SKIPPED array operations over the sequences, and a few Python steps for each
+    Work: at most MAX_ANCESTORS * _MAX_SKIPPED array operations over the sequences, and a few Python steps for each
     candidate: the deepest shared nodes and the nodes where their paths meet, fewer than 2 * N if all sequences decode.
     The size of the tree matters only where more than a few nodes lie between a sequence's end and its shared part.
     """
@@ -215,7 +215,7 @@ def _find_candidates(
     is_long = end_blocks[own] >= min_blocks
     level = own[is_long]
     nodes, ups = level, np.zeros(0, np.int32)
-    for _ in range(MOST_ANCESTORS):
+    for _ in range(MAX_ANCESTORS):
         up = _next_joined(level, parents, num_sequences)
         up[end_blocks[up] < min_blocks] = 0
         ups = np.concatenate((ups, up))
@@ -250,7 +250,7 @@ def _find_candidates(
 def _next_joined(nodes: Int32Array, parents: Int32Array, num_sequences: Int32Array) -> Int32Array:
     """The first node above each of `nodes` that more sequences use; a node before it if that is far away."""
     up = parents[nodes]
-    for _ in range(_MOST_SKIPPED):
+    for _ in range(_MAX_SKIPPED):
         is_same = num_sequences[up] == num_sequences[nodes]
         if not is_same.any():
             break

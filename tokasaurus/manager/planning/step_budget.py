@@ -20,7 +20,7 @@ NEW_STEP_WEIGHT = 0.2
 MIN_STEP_SECONDS = 0.25
 """Least time that a step with prompts may take if no flag sets it: readers of a stream hardly notice such a gap."""
 
-MOST_STREAM_SECONDS = 1.0
+MAX_STREAM_SECONDS = 1.0
 """Most time of such a step while a sequence is streamed, if no flag sets it."""
 
 STEP_OVERHEAD = 0.02
@@ -29,11 +29,11 @@ STEP_OVERHEAD = 0.02
 MIN_CHUNK = 16
 """Prompt tokens that a step computes at least, however long they are expected to take, so that prompts advance."""
 
-_LEAST_CHUNK = 64
+_MIN_CHUNK = 64
 """Prompt tokens that a microbatch's step may have, even if it has more tokens than the others: so that short prompts
 need not wait."""
 
-_MOST_ROUNDS = 64
+_MAX_ROUNDS = 64
 """Longest prefill that is followed round by round."""
 
 
@@ -66,7 +66,7 @@ def make_step_limit(max_step_seconds: float | None, seconds_per_step: float) -> 
     if max_step_seconds is not None:
         return StepLimit(max_step_seconds, max_step_seconds)
     seconds = max(MIN_STEP_SECONDS, seconds_per_step / STEP_OVERHEAD)
-    return StepLimit(seconds, min(seconds, MOST_STREAM_SECONDS))
+    return StepLimit(seconds, min(seconds, MAX_STREAM_SECONDS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class PrefillTime:
         """Seconds for `num_tokens` tokens of a prompt, `start` of which are computed."""
         return num_tokens * (self.per_token + self.per_pair * (start + num_tokens))
 
-    def most_tokens(self, start: int, seconds: float) -> float:
+    def tokens_within(self, start: int, seconds: float) -> float:
         """The number of tokens n, not rounded, with cost(start, n) = seconds; inf if tokens take no time."""
         linear = self.per_token + self.per_pair * start
         # The positive root of per_pair * n ** 2 + linear * n - seconds, without a difference of nearly equal numbers.
@@ -112,7 +112,7 @@ def split_prefill(prompts: Iterable[tuple[int, int]], budget: int, time: Prefill
     seconds, budget, num_free = time.seconds, int(min(budget, time.max_tokens)), MIN_CHUNK
     if budget > 0:
         for start, left in prompts:
-            most = time.most_tokens(start, max(0.0, seconds))
+            most = time.tokens_within(start, max(0.0, seconds))
             chunk = int(min(left, budget, max(most, num_free)))
             if chunk:
                 chunks.append(chunk)
@@ -196,7 +196,7 @@ class Pipeline:
     max_tokens: int
     """Most tokens of a step."""
 
-    def most_prefill(self, num_decoding: int, num_all_tokens: int) -> int:
+    def max_prefill(self, num_decoding: int, num_all_tokens: int) -> int:
         """Most prompt tokens for a step with `num_decoding` decode rows.
 
         num_all_tokens: decoding rows and prompt tokens still to compute, of all microbatches. So many that the steps of
@@ -214,7 +214,7 @@ class Pipeline:
         (S - 1).
         """
         num_more = self.num_microbatches - self.num_stages
-        return max(_LEAST_CHUNK, num_more * num_decoding // max(1, self.num_stages - 1))
+        return max(_MIN_CHUNK, num_more * num_decoding // max(1, self.num_stages - 1))
 
     def prefill_per_round(self, num_decoding: list[int], num_left: list[int]) -> int | None:
         """Prompt tokens that a step of each microbatch compute together, in the mean until all prompts are computed.
@@ -224,9 +224,9 @@ class Pipeline:
         """
         left, num_all_left, num_rounds = list(num_left), sum(num_left), 0
         num_all_decoding = sum(num_decoding)
-        while (num_now := sum(left)) and num_rounds < _MOST_ROUNDS:
+        while (num_now := sum(left)) and num_rounds < _MAX_ROUNDS:
             for index, own_decoding in enumerate(num_decoding):
-                most = max(0, self.most_prefill(own_decoding, num_all_decoding + sum(left)))
+                most = max(0, self.max_prefill(own_decoding, num_all_decoding + sum(left)))
                 left[index] -= min(left[index], most)
             if sum(left) == num_now:
                 break

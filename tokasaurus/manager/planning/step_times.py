@@ -24,7 +24,7 @@ MAX_FACTOR = 4.0
 """A step that took more than this many times its prediction, or less than the inverse share of it, counts as if it took
 just that. So one outlier moves a prediction by at most 4 ** RATE = 1.5, while a lasting change is followed."""
 
-LEAST_SHARE = 0.01
+MIN_SHARE = 0.01
 """Least share of a step's time that a feature gets when it is not zero for the first time."""
 
 MAX_PAIRS_SHARE = 0.9
@@ -47,9 +47,9 @@ context while all prompts have the same length."""
 
 GROWTH = 1.5
 _NUM_LATEST = 8
-"""For `most_prefill`. As many steps as this may be small before it shrinks."""
+"""For `max_prefill`. As many steps as this may be small before it shrinks."""
 
-LEAST_WEIGHT = 1e-15
+MIN_WEIGHT = 1e-15
 """Least seconds per unit of a feature that a step has had."""
 
 SECONDS_RANGE = 1e-6, 3600.0
@@ -116,7 +116,7 @@ class StepTimeModel:
         return float(self.weights[3]), float(self.weights[4])
 
     @property
-    def most_prefill(self) -> float:
+    def max_prefill(self) -> float:
         """Prefill tokens of a step whose time can be told: GROWTH times as many as the largest of the latest steps had;
         inf until a step had any. Beyond that, an error in one weight could make a step many times too long."""
         return GROWTH * max(self._num_prefill_tokens, default=math.inf)
@@ -132,10 +132,10 @@ class StepTimeModel:
         parts = [value * weight for value, weight in zip(values, weights, strict=True)]
         new = [index for index, value in enumerate(values) if value > 0 and weights[index] == 0]
         if new:
-            unexplained = max(seconds - sum(parts), LEAST_SHARE * seconds)
+            unexplained = max(seconds - sum(parts), MIN_SHARE * seconds)
             if _PAIRS in new:  # not an equal share: the next chunk of the prompt has several times the context
                 new.remove(_PAIRS)
-                expected = self.first_per_pair * values[_PAIRS] or LEAST_SHARE * unexplained
+                expected = self.first_per_pair * values[_PAIRS] or MIN_SHARE * unexplained
                 parts[_PAIRS] = min(expected, MAX_PAIRS_SHARE * unexplained)
                 weights[_PAIRS] = parts[_PAIRS] / values[_PAIRS]
                 unexplained -= parts[_PAIRS] if new else 0.0
@@ -147,7 +147,7 @@ class StepTimeModel:
         error = min(max(math.log(seconds / predicted), -most), most)
         if values[3] > 0:
             self._num_prefill_tokens.append(values[3])
-            prefill_seconds = max(predicted * math.exp(error) - sum(parts[:3]), LEAST_SHARE * seconds)
+            prefill_seconds = max(predicted * math.exp(error) - sum(parts[:3]), MIN_SHARE * seconds)
             change = math.exp(RATE * error)
             per_token, per_pair = change * weights[3], change * weights[4]
             self._moments[3:] = (change * moment for moment in self._moments[3:])
@@ -174,10 +174,10 @@ class StepTimeModel:
         determinant = count * squares - contexts * contexts
         first = (rates * squares - products * contexts) / determinant
         second = (products * count - rates * contexts) / determinant
-        if first < LEAST_WEIGHT:
-            return LEAST_WEIGHT, products / squares
-        if second < LEAST_WEIGHT:
-            return rates / count, LEAST_WEIGHT
+        if first < MIN_WEIGHT:
+            return MIN_WEIGHT, products / squares
+        if second < MIN_WEIGHT:
+            return rates / count, MIN_WEIGHT
         return first, second
 
 

@@ -16,9 +16,9 @@ Job = Callable[[], None]
 SubmitJob = Callable[[Job], None]
 """Accepts a job and runs it later, outside the calling thread; jobs run one at a time, in order."""
 
-MOST_COMPILED_GRAMMARS = 64
+MAX_COMPILED_GRAMMARS = 64
 """Compiled grammars kept at once."""
-MOST_GRAMMAR_CHARS = 16 << 20
+MAX_GRAMMAR_CHARS = 16 << 20
 """Total characters of the compiled grammars kept."""
 
 
@@ -100,8 +100,8 @@ class Grammars:
         grammar_matcher.wants_mask = wants_mask
         (self._unread_slow if grammar_matcher.compiled_grammar.is_slow else self._unread).append(sequence)
 
-    def read(self, most_seconds: float) -> None:
-        """Start reading the noted tokens. Wait up to `most_seconds` for quick grammars: reading is usually short, and
+    def read(self, max_seconds: float) -> None:
+        """Start reading the noted tokens. Wait up to `max_seconds` for quick grammars: reading is usually short, and
         sequences that are ready in time take part in the next step."""
         if self._unread_slow:
             slow, self._unread_slow = self._unread_slow, []
@@ -110,7 +110,7 @@ class Grammars:
             sequences, self._unread = self._unread, []
             self._submit_quick(lambda: self._advance(sequences))
             if not self.has_finished:
-                self.reader.poll(most_seconds)
+                self.reader.poll(max_seconds)
 
     def close(self, timeout_s: float) -> None:
         """End the threads; later jobs do not run. timeout_s: for each thread."""
@@ -151,8 +151,8 @@ class Grammars:
         self._compiled_grammars[compiled_grammar.grammar] = compiled_grammar
         self._compiled_grammars.move_to_end(compiled_grammar.grammar)
         while (
-            len(self._compiled_grammars) > MOST_COMPILED_GRAMMARS
-            or sum(map(len, self._compiled_grammars)) > MOST_GRAMMAR_CHARS
+            len(self._compiled_grammars) > MAX_COMPILED_GRAMMARS
+            or sum(map(len, self._compiled_grammars)) > MAX_GRAMMAR_CHARS
         ):
             self._compiled_grammars.popitem(last=False)
 

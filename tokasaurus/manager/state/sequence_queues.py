@@ -24,7 +24,7 @@ SEQUENCES_PER_PRIORITY = 256
 """Worth of one level of priority: a sequence comes before those of its client with the next higher value, unless they
 were added at least so many sequences earlier."""
 
-MOST_DROPPED = 64
+MAX_DROPPED = 64
 """Cancelled sequences that a client's queue may hold however few of its sequences wait."""
 
 
@@ -170,7 +170,7 @@ class ClientQueue:
         """`num` of its sequences no longer wait."""
         self.num_waiting -= num
         self._drop_cancelled_at_front()
-        if len(self._entries) > 2 * self.num_waiting + MOST_DROPPED:
+        if len(self._entries) > 2 * self.num_waiting + MAX_DROPPED:
             self._entries = deque(ranked for ranked in self._entries if _waits(ranked[1]))
 
     def take(self) -> Sequence:

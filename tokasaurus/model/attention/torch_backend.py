@@ -138,17 +138,17 @@ class TorchBackend:
         order = sorted(range(len(lengths)), key=lambda segment: (num_rows[segment], lengths[segment]), reverse=True)
         buckets: list[_Bucket] = []
         members: list[int] = []
-        most_rows = longest = shortest = 0  # of the members
+        max_rows = longest = shortest = 0  # of the members
         for segment in order:
             rows, length = num_rows[segment], lengths[segment]
             if members:
                 longest, shortest = max(longest, length), min(shortest, length)
-                is_similar = 2 * rows >= most_rows and longest <= 2 * shortest
-                if not is_similar or not self._fits((len(members) + 1) * longest, most_rows):
+                is_similar = 2 * rows >= max_rows and longest <= 2 * shortest
+                if not is_similar or not self._fits((len(members) + 1) * longest, max_rows):
                     buckets += self._pad(part, members, starts, lengths)
                     members = []
             if not members:
-                most_rows, longest, shortest = rows, length, length
+                max_rows, longest, shortest = rows, length, length
             members.append(segment)
         return buckets + self._pad(part, members, starts, lengths)
 
@@ -165,11 +165,11 @@ class TorchBackend:
         longest = max(lengths[member] for member in members)
         first = part.query_starts[index].long()
         count = part.query_starts[index + 1].long() - first
-        most_rows = max(starts[member + 1] - starts[member] for member in members)
+        max_rows = max(starts[member + 1] - starts[member] for member in members)
         rows_at_once = max(1, _MAX_SCORES // (len(members) * self._shape.num_heads * longest))
         buckets = []
-        for offset in range(0, most_rows, rows_at_once):
-            offsets = torch.arange(offset, min(offset + rows_at_once, most_rows))
+        for offset in range(0, max_rows, rows_at_once):
+            offsets = torch.arange(offset, min(offset + rows_at_once, max_rows))
             is_row = offsets < count.unsqueeze(1)
             visible = part.kv_lengths[index].long().unsqueeze(1).expand(-1, len(offsets))
             if part.causal:

@@ -23,7 +23,7 @@ from tokasaurus.monitoring.trace import NO_TRACE, Trace
 NUM_BUFFERS = 2
 """Of hidden states in each direction: one step is computed while the next one arrives, or while the last one leaves."""
 
-_MOST_UNREAD = 64
+_MAX_UNREAD = 64
 """Messages with tokens that no decode row has needed yet: of more, the oldest are read, and their memory is freed."""
 
 _HIDDEN, _TOKENS = "hidden states", "sampled tokens"
@@ -247,7 +247,7 @@ class StageLinks:
         self._tokens.append(_Tokens(self._trace.step_id, slots.clone(), _Message(buffer, work)))
         self._num_expected_tokens += 1
         self._last_message[host_slots] = self._num_expected_tokens
-        if len(self._tokens) > _MOST_UNREAD:
+        if len(self._tokens) > _MAX_UNREAD:
             self._read_tokens(last_tokens)
 
     def await_tokens(self, host_slots: NDArray[np.int32], last_tokens: Tensor) -> None:

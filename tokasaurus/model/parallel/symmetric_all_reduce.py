@@ -101,7 +101,7 @@ class SymmetricAllReduce:
         self, ways: dict[str, Way], limits: Sequence[tuple[int, str]], dtype: torch.dtype, group: ProcessGroup
     ) -> None:
         """limits: the most bytes of a sum for each of some ways, ascending; larger ones are NCCL's."""
-        self._limits = [(most_bytes, ways[name]) for most_bytes, name in limits]
+        self._limits = [(max_bytes, ways[name]) for max_bytes, name in limits]
         self._dtype = dtype
         self._group = group
         self.name = group.group_name
@@ -113,8 +113,8 @@ class SymmetricAllReduce:
         graph stays valid."""
         num_bytes = partial.numel() * partial.itemsize
         if partial.dtype == self._dtype and num_bytes % _ALIGNMENT == 0:
-            for most_bytes, way in self._limits:
-                if num_bytes <= most_bytes:
+            for max_bytes, way in self._limits:
+                if num_bytes <= max_bytes:
                     way(partial)
                     return
         torch.distributed.all_reduce(partial, group=self._group)

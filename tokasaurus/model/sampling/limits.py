@@ -13,7 +13,7 @@ from tokasaurus.model.staging.staging import Staging
 
 # R rows that sample, V vocabulary, C of its tokens
 
-_MOST_CANDIDATES = 1024
+_MAX_CANDIDATES = 1024
 """Most likely tokens to which a CPU applies limits first; it sorts the vocabulary only if these do not suffice."""
 
 
@@ -56,7 +56,7 @@ def outside_limits(adjusted: Tensor, params: ParamColumns, in_use: LimitsInUse) 
         return probabilities < _smallest_before_top_p(ordered, params)
     smallest = None
     if adjusted.device.type == "cpu":  # Elsewhere, the host would wait to see whether some candidates suffice.
-        ordered = probabilities.topk(min(_MOST_CANDIDATES, vocab_size), dim=-1).values
+        ordered = probabilities.topk(min(_MAX_CANDIDATES, vocab_size), dim=-1).values
         if ordered.shape[1] == vocab_size or _suffices(ordered, params):
             smallest = _smallest_inside(ordered, params)
     if smallest is None:

@@ -40,9 +40,9 @@ def changed_rows(logits: Tensor, rules: RuledRows, own: slice, device_params: Te
             BLOCK=_CONTEXT_BLOCK,
         )
     starts = rules.bias_starts[own.start : own.stop + 1]
-    most_biases = int((starts[1:] - starts[:-1]).max())
-    if most_biases:
-        _add_biases[(num_rows, triton.cdiv(most_biases, _BIAS_BLOCK))](
+    max_biases = int((starts[1:] - starts[:-1]).max())
+    if max_biases:
+        _add_biases[(num_rows, triton.cdiv(max_biases, _BIAS_BLOCK))](
             *(own.start, changed, vocab_size, rules.device_bias_starts, rules.bias_ids, rules.bias_values),
             BLOCK=_BIAS_BLOCK,
         )

@@ -117,7 +117,7 @@ def _draw_row(
     best = tl.full((), float("-inf"), tl.float32)  # of the noisy logits so far
     token = tl.full((), NO_TOKEN, tl.int32)
     bar = best  # a token wins only if an upper bound of its noisy logit is above
-    most_noise = tl.where(is_greedy, 0.0, LARGEST_NOISE)
+    max_noise = tl.where(is_greedy, 0.0, LARGEST_NOISE)
     reference = best  # the largest logit so far
     sums = tl.zeros((BLOCK,), tl.float32)  # of exp(logits - reference)
     for start in range(0, vocab_size, BLOCK):
@@ -127,7 +127,7 @@ def _draw_row(
         origin = tl.where(reference == float("-inf"), 0.0, reference)
         sums = sums * tl.exp(previous - origin) + tl.exp(raw - origin)
         adjusted = tl.where(adjusted >= least, adjusted, float("-inf"))
-        if (tl.max(adjusted) + most_noise > bar) | (token == NO_TOKEN):
+        if (tl.max(adjusted) + max_noise > bar) | (token == NO_TOKEN):
             noisy = adjusted
             if is_greedy:
                 highest = tl.max(adjusted)

@@ -95,7 +95,7 @@ def choose_all_reduce(
         return mesh, "NCCL, which is the fastest"
     assert mesh.tp_group is not None
     all_reduce = SymmetricAllReduce(ways, limits, dtype, mesh.tp_group)
-    described = [f"{name} up to {show_size(most_bytes)}" for most_bytes, name in limits]
+    described = [f"{name} up to {show_size(max_bytes)}" for max_bytes, name in limits]
     return replace(mesh, all_reduce=all_reduce), ", ".join([*described, "NCCL beyond"])
 
 

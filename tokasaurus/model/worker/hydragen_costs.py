@@ -31,7 +31,7 @@ _FILE_NAME = "costs.json"
 _NUM_ROWS = (512, 256, 128, 64, 32, 16, 8, 4, 2)
 """Rows of a trial: for each size of groups, the first number for which the cache has room."""
 
-_MOST_CPU_ROWS = 256
+_MAX_CPU_ROWS = 256
 """Most rows of a trial on a CPU. With fewer, its threads would share few groups unevenly."""
 
 _FEW_ROWS = 8
@@ -41,15 +41,15 @@ _GROUP_SIZES = (2, 8, 32, 128, 512)
 _PREFIX_LENGTHS = (256, 512, 1024)
 _NUM_OWN_TOKENS = 32
 _NUM_ROUNDS = 11
-_LEAST_ROUNDS = 5
+_MIN_ROUNDS = 5
 
-_MOST_SECONDS = 1.0
+_MAX_SECONDS = 1.0
 """Time after which no further round begins, except the first ones: backends without kernels are slow."""
 
 _COLD_BYTES = 64 << 20
 """Bytes of keys and values that a trial reads before it reads the same ones again: more than processors cache."""
 
-_LEAST_LENGTH = _PREFIX_LENGTHS[0]
+_MIN_LENGTH = _PREFIX_LENGTHS[0]
 """If the cache is too small for prefixes of this many tokens, nothing is measured."""
 
 _Plan = tuple[dict[int, int], list[int]]
@@ -97,13 +97,13 @@ def measure_costs(backend: AttentionBackend, shape: KVShape, num_blocks: int, ma
     The backend's cache must be allocated, with num_blocks besides the padding block; its contents are overwritten.
     max_rows: most rows of a forward. Takes tenths of a second on a CPU with the kernels, seconds without them.
     """
-    trial, most_rows = _Trial(backend, shape), max_rows
-    while (plan := _plan(shape, num_blocks, most_rows)) is not None:
+    trial = _Trial(backend, shape)
+    while (plan := _plan(shape, num_blocks, max_rows)) is not None:
         rows_of_size, lengths = plan
         try:
             ratios = [trial.ratios(rows_of_size, length) for length in lengths]
         except torch.OutOfMemoryError:  # on CUDA, where the cache fills the memory: plain torch gathers keys and values
-            most_rows = max(rows_of_size.values()) // 2
+            max_rows = max(rows_of_size.values()) // 2
             continue
         return fit_costs(
             {
@@ -122,20 +122,21 @@ def seconds_per_token(backend: AttentionBackend, shape: KVShape, num_blocks: int
     Of the rows that share most: their reads are the fastest. None where nothing can be measured. The arguments, and
     what happens to the cache, are as for measure_costs.
     """
-    trial, most_rows = _Trial(backend, shape), max_rows
-    while (plan := _plan(shape, num_blocks, most_rows)) is not None:
+    trial = _Trial(backend, shape)
+    while (plan := _plan(shape, num_blocks, max_rows)) is not None:
         rows_of_size, lengths = plan
         size = max(rows_of_size)
         try:
             return trial.seconds_per_token(size, rows_of_size[size], lengths[-1])
         except torch.OutOfMemoryError:  # as in measure_costs
-            most_rows = max(rows_of_size.values()) // 2
+            max_rows = max(rows_of_size.values()) // 2
     return None
 
 
 def _plan(shape: KVShape, num_blocks: int, max_rows: int) -> _Plan | None:
     """None if there is no room."""
-    most_rows = max_rows if shape.device.type == "cuda" else min(max_rows, _MOST_CPU_ROWS)
+    if shape.device.type != "cuda":
+        max_rows = min(max_rows, _MAX_CPU_ROWS)
     for length in reversed(_PREFIX_LENGTHS):
         if length // 4 < shape.page_size:  # prefixes are shared in whole blocks
             return None
@@ -144,14 +145,14 @@ def _plan(shape: KVShape, num_blocks: int, max_rows: int) -> _Plan | None:
             fitting = (
                 num_rows
                 for num_rows in _NUM_ROWS
-                if size <= num_rows <= most_rows and _num_trial_blocks(shape, num_rows, size, length) <= num_blocks
+                if size <= num_rows <= max_rows and _num_trial_blocks(shape, num_rows, size, length) <= num_blocks
             )
             if (num_rows := next(fitting, None)) is not None:
                 rows_of_size[size] = num_rows
         fewest = rows_of_size.get(_GROUP_SIZES[0], 0)
-        if fewest >= min(_FEW_ROWS, most_rows) or (fewest and length == _LEAST_LENGTH):
+        if fewest >= min(_FEW_ROWS, max_rows) or (fewest and length == _MIN_LENGTH):
             return rows_of_size, [length // 4, length]
-        if length == _LEAST_LENGTH:
+        if length == _MIN_LENGTH:
             break
     return None
 
@@ -237,7 +238,7 @@ class _Trial:
         start_s = time.perf_counter()
         for round_index in range(_NUM_ROUNDS):
             # two lengths are measured
-            if round_index >= _LEAST_ROUNDS and time.perf_counter() - start_s > _MOST_SECONDS / 2:
+            if round_index >= _MIN_ROUNDS and time.perf_counter() - start_s > _MAX_SECONDS / 2:
                 break
             for size, both in layouts.items():
                 seconds = []
@@ -255,7 +256,7 @@ class _Trial:
         num_layers = self._prepare_layers(group_size, num_rows, prefix_length)
         size = num_rows, shape.num_heads, shape.head_dim
         query = torch.zeros(size, dtype=shape.query_dtype, device=shape.device)
-        times = [self._time(query, index % num_layers, alone) for index in range(1 + _LEAST_ROUNDS)]
+        times = [self._time(query, index % num_layers, alone) for index in range(1 + _MIN_ROUNDS)]
         return statistics.median(times[1:]) / (num_rows * (prefix_length + _NUM_OWN_TOKENS))
 
     def _prepare_layers(self, group_size: int, num_rows: int, prefix_length: int) -> int:

@@ -167,13 +167,13 @@ class _Prompts:
     def __init__(self, page_size: int, num_blocks: int, limits: ForwardLimits) -> None:
         """num_blocks: without the padding block."""
         self._page_size = page_size
-        most_sequences = min(_NUM_SEQUENCES, limits.max_seqs)
-        most_tokens = limits.max_tokens // most_sequences
-        room = min(limits.context_length, most_tokens) - page_size
+        max_sequences = min(_NUM_SEQUENCES, limits.max_seqs)
+        max_tokens = limits.max_tokens // max_sequences
+        room = min(limits.context_length, max_tokens) - page_size
         self.num_shared = int(room > 0 and num_blocks > 1)
         self._vocab_size = limits.vocab_size
-        num_own = max(1, min(page_size, _MAX_OWN, room if self.num_shared else most_tokens, limits.context_length))
-        count = min(most_sequences, num_blocks - self.num_shared)
+        num_own = max(1, min(page_size, _MAX_OWN, room if self.num_shared else max_tokens, limits.context_length))
+        count = min(max_sequences, num_blocks - self.num_shared)
         self._lengths = self.num_shared * page_size + (5 * np.arange(count, dtype=np.int32)) % num_own
         shared = np.arange(1, 1 + self.num_shared, dtype=np.int32)
         own = 1 + self.num_shared + np.arange(count, dtype=np.int32)[::-1]

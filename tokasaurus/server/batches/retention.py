@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 600
 # In one transaction, so that others have their turn.
-_MOST_AT_ONCE = 100
+_MAX_AT_ONCE = 100
 
 
 async def remove_expired(store: Store, keep_seconds: int, now: int) -> tuple[int, int]:
@@ -31,7 +31,7 @@ async def remove_expired(store: Store, keep_seconds: int, now: int) -> tuple[int
         await remove_contents(store, files)
         num_files += len(files)
     while batches := await store.database.read(
-        lambda connection: finished_before(connection, now - keep_seconds, _MOST_AT_ONCE)
+        lambda connection: finished_before(connection, now - keep_seconds, _MAX_AT_ONCE)
     ):
         for batch in batches:
             await _remove_batch(store, batch)
@@ -53,7 +53,7 @@ async def keep_removing(store: Store, keep_seconds: int) -> None:
 
 
 def _remove_file_rows(connection: apsw.Connection, now: int) -> list[str]:
-    files = expired_files(connection, now, _MOST_AT_ONCE)
+    files = expired_files(connection, now, _MAX_AT_ONCE)
     for file_id in files:
         remove_file_row(connection, file_id)
     return files

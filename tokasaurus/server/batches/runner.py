@@ -48,13 +48,13 @@ MAX_ATTEMPTS = 12
 
 # A line that makes the server die must not do so for ever, and must not make lines beside it fail. So each death lets
 # fewer of the lines that were running at it run together, of all batches, until one of them is alone.
-_MOST_TOGETHER = (None, None, None, 1024, 256, 64, 16, 4)
+_MAX_TOGETHER = (None, None, None, 1024, 256, 64, 16, 4)
 """Indexed by attempts; a line with more attempts runs alone."""
 
 
-def _most_together(attempts: int) -> int | None:
+def _max_together(attempts: int) -> int | None:
     """Lines that may run together, if one of them was started so often before; None: any number."""
-    return _MOST_TOGETHER[attempts] if attempts < len(_MOST_TOGETHER) else 1
+    return _MAX_TOGETHER[attempts] if attempts < len(_MAX_TOGETHER) else 1
 
 
 def client_of(batch: BatchRecord) -> str:
@@ -317,9 +317,9 @@ class BatchRunner:
         attempts = max(line.attempts, *(line.attempts for line, _ in before), *self._attempts, 0)
         if any(other.waits_to_be_alone for other in self._batches.values() if other is not batch):
             return False
-        most = _most_together(attempts)
-        may_start = most is None or num_others < most
-        batch.waits_to_be_alone = not may_start and _most_together(line.attempts) is not None
+        max_together = _max_together(attempts)
+        may_start = max_together is None or num_others < max_together
+        batch.waits_to_be_alone = not may_start and _max_together(line.attempts) is not None
         return may_start
 
     async def _start(self, batch: RunningBatch, lines: list[tuple[PendingLine, bytes | None]], share: int) -> bool:

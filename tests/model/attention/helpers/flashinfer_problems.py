@@ -20,10 +20,10 @@ def problems(draw: st.DrawFn) -> tuple[KVShape, list[Segment], bool, int]:
         dtype=torch.float32,
         device=CPU,
     )
-    most_rows = draw(st.sampled_from([1, 40]))
+    max_rows = draw(st.sampled_from([1, 40]))
     segment = st.builds(
         lambda rows, before: Segment(rows, rows + before),
-        st.integers(1, most_rows),
+        st.integers(1, max_rows),
         st.sampled_from([0, 1, 15, 16, 100, 300]),
     )
     return shape, draw(st.lists(segment, min_size=1, max_size=5)), draw(st.booleans()), draw(st.integers(0, 99))

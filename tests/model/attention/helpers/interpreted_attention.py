@@ -89,8 +89,8 @@ def main() -> None:
             check_merge(seed, CPU, size, offset)
     nothing = torch.empty(0, 3, 16), torch.empty(0, 3)
     assert triton_kernels.merge_partial(nothing, nothing, torch.empty(0, 3, 16)).shape == (0, 3, 16)
-    for num_segments, page_size, most_blocks in ((0, 16, 4), (1, 16, 4), (30, 1, 9), (50, 16, 40), (20, 5, 3)):
-        check_lists(num_segments, CPU, num_segments, page_size, most_blocks)
+    for num_segments, page_size, max_blocks in ((0, 16, 4), (1, 16, 4), (30, 1, 9), (50, 16, 40), (20, 5, 3)):
+        check_lists(num_segments, CPU, num_segments, page_size, max_blocks)
     with patch.object(triton_kernels, "_LIST_BLOCK", 8):  # several turns of both loops
         check_lists(5, CPU, 45, 16, 40)
     check_who_uses_them()

@@ -90,13 +90,13 @@ def check_merge(seed: int, device: torch.device, size: tuple[int, int, int], off
     assert triton_kernels.merge_partial(first, second, again).view(-1, head_dim)[:1].isnan().all()
 
 
-def check_lists(seed: int, device: torch.device, num_segments: int, page_size: int, most_blocks: int) -> None:
+def check_lists(seed: int, device: torch.device, num_segments: int, page_size: int, max_blocks: int) -> None:
     """Segments that begin anywhere in the tables of random slots; some have no tokens."""
     rng = np.random.default_rng(seed)
-    num_slots, width = 9, 2 * most_blocks
+    num_slots, width = 9, 2 * max_blocks
     tables = rng.integers(0, 2**31 - 1, (num_slots, width), dtype=np.int32)
-    slots, first_blocks = rng.integers(0, num_slots, num_segments), rng.integers(0, most_blocks + 1, num_segments)
-    lengths = rng.integers(0, most_blocks * page_size + 1, num_segments).astype(np.int32)
+    slots, first_blocks = rng.integers(0, num_slots, num_segments), rng.integers(0, max_blocks + 1, num_segments)
+    lengths = rng.integers(0, max_blocks * page_size + 1, num_segments).astype(np.int32)
     own = [
         tables[slot, first : first + -(-length // page_size)].tolist()
         for slot, first, length in zip(slots.tolist(), first_blocks.tolist(), lengths.tolist(), strict=True)

@@ -65,12 +65,12 @@ class LedgerMachine(RuleBasedStateMachine):
             lines = {number: ExpectedLine(seed) for number, seed in enumerate(own)}
             self.batches.append(ExpectedBatch(batch.number, lines))
 
-    @rule(which=BATCHES, first=st.integers(0, NUM_LINES), most=st.integers(1, NUM_LINES))
-    def claim(self, which: int, first: int, most: int) -> None:
+    @rule(which=BATCHES, first=st.integers(0, NUM_LINES), limit=st.integers(1, NUM_LINES))
+    def claim(self, which: int, first: int, limit: int) -> None:
         batch = self.batches[which]
-        found = pending_lines(self.connection, batch.number, first, most)
+        found = pending_lines(self.connection, batch.number, first, limit)
         waiting = [number for number in range(first, NUM_LINES) if batch.lines[number].state == LineState.PENDING]
-        assert [line.number for line in found] == waiting[:most]
+        assert [line.number for line in found] == waiting[:limit]
         assert [line.seed for line in found] == [batch.lines[line.number].seed for line in found]
         assert [line.attempts for line in found] == [batch.lines[line.number].attempts for line in found]
         self.start(which, [line.number for line in found])

@@ -106,12 +106,12 @@ def finish_batch(
     return read_batch(connection, number)
 
 
-def finished_before(connection: apsw.Connection, time: int, most: int) -> list[BatchRecord]:
-    """Up to `most` batches that finished before that time."""
+def finished_before(connection: apsw.Connection, time: int, limit: int) -> list[BatchRecord]:
+    """Up to `limit` batches that finished before that time."""
     times = ", ".join(f"{status}_at" for status in FINAL_STATUSES)  # each has one of them
     marks = ", ".join("?" * len(FINAL_STATUSES))
     condition = f"status IN ({marks}) AND coalesce({times}) < ? LIMIT ?"
-    return list(select(connection, BatchRecord, condition, (*FINAL_STATUSES, time, most)))
+    return list(select(connection, BatchRecord, condition, (*FINAL_STATUSES, time, limit)))
 
 
 def remove_batch_row(connection: apsw.Connection, number: int) -> None:

@@ -42,14 +42,14 @@ def remove_file_row(connection: apsw.Connection, file_id: str) -> None:
     connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
 
-def expired_files(connection: apsw.Connection, now: int, most: int) -> list[str]:
-    """Ids of up to `most` files past their time that no unfinished batch reads."""
+def expired_files(connection: apsw.Connection, now: int, limit: int) -> list[str]:
+    """Ids of up to `limit` files past their time that no unfinished batch reads."""
     marks = ", ".join("?" * len(FINAL_STATUSES))
     query = (
         "SELECT id FROM files WHERE expires_at <= ? AND NOT EXISTS "
         f"(SELECT 1 FROM batches WHERE input_file_id = files.id AND status NOT IN ({marks})) LIMIT ?"
     )
-    return [file_id for (file_id,) in connection.execute(query, (now, *FINAL_STATUSES, most))]
+    return [file_id for (file_id,) in connection.execute(query, (now, *FINAL_STATUSES, limit))]
 
 
 def file_ids(connection: apsw.Connection) -> set[str]:

@@ -23,9 +23,9 @@ def add_lines(connection: apsw.Connection, batch: int, lines: Iterable[NewLine],
     connection.executemany("INSERT INTO lines (key, custom_id, start, size, seed) VALUES (?, ?, ?, ?, ?)", rows)
 
 
-def remove_lines(connection: apsw.Connection, batch: int, most: int) -> int:
-    """Remove up to `most` rows and their results; returns how many. Few at a time, so that others can write."""
-    bounds = (*_keys(batch), most)
+def remove_lines(connection: apsw.Connection, batch: int, limit: int) -> int:
+    """Remove up to `limit` rows and their results; returns how many. Few at a time, so that others can write."""
+    bounds = (*_keys(batch), limit)
     keys = connection.execute("SELECT key FROM lines WHERE key BETWEEN ? AND ? ORDER BY key LIMIT ?", bounds).fetchall()
     if keys:
         connection.execute("DELETE FROM results WHERE key BETWEEN ? AND ?", (keys[0][0], keys[-1][0]))
@@ -33,9 +33,9 @@ def remove_lines(connection: apsw.Connection, batch: int, most: int) -> int:
     return len(keys)
 
 
-def free_space(connection: apsw.Connection, most: int) -> int:
-    """Give up to `most` unused pages of the database back to the file system; returns how many are left."""
-    connection.execute(f"PRAGMA incremental_vacuum({most})").fetchall()
+def free_space(connection: apsw.Connection, limit: int) -> int:
+    """Give up to `limit` unused pages of the database back to the file system; returns how many are left."""
+    connection.execute(f"PRAGMA incremental_vacuum({limit})").fetchall()
     return int(connection.pragma("freelist_count"))
 
 
@@ -50,12 +50,12 @@ def finished_ledgers(connection: apsw.Connection) -> list[int]:
     return [number for (number,) in rows]
 
 
-def pending_lines(connection: apsw.Connection, batch: int, first: int, most: int) -> list[PendingLine]:
-    """The first `most` lines that wait, from the line with number `first` on."""
+def pending_lines(connection: apsw.Connection, batch: int, first: int, limit: int) -> list[PendingLine]:
+    """The first `limit` lines that wait, from the line with number `first` on."""
     rows = connection.execute(
         "SELECT key, custom_id, start, size, attempts, seed FROM lines "
         "WHERE key BETWEEN ? AND ? AND state = ? ORDER BY key LIMIT ?",
-        (_key(batch, first), _keys(batch)[1], LineState.PENDING, most),
+        (_key(batch, first), _keys(batch)[1], LineState.PENDING, limit),
     )
     return [
         PendingLine(_number(key), custom_id, start, size, attempts, seed % _UINT64)
@@ -118,31 +118,31 @@ def record_results(connection: apsw.Connection, batch: int, results: Sequence[Li
     )
 
 
-def unfinished_lines(connection: apsw.Connection, batch: int, first: int, most: int) -> list[tuple[int, str]]:
-    """(number, custom_id) of the first `most` lines without a result, from the line with number `first` on."""
+def unfinished_lines(connection: apsw.Connection, batch: int, first: int, limit: int) -> list[tuple[int, str]]:
+    """(number, custom_id) of the first `limit` lines without a result, from the line with number `first` on."""
     rows = connection.execute(
         "SELECT key, custom_id FROM lines WHERE key BETWEEN ? AND ? AND state IN (?, ?) ORDER BY key LIMIT ?",
-        (_key(batch, first), _keys(batch)[1], LineState.PENDING, LineState.RUNNING, most),
+        (_key(batch, first), _keys(batch)[1], LineState.PENDING, LineState.RUNNING, limit),
     )
     return [(_number(key), custom_id) for key, custom_id in rows]
 
 
 def results_in_order(
-    connection: apsw.Connection, batch: int, state: LineState, first: int, most: int
+    connection: apsw.Connection, batch: int, state: LineState, first: int, limit: int
 ) -> Iterator[tuple[int, bytes]]:
-    """(number, content) of the first `most` results of lines in `state`, from the line with number `first` on. Each
+    """(number, content) of the first `limit` results of lines in `state`, from the line with number `first` on. Each
     is read when it is asked for."""
     rows = connection.execute(
         "SELECT lines.key, content FROM lines JOIN results ON results.key = lines.key "
         "WHERE lines.key BETWEEN ? AND ? AND state = ? ORDER BY lines.key LIMIT ?",
-        (_key(batch, first), _keys(batch)[1], state, most),
+        (_key(batch, first), _keys(batch)[1], state, limit),
     )
     return ((_number(key), content) for key, content in rows)
 
 
-def first_results(connection: apsw.Connection, batch: int, first: int, most_bytes: int) -> list[bytes]:
+def first_results(connection: apsw.Connection, batch: int, first: int, max_bytes: int) -> list[bytes]:
     """The results of the lines from the one with number `first` on, up to a line without one. One result may exceed
-    `most_bytes`, those before it together do not."""
+    `max_bytes`, those before it together do not."""
     rows = connection.execute(
         "SELECT lines.key, content FROM lines JOIN results ON results.key = lines.key "
         "WHERE lines.key BETWEEN ? AND ? ORDER BY lines.key",
@@ -151,7 +151,7 @@ def first_results(connection: apsw.Connection, batch: int, first: int, most_byte
     found: list[bytes] = []
     num_bytes = 0
     for key, content in rows:
-        if _number(key) != first + len(found) or num_bytes >= most_bytes:
+        if _number(key) != first + len(found) or num_bytes >= max_bytes:
             break
         found.append(content)
         num_bytes += len(content)

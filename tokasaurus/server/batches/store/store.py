@@ -49,7 +49,7 @@ def _clear_finished(database: Database) -> None:
     """Remove the ledgers of batches that were finished when the last server was killed."""
     try:
         for number in database.submit(finished_ledgers).result():
-            while database.submit(partial(remove_lines, batch=number, most=_LINES_PER_STEP)).result():
+            while database.submit(partial(remove_lines, batch=number, limit=_LINES_PER_STEP)).result():
                 pass
     except StoreError as error:  # a full disk must not prevent the start
         logger.warning("the lines of finished batches cannot be removed: %s", error)
