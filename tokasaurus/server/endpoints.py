@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.server.engine_client.collectors import (
     VALUES_PER_DELTA,
@@ -90,38 +89,31 @@ class Endpoint(Generic[Body]):
     ) -> AsyncGenerator[bytes, None]:
         """The events of a stream. If closed before its end, the requests are cancelled in the engine.
 
-        Until the first event, the engine may run requests again whose first tokens have been read, but made no text
-        yet. Raises ApiError.
+        Raises ApiError.
         """
         num_values = num_prompt_values(prepared)
-        answer, has_sent = self.stream(prepared, state.model, options), False
-        unsent = list[tuple[int, SequenceDelta]]()
+        answer = self.stream(prepared, state.model, options)
         with _raising_api_errors(prepared):
             async with state.engine.stream(prepared.requests) as collector:
                 while deltas := await collector.read(MAX_VALUES_AT_ONCE):
-                    if restarted := collector.take_restarted():
+                    if collector.begins_anew:
                         answer = self.stream(prepared, state.model, options)
-                        deltas = [(index, delta) for index, delta in unsent if index not in restarted] + deltas
-                        unsent.clear()
                     while answer.num_unsent_first > MAX_FIRST_CHOICES:
+                        collector.note_sent()
                         if answer.shows_prompts(deltas):  # prompts may be long
                             yield await state.text_threads.run(num_values, answer.first_events, MAX_FIRST_CHOICES)
                         else:
                             yield answer.first_events(MAX_FIRST_CHOICES)
-                        has_sent = True
                     if answer.shows_prompts(deltas):
                         events = await state.text_threads.run(num_values, answer.events, deltas)
                     else:
                         events = answer.events(deltas)
                     if events:
-                        has_sent = True
-                        unsent.clear()
+                        collector.note_sent()
                         yield events  # the reader lets other tasks run
-                        continue
-                    if not has_sent:
-                        unsent += deltas
+                    else:
                         collector.note_nothing_sent()
-                    await asyncio.sleep(0)
+                        await asyncio.sleep(0)
         yield answer.end()
 
 

@@ -81,16 +81,38 @@ def test_a_stream_restarts_what_was_read_if_nothing_of_it_was_sent() -> None:
         collector.add(1, make_delta(0, [7]))
         assert len(await collector.read()) == 3
         assert not collector.restart(0), "it may be on its way to the client"
+        assert not collector.begins_anew
         collector.note_nothing_sent()
-        assert collector.take_restarted() == set()
         assert collector.restart(0)
-        assert collector.take_restarted() == {0}
         for delta in (make_delta(0, [3], "stop"), make_delta(1, [4], "stop")):
             collector.add(0, delta)
-        assert [(index, delta.token_ids) for index, delta in await collector.read()] == [(0, [3]), (0, [4])]
+        read = [(index, delta.token_ids) for index, delta in await collector.read()]
+        assert read == [(1, [7]), (0, [3]), (0, [4])], "the other request's token counts as before"
+        assert collector.begins_anew
+        assert not collector.restart(1), "it may be on its way to the client"
+        collector.note_sent()
         collector.add(1, make_delta(0, [8], "stop"))
         assert [delta.token_ids for _, delta in await collector.read()] == [[8]]
         assert await collector.read() == []
+
+    run(use())
+
+
+def test_a_restart_after_the_first_text_was_sent_leaves_the_reader_where_it_is() -> None:
+    async def use() -> None:
+        collector = StreamCollector([make_request(name, [1]) for name in "abc"])
+        collector.add(0, make_delta(0, [1]))
+        await collector.read()
+        collector.note_nothing_sent()
+        collector.add(1, make_delta(0, [2]))
+        await collector.read()
+        collector.note_sent()
+        assert not collector.restart(0), "its token is in what was sent, or is part of the reader's state"
+        assert not collector.restart(1)
+        assert collector.restart(2), "nothing of it was read"
+        collector.add(2, make_delta(0, [3], "stop"))
+        assert [(index, delta.token_ids) for index, delta in await collector.read()] == [(2, [3])]
+        assert not collector.begins_anew
 
     run(use())
 

@@ -148,7 +148,11 @@ class Results:
 
 
 class StreamCollector:
-    """The unread deltas of one `stream` call, merged per sequence: a slow reader gets fewer and longer deltas."""
+    """The unread deltas of one `stream` call, merged per sequence: a slow reader gets fewer and longer deltas.
+
+    After each `read`, the reader says whether it has sent anything (`note_sent`, `note_nothing_sent`). Until it has,
+    what was read is kept: if a request is restarted, the reader begins anew with the deltas of the others.
+    """
 
     def __init__(self, requests: Sequence[GenerateRequest]) -> None:
         self._num_sequences = [request.num_sequences for request in requests]
@@ -157,7 +161,12 @@ class StreamCollector:
         self._unread: OrderedDict[tuple[int, int], list[SequenceDelta]] = OrderedDict()
         self._begun_requests: set[int] = set()  # requests of which the client may have received something
         self._num_read_last_deltas = Counter[int]()  # by request index
-        self._restarted: set[int] = set()
+        self.begins_anew = False
+        """Whether earlier reads are void: the last result contains all that still counts."""
+        self._restarted: set[int] = set()  # since the last read
+        self._last_read: list[tuple[int, SequenceDelta]] = []
+        self._kept: list[tuple[int, SequenceDelta]] = []  # read before, while nothing has been sent
+        self._has_sent = False
         self._error: Exception | None = None
         self._has_news = asyncio.Event()
 
@@ -182,7 +191,8 @@ class StreamCollector:
         """(request index, delta) of sequences with unread deltas, longest waiting first; waits until there is one.
 
         max_values: approximate work of turning the result into events, as `values_per_token` for each token and
-        VALUES_PER_DELTA for each delta. A longer delta is split, and the rest is left for the next call.
+        VALUES_PER_DELTA for each delta. A longer delta is split, and the rest is left for the next call. If the reader
+        `begins_anew`, deltas that were read before come in addition.
 
         Empty once the last delta of every sequence has been read. Raises SequenceAborted and the error of `fail`.
         """
@@ -209,7 +219,15 @@ class StreamCollector:
                 self._num_read_last_deltas[key[0]] += 1
             deltas.append((key[0], taken))
             if rest:
-                break  # each sequence has at most one delta in a result
+                break  # each sequence has at most one new delta in a result
+        still_valid = [read for read in self._kept if read[0] not in self._restarted]
+        self._restarted.clear()
+        self.begins_anew = len(still_valid) < len(self._kept)
+        if self.begins_anew:
+            self._kept = []
+            self._begun_requests.update(index for index, _ in still_valid)
+            deltas = still_valid + deltas
+        self._last_read = [] if self._has_sent else deltas
         return deltas
 
     def restart(self, request_index: int) -> bool:
@@ -227,13 +245,16 @@ class StreamCollector:
         return True
 
     def note_nothing_sent(self) -> None:
-        """The client has received nothing of what was read so far, so every request may still be restarted."""
-        self._begun_requests.clear()
+        """The last read gave nothing to send. If nothing was sent before, every request may still be restarted."""
+        if not self._has_sent:
+            self._kept += self._last_read
+            self._last_read = []
+            self._begun_requests.clear()
 
-    def take_restarted(self) -> set[int]:
-        """Indices of the requests restarted since the last call: what was read of them before is void."""
-        restarted, self._restarted = self._restarted, set()
-        return restarted
+    def note_sent(self) -> None:
+        """The client receives something: what was read so far is never void."""
+        self._begun_requests.update(index for index, _ in self._kept)
+        self._has_sent, self._kept, self._last_read = True, [], []
 
     def fail(self, error: Exception) -> None:
         """Makes the waiting or next `read` raise `error`, unless everything has been read. The first error counts."""
