@@ -49,7 +49,8 @@ from tokasaurus.server.resources.garbage import collect_garbage_when_idle
 from tokasaurus.server.resources.limits import BodyBytes, RequestLimits, request_limits
 from tokasaurus.server.resources.text_threads import TextThreads
 from tokasaurus.server.routes import batches as batch_routes
-from tokasaurus.server.routes import bulk, files, generation, health, models, tokenize
+from tokasaurus.server.routes import bulk, files, generation, health
+from tokasaurus.server.routes import model as model_routes
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
 from tokasaurus.server.structured_output.validator import GrammarChecker
@@ -188,7 +189,7 @@ def create_app(
         app.add_middleware(ApiKeyMiddleware, keys=list(api_keys), salt_by_key=salt_by_key)
     if hosts is not None:
         app.add_middleware(AllowedHostsMiddleware, names=hosts)
-    for routes in (generation, bulk, files, batch_routes, models, tokenize, health):
+    for routes in (generation, bulk, files, batch_routes, model_routes, health):
         app.include_router(routes.router)
     # Not by add_middleware: the answer to an internal error would lack the id.
     return RequestIdMiddleware(HeadMiddleware(app))

@@ -25,10 +25,10 @@ from tokasaurus.server.prepare.requests import (
     draft_completion,
     num_prompt_values,
 )
+from tokasaurus.server.protocol.answers import Usage
 from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from tokasaurus.server.protocol.completions import Completion, CompletionRequest
 from tokasaurus.server.protocol.sampling_fields import SamplingFields, StreamOptions
-from tokasaurus.server.protocol.usage import Usage
 from tokasaurus.server.resources.limits import RequestLimits
 from tokasaurus.server.respond.stream import AnswerStream, ChatStream, CompletionStream
 from tokasaurus.server.respond.whole import build_chat_completion, build_completion, write_answer

@@ -8,7 +8,7 @@ from tests.server.helpers.finished_sequences import make_request
 from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.requests import Prepared
-from tokasaurus.server.protocol.usage import PromptTokensDetails, Usage
+from tokasaurus.server.protocol.answers import PromptTokensDetails, Usage
 from tokasaurus.server.respond.usage import UsageCounter
 
 

@@ -14,8 +14,8 @@ from tests.server.helpers.finished_sequences import make_request
 from tokasaurus.messages.generation import FinishReason, GenerateRequest
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.requests import Prepared
+from tokasaurus.server.protocol.answers import PromptTokensDetails
 from tokasaurus.server.protocol.completions import CompletionChoice
-from tokasaurus.server.protocol.usage import PromptTokensDetails
 from tokasaurus.server.respond.logprobs import build_prompt_logprobs
 from tokasaurus.server.respond.whole import build_chat_completion, build_completion, build_usage, write_answer
 from tokasaurus.server.served_model import ServedModel

@@ -1,4 +1,4 @@
-"""Bodies of /v1/chat/completions, as OpenAI's reference documents them."""
+"""Bodies of /v1/chat/completions, and choices in the chunks of its streams, as OpenAI's reference documents them."""
 
 import re
 from collections.abc import Sequence
@@ -8,11 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, WithJsonSchema, field_validator
 from pydantic_core import PydanticCustomError
 
-from tokasaurus.server.protocol.prompt_logprobs import WrittenPromptLogprobs
-from tokasaurus.server.protocol.sampling_fields import NullMeans, Only, SamplingFields, value_error
-from tokasaurus.server.protocol.strict_object import StrictObject
-from tokasaurus.server.protocol.tools import MessageToolCall, ToolCall, ToolChoiceField, Tools
-from tokasaurus.server.protocol.usage import Usage
+from tokasaurus.server.protocol.answers import Usage, WrittenPromptLogprobs
+from tokasaurus.server.protocol.sampling_fields import NullMeans, Only, SamplingFields, StrictObject, value_error
+from tokasaurus.server.protocol.tools import MessageToolCall, ToolCall, ToolCallFunction, ToolChoiceField, Tools
 
 TemplateVariables = Annotated[dict[str, Any], NullMeans({})]
 
@@ -235,3 +233,67 @@ class ExtendedChatCompletion(ChatCompletion):
 
     prompt_token_ids: list[int] | None
     prompt_logprobs: WrittenPromptLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class RoleDelta:
+    """The first delta of each choice."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None = ""
+    refusal: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsFragment:
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallFragment:
+    """The next fragment of the arguments of the tool call with this index."""
+
+    index: int
+    function: ArgumentsFragment
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """The first delta of a tool call, without arguments."""
+
+    index: int
+    id: str
+    function: ToolCallFunction
+    type: Literal["function"] = "function"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallsDelta:
+    tool_calls: list[ToolCallStart | ToolCallFragment]
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyDelta:
+    """No new text: the chunk carries only a finish_reason, logprobs or token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatChunkChoice:
+    """delta, logprobs: new since the previous chunk. finish_reason: only on the last chunk of the choice."""
+
+    index: int
+    delta: RoleDelta | ContentDelta | ToolCallsDelta | EmptyDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatChunkChoiceWithIds(ChatChunkChoice):
+    """Returned with return_token_ids. token_ids: new since the previous chunk."""
+
+    token_ids: list[int]

@@ -1,4 +1,4 @@
-"""Bodies of /v1/completions, as OpenAI's reference documents them."""
+"""Bodies of /v1/completions, and choices in the chunks of its streams, as OpenAI's reference documents them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from tokasaurus.server.protocol.prompt_logprobs import WrittenPromptLogprobs
+from tokasaurus.server.protocol.answers import Usage, WrittenPromptLogprobs
 from tokasaurus.server.protocol.sampling_fields import NullMeans, Only, SamplingFields, value_error
-from tokasaurus.server.protocol.usage import Usage
 
 Prompt = str | list[int]
 
@@ -119,3 +118,22 @@ class Completion:
     system_fingerprint: str
     choices: Sequence[CompletionChoice | ExtendedCompletionChoice]
     usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionChunkChoice:
+    """text, logprobs: new since the previous chunk. finish_reason: only on the last chunk of the choice."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionChunkChoiceWithIds(CompletionChunkChoice):
+    """Returned with return_token_ids. token_ids: new since the previous chunk. prompt_token_ids: only on the choice's
+    first chunk."""
+
+    token_ids: list[int]
+    prompt_token_ids: list[int] | None

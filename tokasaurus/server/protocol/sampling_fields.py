@@ -17,6 +17,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     PlainValidator,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -30,6 +31,22 @@ from tokasaurus.server.protocol.grammar_fields import (
     ResponseFormat,
     StructuredOutputs,
 )
+
+
+class StrictObject(BaseModel):
+    """Types are strict; an unknown field is refused with an error that names it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown_field(cls, value: object) -> object:
+        """Drop the others: pydantic would create an error for each, and there may be a million."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        unknown = next(name for name in value if name not in cls.model_fields)
+        return {name: value[name] for name in (*cls.model_fields, unknown) if name in value}
+
 
 MAX_CACHE_SALT_BYTES = 1024  # in UTF-8
 MAX_LOGIT_BIASES = 1024

@@ -8,8 +8,7 @@ import orjson
 from pydantic import Field, PlainValidator, WithJsonSchema, field_validator
 from pydantic_core import PydanticCustomError
 
-from tokasaurus.server.protocol.sampling_fields import NullMeans, value_error
-from tokasaurus.server.protocol.strict_object import StrictObject
+from tokasaurus.server.protocol.sampling_fields import NullMeans, StrictObject, value_error
 
 MAX_TOOLS = 1024
 _MAX_DEPTH = 200

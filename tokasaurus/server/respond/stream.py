@@ -12,19 +12,21 @@ from typing import Any
 from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.server.errors import ApiError, error_response
 from tokasaurus.server.prepare.requests import Prepared
-from tokasaurus.server.protocol.chat import ChatFinishReason
-from tokasaurus.server.protocol.chunks import (
+from tokasaurus.server.protocol.answers import Usage
+from tokasaurus.server.protocol.chat import (
     ChatChunkChoice,
     ChatChunkChoiceWithIds,
-    CompletionChunkChoice,
-    CompletionChunkChoiceWithIds,
+    ChatFinishReason,
     ContentDelta,
     EmptyDelta,
     RoleDelta,
 )
-from tokasaurus.server.protocol.completions import CompletionLogprobs
+from tokasaurus.server.protocol.completions import (
+    CompletionChunkChoice,
+    CompletionChunkChoiceWithIds,
+    CompletionLogprobs,
+)
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
-from tokasaurus.server.protocol.usage import Usage
 from tokasaurus.server.respond.choice import Choice, ChoiceDelta
 from tokasaurus.server.respond.logprobs import build_chat_logprobs, build_completion_logprobs
 from tokasaurus.server.respond.usage import UsageCounter

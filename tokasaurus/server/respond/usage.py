@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.requests import Prepared
-from tokasaurus.server.protocol.usage import PromptTokensDetails, Usage
+from tokasaurus.server.protocol.answers import PromptTokensDetails, Usage
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ import orjson
 from tokasaurus.messages.generation import PromptLogprobs
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.requests import Prepared
+from tokasaurus.server.protocol.answers import Usage
 from tokasaurus.server.protocol.chat import (
     AssistantMessage,
     CallingMessage,
@@ -25,7 +26,6 @@ from tokasaurus.server.protocol.completions import (
     CompletionLogprobs,
     ExtendedCompletionChoice,
 )
-from tokasaurus.server.protocol.usage import Usage
 from tokasaurus.server.respond.choice import Choice, ChoiceDelta
 from tokasaurus.server.respond.logprobs import (
     build_chat_logprobs,

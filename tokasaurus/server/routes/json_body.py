@@ -16,11 +16,13 @@ from tokasaurus.server.state import state_of
 
 
 class JsonBodyRoute(APIRoute):
-    """For endpoints `async def endpoint(request: Request, body: SomeModel) -> Response`."""
+    """For endpoints `async def endpoint(request: Request, body: SomeModel) -> Response`; others are as usual."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         endpoint = cast(Callable[[Request, BaseModel], Awaitable[Response]], self.endpoint)
-        body_model: type[BaseModel] = get_type_hints(self.endpoint)["body"]
+        body_model: type[BaseModel] | None = get_type_hints(self.endpoint).get("body")
+        if body_model is None:
+            return super().get_route_handler()
 
         async def handle(request: Request) -> Response:
             check_type(request)

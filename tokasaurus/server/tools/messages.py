@@ -3,9 +3,11 @@
 import uuid
 
 from tokasaurus.messages.generation import FinishReason
-from tokasaurus.server.protocol.chat import AssistantMessage, CallingMessage, ChatFinishReason
-from tokasaurus.server.protocol.chunks import (
+from tokasaurus.server.protocol.chat import (
     ArgumentsFragment,
+    AssistantMessage,
+    CallingMessage,
+    ChatFinishReason,
     ContentDelta,
     EmptyDelta,
     ToolCallFragment,

@@ -1,13 +1,34 @@
-"""Bodies of /tokenize, /detokenize and /tokenizer_info, in vLLM's format."""
+"""Bodies of /v1/models, and of /tokenize, /detokenize and /tokenizer_info in vLLM's format."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tokasaurus.server.protocol.chat import ChatMessage, TemplateFields
 from tokasaurus.server.protocol.sampling_fields import NullMeans, Only
 from tokasaurus.server.protocol.tools import Tools
+
+
+@dataclass(frozen=True, slots=True)
+class ModelObject:
+    """created: start of the server, as Unix time in seconds.
+
+    max_model_len: most tokens of a request's prompt and completion together on this server, by the model, the KV cache
+    or a flag; null while the model is loading.
+    """
+
+    id: str
+    created: int
+    max_model_len: int | None
+    object: Literal["model"] = "model"
+    owned_by: str = "tokasaurus"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelList:
+    data: list[ModelObject]
+    object: Literal["list"] = "list"
 
 
 class TokenizeRequest(TemplateFields):

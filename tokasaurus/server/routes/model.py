@@ -1,4 +1,4 @@
-"""POST /tokenize, POST /detokenize, GET /tokenizer_info"""
+"""GET /v1/models, POST /tokenize, POST /detokenize, GET /tokenizer_info: the served model and its tokenizer."""
 
 from typing import Any
 
@@ -9,9 +9,11 @@ from tokasaurus.server.openapi import BODY_ERRORS, error_responses
 from tokasaurus.server.prepare.chat_prompt import encode_messages
 from tokasaurus.server.prepare.tool_choice import check_names
 from tokasaurus.server.protocol.chat import TemplateFields
-from tokasaurus.server.protocol.tokenize import (
+from tokasaurus.server.protocol.model import (
     DetokenizeRequest,
     DetokenizeResponse,
+    ModelList,
+    ModelObject,
     TokenizeRequest,
     TokenizeResponse,
 )
@@ -20,11 +22,35 @@ from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState, num_body_bytes, state_of
 from tokasaurus.text.json_lines import write_json
 
-router = APIRouter(tags=["tokenizer"])
-_body_router = APIRouter(route_class=JsonBodyRoute, tags=["tokenizer"])
+router = APIRouter(route_class=JsonBodyRoute)
 
 
-@_body_router.post("/tokenize", responses={200: {"model": TokenizeResponse}, **error_responses(*BODY_ERRORS, 404, 503)})
+@router.get("/v1/models", tags=["models"], responses={200: {"model": ModelList}})
+async def list_models(request: Request) -> Response:
+    """The served model."""
+    return _json(write_json(ModelList([_model_object(state_of(request))])))
+
+
+# a path, since names such as org/name contain slashes
+@router.get("/v1/models/{name:path}", tags=["models"], responses={200: {"model": ModelObject}, **error_responses(404)})
+async def retrieve_model(request: Request, name: str) -> Response:
+    """The model with this name; "default" and the flag model= are other names of the served model."""
+    state = state_of(request)
+    state.model.check_name(name)
+    return _json(write_json(_model_object(state)))
+
+
+def _model_object(state: ServerState) -> ModelObject:
+    limits = state.engine.limits
+    max_model_len = None if limits is None else limits.max_tokens_per_sequence
+    return ModelObject(id=state.model.name, created=state.model.created, max_model_len=max_model_len)
+
+
+@router.post(
+    "/tokenize",
+    tags=["tokenizer"],
+    responses={200: {"model": TokenizeResponse}, **error_responses(*BODY_ERRORS, 404, 503)},
+)
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """The token ids of a prompt, or of messages formatted with the model's chat template."""
     state = state_of(request)
@@ -33,10 +59,14 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     limits = state.ready_limits()
     size = num_body_bytes(request)
     content = await state.text_threads.run(size, _tokenize, body, state, size, limits.max_tokens_per_sequence)
-    return Response(content, media_type="application/json")
+    return _json(content)
 
 
-@_body_router.post("/detokenize", responses={200: {"model": DetokenizeResponse}, **error_responses(*BODY_ERRORS, 404)})
+@router.post(
+    "/detokenize",
+    tags=["tokenizer"],
+    responses={200: {"model": DetokenizeResponse}, **error_responses(*BODY_ERRORS, 404)},
+)
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """The text of token ids, including the names of special tokens."""
     state = state_of(request)
@@ -49,18 +79,19 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
             "tokens",
         )
     content = await state.text_threads.run(num_body_bytes(request), _detokenize, body, state.model)
-    return Response(content, media_type="application/json")
+    return _json(content)
 
 
-@router.get("/tokenizer_info")
+@router.get("/tokenizer_info", tags=["tokenizer"])
 async def tokenizer_info(request: Request) -> Response:
     """The chat template, and the special tokens by role, such as eos_token."""
     tokenizer = state_of(request).model.tokenizer
     info: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.named_tokens}
-    return Response(write_json(info | {"chat_template": tokenizer.chat_template}), media_type="application/json")
+    return _json(write_json(info | {"chat_template": tokenizer.chat_template}))
 
 
-router.include_router(_body_router)
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
 
 
 def _check_length(body: TokenizeRequest, num_bytes: int, max_chars: int) -> None:
