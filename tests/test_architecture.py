@@ -60,7 +60,7 @@ INNER_LAYERS = {
         ["batches"],
         ["generation"],
         ["endpoints"],
-        ["state", "openapi", "disconnect", "head", "respond", "connections"],
+        ["state", "openapi", "head", "respond", "connections"],
         ["prepare"],
         ["structured_output", "engine_client"],
         ["served_model", "resources", "access"],

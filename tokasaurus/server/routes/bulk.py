@@ -13,7 +13,6 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from tokasaurus.server.access import client_of
-from tokasaurus.server.disconnect import run_while_connected
 from tokasaurus.server.errors import (
     ApiError,
     BodyTooLarge,
@@ -29,7 +28,7 @@ from tokasaurus.server.openapi import error_responses
 from tokasaurus.server.parsing.json_values import MAX_INLINE_BYTES
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.protocol.bulk import LINE_SCHEMA, RESULT_SCHEMA
-from tokasaurus.server.routes.event_stream import HEADERS
+from tokasaurus.server.routes.event_stream import HEADERS, run_while_connected
 from tokasaurus.server.routes.json_body import check_type
 from tokasaurus.server.state import ServerState, state_of
 from tokasaurus.text.json_lines import write_json

@@ -22,7 +22,6 @@ from tokasaurus.server.batches.store.data_dir import StoreError
 from tokasaurus.server.batches.store.database import run_blocking
 from tokasaurus.server.batches.store.files import list_files
 from tokasaurus.server.batches.store.records import FileRecord
-from tokasaurus.server.disconnect import run_while_connected
 from tokasaurus.server.errors import ClientGone, NotFound, ServerStopping, shorten
 from tokasaurus.server.head import is_head
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
@@ -34,6 +33,7 @@ from tokasaurus.server.protocol.storage.files import (
     FileObject,
     ListFiles,
 )
+from tokasaurus.server.routes.event_stream import run_while_connected
 from tokasaurus.server.routes.json_body import check_type
 
 logger = logging.getLogger(__name__)

@@ -3,14 +3,13 @@
 from fastapi import APIRouter, Request, Response
 
 from tokasaurus.server.access import client_of
-from tokasaurus.server.disconnect import run_while_connected
 from tokasaurus.server.endpoints import ENDPOINTS, Body, Endpoint
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
 from tokasaurus.server.prepare.requests import Origin
 from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from tokasaurus.server.protocol.completions import Completion, CompletionRequest
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
-from tokasaurus.server.routes.event_stream import EventStream
+from tokasaurus.server.routes.event_stream import EventStream, run_while_connected
 from tokasaurus.server.routes.json_body import JsonBodyRoute
 from tokasaurus.server.state import num_body_bytes, state_of
 
