@@ -56,11 +56,11 @@ LAYERS = [
 INNER_LAYERS = {
     "server": [
         ["app"],
-        ["routes", "http_server"],
+        ["routes"],
         ["batches"],
         ["generation"],
         ["endpoints"],
-        ["state", "openapi", "head", "respond", "connections"],
+        ["state", "openapi", "respond", "connections"],
         ["prepare"],
         ["structured_output", "engine_client"],
         ["served_model", "resources", "access"],

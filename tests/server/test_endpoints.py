@@ -12,8 +12,7 @@ from tokasaurus.server.endpoints import ENDPOINTS
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.prepare.requests import Origin, Prepared
-from tokasaurus.server.resources.limits import BodyBytes, RequestLimits
-from tokasaurus.server.resources.text_threads import TextThreads
+from tokasaurus.server.resources import BodyBytes, RequestLimits, TextThreads
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
 from tokasaurus.server.structured_output.validator import GrammarChecker

@@ -1,26 +1,29 @@
-"""The server process: serves HTTP and exchanges messages with the managers over channels."""
+"""The server process: serves HTTP, exchanges messages with the managers over channels, and drains before it exits."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import importlib.metadata
 import logging
 import resource
+import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, cast
 
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp
 
 from tokasaurus.addresses import url_of
 from tokasaurus.checkpoint import Checkpoint
 from tokasaurus.messages.channel import Sender
-from tokasaurus.messages.lifecycle import Failed, PhaseDone, Ready, UserError
+from tokasaurus.messages.lifecycle import STOP_AT_ONCE, Failed, PhaseDone, Ready, UserError
 from tokasaurus.monitoring.cores import lower_thread_priority
 from tokasaurus.monitoring.loop_lag import LoopLag
 from tokasaurus.monitoring.shortage import describe_shortage
@@ -37,22 +40,18 @@ from tokasaurus.server.batches.location import opened_data_dir
 from tokasaurus.server.batches.service import BatchService
 from tokasaurus.server.batches.store.data_dir import StorageFull, StoreError
 from tokasaurus.server.batches.store.store import Store
+from tokasaurus.server.connections.protocol import ConnectionProtocol, watch_for_lost_peers
 from tokasaurus.server.connections.table import ConnectionTable
-from tokasaurus.server.connections.transport import watch_for_lost_peers
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.queue_limits import QueueLimits
 from tokasaurus.server.errors import StorageFailed, StorageIsFull, add_error_handlers, error_response
-from tokasaurus.server.head import HeadMiddleware
-from tokasaurus.server.http_server import LISTEN_BACKLOG, HttpServer, http_config
 from tokasaurus.server.openapi import DescribedApp
-from tokasaurus.server.resources.garbage import collect_garbage_when_idle
-from tokasaurus.server.resources.limits import BodyBytes, RequestLimits, request_limits
-from tokasaurus.server.resources.text_threads import TextThreads
+from tokasaurus.server.resources import BodyBytes, RequestLimits, TextThreads, collect_garbage_when_idle, request_limits
 from tokasaurus.server.routes import batches as batch_routes
 from tokasaurus.server.routes import bulk, files, generation, health
 from tokasaurus.server.routes import model as model_routes
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.state import ServerState
+from tokasaurus.server.state import HeadMiddleware, ServerState
 from tokasaurus.server.structured_output.validator import GrammarChecker
 from tokasaurus.server.tools.formats import find_tool_support
 from tokasaurus.text.tokenizer import Tokenizer
@@ -61,6 +60,11 @@ if TYPE_CHECKING:
     from tokasaurus.config import ServerConfig
 
 logger = logging.getLogger(__name__)
+
+# How long the requests that are open after draining have to end with an error.
+GRACE_S = 2
+LISTEN_BACKLOG = 4096
+_TICKS_PER_SWEEP = 10
 
 
 def run_server(
@@ -218,3 +222,60 @@ def load_served_model(config: ServerConfig, checkpoint: Checkpoint) -> ServedMod
         find_tools=functools.cache(lambda: find_tool_support(tokenizer, config.tool_call_format)),
         model_flag=config.model,
     )
+
+
+def http_config(app: ASGIApp, connections: ConnectionTable) -> uvicorn.Config:
+    """How uvicorn serves `app`. connections: empty; also needed by `HttpServer`."""
+    log_level = connections.config.uvicorn_log_level
+    protocol = functools.partial(ConnectionProtocol, connections)
+    return uvicorn.Config(
+        app,
+        loop="uvloop",
+        http=cast(type[asyncio.Protocol], protocol),  # uvicorn only calls it
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level=log_level,
+        # one line per request is costly and useless with thousands of requests
+        access_log=log_level in ("debug", "trace"),
+        backlog=LISTEN_BACKLOG,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+
+
+class HttpServer(uvicorn.Server):
+    """SIGTERM drains: new work is refused, and the server exits when its open requests have finished.
+
+    Requests still open after drain_seconds, or when STOP_AT_ONCE arrives, end with an error.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: EngineClient, connections: ConnectionTable) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._connections = connections
+        self._drains_until_s: float | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Replaces uvicorn's: that one would re-raise the signals at the end, and also handle Ctrl-C."""
+        if threading.current_thread() is not threading.main_thread():  # signals go to the main thread only
+            yield
+            return
+        signal.signal(signal.SIGTERM, lambda *_: self.drain())
+        signal.signal(STOP_AT_ONCE, self.handle_exit)
+        yield
+
+    def drain(self) -> None:
+        """Refuse new work from now on, and exit soon."""
+        self._engine.is_draining = True
+        if self._drains_until_s is None:
+            self._drains_until_s = time.monotonic() + self._connections.config.drain_seconds
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second; true ends the server."""
+        if counter % _TICKS_PER_SWEEP == 0:
+            self._connections.sweep(time.monotonic())
+        if self._drains_until_s is not None:
+            has_open_requests = len(self.server_state.tasks) > 0
+            self.should_exit |= not has_open_requests or time.monotonic() >= self._drains_until_s
+        return await super().on_tick(counter)

@@ -29,7 +29,7 @@ from tokasaurus.server.protocol.answers import Usage
 from tokasaurus.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from tokasaurus.server.protocol.completions import Completion, CompletionRequest
 from tokasaurus.server.protocol.sampling_fields import SamplingFields, StreamOptions
-from tokasaurus.server.resources.limits import RequestLimits
+from tokasaurus.server.resources import RequestLimits
 from tokasaurus.server.respond.stream import AnswerStream, ChatStream, CompletionStream
 from tokasaurus.server.respond.whole import build_chat_completion, build_completion, write_answer
 from tokasaurus.server.served_model import ServedModel

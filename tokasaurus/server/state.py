@@ -1,16 +1,16 @@
-"""State shared by all routes of one server."""
+"""What routes share: the state of one server, and what they ask of a request."""
 
 from dataclasses import dataclass
 from typing import cast
 
 from fastapi import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.monitoring.loop_lag import LoopLag
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import EngineNotReady, EngineRestarting, ServerStopping
-from tokasaurus.server.resources.limits import BodyBytes, RequestLimits
-from tokasaurus.server.resources.text_threads import TextThreads
+from tokasaurus.server.resources import BodyBytes, RequestLimits, TextThreads
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.structured_output.validator import GrammarChecker
 
@@ -52,3 +52,23 @@ def state_of(request: Request) -> ServerState:
 def num_body_bytes(request: Request) -> int:
     """Size of the request's body, which has been read."""
     return cast(int, request.state.num_body_bytes)
+
+
+_IS_HEAD = "toka_is_head"
+
+
+class HeadMiddleware:
+    """Answers HEAD like GET (RFC 9110, section 9.3.2). The HTTP server below sends no body of the answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET", _IS_HEAD: True}
+        await self._app(scope, receive, send)
+
+
+def is_head(scope: Scope) -> bool:
+    """Whether the body of the answer is left out, so that it need not be read from a disk."""
+    return _IS_HEAD in scope

@@ -17,7 +17,7 @@ from tests.server.helpers.live_server import LiveServer, live_server, wait_until
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.server.engine_client.queue_limits import QueueLimits
 from tokasaurus.server.generation import line as lines
-from tokasaurus.server.resources.limits import RequestLimits
+from tokasaurus.server.resources import RequestLimits
 from tokasaurus.server.routes import bulk
 from tokasaurus.server.served_model import ServedModel
 

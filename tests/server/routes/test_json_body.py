@@ -14,7 +14,7 @@ from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_ope
 from tests.server.helpers.fake_engine import FakeEngine, echo, never
 from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.raw_http import connect, parse_answers, read_all
-from tokasaurus.server.resources.limits import RequestLimits
+from tokasaurus.server.resources import RequestLimits
 from tokasaurus.server.served_model import ServedModel
 
 MAX_BYTES = 40_000

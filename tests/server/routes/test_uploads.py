@@ -14,7 +14,7 @@ from tests.server.helpers.live_server import LiveServer, live_server
 from tests.server.helpers.raw_http import connect, read_all
 from tokasaurus.server.batches import library
 from tokasaurus.server.batches.limits import BatchLimits
-from tokasaurus.server.resources.limits import RequestLimits
+from tokasaurus.server.resources import RequestLimits
 from tokasaurus.server.routes.files import PART_BYTES
 from tokasaurus.server.served_model import ServedModel
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
+import select
+import socket
+import struct
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -17,7 +19,6 @@ from uvicorn.server import ServerState
 
 from tokasaurus.server.access import request_id_of
 from tokasaurus.server.connections.table import ConnectionTable
-from tokasaurus.server.connections.transport import LingeringTransport
 from tokasaurus.server.errors import (
     ApiError,
     HeadersTooLarge,
@@ -27,6 +28,88 @@ from tokasaurus.server.errors import (
     UrlTooLong,
     error_response,
 )
+
+# Offset of tcpi_bytes_acked (u64) in Linux's struct tcp_info.
+_BYTES_ACKED_OFFSET = 120
+
+
+class LingeringTransport(asyncio.Transport):
+    """Passes everything on to a transport, but lets `close` linger while the client is sending.
+
+    A socket that is closed with unread input resets the connection, and the client may lose the answer to what it is
+    sending. So the sending direction is closed first; whoever owns the transport drops further input, and aborts the
+    connection if the client does not close it in time.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__()
+        self._inner = transport
+        self.is_client_sending = False
+        """Set by the protocol: a request has begun to arrive and is incomplete."""
+        self.is_lingering = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if not self.is_lingering:
+            self._inner.write(data)
+
+    def close(self) -> None:
+        if not self.is_client_sending or self._inner.is_closing():
+            self._inner.close()
+        elif not self.is_lingering:
+            self.is_lingering = True
+            self._inner.resume_reading()
+            self._inner.write_eof()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def is_closing(self) -> bool:
+        return self.is_lingering or self._inner.is_closing()
+
+    def pause_reading(self) -> None:
+        self._inner.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._inner.resume_reading()
+
+    def get_write_buffer_size(self) -> int:
+        return self._inner.get_write_buffer_size()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._inner.get_extra_info(name, default)
+
+    def num_bytes_acked(self) -> int:
+        """Bytes that the client's machine has confirmed; where the system does not tell, minus the bytes unsent."""
+        try:
+            info = self._socket().getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+            return int(struct.unpack_from("Q", info, _BYTES_ACKED_OFFSET)[0])
+        except (AttributeError, OSError, struct.error):
+            return -self._inner.get_write_buffer_size()
+
+    def is_hung_up(self) -> bool:
+        """Whether the connection was reset. A client that closed it normally counts only once it was sent something,
+        since only its answer, a reset, tells it from one that is done sending and still reads."""
+        poll = select.poll()
+        poll.register(self._socket().fileno(), 0)
+        return bool(poll.poll(0))
+
+    def _socket(self) -> socket.socket:
+        found: socket.socket = self._inner.get_extra_info("socket")
+        return found
+
+
+def watch_for_lost_peers(listener: socket.socket, unread_timeout_s: int) -> None:
+    """The kernel will end a connection that `listener` accepts once the client's machine is gone.
+
+    That is two minutes without an answer to probes, or `unread_timeout_s` without confirmation of sent bytes.
+    """
+    options = [("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)]
+    options += [("TCP_USER_TIMEOUT", 1000 * unread_timeout_s)]
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options:
+        if hasattr(socket, name):  # Linux has them all
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
 
 # Its warnings are limited to one line per kind and second.
 logger = logging.getLogger("uvicorn.error")
@@ -65,8 +148,13 @@ class _GatedFlow(FlowControl):
             super().resume_reading()
 
 
-class RefusingProtocol(HttpToolsProtocol, ABC):
-    """Refuses what exceeds the limits of `table.config`, or is no valid HTTP."""
+class ConnectionProtocol(HttpToolsProtocol):
+    """Beyond uvicorn's: sizes and times of `table.config`, half-closed connections, and refusals as JSON.
+
+    A client that closes only its sending side gets its whole answer. Since a full close looks the same at first, the
+    server then sends a few harmless bytes: if the client is gone, its machine answers with a reset, which counts as a
+    disconnect.
+    """
 
     transport: LingeringTransport
 
@@ -96,6 +184,8 @@ class RefusingProtocol(HttpToolsProtocol, ABC):
         """How long the client has kept the server waiting for what comes next."""
         self._refusal: ApiError | None = None
         self._has_eof = False
+        self._num_bytes_acked = 0
+        self._stuck_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = LingeringTransport(transport)
@@ -113,10 +203,6 @@ class RefusingProtocol(HttpToolsProtocol, ABC):
             self._active.disconnected = True
             self._active.message_event.set()
         super().connection_lost(exc)
-
-    @abstractmethod
-    def check(self, tick_s: float) -> None:
-        """Called at each sweep of the table. tick_s: seconds since the last."""
 
     def evict(self) -> None:
         self.transport.abort()
@@ -305,19 +391,7 @@ class RefusingProtocol(HttpToolsProtocol, ABC):
             "(max_header_bytes)"
         )
 
-
-class ConnectionProtocol(RefusingProtocol):
-    """Beyond uvicorn's: sizes and times of `table.config`, half-closed connections, and refusals as JSON.
-
-    A client that closes only its sending side gets its whole answer. Since a full close looks the same at first, the
-    server then sends a few harmless bytes: if the client is gone, its machine answers with a reset, which counts as a
-    disconnect.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._num_bytes_acked = 0
-        self._stuck_s = 0.0
+    # End of the client's input
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's always closes
         """Whether to keep the connection open for the answer to a request that is complete."""

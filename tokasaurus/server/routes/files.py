@@ -23,7 +23,6 @@ from tokasaurus.server.batches.store.database import run_blocking
 from tokasaurus.server.batches.store.files import list_files
 from tokasaurus.server.batches.store.records import FileRecord
 from tokasaurus.server.errors import ClientGone, NotFound, ServerStopping, shorten
-from tokasaurus.server.head import is_head
 from tokasaurus.server.openapi import BODY_ERRORS, error_responses
 from tokasaurus.server.protocol.storage.files import (
     CONTENT_SCHEMA,
@@ -35,6 +34,7 @@ from tokasaurus.server.protocol.storage.files import (
 )
 from tokasaurus.server.routes.event_stream import run_while_connected
 from tokasaurus.server.routes.json_body import check_type
+from tokasaurus.server.state import is_head
 
 logger = logging.getLogger(__name__)
 router = APIRouter(tags=["files"])

@@ -22,8 +22,7 @@ from tokasaurus.server.batches.store.records import FINAL_STATUSES, BatchRecord,
 from tokasaurus.server.batches.store.store import Store, open_store
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.engine_client.queue_limits import NO_LIMITS, QueueLimits
-from tokasaurus.server.resources.limits import BodyBytes, RequestLimits
-from tokasaurus.server.resources.text_threads import TextThreads
+from tokasaurus.server.resources import BodyBytes, RequestLimits, TextThreads
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
 from tokasaurus.server.structured_output.validator import GrammarChecker

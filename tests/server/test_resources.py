@@ -1,5 +1,9 @@
-"""Limits of contents, at a real server: what is too large is refused with the name of the flag."""
+"""Limits of contents, at a real server: what is too large is refused with the name of the flag. Threads and garbage."""
 
+import asyncio
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -11,7 +15,7 @@ from tests.server.helpers.fake_engine import FakeEngine, Reply
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.resources.limits import RequestLimits, request_limits
+from tokasaurus.server.resources import LARGE_SIZE, NUM_SMALL_THREADS, RequestLimits, TextThreads, request_limits
 from tokasaurus.server.served_model import ServedModel
 
 LIMITS = RequestLimits(max_answer_values=40, max_tokenize_chars=200, max_stop_strings=2, max_stop_chars=5)
@@ -88,3 +92,56 @@ def test_token_ids_for_detokenize_are_limited(limited: LiveServer) -> None:
     error = refused(limited, "/detokenize", {"tokens": [97] * 201})
     assert error["param"] == "tokens"
     assert "max_tokenize_chars" in error["message"]
+
+
+def test_small_work_runs_while_all_threads_for_large_work_are_busy() -> None:
+    async def run() -> None:
+        threads, released = TextThreads(), threading.Event()
+        try:
+            large = [asyncio.ensure_future(threads.run(LARGE_SIZE, released.wait, 60)) for _ in range(100)]
+            await asyncio.sleep(0)
+            small = [threads.run(LARGE_SIZE - 1, str, number) for number in range(NUM_SMALL_THREADS + 1)]
+            assert await asyncio.wait_for(asyncio.gather(*small), 30) == ["0", "1", "2", "3", "4"]
+            assert not any(task.done() for task in large)
+            released.set()
+            assert all(await asyncio.wait_for(asyncio.gather(*large), 30))
+        finally:
+            released.set()
+            threads.close()
+
+    asyncio.run(run())
+
+
+GARBAGE_SCRIPT = """
+import gc, time, weakref
+from tokasaurus.server import resources
+
+class Node:
+    pass
+
+def make_cycle():
+    node = Node()
+    node.own = node
+    return weakref.ref(node)
+
+resources.CHECK_INTERVAL_S = 0.05
+idle = False
+resources.collect_garbage_when_idle(lambda: idle)
+full = []
+gc.callbacks.append(lambda phase, info: full.append(phase) if info["generation"] == 2 else None)
+kept = [[] for _ in range(2_000_000)]  # Python would have made several full collections
+assert not full, full
+idle = True
+node = make_cycle()
+deadline = time.monotonic() + 60
+while node() is not None:
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+assert full
+"""
+
+
+def test_full_collections_happen_only_when_idle() -> None:
+    """In a process of its own, since the settings are the whole process's."""
+    done = subprocess.run([sys.executable, "-c", GARBAGE_SCRIPT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,140 @@
+"""What requests may take of the server: limits of bodies and answers, memory for bodies, threads for text, and pauses.
+
+A pause of the event loop, such as a full garbage collection, delays every stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from tokasaurus.monitoring.cores import available_cores
+from tokasaurus.server.errors import TooManyBodies
+
+if TYPE_CHECKING:
+    from tokasaurus.config import ServerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Each field has the name, the default and the meaning of a flag."""
+
+    max_request_bytes: int | None = 64 << 20
+    """Bytes of a body; None: no limit."""
+    max_body_bytes_in_all: int = 1 << 30
+    """Bytes of all bodies that are being received or parsed, except those of /v1/bulk; also of a single one."""
+    max_line_bytes: int = 16 << 20
+    """Bytes of a line of /v1/bulk. Longer lines are not kept in memory."""
+    max_answer_values: int = 1 << 25
+    """Tokens and logprobs of all choices of an answer that is not streamed."""
+    max_tokenize_chars: int = 1 << 20
+    """Characters of a prompt, or of all messages together, at /tokenize; also the token ids at /detokenize."""
+    max_json_values: int = 1 << 20
+    """JSON values of a body or bulk line: each list or object counts as eight more, each key as three more."""
+    max_stop_strings: int = 16
+    """Stop strings of a request."""
+    max_stop_chars: int = 1024
+    """Characters of each of them."""
+
+
+def request_limits(config: ServerConfig) -> RequestLimits:
+    """The limits that the flags set."""
+    return RequestLimits(**{field.name: getattr(config, field.name) for field in fields(RequestLimits)})
+
+
+class BodyBytes:
+    """Bytes of all bodies that are not parsed yet, up to `max_bytes`. Used by the event loop only."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    @contextmanager
+    def of_one_body(self) -> Iterator[Callable[[int], None]]:
+        """Yields a function that counts further bytes of a body, until the context ends. It raises TooManyBodies."""
+        num_own_bytes = 0
+
+        def add(num_bytes: int) -> None:
+            nonlocal num_own_bytes
+            if self._num_bytes + num_bytes > self._max_bytes:
+                limit = f"{self._max_bytes} bytes (max_body_bytes_in_all)"
+                raise TooManyBodies(f"the bodies that the server is receiving may have at most {limit} together")
+            self._num_bytes += num_bytes
+            num_own_bytes += num_bytes
+
+        try:
+            yield add
+        finally:
+            self._num_bytes -= num_own_bytes
+
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+NUM_SMALL_THREADS = 4
+LARGE_SIZE = 1 << 17
+"""Work of this size is large, in bytes of a body, characters of texts, or token ids and logprobs of an answer: tens
+of milliseconds."""
+
+
+class TextThreads:
+    """Two pools of threads. The tokenizer releases the GIL, so several threads can use several cores."""
+
+    def __init__(self) -> None:
+        self._small = ThreadPoolExecutor(NUM_SMALL_THREADS, thread_name_prefix="text")
+        # Few, since most of their time they hold the GIL, which the event loop needs.
+        self._large = ThreadPoolExecutor(max(1, available_cores() // 2), thread_name_prefix="large text")
+
+    async def run(
+        self, size: int, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
+    ) -> Result:
+        """The function's result, from a thread of the pool for work of this size; see LARGE_SIZE."""
+        pool = self._large if size >= LARGE_SIZE else self._small
+        return await asyncio.get_running_loop().run_in_executor(pool, lambda: function(*args, **kwargs))
+
+    def close(self) -> None:
+        """Cancels the work that has not begun, and waits for none."""
+        for pool in (self._small, self._large):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+CHECK_INTERVAL_S = 10.0
+LONGEST_WAIT_S = 600.0
+# Objects made before a collection of the youngest generation, and such collections before one of the middle generation:
+# it visits at most 100,000 objects, which takes about 10 ms.
+_THRESHOLDS = (10_000, 10)
+_NEVER = 1 << 30
+
+
+def collect_garbage_when_idle(is_idle: Callable[[], bool]) -> None:
+    """Makes full collections only while `is_idle`, or at least every LONGEST_WAIT_S, for the rest of the process.
+
+    Python would make one whenever the number of objects has grown by a quarter: with a request of 65,536 sequences it
+    takes up to 600 ms, again and again. Nearly all objects are freed without it, and of the cycles, those that live
+    shortly by collections of the younger generations. Objects that exist now are never visited again.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_THRESHOLDS, _NEVER)
+    threading.Thread(target=_collect, args=(is_idle,), name="garbage", daemon=True).start()
+
+
+def _collect(is_idle: Callable[[], bool]) -> None:
+    waiting = threading.Event()
+    waited_s = 0.0
+    is_first = True
+    while True:
+        waiting.wait(CHECK_INTERVAL_S)
+        waited_s += CHECK_INTERVAL_S
+        if is_idle() or waited_s >= LONGEST_WAIT_S:
+            gc.collect()
+            waited_s = 0.0
+            if is_first and is_idle():  # the libraries that load in the background are there
+                gc.freeze()
+                is_first = False
