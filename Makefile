@@ -89,7 +89,7 @@ flashinfer-packages: .venv/installed-dev  ## Fetches both versions of FlashInfer
 # dist/tokasaurus-*.whl, which carries the kernels compiled. setuptools would put what build/ still has into it.
 wheel: .venv/installed  ## A package in dist/ with compiled kernels
 	rm -rf build dist
-	$(BIN)/python -m tokasaurus.model.cpu.prebuild
+	$(BIN)/python -m tokasaurus.model.cpu.build prebuilt
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	rm -rf build $(PREBUILT)
 

@@ -73,7 +73,7 @@ def measure(cpu_isa: str, num_rounds: int) -> Level:
 
     from benchmarks.attention_cases import reads, time_interleaved
     from tokasaurus.model.cpu.bindings import load_kernels
-    from tokasaurus.model.cpu.packed_weights import LayerKernels, PackedWeights
+    from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedWeights
 
     kernels = load_kernels(cpu_isa)
     assert kernels is not None

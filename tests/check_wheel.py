@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tokasaurus.checkpoint.checksums import CHECKSUMS
-from tokasaurus.model.cpu.build import machine_sets
-from tokasaurus.model.cpu.isa import INSTRUCTION_SETS, machine
+from tokasaurus.model.cpu.build import INSTRUCTION_SETS, machine, machine_sets
 
 DIST = Path(__file__).parents[1] / "dist"
 
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.model.cpu import build
-from tokasaurus.model.cpu.isa import choose_set
+from tokasaurus.model.cpu.build import choose_set
 from tokasaurus.model.cpu.bindings import load_kernels
 from tokasaurus.model.sampling.params import params_to_device
 try:

@@ -20,7 +20,7 @@ from tokasaurus.config import ServerConfig
 from tokasaurus.config_flags import SERVER_FLAGS
 from tokasaurus.flags import Flag, FlagTable, assign_flags
 from tokasaurus.messages.lifecycle import PhaseDone, UserError
-from tokasaurus.model.cpu.build_ahead import kernels_built_ahead
+from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.decoder.weights import FilledModules, fill_randomly
 from tokasaurus.model.parallel.mesh import Mesh

@@ -12,7 +12,7 @@ from tokasaurus.child_process import ChildProcess
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import wait
 from tokasaurus.messages.lifecycle import HEARTBEAT_SECONDS, STOP_AT_ONCE, Failed, PhaseDone, Ready, UserError
-from tokasaurus.model.cpu.build_ahead import kernels_built_ahead
+from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.monitoring.log_writer import setup_logging
 from tokasaurus.monitoring.trace import trace_file
 from tokasaurus.process_group import STOP_NUMBERS, Child, ProcessGroup, StopSignals

@@ -16,11 +16,9 @@ from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.attention.choose import make_backend
 from tokasaurus.model.attention.torch_backend import TorchBackend
-from tokasaurus.model.cpu import bindings, build, structs
-from tokasaurus.model.cpu.bindings import Kernels, load_kernels
-from tokasaurus.model.cpu.build import Library, LibraryUnavailable, find_or_build, is_there
-from tokasaurus.model.cpu.isa import machine
-from tokasaurus.model.cpu.structs import STRUCTS, StructMismatch
+from tokasaurus.model.cpu import bindings, build
+from tokasaurus.model.cpu.bindings import STRUCTS, Kernels, StructMismatch, load_kernels
+from tokasaurus.model.cpu.build import Library, LibraryUnavailable, find_or_build, is_there, machine
 
 
 @pytest.fixture
@@ -206,7 +204,9 @@ def use_prebuilt(library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_every_struct_is_checked_when_a_library_is_loaded() -> None:
-    defined = {each for each in vars(structs).values() if isinstance(each, type) and issubclass(each, ctypes.Structure)}
+    defined = {
+        each for each in vars(bindings).values() if isinstance(each, type) and issubclass(each, ctypes.Structure)
+    }
     assert set(STRUCTS.values()) == defined
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tokasaurus.model.cpu import build
-from tokasaurus.model.cpu.isa import INSTRUCTION_SETS, InstructionSet, machine
+from tokasaurus.model.cpu.build import INSTRUCTION_SETS, InstructionSet, machine
 
 X86_SETS = [level for level in INSTRUCTION_SETS if level.machine == "x86_64"]
 LABEL = re.compile(r"^(\.L\w+):")

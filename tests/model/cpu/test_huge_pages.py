@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from tests.model.helpers.peak_memory import reset_peak
-from tokasaurus.model.cpu import huge_pages
-from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.cpu.huge_pages import HugePageTensors, touch_in_background
+from tokasaurus.model.cpu import bindings
+from tokasaurus.model.cpu.bindings import HugePageTensors, load_kernels, touch_in_background
 
 
 def test_tensors_do_not_overlap_and_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     # Small, so that some tensors begin a chunk and one is larger than a chunk.
-    monkeypatch.setattr(huge_pages, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(bindings, "_CHUNK_BYTES", 1000)
     memory = HugePageTensors()
     shapes: list[tuple[int, ...]] = [(3, 5), (1,), (0,), (7, 11, 2), (40, 40), (2, 2), (15, 16)]
     dtypes = [torch.float32, torch.bfloat16, torch.int64]
@@ -32,7 +31,7 @@ def test_tensors_do_not_overlap_and_are_aligned(monkeypatch: pytest.MonkeyPatch)
 def test_memory_is_allocated_at_once_and_becomes_resident_when_touched() -> None:
     num_bytes = 96 << 20
     before = reset_peak()
-    memory = huge_pages.allocate(num_bytes).view(3, -1)
+    memory = bindings.allocate_huge_pages(num_bytes).view(3, -1)
     assert reset_peak() - before < 8 << 20
     for thread in touch_in_background(memory, load_kernels(), num_threads=2):
         thread.join()
@@ -41,7 +40,7 @@ def test_memory_is_allocated_at_once_and_becomes_resident_when_touched() -> None
 
 
 def test_touching_does_not_overwrite_concurrent_writes() -> None:
-    memory = huge_pages.allocate(64 << 20).view(4, -1)
+    memory = bindings.allocate_huge_pages(64 << 20).view(4, -1)
     expected = torch.randint(256, memory.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     threads = touch_in_background(memory, load_kernels(), num_threads=3)
     memory.copy_(expected)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tokasaurus.model.cpu import build
-from tokasaurus.model.cpu.build import Library, features_library, find_or_build, kernel_library
-from tokasaurus.model.cpu.isa import INSTRUCTION_SETS
+from tokasaurus.model.cpu.build import INSTRUCTION_SETS, Library, features_library, find_or_build, kernel_library
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SYSTEM = Path("/usr/aarch64-linux-gnu")  # C and C++ libraries, where Debian's cross compiler has them

@@ -3,7 +3,7 @@
 import torch
 
 from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.cpu.packed_weights import LayerKernels
+from tokasaurus.model.cpu.layer_executor import LayerKernels
 from tokasaurus.model.decoder.layers.norm import RMSNorm
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tokasaurus.model.cpu.bindings import load_kernels
-from tokasaurus.model.cpu.packed_weights import LayerKernels
+from tokasaurus.model.cpu.layer_executor import LayerKernels
 from tokasaurus.model.decoder.layers.linear import Linear
 from tokasaurus.model.worker.threads import leave_threads_to, worker_threads
 

@@ -7,9 +7,16 @@ import threading
 from torch import Tensor
 
 from tokasaurus.model.attention.backend import KVShape, PagedLayout, PagedPart
-from tokasaurus.model.cpu import huge_pages
-from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, KV_CACHE_DTYPES, Kernels, cache_code
-from tokasaurus.model.cpu.structs import PagedForwardStruct, PagedPartStruct
+from tokasaurus.model.cpu.bindings import (
+    ACTIVATION_DTYPES,
+    KV_CACHE_DTYPES,
+    Kernels,
+    PagedForwardStruct,
+    PagedPartStruct,
+    allocate_huge_pages,
+    cache_code,
+    touch_in_background,
+)
 
 # T tokens, H query heads, K key/value heads, D head size, P page size
 
@@ -47,12 +54,12 @@ class CpuBackend:
         shape = self._shape
         size = (shape.num_layers, num_blocks, shape.num_kv_heads, 2, shape.page_size * shape.head_dim)
         # Blocks are read in any order: with pages of 4 KiB, nearly every block would miss in the TLB.
-        memory = huge_pages.allocate(math.prod(size) * shape.dtype.itemsize)
+        memory = allocate_huge_pages(math.prod(size) * shape.dtype.itemsize)
         self._cache = memory.view(shape.dtype).view(size)  # fresh memory is zero
 
     def touch_in_background(self, num_threads: int, /) -> list[threading.Thread]:
         """Make the system provide the cache's memory, low block ids first, since they are used first."""
-        return huge_pages.touch_in_background(self._cache.flatten(1), self._kernels, num_threads)
+        return touch_in_background(self._cache.flatten(1), self._kernels, num_threads)
 
     def plan(self, layout: PagedLayout) -> None:
         self._layout = layout  # owns what the structs point to

@@ -1,8 +1,14 @@
-"""Python bindings of the C++ kernels, for torch tensors."""
+"""Python bindings of the C++ kernels, for torch tensors: the structs that both sides know, the functions, and memory in
+huge pages for data that every step reads from end to end."""
 
+import contextlib
 import ctypes
 import functools
 import logging
+import math
+import mmap
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,17 +16,16 @@ from torch import Tensor
 
 from tokasaurus.messages.forward import FORWARD_PHASES
 from tokasaurus.messages.lifecycle import FlagRefused
-from tokasaurus.model.cpu.build import LibraryUnavailable, find_or_build, kernel_library, machine_sets
-from tokasaurus.model.cpu.isa import PLAIN_TORCH, choose_set
-from tokasaurus.model.cpu.structs import (
-    STRUCTS,
-    LogitRulesStruct,
-    PagedForwardStruct,
-    PagedPartStruct,
-    TokenMasksStruct,
-    TopLogprobsStruct,
-    check_struct_sizes,
+from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
+from tokasaurus.model.cpu.build import (
+    PLAIN_TORCH,
+    LibraryUnavailable,
+    choose_set,
+    find_or_build,
+    kernel_library,
+    machine_sets,
 )
+from tokasaurus.monitoring.cores import lower_thread_priority
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +37,116 @@ KV_CACHE_DTYPES = tuple(ELEMENT_CODES)
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of weights, activations and logits that the kernels support."""
+
+_HUGE_PAGE = 2 * 1024 * 1024
+"""With pages of 4 KiB, address translation alone takes a tenth of a step's time."""
+_CHUNK_BYTES = 64 * 1024 * 1024
+_ALIGNMENT = 64
+
+
+class PackedWeightsStruct(ctypes.Structure):
+    """The struct PackedWeights of gemm.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("weight_type", "in_size", "out_size", "is_gated")),
+        *((name, ctypes.c_void_p) for name in ("panels", "bias")),
+    )
+
+
+class PackedLayerStruct(ctypes.Structure):
+    """The struct PackedLayer of forward.h."""
+
+    _fields_ = (
+        *((name, PackedWeightsStruct) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, ctypes.c_int64) for name in ("num_query_heads", "num_kv_heads", "head_dim")),
+        ("eps", ctypes.c_double),
+    )
+
+
+class PagedPartStruct(ctypes.Structure):
+    """The struct PagedPart of attention_partition.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("first_row", "num_rows", "num_segments")),
+        *((name, ctypes.c_void_p) for name in ("query_starts", "block_table")),
+        ("table_stride", ctypes.c_int64),
+        ("kv_lengths", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("is_causal", "is_partial")),
+    )
+
+
+class PagedForwardStruct(ctypes.Structure):
+    """The struct PagedForward of attention_layout.h."""
+
+    _fields_ = (
+        ("cache_type", ctypes.c_int64),
+        ("cache", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("layer_size", "page_size")),
+        ("kv_indices", ctypes.c_void_p),
+        ("parts", ctypes.POINTER(PagedPartStruct)),
+        ("num_parts", ctypes.c_int64),
+        ("prefix", ctypes.POINTER(PagedPartStruct)),
+    )
+
+
+_NUMBERS: dict[str, type[ctypes.c_float] | type[ctypes.c_int32]] = {"f": ctypes.c_float, "i": ctypes.c_int32}
+"""The 4-byte types of SAMPLING_DTYPE, by NumPy's code of their kind."""
+
+
+class SamplingParamsStruct(ctypes.Structure):
+    """The struct SamplingParams of sampling.cpp: one row of SAMPLING_DTYPE."""
+
+    _fields_ = tuple((name, _NUMBERS[SAMPLING_DTYPE[name].kind]) for name in SamplingParams._fields)
+
+
+class LogitRulesStruct(ctypes.Structure):
+    """The struct LogitRules of logit_rules.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rule_of_row", "tokens", "block_tables", "lengths")),
+        *((name, ctypes.c_void_p) for name in ("num_request_tokens", "bias_starts", "bias_ids", "bias_values")),
+        *((name, ctypes.c_int64) for name in ("page_size", "table_width")),
+    )
+
+
+class TokenMasksStruct(ctypes.Structure):
+    """The struct TokenMasks of token_masks.h."""
+
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("index_of_row", "bits")), ("num_words", ctypes.c_int64))
+
+
+class TopLogprobsStruct(ctypes.Structure):
+    """The struct TopLogprobs of sampling.cpp."""
+
+    _fields_ = (("count", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("index_of_row", "ids", "logprobs")))
+
+
+STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "PackedWeights": PackedWeightsStruct,
+    "PackedLayer": PackedLayerStruct,
+    "PagedPart": PagedPartStruct,
+    "PagedForward": PagedForwardStruct,
+    "SamplingParams": SamplingParamsStruct,
+    "LogitRules": LogitRulesStruct,
+    "TokenMasks": TokenMasksStruct,
+    "TopLogprobs": TopLogprobsStruct,
+}
+"""Every struct, by its name in C++."""
+
+
+class StructMismatch(Exception):
+    """A struct has different sizes in Python and in the kernel library, which would read beyond its fields."""
+
+
+def check_struct_sizes(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Structure]]) -> None:
+    """Raises StructMismatch if a struct does not have the size that TOKA_STRUCT_SIZE (simd.h) exports for it."""
+    for name, struct in structs.items():
+        size_in_cpp = getattr(library, f"toka_size_of_{name}")
+        size_in_cpp.restype = ctypes.c_int64
+        if size_in_cpp() != ctypes.sizeof(struct):
+            sizes = f"{size_in_cpp()} bytes in C++ and {ctypes.sizeof(struct)} in Python"
+            raise StructMismatch(f"struct {name} has {sizes}; the fields of both must be the same")
 
 
 def activation_code(tensor: Tensor) -> int:
@@ -235,3 +350,54 @@ def load_kernels(cpu_isa: str | None = None) -> Kernels | None:
             raise FlagRefused(f"cpu_isa={cpu_isa}: no CPU kernels: {error}") from error
         logger.warning("no CPU kernels; using plain torch, which is slower: %s", error)
         return None
+
+
+def allocate_huge_pages(num_bytes: int) -> Tensor:
+    """uint8 [num_bytes], zeros; the system provides memory at first use, in huge pages where possible.
+
+    Raises OSError if the system cannot reserve num_bytes.
+    """
+    memory = mmap.mmap(-1, num_bytes + 2 * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a Linux kernel built without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
+
+
+def touch_in_background(memory: Tensor, kernels: Kernels, num_threads: int) -> list[threading.Thread]:
+    """Touch all of `memory`, contiguous [A, B], so that the system provides it; returns the running threads.
+
+    The order is the first 2 MiB of each of the A areas, then the next 2 MiB of each, and so on. The threads have low
+    priority and end with the process. The memory may be used meanwhile: touching it does not change its contents.
+    """
+    touch = kernels.library.toka_touch
+    touch.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    num_taken = ctypes.c_int64(0)
+
+    def run() -> None:
+        lower_thread_priority()
+        touch(memory.data_ptr(), len(memory), memory[0].nbytes, ctypes.byref(num_taken))
+
+    threads = [threading.Thread(target=run, name="touch", daemon=True) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+class HugePageTensors:
+    """Allocates tensors in consecutive memory, so that small ones share huge pages.
+
+    A chunk of memory is freed when all of its tensors are.
+    """
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor, aligned to 64 bytes."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > len(self._rest):
+            self._rest = allocate_huge_pages(max(num_bytes, _CHUNK_BYTES))
+        memory = self._rest[:num_bytes]
+        self._rest = self._rest[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
+        return memory.view(dtype).view(shape)

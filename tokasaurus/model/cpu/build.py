@@ -1,30 +1,46 @@
-"""Find the shared libraries of the kernels: prebuilt ones in a wheel, else built from source into the cache.
+"""The kernel libraries: which instruction sets this machine has, finding a library or building it, and building ahead.
 
-The sources include no torch headers and the functions take plain pointers: the build takes half as long as with torch's
-extension loader, and needs neither ninja nor Python's headers. Does not import torch: the launcher builds in advance.
+A library comes prebuilt in a wheel, or is built from source into the cache. The sources include no torch headers and
+the functions take plain pointers: the build takes half as long as with torch's extension loader, and needs neither
+ninja nor Python's headers. Does not import torch: the launcher builds in advance.
+
+Commands: `python -m tokasaurus.model.cpu.build INSTRUCTION_SET_NAME` builds one library into the cache;
+`python -m tokasaurus.model.cpu.build prebuilt`, run by `make wheel`, builds those of a wheel.
 """
+
+from __future__ import annotations
 
 import ctypes
 import hashlib
 import logging
 import os
+import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokasaurus.checkpoint import CheckpointError, cache_directory
 from tokasaurus.checkpoint.cache import build_once, is_intact, log_damage
-from tokasaurus.checkpoint.checksums import is_intact_file
-from tokasaurus.model.cpu.isa import INSTRUCTION_SETS, InstructionSet, machine, supported_sets
+from tokasaurus.checkpoint.checksums import is_intact_file, write_checksums
+from tokasaurus.messages.lifecycle import FlagRefused
 from tokasaurus.monitoring.cores import available_cores
 
+if TYPE_CHECKING:
+    from tokasaurus.config import ServerConfig
+
 logger = logging.getLogger(__name__)
+
+PLAIN_TORCH = "torch"
+"""The value of cpu_isa that uses no kernels."""
 
 _DIRECTORY = Path(__file__).parent
 SOURCES = _DIRECTORY / "csrc"
@@ -43,6 +59,80 @@ _TOGETHER = (("gemm", "forward"), ("attention", "sampling", "token_logprobs", "t
 _FEATURES_SOURCE = SOURCES / "simd" / "cpu_features.cpp"
 _BUILD_TIMEOUT_S = 300
 
+_CUDA_DEVICE = Path("/dev/nvidia0")
+
+_WHEEL = "prebuilt"
+"""The command's argument for the libraries of a wheel."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """An instruction set with a kernel library of its own."""
+
+    name: str
+    """Name of the library."""
+
+    cpu_isa: str
+    """The value of the cpu_isa flag that selects it."""
+
+    machine: str
+    """Architecture, as returned by `machine()`."""
+
+    compiler_flags: tuple[str, ...]
+    """Flags that let the compiler use these instructions."""
+
+    features: frozenset[str]
+    """Features that the processor must have, named as in cpu_features.cpp."""
+
+    @property
+    def multiplies_bfloat16(self) -> bool:
+        """Whether it has bfloat16 dot products; emulated ones are slower than float32 dot products."""
+        return not self.features.isdisjoint(("avx512bf16", "bf16"))
+
+
+_AVX2 = frozenset({"avx2", "fma", "bmi", "bmi2", "f16c", "lzcnt", "movbe"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_NEON = frozenset({"neon"})
+
+INSTRUCTION_SETS = (
+    InstructionSet(
+        "avx512_bf16", "avx512_bf16", "x86_64", ("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512bf16"}
+    ),
+    InstructionSet("avx512", "avx512", "x86_64", ("-march=x86-64-v4",), _AVX512),
+    InstructionSet("avx2", "avx2", "x86_64", ("-march=x86-64-v3",), _AVX2),
+    InstructionSet("neon_bf16", "neon", "aarch64", ("-march=armv8.2-a+bf16",), _NEON | {"bf16"}),
+    InstructionSet("neon", "neon", "aarch64", (), _NEON),
+)
+"""For each machine, the best set comes first."""
+
+
+def machine() -> str:
+    """The processor's architecture; the name is the same on every operating system."""
+    name = platform.machine().lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
+
+
+def supported_sets(machine_name: str, features: Iterable[str]) -> tuple[InstructionSet, ...]:
+    """The instruction sets that a processor with these features can run, the best first."""
+    have = frozenset(features)
+    return tuple(level for level in INSTRUCTION_SETS if level.machine == machine_name and level.features <= have)
+
+
+def choose_set(cpu_isa: str | None, supported: tuple[InstructionSet, ...]) -> InstructionSet | None:
+    """The best of `supported` that cpu_isa selects (None: any); None for plain torch.
+
+    Raises FlagRefused if cpu_isa is not supported.
+    """
+    if cpu_isa == PLAIN_TORCH:
+        return None
+    if cpu_isa is None:
+        return supported[0] if supported else None
+    chosen = next((level for level in supported if level.cpu_isa == cpu_isa), None)
+    if chosen is None:
+        allowed = dict.fromkeys([*(level.cpu_isa for level in supported), PLAIN_TORCH])
+        raise FlagRefused(f"cpu_isa={cpu_isa}: this processor does not have it; allowed are {', '.join(allowed)}")
+    return chosen
+
 
 class LibraryUnavailable(Exception):
     """There is no kernel library; the message says why, in one line."""
@@ -56,7 +146,7 @@ class Library:
     """Start of its file name."""
 
     machine: str
-    """Architecture it runs on, as `isa.machine()` names it."""
+    """Architecture it runs on, as `machine()` names it."""
 
     sources: tuple[Path, ...]
     """C++ files."""
@@ -159,6 +249,77 @@ def compile_library(
         _run([*compiler, *_LINK_FLAGS, export_flag, *map(str, objects), *link_flags, "-o", str(to)])
 
 
+@contextmanager
+def kernels_built_ahead(config: ServerConfig, show_progress: Callable[[str], None]) -> Iterator[None]:
+    """Inside, a process builds the kernels that the workers will need, unless they exist; it is killed at the end.
+
+    A worker waits for the build. If it fails, the worker reports the error.
+
+    Raises UserError if the processor lacks the instruction set that config.cpu_isa names.
+    """
+    name = _missing_library(config)
+    if name is None:
+        yield
+        return
+    show_progress("compiling the CPU kernels, at the first start only")
+    # In its own session, so that its compilers can be killed with it.
+    command = [sys.executable, "-m", __name__, name]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _missing_library(config: ServerConfig) -> str | None:
+    """The name of the instruction set to build for; None if no build is needed or possible."""
+    may_use_cuda = config.device == "cuda" or (config.device is None and _CUDA_DEVICE.exists())
+    if may_use_cuda or config.cpu_isa == PLAIN_TORCH:
+        return None
+    try:
+        level = choose_set(config.cpu_isa, machine_sets())
+        return None if level is None or is_there(kernel_library(level)) else level.name
+    except LibraryUnavailable:
+        return None
+
+
+def build_prebuilt() -> None:
+    """Compile the libraries of a wheel: for every instruction set of this machine's architecture and, where a cross
+    compiler is installed, of others.
+
+    They need a C library (glibc) at least as new as this machine's; elsewhere, kernels are compiled from source. Raises
+    LibraryUnavailable and subprocess.CalledProcessError.
+    """
+    shutil.rmtree(PREBUILT, ignore_errors=True)
+    PREBUILT.mkdir()
+    for machine_name in dict.fromkeys(level.machine for level in INSTRUCTION_SETS):
+        compiler = find_compiler() if machine_name == machine() else _find_cross_compiler(machine_name)
+        if compiler is None:
+            continue
+        levels = [level for level in INSTRUCTION_SETS if level.machine == machine_name]
+        for library in (features_library(machine_name), *map(kernel_library, levels)):
+            _prebuild(library, compiler)
+    write_checksums(PREBUILT)
+
+
+def _prebuild(library: Library, compiler: list[str]) -> None:
+    is_linux = sys.platform == "linux"
+    path = PREBUILT / library.prebuilt_name(".so" if is_linux else ".dylib")
+    # Link the C++ library statically: other distributions may have another version, or none.
+    compile_library(library, compiler, path, link_flags=["-static-libstdc++", "-static-libgcc"] if is_linux else [])
+    print(f"{path.name}: {path.stat().st_size / 2**10:.0f} KiB")
+
+
+def _find_cross_compiler(machine_name: str) -> list[str] | None:
+    command = f"{machine_name}-linux-gnu-g++"
+    if sys.platform == "linux" and shutil.which(command) is not None:
+        return [command]
+    print(f"no kernels for {machine_name}: {command} is not installed, or this system is not Linux")
+    return None
+
+
 def _translation_units(sources: Sequence[Path]) -> list[list[Path]]:
     by_name = {source.stem: source for source in sources}
     together = [[by_name.pop(name) for name in names if name in by_name] for names in _TOGETHER]
@@ -218,6 +379,17 @@ def _reason(error: Exception) -> str:
     return next((line for line in lines if "error" in line), lines[0])
 
 
+def _main(name: str) -> None:
+    if name != _WHEEL:  # run by kernels_built_ahead
+        find_or_build(next(kernel_library(level) for level in INSTRUCTION_SETS if level.name == name))
+        return
+    try:
+        build_prebuilt()
+    except LibraryUnavailable as error:
+        sys.exit(str(error))
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.stderr)
+
+
 if __name__ == "__main__":
-    # The launcher runs this to build in advance: `python -m tokasaurus.model.cpu.build INSTRUCTION_SET_NAME`.
-    find_or_build(next(kernel_library(level) for level in INSTRUCTION_SETS if level.name == sys.argv[1]))
+    _main(sys.argv[1])

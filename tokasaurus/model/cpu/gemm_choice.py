@@ -16,7 +16,7 @@ from tokasaurus.checkpoint import CheckpointError, ModelInfo, cache_directory
 from tokasaurus.checkpoint.cache import build_once
 from tokasaurus.model.cpu.bindings import Kernels
 from tokasaurus.model.cpu.build import LibraryUnavailable, processor_features
-from tokasaurus.model.cpu.packed_weights import LayerKernels, PackedWeights
+from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedWeights
 
 MANY_ROWS = 32
 """Number of rows from which the choice for many rows applies; below, the choice for few rows."""

@@ -13,8 +13,7 @@ from tokasaurus.checkpoint.weight_files import is_old_buffer
 from tokasaurus.model.attention.operation import Attends
 from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice
-from tokasaurus.model.cpu.layer_executor import PackedLayer, PackedLayers
-from tokasaurus.model.cpu.packed_weights import LayerKernels
+from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedLayer, PackedLayers
 from tokasaurus.model.decoder.compile import Compiler
 from tokasaurus.model.decoder.layers.attention import Attention
 from tokasaurus.model.decoder.layers.embedding import VocabShard

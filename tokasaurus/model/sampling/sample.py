@@ -9,8 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels
-from tokasaurus.model.cpu.structs import LogitRulesStruct
+from tokasaurus.model.cpu.bindings import ACTIVATION_DTYPES, Kernels, LogitRulesStruct
 from tokasaurus.model.sampling.chosen_rows import ChosenRows
 from tokasaurus.model.sampling.limits import limits_in_use, outside_limits
 from tokasaurus.model.sampling.logit_rules import RuledRows, change_logits, ruled_rows_at_once

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tokasaurus.checkpoint import ModelInfo
-from tokasaurus.model.cpu import huge_pages
+from tokasaurus.model.cpu.bindings import allocate_huge_pages
 from tokasaurus.model.decoder.decoder import Decoder
 from tokasaurus.model.sampling.prompt_logprobs import LOGPROBS_AT_ONCE
 from tokasaurus.model.sampling.token_masks import num_mask_words
@@ -122,7 +122,7 @@ def reserve(memory: ForwardMemory, model: Decoder, limits: ForwardLimits) -> Non
     A lack of memory thus fails the start instead of a later forward.
     """
     model.reserve(limits.max_tokens, _num_logit_rows(limits))
-    huge_pages.allocate(sum(memory.passing.values())).fill_(1)
+    allocate_huge_pages(sum(memory.passing.values())).fill_(1)
 
 
 def _num_logit_rows(limits: ForwardLimits) -> int:

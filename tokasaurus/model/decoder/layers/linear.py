@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tokasaurus.model.cpu.gemm_choice import ALWAYS_KERNELS, GemmChoice, torch_gemm
-from tokasaurus.model.cpu.packed_weights import LayerKernels, PackedWeights, takes
+from tokasaurus.model.cpu.layer_executor import LayerKernels, PackedWeights, takes
 from tokasaurus.model.decoder.layers.norm import RMSNorm
 from tokasaurus.model.decoder.weights import WeightShard
 from tokasaurus.model.parallel.mesh import Mesh

@@ -1,5 +1,5 @@
 // Finds out at run time which features the processor and the operating system support. Compiled into a separate library
-// that runs on every processor of its architecture; isa.py chooses the kernels to load by its answer.
+// that runs on every processor of its architecture; build.py chooses the kernels to load by its answer.
 
 #include <cstring>
 

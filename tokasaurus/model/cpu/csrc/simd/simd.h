@@ -25,7 +25,7 @@ constexpr int kLanes = 8, kRegisters = 16;
 #elif defined(__ARM_NEON)
 constexpr int kLanes = 4, kRegisters = 32;
 #else
-#error "no supported vector instructions: see isa.py for the compiler flags"
+#error "no supported vector instructions: see build.py for the compiler flags"
 #endif
 
 // Whether one instruction multiplies pairs of bfloat16 numbers and adds both products to a float32 sum.
