@@ -62,7 +62,7 @@ INNER_LAYERS = {
         ["endpoints"],
         ["state", "openapi", "respond", "connections"],
         ["prepare"],
-        ["structured_output", "engine_client"],
+        ["grammars", "engine_client"],
         ["served_model", "resources", "access"],
         ["tools", "parsing"],
         ["protocol", "errors"],

@@ -11,11 +11,11 @@ from tokasaurus.monitoring.loop_lag import LoopLag
 from tokasaurus.server.endpoints import ENDPOINTS
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import InvalidRequest
+from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.prepare.requests import Origin, Prepared
 from tokasaurus.server.resources import BodyBytes, RequestLimits, TextThreads
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
-from tokasaurus.server.structured_output.validator import GrammarChecker
 
 CHAT = {"messages": [{"role": "user", "content": "abc"}]}
 COMPLETION = {"prompt": ["a", "bc"]}

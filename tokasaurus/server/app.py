@@ -42,9 +42,9 @@ from tokasaurus.server.batches.store.data_dir import StorageFull, StoreError
 from tokasaurus.server.batches.store.store import Store
 from tokasaurus.server.connections.protocol import ConnectionProtocol, watch_for_lost_peers
 from tokasaurus.server.connections.table import ConnectionTable
-from tokasaurus.server.engine_client.client import EngineClient
-from tokasaurus.server.engine_client.queue_limits import QueueLimits
+from tokasaurus.server.engine_client.client import EngineClient, QueueLimits
 from tokasaurus.server.errors import StorageFailed, StorageIsFull, add_error_handlers, error_response
+from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.openapi import DescribedApp
 from tokasaurus.server.resources import BodyBytes, RequestLimits, TextThreads, collect_garbage_when_idle, request_limits
 from tokasaurus.server.routes import batches as batch_routes
@@ -52,7 +52,6 @@ from tokasaurus.server.routes import bulk, files, generation, health
 from tokasaurus.server.routes import model as model_routes
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import HeadMiddleware, ServerState
-from tokasaurus.server.structured_output.validator import GrammarChecker
 from tokasaurus.server.tools.formats import find_tool_support
 from tokasaurus.text.tokenizer import Tokenizer
 

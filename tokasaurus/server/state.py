@@ -10,9 +10,9 @@ from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.monitoring.loop_lag import LoopLag
 from tokasaurus.server.engine_client.client import EngineClient
 from tokasaurus.server.errors import EngineNotReady, EngineRestarting, ServerStopping
+from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.resources import BodyBytes, RequestLimits, TextThreads
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.structured_output.validator import GrammarChecker
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from tokasaurus.server.batches import runner
 from tokasaurus.server.batches.limits import BatchLimits
 from tokasaurus.server.batches.store.ledger import pending_lines
 from tokasaurus.server.batches.store.records import PendingLine
-from tokasaurus.server.engine_client.queue_limits import QueueLimits
+from tokasaurus.server.engine_client.client import QueueLimits
 from tokasaurus.server.errors import QueueFull
 from tokasaurus.server.generation.line import ParsedLine, parse_line
 from tokasaurus.server.served_model import ServedModel

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.server.helpers.client_driver import make_request
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.engine_client.queue_limits import NO_LIMITS, QueueLimits, UnfinishedWork
+from tokasaurus.server.engine_client.client import NO_LIMITS, QueueLimits, UnfinishedWork
 from tokasaurus.server.errors import ApiError
 
 

@@ -9,8 +9,7 @@ import uvloop
 from tests.server.helpers.fake_engine import FakeEngine, hand_over
 from tokasaurus.messages.generation import GenerateRequest
 from tokasaurus.messages.sampling import SamplingParams
-from tokasaurus.server.engine_client.client import EngineClient
-from tokasaurus.server.engine_client.queue_limits import NO_LIMITS, UnfinishedWork
+from tokasaurus.server.engine_client.client import NO_LIMITS, EngineClient, UnfinishedWork
 
 
 def make_request(request_id: str, prompt_ids: list[int], num_sequences: int = 1) -> GenerateRequest:

@@ -9,10 +9,10 @@ import orjson
 import pytest
 
 from tokasaurus.server.errors import InvalidRequest
+from tokasaurus.server.grammars import validator
+from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.protocol.grammar_fields import GrammarFormat, GrammarSource
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.structured_output import validator
-from tokasaurus.server.structured_output.validator import GrammarChecker
 
 Result = TypeVar("Result")
 

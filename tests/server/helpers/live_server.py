@@ -19,8 +19,7 @@ from tokasaurus.server.app import HttpServer, create_app, http_config
 from tokasaurus.server.batches.limits import BatchLimits
 from tokasaurus.server.batches.store.store import Store, open_store
 from tokasaurus.server.connections.table import ConnectionTable
-from tokasaurus.server.engine_client.client import EngineClient
-from tokasaurus.server.engine_client.queue_limits import NO_LIMITS, QueueLimits
+from tokasaurus.server.engine_client.client import NO_LIMITS, EngineClient, QueueLimits
 from tokasaurus.server.resources import RequestLimits
 from tokasaurus.server.served_model import ServedModel
 

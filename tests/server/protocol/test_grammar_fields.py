@@ -11,6 +11,7 @@ from llguidance import LLMatcher
 from pydantic import TypeAdapter
 
 from tests.helpers.small_tokenizer import EOS_IDS, VOCAB_SIZE
+from tokasaurus.server.grammars.validator_process import compile_grammar
 from tokasaurus.server.protocol.grammar_fields import (
     GrammarSource,
     GuidedChoice,
@@ -20,7 +21,6 @@ from tokasaurus.server.protocol.grammar_fields import (
     ResponseFormat,
     StructuredOutputs,
 )
-from tokasaurus.server.structured_output.validator_process import compile_grammar
 from tokasaurus.text.grammars import GrammarVocabulary, load_grammar_vocabulary
 
 

@@ -9,7 +9,7 @@ from tokasaurus.messages.generation import SequenceDelta
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.requests import Prepared
 from tokasaurus.server.protocol.answers import PromptTokensDetails, Usage
-from tokasaurus.server.respond.usage import UsageCounter
+from tokasaurus.server.respond.choice import UsageCounter
 
 
 def sum_up(rows: list[list[FinishedSequence]], prompt_tokens: int) -> Usage:

@@ -15,7 +15,7 @@ from tests.server.helpers.bodies_and_errors import CHAT, COMPLETIONS, assert_ope
 from tests.server.helpers.fake_engine import FakeEngine, Reply, echo, never
 from tests.server.helpers.live_server import LiveServer, live_server, wait_until_clean
 from tokasaurus.messages.generation import GenerateRequest
-from tokasaurus.server.engine_client.queue_limits import QueueLimits
+from tokasaurus.server.engine_client.client import QueueLimits
 from tokasaurus.server.generation import line as lines
 from tokasaurus.server.resources import RequestLimits
 from tokasaurus.server.routes import bulk

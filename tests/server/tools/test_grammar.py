@@ -16,9 +16,9 @@ from tests.helpers.small_tokenizer import IM_END, save_small_tokenizer
 from tests.server.helpers.finished_sequences import make_request
 from tests.server.helpers.grammar_script import follow_grammars
 from tokasaurus.server.errors import InvalidRequest, Unsupported
+from tokasaurus.server.grammars.validator_process import compile_grammar
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.tools import Tool
-from tokasaurus.server.structured_output.validator_process import compile_grammar
 from tokasaurus.server.tools.formats import FORMATS, HERMES, LLAMA3, ToolCallFormat
 from tokasaurus.server.tools.grammar import write_calls_or_json, write_forced_calls, write_free_calls
 from tokasaurus.server.tools.parser import CallFragment, CallReader, CallRules

@@ -12,6 +12,7 @@ from tokasaurus.messages.lifecycle import EngineLimits
 from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.server.access import key_salt
 from tokasaurus.server.errors import InvalidRequest, Unsupported, shorten
+from tokasaurus.server.grammars.validator import asked_grammar
 from tokasaurus.server.prepare.chat_prompt import encode_messages, opens_thinking
 from tokasaurus.server.prepare.context_length import check_max_tokens, room_after, too_long
 from tokasaurus.server.prepare.echo import Echo, make_echo
@@ -21,7 +22,6 @@ from tokasaurus.server.protocol.completions import CompletionRequest, Prompt
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.structured_output.validator import asked_grammar
 from tokasaurus.server.tools.parser import CallRules
 from tokasaurus.text.tokenizer import TextTooLong
 

@@ -1,7 +1,7 @@
 """Fields that constrain the format of the text: OpenAI's response_format, vLLM's structured_outputs and guided_*.
 
 Each is parsed to a GrammarSource, or None if it sets no constraint. The grammar itself is validated later, by
-`server.structured_output`.
+`server.grammars`.
 """
 
 import re

@@ -1,6 +1,10 @@
-"""The tokens of one sequence → text, logprobs and finish reason of its choice, for whole and streamed answers."""
+"""One path for whole and streamed answers: tokens of a sequence → its choice, and the token counts of all choices.
+
+A choice has text, logprobs, a finish reason and, in a chat with tools, calls.
+"""
 
 import sys
+import uuid
 from bisect import bisect_left
 from dataclasses import dataclass
 from operator import attrgetter
@@ -8,8 +12,22 @@ from operator import attrgetter
 from tokasaurus.messages.generation import FinishReason, GenerateRequest, SequenceDelta
 from tokasaurus.server.engine_client.collectors import FinishedSequence
 from tokasaurus.server.prepare.requests import Prepared
+from tokasaurus.server.protocol.answers import PromptTokensDetails, Usage
+from tokasaurus.server.protocol.chat import (
+    ArgumentsFragment,
+    AssistantMessage,
+    CallingMessage,
+    ChatFinishReason,
+    ContentDelta,
+    EmptyDelta,
+    ToolCallFragment,
+    ToolCallsDelta,
+    ToolCallStart,
+)
+from tokasaurus.server.protocol.tools import ToolCall, ToolCallFunction
 from tokasaurus.server.respond.logprobs import TokenLogprob, TokenOffsets, build_token_logprobs
 from tokasaurus.server.served_model import ServedModel
+from tokasaurus.server.tools.parser import CallFragment, CallReader, CallRules
 from tokasaurus.text.detokenizer import make_detokenizer
 from tokasaurus.text.prompt_tail import PROMPT_TAIL_TOKENS
 from tokasaurus.text.stop_strings import StopScanner
@@ -115,3 +133,135 @@ class Choice:
             count = bisect_left(self._buffered_tokens, self._num_characters, key=attrgetter("offset"))
         sent, self._buffered_tokens = self._buffered_tokens[:count], self._buffered_tokens[count:]
         return sent
+
+
+@dataclass(slots=True)
+class _RequestCount:
+    """One request of the body."""
+
+    num_missing: int
+    """Sequences of which nothing has arrived."""
+    fewest_cached: int = sys.maxsize
+    """Of the others, the fewest cached tokens."""
+
+
+class UsageCounter:
+    """Counts one answer, whole or streamed."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._prompt_tokens = sum(len(request.prompt_ids) for request in prepared.requests)
+        self._completion_tokens = self._cached = self._computed = self._shared = self._recomputed = 0
+        self._requests: dict[int, _RequestCount] = {}  # by request index, from the first delta on
+        # (request index, sequence index) -> (computed, shared, recomputed) so far of an unfinished sequence
+        self._counted: dict[tuple[int, int], tuple[int, int, int]] = {}
+
+    def add(self, request_index: int, sequence_index: int, delta: SequenceDelta | FinishedSequence) -> None:
+        key = (request_index, sequence_index)
+        before = self._counted.pop(key, None)
+        if before is None:
+            self._add_cached(request_index, delta.num_cached_tokens)
+            before = (0, 0, 0)
+        now = (delta.num_computed_tokens, delta.num_shared_tokens, delta.num_recomputed_tokens)
+        if delta.finish_reason is None:
+            self._counted[key] = now
+        self._completion_tokens += len(delta.token_ids)
+        self._computed += now[0] - before[0]
+        self._shared += now[1] - before[1]
+        self._recomputed += now[2] - before[2]
+
+    def _add_cached(self, request_index: int, num_cached: int) -> None:
+        """Of a request's samples, the one with the fewest cached tokens computed all that earlier requests had not
+        cached. The other samples may have read some of that from the cache, which is not counted.
+        """
+        count = self._requests.get(request_index)
+        if count is None:
+            count = _RequestCount(self._prepared.requests[request_index].num_sequences)
+            self._requests[request_index] = count
+        count.num_missing -= 1
+        count.fewest_cached = min(count.fewest_cached, num_cached)
+        if count.num_missing == 0:
+            self._cached += count.fewest_cached
+
+    def usage(self) -> Usage:
+        """The counts of all that was added."""
+        details = PromptTokensDetails(self._cached, self._computed, self._shared, self._recomputed)
+        total = self._prompt_tokens + self._completion_tokens
+        return Usage(self._prompt_tokens, self._completion_tokens, total, details)
+
+
+CallDelta = ContentDelta | ToolCallsDelta | EmptyDelta
+
+
+def build_message(
+    text: str, finish_reason: FinishReason, rules: CallRules
+) -> tuple[AssistantMessage | CallingMessage, ChatFinishReason]:
+    """The message of one sequence, and its finish reason."""
+    reader = CallReader(rules)
+    output = [*reader.add(text), *reader.finish()]
+    content = "".join(item for item in output if isinstance(item, str))
+    if reader.num_calls == 0:
+        return AssistantMessage(None if rules.is_forced else content), finish_reason
+    names: list[str] = []
+    arguments: list[list[str]] = []
+    for item in output:
+        if isinstance(item, CallFragment):
+            if item.name is not None:
+                names.append(item.name)
+                arguments.append([])
+            arguments[item.index].append(item.arguments)
+    calls = [
+        ToolCall(_new_id(), ToolCallFunction(name, "".join(parts)))
+        for name, parts in zip(names, arguments, strict=True)
+    ]
+    return CallingMessage(content or None, calls), _finish_reason(finish_reason, rules)
+
+
+class CallStream:
+    """Turns the new text of one streamed sequence into deltas, which together make up the message of a whole answer."""
+
+    def __init__(self, rules: CallRules) -> None:
+        self._rules = rules
+        self._reader = CallReader(rules)
+        self._has_content = False
+
+    def add(self, text: str, is_last: bool) -> list[CallDelta]:
+        """The deltas for more text; at least one if `is_last`."""
+        output = self._reader.add(text)
+        if is_last:
+            output += self._reader.finish()
+        deltas: list[CallDelta] = []
+        for item in output:
+            if isinstance(item, str):
+                self._has_content = True
+                deltas.append(ContentDelta(item))
+            else:
+                deltas += _call_deltas(item)
+        if is_last and not deltas:
+            # an answer without calls has content, even if it is empty, unless its calls were forced
+            needs_content = self._reader.num_calls == 0 and not self._has_content and not self._rules.is_forced
+            deltas.append(ContentDelta("") if needs_content else EmptyDelta())
+        return deltas
+
+    def finish_reason(self, finish_reason: FinishReason) -> ChatFinishReason:
+        """The choice's finish reason, after the last text has been added."""
+        return _finish_reason(finish_reason, self._rules) if self._reader.num_calls else finish_reason
+
+
+def _call_deltas(fragment: CallFragment) -> list[CallDelta]:
+    """Each delta contains one fragment: clients join fragments of one index across deltas, not within a delta."""
+    deltas: list[CallDelta] = []
+    if fragment.name is not None:
+        start = ToolCallStart(fragment.index, _new_id(), ToolCallFunction(fragment.name, ""))
+        deltas.append(ToolCallsDelta([start]))
+    deltas.append(ToolCallsDelta([ToolCallFragment(fragment.index, ArgumentsFragment(fragment.arguments))]))
+    return deltas
+
+
+def _finish_reason(finish_reason: FinishReason, rules: CallRules) -> ChatFinishReason:
+    """The finish reason of an answer with calls. As at OpenAI, it stays "stop" if the client named the function."""
+    return "tool_calls" if finish_reason == "stop" and not rules.is_named else finish_reason
+
+
+def _new_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"

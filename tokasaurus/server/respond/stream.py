@@ -27,12 +27,10 @@ from tokasaurus.server.protocol.completions import (
     CompletionLogprobs,
 )
 from tokasaurus.server.protocol.sampling_fields import StreamOptions
-from tokasaurus.server.respond.choice import Choice, ChoiceDelta
+from tokasaurus.server.respond.choice import CallDelta, CallStream, Choice, ChoiceDelta, UsageCounter
 from tokasaurus.server.respond.logprobs import build_chat_logprobs, build_completion_logprobs
-from tokasaurus.server.respond.usage import UsageCounter
 from tokasaurus.server.respond.whole import build_echo
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.tools.messages import CallDelta, CallStream
 from tokasaurus.text.json_lines import write_json
 
 

@@ -26,7 +26,7 @@ from tokasaurus.server.protocol.completions import (
     CompletionLogprobs,
     ExtendedCompletionChoice,
 )
-from tokasaurus.server.respond.choice import Choice, ChoiceDelta
+from tokasaurus.server.respond.choice import Choice, ChoiceDelta, UsageCounter, build_message
 from tokasaurus.server.respond.logprobs import (
     build_chat_logprobs,
     build_completion_logprobs,
@@ -35,9 +35,7 @@ from tokasaurus.server.respond.logprobs import (
     build_prompt_logprobs,
     join_logprobs,
 )
-from tokasaurus.server.respond.usage import UsageCounter
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.tools.messages import build_message
 from tokasaurus.text.json_lines import write_json
 
 # One call that serialises more than this would block the event loop for more than some milliseconds.

@@ -20,12 +20,11 @@ from tokasaurus.server.batches.store.batches import read_batch
 from tokasaurus.server.batches.store.files import add_file, new_file_id
 from tokasaurus.server.batches.store.records import FINAL_STATUSES, BatchRecord, FileRecord
 from tokasaurus.server.batches.store.store import Store, open_store
-from tokasaurus.server.engine_client.client import EngineClient
-from tokasaurus.server.engine_client.queue_limits import NO_LIMITS, QueueLimits
+from tokasaurus.server.engine_client.client import NO_LIMITS, EngineClient, QueueLimits
+from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.resources import BodyBytes, RequestLimits, TextThreads
 from tokasaurus.server.served_model import ServedModel
 from tokasaurus.server.state import ServerState
-from tokasaurus.server.structured_output.validator import GrammarChecker
 
 COMPLETIONS = "/v1/completions"
 

@@ -2,9 +2,9 @@
 
 A grammar may crash its compiler (nesting that overflows the stack) or keep it busy for minutes; in a child process
 neither harms the server.
-Run as `python -m tokasaurus.server.structured_output.validator_process DIRECTORY VOCAB_SIZE TIME_LIMIT_S EOS_ID…`;
-DIRECTORY contains the tokenizer. Questions arrive as frames on stdin, answers leave as frames on stdout. The first
-frame on stdout is empty if the process is ready, or UNUSABLE_TOKENIZER.
+Run as `python -m tokasaurus.server.grammars.validator_process DIRECTORY VOCAB_SIZE TIME_LIMIT_S EOS_ID…`;
+DIRECTORY contains the tokenizer. Questions arrive on stdin and answers leave on stdout, each as a line of JSON. The
+first line on stdout says whether grammars can be used with this tokenizer.
 """
 
 import ctypes
@@ -24,7 +24,6 @@ import psutil
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from tokasaurus.server.structured_output.ipc import UNUSABLE_TOKENIZER, make_frame, read_frame
 from tokasaurus.text.grammars import LIMITS, GrammarError, GrammarVocabulary, load_grammar_vocabulary
 from tokasaurus.text.token_decoder import TokenizerError
 
@@ -196,17 +195,17 @@ def main(directory: str, vocab_size: str, time_limit_s: str, *eos_ids: str) -> N
         vocabulary = load_grammar_vocabulary(Path(directory), int(vocab_size), map(int, eos_ids))
     except TokenizerError as error:
         print(error, file=sys.stderr)
-        answers.write(make_frame(UNUSABLE_TOKENIZER))
+        answers.write(b"false\n")
         return
     _limit_memory()
-    answers.write(make_frame(b""))
+    answers.write(b"true\n")
     answers.flush()
     # A failing library may print text that a client sent, which must not reach a log.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    while (question := read_frame(questions)) is not None:
+    while (question := questions.readline()).endswith(b"\n"):
         # The server kills a process that takes too long. If the server itself was killed, this timer ends the process.
         signal.setitimer(signal.ITIMER_REAL, float(time_limit_s) + 1)
-        answers.write(make_frame(answer(vocabulary, question)))
+        answers.write(answer(vocabulary, question) + b"\n")
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.flush()
 

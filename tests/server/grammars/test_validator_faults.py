@@ -9,8 +9,8 @@ import pytest
 
 from tests.server.helpers.grammar_checks import DEEP_REFERENCES, SLOW_REGEX, is_alive, refusal, run, source
 from tokasaurus.server.errors import GrammarValidatorFailed
+from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.structured_output.validator import GrammarChecker
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])

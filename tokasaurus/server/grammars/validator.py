@@ -18,7 +18,6 @@ from tokasaurus.server.errors import GrammarValidatorFailed, InvalidRequest, Uns
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.structured_output.ipc import HEADER_BYTES, UNUSABLE_TOKENIZER, content_length, make_frame
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +31,10 @@ _MAX_KNOWN = 4096
 _MAX_KNOWN_BYTES = 64 * 2**20
 # By an operator, or by the kernel when the machine has no memory left. A grammar ends a process by other signals.
 _KILLED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+# Most bytes of a reply that are kept until its line has ended: no limit.
+_MAX_LINE_BYTES = 1 << 30
 # Working directory of the child processes: `python -m` imports from it, and the user's may contain any module.
-_PACKAGE_PARENT = Path(__file__).parents[2]
+_PACKAGE_PARENT = Path(__file__).parents[3]
 
 # An llguidance error: the line of the fault, the reason, then the lines of the grammar around it.
 _FAULT = re.compile(r"at (?P<line>\d+)\(\d+\): (?:failed to compile JSON schema: )?(?P<reason>.*?)(?: \d+ \| .*)?")
@@ -228,21 +229,22 @@ class GrammarChecker:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "tokasaurus.server.structured_output.validator_process",
+            "tokasaurus.server.grammars.validator_process",
             *self._arguments,
             stdin=PIPE,
             stdout=PIPE,
+            limit=_MAX_LINE_BYTES,
             cwd=_PACKAGE_PARENT,
             start_new_session=True,  # so that Ctrl-C reaches the launcher only
         )
         self._processes.add(process)
-        state = UNUSABLE_TOKENIZER
+        is_usable = False
         try:
-            state = await asyncio.wait_for(_read(process), _START_LIMIT_S)
+            is_usable = orjson.loads(await asyncio.wait_for(_read(process), _START_LIMIT_S))
         finally:
-            if state == UNUSABLE_TOKENIZER:
+            if not is_usable:
                 await self._end(process)
-        return None if state == UNUSABLE_TOKENIZER else process
+        return process if is_usable else None
 
     async def _end(self, process: Process) -> None:
         self._processes.discard(process)
@@ -273,13 +275,12 @@ def _cpu_time_s(process: Process) -> float:
 
 async def _ask(process: Process, question: bytes) -> bytes:
     assert process.stdin is not None
-    process.stdin.write(make_frame(question))
+    process.stdin.write(question + b"\n")
     await process.stdin.drain()
     return await _read(process)
 
 
 async def _read(process: Process) -> bytes:
-    """The content of one frame. Raises IncompleteReadError if the process ends."""
+    """The next line. Raises IncompleteReadError if the process ends."""
     assert process.stdout is not None
-    header = await process.stdout.readexactly(HEADER_BYTES)
-    return await process.stdout.readexactly(content_length(header))
+    return await process.stdout.readuntil(b"\n")

@@ -14,10 +14,10 @@ import pytest
 
 from tests.server.helpers.grammar_checks import DEEP_REFERENCES, SLOW_REGEX, is_alive, refusal, run, source
 from tokasaurus.server.errors import GrammarValidatorFailed
+from tokasaurus.server.grammars import validator
+from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.protocol.grammar_fields import GrammarFormat, GrammarSource
 from tokasaurus.server.served_model import ServedModel
-from tokasaurus.server.structured_output import validator
-from tokasaurus.server.structured_output.validator import GrammarChecker
 
 REFUSED = [
     ({"not": {"type": "string"}}, "not"),
@@ -235,7 +235,7 @@ ORPHAN = """
 import asyncio, sys
 from types import SimpleNamespace
 from pathlib import Path
-from tokasaurus.server.structured_output.validator import GrammarChecker
+from tokasaurus.server.grammars.validator import GrammarChecker
 from tokasaurus.server.protocol.grammar_fields import GrammarSource
 
 async def main():
