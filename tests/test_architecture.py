@@ -49,7 +49,6 @@ LAYERS = [
     ["text", "monitoring", "checkpoint"],
     ["addresses"],
     ["messages", "config"],
-    ["config_flags"],
     ["flags"],
 ]
 # The same inside the three processes' packages.
@@ -90,7 +89,6 @@ WITHOUT_TORCH = [
     "manager",
     "text",
     "config",
-    "config_flags",
     "flags",
     "checkpoint",
     "cli",

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tokasaurus.cli import download_main, main, ping_main
-from tokasaurus.config_flags import SERVER_FLAGS
+from tokasaurus.config import ServerConfig
 
 RUN = "import sys; from tokasaurus.cli import main; sys.exit(main())"
 
@@ -31,7 +31,7 @@ def test_help_is_quick_and_lists_every_flag() -> None:
         used = cpu_seconds_of_children()
         done = subprocess.run([sys.executable, "-c", RUN, "--help"], capture_output=True, text=True, check=True)
         seconds.append(cpu_seconds_of_children() - used)
-    assert all(f"  {name}" in done.stdout for name in SERVER_FLAGS.flags)
+    assert all(f"  {name}" in done.stdout for name in ServerConfig.flags)
     assert "toka ping" in done.stdout
     assert "toka download" in done.stdout
     assert "toka batch" in done.stdout

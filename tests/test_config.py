@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tokasaurus.config import ServerConfig, parse_server_config
-from tokasaurus.config_flags import NOT_BUILT, SERVER_FLAGS
-from tokasaurus.flags import FlagError, help_text
+from tokasaurus.config import ServerConfig
+from tokasaurus.flags import FlagError
 
 ROOT = Path(__file__).parents[1]
 
 
 def refusal(*args: str) -> str:
     with pytest.raises(FlagError) as caught:
-        parse_server_config(list(args))
+        ServerConfig.parse(list(args))
     return str(caught.value)
 
 
@@ -36,16 +35,16 @@ def commands_in_docs() -> list[str]:
 
 @pytest.mark.parametrize("command", commands_in_docs())
 def test_every_command_in_the_docs_is_understood(command: str) -> None:
-    parse_server_config(shlex.split(command, comments=True)[1:])
+    ServerConfig.parse(shlex.split(command, comments=True)[1:])
 
 
-def test_every_field_is_in_the_table_and_the_help_once() -> None:
+def test_every_field_is_a_flag_and_in_the_help_once() -> None:
     fields = list(inspect.get_annotations(ServerConfig))
-    assert sorted(SERVER_FLAGS.flags) == sorted(fields)
-    assert sum(len(group) for group in SERVER_FLAGS.groups.values()) == len(fields)
-    assert set(fields) >= NOT_BUILT
+    assert list(ServerConfig.flags) == fields
+    assert vars(ServerConfig()).keys() - {"_annotations_initialized"} == set(fields)
+    not_built = [name for name, flag in ServerConfig.flags.items() if not flag.is_built]
     for width in (80, 140):
-        lines = help_text(ServerConfig, SERVER_FLAGS, width).splitlines()
+        lines = ServerConfig.help_text(width).splitlines()
         assert max(map(len, lines)) <= width
         for name in fields:
             (line,) = [line for line in lines if line.startswith((f"  {name}=", f"  {name} ("))]
@@ -53,8 +52,8 @@ def test_every_field_is_in_the_table_and_the_help_once() -> None:
             if default is not None:
                 shown = {True: "T", False: "F"}[default] if isinstance(default, bool) else str(default)
                 assert line.split()[0] == f"{name}={shown}"
-    marked = help_text(ServerConfig, SERVER_FLAGS, 10_000).splitlines()
-    assert sum("(not built yet)" in line for line in marked) == len(NOT_BUILT)
+    marked = ServerConfig.help_text(10_000).splitlines()
+    assert sum("(not built yet)" in line for line in marked) == len(not_built)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +96,7 @@ def test_every_field_is_in_the_table_and_the_help_once() -> None:
 )
 def test_value_is_read(word: str, name: str, value: object) -> None:
     # A shell takes the outer quotes away.
-    config = parse_server_config([word.replace("'", "")])
+    config = ServerConfig.parse([word.replace("'", "")])
     assert getattr(config, name) == value
     assert type(getattr(config, name)) is type(value)
     untouched = {key: default for key, default in vars(ServerConfig()).items() if key != name}
@@ -183,7 +182,7 @@ def test_value_is_read(word: str, name: str, value: object) -> None:
             "async_tp_threshold=9 tp_size=2 torch_compile=T max_tokens_per_forward=8",
             "async_tp_threshold=9: must be at most max_tokens_per_forward=8",
         ),
-        ("symmetric_all_reduce=T", "symmetric_all_reduce=True: needs tp_size= of at least 2 beside it"),
+        ("symmetric_all_reduce=T", "symmetric_all_reduce=T: needs tp_size= of at least 2 beside it"),
         ("statsd_server_url=udp://x", "statsd_server_url=udp://x: not built yet, it must be None or left out"),
         (
             "max_seqs_per_forward=8 cudagraph_max_size=9",
@@ -199,7 +198,7 @@ def test_wrong_flag_is_one_line_with_name_value_and_what_is_allowed(words: str, 
 
 
 def test_init_std_is_accepted_with_init_mean() -> None:
-    config = parse_server_config(["early_stopping_init_std=0.1", "early_stopping_init_mean=0.5"])
+    config = ServerConfig.parse(["early_stopping_init_std=0.1", "early_stopping_init_mean=0.5"])
     assert (config.early_stopping_init_mean, config.early_stopping_init_std) == (0.5, 0.1)
 
 
@@ -209,12 +208,12 @@ def test_refusal_of_a_value_with_several_lines_is_one_line() -> None:
 
 def test_every_flag_that_is_not_built_refuses_another_value() -> None:
     other = {bool: "T", int: "7", float: "0.5", str: "x", dict: "{'a': 1}"}
-    for name in NOT_BUILT:
+    for name in (name for name, flag in ServerConfig.flags.items() if not flag.is_built):
         default = getattr(ServerConfig, name)
         kind = inspect.get_annotations(ServerConfig)[name]
         word = other[type(default) if default is not None else kind.__args__[0]]
-        if SERVER_FLAGS.flags[name].choices:
-            word = SERVER_FLAGS.flags[name].choices[-1]
+        if ServerConfig.flags[name].choices:
+            word = ServerConfig.flags[name].choices[-1]
         if default is True:
             word = "F"
         assert refusal(f"{name}={word}").startswith(f"{name}={word}: not built yet"), name
@@ -228,12 +227,12 @@ def test_config_made_in_python_is_checked_too() -> None:
 
 
 def test_the_key_comes_from_the_flag_or_else_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse_server_config([]).api_key is None
+    assert ServerConfig.parse([]).api_key is None
     monkeypatch.setenv("TOKA_API_KEY", "")
-    assert parse_server_config([]).api_key is None
+    assert ServerConfig.parse([]).api_key is None
     monkeypatch.setenv("TOKA_API_KEY", "from-outside")
-    assert parse_server_config([]).api_key == "from-outside"
-    assert parse_server_config(["api_key=1e5"]).api_key == "1e5"
+    assert ServerConfig.parse([]).api_key == "from-outside"
+    assert ServerConfig.parse(["api_key=1e5"]).api_key == "1e5"
 
 
 @pytest.mark.parametrize("key", ["two words", "schlüssel", " padded", "line\n"])
@@ -245,7 +244,7 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str, monke
 
 
 def test_config_crosses_to_another_process() -> None:
-    config = parse_server_config(["port=80", "served_model_name=x"])
+    config = ServerConfig.parse(["port=80", "served_model_name=x"])
     script = "import pickle, sys; c = pickle.load(sys.stdin.buffer); print(c.port, c.served_model_name, c.page_size)"
     done = subprocess.run([sys.executable, "-c", script], input=pickle.dumps(config), capture_output=True, check=True)
     assert done.stdout.decode().split() == ["80", "x", "16"]

@@ -4,8 +4,9 @@ import ast
 import re
 from pathlib import Path
 
-from tokasaurus.batch_command.config import RUN_FLAGS, STORED_FLAGS
-from tokasaurus.config_flags import SERVER_FLAGS
+from tests.helpers import flags_page
+from tokasaurus.batch_command.config import RunConfig, StoredConfig
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.sampling import SamplingParams
 from tokasaurus.server.protocol.sampling_fields import SamplingFields
 
@@ -38,7 +39,12 @@ def test_the_table_of_the_torture_has_the_rows_of_every_part() -> None:
 
 
 def test_flags_in_the_docs_exist() -> None:
-    known = {*SERVER_FLAGS.flags, *SERVER_FLAGS.aliases, *RUN_FLAGS.flags, *STORED_FLAGS.flags}
+    known = {
+        *ServerConfig.flags,
+        *(flag.alias for flag in ServerConfig.flags.values()),
+        *RunConfig.flags,
+        *StoredConfig.flags,
+    }
     for page in PAGES:
         if page.name == "CHANGELOG.md":  # it also names what was renamed
             continue
@@ -88,3 +94,7 @@ def test_links_between_pages_lead_somewhere() -> None:
                 headings = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE)
                 anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
                 assert anchor in anchors, f"{page.name}: {target}#{anchor}"
+
+
+def test_the_page_of_flags_is_made_from_their_declarations() -> None:
+    assert flags_page.PATH.read_text() == flags_page.page(), "python -m tests.helpers.flags_page writes it anew"

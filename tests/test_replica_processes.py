@@ -3,7 +3,7 @@
 import socket
 
 from tokasaurus.checkpoint import Checkpoint
-from tokasaurus.config import parse_server_config
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.lifecycle import PhaseDone
 from tokasaurus.process_group import ProcessGroup
 from tokasaurus.replica_processes import ReplicaProcesses
@@ -12,7 +12,7 @@ STUBS = "tests.helpers.launch_stubs"
 
 
 def test_the_workers_of_all_replicas_have_consecutive_indices() -> None:
-    config = parse_server_config([])
+    config = ServerConfig.parse([])
     config.pp_size, config.tp_size = 1, 2
     checkpoint: Checkpoint | None = None  # the stubs read none
     indices = []

@@ -4,9 +4,7 @@ import json
 import logging
 import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -17,8 +15,7 @@ from tokasaurus.checkpoint.cache import expand_home
 from tokasaurus.checkpoint.info import read_config
 from tokasaurus.checkpoint.weight_files import weight_file_names
 from tokasaurus.config import ServerConfig
-from tokasaurus.config_flags import SERVER_FLAGS
-from tokasaurus.flags import Flag, FlagTable, assign_flags
+from tokasaurus.flags import FlagConfig, flag
 from tokasaurus.messages.lifecycle import PhaseDone, UserError
 from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.model.decoder.decoder import Decoder
@@ -31,75 +28,47 @@ from tokasaurus.model.worker.triton_check import compare_sampling
 from tokasaurus.monitoring.log_writer import setup_logging
 from tokasaurus.monitoring.shortage import LESS_MEMORY, describe_shortage
 
-if TYPE_CHECKING:
-
-    class Config:  # Pydra has no types
-        def finalize(self) -> None: ...
-else:
-    from pydra import Config
-
 logger = logging.getLogger(__name__)
 
 
-class CheckConfig(Config):
+class CheckConfig(FlagConfig):
     """The flags of `toka check`: its own, and those of the server that change what computes a model."""
 
-    model: str | None = None
-    json: bool = False
-    device: str | None = None
-    dtype: str | None = None
-    kv_cache_dtype: str | None = None
-    cpu_isa: str | None = None
-    page_size: int = ServerConfig.page_size
-    max_tokens_per_forward: int = ServerConfig.max_tokens_per_forward
-    max_seqs_per_forward: int = ServerConfig.max_seqs_per_forward
-    max_num_tokens_per_request: int | None = None
-    attention_backend: str | None = None
-    torch_compile: bool | None = None
-    use_cudagraphs: bool | None = None
-    cudagraph_max_size: int | None = None
-    cudagraph_step: int = ServerConfig.cudagraph_step
-    log_level: str = ServerConfig.log_level
+    model: str | None = flag(
+        None,
+        "as for the server; or for random weights, a config.json or a directory that has no weights beside it",
+        none_means="demo",
+        heading="check",
+    )
+    json: bool = flag(False, "print JSON")
+
+    device: str | None = ServerConfig.declared("device", heading="flags of the server")
+    dtype: str | None = ServerConfig.declared("dtype")
+    kv_cache_dtype: str | None = ServerConfig.declared("kv_cache_dtype")
+    cpu_isa: str | None = ServerConfig.declared("cpu_isa")
+    page_size: int = ServerConfig.declared("page_size")
+    max_tokens_per_forward: int = ServerConfig.declared("max_tokens_per_forward")
+    max_seqs_per_forward: int = ServerConfig.declared("max_seqs_per_forward")
+    max_num_tokens_per_request: int | None = ServerConfig.declared("max_num_tokens_per_request")
+    attention_backend: str | None = ServerConfig.declared("attention_backend")
+    torch_compile: bool | None = ServerConfig.declared("torch_compile")
+    use_cudagraphs: bool | None = ServerConfig.declared("use_cudagraphs")
+    cudagraph_max_size: int | None = ServerConfig.declared("cudagraph_max_size")
+    cudagraph_step: int = ServerConfig.declared("cudagraph_step")
+    log_level: str = ServerConfig.declared("log_level")
+
+    def of_server(self) -> ServerConfig:
+        server = ServerConfig()
+        for name in self.flags:
+            if name != "json":
+                setattr(server, name, getattr(self, name))
+        return server
 
 
-_OF_SERVER = [name for name in CheckConfig.__annotations__ if name not in ("model", "json")]
-
-CHECK_FLAGS = FlagTable(
-    groups={
-        "check": {
-            "model": Flag(
-                "as for the server; or for random weights, a config.json or a directory that has no weights beside it",
-                none_means="demo",
-            ),
-            "json": Flag("print JSON"),
-        },
-        "flags of the server": {name: SERVER_FLAGS.flags[name] for name in _OF_SERVER},
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckRun:
-    """What one run of the command was asked for."""
-
-    server: ServerConfig
-    prints_json: bool
-
-
-def parse_check_config(words: list[str]) -> CheckRun:
-    """From `name=value` words. Raises FlagError, whose message is one line."""
-    config, server = CheckConfig(), ServerConfig()
-    assign_flags(config, CHECK_FLAGS, ["json=T" if word == "--json" else word for word in words])
-    for name in ("model", *_OF_SERVER):
-        setattr(server, name, getattr(config, name))
-    server.finalize()
-    return CheckRun(server, config.json)
-
-
-def check(run: CheckRun) -> int:
+def check(flags: CheckConfig) -> int:
     """Run all checks and print their results; returns the exit code: 1 if something is wrong or the model cannot be
     loaded, 2 if a flag asks for what does not work here."""
-    config = run.server
+    config = flags.of_server()
     setup_logging(config, "check")
     phases, checks, code = Phases(_show_phase), Checks(is_thorough=True), 0
     try:
@@ -118,7 +87,7 @@ def check(run: CheckRun) -> int:
         first_line = str(error).strip().partition("\n")[0]
         print(f"toka check: {describe_shortage(error, LESS_MEMORY) or first_line}", file=sys.stderr)
         checks.results.append(Result("start", None, f"{type(error).__name__}: {first_line}", 0.0))
-    if run.prints_json:
+    if flags.json:
         rows = [_as_json(result) for result in checks.results]
         print(
             json.dumps({"device": _device_name(config), "results": rows, "switched_off": checks.switched_off}, indent=2)

@@ -6,12 +6,17 @@ Imports little, because every process of a server imports this module again.
 import shutil
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from tokasaurus.monitoring.shortage import ends_in_one_line
 
 if TYPE_CHECKING:
-    from tokasaurus.flags import FlagTable
+    from tokasaurus.batch_command.config import RunConfig, StoredConfig
+    from tokasaurus.config import ServerConfig
+    from tokasaurus.flags import FlagConfig
+    from tokasaurus.plan_command.config import PlanConfig
+
+AnyConfig = TypeVar("AnyConfig", bound="FlagConfig")
 
 _SYNTAX = """\
 Flags are written name=value. T and F are true and false, None is none or auto,
@@ -51,7 +56,7 @@ toka batch cancel ID [data_dir=DIR ...]   stop it, and keep what is done; or
 def main(args: list[str] | None = None) -> int:
     """`toka`: a sub-command if the first word names one, else the server. Returns the exit code; 2 for a wrong flag."""
     words = sys.argv[1:] if args is None else args
-    if words and "=" not in words[0] and not words[0].startswith((".", "-")):
+    if words and _is_bare(words[0]):
         subcommand = _SUBCOMMANDS.get(words[0])
         if subcommand is None:
             known = ", ".join(_SUBCOMMANDS)
@@ -62,131 +67,106 @@ def main(args: list[str] | None = None) -> int:
 
         print(f"tokasaurus {version('tokasaurus')}")
         return 0
-    from tokasaurus.config import ServerConfig, parse_server_config
-    from tokasaurus.config_flags import SERVER_FLAGS
-    from tokasaurus.flags import FlagError
+    from tokasaurus.config import ServerConfig
 
-    if _wants_help(words):
-        return _print_help(_SERVE_USAGE, ServerConfig, SERVER_FLAGS)
-    try:
-        config = parse_server_config(words)
-    except FlagError as error:
-        return _refuse("toka", str(error))
-    from tokasaurus.launch import serve
-
-    return serve(config)
+    return _run("toka", _SERVE_USAGE, ServerConfig, words, _serve)
 
 
 @ends_in_one_line
 def ping_main(args: list[str] | None = None) -> int:
     """`toka ping`, also installed as `toka-ping`. Returns the exit code."""
-    words = sys.argv[1:] if args is None else args
-    from tokasaurus.flags import FlagError
-    from tokasaurus.ping import PING_FLAGS, PingConfig, parse_ping_config, ping
+    from tokasaurus.ping import PingConfig, ping
 
-    if _wants_help(words):
-        return _print_help(_PING_USAGE, PingConfig, PING_FLAGS)
-    try:
-        config = parse_ping_config(words)
-    except FlagError as error:
-        return _refuse("toka ping", str(error))
-    return ping(config)
+    return _run("toka ping", _PING_USAGE, PingConfig, args, ping)
 
 
 @ends_in_one_line
 def download_main(args: list[str] | None = None) -> int:
     """`toka download`, also installed as `toka-download`: print the model's directory. Returns the exit code."""
-    words = sys.argv[1:] if args is None else args
-    from tokasaurus.download import DOWNLOAD_FLAGS, DownloadConfig, download, parse_download_config
-    from tokasaurus.flags import FlagError
+    from tokasaurus.download import DownloadConfig, download
 
-    if _wants_help(words):
-        return _print_help(_DOWNLOAD_USAGE, DownloadConfig, DOWNLOAD_FLAGS)
-    try:
-        config = parse_download_config(words)
-    except FlagError as error:
-        return _refuse("toka download", str(error))
-    return download(config)
+    return _run("toka download", _DOWNLOAD_USAGE, DownloadConfig, args, download)
 
 
 def plan_main(args: list[str] | None = None) -> int:
     """`toka plan`: returns the exit code, 2 also if the model does not fit."""
-    words = sys.argv[1:] if args is None else args
-    from tokasaurus.flags import FlagError
-    from tokasaurus.plan_command.config import PLAN_FLAGS, PlanConfig, parse_plan_config
+    from tokasaurus.plan_command.config import PlanConfig
 
-    if _wants_help(words):
-        return _print_help(_PLAN_USAGE, PlanConfig, PLAN_FLAGS)
-    try:
-        config = parse_plan_config(words)
-    except FlagError as error:
-        return _refuse("toka plan", str(error))
-    from tokasaurus.plan_command.command import plan
-
-    return plan(config)
+    return _run("toka plan", _PLAN_USAGE, PlanConfig, args, _plan)
 
 
-@ends_in_one_line
 def check_main(args: list[str] | None = None) -> int:
     """`toka check`: returns the exit code, 1 if something computes wrongly."""
-    words = sys.argv[1:] if args is None else args
-    from tokasaurus.check_command import CHECK_FLAGS, CheckConfig, check, parse_check_config
-    from tokasaurus.flags import FlagError
+    from tokasaurus.check_command import CheckConfig, check
 
-    if _wants_help(words):
-        return _print_help(_CHECK_USAGE, CheckConfig, CHECK_FLAGS)
-    try:
-        run = parse_check_config(words)
-    except FlagError as error:
-        return _refuse("toka check", str(error))
-    return check(run)
+    return _run("toka check", _CHECK_USAGE, CheckConfig, args, check)
 
 
 @ends_in_one_line
 def batch_main(args: list[str] | None = None) -> int:
     """`toka batch`, also installed as `toka-batch`. Returns the exit code."""
     words = sys.argv[1:] if args is None else args
-    from tokasaurus.batch_command.config import (
-        ACTIONS,
-        RUN_FLAGS,
-        STORED_FLAGS,
-        RunConfig,
-        StoredConfig,
-        parse_run_config,
-        server_words,
+    from tokasaurus.batch_command.config import ACTIONS, RunConfig, StoredConfig
+
+    if not words or not _is_bare(words[0]):
+        return _run("toka batch", _BATCH_USAGE, RunConfig, words, lambda config: _run_batch(config, words))
+    action, *words = words
+    if action not in ACTIONS:
+        return _refuse("toka batch", f"{action}: not understood, there are {', '.join(ACTIONS)}; flags are name=value")
+    batch_id = ""
+    if action != "list" and not _wants_help(words):
+        if not words or "=" in words[0]:
+            listed = f"toka batch {action} batch_...; toka batch list shows those there are"
+            return _refuse("toka batch", f"the batch is missing: {listed}")
+        batch_id = words.pop(0)
+    return _run(
+        "toka batch", _BATCH_USAGE, StoredConfig, words, lambda config: _stored_batches(action, config, batch_id)
     )
+
+
+def _run(
+    command: str, usage: str, config_type: type[AnyConfig], args: list[str] | None, run: Callable[[AnyConfig], int]
+) -> int:
+    """`run` with the config that the words in `args` give, by default those of the command line; or the help."""
     from tokasaurus.flags import FlagError
 
-    action = words[0] if words and "=" not in words[0] and not words[0].startswith((".", "-")) else None
-    if action is not None and action not in ACTIONS:
-        return _refuse("toka batch", f"{action}: not understood, there are {', '.join(ACTIONS)}; flags are name=value")
+    words = sys.argv[1:] if args is None else args
     if _wants_help(words):
-        if action is None:
-            return _print_help(_BATCH_USAGE, RunConfig, RUN_FLAGS)
-        return _print_help(_BATCH_USAGE, StoredConfig, STORED_FLAGS)
+        width = min(shutil.get_terminal_size().columns, 140)
+        print(f"{usage}\n\n{_SYNTAX}\n\n{config_type.help_text(width)}")
+        return 0
     try:
-        if action is not None:
-            return _stored_batches(action, words[1:])
-        config = parse_run_config(words)
+        return run(config_type.parse(words))
     except FlagError as error:
-        return _refuse("toka batch", str(error))
+        return _refuse(command, str(error))
+
+
+def _serve(config: "ServerConfig") -> int:
+    from tokasaurus.launch import serve
+
+    return serve(config)
+
+
+def _plan(config: "PlanConfig") -> int:
+    from tokasaurus.plan_command.command import plan
+
+    return plan(config)
+
+
+def _run_batch(config: "RunConfig", words: list[str]) -> int:
+    from tokasaurus.batch_command.config import server_words
     from tokasaurus.batch_command.run import run_batch
 
     return run_batch(config, server_words(config, words))
 
 
-def _stored_batches(action: str, words: list[str]) -> int:
+def _stored_batches(action: str, config: "StoredConfig", batch_id: str) -> int:
     """`toka batch list`, `show` and `cancel`. Raises FlagError."""
-    from tokasaurus.batch_command.config import parse_stored_config
     from tokasaurus.batch_command.stored import cancel_stored, list_stored, show_stored
-    from tokasaurus.flags import FlagError
 
     if action == "list":
-        return list_stored(parse_stored_config(words))
-    if not words or "=" in words[0]:
-        raise FlagError(f"the batch is missing: toka batch {action} batch_...; toka batch list shows those there are")
-    config = parse_stored_config(words[1:])
-    return show_stored(config, words[0]) if action == "show" else cancel_stored(config, words[0])
+        return list_stored(config)
+    return show_stored(config, batch_id) if action == "show" else cancel_stored(config, batch_id)
 
 
 _SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
@@ -198,16 +178,13 @@ _SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
+def _is_bare(word: str) -> bool:
+    """Whether it is no flag."""
+    return "=" not in word and not word.startswith((".", "-"))
+
+
 def _wants_help(words: list[str]) -> bool:
     return "--help" in words or "-h" in words
-
-
-def _print_help(usage: str, config_type: type, table: "FlagTable") -> int:
-    from tokasaurus.flags import help_text
-
-    width = min(shutil.get_terminal_size().columns, 140)
-    print(f"{usage}\n\n{_SYNTAX}\n\n{help_text(config_type, table, width)}")
-    return 0
 
 
 def _refuse(command: str, message: str) -> int:

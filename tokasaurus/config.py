@@ -1,168 +1,279 @@
-"""ServerConfig: every flag of `toka`, with its type and default; config_flags has their meanings and limits.
+"""ServerConfig: every flag of `toka`, with its type, default, allowed values and meaning, in the order of its help.
 
-Pydra reads the annotations at run time: use real annotations, no Literal, unions only `T | None`. "auto" is None.
+"auto" is None.
 """
 
-import os
-import re
-from typing import TYPE_CHECKING
-
-from tokasaurus.config_flags import SERVER_FLAGS
-from tokasaurus.flags import FlagError, assign_flags, check_flags
-
-if TYPE_CHECKING:
-    # Pydra has no types; with an untyped base class every misspelt flag would pass the type checker.
-    class Config:
-        def finalize(self) -> None: ...
-else:
-    from pydra import Config
+from tokasaurus.flags import FlagConfig, at_least, at_most, count, excludes, flag, matches, needs
 
 
-class ServerConfig(Config):
+class ServerConfig(FlagConfig):
     """The flags of one server, checked by `finalize`. Plain values only: the config is sent to every process."""
 
-    model: str | None = None
-    tokenizer: str | None = None
-    trust_remote_code: bool = False
-    dtype: str | None = None
-    cpu_isa: str | None = None
-    rope_scaling: dict | None = None  # type: ignore[type-arg]  # Pydra calls the annotation to cast
-    served_model_name: str | None = None
-    device: str | None = None
+    model: str | None = flag(
+        None, "Hugging Face repo id, directory in its format, or .gguf file", none_means="demo", heading="model"
+    )
+    tokenizer: str | None = flag(None, "source of the tokenizer, written like model=", none_means="model")
+    trust_remote_code: bool = flag(False, "run Python code from the model's repository", is_built=False)
+    dtype: str | None = flag(
+        None,
+        "data type of the weights and of computation, but a CPU without bfloat16 arithmetic computes in "
+        "float32; auto is bfloat16, or float32 where bfloat16 would be slow",
+        choices=("bfloat16", "float16", "float32"),
+        none_means="auto",
+    )
+    cpu_isa: str | None = flag(
+        None,
+        "instruction set of the CPU kernels, which this machine must support; auto is the best one, torch is "
+        "plain PyTorch without our kernels",
+        choices=("avx2", "avx512", "avx512_bf16", "neon", "torch"),
+        none_means="auto",
+    )
+    rope_scaling: dict | None = flag(  # type: ignore[type-arg]  # Pydra calls the annotation to cast
+        None, "rotary scaling that replaces the model's own, as a dict", none_means="model", is_built=False
+    )
+    served_model_name: str | None = flag(None, "the model's name in the API", none_means="model")
+    device: str | None = flag(
+        None, "device to run on; auto is cuda if available", choices=("cpu", "cuda"), none_means="auto"
+    )
 
-    dp_size: int = 1
-    pp_size: int = 1
-    tp_size: int = 1
-    pp_num_buffer_stages: int = 1
-    async_tp_threshold: int | None = None
-    symmetric_all_reduce: bool | None = None
+    dp_size: int = count(1, "replicas of the model (data parallel)", heading="parallel")
+    pp_size: int = count(1, "pipeline stages of a replica")
+    tp_size: int = count(1, "devices that share each layer of a stage (tensor parallel)")
+    pp_num_buffer_stages: int = count(1, "microbatches in flight in addition to one per pipeline stage", minimum=0)
+    async_tp_threshold: int | None = count(
+        None,
+        "tokens per forward from which tensor parallelism overlaps its communication with gemms; needs "
+        "torch_compile=T, tp_size= of 2 or more, and GPUs joined by NVLink",
+        none_means="off",
+        rules=(
+            needs("tp_size", minimum=2),
+            needs("torch_compile=T", why=", since the compiler joins gemms and communication"),
+            at_most("max_tokens_per_forward"),
+        ),
+    )
+    symmetric_all_reduce: bool | None = flag(
+        None,
+        "sum over tensor-parallel ranks through memory that their GPUs share, up to the size where it is "
+        "measured to be faster than NCCL; auto is on where it works, T requires that it works",
+        none_means="auto",
+        rules=(needs("tp_size", minimum=2),),
+    )
 
-    kv_cache_num_tokens: int | None = None
-    kv_cache_dtype: str | None = None
-    page_size: int = 16
-    max_tokens_per_forward: int = 8192
-    max_seqs_per_forward: int = 1024
-    max_num_tokens_per_request: int | None = None
+    kv_cache_num_tokens: int | None = count(
+        None,
+        "size of the KV cache in tokens; auto is, on CUDA, the memory left by weights and the largest forward, "
+        "on CPU a quarter of the available memory",
+        none_means="auto",
+        alias="kv_cache_size_num_tokens",
+        rules=(at_least("page_size", "one page of {} tokens"),),
+        heading="memory",
+    )
+    kv_cache_dtype: str | None = flag(
+        None,
+        "data type of the KV cache; auto is the weights' dtype, but float16 for bfloat16 weights on a CPU "
+        "without bfloat16 arithmetic",
+        choices=("bfloat16", "float16", "float32"),
+        none_means="auto",
+    )
+    page_size: int = count(16, "tokens per block of the KV cache")
+    max_tokens_per_forward: int = count(8192, "maximum tokens in one forward")
+    max_seqs_per_forward: int = count(1024, "maximum sequences in one forward")
+    max_num_tokens_per_request: int | None = count(
+        None, "maximum tokens of one sequence, prompt and completion together", none_means="what fits"
+    )
 
-    torch_compile: bool | None = None
-    use_cudagraphs: bool | None = None
-    cudagraph_max_size: int | None = None
-    cudagraph_step: int = 16
-    attention_backend: str | None = None
+    torch_compile: bool | None = flag(
+        None,
+        "compile the layers with torch.compile; auto is on for CUDA, where the start goes on without if that "
+        "fails; on CPU this replaces our own kernels, which are faster",
+        none_means="auto",
+        heading="compile",
+    )
+    use_cudagraphs: bool | None = flag(None, "decode with CUDA graphs; auto is on for CUDA devices", none_means="auto")
+    cudagraph_max_size: int | None = count(
+        None,
+        "sequences of the largest CUDA graph; larger decode steps run without",
+        none_means="max_seqs_per_forward",
+        rules=(at_most("max_seqs_per_forward"),),
+    )
+    cudagraph_step: int = count(16, "sequences between the sizes of two CUDA graphs")
+    attention_backend: str | None = flag(
+        None,
+        "attention implementation; auto depends on the device",
+        choices=("torch", "cpu", "flashinfer", "reference"),
+        none_means="auto",
+        rules=(excludes("flashinfer", device="cpu", dtype="float32", kv_cache_dtype="float32"),),
+    )
 
-    use_hydragen: bool | None = None
-    hydragen_min_group_size: int | None = None
-    hydragen_min_prefix_len: int | None = None
+    use_hydragen: bool | None = flag(
+        None,
+        "compute attention over a shared prefix once for all its sequences; auto is on where that is faster",
+        none_means="auto",
+        heading="hydragen",
+    )
+    hydragen_min_group_size: int | None = count(
+        None, "minimum sequences of a prefix group", minimum=2, none_means="any that saves time"
+    )
+    hydragen_min_prefix_len: int | None = count(
+        None, "minimum tokens of a shared prefix", none_means="any that saves time"
+    )
 
-    scheduling_steps_ahead: int = 8
-    deferred_tasks: str | None = None
-    max_step_seconds: float | None = None
-    prefill_round_up_multiple: int = 16
-    greedy_prefill: bool = True
-    enable_precise_onboard: bool = True
-    precise_onboard_batch_size: int = 128
-    track_early_stopping: bool = True
-    early_stopping_buffer_size: int = 2048
-    early_stopping_num_prediction_buckets: int = 1024
-    early_stopping_initial_wait: int = 16
-    early_stopping_init_mean: float | None = None
-    early_stopping_init_std: float | None = None
-    use_spec_allocation: bool = True
-    spec_allocation_std_buffer_scale: float = 0.25
-    spec_allocation_target_kv_cache_utilization: float = 1.0
+    scheduling_steps_ahead: int = count(
+        8,
+        "steps sent to the model ahead of their results; with pipeline stages, steps of each microbatch, at most two",
+        heading="scheduler",
+    )
+    deferred_tasks: str | None = flag(
+        None,
+        "when the manager runs deferred tasks (admission, stop strings, prefix groups, length prediction): "
+        "auto delays them while the model's queue is short; always and deferred force one mode",
+        choices=("always", "deferred"),
+        none_means="auto",
+    )
+    max_step_seconds: float | None = flag(
+        None,
+        "time that a step which computes prompts should not exceed, in seconds, so that streams go on beside "
+        "them; auto is 0.25, or longer where that would cost 2 % of the throughput, but at most 1 while "
+        "anything is streamed",
+        minimum=0.001,
+        maximum=3600,
+        none_means="auto",
+    )
+    greedy_prefill: bool = flag(
+        True, "fill the rest of each step with prefill tokens; F prefills just fast enough to keep the KV cache full"
+    )
+    prefill_round_up_multiple: int = count(
+        16, "round the prefill tokens of a step up to a multiple of this, with greedy_prefill=F"
+    )
+    enable_precise_onboard: bool = flag(
+        True,
+        "admit sequences by simulating KV usage at every future step; F uses only sums of lengths, which admit fewer",
+    )
+    precise_onboard_batch_size: int = count(
+        128, "maximum sequences that one KV simulation admits; the batch adapts up to this by doubling and halving"
+    )
+    track_early_stopping: bool = flag(True, "predict completion lengths from finished sequences")
+    early_stopping_buffer_size: int = count(2048, "number of latest finished sequences that length prediction uses")
+    early_stopping_num_prediction_buckets: int = count(1024, "maximum number of length classes in the predictor")
+    early_stopping_initial_wait: int = count(16, "finished sequences required before the first prediction")
+    early_stopping_init_mean: float | None = flag(
+        None,
+        "mean share of max_tokens that completions are assumed to use until then; none is all of it",
+        minimum=0,
+        maximum=1,
+    )
+    early_stopping_init_std: float | None = flag(
+        None,
+        "standard deviation of that share; none is 0",
+        minimum=0,
+        maximum=1,
+        rules=(needs("early_stopping_init_mean"),),
+    )
+    use_spec_allocation: bool = flag(True, "admit sequences by predicted length; F by maximum length")
+    spec_allocation_std_buffer_scale: float = flag(
+        0.25, "standard deviations added to each predicted length", minimum=0
+    )
+    spec_allocation_target_kv_cache_utilization: float = flag(
+        1.0, "maximum share of the KV cache that admitted sequences are predicted to use", minimum=0.01, maximum=1
+    )
 
-    enable_chosen_logprobs: bool = True
-    max_topk_logprobs: int = 20
-    stop_string_num_token_lookback: int = 5
-    tool_call_format: str | None = None
+    enable_chosen_logprobs: bool = flag(True, "allow requests for log-probabilities", heading="output")
+    max_topk_logprobs: int = count(20, "maximum top-k logprobs per token that a request may ask for", minimum=0)
+    stop_string_num_token_lookback: int = count(
+        5, "number of latest tokens searched for stop strings; grows to cover the longest stop string"
+    )
+    tool_call_format: str | None = flag(
+        None,
+        "format of the model's tool calls; auto is the format of its chat template",
+        choices=("hermes", "llama3"),
+        none_means="auto",
+    )
 
-    host: str = "127.0.0.1"
-    port: int = 10210
-    api_key: str | None = None
-    uvicorn_log_level: str = "info"
-    log_level: str = "info"
-    stats_report_seconds: float = 5.0
-    trace: str | None = None
-    trace_first_step: int = 0
-    trace_steps: int = 256
-    statsd_server_url: str | None = None
-    data_dir: str | None = None
-    keep_days: int = 30
-    api_keys_file: str | None = None
-    cache_salt_per_key: bool = False
-    allowed_hosts: str | None = None
-    drain_seconds: int = 30
-    watchdog_seconds: int = 60
-    max_restarts: int = 5
-    while_restarting: str = "wait"
+    host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 allows access from the network", heading="server")
+    port: int = flag(10210, "TCP port to listen on; 0 is any free one", minimum=0, maximum=65535)
+    api_key: str | None = flag(
+        None,
+        "key that clients must send; prefer TOKA_API_KEY, since other users can see the command line",
+        none_means="TOKA_API_KEY",
+        rules=(matches("[!-~]+", "printable ASCII without spaces, as a header carries it"),),
+        variables=("TOKA_API_KEY",),
+    )
+    uvicorn_log_level: str = flag(
+        "info", "log level of the HTTP server", choices=("critical", "error", "warning", "info", "debug", "trace")
+    )
+    log_level: str = flag("info", "log level of everything else", choices=("error", "warning", "info", "debug"))
+    stats_report_seconds: float = flag(5.0, "seconds between throughput log lines", minimum=0.1, maximum=86400)
+    trace: str | None = flag(
+        None, "file for a trace of the engine's processes, overwritten; Perfetto and chrome://tracing open it"
+    )
+    trace_first_step: int = count(0, "step of the engine with which the trace begins", minimum=0)
+    trace_steps: int = count(256, "steps in the trace")
+    statsd_server_url: str | None = flag(None, "statsd server that receives metrics, as host:port", is_built=False)
+    data_dir: str | None = flag(
+        None,
+        "directory for files and batches, which survive restarts; by default one for each port, in the user's "
+        "data directory",
+        none_means="by port",
+    )
+    keep_days: int = count(30, "days after which files and finished batches are removed")
+    api_keys_file: str | None = flag(
+        None, "file of keys that clients may send, one per line, each may have a name before it"
+    )
+    cache_salt_per_key: bool = flag(False, "share cached prompts only between requests with the same API key")
+    allowed_hosts: str | None = flag(
+        None,
+        "host names that requests may be sent to, separated by commas, beside localhost and every address "
+        "written as numbers; by default any, but none on a loopback address; * allows any",
+        none_means="by address",
+    )
+    drain_seconds: int = count(30, "time for open requests to finish after the first stop signal", minimum=0)
+    watchdog_seconds: int = count(60, "longest time without progress before a process is killed and started again")
+    max_restarts: int = count(5, "consecutive failed restarts of the engine before the server exits", minimum=0)
+    while_restarting: str = flag(
+        "wait",
+        "new requests while the engine restarts wait for it, or are refused with 503",
+        choices=("wait", "refuse"),
+    )
 
-    max_request_bytes: int | None = 64 << 20
-    max_json_values: int = 1 << 20
-    max_body_bytes_in_all: int = 1 << 30
-    max_line_bytes: int = 16 << 20
-    max_header_bytes: int = 65_536
-    max_url_bytes: int = 8_192
-    max_connections: int | None = None
-    header_timeout_seconds: int = 20
-    body_timeout_seconds: int = 30
-    write_timeout_seconds: int = 60
-    keep_alive_seconds: int = 120
-    max_queued_requests: int | None = None
-    max_queued_sequences: int = 262_144
-    max_queued_tokens: int = 1 << 26
-    max_answer_values: int = 1 << 25
-    max_tokenize_chars: int = 1 << 20
-    max_stop_strings: int = 16
-    max_stop_chars: int = 1024
-    max_file_bytes: int = 200 << 20
-    max_batch_lines: int = 50_000
-
-    def finalize(self) -> None:
-        """Raises FlagError for a value of the wrong type, out of range, or not implemented yet."""
-        check_flags(self, SERVER_FLAGS)
-        if self.kv_cache_num_tokens is not None and self.kv_cache_num_tokens < self.page_size:
-            raise FlagError(
-                f"kv_cache_num_tokens={self.kv_cache_num_tokens}: must be at least one page of "
-                f"page_size={self.page_size} tokens"
-            )
-        for name, value in (("device", "cpu"), ("dtype", "float32"), ("kv_cache_dtype", "float32")):
-            if self.attention_backend == "flashinfer" and getattr(self, name) == value:
-                raise FlagError(f"attention_backend=flashinfer: does not run with {name}={value}")
-        if self.cudagraph_max_size is not None and self.cudagraph_max_size > self.max_seqs_per_forward:
-            raise FlagError(
-                f"cudagraph_max_size={self.cudagraph_max_size}: must be at most "
-                f"max_seqs_per_forward={self.max_seqs_per_forward}"
-            )
-        self._check_async_tp()
-        if self.symmetric_all_reduce and self.tp_size < 2:
-            raise FlagError("symmetric_all_reduce=True: needs tp_size= of at least 2 beside it")
-        if self.early_stopping_init_std is not None and self.early_stopping_init_mean is None:
-            raise FlagError(
-                f"early_stopping_init_std={self.early_stopping_init_std}: needs early_stopping_init_mean beside it"
-            )
-        if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
-            # not shown: it is a secret
-            raise FlagError("api_key (or TOKA_API_KEY): must be printable ASCII without spaces, as a header carries it")
-
-    def _check_async_tp(self) -> None:
-        if self.async_tp_threshold is None:
-            return
-        flag = f"async_tp_threshold={self.async_tp_threshold}"
-        if self.tp_size < 2:
-            raise FlagError(f"{flag}: needs tp_size= of at least 2 beside it")
-        if not self.torch_compile:
-            raise FlagError(
-                f"{flag}: needs torch_compile=T beside it, since the compiler joins gemms and communication"
-            )
-        if self.async_tp_threshold > self.max_tokens_per_forward:
-            raise FlagError(f"{flag}: must be at most max_tokens_per_forward={self.max_tokens_per_forward}")
-
-
-def parse_server_config(args: list[str]) -> ServerConfig:
-    """The checked config for `name=value` words. Raises FlagError, whose message is one line."""
-    config = ServerConfig()
-    assign_flags(config, SERVER_FLAGS, args)
-    if config.api_key is None:
-        config.api_key = os.environ.get("TOKA_API_KEY") or None  # an empty variable means no key
-    config.finalize()
-    return config
+    max_request_bytes: int | None = count(
+        64 << 20, "maximum size of a request body, in bytes", none_means="no limit", heading="limits"
+    )
+    max_body_bytes_in_all: int = count(
+        1 << 30, "maximum size of all request bodies that are being received or parsed together, in bytes"
+    )
+    max_queued_requests: int | None = count(
+        None,
+        "maximum waiting sequences; each of n samples counts, but a body is accepted whole while fewer wait",
+        none_means="no limit",
+    )
+    max_json_values: int = count(
+        1 << 20,
+        "maximum numbers and strings of a request body; a list or object counts as 8 more, a key as 3 more. "
+        "Parsing a million blocks other requests for 150 ms",
+    )
+    max_line_bytes: int = count(16 << 20, "maximum size of a line of /v1/bulk or of a batch's input file, in bytes")
+    max_header_bytes: int = count(65_536, "maximum size of a request's headers together, in bytes")
+    max_url_bytes: int = count(8_192, "maximum size of a request's path and query, in bytes")
+    max_connections: int | None = count(
+        None, "maximum open connections", none_means="open files, less a reserve, which is also the most"
+    )
+    header_timeout_seconds: int = count(20, "longest time for the headers of a connection's first request to arrive")
+    body_timeout_seconds: int = count(30, "longest time for a body to arrive, plus a second for each 64 KiB")
+    write_timeout_seconds: int = count(60, "longest time in which a client receives none of an answer that is sent")
+    keep_alive_seconds: int = count(120, "longest time that a connection stays open between requests")
+    max_queued_sequences: int = count(
+        262_144, "maximum unfinished sequences, running or waiting; each of n samples counts"
+    )
+    max_queued_tokens: int = count(
+        1 << 26, "maximum prompt tokens of unfinished requests; a prompt counts once, however many samples"
+    )
+    max_answer_values: int = count(
+        1 << 25, "maximum tokens of one answer that is not streamed; each log-probability counts as another token"
+    )
+    max_tokenize_chars: int = count(
+        1 << 20, "maximum characters that a request to /tokenize may have, and token ids of one to /detokenize"
+    )
+    max_stop_strings: int = count(16, "maximum stop strings of a request")
+    max_stop_chars: int = count(1024, "maximum characters of a stop string")
+    max_file_bytes: int = count(200 << 20, "maximum size of an uploaded file, in bytes")
+    max_batch_lines: int = count(50_000, "maximum lines of a batch's input file")

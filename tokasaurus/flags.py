@@ -1,7 +1,8 @@
-"""Command-line flags in Pydra's syntax: parsing `name=value`, checking every value, and the help text.
+"""Command-line flags in Pydra's syntax: declaring them, parsing `name=value`, checking every value, and the help text.
 
-Pydra casts silently (`port=8080.7` becomes 8080, `flag=false` becomes True), so values are checked here instead of
-cast. A config class declares each flag's name, type and default; a FlagTable adds its meaning and allowed values.
+A subclass of FlagConfig declares each flag once: name, type, default, allowed values, meaning, and the flags it depends
+on. Pydra casts silently (`port=8080.7` becomes 8080, `flag=false` becomes True), so values are checked here instead of
+cast.
 """
 
 import ast
@@ -9,13 +10,26 @@ import dataclasses
 import difflib
 import inspect
 import math
+import os
+import re
 import textwrap
+from collections.abc import Callable, Iterable
 from types import NoneType
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from pydra.parser import parse_value
 
+if TYPE_CHECKING:
+    # Pydra has no types; with an untyped base class every misspelt flag would pass the type checker.
+    class Config:
+        def finalize(self) -> None: ...
+else:
+    from pydra import Config
+
 MAX_INT32 = 2**31 - 1
+
+Value = TypeVar("Value")
+Parsed = TypeVar("Parsed", bound="FlagConfig")
 
 
 class FlagError(ValueError):
@@ -23,9 +37,20 @@ class FlagError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Flag:
-    """Meaning and allowed values of one flag."""
+class Rule:
+    """A condition on a flag's value, checked unless the value is None or F."""
 
+    text: str
+    """What is demanded, for the documentation."""
+    find_error: Callable[[Any, Any], str | None]
+    """(config, the flag's value) → what is wrong, as the end of the error message; None if nothing is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """All that is known of one flag."""
+
+    default: Any
     meaning: str
     """What it does, with its unit."""
     minimum: float | None = None
@@ -36,114 +61,232 @@ class Flag:
     """If not empty, the only allowed words."""
     none_means: str = "none"
     """What None stands for, such as "auto"; help shows it in place of None."""
+    heading: str = ""
+    """Its group in the help; by default that of the base class's flag of this name, or of the flag before it."""
+    alias: str = ""
+    """A second name."""
+    rules: tuple[Rule, ...] = ()
+    variables: tuple[str, ...] = ()
+    """Environment variables, of which the first that is not empty is the value if the flag is left out. Such a value is
+    a secret: no message shows it."""
+    is_built: bool = True
+    """Otherwise only its default is allowed."""
+    kind: type = NoneType
+    """Type of its values, apart from None. FlagConfig takes it and the next from the annotation."""
+    is_optional: bool = False
+    """Whether None is allowed."""
 
 
-@dataclasses.dataclass(frozen=True)
-class FlagTable:
-    """All flags of one config class."""
-
-    groups: dict[str, dict[str, Flag]]
-    """Heading → flag name → Flag; every annotated field of the config class is in exactly one group."""
-    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Second name → name."""
-    not_built: frozenset[str] = frozenset()
-    """Flags that are not implemented: only their default is allowed."""
-
-    @property
-    def flags(self) -> dict[str, Flag]:
-        return {name: flag for group in self.groups.values() for name, flag in group.items()}
+def flag(default: Value, meaning: str, **properties: Any) -> Value:
+    """Declares a flag in the body of a FlagConfig. properties: see Flag."""
+    return cast(Value, Flag(default, meaning, **properties))
 
 
-def assign_flags(config: object, table: FlagTable, words: list[str]) -> None:
-    """Set attributes from `name=value` words, without checking the values; the last word for a name counts.
+def count(default: Value, meaning: str, minimum: int = 1, **properties: Any) -> Value:
+    """`flag` of whole numbers from `minimum`."""
+    return flag(default, meaning, minimum=minimum, maximum=MAX_INT32, **properties)
 
-    Raises FlagError for a word that is not `name=value`, an unknown name, a value that cannot be parsed, or a name and
-    its alias with different values.
+
+class FlagConfig(Config):
+    """The flags of one command. A subclass declares each as an annotated attribute: `port: int = flag(10210, "…")`; the
+    attribute of the class is then the default. Pydra reads the annotations at run time: no annotations as strings, no
+    Literal, unions only `T | None`.
+
+    without: flags of the base class that the subclass has not.
     """
-    types = _field_types(type(config))
-    given: dict[str, tuple[str, Any]] = {}  # name -> (name as typed, value)
-    for word in words:
-        typed_name, equals, text = word.partition("=")
-        if not equals:
-            raise FlagError(f"{_show(word)}: not understood, flags are written name=value")
-        name = table.aliases.get(typed_name, typed_name)
-        if name not in table.flags:
-            raise FlagError(f"{_show(word)}: unknown flag, {_suggestion(typed_name, table)}")
-        value = _read(typed_name, text, table.flags[name], *types[name])
-        before_name, before = given.get(name, (typed_name, value))
-        if before_name != typed_name and before != value:
-            raise FlagError(
-                f"{typed_name}={_show(value)}: must equal {before_name}={_show(before)}, its other name, or be left out"
-            )
-        given[name] = (typed_name, value)
-    for name, (_, value) in given.items():
-        setattr(config, name, value)
 
+    flags = dict[str, Flag]()  # noqa: RUF012  (annotated, it would be a flag)
+    """By name, in the order of the help. A subclass begins with its own groups."""
 
-def check_flags(config: object, table: FlagTable) -> None:
-    """Raises FlagError for the first flag whose value has the wrong type, is out of range, or is not implemented.
+    def __init_subclass__(cls, without: Iterable[str] = ()) -> None:
+        inherited = {name: flag for name, flag in cls.flags.items() if name not in without}
+        headings = {flag.heading for flag in inherited.values()}
+        first: dict[str, Flag] = {}
+        latest = ""
+        for name, annotation in inspect.get_annotations(cls).items():
+            own: Flag = vars(cls)[name]
+            latest = own.heading or latest
+            heading = own.heading or (inherited[name].heading if name in inherited else latest)
+            kinds = get_args(annotation) if NoneType in get_args(annotation) else (annotation,)
+            group = inherited if heading in headings else first
+            group[name] = dataclasses.replace(own, heading=heading, kind=kinds[0], is_optional=NoneType in kinds)
+            setattr(cls, name, own.default)
+        cls.flags = first | {name: flag for name, flag in inherited.items() if name not in first}
 
-    A whole float for an int flag, or an int for a float flag, is converted to the flag's type.
-    """
-    types = _field_types(type(config))
-    for name, flag in table.flags.items():
-        value = getattr(config, name)
-        field_type, optional = types[name]
-        if field_type is int and isinstance(value, float) and value.is_integer():
-            value = int(value)
-        elif field_type is float and type(value) is int:
-            value = float(value)
-        if not _is_allowed(value, flag, field_type, optional):
-            raise FlagError(f"{name}={_show(value)}: must be {_allowed(flag, field_type, optional)}")
-        default = getattr(type(config), name)
-        if name in table.not_built and value != default:
-            raise FlagError(f"{name}={_show(value)}: not built yet, it must be {_show(default)} or left out")
-        setattr(config, name, value)
+    @classmethod
+    def declared(cls, name: str, **changes: Any) -> Any:
+        """The declaration of a flag, for another config that has the same flag."""
+        return dataclasses.replace(cls.flags[name], **{"heading": "", **changes})
 
+    @classmethod
+    def parse(cls: type[Parsed], words: list[str]) -> Parsed:
+        """The checked config for `name=value` words. Raises FlagError."""
+        config = cls()
+        config._assign(words)
+        config.read_environment()
+        config.finalize()
+        return config
 
-def help_text(config_type: type, table: FlagTable, width: int) -> str:
-    """Every flag with its default (or in parentheses what omitting it means) and meaning, wrapped to `width`."""
-    column = 38 if width >= 100 else 30
-    second_names = {name: alias for alias, name in table.aliases.items()}
-    lines: list[str] = []
-    for heading, group in table.groups.items():
-        lines += ["", f"{heading}:"]
-        for name, flag in group.items():
-            default = getattr(config_type, name)
-            left = f"  {name} ({flag.none_means})" if default is None else f"  {name}={_show(default)}"
+    def _assign(self, words: list[str]) -> None:
+        """Set attributes without checking the values; the last word for a name counts. `--json` is short for json=T.
+
+        Raises FlagError for a word that is not `name=value`, an unknown name, a value that cannot be parsed, or a name
+        and its alias with different values.
+        """
+        aliases = {flag.alias: name for name, flag in self.flags.items() if flag.alias}
+        names = aliases | {name: name for name in self.flags}
+        given: dict[str, tuple[str, Any]] = {}  # name -> (name as typed, value)
+        for word in words:
+            typed_name, equals, text = ("json=T" if word == "--json" and "json" in names else word).partition("=")
+            if not equals:
+                raise FlagError(f"{_show(word)}: not understood, flags are written name=value")
+            if typed_name not in names:
+                raise FlagError(f"{_show(word)}: unknown flag, {_suggestion(typed_name, names)}")
+            name = names[typed_name]
+            value = _read(typed_name, text, self.flags[name])
+            before_name, before = given.get(name, (typed_name, value))
+            if before_name != typed_name and before != value:
+                raise FlagError(
+                    f"{typed_name}={_show(value)}: must equal {before_name}={_show(before)}, its other name, "
+                    "or be left out"
+                )
+            given[name] = (typed_name, value)
+        for name, (_, value) in given.items():
+            setattr(self, name, value)
+
+    def read_environment(self) -> None:
+        """Set flags that were left out from their variables."""
+        for name, flag in self.flags.items():
+            if getattr(self, name) is None:
+                found = (os.environ.get(variable) for variable in flag.variables)
+                setattr(self, name, next((value for value in found if value), None))
+
+    def finalize(self) -> None:
+        """Raises FlagError for the first flag whose value has the wrong type, is out of range, is not implemented, or
+        does not go with another flag's.
+
+        A whole float for an int flag, or an int for a float flag, is converted to the flag's type.
+        """
+        for name, flag in self.flags.items():
+            value = _as_kind(getattr(self, name), flag.kind)
+            if not _is_allowed(value, flag):
+                raise FlagError(f"{name}={_show(value)}: must be {allowed_values(flag)}")
+            if not flag.is_built and value != flag.default:
+                raise FlagError(f"{name}={_show(value)}: not built yet, it must be {_show(flag.default)} or left out")
+            setattr(self, name, value)
+        for name, flag in self.flags.items():
+            value = getattr(self, name)
+            for rule in flag.rules if value is not None and value is not False else ():
+                error = rule.find_error(self, value)
+                if error is not None:
+                    shown = f"{name} (or {' or '.join(flag.variables)})" if flag.variables else f"{name}={_show(value)}"
+                    raise FlagError(f"{shown}: {error}")
+
+    @classmethod
+    def help_text(cls, width: int) -> str:
+        """Every flag with its default (or in parentheses what omitting it means) and meaning, wrapped to `width`."""
+        column = 38 if width >= 100 else 30
+        lines: list[str] = []
+        heading = ""
+        for name, flag in cls.flags.items():
+            if flag.heading != heading:
+                heading = flag.heading
+                lines += ["", f"{heading}:"]
+            left = f"  {name} ({flag.none_means})" if flag.default is None else f"  {name}={_show(flag.default)}"
             meaning = flag.meaning
             if flag.choices:
                 meaning += f" ({', '.join(flag.choices)})"
-            if name in second_names:
-                meaning += f"; also {second_names[name]}"
-            if name in table.not_built:
+            if flag.alias:
+                meaning += f"; also {flag.alias}"
+            if not flag.is_built:
                 meaning += " (not built yet)"
             if len(left) > column - 2:
                 lines.append(left)
                 left = ""
             indent = " " * column
             lines += textwrap.wrap(meaning, width, initial_indent=left.ljust(column), subsequent_indent=indent)
-    return "\n".join(lines[1:])
+        return "\n".join(lines[1:])
 
 
-def _field_types(config_type: type) -> dict[str, tuple[type, bool]]:
-    """Field name → its type without None, and whether None is allowed."""
-    types: dict[str, tuple[type, bool]] = {}
-    for declaring_type in reversed(config_type.__mro__):
-        for name, annotation in inspect.get_annotations(declaring_type).items():
-            parts = get_args(annotation) if NoneType in get_args(annotation) else (annotation,)
-            types[name] = (parts[0], NoneType in parts)
-    return types
+def at_most(other: str) -> Rule:
+    """At most the value of the flag `other`."""
+
+    def find_error(config: Any, value: Any) -> str | None:
+        limit = getattr(config, other)
+        return f"must be at most {other}={limit}" if value > limit else None
+
+    return Rule(f"at most {other}", find_error)
 
 
-def _read(name: str, text: str, flag: Flag, field_type: type, optional: bool) -> Any:
-    """The value of `text`, parsed by Pydra's rules unless the flag is a string. Raises FlagError."""
-    is_free_text = field_type is str and not flag.choices
-    if optional and (text == "None" or (text == "auto" and not is_free_text)):
+def at_least(other: str, text: str = "{}") -> Rule:
+    """At least the value of the flag `other`, which a message names as `text` says."""
+
+    def find_error(config: Any, value: Any) -> str | None:
+        limit = getattr(config, other)
+        return f"must be at least {text.format(f'{other}={limit}')}" if value < limit else None
+
+    return Rule(f"at least {other}", find_error)
+
+
+def needs(other: str, minimum: int | None = None, why: str = "") -> Rule:
+    """Another flag must be set too. other: its name, or for a bool NAME=T. minimum: its least value."""
+
+    def find_error(config: Any, _value: Any) -> str | None:
+        at = getattr(config, other.removesuffix("=T"))
+        is_set = at is not None and at is not False and (minimum is None or at >= minimum)
+        return None if is_set else f"needs {wanted} beside it{why}"
+
+    wanted = other if minimum is None else f"{other}= of at least {minimum}"
+    return Rule(f"needs {wanted}", find_error)
+
+
+def excludes(choice: str, **others: str) -> Rule:
+    """`choice` does not go with these values of other flags."""
+
+    def find_error(config: Any, value: Any) -> str | None:
+        for name, other in others.items():
+            if value == choice and getattr(config, name, None) == other:
+                return f"does not run with {name}={other}"
         return None
-    if field_type is str:
+
+    listed = ", ".join(f"{name}={other}" for name, other in others.items())
+    return Rule(f"{choice} not with {listed}", find_error)
+
+
+def matches(pattern: str, text: str) -> Rule:
+    """The whole value matches a regular expression. text: what that means."""
+    return Rule(text, lambda _, value: None if re.fullmatch(pattern, value) else f"must be {text}")
+
+
+def allowed_values(flag: Flag) -> str:
+    """The values that a flag may have, in words."""
+    if flag.choices:
+        allowed = ", ".join(flag.choices[:-1]) + f" or {flag.choices[-1]}"
+    elif flag.kind in (int, float):
+        allowed = "a whole number" if flag.kind is int else "a number"
+        if flag.minimum is not None and flag.maximum is not None:
+            allowed += f" from {flag.minimum} to {flag.maximum}"
+        elif flag.minimum is not None:
+            allowed += f" of at least {flag.minimum}"
+    else:
+        allowed = {bool: "T or F", str: "some text"}.get(flag.kind, f"a {flag.kind.__name__}")
+    return f"{allowed}, or None ({flag.none_means})" if flag.is_optional else allowed
+
+
+def _as_kind(value: Any, kind: type) -> Any:
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return float(value) if kind is float and type(value) is int else value
+
+
+def _read(name: str, text: str, flag: Flag) -> Any:
+    """The value of `text`, parsed by Pydra's rules unless the flag is a string. Raises FlagError."""
+    is_free_text = flag.kind is str and not flag.choices
+    if flag.is_optional and (text == "None" or (text == "auto" and not is_free_text)):
+        return None
+    if flag.kind is str:
         return _unquoted(text)
-    if field_type is bool and text.lower() in ("true", "false"):
+    if flag.kind is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:
         return parse_value(text)
@@ -161,39 +304,24 @@ def _unquoted(text: str) -> str:
     return value if isinstance(value, str) else text
 
 
-def _suggestion(name: str, table: FlagTable) -> str:
-    bare_name = name.lstrip("-").replace("-", "_")
-    close = difflib.get_close_matches(bare_name, [*table.flags, *table.aliases], n=1)
+def _suggestion(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), names, n=1)
     return f"did you mean {close[0]}=? (--help lists all)" if close else "--help lists those there are"
 
 
-def _is_allowed(value: Any, flag: Flag, field_type: type, optional: bool) -> bool:
+def _is_allowed(value: Any, flag: Flag) -> bool:
     if value is None:
-        return optional
-    if field_type in (int, float):
+        return flag.is_optional
+    if flag.kind in (int, float):
         return (
-            type(value) is field_type
+            type(value) is flag.kind
             and math.isfinite(value)
             and (flag.minimum is None or value >= flag.minimum)
             and (flag.maximum is None or value <= flag.maximum)
         )
-    if field_type is str:
+    if flag.kind is str:
         return isinstance(value, str) and value != "" and (not flag.choices or value in flag.choices)
-    return isinstance(value, field_type)
-
-
-def _allowed(flag: Flag, field_type: type, optional: bool) -> str:
-    if flag.choices:
-        allowed = ", ".join(flag.choices[:-1]) + f" or {flag.choices[-1]}"
-    elif field_type in (int, float):
-        allowed = "a whole number" if field_type is int else "a number"
-        if flag.minimum is not None and flag.maximum is not None:
-            allowed += f" from {flag.minimum} to {flag.maximum}"
-        elif flag.minimum is not None:
-            allowed += f" of at least {flag.minimum}"
-    else:
-        allowed = {bool: "T or F", str: "some text"}.get(field_type, f"a {field_type.__name__}")
-    return f"{allowed}, or None ({flag.none_means})" if optional else allowed
+    return isinstance(value, flag.kind)
 
 
 def _show(value: object) -> str:

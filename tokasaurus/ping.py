@@ -1,71 +1,38 @@
 """`toka ping`: one request to a running server, printed with its timing."""
 
-import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from tokasaurus.addresses import proxies_for, proxy_variable
-from tokasaurus.flags import MAX_INT32, Flag, FlagError, FlagTable, assign_flags, check_flags
+from tokasaurus.config import ServerConfig
+from tokasaurus.flags import FlagConfig, FlagError, count, flag
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
-    class Config:  # Pydra has no types
-        def finalize(self) -> None: ...
-else:
-    from pydra import Config
 
-
-class PingConfig(Config):
+class PingConfig(FlagConfig):
     """The flags of `toka ping`, checked by `finalize`."""
 
-    prompt: str | None = None
-    chat: bool = False
-    max_tokens: int | None = None
-    n: int = 1
-    temperature: float = 0.2
-    host: str = "127.0.0.1"
-    port: int = 10210
-    base_url: str | None = None
-    model: str = "default"
-    api_key: str | None = None
+    prompt: str | None = flag(None, "text to send", none_means="required", heading="request")
+    chat: bool = flag(False, "send the prompt as a chat message instead of text to continue")
+    max_tokens: int | None = count(None, "maximum tokens per answer", none_means="server default")
+    n: int = count(1, "number of answers")
+    temperature: float = flag(
+        0.2, "0 picks the most likely token; at 1, the API's default, small models ramble", minimum=0
+    )
+    host: str = flag("127.0.0.1", "address of the server", heading="server")
+    port: int = flag(ServerConfig.port, "TCP port of the server", minimum=1, maximum=65535)
+    base_url: str | None = flag(None, "URL of any OpenAI-compatible API, replaces host and port")
+    model: str = flag("default", "model name; default is the served model")
+    api_key: str | None = flag(None, "API key of the server", none_means="TOKA_API_KEY", variables=("TOKA_API_KEY",))
 
     def finalize(self) -> None:
         """Raises FlagError for a wrong value or a missing prompt."""
-        check_flags(self, PING_FLAGS)
+        super().finalize()
         if self.prompt is None:
             raise FlagError("prompt is missing: toka ping prompt='tell me a joke'")
-
-
-PING_FLAGS = FlagTable(
-    groups={
-        "request": {
-            "prompt": Flag("text to send", none_means="required"),
-            "chat": Flag("send the prompt as a chat message instead of text to continue"),
-            "max_tokens": Flag("maximum tokens per answer", minimum=1, maximum=MAX_INT32, none_means="server default"),
-            "n": Flag("number of answers", minimum=1, maximum=MAX_INT32),
-            "temperature": Flag(
-                "0 picks the most likely token; at 1, the API's default, small models ramble", minimum=0
-            ),
-        },
-        "server": {
-            "host": Flag("address of the server"),
-            "port": Flag("TCP port of the server", minimum=1, maximum=65535),
-            "base_url": Flag("URL of any OpenAI-compatible API, replaces host and port", none_means="none"),
-            "model": Flag("model name; default is the served model"),
-            "api_key": Flag("API key of the server", none_means="TOKA_API_KEY"),
-        },
-    }
-)
-
-
-def parse_ping_config(args: list[str]) -> PingConfig:
-    """The checked config for `name=value` words. Raises FlagError."""
-    config = PingConfig()
-    assign_flags(config, PING_FLAGS, args)
-    config.finalize()
-    return config
 
 
 def ping(config: PingConfig) -> int:
@@ -74,8 +41,7 @@ def ping(config: PingConfig) -> int:
 
     host = f"[{config.host}]" if ":" in config.host else config.host  # IPv6
     base_url = f"http://{host}:{config.port}/v1" if config.base_url is None else config.base_url
-    # An empty variable means no key, but the client requires one.
-    api_key = (os.environ.get("TOKA_API_KEY") or "none") if config.api_key is None else config.api_key
+    api_key = config.api_key or "none"  # the client requires one
     started = time.perf_counter()
     try:
         # No time limit: the duration is what ping measures.

@@ -24,7 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tokasaurus.checkpoint import resolve_checkpoint
-from tokasaurus.config import parse_server_config
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.sampling import SAMPLING_DTYPE, SamplingParams
 from tokasaurus.messages.slots import SlotChanges, SlotOpens
@@ -211,7 +211,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 1024], help="default: %(default)s")
     parser.add_argument("--traces", type=Path, metavar="DIRECTORY", help="where the traces are kept")
     args, flags = parser.parse_known_args(argv)
-    config = parse_server_config([f"model={args.directory}", *flags])
+    config = ServerConfig.parse([f"model={args.directory}", *flags])
     checkpoint = resolve_checkpoint(str(args.directory))
     worker = start_worker(config, checkpoint, Mesh(), 0, lambda _: None)
     limits, num_layers = worker.limits, checkpoint.info.num_layers

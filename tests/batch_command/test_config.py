@@ -2,10 +2,9 @@
 
 import pytest
 
-from tokasaurus.batch_command.config import RUN_FLAGS, parse_run_config, parse_stored_config, server_words
+from tokasaurus.batch_command.config import RunConfig, StoredConfig, server_words
 from tokasaurus.cli import main
-from tokasaurus.config import parse_server_config
-from tokasaurus.config_flags import SERVER_FLAGS
+from tokasaurus.config import ServerConfig
 
 FILES = ["input=a.jsonl", "output=b.jsonl"]
 URL = "base_url=http://localhost:1/v1"
@@ -13,27 +12,27 @@ URL = "base_url=http://localhost:1/v1"
 
 def test_flags_of_the_server_are_checked_and_passed_on() -> None:
     words = [*FILES, "model=org/name", "page_size=32", "overwrite=T", "kv_cache_size_num_tokens=4096"]
-    config = parse_run_config(words)
+    config = RunConfig.parse(words)
     assert (config.input, config.output, config.overwrite, config.page_size) == ("a.jsonl", "b.jsonl", True, 32)
-    server = parse_server_config(server_words(config, words))
+    server = ServerConfig.parse(server_words(config, words))
     assert (server.model, server.page_size, server.kv_cache_num_tokens) == ("org/name", 32, 4096)
-    for name in SERVER_FLAGS.flags:
+    for name in ServerConfig.flags:
         if name not in ("api_key", "host", "port", "data_dir"):
             assert getattr(server, name) == getattr(config, name), name
 
 
 def test_limits_against_clients_are_raised_unless_the_user_sets_them() -> None:
-    default = parse_server_config([])
-    raised = parse_server_config(server_words(parse_run_config(FILES), FILES))
+    default = ServerConfig.parse([])
+    raised = ServerConfig.parse(server_words(RunConfig.parse(FILES), FILES))
     assert raised.max_batch_lines > default.max_batch_lines
     assert raised.max_file_bytes > default.max_file_bytes
     assert raised.keep_days > default.keep_days
     words = [*FILES, "max_batch_lines=10"]
-    assert parse_server_config(server_words(parse_run_config(words), words)).max_batch_lines == 10
+    assert ServerConfig.parse(server_words(RunConfig.parse(words), words)).max_batch_lines == 10
 
 
 def test_every_flag_of_the_server_is_one_of_a_run_or_set_by_it() -> None:
-    assert set(SERVER_FLAGS.flags) - set(RUN_FLAGS.flags) == {"host", "port", "data_dir"}
+    assert set(ServerConfig.flags) - set(RunConfig.flags) == {"host", "port", "data_dir"}
 
 
 @pytest.mark.parametrize(
@@ -83,22 +82,22 @@ def test_a_wrong_argument_gives_one_line_and_exit_code_2(
 
 def test_keys_of_the_environment_are_those_of_a_running_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "openai")
-    assert parse_run_config([*FILES, URL]).api_key == "openai"
+    assert RunConfig.parse([*FILES, URL]).api_key == "openai"
     monkeypatch.setenv("TOKA_API_KEY", "toka")
-    assert parse_run_config([*FILES, URL]).api_key == "toka"
-    assert parse_run_config([*FILES, URL, "api_key=typed"]).api_key == "typed"
-    assert parse_run_config(FILES).api_key is None
+    assert RunConfig.parse([*FILES, URL]).api_key == "toka"
+    assert RunConfig.parse([*FILES, URL, "api_key=typed"]).api_key == "typed"
+    assert RunConfig.parse(FILES).api_key is None
 
 
 def test_stored_batches_are_by_default_those_of_the_default_port() -> None:
-    config = parse_stored_config([])
-    assert (config.data_dir, config.port) == (None, parse_server_config([]).port)
+    config = StoredConfig.parse([])
+    assert (config.data_dir, config.port) == (None, ServerConfig.parse([]).port)
 
 
 def test_help_lists_the_actions_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["batch", "--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f"\n  {name}" in out for name in RUN_FLAGS.flags)
+    assert all(f"\n  {name}" in out for name in RunConfig.flags)
     assert all(f"toka batch {word}" in out for word in ("input=FILE", "list", "show ID", "cancel ID"))
     assert main(["batch", "list", "--help"]) == 0
     assert "data_dir (by port)" in capsys.readouterr().out

@@ -21,7 +21,6 @@ from tests.manager.helpers.requests import make_request
 from tests.manager.helpers.simulation import decode_text, prompt_tail, simulate
 from tokasaurus.checkpoint import Checkpoint, ModelInfo, RopeInfo
 from tokasaurus.config import ServerConfig
-from tokasaurus.config_flags import SERVER_FLAGS
 from tokasaurus.manager.loop import (
     IDLE_SECONDS,
     INTAKE_SHARE,
@@ -90,7 +89,11 @@ def fields_of(options: EngineOptions) -> dict[str, object]:
 @pytest.mark.parametrize(
     "flag",
     [
-        *(flag for flag in SERVER_FLAGS.groups["scheduler"] if flag != "max_step_seconds"),
+        *(
+            name
+            for name, flag in ServerConfig.flags.items()
+            if flag.heading == "scheduler" and name != "max_step_seconds"
+        ),
         "max_tokens_per_forward",
         "max_seqs_per_forward",
         "stop_string_num_token_lookback",
@@ -99,7 +102,7 @@ def fields_of(options: EngineOptions) -> dict[str, object]:
 def test_every_scheduling_flag_changes_one_engine_option(flag):
     needed = {"greedy_prefill": False} if flag == "prefill_round_up_multiple" else {}
     before = getattr(ServerConfig, flag)
-    choices = SERVER_FLAGS.flags[flag].choices
+    choices = ServerConfig.flags[flag].choices
     if isinstance(before, bool):
         value: object = not before
     elif before is None:

@@ -135,9 +135,9 @@ def test_a_record_whose_arguments_do_not_fit_fails_no_caller(pipe: Reader) -> No
 
 SCRIPT = """
 import logging, sys, threading, warnings
-from tokasaurus.config import parse_server_config
+from tokasaurus.config import ServerConfig
 from tokasaurus.monitoring.log_writer import setup_logging
-setup_logging(parse_server_config([]), "server")
+setup_logging(ServerConfig.parse([]), "server")
 for number in range(%d):
     logging.getLogger("tokasaurus").error("record %%d", number)
     print("printed", number, file=sys.stderr)
@@ -170,10 +170,10 @@ def test_a_process_ends_although_nobody_reads_its_stderr() -> None:
 # Run in a process of its own: logging is global, and other tests start uvicorn in this one.
 LEVELS_SCRIPT = """
 import logging, sys
-from tokasaurus.config import parse_server_config
+from tokasaurus.config import ServerConfig
 from tokasaurus.monitoring.log_writer import setup_logging
 
-setup_logging(parse_server_config(sys.argv[1:]), "manager")
+setup_logging(ServerConfig.parse(sys.argv[1:]), "manager")
 logging.getLogger("tokasaurus.manager.loop").debug("ours debug")
 logging.getLogger("tokasaurus.manager.loop").info("ours info")
 logging.getLogger("uvicorn.error").log(5, "uvicorn trace")

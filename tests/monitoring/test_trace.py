@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tokasaurus.config import parse_server_config
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.monitoring.trace import NO_TRACE, Trace, trace_file
 
@@ -151,7 +151,7 @@ def test_rounding_keeps_spans_inside_and_apart(tmp_path: Path) -> None:
 )
 def test_processes_have_names_and_places(flags: tuple[str, ...], name: str, row: int, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    config = parse_server_config([f"trace={path}", *flags])
+    config = ServerConfig.parse([f"trace={path}", *flags])
     with trace_file(config.trace):
         Trace.of(config, "stage 1", config.dp_size - 1, row=2).write()
     described = {event["name"]: event["args"] for event in json.loads(path.read_text()) if "ts" not in event}

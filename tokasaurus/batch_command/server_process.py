@@ -17,10 +17,10 @@ def main(parent_pid: str, lifeline_fd: str, *words: str) -> int:
     from tokasaurus.child_process import die_with_parent
 
     die_with_parent(int(parent_pid), Connection(int(lifeline_fd), writable=False))
-    from tokasaurus.config import parse_server_config
+    from tokasaurus.config import ServerConfig
     from tokasaurus.launch import serve
 
-    return serve(parse_server_config([*words]))
+    return serve(ServerConfig.parse([*words]))
 
 
 if __name__ == "__main__":

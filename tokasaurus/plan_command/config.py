@@ -1,48 +1,48 @@
-"""The flags of `toka plan`: its own, and those of the server that change how much memory is used.
-
-Pydra reads the annotations at run time, as in tokasaurus.config.
-"""
+"""The flags of `toka plan`: its own, and those of the server that change how much memory is used."""
 
 import re
-from typing import TYPE_CHECKING
 
 from tokasaurus.config import ServerConfig
-from tokasaurus.config_flags import SERVER_FLAGS
-from tokasaurus.flags import Flag, FlagError, FlagTable, assign_flags, check_flags
-
-if TYPE_CHECKING:
-
-    class Config:  # Pydra has no types
-        def finalize(self) -> None: ...
-else:
-    from pydra import Config
+from tokasaurus.flags import FlagConfig, FlagError, flag
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
-class PlanConfig(Config):
-    """The flags of `toka plan`, checked by `finalize`. Defaults of the server's flags are the server's."""
+class PlanConfig(FlagConfig):
+    """The flags of `toka plan`, checked by `finalize`."""
 
-    model: str | None = None
-    device_memory: str = "80GiB"
-    json: bool = False
-    dtype: str = "bfloat16"
-    kv_cache_dtype: str | None = None
-    tp_size: int = 1
-    pp_size: int = 1
-    symmetric_all_reduce: bool | None = ServerConfig.symmetric_all_reduce
-    page_size: int = ServerConfig.page_size
-    max_tokens_per_forward: int = ServerConfig.max_tokens_per_forward
-    max_seqs_per_forward: int = ServerConfig.max_seqs_per_forward
-    max_num_tokens_per_request: int | None = None
-    attention_backend: str | None = None
-    use_cudagraphs: bool | None = ServerConfig.use_cudagraphs
-    cudagraph_max_size: int | None = None
-    cudagraph_step: int = ServerConfig.cudagraph_step
+    model: str | None = flag(
+        None,
+        "directory in Hugging Face format, of which config.json and the tensors' headers are read; for an "
+        "estimate, one without weights, a config.json, or a Hugging Face repo id, of which that alone is read",
+        none_means="required",
+        heading="plan",
+    )
+    device_memory: str = flag("80GiB", "free memory of each CUDA device before the start, such as 80GiB or 24GB")
+    json: bool = flag(False, "print JSON")
+
+    dtype: str = flag(
+        "bfloat16",
+        "data type of the weights and of computation",
+        choices=("bfloat16", "float16", "float32"),
+        heading="flags of the server",
+    )
+    kv_cache_dtype: str | None = ServerConfig.declared("kv_cache_dtype")
+    tp_size: int = ServerConfig.declared("tp_size")
+    pp_size: int = ServerConfig.declared("pp_size")
+    symmetric_all_reduce: bool | None = ServerConfig.declared("symmetric_all_reduce")
+    page_size: int = ServerConfig.declared("page_size")
+    max_tokens_per_forward: int = ServerConfig.declared("max_tokens_per_forward")
+    max_seqs_per_forward: int = ServerConfig.declared("max_seqs_per_forward")
+    max_num_tokens_per_request: int | None = ServerConfig.declared("max_num_tokens_per_request")
+    attention_backend: str | None = ServerConfig.declared("attention_backend")
+    use_cudagraphs: bool | None = ServerConfig.declared("use_cudagraphs")
+    cudagraph_max_size: int | None = ServerConfig.declared("cudagraph_max_size")
+    cudagraph_step: int = ServerConfig.declared("cudagraph_step")
 
     def finalize(self) -> None:
         """Raises FlagError for a wrong value."""
-        check_flags(self, PLAN_FLAGS)
+        super().finalize()
         parse_size(self.device_memory)
         if self.model is None:
             raise FlagError("model is missing: toka plan model=NAME [device_memory=80GiB] [name=value ...]")
@@ -58,38 +58,3 @@ def parse_size(text: str) -> int:
             f"device_memory={text}: must be a number and a unit, such as 80GiB; units are {', '.join(_UNITS)}"
         )
     return int(float(match[1]) * _UNITS[match[2]])
-
-
-def _of_server(*names: str) -> dict[str, Flag]:
-    return {name: SERVER_FLAGS.flags[name] for name in names}
-
-
-PLAN_FLAGS = FlagTable(
-    groups={
-        "plan": {
-            "model": Flag(
-                "directory in Hugging Face format, of which config.json and the tensors' headers are read; for an "
-                "estimate, one without weights, a config.json, or a Hugging Face repo id, of which that alone is read",
-                none_means="required",
-            ),
-            "device_memory": Flag("free memory of each CUDA device before the start, such as 80GiB or 24GB"),
-            "json": Flag("print JSON"),
-        },
-        "flags of the server": {
-            "dtype": Flag("data type of the weights and of computation", choices=("bfloat16", "float16", "float32")),
-            **_of_server(
-                *("kv_cache_dtype", "tp_size", "pp_size", "symmetric_all_reduce", "page_size"),
-                *("max_tokens_per_forward", "max_seqs_per_forward", "max_num_tokens_per_request"),
-                *("attention_backend", "use_cudagraphs", "cudagraph_max_size", "cudagraph_step"),
-            ),
-        },
-    }
-)
-
-
-def parse_plan_config(words: list[str]) -> PlanConfig:
-    """The checked config for `name=value` words. Raises FlagError, whose message is one line."""
-    config = PlanConfig()
-    assign_flags(config, PLAN_FLAGS, ["json=T" if word == "--json" else word for word in words])
-    config.finalize()
-    return config

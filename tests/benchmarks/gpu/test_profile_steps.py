@@ -8,7 +8,7 @@ import pytest
 from benchmarks.gpu.models import TINY, write_model
 from benchmarks.gpu.profile_steps import measure, summarize
 from tokasaurus.checkpoint import resolve_checkpoint
-from tokasaurus.config import parse_server_config
+from tokasaurus.config import ServerConfig
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.worker.entry import start_worker
 
@@ -77,7 +77,7 @@ def test_an_empty_trace_is_refused() -> None:
 def test_each_layer_of_plain_torch_has_its_operations(tmp_path: Path) -> None:
     write_model(tmp_path, TINY)
     flags = ["device=cpu", "cpu_isa=torch", "kv_cache_num_tokens=1024", "max_seqs_per_forward=4"]
-    config = parse_server_config([f"model={tmp_path}", "max_tokens_per_forward=32", *flags])
+    config = ServerConfig.parse([f"model={tmp_path}", "max_tokens_per_forward=32", *flags])
     worker = start_worker(config, resolve_checkpoint(str(tmp_path)), Mesh(), 0, lambda _: None)
     sizes = worker.limits.num_kv_blocks, worker.limits.page_size
     path = tmp_path / "trace.json.gz"

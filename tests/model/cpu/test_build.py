@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.processes import assert_all_end
-from tokasaurus.config import parse_server_config
-from tokasaurus.config_flags import SERVER_FLAGS
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.model.cpu import build
 from tokasaurus.model.cpu.build import (
@@ -77,7 +76,7 @@ def test_the_best_set_is_chosen_unless_another_is_requested(machine_name: str, f
 
 
 def test_the_flag_allows_all_sets() -> None:
-    assert {*SERVER_FLAGS.flags["cpu_isa"].choices} == {*(level.cpu_isa for level in INSTRUCTION_SETS), PLAIN_TORCH}
+    assert {*ServerConfig.flags["cpu_isa"].choices} == {*(level.cpu_isa for level in INSTRUCTION_SETS), PLAIN_TORCH}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
@@ -117,7 +116,7 @@ def test_missing_kernels_are_built_in_the_background_and_only_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_compiler(tmp_path / "quick", 'exec g++ -x c++ -c /dev/null "$@"', monkeypatch)
-    config, lines = parse_server_config(["device=cpu"]), []
+    config, lines = ServerConfig.parse(["device=cpu"]), []
     for _ in range(2):
         with kernels_built_ahead(config, lines.append):
             wait_until(is_built)
@@ -128,7 +127,7 @@ def test_missing_kernels_are_built_in_the_background_and_only_once(
 def test_an_unfinished_build_ends_with_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = tmp_path / "pids"
     use_compiler(tmp_path / "slow", f"echo $$ >> {pids}; exec sleep 60", monkeypatch)
-    with kernels_built_ahead(parse_server_config(["device=cpu"]), lambda _line: None):
+    with kernels_built_ahead(ServerConfig.parse(["device=cpu"]), lambda _line: None):
         wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"))
     assert_all_end([int(pid) for pid in pids.read_text().split()], within_s=30)  # it sleeps for 60
     assert not is_built()
@@ -137,7 +136,7 @@ def test_an_unfinished_build_ends_with_the_launcher(tmp_path: Path, monkeypatch:
 @pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize("word", ["cpu_isa=torch", "device=cuda"])
 def test_kernels_that_are_not_used_are_not_built(word: str, tmp_path: Path) -> None:
-    with kernels_built_ahead(parse_server_config([word]), pytest.fail):
+    with kernels_built_ahead(ServerConfig.parse([word]), pytest.fail):
         assert not (tmp_path / "cache").exists()
 
 

@@ -17,7 +17,7 @@ from tests.model.helpers.greedy_decoding import greedy_in_a_mixed_batch, load, o
 from tests.model.helpers.prefix_samples import Samples
 from tests.model.helpers.steps import StepDriver, make_runner, one_thread
 from tokasaurus.checkpoint import cache_directory, resolve_checkpoint
-from tokasaurus.config import parse_server_config
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import make_channel
 from tokasaurus.messages.lifecycle import PhaseDone, UserError
 from tokasaurus.model.attention.torch_backend import TorchBackend
@@ -200,7 +200,7 @@ def test_norm_and_lm_head_are_compiled_for_any_number_of_rows_where_they_are_not
 def test_a_worker_compiles_before_it_is_ready(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     phases: list[PhaseDone] = []
-    config = parse_server_config([*FLAGS, "torch_compile=T"])
+    config = ServerConfig.parse([*FLAGS, "torch_compile=T"])
     worker = start_worker(config, resolve_checkpoint(str(tmp_path)), Mesh(), 0, phases.append)
     assert {done.phase: done.detail for done in phases}["warm-up"] == "compiled functions: 1"
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -222,7 +222,7 @@ def test_without_a_working_compiler_the_worker_gives_a_one_line_error(
     compiler.chmod(0o755)
     model = tmp_path / "model"
     save_tiny_model(model, "llama")
-    config = parse_server_config([*FLAGS, "torch_compile=T"])
+    config = ServerConfig.parse([*FLAGS, "torch_compile=T"])
     with (
         fresh_cache(),
         torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}),
@@ -309,7 +309,7 @@ def test_a_worker_starts_where_compiling_is_the_default_and_fails(
     phases: list[PhaseDone] = []
     monkeypatch.setattr(loading, "is_compiled", lambda flag, _device: flag is not False)  # as on CUDA
     with unittest.mock.patch.object(Compiler, "_compile_graph", side_effect=RuntimeError("no Triton")):
-        worker = start_worker(parse_server_config(FLAGS), resolve_checkpoint(str(tmp_path)), Mesh(), 0, phases.append)
+        worker = start_worker(ServerConfig.parse(FLAGS), resolve_checkpoint(str(tmp_path)), Mesh(), 0, phases.append)
         assert worker.runner.run(single_token(LIMITS)) is not None
     assert {done.phase: done.detail for done in phases}["warm-up"] == "compiled functions: none"
     (warning,) = [record.getMessage() for record in caplog.records if record.name == compile.__name__]

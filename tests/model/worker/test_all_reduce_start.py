@@ -17,7 +17,7 @@ from tests.model.helpers.steps import CPU, StepDriver
 from tests.model.parallel.helpers.symmetric_memory_on_cpu import symmetric_memory_on_cpu
 from tests.model.sampling.helpers.shard_ranks import run_ranks
 from tokasaurus.checkpoint import resolve_checkpoint
-from tokasaurus.config import parse_server_config
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.lifecycle import FlagRefused, PhaseDone, UserError
 from tokasaurus.model.parallel.mesh import Mesh
 from tokasaurus.model.parallel.process_group import joined
@@ -190,7 +190,7 @@ def run_worker_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connec
     """Sends greedy tokens of a worker whose ranks share memory, and of one where the last rank adds up wrongly; beside
     each, what its start said of sums, and whether it used them after."""
     flags = ["dtype=float32", "device=cpu", "tp_size=2", "max_tokens_per_forward=64", "max_seqs_per_forward=8"]
-    config, checkpoint = parse_server_config(flags), resolve_checkpoint(str(rendezvous.parent))
+    config, checkpoint = ServerConfig.parse(flags), resolve_checkpoint(str(rendezvous.parent))
     with joined(Mesh(tp_rank=rank, tp_size=num_ranks), rendezvous, CPU) as mesh:
         for factor in (1.0, 1.1):
             phases: list[PhaseDone] = []

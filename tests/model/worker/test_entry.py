@@ -14,7 +14,7 @@ from tests.helpers.tiny_model import save_tiny_model
 from tests.model.execution.helpers.launch_tape import LaunchTape, TapedGraph
 from tests.model.helpers.steps import NOTHING, int32, open_greedy
 from tokasaurus.checkpoint import resolve_checkpoint
-from tokasaurus.config import parse_server_config
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import make_channel
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.lifecycle import FlagRefused, PhaseDone, Ready, UserError
@@ -44,7 +44,7 @@ def test_a_worker_reports_its_phases_then_answers_every_step_in_order_and_ends(t
     inputs_in, inputs = make_channel()
     outputs, outputs_out = make_channel()
     status, status_out = make_channel()
-    config = parse_server_config([*FLAGS, "kv_cache_num_tokens=100"])
+    config = ServerConfig.parse([*FLAGS, "kv_cache_num_tokens=100"])
     worker = threading.Thread(
         target=run_worker, args=(config, checkpoint, 0, None, inputs_in, outputs_out, status_out), daemon=True
     )
@@ -72,7 +72,7 @@ def test_a_worker_reports_its_phases_then_answers_every_step_in_order_and_ends(t
 
 def test_ranks_that_cannot_divide_the_model_are_a_user_error_before_they_meet(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen2")
-    config = parse_server_config([*FLAGS, "kv_cache_num_tokens=100", "tp_size=3"])
+    config = ServerConfig.parse([*FLAGS, "kv_cache_num_tokens=100", "tp_size=3"])
     (inputs, _), (_, outputs), (_, status) = make_channel(), make_channel(), make_channel()
     with pytest.raises(UserError, match=r"^attention heads \(4\) cannot be divided among tp_size=3$"):
         run_worker(config, resolve_checkpoint(str(tmp_path)), 0, tmp_path / "rendezvous", inputs, outputs, status)
@@ -95,7 +95,7 @@ def test_ranks_that_cannot_divide_the_model_are_a_user_error_before_they_meet(tm
 )
 def test_a_flag_that_the_worker_cannot_satisfy_is_a_user_error(flags: list[str], message: str, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen2")
-    config = parse_server_config([*FLAGS, "kv_cache_num_tokens=100", *flags])
+    config = ServerConfig.parse([*FLAGS, "kv_cache_num_tokens=100", *flags])
     with pytest.raises(UserError, match=message):
         start_worker(config, resolve_checkpoint(str(tmp_path)), Mesh(), 0, lambda _: None)
 
@@ -120,7 +120,7 @@ def test_graphs_are_freed_before_the_group_of_ranks_is_left(tmp_path: Path, monk
     monkeypatch.setattr(Decoder, "pack_module", lambda *_: None)  # a tape reads no packed weights
     monkeypatch.setattr(entry, "graph_sizes_of", lambda *_: [8, 4])
     monkeypatch.setattr(entry, "CudaRecorder", lambda _device: ForgetfulTape())
-    config = parse_server_config([*FLAGS, "kv_cache_num_tokens=100", "use_hydragen=F", "cpu_isa=torch"])
+    config = ServerConfig.parse([*FLAGS, "kv_cache_num_tokens=100", "use_hydragen=F", "cpu_isa=torch"])
     (inputs, input_end), (_, outputs), (_, status) = make_channel(), make_channel(), make_channel()
     input_end.close()
     run_worker(config, resolve_checkpoint(str(tmp_path)), 0, None, inputs, outputs, status)
@@ -145,7 +145,7 @@ def test_graphs_that_replay_wrongly_are_switched_off_or_refused_by_name(
     if fault is not None:
         monkeypatch.setattr(TapedGraph, "replay", replay)
     flags = ["kv_cache_num_tokens=100", "use_hydragen=F", "cpu_isa=torch", *(["use_cudagraphs=T"] if by_name else [])]
-    config, checkpoint = parse_server_config([*FLAGS, *flags]), resolve_checkpoint(str(tmp_path))
+    config, checkpoint = ServerConfig.parse([*FLAGS, *flags]), resolve_checkpoint(str(tmp_path))
     if fault is not None and by_name:
         with pytest.raises(
             FlagRefused, match=r"^use_cudagraphs=T: (graph of 4 rows: worst row differs|RuntimeError: illegal)"

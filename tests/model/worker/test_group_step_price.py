@@ -15,7 +15,7 @@ from tests.model.execution.helpers.launch_tape import LaunchTape, TapedGraph
 from tests.model.helpers.greedy_decoding import load
 from tests.model.helpers.steps import CPU, make_runner, one_thread
 from tokasaurus.checkpoint import resolve_checkpoint
-from tokasaurus.config import parse_server_config
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.forward import ForwardInput
 from tokasaurus.messages.lifecycle import HydragenCosts
 from tokasaurus.model.attention.backend import KVShape
@@ -162,7 +162,7 @@ def test_a_start_with_graphs_tells_the_manager_the_price(
 
     monkeypatch.setattr(group_step_price, "measure_step_price", measure)
     flags = ["dtype=float32", "kv_cache_num_tokens=8000", "cpu_isa=torch", "max_tokens_per_forward=64"]
-    config = parse_server_config([*flags, "max_seqs_per_forward=8"])
+    config = ServerConfig.parse([*flags, "max_seqs_per_forward=8"])
     details: list[str] = []
     worker = start_worker(
         config, resolve_checkpoint(str(tmp_path)), Mesh(), 0, lambda done: details.append(done.detail)

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tokasaurus.config import parse_server_config
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.lifecycle import UserError
 from tokasaurus.model.attention.backend import KVShape
 from tokasaurus.model.worker.kv_memory import CUDA_FRACTION, KVCachePlan
@@ -57,7 +57,7 @@ class Report:
 def size(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KVCachePlan]:
     def size_on_cuda(*flags: str) -> KVCachePlan:
         cuda = PretendedCuda(monkeypatch)
-        config = parse_server_config(list(flags))
+        config = ServerConfig.parse(list(flags))
         plan = size_kv_cache(config, 2, SHAPE, cuda, None, cuda.run_largest, cuda.measure_graphs, Report())  # type: ignore[arg-type]
         assert cuda.order == ["cache", "forward", "graphs"]
         return plan

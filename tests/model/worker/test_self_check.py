@@ -11,7 +11,7 @@ import torch
 from tests.helpers.tiny_model import save_tiny_model
 from tests.model.attention.helpers import flashinfer_double
 from tokasaurus.checkpoint import resolve_checkpoint
-from tokasaurus.config import parse_server_config
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.lifecycle import FlagRefused
 from tokasaurus.model.attention import flashinfer_backend
 from tokasaurus.model.attention.backend import AttentionBackend, KVShape
@@ -158,7 +158,7 @@ def test_a_backend_asked_for_by_name_that_fails_is_a_refused_flag(
         raise OSError("cannot load x.so")
 
     monkeypatch.setattr(flashinfer_backend.FlashInferBackend, "__init__", fail)
-    config = parse_server_config(["attention_backend=flashinfer", "kv_cache_num_tokens=100"])
+    config = ServerConfig.parse(["attention_backend=flashinfer", "kv_cache_num_tokens=100"])
     with pytest.raises(FlagRefused, match=r"^attention_backend=flashinfer: OSError: cannot load x\.so$") as raised:
         start_worker(config, resolve_checkpoint(str(tmp_path)), Mesh(), 0, lambda _: None)
     assert raised.value.exit_code == 2

@@ -19,7 +19,7 @@ from tests.model.helpers.greedy_decoding import greedy_in_a_mixed_batch, load
 from tests.model.helpers.steps import CPU, StepDriver, make_runner, one_thread
 from tests.model.sampling.helpers.shard_ranks import run_ranks
 from tokasaurus.checkpoint import resolve_checkpoint
-from tokasaurus.config import parse_server_config
+from tokasaurus.config import ServerConfig
 from tokasaurus.messages.lifecycle import FlagRefused
 from tokasaurus.model.attention.flashinfer_backend import FlashInferBackend
 from tokasaurus.model.decoder.compile import Compiler
@@ -53,7 +53,7 @@ def own_compilations() -> Iterator[None]:
 
 def start(directory: Path, *flags: str) -> StartedWorker:
     return start_worker(
-        parse_server_config([*FLAGS, *flags]), resolve_checkpoint(str(directory)), Mesh(), 0, lambda _: None
+        ServerConfig.parse([*FLAGS, *flags]), resolve_checkpoint(str(directory)), Mesh(), 0, lambda _: None
     )
 
 
@@ -113,7 +113,7 @@ def test_layers_that_do_not_compile_count_as_switched_off(tmp_path: Path, monkey
 def test_right_layers_pass_in_every_family_and_dtype(family: str, dtype: str, tmp_path: Path) -> None:
     """The CPU kernels' layers, with the weights of a test model and with random ones."""
     save_tiny_model(tmp_path, family)
-    config = parse_server_config([*FLAGS, f"dtype={dtype}"])
+    config = ServerConfig.parse([*FLAGS, f"dtype={dtype}"])
     checkpoint = resolve_checkpoint(str(tmp_path))
     for fill in (None, lambda model, filled: fill_randomly(iter(model.weight_shards()), filled.note)):
         loaded = load_worker(config, checkpoint, Mesh(), 0, Phases(lambda _: None), fill, Checks(is_thorough=True))
@@ -130,7 +130,7 @@ def test_right_layers_pass_in_every_family_and_dtype(family: str, dtype: str, tm
 def test_wrong_layers_of_the_cpu_kernels_are_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model(tmp_path, "llama")
     checkpoint = resolve_checkpoint(str(tmp_path))
-    config, checks = parse_server_config(FLAGS), Checks(is_thorough=True)
+    config, checks = ServerConfig.parse(FLAGS), Checks(is_thorough=True)
     loaded = load_worker(config, checkpoint, Mesh(), 0, Phases(lambda _: None), checks=checks)
 
     def run(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -320,7 +320,7 @@ def test_recordings_that_raise_leave_a_server_without_graphs(
 def load_with_wrong_logits_on_one_rank(rank: int, num_ranks: int, rendezvous: Path, answers: Connection) -> None:
     torch.set_num_threads(1)
     flags = ["dtype=float32", "device=cpu", "tp_size=2", "max_tokens_per_forward=64", "max_seqs_per_forward=8"]
-    config, checkpoint = parse_server_config(flags), resolve_checkpoint(str(rendezvous.parent))
+    config, checkpoint = ServerConfig.parse(flags), resolve_checkpoint(str(rendezvous.parent))
     logits = Decoder.logits
 
     def wrong(model: Decoder, hidden: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from tests.server.helpers.tool_templates import (
     TWO_TEMPLATES,
     save_tokenizer_with,
 )
-from tokasaurus.config_flags import SERVER_FLAGS
+from tokasaurus.config import ServerConfig
 from tokasaurus.server.errors import InvalidRequest
 from tokasaurus.server.prepare.chat_prompt import encode_messages, opens_thinking
 from tokasaurus.server.protocol.chat import ChatCompletionRequest, ChatMessage
@@ -91,7 +91,7 @@ def test_format_is_detected_from_the_template_unless_given(template: Any, suppor
     assert find_tool_support(tokenizer, None) == support
     for name, format_ in FORMATS.items():
         assert find_tool_support(tokenizer, name) == dataclasses.replace(support, format=format_)
-    assert SERVER_FLAGS.flags["tool_call_format"].choices == tuple(FORMATS)
+    assert ServerConfig.flags["tool_call_format"].choices == tuple(FORMATS)
 
 
 def test_a_template_that_never_ends_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,54 @@
+"""docs/flags.md, made from the declarations in tokasaurus/config.py: `python -m tests.helpers.flags_page` writes it."""
+
+from pathlib import Path
+
+from tokasaurus.config import ServerConfig
+from tokasaurus.flags import MAX_INT32, Flag, allowed_values
+
+PATH = Path(__file__).parents[2] / "docs" / "flags.md"
+
+INTRODUCTION = """\
+# Flags of `toka`
+
+`python -m tests.helpers.flags_page` makes this page from `tokasaurus/config.py`, where every flag is declared; a test
+compares the two.
+
+Flags are written `name=value`: `T` and `F` are true and false, `None` is none or auto, `'(2 * 1024)'` is evaluated. A
+flag that is wrong in name, type or range ends the command with one line and exit code 2. `toka --help` prints these
+tables; the flags of `toka ping`, `download`, `plan`, `check` and `batch` are in their own `--help`.
+"""
+HEAD = ["| flag | default | values | meaning |", "|---|---|---|---|"]
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [INTRODUCTION]
+    heading = ""
+    for name, flag in ServerConfig.flags.items():
+        if flag.heading != heading:
+            heading = flag.heading
+            lines += [
+                "",
+                f"## {heading.capitalize()}",
+                "",
+                "| flag | default | values | meaning |",
+                "|---|---|---|---|",
+            ]
+        lines.append(_row(name, flag))
+    return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+
+
+def _row(name: str, flag: Flag) -> str:
+    shown = {None: flag.none_means, True: "T", False: "F"}
+    default = shown[flag.default] if flag.default is None or isinstance(flag.default, bool) else f"`{flag.default}`"
+    values = allowed_values(flag).removesuffix(f", or None ({flag.none_means})").removesuffix(f" to {MAX_INT32}")
+    names = f"`{name}`" + (f", also `{flag.alias}`" if flag.alias else "")
+    values = "; ".join([values, *(rule.text for rule in flag.rules)])
+    meaning = flag.meaning
+    if not flag.is_built:
+        meaning += " (not built yet)"
+    return f"| {names} | {default} | {values} | {meaning} |".replace("*", "\\*")
+
+
+if __name__ == "__main__":
+    PATH.write_text(page())
