@@ -41,10 +41,8 @@ LAYERS = [
     ["__main__"],
     ["cli"],
     ["ping", "download", "batch_command", "plan_command", "check_command"],
-    ["launch"],
-    ["replica_processes"],
-    ["process_group", "startup_report", "restart_policy"],
-    ["child_process"],
+    ["processes"],
+    ["startup_report"],
     ["server", "manager", "model"],
     ["text", "monitoring", "checkpoint"],
     ["addresses"],
@@ -97,7 +95,7 @@ WITHOUT_TORCH = [
     "batch_command",
     "messages",
 ]
-WITHOUT_TORCH += ["launch", "process_group", "child_process", "monitoring"]
+WITHOUT_TORCH += ["processes", "monitoring"]
 
 
 def package_of(module: str, depth: int = 1) -> str:

@@ -142,7 +142,7 @@ def _run(
 
 
 def _serve(config: "ServerConfig") -> int:
-    from tokasaurus.launch import serve
+    from tokasaurus.processes.launch import serve
 
     return serve(config)
 

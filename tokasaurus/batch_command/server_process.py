@@ -14,11 +14,11 @@ def main(parent_pid: str, lifeline_fd: str, *words: str) -> int:
     """Serve until a signal; returns the exit code. words: flags of the server, which the parent has checked."""
     from multiprocessing.connection import Connection
 
-    from tokasaurus.child_process import die_with_parent
+    from tokasaurus.processes.group import die_with_parent
 
     die_with_parent(int(parent_pid), Connection(int(lifeline_fd), writable=False))
     from tokasaurus.config import ServerConfig
-    from tokasaurus.launch import serve
+    from tokasaurus.processes.launch import serve
 
     return serve(ServerConfig.parse([*words]))
 

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 
 from tokasaurus.addresses import bind, url_of
 from tokasaurus.checkpoint import Checkpoint, resolve_checkpoint
-from tokasaurus.child_process import ChildProcess
 from tokasaurus.config import ServerConfig
 from tokasaurus.messages.channel import wait
 from tokasaurus.messages.lifecycle import HEARTBEAT_SECONDS, STOP_AT_ONCE, Failed, PhaseDone, Ready, UserError
 from tokasaurus.model.cpu.build import kernels_built_ahead
 from tokasaurus.monitoring.log_writer import setup_logging
 from tokasaurus.monitoring.trace import trace_file
-from tokasaurus.process_group import STOP_NUMBERS, Child, ProcessGroup, StopSignals
-from tokasaurus.replica_processes import ReplicaProcesses, describe_failure
+from tokasaurus.processes.group import STOP_NUMBERS, Child, ChildProcess, ProcessGroup, StopSignals
+from tokasaurus.processes.replica import ReplicaProcesses, describe_failure
 from tokasaurus.startup_report import StartupReport
 
 # Time for a graceful end before SIGTERM: for the server's open requests, and for the engine's current step.

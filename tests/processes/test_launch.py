@@ -20,9 +20,9 @@ from tokasaurus.monitoring.shortage import hint_at_memory
 
 LAUNCHER = """
 import os, sys
-from tokasaurus import launch
+from tokasaurus.processes import launch
 from tokasaurus.config import ServerConfig
-from tokasaurus.launch import Entries, serve
+from tokasaurus.processes.launch import Entries, serve
 launch.SERVER_GRACE_S = launch.ENGINE_GRACE_S = float(os.environ["GRACE_S"])
 entries = Entries("launch_stubs:run_server", "launch_stubs:run_manager", "launch_stubs:" + sys.argv[1])
 sys.exit(serve(ServerConfig.parse(sys.argv[2:]), entries))

@@ -1,4 +1,5 @@
-"""The launcher's view of one replica: starts its manager and model workers, and finds out that one died or hangs."""
+"""The launcher's view of one replica: starts its manager and model workers, finds out that one died or hangs, and
+decides when to start it again."""
 
 from __future__ import annotations
 
@@ -8,12 +9,10 @@ import time
 from copy import copy
 from typing import TYPE_CHECKING
 
-from tokasaurus.child_process import ChildProcess
 from tokasaurus.messages.channel import Receiver, Sender, make_channel
 from tokasaurus.messages.lifecycle import HEARTBEAT_SECONDS, Alive, Failed, PhaseDone, Ready
 from tokasaurus.messages.replica_connection import ReplicaConnection, send_connection
-from tokasaurus.process_group import DEATH_S, Child, ProcessGroup
-from tokasaurus.restart_policy import RestartPolicy
+from tokasaurus.processes.group import DEATH_S, Child, ChildProcess, ProcessGroup
 
 if TYPE_CHECKING:  # these import NumPy, which would delay the start of the other processes
     from tokasaurus.checkpoint import Checkpoint
@@ -34,6 +33,11 @@ START_FACTOR = 4
 
 SETTLE_SECONDS = 0.2
 """After one process of a replica ends, the others may end because of it: wait this long to find the cause."""
+
+HEALTHY_SECONDS = 10.0
+"""A replica that was ready for this long had no lasting fault: earlier failures are forgotten."""
+
+MAX_PAUSE_SECONDS = 30.0
 
 
 class ReplicaProcesses:
@@ -179,6 +183,28 @@ class ReplicaProcesses:
         if not self._is_ready and now_s - self._started_s > self._longest_start_s:
             return f"{self.name} did not start in {self._longest_start_s:.0f} s"
         return None
+
+
+class RestartPolicy:
+    """Counts the consecutive failures of one replica. max_restarts: most restarts that may fail in a row."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self._num_failures = 0
+        self._ready_s = math.inf
+
+    def note_ready(self, now_s: float) -> None:
+        self._ready_s = now_s
+
+    def note_failure(self, now_s: float) -> float | None:
+        """Seconds to wait before the next start: 0, then 1, 2, 4, … None: do not start again."""
+        if now_s - self._ready_s >= HEALTHY_SECONDS:
+            self._num_failures = 0
+        self._ready_s = math.inf
+        self._num_failures += 1
+        if self._num_failures > self._max_restarts:
+            return None
+        return 0.0 if self._num_failures == 1 else min(MAX_PAUSE_SECONDS, 2.0 ** (self._num_failures - 2))
 
 
 def describe_failure(children: list[Child], failed: list[Failed]) -> str | None:
